@@ -1,0 +1,173 @@
+"""Geometry of rows and slots: pure arithmetic, no I/O.
+
+For one worker the page of a group is the sum of its tensor references. With `world_size` workers and
+`block_size_factor` f::
+
+    kv_bytes_per_block           = page bytes * world_size
+    kv_bytes_per_offloaded_block = kv_bytes_per_block * f
+    aligned                      = round_up(kv_bytes_per_offloaded_block, BLOCK_SIZE_ALIGNMENT)
+    num_blocks                   = cpu_bytes_to_use // aligned
+
+A row is as long as the largest group needs. Inside a row worker w's slice of group g starts at
+`w * page bytes * f`; inside a slice the f pages follow each other, and inside a page the group's tensors. Padding
+sits once, at the row's end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvtier.errors import GeometryError
+
+
+class GroupKind(StrEnum):
+    """How a group's blocks depend on the prefix; decides which prefix lengths are usable."""
+
+    FULL = "full"
+    SLIDING_WINDOW = "sliding_window"
+    MAMBA = "mamba"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """One tensor that holds a group's blocks: its index and the bytes of one page (one GPU block) in it."""
+
+    tensor: int
+    page_size_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.tensor < 0 or self.page_size_bytes < 1:
+            raise GeometryError(f"a tensor reference needs tensor >= 0 and page_size_bytes >= 1, got {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """One KV cache group of one worker: its tensors and its tokens per GPU block."""
+
+    refs: tuple[TensorRef, ...]
+    block_size: int = 16
+    kind: GroupKind = GroupKind.FULL
+    window_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.refs:
+            raise GeometryError("a KV cache group needs at least one tensor reference")
+        if self.block_size < 1:
+            raise GeometryError(f"block_size must be at least 1 token, got {self.block_size}")
+        if (self.kind is GroupKind.SLIDING_WINDOW) != (self.window_tokens > 0):
+            raise GeometryError("window_tokens goes with sliding_window groups, and only with them")
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one GPU block of this group on one worker, all its tensors together."""
+        return sum(ref.page_size_bytes for ref in self.refs)
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """What an engine's KV cache looks like: its groups, its workers, and GPU blocks per offloaded block."""
+
+    groups: tuple[GroupLayout, ...]
+    world_size: int = 1
+    block_size_factor: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            raise GeometryError("a KV layout needs at least one group")
+        if self.world_size < 1 or self.block_size_factor < 1:
+            raise GeometryError(
+                f"world_size and block_size_factor must be at least 1, "
+                f"got {self.world_size} and {self.block_size_factor}"
+            )
+
+
+def round_up(value: int, alignment: int) -> int:
+    """The smallest multiple of `alignment` that is at least `value`."""
+    return -(-value // alignment) * alignment
+
+
+def stack_alignment(alignments: Iterable[int]) -> int:
+    """The least common multiple of the tiers' BLOCK_SIZE_ALIGNMENT. Raises GeometryError on one below 1."""
+    values = list(alignments)
+    if any(value < 1 for value in values):
+        raise GeometryError(f"BLOCK_SIZE_ALIGNMENT must be at least 1, got {values}")
+    return math.lcm(*values)
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """A KV layout laid into rows of one alignment."""
+
+    layout: KVLayout
+    alignment: int = 1
+
+    def __post_init__(self) -> None:
+        if self.alignment < 1:
+            raise GeometryError(f"the row alignment must be at least 1, got {self.alignment}")
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.layout.groups)
+
+    @property
+    def world_size(self) -> int:
+        return self.layout.world_size
+
+    @property
+    def factor(self) -> int:
+        """GPU blocks per offloaded block."""
+        return self.layout.block_size_factor
+
+    def page_bytes(self, group: int) -> int:
+        """Bytes of one GPU block of a group on one worker."""
+        return self.layout.groups[group].page_bytes
+
+    def worker_bytes(self, group: int) -> int:
+        """Bytes one worker contributes to an offloaded block of a group."""
+        return self.page_bytes(group) * self.factor
+
+    def kv_bytes_per_block(self, group: int) -> int:
+        """Bytes of one GPU block of a group over all workers."""
+        return self.page_bytes(group) * self.world_size
+
+    def kv_bytes_per_offloaded_block(self, group: int) -> int:
+        """Bytes of one offloaded block of a group over all workers, without padding."""
+        return self.kv_bytes_per_block(group) * self.factor
+
+    def aligned_bytes(self, group: int) -> int:
+        """Bytes of a group's offloaded block rounded up to the stack's alignment: what a lower tier stores."""
+        return round_up(self.kv_bytes_per_offloaded_block(group), self.alignment)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row: the largest aligned offloaded block over the groups."""
+        return max(self.aligned_bytes(group) for group in range(self.num_groups))
+
+    def padding_bytes(self, group: int) -> int:
+        """Bytes of a row that a block of this group leaves unused."""
+        return self.row_bytes - self.kv_bytes_per_offloaded_block(group)
+
+    def offset(self, group: int, worker: int, sub_block: int = 0, ref: int = 0) -> int:
+        """Where in a row a worker's page of a group begins: sub-block 0..f-1, tensor reference 0..n-1."""
+        refs = self.layout.groups[group].refs
+        if not (0 <= worker < self.world_size and 0 <= sub_block < self.factor and 0 <= ref < len(refs)):
+            raise GeometryError(f"no page at group {group}, worker {worker}, sub-block {sub_block}, tensor {ref}")
+        before = sum(refs[i].page_size_bytes for i in range(ref))
+        return worker * self.worker_bytes(group) + sub_block * self.page_bytes(group) + before
+
+    def tokens_per_offloaded_block(self, group: int) -> int:
+        """Tokens one offloaded block of a group covers."""
+        return self.layout.groups[group].block_size * self.factor
+
+    def num_blocks(self, cpu_bytes_to_use: int) -> int:
+        """Rows that fit in a budget, never a byte more. Raises GeometryError if not even one fits."""
+        rows = cpu_bytes_to_use // self.row_bytes
+        if rows < 1:
+            raise GeometryError(
+                f"cpu_bytes_to_use is {cpu_bytes_to_use} bytes but one block needs {self.row_bytes} "
+                f"(alignment {self.alignment}, {self.world_size} worker(s), {self.factor} GPU block(s) each)"
+            )
+        return rows

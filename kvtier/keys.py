@@ -1,0 +1,37 @@
+"""Identities: offload keys, groups, slots, jobs and requests.
+
+An `OffloadKey` is the content hash of a prefix up to a block's end, any length of bytes, followed by the index of the
+KV cache group in four big-endian bytes. One flat `bytes` object keeps directories small and lookups one hash each.
+"""
+
+from __future__ import annotations
+
+from typing import NewType
+
+OffloadKey = NewType("OffloadKey", bytes)
+GroupIndex = NewType("GroupIndex", int)
+SlotId = NewType("SlotId", int)
+JobId = NewType("JobId", int)
+RequestId = NewType("RequestId", str)
+Medium = NewType("Medium", str)
+
+GPU = Medium("GPU")
+CPU = Medium("CPU")
+FS = Medium("FS")
+
+GROUP_BYTES = 4
+
+
+def make_key(block_hash: bytes, group: int) -> OffloadKey:
+    """Join a block hash (any length, not empty) and a group index into an offload key."""
+    return OffloadKey(block_hash + group.to_bytes(GROUP_BYTES, "big"))
+
+
+def key_group(key: OffloadKey) -> GroupIndex:
+    """The KV cache group a key belongs to."""
+    return GroupIndex(int.from_bytes(key[-GROUP_BYTES:], "big"))
+
+
+def key_hash(key: OffloadKey) -> bytes:
+    """The content hash of a key, without its group."""
+    return key[:-GROUP_BYTES]
