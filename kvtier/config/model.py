@@ -1,0 +1,51 @@
+"""What a stack file says, once it is valid."""
+
+from __future__ import annotations
+
+from pydantic import Field, SerializeAsAny
+
+from kvtier.options import Options, Seconds, TierOptions
+
+
+class StackOptions(Options):
+    """What can be told to the stack as a whole."""
+
+    namespace: str = Field(
+        default="",
+        max_length=256,
+        description="the operator's own tag: stacks with different tags never share a block",
+    )
+    block_size_factor: int | None = Field(
+        default=None,
+        ge=1,
+        le=4096,
+        description="GPU blocks in one offloaded block; what the engine says when left out",
+    )
+    lookup_timeout_seconds: Seconds = Field(
+        default=5.0, description="how long a request may wait for its hits; what it lacks then is a miss"
+    )
+    load_timeout_seconds: Seconds = Field(
+        default=30.0, description="deadline of a load through the whole stack; what is late then is a miss"
+    )
+    store_timeout_seconds: Seconds = Field(
+        default=60.0, description="deadline of a store through the whole stack; what is late then is dropped"
+    )
+    close_timeout_seconds: Seconds = Field(
+        default=10.0, description="how long closing may drain what is under way before it drops the rest"
+    )
+
+
+class StackConfig(StackOptions):
+    """A whole stack: its options and its tiers from the GPU's side down."""
+
+    tiers: tuple[SerializeAsAny[TierOptions], ...] = Field(min_length=1)
+
+    @property
+    def options(self) -> StackOptions:
+        """The options of the stack without its tiers."""
+        return StackOptions(**{name: getattr(self, name) for name in StackOptions.model_fields})
+
+
+def tier_name(options: TierOptions) -> str:
+    """The name of a tier in tables, metrics and error messages."""
+    return options.name or options.type

@@ -1,0 +1,76 @@
+"""From what is wrong to what a person can do about it: one line each, with the path of the key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from kvtier.errors import ConfigError
+from kvtier.registry import suggest
+
+SHOWN = 60
+
+
+def raise_all(problems: Sequence[ConfigError]) -> None:
+    """Raise one ConfigError for all problems, one line each; nothing when there are none."""
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        raise ConfigError("\n".join(str(problem) for problem in problems))
+
+
+def shown(value: object) -> str:
+    """A value as it can stand in an error line: one line, shortened."""
+    text = repr(value) if isinstance(value, str | int | float | bool) or value is None else f"a {_kind(value)}"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def problems_of(error: ValidationError, model: type[BaseModel], data: object, at: str) -> list[ConfigError]:
+    """Every error of a validation. `data` is what was validated, `at` the path of `data` in its file."""
+    found: dict[str, ConfigError] = {}
+    for detail in error.errors(include_url=False):
+        path = _path(detail["loc"], data, at)
+        # A union reports each branch it tried; the first line for a key is enough to act on.
+        found.setdefault(path, ConfigError(_reason(detail, model), path))
+    return list(found.values())
+
+
+def _path(loc: Iterable[int | str], data: object, at: str) -> str:
+    """The path of a key. Parts of `loc` that name a union's branch and no key of the data are left out."""
+    path = at
+    parts = list(loc)
+    for index, part in enumerate(parts):
+        if isinstance(part, int) and isinstance(data, list) and part < len(data):
+            path, data = f"{path}[{part}]", data[part]
+        elif isinstance(part, str) and isinstance(data, Mapping) and (part in data or index == len(parts) - 1):
+            path, data = f"{path}.{part}" if path else part, data.get(part)
+    return path
+
+
+def _reason(detail: ErrorDetails, model: type[BaseModel]) -> str:
+    kind, given, context = detail["type"], detail["input"], detail.get("ctx", {})
+    if kind == "extra_forbidden":
+        known = [name for name in model.model_fields if name != "type"]
+        return f"unknown key{suggest(str(detail['loc'][-1]), known)} (known keys: {', '.join(known)})"
+    if kind == "missing":
+        field = model.model_fields.get(str(detail["loc"][-1]))
+        meaning = f" ({field.description})" if field and field.description else ""
+        return f"is required{meaning}; add it"
+    if kind == "value_error":
+        return _one_line(str(context.get("error", detail["msg"])))
+    if kind in ("literal_error", "enum"):
+        return f"{shown(given)} is not known; write {context.get('expected', 'another value')}"
+    wanted = _one_line(detail["msg"]).removeprefix("Input should be ")
+    return f"{shown(given)} is not accepted; it should be {wanted[:1].lower()}{wanted[1:]}"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, list):
+        return "list"
+    return "mapping" if isinstance(value, dict) else type(value).__name__
