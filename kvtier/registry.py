@@ -36,11 +36,12 @@ class Preview:
 class Previews(Protocol):
     """A backend that can say, before it is opened, what it would be on this machine.
 
-    `kvtier check` asks. The answer must be cheap, take no lock longer than the call, leave nothing behind, and report
-    bad places (a missing folder, no permission, another owner) as problems instead of raising.
+    `kvtier check` asks. With `look` false the answer is arithmetic over the options alone. With `look` true it may look
+    at the places the options name; it must be cheap, hold no lock longer than the call, leave nothing behind, and
+    report bad places (a missing folder, no permission, another owner) as problems instead of raising.
     """
 
-    def preview(self, geometry: Geometry) -> Preview: ...
+    def preview(self, geometry: Geometry, look: bool) -> Preview: ...
 
 
 def _distribution(entry_point: EntryPoint) -> str:

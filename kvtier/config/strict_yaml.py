@@ -42,9 +42,10 @@ def read_text(path: str | os.PathLike[str]) -> str:
         raise ConfigError(f"{name} does not exist; give the path of a stack file") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{name} cannot be opened: {getattr(error, 'strerror', None) or error}") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ConfigError(f"{name} is not a regular file; give the path of a stack file")
     with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ConfigError(f"{name} is not a regular file; give the path of a stack file")
         raw = file.read(MAX_BYTES + 1)
     if len(raw) > MAX_BYTES:
         raise ConfigError(f"{Path(name).name} is larger than {MAX_BYTES >> 10} KiB; a stack file holds only options")
