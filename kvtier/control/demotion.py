@@ -1,0 +1,304 @@
+"""Demotions: rows that are to be stored in the tiers below, each tier by its own write policy.
+
+The source of every demotion is a CPU row, pinned while it is read. A `write_through` tier queues a row as soon as it
+is ready; a row evicted before its turn is a drop (`backlog`), so a slow disk never holds up the CPU tier. An
+`on_evict` tier puts a duty on the row, which keeps it until the lower tier acknowledged, or gave up.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from kvtier.control.board import Board, InFlight, LowerTier
+from kvtier.control.slots import READY
+from kvtier.jobs import (
+    BlockOutcome,
+    BlockStatus,
+    DropReason,
+    GroupTransfer,
+    JobKind,
+    JobResult,
+    RegionCut,
+    int_array,
+)
+from kvtier.keys import OffloadKey, key_group
+
+JOB_BLOCKS = 128
+
+
+class Demotions:
+    """Plans and ends demotions to all lower tiers. In flight and quarantined, a tier holds a quarter of the rows."""
+
+    def __init__(self, board: Board, watermark_rows: int) -> None:
+        self.board = board
+        self.watermark_rows = watermark_rows
+        self.settled = bytearray(board.num_rows)
+        self.duty = bytearray(board.num_rows)
+        self.demoting = bytearray(board.num_rows)
+        self.queues: list[deque[tuple[int, int]]] = [deque() for _ in board.lowers]
+        self.inflight = [0] * len(board.lowers)
+        self.closing = False
+
+    @property
+    def backlog(self) -> int:
+        """Rows queued for or under way to lower tiers."""
+        return sum(len(queue) for queue in self.queues) + sum(self.inflight)
+
+    # -- rows come and go ----------------------------------------------------------------------------------------
+
+    def row_ready(self, rows: Sequence[int], source: int, now: float) -> None:
+        """These rows became ready, filled by a store (`source` 0) or from the lower tier at position `source`.
+
+        Told leaf before root and queued so: below, too, a parent must not age before its children.
+        """
+        cpu = self.board.cpu
+        for row in rows:
+            self.settled[row] = 0
+        for lower in self.board.lowers:
+            queue = self.queues[lower.position - 1]
+            for row in rows:
+                key = cpu.table.keys[row]
+                assert key is not None
+                if lower.position == source or self._already_below(lower, key, now):
+                    self.settled[row] |= lower.bit
+                elif lower.on_evict:
+                    self._put_duty(row)
+                elif not self.closing:
+                    queue.append((row, cpu.table.generation[row]))
+
+    def _already_below(self, lower: LowerTier, key: OffloadKey, now: float) -> bool:
+        if lower.owned is not None:
+            return key in lower.owned.directory
+        assert lower.shared is not None
+        return lower.shared.presence(key, now) is True
+
+    def _put_duty(self, row: int) -> None:
+        if not self.duty[row]:
+            self.duty[row] = 1
+            self.board.cpu.hold((row,))
+
+    def end_duty(self, row: int) -> None:
+        """The row may go: it is below, or was given up."""
+        if self.duty[row]:
+            self.duty[row] = 0
+            self.board.cpu.release((row,))
+
+    def evicted_below(self, lower: LowerTier, keys: Sequence[OffloadKey]) -> None:
+        """A lower tier let keys go: rows that relied on that copy have their duty again."""
+        if not lower.on_evict:
+            return
+        for key in keys:
+            row = self.board.cpu.ready(key)
+            if row is not None and self.settled[row] & lower.bit:
+                self.settled[row] &= ~lower.bit
+                self._put_duty(row)
+
+    def reset(self) -> None:
+        """Forget all that was queued; jobs under way end on their own."""
+        for row in range(len(self.duty)):
+            self.end_duty(row)
+        for queue in self.queues:
+            queue.clear()
+
+    def drop_queued(self, reason: DropReason) -> int:
+        """Give up everything that is queued or owed (closing); returns how many blocks that were."""
+        count = 0
+        for lower, queue in zip(self.board.lowers, self.queues, strict=True):
+            if queue:
+                lower.counters.drop(reason, len(queue))
+            count += len(queue)
+            queue.clear()
+        owed = [row for row in range(len(self.duty)) if self.duty[row] and not self.demoting[row]]
+        for lower in self.board.lowers:
+            if lower.on_evict and owed:
+                lower.counters.drop(reason, len(owed))
+        for row in owed:
+            self.end_duty(row)
+        return count + len(owed)
+
+    # -- planning ------------------------------------------------------------------------------------------------
+
+    def plan(self, now: float) -> None:
+        """Emit what may go now: queued rows, and cold rows with a duty where free rows are short."""
+        for lower in self.board.lowers:
+            limit = min(max(1, self.board.num_rows // 4), lower.plan.inflight_blocks)
+            if not lower.store_breaker.allows(now):
+                self._give_up(lower)
+                continue
+            if lower.on_evict:
+                self._plan_cold(lower, limit, now)
+            else:
+                self._plan_queue(lower, limit, now)
+
+    def _give_up(self, lower: LowerTier) -> None:
+        queue = self.queues[lower.position - 1]
+        if queue:
+            lower.counters.drop(DropReason.TIER_DOWN, len(queue))
+            queue.clear()
+        if lower.on_evict:
+            for row in self._cold_rows(self._rows_needed(lower)):
+                lower.counters.drop(DropReason.TIER_DOWN)
+                self.end_duty(row)
+
+    def _plan_queue(self, lower: LowerTier, limit: int, now: float) -> None:
+        queue = self.queues[lower.position - 1]
+        table = self.board.cpu.table
+        while queue and self.inflight[lower.position - 1] < limit:
+            room = min(JOB_BLOCKS, limit - self.inflight[lower.position - 1])
+            rows: list[int] = []
+            while queue and len(rows) < room:
+                row, generation = queue.popleft()
+                if table.state[row] != READY or table.generation[row] != generation:
+                    lower.counters.drop(DropReason.BACKLOG)
+                elif self._already_below(lower, self._key(row), now):
+                    self.settled[row] |= lower.bit
+                else:
+                    rows.append(row)
+            if rows and not self._send(lower, rows, now):
+                return
+
+    def _key(self, row: int) -> OffloadKey:
+        key = self.board.cpu.table.keys[row]
+        assert key is not None
+        return key
+
+    def _rows_needed(self, lower: LowerTier) -> int:
+        wanted = max(self.watermark_rows, min(self.board.shortage, max(1, self.board.num_rows // 4)))
+        return wanted - self.board.cpu.available - self.inflight[lower.position - 1]
+
+    def _cold_rows(self, count: int) -> list[int]:
+        if count <= 0:
+            return []
+        holds = self.board.cpu.table.holds
+        rows = []
+        for row in self.board.cpu.policy.coldest():
+            if self.duty[row] and holds[row] == 1:
+                rows.append(row)
+                if len(rows) == count:
+                    break
+        return rows
+
+    def _plan_cold(self, lower: LowerTier, limit: int, now: float) -> None:
+        room = limit - self.inflight[lower.position - 1]
+        rows = self._cold_rows(min(self._rows_needed(lower), room))
+        for start in range(0, len(rows), JOB_BLOCKS):
+            if not self._send(lower, rows[start : start + JOB_BLOCKS], now):
+                return
+
+    def flush(self, now: float) -> None:
+        """Closing: demote every row that still has a duty, as far as the limits allow."""
+        for lower in self.board.lowers:
+            if lower.on_evict and lower.store_breaker.allows(now):
+                limit = max(1, self.board.num_rows // 4) - self.inflight[lower.position - 1]
+                rows = self._cold_rows(limit)
+                for start in range(0, len(rows), JOB_BLOCKS):
+                    self._send(lower, rows[start : start + JOB_BLOCKS], now)
+
+    def _send(self, lower: LowerTier, rows: list[int], now: float) -> bool:
+        """Emit one demotion job; False when the lower tier has no slot at all for now."""
+        keys = [self._key(row) for row in rows]
+        slots: list[int] | None = None
+        cuts: tuple[RegionCut, ...] = ()
+        if lower.owned is not None:
+            slots = lower.owned.reserve(keys)
+            cuts = lower.owned.placement.take_cuts()
+            if len(slots) < len(rows):
+                self._no_slot(lower, rows[len(slots) :])
+                rows, keys = rows[: len(slots)], keys[: len(slots)]
+            if not rows:
+                return False
+        job = DemotionJob(self, lower, rows, slots)
+        groups: dict[int, list[int]] = {}
+        for i, key in enumerate(keys):
+            groups.setdefault(key_group(key), []).append(i)
+        job.order = [i for members in groups.values() for i in members]
+        transfers = [
+            GroupTransfer(
+                key_group(keys[members[0]]),
+                tuple(keys[i] for i in members),
+                int_array([rows[i] for i in members]),
+                int_array([slots[i] for i in members] if slots else ()),
+                int_array([lower.owned.table.generation[slots[i]] for i in members] if slots and lower.owned else ()),
+            )
+            for members in groups.values()
+        ]
+        self.board.cpu.hold(rows)
+        for row in rows:
+            self.demoting[row] |= lower.bit
+        self.inflight[lower.position - 1] += len(rows)
+        lower.store_breaker.sent()
+        deadline = now + lower.plan.timeout_seconds
+        self.board.emit(lower.position, JobKind.STORE, transfers, deadline, job, cuts)
+        return True
+
+    def _no_slot(self, lower: LowerTier, rows: Sequence[int]) -> None:
+        assert lower.owned is not None
+        reason = DropReason.NO_SLOT if lower.owned.placement.one_size else DropReason.NO_REGION
+        lower.counters.drop(reason, len(rows))
+        for row in rows:
+            self.settled[row] |= lower.bit
+            if lower.on_evict:
+                self.end_duty(row)
+
+
+class DemotionJob(InFlight):
+    """One store into a lower tier: pinned rows, filling slots."""
+
+    def __init__(self, demotions: Demotions, lower: LowerTier, rows: list[int], slots: list[int] | None) -> None:
+        self.demotions = demotions
+        self.lower = lower
+        self.rows = rows
+        self.slots = slots
+        self.order: list[int] = []
+        self.epoch = demotions.board.epoch
+
+    def finish(self, result: JobResult, now: float) -> None:
+        lower, board = self.lower, self.demotions.board
+        outcomes = [outcome for group in result.outcomes for outcome in group]
+        good: list[int] = []
+        bad: list[int] = []
+        for i, outcome in zip(self.order, outcomes, strict=True):
+            (good if outcome.ok else bad).append(i)
+            board.count(lower.position, outcome)
+            if lower.shared is not None and outcome.ok and self.epoch == board.epoch:
+                lower.shared.learn(self.demotions._key(self.rows[i]), True, now)
+        if lower.owned is not None and self.slots is not None:
+            lower.owned.commit([self.slots[i] for i in sorted(good)])
+            lower.owned.abort([self.slots[i] for i in bad])
+        lower.counters.stored += len(good)
+        lower.counters.store_bytes += result.bytes_moved
+        self._judge(outcomes, now)
+        self._let_go()
+
+    def _judge(self, outcomes: Sequence[BlockOutcome], now: float) -> None:
+        if any(outcome.status is BlockStatus.FAILED for outcome in outcomes):
+            self.lower.store_breaker.failed(now)
+        else:
+            self.lower.store_breaker.succeeded()
+
+    def _let_go(self) -> None:
+        demotions, bit = self.demotions, self.lower.bit
+        table = demotions.board.cpu.table
+        for row in self.rows:
+            demotions.demoting[row] &= ~bit
+            if table.state[row] == READY:
+                demotions.settled[row] |= bit
+            if self.lower.on_evict:
+                demotions.end_duty(row)
+        demotions.inflight[self.lower.position - 1] -= len(self.rows)
+        demotions.board.cpu.release(self.rows)
+
+    def late(self, now: float) -> None:
+        self.lower.counters.late += len(self.rows)
+        self.lower.store_breaker.failed(now)
+        if self.lower.owned is not None and self.slots is not None:
+            self.lower.owned.quarantine(self.slots)
+        if self.lower.on_evict:
+            for row in self.rows:
+                self.demotions.end_duty(row)
+
+    def ended(self, now: float) -> None:
+        if self.lower.owned is not None and self.slots is not None:
+            self.lower.owned.release(self.slots)
+        self._let_go()

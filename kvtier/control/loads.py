@@ -1,0 +1,181 @@
+"""Loads of an engine: every block from the highest tier that has it, streamed through a bounded window of rows.
+
+A load never holds a row while it waits for another: a row is held from its promotion to the end of its copy, and
+both always end. So any number of loads longer than the CPU tier get through any CPU tier.
+"""
+
+from __future__ import annotations
+
+from kvtier.control.board import CPU_TIER, Board, InFlight
+from kvtier.control.promotion import Promotions, Want
+from kvtier.control.requests import StackRequest
+from kvtier.control.slots import READY
+from kvtier.jobs import CANCELLED, CORRUPT, LOADED, MISSING, BlockOutcome, BlockStatus, JobKind, JobResult, TransferJob
+from kvtier.keys import OffloadKey
+
+
+class LoadRequest(StackRequest):
+    """One load: which blocks are being promoted, copied, and which tiers were tried in vain."""
+
+    def __init__(self, loads: Loads, job: TransferJob, now: float) -> None:
+        super().__init__(job, now)
+        self.loads = loads
+        self.epoch = loads.board.epoch
+        self.tried: dict[int, int] = {}
+        self.in_copy = bytearray(len(self.keys))
+        self.walked = False
+        self.filling = 0
+        self.copying = 0
+        self.arrived: list[tuple[int, int]] = []
+
+    @property
+    def moving(self) -> int:
+        """Rows this load keeps in motion."""
+        return self.filling + self.copying + len(self.arrived)
+
+    def filled(self, index: int, row: int | None, position: int, now: float) -> None:
+        """A row this load waits for ended its fill."""
+        self.filling -= 1
+        if self.outcomes[index] is not None:
+            return
+        board = self.loads.board
+        if position != CPU_TIER:
+            self.tried[index] = self.tried.get(index, 0) | board.lowers[position - 1].bit
+        if row is None:
+            self.todo.appendleft(index)
+            return
+        board.cpu.hold((row,))
+        board.counters(position).hits += 1
+        self.arrived.append((index, row))
+
+    def stop(self, outcome: BlockOutcome) -> None:
+        """No new transfers. Blocks whose copy is not under way end now; copies end first, their buffers are in use."""
+        self.stopping = outcome
+        self.todo.clear()
+        self.loads.board.cpu.release([row for _, row in self.arrived])
+        self.arrived.clear()
+        for index in range(len(self.keys)):
+            if not self.in_copy[index]:
+                self.settle(index, outcome)
+
+    def advance(self, now: float) -> bool:
+        """Start what can be started; False when blocks are left that found no row."""
+        board = self.loads.board
+        window = max(1, board.num_rows // 2)
+        while self.todo:
+            room = min(board.cpu.available, window - self.moving)
+            wants = self._collect(room, now)
+            started = self.loads.promotions.start(wants, now) if wants else 0
+            self.filling += started
+            self.todo.extendleft(want.index for want in reversed(wants[started:]))
+            if not started:
+                break
+        self._copy_arrived()
+        return not self.todo
+
+    def _collect(self, room: int, now: float) -> list[Want]:
+        """Walk the blocks to do: hold those in rows, wait for those on their way, list up to `room` to promote.
+
+        The first walk goes over all blocks, so that what is in rows already is held before anything is evicted for
+        the rest; later walks stop at the first block without room, so a waiting load costs O(1).
+        """
+        board = self.loads.board
+        directory, state = board.cpu.directory, board.cpu.table.state
+        wants: list[Want] = []
+        wanted: dict[OffloadKey, int] = {}
+        skipped: list[int] = []
+        while self.todo:
+            index = self.todo.popleft()
+            key = self.keys[index]
+            row = directory.get(key)
+            if row is not None and state[row] == READY:
+                board.cpu.hold((row,))
+                board.cpu_counters.hits += 1
+                self.arrived.append((index, row))
+            elif row is not None:
+                board.wait_for_fill(row, self, index)
+                self.filling += 1
+            elif len(wants) < room and key not in wanted:
+                lower = self.loads.promotions.source(key, self.tried.get(index, 0), now)
+                if lower is None:
+                    self.settle(index, MISSING)
+                else:
+                    wanted[key] = index
+                    wants.append(Want(key, lower, self, index))
+            else:
+                skipped.append(index)
+                if self.walked:
+                    break
+        self.walked = True
+        self.todo.extendleft(reversed(skipped))
+        return wants
+
+    def _copy_arrived(self) -> None:
+        if not self.arrived:
+            return
+        arrived, self.arrived = self.arrived, []
+        indices = [index for index, _ in arrived]
+        rows = [row for _, row in arrived]
+        generations = [self.loads.board.cpu.table.generation[row] for row in rows]
+        self.copying += len(rows)
+        for index in indices:
+            self.in_copy[index] = 1
+        copy = CopyJob(self, indices, rows, generations)
+        transfers = self.transfers(indices, rows, generations)
+        self.loads.board.emit(CPU_TIER, JobKind.LOAD, transfers, None, copy)
+
+
+class Loads:
+    """All loads under way. Order among them is the plane's business."""
+
+    def __init__(self, board: Board, promotions: Promotions) -> None:
+        self.board = board
+        self.promotions = promotions
+
+
+class CopyJob(InFlight):
+    """Rows to GPU blocks for one load. It has no deadline: GPU blocks belong to it until the copy has ended."""
+
+    def __init__(self, request: LoadRequest, indices: list[int], rows: list[int], generations: list[int]) -> None:
+        self.request = request
+        self.indices = indices
+        self.rows = rows
+        self.generations = generations
+        self.order = request.order_of(indices)
+
+    def finish(self, result: JobResult, now: float) -> None:
+        request, board = self.request, self.request.loads.board
+        outcomes = [outcome for group in result.outcomes for outcome in group]
+        request.copying -= len(self.rows)
+        request.bytes_moved += result.bytes_moved
+        board.cpu_counters.load_bytes += result.bytes_moved
+        refused: list[int] = []
+        for m, outcome in zip(self.order, outcomes, strict=True):
+            index = self.indices[m]
+            request.in_copy[index] = 0
+            board.count(CPU_TIER, outcome)
+            if outcome.ok and request.epoch != board.epoch:
+                request.settle(index, CANCELLED)
+            elif outcome.ok:
+                board.cpu_counters.loaded += 1
+                request.settle(index, LOADED)
+            elif outcome.status is BlockStatus.CORRUPT:
+                refused.append(m)
+            else:
+                request.settle(index, outcome)
+        board.cpu.release(self.rows)
+        for m in sorted(refused, reverse=True):
+            request.loads.promotions.demotions.end_duty(self.rows[m])
+            board.cpu.discard(self.rows[m], self.generations[m])
+            if request.stopping is None:
+                request.todo.appendleft(self.indices[m])
+            else:
+                request.settle(self.indices[m], CORRUPT)
+
+    def late(self, now: float) -> None:
+        """Not reached: these jobs carry no deadline."""
+        raise AssertionError("a copy to the GPU has no deadline")
+
+    def ended(self, now: float) -> None:
+        """Not reached: these jobs carry no deadline."""
+        raise AssertionError("a copy to the GPU has no deadline")

@@ -1,0 +1,199 @@
+"""Where a new block goes: regions cut into slots of one size, free slots by size, roots taken in turn.
+
+A size without a free slot takes an uncut region; else it evicts within its own regions, unless a region of another
+size is colder as a whole than all of its own: then that region is evicted and cut again. Each size keeps at least
+one region.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from kvtier.control.slots import ABSENT, FILLING, FREE, QUARANTINED, READY, RETIRED, SlotTable
+from kvtier.errors import IntegrityError
+from kvtier.jobs import RegionCut
+from kvtier.loadstore import SlotSpace
+
+UNCUT = -1
+
+
+class Placement:
+    """Free slots and regions of one owned tier."""
+
+    def __init__(self, space: SlotSpace, table: SlotTable) -> None:
+        self.table = table
+        self.per_region = space.slots_per_region
+        self.sizes = sorted(set(space.slot_bytes))
+        self.size_of_group = [self.sizes.index(size) for size in space.slot_bytes]
+        self.slots_in_region = [space.region_bytes // size for size in self.sizes]
+        self.one_size = len(self.sizes) == 1
+        self.region_size = array("b", [UNCUT] * space.num_regions)
+        self.region_generation = array("Q", bytes(8 * space.num_regions))
+        self.region_used = array("Q", bytes(8 * space.num_regions))
+        self.tick = 0
+        self.root_of_region = [root for root, count in enumerate(space.regions_by_root) for _ in range(count)]
+        roots = range(len(space.regions_by_root))
+        self._free = [[array("q") for _ in roots] for _ in self.sizes]
+        self.free_count = [0] * len(self.sizes)
+        self._turn = 0
+        self._uncut: list[list[int]] = [[] for _ in roots]
+        for region in reversed(range(space.num_regions)):
+            self._uncut[self.root_of_region[region]].append(region)
+        self.cuts: list[RegionCut] = []
+
+    @property
+    def has_uncut(self) -> bool:
+        """True while a region is left that no size has taken."""
+        return any(self._uncut)
+
+    def region_of(self, slot: int) -> int:
+        return slot // self.per_region
+
+    def restore(self, cuts: Sequence[RegionCut]) -> None:
+        """Take over the regions found when the tier was opened; sizes this layout does not use stay uncut."""
+        for cut in cuts:
+            self.region_generation[cut.region] = cut.generation
+            if cut.slot_bytes in self.sizes:
+                self._uncut[self.root_of_region[cut.region]].remove(cut.region)
+                self._lay_out(cut.region, self.sizes.index(cut.slot_bytes))
+
+    def _lay_out(self, region: int, size: int) -> None:
+        self.region_size[region] = size
+        first = region * self.per_region
+        slots = range(first, first + self.slots_in_region[size])
+        self.table.move(slots, ABSENT, FREE)
+        self._free[size][self.root_of_region[region]].extend(reversed(slots))
+        self.free_count[size] += len(slots)
+
+    def occupy(self, size: int, slots: Sequence[int]) -> None:
+        """Take these slots off the free lists (recovery only)."""
+        taken = set(slots)
+        for stack in self._free[size]:
+            kept = array("q", [slot for slot in stack if slot not in taken])
+            self.free_count[size] -= len(stack) - len(kept)
+            stack[:] = kept
+
+    def take(self, size: int, count: int) -> list[int]:
+        """Up to `count` free slots of one size, roots in turn; they leave the free lists. Cuts uncut regions."""
+        while self.free_count[size] < count and self._cut_uncut(size):
+            pass
+        count = min(count, self.free_count[size])
+        self.free_count[size] -= count
+        stacks = self._free[size]
+        if len(stacks) == 1:
+            stack = stacks[0]
+            taken = stack[len(stack) - count :]
+            del stack[len(stack) - count :]
+            return taken.tolist()[::-1]
+        result: list[int] = []
+        while len(result) < count:
+            self._turn = (self._turn + 1) % len(stacks)
+            if stacks[self._turn]:
+                result.append(stacks[self._turn].pop())
+        return result
+
+    def give_back(self, slots: Sequence[int]) -> None:
+        """Slots that became FREE return to their free list."""
+        if self.one_size and len(self._free[0]) == 1:
+            self._free[0][0].extend(slots)
+            self.free_count[0] += len(slots)
+            return
+        for slot in slots:
+            region = slot // self.per_region
+            size = self.region_size[region]
+            self._free[size][self.root_of_region[region]].append(slot)
+            self.free_count[size] += 1
+
+    def used(self, slots: Sequence[int]) -> None:
+        """These slots were filled or touched; keeps the recency of regions (needed with several sizes only)."""
+        if self.one_size:
+            return
+        self.tick += 1
+        for slot in slots:
+            self.region_used[slot // self.per_region] = self.tick
+
+    def _cut_uncut(self, size: int) -> bool:
+        fullest = max(self._uncut, key=len)
+        if not fullest:
+            return False
+        self._cut(fullest.pop(), size)
+        return True
+
+    def cut_all(self) -> None:
+        """Cut every region for the only size there is, without telling the backend: memory that is born with us."""
+        while self._cut_uncut(0):
+            pass
+        self.cuts.clear()
+
+    def _cut(self, region: int, size: int) -> None:
+        self.region_generation[region] += 1
+        self.cuts.append(RegionCut(region, self.sizes[size], self.region_generation[region]))
+        self._lay_out(region, size)
+
+    def take_cuts(self) -> tuple[RegionCut, ...]:
+        """The cuts made since the last call; they go out with the job that made them necessary."""
+        cuts = tuple(self.cuts)
+        self.cuts.clear()
+        return cuts
+
+    def colder_region(self, size: int) -> int | None:
+        """An idle region of another size that may be cut for this one, or None."""
+        if self.one_size:
+            return None
+        own = [self.region_used[r] for r, s in enumerate(self.region_size) if s == size]
+        limit = min(own) if own else None
+        counts = [0] * len(self.sizes)
+        for owner in self.region_size:
+            if owner != UNCUT:
+                counts[owner] += 1
+        candidates = [
+            (self.region_used[region], region)
+            for region, owner in enumerate(self.region_size)
+            if owner not in (UNCUT, size)
+            and counts[owner] > 1
+            and (limit is None or self.region_used[region] < limit)
+            and self._idle(region)
+        ]
+        return min(candidates)[1] if candidates else None
+
+    def slots_of(self, region: int) -> range:
+        first = region * self.per_region
+        return range(first, first + self.slots_in_region[self.region_size[region]])
+
+    def _idle(self, region: int) -> bool:
+        state, holds = self.table.state, self.table.holds
+        return all(not holds[slot] and state[slot] not in (FILLING, QUARANTINED) for slot in self.slots_of(region))
+
+    def recut(self, region: int, size: int) -> None:
+        """Cut an idle region whose blocks were evicted into slots of another size."""
+        old = self.region_size[region]
+        slots = self.slots_of(region)
+        state = self.table.state
+        if any(state[slot] == READY for slot in slots):
+            raise IntegrityError(f"region {region} is cut while it holds ready blocks")
+        root = self.root_of_region[region]
+        gone = set(slots)
+        stack = self._free[old][root]
+        kept = array("q", [slot for slot in stack if slot not in gone])
+        self.free_count[old] -= len(stack) - len(kept)
+        stack[:] = kept
+        self.table.move([slot for slot in slots if state[slot] == FREE], FREE, ABSENT)
+        self.table.move([slot for slot in slots if state[slot] == RETIRED], RETIRED, ABSENT)
+        self._cut(region, size)
+
+    def check(self) -> None:
+        """Every FREE slot is on exactly one free list, of the size its region is cut into."""
+        seen: dict[int, int] = {}
+        for size, stacks in enumerate(self._free):
+            if sum(map(len, stacks)) != self.free_count[size]:
+                raise IntegrityError(f"size {size} has {sum(map(len, stacks))} free slots, counted {self.free_count}")
+            for stack in stacks:
+                for slot in stack:
+                    if slot in seen or self.table.state[slot] != FREE:
+                        raise IntegrityError(f"slot {slot} is on a free list twice or is not free")
+                    if self.region_size[slot // self.per_region] != size:
+                        raise IntegrityError(f"slot {slot} is on the free list of another size")
+                    seen[slot] = size
+        if len(seen) != self.table.counts[FREE]:
+            raise IntegrityError(f"{self.table.counts[FREE]} slots are free but {len(seen)} are on free lists")

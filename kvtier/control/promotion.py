@@ -1,0 +1,135 @@
+"""Promotions: blocks of lower tiers read into CPU rows, each key once however many wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtier.control.board import Board, FillWaiter, InFlight, LowerTier
+from kvtier.control.demotion import JOB_BLOCKS, Demotions
+from kvtier.control.slots import READY
+from kvtier.jobs import BlockOutcome, BlockStatus, GroupTransfer, JobKind, JobResult, int_array
+from kvtier.keys import OffloadKey, key_group
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """A key that somebody wants in a row, from a lower tier that has it."""
+
+    key: OffloadKey
+    lower: LowerTier
+    waiter: FillWaiter
+    index: int
+
+
+class Promotions:
+    """Starts promotions in batches and ends them block by block: partial success is kept."""
+
+    def __init__(self, board: Board, demotions: Demotions) -> None:
+        self.board = board
+        self.demotions = demotions
+
+    def source(self, key: OffloadKey, tried: int, now: float) -> LowerTier | None:
+        """The highest lower tier that may be asked for this key and was not tried (`tried` is a mask of bits)."""
+        for lower in self.board.lowers:
+            if not tried & lower.bit and lower.holds_key(key, now) and lower.load_breaker.allows(now):
+                return lower
+        return None
+
+    def start(self, wants: Sequence[Want], now: float) -> int:
+        """Reserve rows for the front of `wants` (distinct keys, none in the CPU tier) and emit the jobs.
+
+        Returns how many were started; the rest found no row.
+        """
+        rows = self.board.cpu.reserve([want.key for want in wants])
+        by_tier: dict[int, list[int]] = {}
+        for i in range(len(rows)):
+            by_tier.setdefault(wants[i].lower.position, []).append(i)
+            self.board.wait_for_fill(rows[i], wants[i].waiter, wants[i].index)
+        for position, members in by_tier.items():
+            for start in range(0, len(members), JOB_BLOCKS):
+                chunk = members[start : start + JOB_BLOCKS]
+                self._send(self.board.lowers[position - 1], [(wants[i].key, rows[i]) for i in chunk], now)
+        return len(rows)
+
+    def _send(self, lower: LowerTier, blocks: list[tuple[OffloadKey, int]], now: float) -> None:
+        groups: dict[int, list[tuple[OffloadKey, int]]] = {}
+        for key, row in blocks:
+            groups.setdefault(key_group(key), []).append((key, row))
+        job = PromotionJob(self, lower, [row for members in groups.values() for _, row in members])
+        transfers = []
+        for members in groups.values():
+            keys = tuple(key for key, _ in members)
+            slots: list[int] = []
+            generations: list[int] = []
+            if lower.owned is not None:
+                slots = [lower.owned.directory[key] for key in keys]
+                generations = [lower.owned.table.generation[slot] for slot in slots]
+                lower.owned.hold(slots)
+                job.slots += slots
+                job.generations += generations
+            rows = int_array([row for _, row in members])
+            transfers.append(GroupTransfer(key_group(keys[0]), keys, rows, int_array(slots), int_array(generations)))
+        job.keys = [key for transfer in transfers for key in transfer.keys]
+        lower.load_breaker.sent()
+        self.board.emit(lower.position, JobKind.LOAD, transfers, now + lower.plan.timeout_seconds, job)
+
+
+class PromotionJob(InFlight):
+    """One load from a lower tier: filling rows, pinned slots."""
+
+    def __init__(self, promotions: Promotions, lower: LowerTier, rows: list[int]) -> None:
+        self.promotions = promotions
+        self.board = promotions.board
+        self.lower = lower
+        self.rows = rows
+        self.keys: list[OffloadKey] = []
+        self.slots: list[int] = []
+        self.generations: list[int] = []
+        self.epoch = promotions.board.epoch
+
+    def finish(self, result: JobResult, now: float) -> None:
+        lower = self.lower
+        outcomes = [outcome for group in result.outcomes for outcome in group]
+        good = [i for i, outcome in enumerate(outcomes) if outcome.ok]
+        bad = [i for i, outcome in enumerate(outcomes) if not outcome.ok]
+        for outcome in outcomes:
+            self.board.count(lower.position, outcome)
+        lower.counters.loaded += len(good)
+        lower.counters.load_bytes += result.bytes_moved
+        if any(outcome.status is BlockStatus.FAILED for outcome in outcomes):
+            lower.load_breaker.failed(now)
+        else:
+            lower.load_breaker.succeeded()
+        self._forget_bad(outcomes, bad, now)
+        if lower.owned is not None:
+            lower.owned.release(self.slots)
+        leaf_to_root = [self.rows[i] for i in reversed(good)]
+        self.board.cpu.commit(leaf_to_root)
+        ready = [row for row in leaf_to_root if self.board.cpu.table.state[row] == READY]
+        self.promotions.demotions.row_ready(ready, lower.position, now)
+        ready_rows = set(ready)
+        self.board.fill_ended([self.rows[i] for i in good if self.rows[i] in ready_rows], True, lower.position, now)
+        failed_rows = [self.rows[i] for i in range(len(outcomes)) if self.rows[i] not in ready_rows]
+        self.board.cpu.abort([self.rows[i] for i in bad])
+        self.board.fill_ended(failed_rows, False, lower.position, now)
+
+    def _forget_bad(self, outcomes: Sequence[BlockOutcome], bad: Sequence[int], now: float) -> None:
+        for i in bad:
+            if self.lower.owned is not None:
+                self.lower.owned.discard(self.slots[i], self.generations[i])
+            elif self.lower.shared is not None and outcomes[i].status is BlockStatus.MISSING:
+                if self.epoch == self.board.epoch:
+                    self.lower.shared.learn(self.keys[i], False, now)
+
+    def late(self, now: float) -> None:
+        """What waited goes on without; the entry stays, the rows wait for their I/O."""
+        self.lower.counters.late += len(self.rows)
+        self.lower.load_breaker.failed(now)
+        self.board.cpu.quarantine(self.rows)
+        self.board.fill_ended(self.rows, False, self.lower.position, now)
+
+    def ended(self, now: float) -> None:
+        if self.lower.owned is not None:
+            self.lower.owned.release(self.slots)
+        self.board.cpu.release(self.rows)

@@ -1,0 +1,212 @@
+"""Reservations: for engines that are told of a hit first and load it later, such as vLLM.
+
+A request asks for keys, perhaps in several phases, and is told once they are in rows and leased to it. Only the
+oldest request that is not served may hold rows while it wants more; everyone else waits holding nothing new. If the
+oldest cannot grow, the youngest leases not yet handed to a load are revoked; if it does not fit even alone, it is cut
+to what fits. So every request is served, and none waits for one that waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+from kvtier.control.board import Board
+from kvtier.control.promotion import Promotions, Want
+from kvtier.control.slots import READY
+from kvtier.keys import OffloadKey, RequestId
+
+
+class KeyState(StrEnum):
+    WANTED = "wanted"
+    FILLING = "filling"
+    LEASED = "leased"
+    MISSING = "missing"
+
+
+class Reservation:
+    """What one request asked for, key by key, and the rows leased to it. `open` keys are WANTED or FILLING."""
+
+    def __init__(self, owner: Reservations, request_id: RequestId, age: int) -> None:
+        self.owner = owner
+        self.age = age
+        self.request_id = request_id
+        self.keys: list[OffloadKey] = []
+        self.index: dict[OffloadKey, int] = {}
+        self.state: list[KeyState] = []
+        self.rows: dict[int, int] = {}
+        self.tried: dict[int, int] = {}
+        self.open = 0
+        self.todo: list[int] = []
+        self.oldest_since: float | None = None
+        self.leased_until = 0.0
+        self.ended = False
+        self.walked = False
+
+    def ask(self, keys: Sequence[OffloadKey]) -> None:
+        """Add a phase: keys already asked for are not asked again."""
+        self.walked = False
+        for key in keys:
+            if key not in self.index:
+                self.index[key] = len(self.keys)
+                self.todo.append(len(self.keys))
+                self.keys.append(key)
+                self.state.append(KeyState.WANTED)
+                self.open += 1
+
+    def filled(self, index: int, row: int | None, position: int, now: float) -> None:
+        if self.ended or self.state[index] is not KeyState.FILLING:
+            return
+        board = self.owner.board
+        if position:
+            self.tried[index] = self.tried.get(index, 0) | board.lowers[position - 1].bit
+        if row is None:
+            self.state[index] = KeyState.WANTED
+            self.todo.insert(0, index)
+        else:
+            board.counters(position).hits += 1
+            self._lease(index, row)
+
+    def _lease(self, index: int, row: int) -> None:
+        self.owner.board.cpu.hold((row,))
+        self.rows[index] = row
+        self.state[index] = KeyState.LEASED
+        self.open -= 1
+
+    def _miss(self, index: int) -> None:
+        self.state[index] = KeyState.MISSING
+        self.open -= 1
+
+    def advance(self, now: float) -> bool:
+        """Lease what is in rows and promote the rest, as the oldest may. False when it wants rows it cannot get."""
+        board, promotions = self.owner.board, self.owner.promotions
+        wants: list[Want] = []
+        room = board.cpu.available
+        left: list[int] = []
+        for done, index in enumerate(self.todo):
+            if len(wants) >= room and self.walked:
+                left += self.todo[done:]
+                break
+            row = board.cpu.directory.get(self.keys[index])
+            if row is not None:
+                if board.cpu.table.state[row] == READY:
+                    room -= not board.cpu.table.holds[row]
+                    self._lease(index, row)
+                else:
+                    self.state[index] = KeyState.FILLING
+                    board.wait_for_fill(row, self, index)
+                continue
+            lower = promotions.source(self.keys[index], self.tried.get(index, 0), now)
+            if lower is None:
+                self._miss(index)
+            elif len(wants) < room:
+                wants.append(Want(self.keys[index], lower, self, index))
+            else:
+                left.append(index)
+        self.walked = True
+        started = promotions.start(wants, now) if wants else 0
+        for want in wants[:started]:
+            self.state[want.index] = KeyState.FILLING
+        self.todo = [want.index for want in wants[started:]] + left
+        return not self.todo
+
+    def truncate(self) -> None:
+        """What is still wanted is a miss for the lifetime of the request."""
+        for index in self.todo:
+            self._miss(index)
+        self.todo.clear()
+
+    def expire(self) -> None:
+        """The deadline passed: what is wanted or on its way is a miss."""
+        self.truncate()
+        for index, state in enumerate(self.state):
+            if state is KeyState.FILLING:
+                self._miss(index)
+
+    def revoke(self) -> int:
+        """Take all leases away; the keys are wanted again. Returns the number of rows let go."""
+        rows = list(self.rows.values())
+        self.owner.board.cpu.release(rows)
+        for index in self.rows:
+            self.state[index] = KeyState.WANTED
+        self.todo = sorted([*self.todo, *self.rows])
+        self.open += len(rows)
+        self.rows.clear()
+        return len(rows)
+
+    @property
+    def served(self) -> bool:
+        """True when every key asked for is leased or missing."""
+        return self.open == 0
+
+    def oldest(self, now: float) -> None:
+        """It is this request's turn: its deadline runs from the first time on."""
+        if self.oldest_since is None:
+            self.oldest_since = now
+        if now >= self.oldest_since + self.owner.deadline_seconds:
+            self.expire()
+
+    def hits(self) -> list[bool]:
+        """For each key in the order asked: True if it is leased in a row."""
+        return [state is KeyState.LEASED for state in self.state]
+
+
+class Reservations:
+    """All reservations in order of age."""
+
+    def __init__(self, board: Board, promotions: Promotions, deadline_seconds: float, lease_seconds: float) -> None:
+        self.board = board
+        self.promotions = promotions
+        self.deadline_seconds = deadline_seconds
+        self.lease_seconds = lease_seconds
+        self.by_request: dict[RequestId, Reservation] = {}
+
+    def ask(self, request_id: RequestId, keys: Sequence[OffloadKey], age: int) -> Reservation:
+        """The request's reservation with these keys added; `age` orders it when it is new."""
+        reservation = self.by_request.get(request_id)
+        if reservation is None:
+            reservation = self.by_request[request_id] = Reservation(self, request_id, age)
+        reservation.ask(keys)
+        return reservation
+
+    def end(self, request_id: RequestId) -> None:
+        """The request is loaded, finished or aborted: its leases end."""
+        reservation = self.by_request.pop(request_id, None)
+        if reservation is not None:
+            reservation.ended = True
+            self.board.cpu.release(list(reservation.rows.values()))
+            reservation.rows.clear()
+
+    def revoke_younger(self, age: int) -> bool:
+        """Revoke the youngest leases of a request younger than `age`; False when there are none."""
+        for other in reversed(self.by_request.values()):
+            if other.age <= age:
+                return False
+            if other.rows:
+                return other.revoke() > 0
+        return False
+
+    def older_leases(self, age: int) -> bool:
+        """True if a request older than `age` holds leases, which will end by themselves."""
+        return any(other.rows for other in self.by_request.values() if other.age < age)
+
+    def lapse(self, now: float) -> None:
+        """Leases that were reported and not used in time are revoked; the request may ask again."""
+        for reservation in list(self.by_request.values()):
+            if reservation.served and reservation.rows and now >= reservation.leased_until:
+                self.end(reservation.request_id)
+
+    def next_deadline(self) -> float | None:
+        """When something here changes by time alone."""
+        times = []
+        for reservation in self.by_request.values():
+            if reservation.served:
+                times.append(reservation.leased_until)
+            elif reservation.oldest_since is not None:
+                times.append(reservation.oldest_since + self.deadline_seconds)
+        return min(times, default=None)
+
+    def reset(self) -> None:
+        """After a reset nothing that was promised holds."""
+        for request_id in list(self.by_request):
+            self.end(request_id)

@@ -1,0 +1,70 @@
+"""Hints about a shared tier, whose placement and eviction belong to its backend and to other hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtier.keys import OffloadKey
+from kvtier.loadstore import LookupResult
+
+
+class SharedTier:
+    """What is believed about keys of a shared tier. A hint expires; a key without one is unknown until asked for.
+
+    A question that is not answered by its deadline counts as absent until the hint expires.
+    """
+
+    def __init__(self, name: str, hint_seconds: float, lookup_timeout_seconds: float, max_hints: int) -> None:
+        self.name = name
+        self.hint_seconds = hint_seconds
+        self.lookup_timeout_seconds = lookup_timeout_seconds
+        self.max_hints = max_hints
+        self._hints: dict[OffloadKey, tuple[bool, float]] = {}
+        self._asked: dict[OffloadKey, float] = {}
+        self._questions: list[OffloadKey] = []
+
+    def presence(self, key: OffloadKey, now: float) -> bool | None:
+        """True or False while a hint is fresh, None while unknown. Never asks."""
+        hint = self._hints.get(key)
+        if hint is not None:
+            if hint[1] > now:
+                return hint[0]
+            del self._hints[key]
+        deadline = self._asked.get(key)
+        if deadline is not None and deadline <= now:
+            del self._asked[key]
+            self.learn(key, False, now)
+            return False
+        return None
+
+    def ask(self, key: OffloadKey, now: float) -> None:
+        """Put a question about an unknown key, once."""
+        if key not in self._asked:
+            self._asked[key] = now + self.lookup_timeout_seconds
+            self._questions.append(key)
+
+    def take_questions(self) -> list[OffloadKey]:
+        """The keys to look up that were not taken before."""
+        questions, self._questions = self._questions, []
+        return questions
+
+    def answer(self, keys: Sequence[OffloadKey], results: Sequence[LookupResult], now: float) -> None:
+        """The backend's answers; RETRY leaves the key unknown."""
+        for key, result in zip(keys, results, strict=True):
+            self._asked.pop(key, None)
+            if result is not LookupResult.RETRY:
+                self.learn(key, result is not LookupResult.MISS, now)
+
+    def learn(self, key: OffloadKey, present: bool, now: float) -> None:
+        """Something was found out about a key (a lookup, a store, a load that missed)."""
+        self._hints.pop(key, None)
+        self._hints[key] = (present, now + self.hint_seconds)
+        if len(self._hints) > self.max_hints:
+            for oldest in list(self._hints)[: len(self._hints) - self.max_hints * 3 // 4]:
+                del self._hints[oldest]
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._hints.clear()
+        self._asked.clear()
+        self._questions.clear()

@@ -1,0 +1,172 @@
+"""Stores of an engine: GPU blocks into fresh CPU rows, nothing twice, a row for each block or a reason."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from kvtier.control.board import CPU_TIER, Board, InFlight
+from kvtier.control.demotion import Demotions
+from kvtier.control.requests import StackRequest
+from kvtier.control.slots import READY
+from kvtier.errors import UsageError
+from kvtier.jobs import (
+    LATE,
+    PRESENT,
+    STORED,
+    BlockOutcome,
+    DropReason,
+    GPURuns,
+    JobKind,
+    JobResult,
+    TransferJob,
+    dropped,
+)
+from kvtier.keys import OffloadKey
+
+
+class Stores:
+    """All stores under way. A key that is filling is not stored again: whoever asks waits for that fill."""
+
+    def __init__(self, board: Board, demotions: Demotions, factor: int) -> None:
+        self.board = board
+        self.demotions = demotions
+        self.factor = factor
+
+
+class StoreRequest(StackRequest):
+    """One store: which blocks wait for a row, are being copied, or wait for another store of the same key."""
+
+    def __init__(self, stores: Stores, job: TransferJob, now: float) -> None:
+        super().__init__(job, now)
+        self.stores = stores
+        self.in_copy = bytearray(len(self.keys))
+        start = 0
+        for group in job.groups:
+            if not isinstance(group.staging, GPURuns):
+                raise UsageError("a job for the whole stack names its GPU blocks by runs")
+            whole = group.staging.covers_whole(len(group.keys), stores.factor)
+            for position in range(len(group.keys)):
+                if not whole[position]:
+                    self.settle(start + position, dropped(DropReason.PARTIAL))
+                    stores.board.cpu_counters.drop(DropReason.PARTIAL)
+            start += len(group.keys)
+        self.todo = deque(i for i in self.todo if self.outcomes[i] is None)
+
+    def filled(self, index: int, row: int | None, position: int, now: float) -> None:
+        """Another fill of the same key ended: with success the block is present, else it is still to be stored."""
+        if self.outcomes[index] is not None:
+            return
+        if row is not None:
+            self.settle(index, PRESENT)
+        else:
+            self.todo.append(index)
+
+    def stop(self, outcome: BlockOutcome) -> None:
+        """No new copies; copies under way end first."""
+        self.stopping = outcome
+        self.todo.clear()
+        for index in range(len(self.keys)):
+            if not self.in_copy[index] and self.outcomes[index] is None:
+                self.settle(index, outcome)
+                self.stores.board.count(CPU_TIER, outcome)
+
+    def advance(self, now: float) -> bool:
+        """Start copies for the blocks that get rows; False when blocks are left without one."""
+        board = self.stores.board
+        directory, state = board.cpu.directory, board.cpu.table.state
+        fresh: list[int] = []
+        fresh_keys: dict[OffloadKey, int] = {}
+        again: list[int] = []
+        room = board.cpu.available
+        while self.todo:
+            index = self.todo.popleft()
+            key = self.keys[index]
+            row = directory.get(key)
+            if row is not None and state[row] == READY:
+                self.settle(index, PRESENT)
+            elif row is not None:
+                board.wait_for_fill(row, self, index)
+            elif key in fresh_keys:
+                again.append(index)
+            elif len(fresh) < room:
+                fresh_keys[key] = index
+                fresh.append(index)
+            else:
+                self.todo.appendleft(index)
+                break
+        rows = board.cpu.reserve(list(fresh_keys)) if fresh else []
+        self.todo.extendleft(reversed(fresh[len(rows) :]))
+        if rows:
+            self._copy(fresh[: len(rows)], rows)
+        for index in again:
+            row = directory.get(self.keys[index])
+            if row is None:
+                self.todo.append(index)
+            else:
+                board.wait_for_fill(row, self, index)
+        return not self.todo
+
+    def _copy(self, indices: list[int], rows: list[int]) -> None:
+        board = self.stores.board
+        generations = [board.cpu.table.generation[row] for row in rows]
+        for index in indices:
+            self.in_copy[index] = 1
+        board.emit(
+            CPU_TIER,
+            JobKind.STORE,
+            self.transfers(indices, rows, generations),
+            self.job.deadline,
+            FillJob(self, indices, rows),
+        )
+
+
+class FillJob(InFlight):
+    """GPU blocks to filling rows for one store."""
+
+    def __init__(self, request: StoreRequest, indices: list[int], rows: list[int]) -> None:
+        self.request = request
+        self.indices = indices
+        self.rows = rows
+        self.order = request.order_of(indices)
+
+    def finish(self, result: JobResult, now: float) -> None:
+        request, board = self.request, self.request.stores.board
+        outcomes = [outcome for group in result.outcomes for outcome in group]
+        request.bytes_moved += result.bytes_moved
+        board.cpu_counters.store_bytes += result.bytes_moved
+        good: list[int] = []
+        bad: list[int] = []
+        by_member: dict[int, BlockOutcome] = dict(zip(self.order, outcomes, strict=True))
+        for m in range(len(self.indices)):
+            outcome = by_member[m]
+            board.count(CPU_TIER, outcome)
+            (good if outcome.ok else bad).append(m)
+        leaf_to_root = [self.rows[m] for m in reversed(good)]
+        board.cpu.commit(leaf_to_root)
+        ready = [row for row in leaf_to_root if board.cpu.table.state[row] == READY]
+        ready_rows = set(ready)
+        board.cpu_counters.stored += len(ready)
+        for m in range(len(self.indices)):
+            request.in_copy[self.indices[m]] = 0
+            if self.rows[m] in ready_rows:
+                request.settle(self.indices[m], STORED)
+            else:
+                request.settle(self.indices[m], by_member[m] if m in bad else dropped(DropReason.RESET))
+        self.request.stores.demotions.row_ready(ready, CPU_TIER, now)
+        board.cpu.abort([self.rows[m] for m in bad])
+        board.fill_ended([row for row in self.rows if row in ready_rows], True, CPU_TIER, now)
+        board.fill_ended([row for row in self.rows if row not in ready_rows], False, CPU_TIER, now)
+
+    def late(self, now: float) -> None:
+        """The copy goes on, but whatever it reads no longer matters: its rows are unreachable until it ends."""
+        request = self.request
+        board = request.stores.board
+        board.cpu_counters.late += len(self.rows)
+        board.cpu.quarantine(self.rows)
+        for index in self.indices:
+            request.in_copy[index] = 0
+            request.settle(index, LATE)
+        board.fill_ended(self.rows, False, CPU_TIER, now)
+
+    def ended(self, now: float) -> None:
+        self.request.stores.board.cpu.release(self.rows)

@@ -1,0 +1,328 @@
+"""One owned tier: which keys are where, which slots are free, filling, ready or quarantined, and who goes first."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from kvtier.control.placement import Placement
+from kvtier.control.slots import FILLING, FREE, QUARANTINED, READY, RETIRED, SlotTable
+from kvtier.errors import IntegrityError
+from kvtier.keys import OffloadKey, key_group
+from kvtier.loadstore import Recovered, SlotSpace
+from kvtier.policies import make_policy
+
+INDEX_BYTES_PER_SLOT = 220
+"""Upper bound of the directory's memory for one slot, keys of up to 36 bytes included."""
+
+ERRORS_TO_RETIRE = 2
+
+
+class OwnedTier:
+    """Directory, slots and eviction of a tier whose placement belongs to the control plane.
+
+    `changes` collects, in order, keys that became reachable or ceased to be, until the plane takes them.
+    """
+
+    def __init__(self, name: str, space: SlotSpace, policy: str) -> None:
+        self.name = name
+        self.space = space
+        self.table = SlotTable(space.num_slot_ids)
+        self.placement = Placement(space, self.table)
+        self.policy = make_policy(policy, space.num_slot_ids, self.table.keys)
+        self.directory: dict[OffloadKey, int] = {}
+        self.changes: list[tuple[bool, list[OffloadKey]]] = []
+        self.evictions = 0
+        self.peak_bytes = 0
+        self._errors: dict[int, int] = {}
+
+    # -- opening -------------------------------------------------------------------------------------------------
+
+    def restore(self, recovered: Recovered) -> None:
+        """Take over what the backend found in itself; the newest generation becomes the most recent."""
+        self.placement.restore(recovered.cuts)
+        table = self.table
+        slots = recovered.slots.tolist()
+        if not slots:
+            return
+        keys = recovered.keys
+        by_size: dict[int, list[int]] = {}
+        for key, slot in zip(keys, slots, strict=True):
+            size = self._size_of(key)
+            if self.placement.region_size[self.placement.region_of(slot)] != size or key in self.directory:
+                raise IntegrityError(f"{self.name}: recovered slot {slot} does not fit its region, or its key twice")
+            self.directory[key] = slot
+            by_size.setdefault(size, []).append(slot)
+        for size, taken in by_size.items():
+            self.placement.occupy(size, taken)
+        table.begin_fill(slots, keys)
+        table.set_generations(slots, recovered.generations.tolist())
+        self.commit(slots)
+
+    def _size_of(self, key: OffloadKey) -> int:
+        return self.placement.size_of_group[key_group(key)]
+
+    # -- filling -------------------------------------------------------------------------------------------------
+
+    def reserve(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """FILLING slots for the front of `keys`, as many as can be had; none of the keys may be in the directory.
+
+        Evicts what the policy offers, all that this needs or nothing. With several slot sizes a run of one size at a
+        time is served, so the result is always for a contiguous front.
+        """
+        if self.placement.one_size:
+            return self._reserve_run(0, keys)
+        slots: list[int] = []
+        start = 0
+        while start < len(keys):
+            size = self._size_of(keys[start])
+            end = start + 1
+            while end < len(keys) and self._size_of(keys[end]) == size:
+                end += 1
+            got = self._reserve_run(size, keys[start:end])
+            slots += got
+            if len(got) < end - start:
+                break
+            start = end
+        return slots
+
+    def _reserve_run(self, size: int, keys: Sequence[OffloadKey]) -> list[int]:
+        room = self.placement.free_count[size] + self.table.evictable
+        if len(keys) > room and self.placement.one_size and not self.placement.has_uncut:
+            keys = keys[:room]
+        if not keys:
+            return []
+        self.policy.admit(keys[::-1])
+        slots = self.placement.take(size, len(keys))
+        if len(slots) < len(keys):
+            slots += self._make_room(size, len(keys) - len(slots))
+        if len(slots) < len(keys):
+            keys = keys[: len(slots)]
+        self.table.begin_fill(slots, keys)
+        self.directory.update(zip(keys, slots, strict=True))
+        self.placement.used(slots)
+        self._note_peak()
+        return slots
+
+    def _make_room(self, size: int, count: int) -> list[int]:
+        placement = self.placement
+        if placement.one_size:
+            self.evict(min(count, self.table.evictable))
+            return placement.take(size, count)
+        slots: list[int] = []
+        while len(slots) < count:
+            region = placement.colder_region(size)
+            if region is not None:
+                self._evict_region(region)
+                placement.recut(region, size)
+            elif not self._evict_of_size(size, count - len(slots)):
+                break
+            slots += placement.take(size, count - len(slots))
+        return slots
+
+    def evict(self, count: int) -> int:
+        """Evict `count` ready slots nobody holds, or none; returns how many became free."""
+        victims = self.policy.evict(count, self.table.holds) if count else None
+        if not victims:
+            return 0
+        self._free_evicted(victims)
+        return len(victims)
+
+    def _evict_of_size(self, size: int, count: int) -> int:
+        placement, holds = self.placement, self.table.holds
+        victims: list[int] = []
+        for slot in self.policy.coldest():
+            if not holds[slot] and placement.region_size[placement.region_of(slot)] == size:
+                victims.append(slot)
+                if len(victims) == count:
+                    break
+        self.policy.remove(victims)
+        self._free_evicted(victims)
+        return len(victims)
+
+    def _evict_region(self, region: int) -> None:
+        state = self.table.state
+        victims = [slot for slot in self.placement.slots_of(region) if state[slot] == READY]
+        self.policy.remove(victims)
+        self._free_evicted(victims)
+
+    def _free_evicted(self, victims: Sequence[int]) -> None:
+        names, directory, state, removed = self.table.keys, self.directory, self.table.state, self._changed(True)
+        for slot in victims:
+            key = names[slot]
+            if key is None or state[slot] != READY:
+                raise IntegrityError(f"{self.name}: the policy evicted slot {slot}, which is not ready")
+            del directory[key]
+            removed.append(key)
+            names[slot] = None
+            state[slot] = FREE
+        count = len(victims)
+        self.table.counts[READY] -= count
+        self.table.counts[FREE] += count
+        self.table.evictable -= count
+        self.evictions += count
+        self.placement.give_back(victims)
+
+    def commit(self, slots: Sequence[int]) -> None:
+        """FILLING -> READY; ends the fill's hold. The last slot becomes the most recent. Slots quarantined meanwhile
+        (by a reset) are freed instead."""
+        state, holds, names, added = self.table.state, self.table.holds, self.table.keys, self._changed(False)
+        late = [slot for slot in slots if state[slot] != FILLING]
+        if late:
+            self.release(late)
+            slots = [slot for slot in slots if state[slot] == FILLING]
+        free_now = 0
+        for slot in slots:
+            state[slot] = READY
+            left = holds[slot] - 1
+            holds[slot] = left
+            free_now += not left
+            added.append(names[slot])  # type: ignore[arg-type]  # a filling slot always has its key
+        self.table.evictable += free_now
+        self.table.counts[FILLING] -= len(slots)
+        self.table.counts[READY] += len(slots)
+        self.policy.insert(slots)
+        self.placement.used(slots)
+
+    def abort(self, slots: Sequence[int]) -> None:
+        """A fill ended without success: the slots become free (unless somebody else holds them yet)."""
+        self.quarantine(slots)
+        self.release(slots)
+
+    def quarantine(self, slots: Sequence[int]) -> None:
+        """The fill is late or abandoned: unreachable at once, free only when its I/O has ended (`release`)."""
+        names, state = self.table.keys, self.table.state
+        for slot in slots:
+            if state[slot] == FILLING:
+                key = names[slot]
+                if key is not None and self.directory.get(key) == slot:
+                    del self.directory[key]
+                names[slot] = None
+                self.table.move((slot,), FILLING, QUARANTINED)
+
+    # -- using ---------------------------------------------------------------------------------------------------
+
+    def hold(self, slots: Sequence[int]) -> None:
+        """Keep these slots from being reused until `release`."""
+        self.table.hold(slots)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """End one hold on each; quarantined slots nobody holds any more become free."""
+        for slot in self.table.unhold(slots):
+            self._end_quarantine(slot)
+
+    def _end_quarantine(self, slot: int) -> None:
+        if self._errors.get(slot, 0) >= ERRORS_TO_RETIRE:
+            self.table.move((slot,), QUARANTINED, RETIRED)
+        else:
+            self.table.move((slot,), QUARANTINED, FREE)
+            self.placement.give_back((slot,))
+
+    def touch(self, slots: Sequence[int]) -> None:
+        """These ready slots were used; the last one is the most recent."""
+        self.policy.touch(slots)
+        self.placement.used(slots)
+
+    def ready(self, key: OffloadKey) -> int | None:
+        """The slot that holds this key's bytes, or None."""
+        slot = self.directory.get(key)
+        return slot if slot is not None and self.table.state[slot] == READY else None
+
+    def discard(self, slot: int, generation: int) -> bool:
+        """Drop a ready entry whose content was refused, unless the slot has moved on since that generation.
+
+        A place that errs twice is retired for the session. Returns True when the entry was dropped.
+        """
+        table = self.table
+        if table.generation[slot] != generation or table.state[slot] != READY:
+            return False
+        self._errors[slot] = self._errors.get(slot, 0) + 1
+        self.policy.remove((slot,))
+        self._unlink_ready(slot)
+        return True
+
+    def _unlink_ready(self, slot: int) -> None:
+        table = self.table
+        key = table.keys[slot]
+        if key is not None:
+            del self.directory[key]
+            self._changed(True).append(key)
+        table.keys[slot] = None
+        table.move((slot,), READY, QUARANTINED)
+        if not table.holds[slot]:
+            table.evictable -= 1
+            self._end_quarantine(slot)
+
+    def reset(self) -> None:
+        """Everything becomes unreachable at once; slots still held are quarantined until their holds end."""
+        state = self.table.state
+        ready = [slot for slot in range(len(state)) if state[slot] == READY]
+        self.policy.remove(ready)
+        for slot in ready:
+            self._unlink_ready(slot)
+        self.quarantine([slot for slot in range(len(state)) if state[slot] == FILLING])
+
+    def _changed(self, removed: bool) -> list[OffloadKey]:
+        """The list to append changes of one kind to; a new one whenever the kind alternates, so order is kept."""
+        if not self.changes or self.changes[-1][0] != removed:
+            self.changes.append((removed, []))
+        return self.changes[-1][1]
+
+    def take_changes(self) -> list[tuple[bool, list[OffloadKey]]]:
+        """(removed, keys) in the order things happened, each once."""
+        changes, self.changes = self.changes, []
+        return changes
+
+    # -- figures -------------------------------------------------------------------------------------------------
+
+    @property
+    def available(self) -> int:
+        """Slots that could be filled now: free or evictable (exact for tiers of one slot size)."""
+        return self.table.counts[FREE] + self.table.evictable
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of slots that hold or receive a block."""
+        return self._bytes_of((FILLING, READY, QUARANTINED))
+
+    def _bytes_of(self, states: Sequence[int]) -> int:
+        placement, counts = self.placement, self.table.counts
+        if placement.one_size:
+            return sum(counts[state] for state in states) * placement.sizes[0]
+        total = 0
+        for region, size in enumerate(placement.region_size):
+            if size >= 0:
+                inside = self.table.state[placement.slots_of(region).start : placement.slots_of(region).stop]
+                total += sum(inside.count(state) for state in states) * placement.sizes[size]
+        return total
+
+    def _note_peak(self) -> None:
+        if self.placement.one_size:
+            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        else:
+            self.peak_bytes = max(self.peak_bytes, self._cut_bytes())
+
+    def _cut_bytes(self) -> int:
+        placement = self.placement
+        return sum(
+            (placement.slots_in_region[size] * placement.sizes[size] for size in placement.region_size if size >= 0)
+        ) - sum(free * size for free, size in zip(placement.free_count, placement.sizes, strict=True))
+
+    def index_bytes(self) -> int:
+        """Bytes of the arrays of this tier that grow with slots, without the dict and its keys."""
+        table = self.table
+        return len(table.state) + sum(a.itemsize * len(a) for a in (table.holds, table.generation)) + 8 * len(table)
+
+    def check(self) -> None:
+        """Raise IntegrityError unless states, directory, free lists and counters agree."""
+        self.table.check()
+        self.placement.check()
+        reachable = self.table.counts[FILLING] + self.table.counts[READY]
+        if len(self.directory) != reachable:
+            raise IntegrityError(f"{self.name}: {len(self.directory)} keys for {reachable} slots")
+        for key, slot in self.directory.items():
+            if self.table.keys[slot] != key:
+                raise IntegrityError(f"{self.name}: slot {slot} does not hold the key that points to it")
+        order = array("q", self.policy.coldest())
+        if len(order) != self.table.counts[READY] or any(self.table.state[slot] != READY for slot in order):
+            raise IntegrityError(f"{self.name}: the policy orders {len(order)} slots, ready {self.table.counts[READY]}")
