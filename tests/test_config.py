@@ -121,7 +121,7 @@ MISTAKES = {
     ),
     "text for a list": (
         f"tiers: [{CPU}, {{type: disk, roots: /a, capacity: 1GiB}}]",
-        "tiers[1].roots: '/a' is not accepted; it should be a valid",
+        "tiers[1].roots: '/a' is not accepted; it should be a valid list",
     ),
     "an item of a list": (
         f"tiers: [{CPU}, {{type: disk, roots: [/a, 5], capacity: 1GiB}}]",
@@ -129,7 +129,7 @@ MISTAKES = {
     ),
     "an empty list": (
         f"tiers: [{CPU}, {{type: disk, roots: [], capacity: 1GiB}}]",
-        "tiers[1].roots: a list is not accepted; it should",
+        "tiers[1].roots: needs at least 1 item(s)",
     ),
     "zero timeout": (
         f"load_timeout_seconds: 0\ntiers: [{CPU}]",

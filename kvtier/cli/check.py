@@ -11,7 +11,7 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from kvtier.cli.text import count_text, size_text
 from kvtier.config.layout import DEFAULT_LAYOUT, read_layout
@@ -113,13 +113,15 @@ def _show(plan: StackPlan, question: Question) -> None:
     console = Console()
     console.print(
         f"[bold]Layout[/bold] {escape(question.layout)}, {plan.world_size} worker(s), "
-        f"{plan.block_size_factor} GPU block(s) in an offloaded block"
+        f"{plan.block_size_factor} GPU block(s) in an offloaded block",
+        soft_wrap=True,
     )
     console.print(
         f"[bold]Row[/bold] {size_text(plan.row_bytes)} ({count_text(plan.row_bytes)} bytes), aligned to "
-        f"{count_text(plan.alignment)}, the least common multiple of the tiers' alignments"
+        f"{count_text(plan.alignment)}, the least common multiple of the tiers' alignments",
+        soft_wrap=True,
     )
-    groups = Table("group", "kind", title="KV cache groups", title_justify="left")
+    groups = Table("group", Column("kind", no_wrap=True), title="KV cache groups", title_justify="left")
     for heading in ("tokens a block", "page, one worker", "offloaded block", "padding", "waste"):
         groups.add_column(heading, justify="right")
     for index, group in enumerate(plan.groups):
@@ -135,7 +137,7 @@ def _show(plan: StackPlan, question: Question) -> None:
     console.print(tiers)
     for tier in plan.tiers:
         for note in tier.notes:
-            console.print(f"{escape(tier.name)}: {escape(note)}")
+            console.print(f"{escape(tier.name)}: {escape(note)}", soft_wrap=True)
 
 
 _HEADINGS = (

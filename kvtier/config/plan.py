@@ -93,10 +93,11 @@ def plan_stack(
     for index, (options, tier) in enumerate(zip(config.tiers, tiers, strict=True)):
         preview = tier.preview(geometry, probed.look) if isinstance(tier, Previews) else Preview()
         problems += [ConfigError(problem, f"tiers[{index}]") for problem in preview.problems]
+        plan = _tier_plan(options, tier, geometry, preview, probed.alignments[index])
         key, capacity = _budget(options, tier.medium)
-        if capacity is not None and capacity < geometry.row_bytes and not preview.problems:
-            problems.append(ConfigError(_too_small(capacity, geometry), f"tiers[{index}].{key}"))
-        plans.append(_tier_plan(options, tier, geometry, preview, probed.alignments[index]))
+        if plan.num_blocks == 0 and not preview.problems:
+            problems.append(ConfigError(_too_small(capacity or 0, geometry), f"tiers[{index}].{key}"))
+        plans.append(plan)
     groups = tuple(_group_plan(geometry, group) for group in range(geometry.num_groups))
     return (
         StackPlan(geometry.alignment, geometry.row_bytes, geometry.world_size, geometry.factor, groups, tuple(plans)),
@@ -113,7 +114,7 @@ def _budget(options: TierOptions, medium: Medium) -> tuple[str, int | None]:
 def _too_small(capacity: int, geometry: Geometry) -> str:
     return (
         f"{capacity} bytes hold no block: one needs {geometry.row_bytes} bytes (alignment {geometry.alignment}, "
-        f"{geometry.world_size} worker(s), {geometry.factor} GPU block(s) each); give at least that"
+        f"{geometry.world_size} worker(s), {geometry.factor} GPU block(s) each); give it more"
     )
 
 

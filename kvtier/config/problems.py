@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -33,8 +34,24 @@ def problems_of(error: ValidationError, model: type[BaseModel], data: object, at
     for detail in error.errors(include_url=False):
         path = _path(detail["loc"], data, at)
         # A union reports each branch it tried; the first line for a key is enough to act on.
-        found.setdefault(path, ConfigError(_reason(detail, model), path))
-    return list(found.values())
+        found.setdefault(path, ConfigError(_reason(detail, _model_at(model, detail["loc"][:-1])), path))
+    # A list whose items are wrong is reported as wrong itself; the items say more.
+    return [problem for path, problem in found.items() if not any(other.startswith(f"{path}[") for other in found)]
+
+
+def _model_at(model: type[BaseModel], loc: Iterable[int | str]) -> type[BaseModel]:
+    """The model that the key at `loc` lives in: `model`, or one nested in its fields."""
+    for part in loc:
+        field = model.model_fields.get(str(part))
+        model = next(_models_in(field.annotation), model) if field else model
+    return model
+
+
+def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models_in(inner)
 
 
 def _path(loc: Iterable[int | str], data: object, at: str) -> str:
@@ -62,7 +79,10 @@ def _reason(detail: ErrorDetails, model: type[BaseModel]) -> str:
         return _one_line(str(context.get("error", detail["msg"])))
     if kind in ("literal_error", "enum"):
         return f"{shown(given)} is not known; write {context.get('expected', 'another value')}"
+    if kind == "too_short":
+        return f"needs at least {context['min_length']} item(s)"
     wanted = _one_line(detail["msg"]).removeprefix("Input should be ")
+    wanted = wanted.replace("array", "list").replace("object", "mapping")
     return f"{shown(given)} is not accepted; it should be {wanted[:1].lower()}{wanted[1:]}"
 
 
