@@ -1,0 +1,23 @@
+"""Planning for serving loops that embed kvtier: how much of a prompt is a hit, what to load, and what to store when.
+
+Pure and synchronous; an engine's loop calls it and hands the transfers it plans to the stack.
+"""
+
+from kvtier.planner.fence import Fence
+from kvtier.planner.loads import GroupLoad, blocks_to_load, plan_load
+from kvtier.planner.prefix import Presence, hit_limit, prefix_unit, usable_prefix
+from kvtier.planner.stores import StoreMode, StorePlan, StorePlanner
+
+__all__ = [
+    "Fence",
+    "GroupLoad",
+    "Presence",
+    "StoreMode",
+    "StorePlan",
+    "StorePlanner",
+    "blocks_to_load",
+    "hit_limit",
+    "plan_load",
+    "prefix_unit",
+    "usable_prefix",
+]

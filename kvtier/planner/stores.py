@@ -1,0 +1,285 @@
+"""Planning stores in an engine's own loop: what to store when, never twice, and never from a block that was reused.
+
+A serving loop tells the planner four things and asks it for two::
+
+    planner.computed(request_id, group, keys, gpu_blocks)    # these offloaded blocks became full
+    planner.about_to_evict(pool.coldest(64))                 # the pool will soon want these back
+    plan = planner.take(max_blocks=256)                      # None, or a plan to hand to the stack ...
+    planner.finish(plan, result.outcomes)                    # ... and always this once its store has ended
+    planner.fenced(block)                                    # the pool skips such a block
+    planner.reused(blocks)                                   # the pool hands these out for new content
+    planner.end_request(request_id)                          # or abort_request
+
+The loop is the same in both modes; the mode decides whether `computed` or `about_to_evict` queues a store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum, StrEnum, auto
+from itertools import islice
+
+from kvtier.errors import UsageError
+from kvtier.jobs import BlockOutcome, GPURuns, GroupTransfer
+from kvtier.keys import GroupIndex, OffloadKey, RequestId
+from kvtier.planner.fence import Fence
+
+
+class StoreMode(StrEnum):
+    """EAGER: full blocks are stored as they are computed. LAZY: what the GPU pool is about to evict is stored."""
+
+    EAGER = "eager"
+    LAZY = "lazy"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StorePlan:
+    """Blocks to store together; `groups` go into a TransferJob as they are. Its GPU blocks are fenced until
+    `StorePlanner.finish` is told how it ended."""
+
+    plan_id: int
+    groups: tuple[GroupTransfer, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        """Offloaded blocks in this plan."""
+        return sum(len(group.keys) for group in self.groups)
+
+
+class _State(Enum):
+    RESIDENT = auto()
+    QUEUED = auto()
+    IN_FLIGHT = auto()
+    STORED = auto()
+    GONE = auto()
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """An offloaded block in the GPU: its key and the GPU blocks that hold it, first sub-block first."""
+
+    request_id: RequestId
+    group: int
+    key: OffloadKey
+    gpu_blocks: tuple[int, ...]
+    state: _State = _State.RESIDENT
+
+
+class StorePlanner:
+    """Decides which full blocks to store and fences their GPU blocks until the store has ended, however it ended.
+
+    Pure, synchronous and deterministic. GPU block ids are those of one pool; an engine with a pool for each group has
+    a planner for each pool. At most `max_fenced_blocks` GPU blocks are fenced at once (None: as many as there are);
+    what would go beyond is left out and counted in `left_out`.
+
+    A key is planned once at a time: while its store is queued or under way no other GPU block with that key is
+    planned. A block that was stored is not planned again while it stays in the GPU; one whose store was dropped or
+    failed may be, when the loop names it again.
+    """
+
+    def __init__(self, mode: StoreMode, factor: int = 1, max_fenced_blocks: int | None = None) -> None:
+        """`factor` is the layout's block_size_factor: GPU blocks per offloaded block."""
+        if factor < 1:
+            raise UsageError(f"the block size factor must be at least 1, got {factor}")
+        if max_fenced_blocks is not None and max_fenced_blocks < factor:
+            raise UsageError(
+                f"one offloaded block fences {factor} GPU blocks, max_fenced_blocks is {max_fenced_blocks}"
+            )
+        self.mode = mode
+        self.left_out = 0
+        self._factor = factor
+        self._max_fenced = max_fenced_blocks
+        self._fence = Fence()
+        self._holding: dict[int, _Block] = {}
+        self._requests: dict[RequestId, dict[_Block, None]] = {}
+        self._queue: dict[_Block, None] = {}
+        self._busy: dict[OffloadKey, _Block] = {}
+        self._plans: dict[int, list[list[_Block]]] = {}
+        self._next_plan = 0
+
+    @property
+    def num_queued(self) -> int:
+        """Offloaded blocks waiting for `take`."""
+        return len(self._queue)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Offloaded blocks taken and not finished."""
+        return len(self._busy) - len(self._queue)
+
+    @property
+    def num_fenced(self) -> int:
+        """GPU blocks that must not be reused now."""
+        return len(self._fence)
+
+    def fenced(self, block: int) -> bool:
+        """True while a queued store or one under way needs this GPU block as it is: the pool must not reuse it."""
+        return block in self._fence
+
+    def computed(self, request_id: RequestId, group: int, keys: Sequence[OffloadKey], gpu_blocks: Sequence[int]) -> int:
+        """Offloaded blocks of a request became full: `keys[i]` is in `gpu_blocks[i * factor : (i + 1) * factor]`.
+
+        Name each block once, in the step in which the last of its GPU blocks became full. A block with a negative
+        GPU block id has a hole (null block) and is left alone. Eager mode queues the blocks, lazy mode only remembers
+        where they are. Returns how many were queued.
+
+        Raises UsageError, and changes nothing, if a GPU block is fenced for another key: it was reused too early.
+        """
+        factor = self._factor
+        if len(gpu_blocks) != factor * len(keys):
+            raise UsageError(
+                f"{len(keys)} offloaded blocks need {factor * len(keys)} GPU blocks, got {len(gpu_blocks)}"
+            )
+        places = [tuple(gpu_blocks[i * factor : (i + 1) * factor]) for i in range(len(keys))]
+        whole = [(key, place) for key, place in zip(keys, places, strict=True) if min(place) >= 0]
+        self._check_computed(whole)
+        queued = 0
+        for key, place in whole:
+            block = self._holding.get(place[0])
+            if block is None or block.key != key or block.gpu_blocks != place:
+                self._forget(place)
+                block = _Block(request_id, group, key, place)
+                self._holding.update(dict.fromkeys(place, block))
+                self._requests.setdefault(request_id, {})[block] = None
+            if self.mode is StoreMode.EAGER:
+                queued += self._enqueue(block)
+        return queued
+
+    def about_to_evict(self, gpu_blocks: Iterable[int]) -> int:
+        """The pool will soon reuse these GPU blocks, coldest first. Returns how many offloaded blocks were queued.
+
+        Lazy mode queues the offloaded blocks they belong to and fences all their GPU blocks, so ask ahead of need and
+        let the pool go on with blocks that are not fenced. Blocks the planner does not know, stored ones and those
+        under way are passed over. Eager mode does nothing here.
+        """
+        if self.mode is StoreMode.EAGER:
+            return 0
+        known = (self._holding.get(gpu_block) for gpu_block in gpu_blocks)
+        return sum(self._enqueue(block) for block in known if block is not None)
+
+    def take(self, max_blocks: int) -> StorePlan | None:
+        """The next up to `max_blocks` offloaded blocks to store, in the order they were queued; None if there are none.
+
+        They count as under way from here on; `finish` must follow, however the store ends.
+        """
+        taken = list(islice(self._queue, max(0, max_blocks)))
+        if not taken:
+            return None
+        groups: dict[int, list[_Block]] = {}
+        for block in taken:
+            del self._queue[block]
+            block.state = _State.IN_FLIGHT
+            groups.setdefault(block.group, []).append(block)
+        plan_id = self._next_plan
+        self._next_plan += 1
+        blocks = [groups[group] for group in sorted(groups)]
+        self._plans[plan_id] = blocks
+        return StorePlan(plan_id, tuple(self._transfer(part) for part in blocks))
+
+    def finish(self, plan: StorePlan, outcomes: Sequence[Sequence[BlockOutcome]] | None) -> None:
+        """A plan's store has ended and nothing reads its GPU blocks any more: their fence comes down.
+
+        `outcomes[i][j]` belongs to key j of the plan's i-th group, as in JobResult; None means that nothing is known
+        to be stored (the store never began, or ended in an exception). Raises UsageError, and changes nothing, for a
+        plan that was finished before or outcomes of another shape.
+        """
+        blocks = self._plans.get(plan.plan_id)
+        if blocks is None:
+            raise UsageError(f"store plan {plan.plan_id} is not under way")
+        if outcomes is not None and [len(part) for part in outcomes] != [len(part) for part in blocks]:
+            raise UsageError(f"the outcomes of store plan {plan.plan_id} do not match its groups")
+        del self._plans[plan.plan_id]
+        for i, part in enumerate(blocks):
+            for j, block in enumerate(part):
+                self._release(block)
+                if block.state is _State.IN_FLIGHT:
+                    stored = outcomes is not None and outcomes[i][j].ok
+                    block.state = _State.STORED if stored else _State.RESIDENT
+
+    def reused(self, gpu_blocks: Sequence[int]) -> None:
+        """The pool hands these GPU blocks out for new content; what they held is forgotten.
+
+        Must be called before the content changes, in lazy mode without exception: a block the planner believes to be
+        resident is stored under its old key. Raises UsageError, and changes nothing, if one of them is fenced.
+        """
+        for block in gpu_blocks:
+            if block in self._fence:
+                raise UsageError(f"GPU block {block} was reused while a store still needs it")
+        self._forget(gpu_blocks)
+
+    def end_request(self, request_id: RequestId) -> None:
+        """A request ended well. Its blocks stay where they are and its stores go on."""
+        self._requests.pop(request_id, None)
+
+    def abort_request(self, request_id: RequestId) -> None:
+        """A request was aborted, and what it computed is not to be stored: queued stores are dropped.
+
+        Stores under way stay fenced until they are finished, because aborting does not stop a copy.
+        """
+        for block in self._requests.pop(request_id, {}):
+            self._drop(block)
+
+    def reset(self) -> None:
+        """What the GPU holds is worth nothing any more (new weights). Stores under way stay fenced until finished."""
+        for block in dict.fromkeys(self._holding.values()):
+            self._drop(block)
+        self._requests.clear()
+
+    def _check_computed(self, whole: list[tuple[OffloadKey, tuple[int, ...]]]) -> None:
+        named: set[int] = set()
+        for key, place in whole:
+            for gpu_block in place:
+                if gpu_block in named:
+                    raise UsageError(f"GPU block {gpu_block} was named twice")
+                named.add(gpu_block)
+                if gpu_block in self._fence:
+                    busy = self._busy.get(key)
+                    if busy is None or busy.gpu_blocks != place:
+                        raise UsageError(f"GPU block {gpu_block} was reused while a store still needs it")
+
+    def _enqueue(self, block: _Block) -> bool:
+        if block.state is not _State.RESIDENT or block.key in self._busy:
+            return False
+        if self._max_fenced is not None and len(self._fence) + self._factor > self._max_fenced:
+            self.left_out += 1
+            return False
+        block.state = _State.QUEUED
+        self._busy[block.key] = block
+        self._fence.raise_around(block.gpu_blocks, block.key)
+        self._queue[block] = None
+        return True
+
+    def _release(self, block: _Block) -> None:
+        self._fence.lower_around(block.gpu_blocks, block.key)
+        del self._busy[block.key]
+
+    def _forget(self, gpu_blocks: Sequence[int]) -> None:
+        """Dissolve the offloaded blocks that unfenced GPU blocks belong to."""
+        for gpu_block in gpu_blocks:
+            block = self._holding.get(gpu_block)
+            if block is not None:
+                self._drop(block)
+
+    def _drop(self, block: _Block) -> None:
+        """Forget an offloaded block; a queued store of it is dropped, one under way keeps its fence."""
+        if block.state is _State.QUEUED:
+            del self._queue[block]
+            self._release(block)
+        block.state = _State.GONE
+        for gpu_block in block.gpu_blocks:
+            if self._holding.get(gpu_block) is block:
+                del self._holding[gpu_block]
+        computed = self._requests.get(block.request_id)
+        if computed is not None:
+            computed.pop(block, None)
+            if not computed:
+                del self._requests[block.request_id]
+
+    def _transfer(self, blocks: list[_Block]) -> GroupTransfer:
+        gpu_blocks = [gpu_block for block in blocks for gpu_block in block.gpu_blocks]
+        return GroupTransfer(
+            GroupIndex(blocks[0].group),
+            tuple(block.key for block in blocks),
+            GPURuns.whole(gpu_blocks, self._factor),
+        )
