@@ -1,0 +1,16 @@
+"""The CPU tier: a page-aligned region of shared memory, and the backend that fills and empties its rows."""
+
+from kvtier_cpu.backend import CPUBackend, CPUOptions
+from kvtier_cpu.opening import RegionHost, attach_region, open_region
+from kvtier_cpu.region import RegionSpec, SharedRegion, Sharing
+
+__all__ = [
+    "CPUBackend",
+    "CPUOptions",
+    "RegionHost",
+    "RegionSpec",
+    "SharedRegion",
+    "Sharing",
+    "attach_region",
+    "open_region",
+]

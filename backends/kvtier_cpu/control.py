@@ -1,0 +1,233 @@
+"""The control area beside the rows: who takes part, what is valid, what has been used.
+
+One small shared mapping of native 64-bit words, laid out as::
+
+    header             one page: identity of the region, written once; `ready` is written last
+    mapped             (participants,) u64     1 once a participant has mapped the rows
+    worker digests     (world_size, 32) u8     the geometry each worker was built for, published by that worker
+    valid generations  (world_size, rows) u64  generation + 1 of what worker w's slice of a row holds; 0: nothing
+    uses ended         (world_size, rows) u64  counts up; only that worker writes it
+    checksums          (rows, 16) u8           written by the coordinator
+
+Every word has one writer, so none needs a lock. Sections and each worker's stretch begin on a cache line of their
+own: two workers never write the same line.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from kvtier.errors import RegionError, UsageError
+from kvtier.geometry import round_up
+from kvtier.jobs import IntArray
+
+MAGIC = b"kvtierR\0"
+VERSION = 1
+DIGEST_BYTES = 32
+CHECKSUM_BYTES = 16
+HEADER_BYTES = mmap.PAGESIZE
+CACHE_LINE_BYTES = 64
+WORD_BYTES = 8
+
+HEADER = np.dtype(
+    [
+        ("magic", "S8"),
+        ("version", "u8"),
+        ("control_bytes", "u8"),
+        ("num_rows", "u8"),
+        ("row_bytes", "u8"),
+        ("world_size", "u8"),
+        ("participants", "u8"),
+        ("digest", "u1", (DIGEST_BYTES,)),
+        ("incarnation", "u8"),
+        ("rows_device", "u8"),
+        ("rows_inode", "u8"),
+        ("ready", "u8"),
+    ]
+)
+
+Words = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class ControlShape:
+    """The sizes that decide where everything is."""
+
+    num_rows: int
+    row_bytes: int
+    world_size: int
+    participants: int
+
+    @property
+    def row_stride(self) -> int:
+        """Rows rounded up so that the next worker's words begin on their own cache line."""
+        return round_up(self.num_rows, CACHE_LINE_BYTES // WORD_BYTES)
+
+    @property
+    def offsets(self) -> tuple[int, int, int, int, int, int]:
+        """Where mapped, worker digests, valid generations, uses ended and checksums begin, and the whole size."""
+        per_worker = self.world_size * self.row_stride * WORD_BYTES
+        sizes = (
+            self.participants * WORD_BYTES,
+            self.world_size * DIGEST_BYTES,
+            per_worker,
+            per_worker,
+            self.num_rows * CHECKSUM_BYTES,
+        )
+        starts = [HEADER_BYTES]
+        for size in sizes:
+            starts.append(starts[-1] + round_up(size, CACHE_LINE_BYTES))
+        mapped, digests, valid, ended, checksums, end = starts
+        return mapped, digests, valid, ended, checksums, round_up(end, mmap.PAGESIZE)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.offsets[-1]
+
+
+class ControlArea:
+    """The control area of one region, as arrays over the mapping `memory` (shape (size_bytes,), uint8).
+
+    The mapping stays alive as long as this object. Ids out of range raise UsageError; nothing is written then.
+    """
+
+    def __init__(self, memory: npt.NDArray[np.uint8], shape: ControlShape) -> None:
+        mapped, digests, valid, ended, checksums, _ = shape.offsets
+        self._shape = shape
+        self._header: Any = memory[: HEADER.itemsize].view(HEADER)
+        self._mapped: Words = _words(memory, mapped, shape.participants)
+        self._digests = memory[digests : digests + shape.world_size * DIGEST_BYTES].reshape(-1, DIGEST_BYTES)
+        stretch = shape.world_size * shape.row_stride
+        self._valid: Words = _words(memory, valid, stretch).reshape(shape.world_size, -1)
+        self._ended: Words = _words(memory, ended, stretch).reshape(shape.world_size, -1)
+        self._checksums = memory[checksums : checksums + shape.num_rows * CHECKSUM_BYTES].reshape(-1, CHECKSUM_BYTES)
+
+    def write_identity(self, digest: bytes, incarnation: int) -> None:
+        """Say what this region is. Nobody may use it before `set_ready`."""
+        shape, header = self._shape, self._header
+        header["magic"] = MAGIC
+        header["version"] = VERSION
+        header["control_bytes"] = shape.size_bytes
+        header["num_rows"] = shape.num_rows
+        header["row_bytes"] = shape.row_bytes
+        header["world_size"] = shape.world_size
+        header["participants"] = shape.participants
+        header["digest"] = np.frombuffer(digest, dtype=np.uint8)
+        header["incarnation"] = incarnation
+
+    def check_identity(self, digest: bytes) -> None:
+        """Compare what the region says it is with what this process was built for.
+
+        Raises RegionError naming the first difference.
+        """
+        header, shape = self._header[0], self._shape
+        expected = {
+            "magic": MAGIC.rstrip(b"\0"),
+            "version": VERSION,
+            "control_bytes": shape.size_bytes,
+            "num_rows": shape.num_rows,
+            "row_bytes": shape.row_bytes,
+            "world_size": shape.world_size,
+            "participants": shape.participants,
+        }
+        for name, value in expected.items():
+            if header[name] != value:
+                raise RegionError(f"the region's {name} is {header[name]!s}, this process needs {value!s}")
+        if bytes(header["digest"]) != digest:
+            raise RegionError("the region was laid out for another model, geometry or parallel layout")
+        if self.incarnation == 0:
+            raise RegionError("the region has no incarnation")
+
+    @property
+    def incarnation(self) -> int:
+        """A random number that no two regions share; 0 before one is written."""
+        return int(self._header["incarnation"][0])
+
+    @property
+    def ready(self) -> bool:
+        """True once the region may be used."""
+        return bool(self._header["ready"][0] == 1)
+
+    def set_ready(self, rows_device: int, rows_inode: int) -> None:
+        """Record which file holds the rows, then, as the very last word, that the region may be used."""
+        self._header["rows_device"] = rows_device
+        self._header["rows_inode"] = rows_inode
+        self._header["ready"] = 1
+
+    def require_ready(self) -> None:
+        """Raises RegionError unless the region may be used."""
+        if not self.ready:
+            raise RegionError("the shared region is not ready")
+
+    @property
+    def rows_file(self) -> tuple[int, int]:
+        """Device and inode of the file that holds the rows."""
+        return int(self._header["rows_device"][0]), int(self._header["rows_inode"][0])
+
+    def count_in(self, participant: int) -> None:
+        """Participant `participant` has mapped the rows. Raises RegionError if it had before."""
+        if self._mapped[participant]:
+            raise RegionError(f"participant {participant} has mapped this region already; is it running twice?")
+        self._mapped[participant] = 1
+
+    @property
+    def participants_mapped(self) -> tuple[int, ...]:
+        return tuple(np.flatnonzero(self._mapped).tolist())
+
+    @property
+    def complete(self) -> bool:
+        """True once every participant has mapped the rows."""
+        return bool(self._mapped.all())
+
+    def publish_worker(self, worker: int, digest: bytes) -> None:
+        """Worker `worker` says which geometry it was built for."""
+        self._digests[self._worker(worker)] = np.frombuffer(digest, dtype=np.uint8)
+
+    def stamp(self, worker: int, rows: IntArray, generations: IntArray) -> None:
+        self._valid[self._worker(worker), self._rows(rows)] = generations.astype(np.uint64) + np.uint64(1)
+
+    def stamped(self, rows: IntArray, generations: IntArray) -> npt.NDArray[np.bool_]:
+        agree = (self._digests == self._header["digest"][0]).all()
+        expected = generations.astype(np.uint64) + np.uint64(1)
+        result: npt.NDArray[np.bool_] = (self._valid[:, self._rows(rows)] == expected).all(axis=0) & agree
+        return result
+
+    def end_use(self, worker: int, rows: IntArray) -> None:
+        # a row may be named twice by one job; add.at counts both
+        np.add.at(self._ended[self._worker(worker)], self._rows(rows), np.uint64(1))
+
+    def uses_ended(self, worker: int, rows: IntArray) -> IntArray:
+        """How many uses of each row worker `worker` has ended so far, shape (rows,)."""
+        ended: IntArray = self._ended[self._worker(worker), self._rows(rows)].astype(np.int64)
+        return ended
+
+    def checksum(self, row: int) -> bytes:
+        return bytes(self._checksums[self._row(row)])
+
+    def set_checksum(self, row: int, digest: bytes) -> None:
+        if len(digest) != CHECKSUM_BYTES:
+            raise UsageError(f"a row's checksum has {CHECKSUM_BYTES} bytes, got {len(digest)}")
+        self._checksums[self._row(row)] = np.frombuffer(digest, dtype=np.uint8)
+
+    def _worker(self, worker: int) -> int:
+        if not 0 <= worker < self._shape.world_size:
+            raise UsageError(f"there is no worker {worker} among {self._shape.world_size}")
+        return worker
+
+    def _row(self, row: int) -> int:
+        if not 0 <= row < self._shape.num_rows:
+            raise UsageError(f"there is no row {row} among {self._shape.num_rows}")
+        return row
+
+    def _rows(self, rows: IntArray) -> IntArray:
+        if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < self._shape.num_rows):
+            raise UsageError(f"rows {int(rows.min())}..{int(rows.max())} reach outside 0..{self._shape.num_rows - 1}")
+        return rows
+
+
+def _words(memory: npt.NDArray[np.uint8], offset: int, count: int) -> Words:
+    return memory[offset : offset + count * WORD_BYTES].view(np.uint64)

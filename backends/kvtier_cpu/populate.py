@@ -1,0 +1,158 @@
+"""Reserving the region's memory and touching it before the first request does, without ever risking a SIGBUS."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import mmap
+import os
+import threading
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import numpy as np
+from kvtier.errors import RegionError, SharedMemoryError
+
+MADV_POPULATE_WRITE = 23
+"""Linux 5.14; the mmap module does not name it."""
+PIECE_BYTES = 64 << 20
+RESERVE_PIECE_BYTES = 256 << 20
+"""One fallocate call is undone by a signal; pieces keep what was reserved before it."""
+MAX_THREADS = 4
+
+_NO_MEMORY = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG, errno.EFAULT})
+_SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+
+
+class Populated(StrEnum):
+    """How the region's pages came to be there. SKIPPED: they are reserved, and mapped at first use."""
+
+    SKIPPED = "skipped"
+    POPULATE_WRITE = "populate_write"
+    TOUCHED = "touched"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to do with a fresh region. `where` names its memory in errors; `stop` is set once nobody wants it."""
+
+    where: str
+    populate: bool
+    huge_pages: bool
+    huge_on_advice: bool
+    stop: threading.Event
+
+
+def reserve(fd: int, size_bytes: int, plan: Plan) -> None:
+    """Make the kernel set every page of the file aside.
+
+    Raises SharedMemoryError naming need and have; nothing has been touched then, and closing the file frees all.
+    """
+    done = 0
+    while done < size_bytes:
+        _check_wanted(plan.stop)
+        piece = min(RESERVE_PIECE_BYTES, size_bytes - done)
+        try:
+            os.posix_fallocate(fd, done, piece)
+        except OSError as error:
+            if error.errno in _NO_MEMORY:
+                raise SharedMemoryError(size_bytes, done, plan.where) from error
+            raise RegionError(f"{plan.where} cannot reserve memory for the region: {error.strerror}") from error
+        done += piece
+
+
+def make_resident(fd: int, pages: mmap.mmap, plan: Plan) -> Populated:
+    """Reserve the memory of a fresh region, still all zero, and fill its page table from a few threads.
+
+    Keeps no view of `pages`, so a caller can unmap them whatever happened. Huge pages that a mount gives only on
+    advice are lost once `posix_fallocate` has put small ones in place, so there the advised mapping is populated
+    first: MADV_POPULATE_WRITE reports a full mount as an error where a touch would be a SIGBUS. Raises
+    SharedMemoryError.
+    """
+    if plan.huge_pages:
+        _madvise(pages, 0, len(pages), mmap.MADV_HUGEPAGE)  # refused where there are none; then small pages serve
+    if plan.populate and plan.huge_pages and plan.huge_on_advice and _populate_write_works():
+        how = _populate(pages, plan)
+        reserve(fd, len(pages), plan)
+        return how
+    reserve(fd, len(pages), plan)
+    return _populate(pages, plan) if plan.populate else Populated.SKIPPED
+
+
+def map_populated(pages: mmap.mmap) -> Populated:
+    """Fill this process's page table for a region another process has made resident.
+
+    Changes no byte. Where the kernel cannot do it the pages are mapped at first use.
+    """
+    refused = _madvise(pages, 0, len(pages), MADV_POPULATE_WRITE)
+    return Populated.SKIPPED if refused else Populated.POPULATE_WRITE
+
+
+def huge_pages_on_advice(directory: str | None, proc: Path = Path("/proc")) -> bool:
+    """True where shared memory in `directory` (None: memfd) gets huge pages only if the mapping asks for them."""
+    try:
+        if directory is None:
+            return "[advise]" in _SHMEM_ENABLED.read_text(encoding="ascii")
+        mounts = (proc / "self" / "mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return False
+    here = [line for line in mounts if line.split()[4:5] == [directory]]
+    return bool(here) and "huge=advise" in here[-1].rpartition(" ")[2].split(",")
+
+
+def _populate(pages: mmap.mmap, plan: Plan) -> Populated:
+    """Fill in parallel, piece by piece. Raises SharedMemoryError if the kernel finds no memory after all."""
+    writes = _populate_write_works()
+    pieces = itertools.count()
+    errors: list[int] = []
+
+    def work() -> None:
+        # next() on a count is one bytecode under the GIL, so every piece is taken once
+        for piece in pieces:
+            start = piece * PIECE_BYTES
+            if start >= len(pages) or errors or plan.stop.is_set():
+                return
+            length = min(PIECE_BYTES, len(pages) - start)
+            if not writes:
+                np.frombuffer(pages, dtype=np.uint8)[start : start + length : mmap.PAGESIZE] = 0
+            elif code := _madvise(pages, start, length, MADV_POPULATE_WRITE):
+                errors.append(code)
+
+    count = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)), -(-len(pages) // PIECE_BYTES)))
+    threads = [threading.Thread(target=work, name="kvtier-populate", daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    _check_wanted(plan.stop)
+    if errors:
+        if errors[0] in _NO_MEMORY:
+            raise SharedMemoryError(len(pages), (next(pieces) - count) * PIECE_BYTES, plan.where)
+        raise RegionError(f"{plan.where} refused to populate the region: {os.strerror(errors[0])}")
+    return Populated.POPULATE_WRITE if writes else Populated.TOUCHED
+
+
+def _check_wanted(stop: threading.Event) -> None:
+    if stop.is_set():
+        raise RegionError("opening the region was given up before it was ready")
+
+
+def _populate_write_works() -> bool:
+    """True if the kernel knows MADV_POPULATE_WRITE, tried on one private page."""
+    with mmap.mmap(-1, mmap.PAGESIZE) as page:
+        return _madvise(page, 0, len(page), MADV_POPULATE_WRITE) == 0
+
+
+def _madvise(pages: mmap.mmap, start: int, length: int, advice: int) -> int:
+    """madvise(2) with the GIL free (the mmap module holds it); returns 0 or an errno."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    # the array lives for this expression only: an exported view would keep the mapping from being closed
+    address = np.frombuffer(pages, dtype=np.uint8).ctypes.data
+    while libc.madvise(address + start, length, advice) != 0:
+        code = ctypes.get_errno()
+        if code not in (errno.EINTR, errno.EAGAIN):
+            return code
+    return 0
