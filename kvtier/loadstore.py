@@ -159,9 +159,11 @@ class LoadStore(ABC):
     BLOCK_SIZE_ALIGNMENT: ClassVar[int] = 1
     ownership: ClassVar[Ownership] = Ownership.OWNED
     Options: ClassVar[type[TierOptions]]
+    options: TierOptions
 
     @abstractmethod
-    def __init__(self, options: TierOptions) -> None: ...
+    def __init__(self, options: TierOptions) -> None:
+        """Keep the options as `self.options`; no I/O."""
 
     @abstractmethod
     async def open(self, context: TierContext) -> Opened:

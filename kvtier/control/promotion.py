@@ -118,9 +118,12 @@ class PromotionJob(InFlight):
         for i in bad:
             if self.lower.owned is not None:
                 self.lower.owned.discard(self.slots[i], self.generations[i])
-            elif self.lower.shared is not None and outcomes[i].status is BlockStatus.MISSING:
-                if self.epoch == self.board.epoch:
-                    self.lower.shared.learn(self.keys[i], False, now)
+            elif self.lower.shared is not None and outcomes[i].status is BlockStatus.MISSING and not self._outdated:
+                self.lower.shared.learn(self.keys[i], False, now)
+
+    @property
+    def _outdated(self) -> bool:
+        return self.epoch != self.board.epoch
 
     def late(self, now: float) -> None:
         """What waited goes on without; the entry stays, the rows wait for their I/O."""

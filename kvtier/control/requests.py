@@ -30,7 +30,7 @@ class RunIndex:
         runs_each = high - low
         total = int(runs_each.sum())
         offsets = np.cumsum(runs_each) - runs_each
-        index = np.arange(total, dtype=np.int64) - np.repeat(offsets, runs_each) + np.repeat(low, runs_each)
+        index = np.arange(total, dtype=np.int64) + np.repeat(low - offsets, runs_each)
         counts = self.counts[index]
         pages = int(counts.sum())
         page_offsets = np.cumsum(counts) - counts

@@ -303,10 +303,9 @@ class OwnedTier:
             self.peak_bytes = max(self.peak_bytes, self._cut_bytes())
 
     def _cut_bytes(self) -> int:
-        placement = self.placement
-        return sum(
-            (placement.slots_in_region[size] * placement.sizes[size] for size in placement.region_size if size >= 0)
-        ) - sum(free * size for free, size in zip(placement.free_count, placement.sizes, strict=True))
+        slots_in, sizes, free = self.placement.slots_in_region, self.placement.sizes, self.placement.free_count
+        cut = sum(slots_in[size] * sizes[size] for size in self.placement.region_size if size >= 0)
+        return cut - sum(count * size for count, size in zip(free, sizes, strict=True))
 
     def index_bytes(self) -> int:
         """Bytes of the arrays of this tier that grow with slots, without the dict and its keys."""

@@ -1,0 +1,173 @@
+"""Runs the control plane's jobs on the backends, in one event loop: loads first, bounded bytes, deadlines.
+
+A job that passes its deadline before it started is reported LATE and never runs. One that is under way is reported
+late once, runs on, and is reported again when it has really ended: cancelling never stops I/O.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvtier.control.board import Emission
+from kvtier.jobs import LATE, JobKind, JobResult, failed
+from kvtier.keys import JobId
+from kvtier.loadstore import Clock, LoadStore
+
+logger = logging.getLogger(__name__)
+
+
+class Told(StrEnum):
+    """FINISHED: the result counts. LATE: the deadline passed, I/O goes on. ENDED: the I/O of a late job is over."""
+
+    FINISHED = "finished"
+    LATE = "late"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What is told about one job; `result` only with FINISHED."""
+
+    told: Told
+    job_id: JobId
+    result: JobResult | None = None
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Seconds in which at least one job of a kind was under way on a tier."""
+
+    running: int = 0
+    since: float = 0.0
+    busy_seconds: float = 0.0
+
+    def begin(self, now: float) -> None:
+        if not self.running:
+            self.since = now
+        self.running += 1
+
+    def end(self, now: float) -> None:
+        self.running -= 1
+        if not self.running:
+            self.busy_seconds += now - self.since
+
+    def seconds(self, now: float) -> float:
+        """Busy seconds up to now."""
+        return self.busy_seconds + (now - self.since if self.running else 0.0)
+
+
+@dataclass(slots=True)
+class Lane:
+    """One tier's queues and what is under way on it."""
+
+    tier: LoadStore
+    inflight_bytes_max: int
+    loads: deque[Emission] = field(default_factory=deque)
+    stores: deque[Emission] = field(default_factory=deque)
+    inflight_bytes: int = 0
+    traffic: dict[JobKind, Traffic] = field(default_factory=lambda: {kind: Traffic() for kind in JobKind})
+
+
+class Dispatcher:
+    """Feeds jobs to tiers. `deliver` is called in the loop with a batch of deliveries, at most once a turn."""
+
+    def __init__(
+        self,
+        lanes: Sequence[Lane],
+        block_bytes: int,
+        clock: Clock,
+        deliver: Callable[[list[Delivery]], None],
+    ) -> None:
+        self.lanes = lanes
+        self.errors = 0
+        self._block_bytes = block_bytes
+        self._clock = clock
+        self._deliver = deliver
+        self._tasks: dict[JobId, asyncio.Task[None]] = {}
+        self._late: dict[JobId, bool] = {}
+        self._batch: list[Delivery] = []
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def submit(self, emissions: Sequence[Emission]) -> None:
+        """Queue jobs and start what the bounds allow. Call in the loop."""
+        for emission in emissions:
+            lane = self.lanes[emission.position]
+            (lane.loads if emission.job.kind is JobKind.LOAD else lane.stores).append(emission)
+        for lane in self.lanes:
+            self._start(lane)
+
+    @property
+    def running(self) -> int:
+        """Jobs under way on backends, late ones included."""
+        return len(self._tasks)
+
+    async def wait_idle(self) -> None:
+        """Return when no job is under way."""
+        await self._idle.wait()
+
+    def _start(self, lane: Lane) -> None:
+        while lane.loads or lane.stores:
+            queue = lane.loads or lane.stores
+            emission = queue[0]
+            deadline = emission.job.deadline
+            if deadline is not None and self._clock() >= deadline:
+                queue.popleft()
+                self._tell(Delivery(Told.FINISHED, emission.job.job_id, JobResult.uniform(emission.job, LATE)))
+                continue
+            size = emission.job.num_blocks * self._block_bytes
+            if lane.inflight_bytes and lane.inflight_bytes + size > lane.inflight_bytes_max:
+                return
+            queue.popleft()
+            lane.inflight_bytes += size
+            self._idle.clear()
+            self._tasks[emission.job.job_id] = asyncio.create_task(self._run(lane, emission, size))
+
+    async def _run(self, lane: Lane, emission: Emission, size: int) -> None:
+        job = emission.job
+        timer = None
+        loop = asyncio.get_running_loop()
+        if job.deadline is not None:
+            timer = loop.call_later(max(0.0, job.deadline - self._clock()), self._pass_deadline, job.job_id)
+        traffic = lane.traffic[job.kind]
+        traffic.begin(self._clock())
+        try:
+            result = await (lane.tier.load(job) if job.kind is JobKind.LOAD else lane.tier.store(job))
+        except Exception:
+            # A backend must not raise for bad luck: whatever it was, the blocks failed and the stack goes on.
+            logger.exception("tier %s raised in a %s job", type(lane.tier).__name__, job.kind)
+            self.errors += 1
+            result = JobResult.uniform(job, failed(errno.EIO))
+        finally:
+            if timer is not None:
+                timer.cancel()
+        traffic.end(self._clock())
+        lane.inflight_bytes -= size
+        del self._tasks[job.job_id]
+        if self._late.pop(job.job_id, False):
+            self._tell(Delivery(Told.ENDED, job.job_id))
+        else:
+            self._tell(Delivery(Told.FINISHED, job.job_id, result))
+        self._start(lane)
+        if not self._tasks:
+            self._idle.set()
+
+    def _pass_deadline(self, job_id: JobId) -> None:
+        if job_id in self._tasks:
+            self._late[job_id] = True
+            self._tell(Delivery(Told.LATE, job_id))
+
+    def _tell(self, delivery: Delivery) -> None:
+        if not self._batch:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._batch.append(delivery)
+
+    def _flush(self) -> None:
+        batch, self._batch = self._batch, []
+        self._deliver(batch)

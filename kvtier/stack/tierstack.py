@@ -1,0 +1,291 @@
+"""The tier stack in an asyncio program: itself a LoadStore for GPU blocks that do not care where their bytes live."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from types import TracebackType
+from typing import ClassVar, Self
+
+from kvtier.control.plane import ControlPlane, Question
+from kvtier.control.reservations import Reservation
+from kvtier.errors import UsageError
+from kvtier.events import OffloadingEvent
+from kvtier.geometry import Geometry
+from kvtier.jobs import GroupTransfer, JobKind, JobResult, TransferJob
+from kvtier.keys import JobId, Medium, OffloadKey, RequestId
+from kvtier.loadstore import LoadStore, LookupResult, Opened, Ownership, Resettable, TierContext
+from kvtier.options import TierOptions
+from kvtier.stack.assembly import Assembled, StackParts, assemble
+from kvtier.stack.closing import CloseReport, close_tiers
+from kvtier.stack.dispatcher import Delivery, Told
+from kvtier.stack.stats import StackStats, collect
+
+logger = logging.getLogger(__name__)
+
+
+class TierStack(LoadStore):
+    """Loads and stores GPU blocks through all tiers. Use it as `async with TierStack(parts) as stack`.
+
+    A store returns when the CPU tier has the blocks; lower tiers follow behind. A load reports each block by itself:
+    LOADED blocks hold exactly the bytes that were stored under their key. Cancelling either ends what has not begun
+    and waits for the copies under way, so GPU blocks are the caller's own again when the call has returned or raised.
+    """
+
+    medium: ClassVar[Medium] = Medium("STACK")
+    ownership: ClassVar[Ownership] = Ownership.SHARED
+    Options: ClassVar[type[TierOptions]] = TierOptions
+
+    def __init__(self, parts: StackParts) -> None:
+        self.options = TierOptions(type="stack")
+        self.close_report: CloseReport | None = None
+        self._parts = parts
+        self._assembled: Assembled | None = None
+        self._waiting: dict[JobId, asyncio.Future[JobResult]] = {}
+        self._progress: asyncio.Event = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._questions: set[asyncio.Task[None]] = set()
+        self._next_job = 1
+        self._closing = False
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def open(self, context: TierContext | None = None) -> Opened:
+        """Open every tier. Raises ResourceError or ConfigError with nothing left behind. `context` is not needed."""
+        if self._assembled is not None or self._closing:
+            raise UsageError("a stack is opened once")
+        self._loop = asyncio.get_running_loop()
+        self._assembled = await assemble(self._parts, self._loop.time, self._delivered)
+        return Opened(sum(opened.capacity_bytes for opened in self._assembled.opened))
+
+    async def close(self) -> None:
+        """Drain lower tiers until the closing deadline, drop the rest, close every tier. Idempotent.
+
+        What was dropped is in `close_report` and in the log.
+        """
+        if self._assembled is None or self._closing:
+            return
+        self._closing = True
+        plane = self._assembled.plane
+        deadline = self._loop.time() + self._parts.settings.close_seconds
+        plane.close(self._loop.time())
+        self._turn()
+        while self._loop.time() < deadline and (not plane.idle or plane.owed):
+            plane.drain(self._loop.time())
+            self._turn()
+            if plane.idle:
+                break
+            await self._wait_progress(deadline)
+        dropped = plane.abandon()
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in list(self._questions):
+            task.cancel()
+        self.close_report = await close_tiers(self._assembled, dropped)
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(UsageError("the stack was closed before the job ended"))
+
+    # -- moving blocks -------------------------------------------------------------------------------------------
+
+    def job(self, kind: JobKind, groups: Sequence[GroupTransfer], timeout_seconds: float | None = None) -> TransferJob:
+        """A job with a fresh id and a deadline from now; the stack's own default when no timeout is given."""
+        self._open_plane()
+        settings = self._parts.settings
+        if timeout_seconds is None:
+            timeout_seconds = settings.load_seconds if kind is JobKind.LOAD else settings.store_seconds
+        job_id = JobId(self._next_job)
+        self._next_job += 1
+        return TransferJob(job_id, kind, tuple(groups), self._loop.time() + timeout_seconds)
+
+    async def store(self, job: TransferJob) -> JobResult:
+        """Store GPU blocks. Raises UsageError for a job that contradicts the layout, never for bad luck."""
+        return await self._run(job, JobKind.STORE)
+
+    async def load(self, job: TransferJob) -> JobResult:
+        """Load into GPU blocks, through a bounded window of rows if the prefix is longer than the CPU tier."""
+        return await self._run(job, JobKind.LOAD)
+
+    async def _run(self, job: TransferJob, kind: JobKind) -> JobResult:
+        plane = self._open_plane()
+        if job.kind is not kind:
+            raise UsageError(f"a {job.kind} job was handed to {kind}")
+        future: asyncio.Future[JobResult] = self._loop.create_future()
+        plane.submit(job, self._loop.time())
+        self._waiting[job.job_id] = future
+        self._turn()
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            plane.cancel(job.job_id, self._loop.time())
+            self._turn()
+            while not future.done():
+                try:
+                    await asyncio.wait((future,))
+                except asyncio.CancelledError:
+                    # Buffers are still in use: the first cancellation is passed on when they are not.
+                    continue
+            raise
+        finally:
+            self._waiting.pop(job.job_id, None)
+
+    async def lookup(self, keys: Sequence[OffloadKey]) -> Sequence[LookupResult]:
+        """Presence of each key. Waits for shared tiers' answers until the lookup deadline; RETRY then becomes MISS."""
+        plane = self._open_plane()
+        deadline = self._loop.time() + self._parts.settings.lookup_seconds
+        results = plane.lookup(keys, self._loop.time())
+        self._turn()
+        while LookupResult.RETRY in results and self._loop.time() < deadline:
+            await self._wait_progress(deadline)
+            results = plane.lookup(keys, self._loop.time())
+            self._turn()
+        return [LookupResult.MISS if result is LookupResult.RETRY else result for result in results]
+
+    # -- knowing and steering ------------------------------------------------------------------------------------
+
+    @property
+    def geometry(self) -> Geometry:
+        """The layout in rows of the stack's alignment."""
+        self._open_plane()
+        assert self._assembled is not None
+        return self._assembled.geometry
+
+    def locate(self, keys: Sequence[OffloadKey]) -> list[str | None]:
+        """For each key the name of the highest tier that holds it, or None. Synchronous, from memory."""
+        return self._open_plane().locate(keys, self._loop.time())
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """One request used these keys, given in prefix order; call it for the hits of a request after its stores."""
+        self._open_plane().touch(keys)
+
+    def reserve(self, request_id: RequestId, keys: Sequence[OffloadKey]) -> Reservation:
+        """Bring keys into rows and lease them to a request; see `kvtier.control.reservations`."""
+        reservation = self._open_plane().reserve(request_id, keys, self._loop.time())
+        self._turn()
+        return reservation
+
+    def end_request(self, request_id: RequestId) -> None:
+        """The request's leases end."""
+        self._open_plane().end_request(request_id, self._loop.time())
+
+    async def settle(self, timeout_seconds: float, backlog: int = 0) -> bool:
+        """Wait until at most `backlog` blocks are on their way to lower tiers; False when the time ran out."""
+        plane = self._open_plane()
+        deadline = self._loop.time() + timeout_seconds
+        while plane.backlog > backlog:
+            if self._loop.time() >= deadline:
+                return False
+            await self._wait_progress(deadline)
+        return True
+
+    async def reset(self) -> None:
+        """New weights: everything stored before is unreachable in every tier when this returns, also after a crash.
+
+        Raises ResourceError if a tier could not make the reset durable; in memory it holds all the same.
+        """
+        epoch = self._open_plane().reset(self._loop.time())
+        self._turn()
+        assert self._assembled is not None
+        await asyncio.gather(
+            *(lane.tier.reset(epoch) for lane in self._assembled.lanes if isinstance(lane.tier, Resettable))
+        )
+
+    def stats(self) -> StackStats:
+        """Figures of every tier since the stack opened; also after it closed."""
+        if self._assembled is None:
+            raise UsageError("the stack was never opened")
+        return collect(self._assembled, self._loop.time())
+
+    def take_events(self) -> list[OffloadingEvent]:
+        """What became reachable or ceased to be since the last call, in order."""
+        return self._open_plane().take_events()
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless the state machine's sums agree. For tests and for the suspicious."""
+        if self._assembled is not None:
+            self._assembled.plane.check_integrity()
+
+    # -- the turning of the wheel --------------------------------------------------------------------------------
+
+    def _open_plane(self) -> ControlPlane:
+        if self._assembled is None:
+            raise UsageError("the stack is not open")
+        if self._closing:
+            raise UsageError("the stack is closed")
+        return self._assembled.plane
+
+    def _delivered(self, batch: list[Delivery]) -> None:
+        assert self._assembled is not None
+        plane = self._assembled.plane
+        now = self._loop.time()
+        for delivery in batch:
+            if delivery.told is Told.FINISHED and delivery.result is not None:
+                plane.finish(delivery.result, now)
+            elif delivery.told is Told.LATE:
+                plane.late(delivery.job_id, now)
+            else:
+                plane.ended(delivery.job_id, now)
+        plane.pump(now)
+        self._turn()
+
+    def _turn(self) -> None:
+        """Send what the plane decided, resolve what has ended, set the alarm for the next deadline."""
+        assert self._assembled is not None
+        plane = self._assembled.plane
+        jobs = plane.take_jobs()
+        if jobs:
+            self._assembled.dispatcher.submit(jobs)
+        for question in plane.take_questions():
+            task = self._loop.create_task(self._ask(question))
+            self._questions.add(task)
+            task.add_done_callback(self._questions.discard)
+        for result in plane.take_finished():
+            future = self._waiting.get(result.job_id)
+            if future is not None and not future.done():
+                future.set_result(result)
+        self._progress.set()
+        self._set_alarm(plane.next_deadline())
+
+    def _set_alarm(self, deadline: float | None) -> None:
+        if self._timer is not None:
+            if deadline is not None and self._timer.when() <= deadline and not self._timer.cancelled():
+                return
+            self._timer.cancel()
+            self._timer = None
+        if deadline is not None:
+            self._timer = self._loop.call_at(deadline, self._alarm)
+
+    def _alarm(self) -> None:
+        self._timer = None
+        if self._assembled is not None:
+            self._assembled.plane.pump(self._loop.time())
+            self._turn()
+
+    async def _ask(self, question: Question) -> None:
+        assert self._assembled is not None
+        try:
+            results = await self._assembled.lanes[question.position].tier.lookup(question.keys)
+        except Exception:
+            # A tier that cannot answer leaves the keys unknown; their own deadline turns them into misses.
+            logger.exception("tier %d could not answer a lookup", question.position)
+            return
+        self._assembled.plane.answer(question, results, self._loop.time())
+        self._turn()
+
+    async def _wait_progress(self, deadline: float) -> None:
+        self._progress.clear()
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._progress.wait()
+        except TimeoutError:
+            return
