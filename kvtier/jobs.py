@@ -8,7 +8,7 @@ heads and tails and interior holes (null blocks of a sliding window) are explici
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
@@ -26,6 +26,11 @@ def int_array(values: Sequence[int] | IntArray) -> IntArray:
 
 
 NO_IDS: IntArray = int_array(())
+
+
+def no_ids() -> IntArray:
+    """The empty array, as a default of fields."""
+    return NO_IDS
 
 
 class JobKind(StrEnum):
@@ -214,8 +219,8 @@ class GroupTransfer:
     group: GroupIndex
     keys: tuple[OffloadKey, ...]
     staging: Staging
-    slots: IntArray = NO_IDS
-    generations: IntArray = NO_IDS
+    slots: IntArray = field(default_factory=no_ids)
+    generations: IntArray = field(default_factory=no_ids)
 
 
 @dataclass(frozen=True, slots=True)
