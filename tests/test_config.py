@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from kvtier.config import StackConfig, StackOptions, build_tiers, load_stack, parse_stack, stack_schema, tier_name
-from kvtier.config.plan import INDEX_BYTES_PER_SLOT, Probed, plan_stack
+from kvtier.config.plan import Probed, plan_stack
+from kvtier.control.tier import INDEX_BYTES_PER_SLOT
 from kvtier.errors import ConfigError
 from kvtier.geometry import GroupKind, GroupLayout, KVLayout, TensorRef
 from kvtier.registry import Backends

@@ -22,13 +22,13 @@ class StackOptions(Options):
         description="GPU blocks in one offloaded block; what the engine says when left out",
     )
     lookup_timeout_seconds: Seconds = Field(
-        default=5.0, description="how long a request may wait for its hits; what it lacks then is a miss"
+        default=1.0, description="how long a request may wait for its hits; what it lacks then is a miss"
     )
     load_timeout_seconds: Seconds = Field(
         default=30.0, description="deadline of a load through the whole stack; what is late then is a miss"
     )
     store_timeout_seconds: Seconds = Field(
-        default=60.0, description="deadline of a store through the whole stack; what is late then is dropped"
+        default=10.0, description="deadline of a store through the whole stack; what is late then is dropped"
     )
     close_timeout_seconds: Seconds = Field(
         default=10.0, description="how long closing may drain what is under way before it drops the rest"
