@@ -1,22 +1,28 @@
 """The serving loop's own GPU blocks: a pool of block ids with reference counts, and the prefix cache over them.
 
 A block is *referenced* (a request or a store uses it) or *idle*. Idle blocks wait in the order they are reused in:
-those that hold no key first, then the one that was let go longest ago. Only idle blocks are ever reused.
+those that hold no key first, then the one that was let go longest ago. Only idle blocks are ever reused, and of those
+none that a store still reads.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
 
 
 class BlockPool:
-    """GPU block ids 0 .. num_blocks-1 of one group. Every method is all or nothing."""
+    """GPU block ids 0 .. num_blocks-1 of one group. Every method is all or nothing.
 
-    def __init__(self, num_blocks: int) -> None:
+    `fenced` says of a block whether a store still reads it.
+    """
+
+    def __init__(self, num_blocks: int, fenced: Callable[[int], bool] = lambda block: False) -> None:
+        self._fenced = fenced
         self._references = [0] * num_blocks
         self._key_of: list[OffloadKey | None] = [None] * num_blocks
         self._block_of: dict[OffloadKey, int] = {}
@@ -30,9 +36,9 @@ class BlockPool:
         return len(self._references)
 
     @property
-    def num_free(self) -> int:
-        """Blocks that `allocate` could hand out now."""
-        return len(self._empty) + len(self._idle)
+    def num_empty(self) -> int:
+        """Blocks that are idle and hold no key."""
+        return len(self._empty)
 
     @property
     def num_used(self) -> int:
@@ -67,20 +73,17 @@ class BlockPool:
     def allocate(self, count: int) -> list[int] | None:
         """Take `count` blocks, each with one reference and no key, forgetting what the oldest idle ones held.
 
-        Returns None and changes nothing if fewer are free.
+        Returns None and changes nothing if fewer can be had now.
         """
-        if count > self.num_free:
+        empty = list(islice(self._empty, count))
+        idle = list(islice((block for block in self._idle if not self._fenced(block)), count - len(empty)))
+        taken = empty + idle
+        if len(taken) < count:
             return None
-        taken = []
-        for _ in range(count):
-            if self._empty:
-                block, _ = self._empty.popitem(last=False)
-            else:
-                block, _ = self._idle.popitem(last=False)
-                self._forget(block)
-                self.evictions += 1
-            self._references[block] = 1
-            taken.append(block)
+        for block in idle:
+            self._forget(block)
+        self.evictions += len(idle)
+        self.retain(taken)
         self.peak_blocks = max(self.peak_blocks, self.num_used)
         return taken
 

@@ -1,0 +1,367 @@
+"""The serving loop: what an engine does with a tier stack, without a model.
+
+For each request, in prefix order: blocks that the GPU still holds are used where they are; blocks that the stack
+holds are loaded into fresh GPU blocks and compared byte for byte before anything uses them; the rest is "computed",
+that is, written as its key says. Computed blocks that are whole are stored. A block whose load failed is computed.
+
+The loop goes as fast as it can, without a trace's clock, so it would outrun the disks and write-through would drop
+what finds no room. Flow control takes the clock's place: after each request the loop waits until at most `backlog`
+demotions are queued or under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import ConfigError
+from kvtier.jobs import BlockOutcome, BlockStatus, GroupTransfer, IntArray, JobKind, JobResult, TransferJob, int_array
+from kvtier.keys import OffloadKey, RequestId
+from kvtier.loadstore import LookupResult
+from kvtier.planner import GroupLoad, StoreMode, StorePlan, StorePlanner, plan_load, usable_prefix
+from kvtier.planner.prefix import window_start
+from kvtier.replay.content import Pages, WrongPage
+from kvtier.replay.engine import NO_BLOCK, EngineCache
+from kvtier.replay.requests import KeyChain, Request, group_keys, offload_keys
+
+WRONG_PAGES_KEPT = 16
+LOADABLE = (LookupResult.HIT, LookupResult.HIT_PENDING)
+UNKNOWN_TIER = "unknown"
+
+Flags = npt.NDArray[np.bool_]
+
+
+class Stack(Protocol):
+    """What the loop asks of a tier stack."""
+
+    async def lookup(self, keys: Sequence[OffloadKey]) -> Sequence[LookupResult]: ...
+    def locate(self, keys: Sequence[OffloadKey]) -> list[str | None]: ...
+    def job(
+        self, kind: JobKind, groups: Sequence[GroupTransfer], timeout_seconds: float | None = None
+    ) -> TransferJob: ...
+    async def load(self, job: TransferJob) -> JobResult: ...
+    async def store(self, job: TransferJob) -> JobResult: ...
+    def touch(self, keys: Sequence[OffloadKey]) -> None: ...
+    async def settle(self, timeout_seconds: float, backlog: int = 0) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """How requests are driven: how many at once, how many demotions may lag, how many blocks one store names.
+
+    `gpu_name` is what hits in the loop's own cache are counted under.
+    """
+
+    concurrency: int = 1
+    backlog: int = 0
+    store_blocks: int = 256
+    settle_seconds: float = 60.0
+    gpu_name: str = "gpu"
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened. `hit_tokens` by tier; `stored`, `loaded`, `verified` and `mismatched` in offloaded blocks.
+
+    `gpu_verified` counts GPU blocks that were hit in place and compared too. `block_references` and `block_hits` leave
+    the GPU out: of the prompts' offloaded blocks of the first group, those in the longest prefix that the stack held
+    when the request was looked up, a prompt's last block included.
+    """
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: dict[str, int] = field(default_factory=dict)
+    stored: int = 0
+    dropped: int = 0
+    loaded: int = 0
+    load_failed: int = 0
+    verified: int = 0
+    mismatched: int = 0
+    gpu_verified: int = 0
+    computed: int = 0
+    block_references: int = 0
+    block_hits: int = 0
+    longest_load: int = 0
+    wrong: list[WrongPage] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _Work:
+    """One request under way; every list has one entry for each group, every position counts GPU blocks.
+
+    `keys` are the GPU blocks' keys, `offload` the offloaded blocks', `in_stack` and `where` what the stack said of
+    those. The first `computed` blocks were hit on the GPU, those up to `length` in the stack. `tables` hold GPU block
+    ids (NO_BLOCK: not needed), and `missing` says which of them still have to be filled.
+    """
+
+    request_id: RequestId
+    prompt_blocks: int
+    prompt_tokens: int
+    keys: list[tuple[OffloadKey, ...]]
+    offload: list[tuple[OffloadKey, ...]]
+    in_stack: list[list[bool]] = field(default_factory=list)
+    where: list[list[str | None]] = field(default_factory=list)
+    computed: int = 0
+    length: int = 0
+    tables: list[IntArray] = field(default_factory=list)
+    missing: list[Flags] = field(default_factory=list)
+
+    def pages(self, group: int, positions: IntArray) -> Pages:
+        """The GPU blocks at some positions, with the keys they are to hold."""
+        keys = self.keys[group]
+        return Pages([keys[position] for position in positions.tolist()], self.tables[group][positions])
+
+
+class Server:
+    """Serves requests over one engine cache and one stack. Counts are in `counts`."""
+
+    def __init__(self, engine: EngineCache, stack: Stack, options: ServeOptions | None = None) -> None:
+        self.counts = Counts()
+        self._engine = engine
+        self._stack = stack
+        self._options = options or ServeOptions()
+        self._layout = engine.layout
+        self._gpu_layout = replace(engine.layout, block_size_factor=1)
+        self._groups = engine.layout.groups
+        self._factor = engine.layout.block_size_factor
+        self._chain = KeyChain()
+        self._freed = asyncio.Condition()
+        self._begun = 0
+
+    async def run(self, requests: Iterator[Request], progress: Callable[[], None] = lambda: None) -> Counts:
+        """Serve every request, `concurrency` at a time. Raises ConfigError for a request longer than the GPU pool."""
+
+        async def worker() -> None:
+            for request in requests:
+                await self.serve(request)
+                progress()
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self._options.concurrency):
+                    group.create_task(worker())
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return self.counts
+
+    async def serve(self, request: Request) -> None:
+        """Serve one request from lookup to store. On return its GPU blocks are idle and still cached."""
+        work = self._begin(request)
+        if self._engine.planners[0].mode is StoreMode.LAZY:
+            await self._store_coldest(len(work.keys[0]))
+        await self._ask(work)
+        async with self._blocks(work):
+            self._check_hits(work)
+            await self._load(work)
+            self._compute(work)
+            await self._store(work)
+        self._stack.touch(self._touched(work))
+        await self._stack.settle(self._options.settle_seconds, self._options.backlog)
+        self.counts.requests += 1
+        self.counts.prompt_tokens += request.prompt_tokens
+
+    def _begin(self, request: Request) -> _Work:
+        """Hash the request."""
+        digests = self._chain.digests(request)
+        if len(digests) > self._engine.pools[0].num_blocks:
+            reason = f"a request needs {len(digests)} GPU blocks, the pool has {self._engine.pools[0].num_blocks}"
+            raise ConfigError(reason, "--gpu-blocks")
+        self._begun += 1
+        keys = [group_keys(digests, group) for group in range(len(self._groups))]
+        offload = [offload_keys(of_group, self._factor) for of_group in keys]
+        request_id = RequestId(str(self._begun))
+        return _Work(request_id, request.prompt_blocks, request.prompt_tokens, keys, offload)
+
+    async def _ask(self, work: _Work) -> None:
+        """Ask the stack for every block of the request, and count what it has."""
+        for offload in work.offload:
+            work.in_stack.append([result in LOADABLE for result in await self._stack.lookup(offload)])
+            work.where.append(self._stack.locate(offload))
+        held = [name is not None for name in work.where[0][: work.prompt_blocks // self._factor]]
+        self.counts.block_references += len(held)
+        self.counts.block_hits += held.index(False) if False in held else len(held)
+
+    @asynccontextmanager
+    async def _blocks(self, work: _Work) -> AsyncIterator[None]:
+        """Hold all the GPU blocks a request needs. Who cannot have them all waits holding none, so nobody waits
+        forever: the pool has room for any one request."""
+        async with self._freed:
+            while not self._claim(work):
+                await self._freed.wait()
+        try:
+            yield
+        finally:
+            self._engine.release(work.tables)
+            async with self._freed:
+                self._freed.notify_all()
+
+    def _claim(self, work: _Work) -> bool:
+        """Choose the usable prefix and take GPU blocks; False, and nothing taken, if the pool is too full now."""
+        self._choose_prefix(work)
+        work.tables, work.missing = [], []
+        size = self._groups[0].block_size
+        for group, pool in enumerate(self._engine.pools):
+            first = window_start(self._groups[group], work.length * size) // size
+            table = np.full(len(work.keys[group]), NO_BLOCK, dtype=np.int64)
+            held = [pool.find(key) for key in work.keys[group][first : work.computed]]
+            table[first : work.computed] = int_array([NO_BLOCK if block is None else block for block in held])
+            pool.retain(table[table != NO_BLOCK].tolist())
+            work.tables.append(table)
+            missing = table == NO_BLOCK
+            missing[:first] = False
+            taken = pool.allocate(int(missing.sum()))
+            if taken is None:
+                self._engine.release(work.tables)
+                return False
+            self._engine.planners[group].reused(taken)
+            table[missing] = taken
+            work.missing.append(missing)
+        return True
+
+    def _choose_prefix(self, work: _Work) -> None:
+        """The prefix the GPU holds, then the longer one that it and the stack hold together."""
+        size = self._groups[0].block_size
+        on_gpu = [partial(_holds, pool.find, keys) for pool, keys in zip(self._engine.pools, work.keys, strict=True)]
+        work.computed = usable_prefix(self._gpu_layout, on_gpu, work.prompt_tokens) // size
+        whole = work.computed // self._factor
+        present = [[True] * whole + in_stack[whole:] for in_stack in work.in_stack]
+        work.length = max(work.computed, usable_prefix(self._layout, present, work.prompt_tokens) // size)
+
+    def _check_hits(self, work: _Work) -> None:
+        """Compare the blocks hit on the GPU: nothing may have written over them since they were filled."""
+        for group, table in enumerate(work.tables):
+            hit = np.flatnonzero((table != NO_BLOCK) & ~work.missing[group])
+            wrong = self._engine.contents[group].check(work.pages(group, hit))
+            self.counts.gpu_verified += len(hit)
+            self._note_wrong(wrong, len({page.gpu_block for page in wrong}))
+        self._count_hits(self._options.gpu_name, work.computed)
+
+    async def _load(self, work: _Work) -> None:
+        """Load what the stack has of the prefix, compare it, and leave `missing` what did not come whole."""
+        if work.length == work.computed:
+            return
+        size = self._groups[0].block_size
+        loads = plan_load(self._layout, work.length * size, work.computed * size, [t.tolist() for t in work.tables])
+        transfers = [load.transfer(work.offload[load.group]) for load in loads]
+        self.counts.longest_load = max(self.counts.longest_load, *(len(load.positions) for load in loads))
+        result = await self._stack.load(self._stack.job(JobKind.LOAD, transfers))
+        for load, outcomes in zip(loads, result.outcomes, strict=True):
+            self._take(work, load, outcomes)
+
+    def _take(self, work: _Work, load: GroupLoad, outcomes: Sequence[BlockOutcome]) -> None:
+        """Compare loaded GPU blocks before use. A wrong one counts, and is computed like one that did not come."""
+        group, counts, where = load.group, self.counts, work.where[load.group]
+        came = np.array([outcome.status is BlockStatus.LOADED for outcome in outcomes], dtype=np.bool_)
+        for row in load.positions[~came].tolist():
+            # The stack has let go of it, so it is stored again once computed.
+            where[row] = None
+        of_block, sub_blocks, _ = load.runs.pages()
+        positions = (load.positions[of_block] * self._factor + sub_blocks)[came[of_block]]
+        pages = work.pages(group, positions)
+        wrong = self._engine.contents[group].check(pages)
+        bad = np.isin(pages.gpu_blocks, [page.gpu_block for page in wrong])
+        good = positions[~bad]
+        loaded = int(came.sum())
+        counts.loaded += loaded
+        counts.verified += loaded
+        counts.load_failed += len(came) - loaded
+        self._note_wrong(wrong, len(np.unique(positions[bad] // self._factor)))
+        work.missing[group][good] = False
+        self._publish(work, group, good)
+        if not group:
+            for row in (good // self._factor).tolist():
+                self._count_hits(where[row] or UNKNOWN_TIER, 1)
+
+    def _compute(self, work: _Work) -> None:
+        """Fill what is missing, as the model would have."""
+        for group, missing in enumerate(work.missing):
+            positions = np.flatnonzero(missing)
+            self._engine.contents[group].write(work.pages(group, positions))
+            self._publish(work, group, positions)
+            self.counts.computed += len(positions)
+
+    async def _store(self, work: _Work) -> None:
+        """Tell the planners which whole blocks the stack lacks, and store what they want stored now."""
+        for group, planner in enumerate(self._engine.planners):
+            offload, where = work.offload[group], work.where[group]
+            places = work.tables[group][: len(offload) * self._factor].reshape(-1, self._factor).tolist()
+            # A GPU block that another store reads (the same block's, or that of a request which went on differently
+            # inside this offloaded block) is left to it; the block is named again when it is next hit.
+            lacking = [
+                row for row, place in enumerate(places) if where[row] is None and not any(map(planner.fenced, place))
+            ]
+            keys = [offload[row] for row in lacking]
+            planner.computed(work.request_id, group, keys, [block for row in lacking for block in places[row]])
+            planner.end_request(work.request_id)
+        await self._store_planned()
+
+    async def _store_coldest(self, num_blocks: int) -> None:
+        """Lazy mode: store what the pools would forget to make room for a request."""
+        for pool, planner in zip(self._engine.pools, self._engine.planners, strict=True):
+            planner.about_to_evict(list(islice(pool.coldest(), max(0, num_blocks - pool.num_empty))))
+        await self._store_planned()
+
+    async def _store_planned(self) -> None:
+        """Store everything that is queued, at most `store_blocks` of a group in one job."""
+        planners, step = self._engine.planners, self._options.store_blocks
+        while plans := [(planner, plan) for planner in planners if (plan := planner.take(step)) is not None]:
+            await self._store_plans(plans)
+            if any(planner.num_queued for planner in planners):
+                await self._stack.settle(self._options.settle_seconds, self._options.backlog)
+
+    async def _store_plans(self, plans: Sequence[tuple[StorePlanner, StorePlan]]) -> None:
+        """One job for a plan of each group. The planners hear the outcomes, or that there are none."""
+        groups = [group for _, plan in plans for group in plan.groups]
+        outcomes: Sequence[Sequence[BlockOutcome] | None] = [None] * len(groups)
+        try:
+            result = await self._stack.store(self._stack.job(JobKind.STORE, groups))
+            outcomes = result.outcomes
+            self._count_stores(result)
+        finally:
+            ended = iter(outcomes)
+            for planner, plan in plans:
+                known = [part for part in islice(ended, len(plan.groups)) if part is not None]
+                planner.finish(plan, known or None)
+        async with self._freed:
+            self._freed.notify_all()
+
+    def _count_stores(self, result: JobResult) -> None:
+        statuses = [outcome.status for outcomes in result.outcomes for outcome in outcomes]
+        stored = statuses.count(BlockStatus.STORED)
+        self.counts.stored += stored
+        self.counts.dropped += len(statuses) - stored - statuses.count(BlockStatus.PRESENT)
+
+    def _touched(self, work: _Work) -> list[OffloadKey]:
+        """The offload keys the request used, in prefix order, the groups side by side."""
+        used = [
+            (row, group)
+            for group, table in enumerate(work.tables)
+            for row in np.unique(np.flatnonzero(table != NO_BLOCK) // self._factor).tolist()
+            if row < len(work.offload[group])
+        ]
+        return [work.offload[group][row] for row, group in sorted(used)]
+
+    def _publish(self, work: _Work, group: int, positions: IntArray) -> None:
+        pool, keys, table = self._engine.pools[group], work.keys[group], work.tables[group]
+        for position in positions.tolist():
+            pool.publish(int(table[position]), keys[position])
+
+    def _count_hits(self, tier: str, blocks: int) -> None:
+        tokens = blocks * self._groups[0].block_size
+        self.counts.hit_tokens[tier] = self.counts.hit_tokens.get(tier, 0) + tokens
+
+    def _note_wrong(self, wrong: Sequence[WrongPage], blocks: int) -> None:
+        self.counts.mismatched += blocks
+        self.counts.wrong += wrong[: WRONG_PAGES_KEPT - len(self.counts.wrong)]
+
+
+def _holds(find: Callable[[OffloadKey], int | None], keys: Sequence[OffloadKey], position: int) -> bool:
+    return position < len(keys) and find(keys[position]) is not None
