@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-
 import click
 
 from kvtier.cli.check import check
+from kvtier.cli.replay import replay
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -17,5 +15,4 @@ def main() -> None:
 
 
 main.add_command(check)
-if importlib.util.find_spec("kvtier.cli.replay"):
-    main.add_command(importlib.import_module("kvtier.cli.replay").replay)
+main.add_command(replay)

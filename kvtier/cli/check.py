@@ -28,7 +28,7 @@ PROBE_TIMEOUT_SECONDS = 10.0
 _NONE = "-"
 
 
-@click.command()
+@click.command(short_help="Say what a stack file means, or what is wrong with it.")
 @click.argument("stack", required=False, metavar="STACK.yaml")
 @click.option(
     "--layout",
