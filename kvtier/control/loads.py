@@ -58,6 +58,10 @@ class LoadRequest(StackRequest):
             if not self.in_copy[index]:
                 self.settle(index, outcome)
 
+    def disown(self) -> None:
+        """After a reset: what was loaded before it must not be taken for valid."""
+        self.outcomes = [CANCELLED if outcome is LOADED else outcome for outcome in self.outcomes]
+
     def advance(self, now: float) -> bool:
         """Start what can be started; False when blocks are left that found no row."""
         board = self.loads.board

@@ -312,6 +312,7 @@ class ControlPlane:
             store.stop(dropped(DropReason.RESET))
         for load in self._open_loads.values():
             load.stop(CANCELLED)
+            load.disown()
         self._reservations.reset()
         self._claims = {age: claim for age, claim in self._claims.items() if isinstance(claim, LoadRequest)}
         self._demotions.reset()

@@ -1,0 +1,260 @@
+"""A world for the control plane: rows, slots and GPU blocks that hold tokens, and jobs that end when told to.
+
+A token names the key and the epoch it was stored in, so a wrong block names its owner. While a job is under way its
+places are watched: nobody else may write what it reads or touch what it writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvtier.control.board import Emission, TierPlan
+from kvtier.control.plane import ControlLimits, ControlPlane
+from kvtier.jobs import (
+    CORRUPT,
+    LOADED,
+    MISSING,
+    STORED,
+    GPURuns,
+    GroupTransfer,
+    JobKind,
+    JobResult,
+    TransferJob,
+    failed,
+)
+from kvtier.keys import CPU, FS, JobId, Medium, OffloadKey, key_group, make_key
+from kvtier.loadstore import LookupResult, Opened, SlotSpace
+
+ROW_BYTES = 4096
+
+
+def key(number: int, group: int = 0) -> OffloadKey:
+    return make_key(number.to_bytes(16, "big"), group)
+
+
+def cpu_plan(rows: int, policy: str = "lru", groups: int = 1) -> TierPlan:
+    space = SlotSpace(rows * ROW_BYTES, (1,), (ROW_BYTES,) * groups)
+    return TierPlan("cpu", CPU, Opened(rows * ROW_BYTES, space), policy)
+
+
+def fs_plan(
+    slots: int = 64, regions: int = 4, sizes: tuple[int, ...] = (ROW_BYTES,), roots: int = 1, **more: object
+) -> TierPlan:
+    per_region = slots // regions
+    space = SlotSpace(per_region * max(sizes), (regions // roots,) * roots, sizes)
+    return TierPlan("fs", FS, Opened(slots * max(sizes), space), **more)  # type: ignore[arg-type]
+
+
+def shared_plan(**more: object) -> TierPlan:
+    return TierPlan("shared", Medium("SHARED"), Opened(1 << 30, None), **more)  # type: ignore[arg-type]
+
+
+@dataclass
+class Watch:
+    """Who reads and who writes a place right now."""
+
+    readers: dict[tuple[str, int], list[JobId]] = field(default_factory=dict)
+    writers: dict[tuple[str, int], JobId] = field(default_factory=dict)
+
+    def read(self, place: tuple[str, int], job: JobId) -> None:
+        assert place not in self.writers, f"{place} is read by job {job} while job {self.writers[place]} writes it"
+        self.readers.setdefault(place, []).append(job)
+
+    def write(self, place: tuple[str, int], job: JobId) -> None:
+        assert place not in self.writers, f"{place} has two writers: {job} and {self.writers[place]}"
+        assert not self.readers.get(place), f"{place} is written by job {job} while {self.readers[place]} read it"
+        self.writers[place] = job
+
+    def done(self, job: JobId) -> None:
+        self.writers = {place: owner for place, owner in self.writers.items() if owner != job}
+        self.readers = {place: [j for j in jobs if j != job] for place, jobs in self.readers.items()}
+        self.readers = {place: jobs for place, jobs in self.readers.items() if jobs}
+
+
+class World:
+    """Drives one control plane. `bytes_at[(place, id)]` is what a place holds."""
+
+    def __init__(
+        self,
+        cpu: TierPlan,
+        lowers: list[TierPlan],
+        factor: int = 1,
+        limits: ControlLimits | None = None,
+    ) -> None:
+        self.plane = ControlPlane(cpu, lowers, factor, limits)
+        self.factor = factor
+        self.names = ["cpu", *(plan.name for plan in lowers)]
+        self.shared = {i for i, plan in enumerate(lowers, start=1) if plan.opened.space is None}
+        self.bytes_at: dict[tuple[str, int], tuple[OffloadKey, int]] = {}
+        self.remote: dict[OffloadKey, tuple[OffloadKey, int]] = {}
+        self.running: dict[JobId, Emission] = {}
+        self.late: dict[JobId, Emission] = {}
+        self.watch = Watch()
+        self.results: dict[JobId, JobResult] = {}
+        self.jobs: dict[JobId, TransferJob] = {}
+        self.now = 0.0
+        self._next_job = 1
+        self._next_gpu = 0
+        self.wrong: list[str] = []
+
+    # -- the engine's side
+
+    def gpu_blocks(self, count: int) -> list[int]:
+        first = self._next_gpu
+        self._next_gpu += count
+        return list(range(first, first + count))
+
+    def job(self, kind: JobKind, keys: list[OffloadKey], timeout: float | None = 100.0) -> TransferJob:
+        groups: dict[int, list[OffloadKey]] = {}
+        for k in keys:
+            groups.setdefault(key_group(k), []).append(k)
+        transfers = []
+        for group, members in groups.items():
+            ids = self.gpu_blocks(len(members) * self.factor)
+            if kind is JobKind.STORE:
+                for i, k in enumerate(members):
+                    for block in ids[i * self.factor : (i + 1) * self.factor]:
+                        self.bytes_at["gpu", block] = (k, self.plane.board.epoch)
+            transfers.append(GroupTransfer(group, tuple(members), GPURuns.whole(ids, self.factor)))
+        job_id = JobId(self._next_job)
+        self._next_job += 1
+        return TransferJob(job_id, kind, tuple(transfers), None if timeout is None else self.now + timeout)
+
+    def submit(self, kind: JobKind, keys: list[OffloadKey], timeout: float | None = 100.0) -> JobId:
+        job = self.job(kind, keys, timeout)
+        self.jobs[job.job_id] = job
+        self.plane.submit(job, self.now)
+        self.collect()
+        return job.job_id
+
+    def store(self, *numbers: int, timeout: float | None = 100.0) -> JobId:
+        return self.submit(JobKind.STORE, [key(n) for n in numbers], timeout)
+
+    def load(self, *numbers: int, timeout: float | None = 100.0) -> JobId:
+        return self.submit(JobKind.LOAD, [key(n) for n in numbers], timeout)
+
+    def statuses(self, job_id: JobId) -> list[str]:
+        return [outcome.status.value for group in self.results[job_id].outcomes for outcome in group]
+
+    # -- the data plane's side
+
+    def _places(self, emission: Emission) -> list[tuple[tuple[str, int], tuple[str, int] | None, OffloadKey]]:
+        """(source, target, key) of each block (each GPU page for the CPU tier); target None: the remote store."""
+        name = self.names[emission.position]
+        load = emission.job.kind is JobKind.LOAD
+        result = []
+        for group in emission.job.groups:
+            if emission.position == 0:
+                assert isinstance(group.staging, GPURuns)
+                blocks, _, gpu = group.staging.pages()
+                for block, page in zip(blocks.tolist(), gpu.tolist(), strict=True):
+                    row, side = ("row", int(group.slots[block])), ("gpu", page)
+                    result.append((row, side, group.keys[block]) if load else (side, row, group.keys[block]))
+            else:
+                assert isinstance(group.staging, np.ndarray)
+                for i, k in enumerate(group.keys):
+                    row = ("row", int(group.staging[i]))
+                    low = ("remote", 0) if emission.position in self.shared else (name, int(group.slots[i]))
+                    result.append((low, row, k) if load else (row, low, k))
+        return result
+
+    def collect(self) -> None:
+        """Take what the plane decided; its jobs are under way from here on."""
+        for emission in self.plane.take_jobs():
+            self.running[emission.job.job_id] = emission
+            for source, target, _ in self._places(emission):
+                if source[0] not in ("gpu", "remote"):
+                    self.watch.read(source, emission.job.job_id)
+                if target is not None and target[0] not in ("gpu", "remote"):
+                    if target not in self.watch.writers or self.watch.writers[target] != emission.job.job_id:
+                        self.watch.write(target, emission.job.job_id)
+        for result in self.plane.take_finished():
+            assert result.job_id not in self.results, "a job ended twice"
+            self.results[result.job_id] = result
+            self._verify(result)
+        for question in self.plane.take_questions():
+            answers = [LookupResult.HIT if k in self.remote else LookupResult.MISS for k in question.keys]
+            self.plane.answer(question, answers, self.now)
+
+    def _verify(self, result: JobResult) -> None:
+        job = self.jobs[result.job_id]
+        for group, outcomes in zip(job.groups, result.outcomes, strict=True):
+            assert len(outcomes) == len(group.keys)
+            if job.kind is not JobKind.LOAD:
+                continue
+            assert isinstance(group.staging, GPURuns)
+            blocks, _, gpu = group.staging.pages()
+            for block, page in zip(blocks.tolist(), gpu.tolist(), strict=True):
+                if outcomes[block].ok:
+                    held = self.bytes_at.get(("gpu", page))
+                    if held != (group.keys[block], self.plane.board.epoch):
+                        self.wrong.append(f"{group.keys[block].hex()} loaded as {held}")
+
+    def _move(self, emission: Emission) -> None:
+        for source, target, k in self._places(emission):
+            token = self.remote.get(k) if source[0] == "remote" else self.bytes_at.get(source)
+            if target is not None and target[0] == "remote":
+                if token is not None:
+                    self.remote[k] = token
+            elif target is not None and token is not None:
+                self.bytes_at[target] = token
+
+    def finish(self, job_id: JobId, fault: str | None = None, every: int = 1) -> None:
+        """End a job in time; with a fault, every n-th block gets it (`failed`, `corrupt`)."""
+        emission = self.running.pop(job_id)
+        self._move(emission)
+        load = emission.job.kind is JobKind.LOAD
+        number = 0
+        outcomes = []
+        for group in emission.job.groups:
+            mine = []
+            for k in group.keys:
+                number += 1
+                if fault and number % every == 0:
+                    mine.append(failed(5) if fault == "failed" or not load else CORRUPT)
+                elif load and emission.position in self.shared and k not in self.remote:
+                    mine.append(MISSING)
+                else:
+                    mine.append(LOADED if load else STORED)
+            outcomes.append(tuple(mine))
+        self.watch.done(job_id)
+        self.plane.finish(JobResult(job_id, tuple(outcomes), emission.job.num_blocks * ROW_BYTES, 0.001), self.now)
+        self.step()
+
+    def make_late(self, job_id: JobId) -> None:
+        emission = self.running.pop(job_id)
+        self.late[job_id] = emission
+        self.plane.late(job_id, self.now)
+        self.step()
+
+    def end_late(self, job_id: JobId, landed: bool) -> None:
+        emission = self.late.pop(job_id)
+        if landed:
+            self._move(emission)
+        self.watch.done(job_id)
+        self.plane.ended(job_id, self.now)
+        self.step()
+
+    def step(self) -> None:
+        self.plane.pump(self.now)
+        self.collect()
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.step()
+
+    def run_all(self, limit: int = 10_000) -> None:
+        """Let everything under way end well, oldest first, until nothing is under way."""
+        for _ in range(limit):
+            if not self.running:
+                return
+            self.finish(next(iter(self.running)))
+        raise AssertionError(f"{len(self.running)} jobs are still under way after {limit}")
+
+    def check(self) -> None:
+        assert not self.wrong, self.wrong
+        self.plane.check_integrity()
+
+
