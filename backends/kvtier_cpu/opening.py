@@ -231,8 +231,9 @@ def _identified(spec: RegionSpec, claim: Claim) -> ControlArea:
 
 def _map_ready(spec: RegionSpec, host: RegionHost, claim: Claim, area: ControlArea) -> SharedRegion:
     """Map a ready region and count in; the last participant removes the names. Behind the gate."""
-    if area.complete:  # the last one died between counting in and this line
+    if area.complete:  # the last one died between counting in and removing the names
         claim.unlink()
+        raise RegionError("every participant has mapped this region already; is one running twice?")
     rows_fd = open_rows(claim.names, area.rows_file, spec.size_bytes)
     try:
         region = SharedRegion(spec, _maps(spec, rows_fd, claim.fd))
