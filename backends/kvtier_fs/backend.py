@@ -1,0 +1,410 @@
+"""The filesystem tier: blocks in the slots of a few large files, on one or more local disks."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import mmap
+import os
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from kvtier.errors import RootError, UsageError
+from kvtier.geometry import round_up
+from kvtier.jobs import (
+    CANCELLED,
+    MISSING,
+    BlockOutcome,
+    DropReason,
+    GPURuns,
+    IntArray,
+    JobKind,
+    JobResult,
+    TransferJob,
+    dropped,
+    failed,
+)
+from kvtier.keys import FS, Medium, OffloadKey, key_group
+from kvtier.loadstore import LoadStore, LookupResult, Opened, Rows, SlotSpace, TierContext
+from kvtier.options import TierOptions
+from kvtier_fs import opening
+from kvtier_fs.io.probe import probe_direct
+from kvtier_fs.opening import Seams, Session
+from kvtier_fs.options import FSOptions
+from kvtier_fs.regions import RegionDemand
+from kvtier_fs.root import Root
+from kvtier_fs.scan import Entry, SlotAt, Wanted, recovered, scan_root
+from kvtier_fs.slot import SlotHeader, max_key_bytes
+from kvtier_fs.threads import RootThreads
+from kvtier_fs.transfer import BlockMove, BlockPlace, JobRun, Lane, LaneParts, error_outcome
+
+_log = logging.getLogger("kvtier.fs")
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How the roots are to be used: the session, the readable manifest, bytes of each root, slot sizes by group."""
+
+    session: Session
+    manifest: str
+    share: int
+    slot_bytes: tuple[int, ...]
+
+
+class FSBackend(LoadStore):
+    """A tier of slots on local disks, `slab` layout. Owned: the control plane says which slot, this does the I/O.
+
+    `counters` counts what happened by place and reason: `mismatch.<field>` for loads refused by verification,
+    `errno.<name>` for failed I/O, `io.short` for continued transfers, `close.stuck` for I/O that outlived close.
+    """
+
+    medium: ClassVar[Medium] = FS
+    BLOCK_SIZE_ALIGNMENT: ClassVar[int] = mmap.PAGESIZE
+    Options: ClassVar[type[TierOptions]] = FSOptions
+
+    def __init__(self, options: TierOptions, seams: Seams | None = None) -> None:
+        if not isinstance(options, FSOptions):
+            raise UsageError(f"the fs tier is configured with FSOptions, not with {type(options).__name__}")
+        self.options: FSOptions = options
+        self._seams = seams or Seams()
+        self.counters: Counter[str] = Counter()
+        self._roots: list[Root] = []
+        self._first_regions: list[int] = []
+        self._space: SlotSpace | None = None
+        self._context: TierContext
+        self._rows: Rows
+        self._memory: memoryview
+        self._namespace = b""
+        self._header_bytes = 0
+        self._payload_bytes: tuple[int, ...] = ()
+        self._slot_bytes: tuple[int, ...] = ()
+        self._slots_per_region = 0
+        self._closing = False
+        self._releasing = asyncio.Lock()
+
+    async def probe_alignment(self) -> int:
+        """The largest alignment over the roots: pages, buffers and offsets of direct I/O. Leaves nothing behind.
+
+        A root that is not there yet is judged by the folder it will be created in; one that cannot be looked at
+        counts as page-aligned, and `open` says what is wrong with it.
+        """
+        if self.options.direct == "off":
+            return mmap.PAGESIZE
+        threads = RootThreads("kvtier-fs-probe", 2)
+        try:
+            loop = asyncio.get_running_loop()
+            probes = [loop.run_in_executor(threads, _probe_path, root) for root in self.options.roots]
+            return max(await asyncio.gather(*probes))
+        finally:
+            await threads.close(self.options.close_timeout_seconds)
+
+    async def open(self, context: TierContext) -> Opened:
+        """Take the roots, begin a session in each, rebuild the directory from the headers on disk.
+
+        Raises RootError, GeometryError or ResourceError and lets go of everything it took.
+        """
+        if self._space is not None or self._closing:
+            raise UsageError("this tier was opened before; make a new one")
+        if context.rows is None:
+            raise UsageError("the fs tier moves rows of the shared region and was given none")
+        if not context.rows.view.flags.c_contiguous:
+            raise UsageError("the rows of the shared region must follow each other without gaps")
+        try:
+            return await self._open(context, context.rows)
+        except BaseException:
+            await self._release()
+            raise
+
+    async def _open(self, context: TierContext, rows: Rows) -> Opened:
+        notes = await self._enter()
+        layout = self._lay_out(context, notes)
+        self._context, self._rows = context, rows
+        self._memory = rows.view.reshape(-1).data
+        begun = [self._begin(root, layout) for root in self._roots]
+        for root_notes in await asyncio.gather(*begun):
+            notes.extend(root_notes)
+        engine = await self._start_engines(notes)
+        space = self._number_regions(layout)
+        wanted = Wanted(self._namespace, layout.session.epoch, space.slot_bytes, self._payload_bytes)
+        found = await asyncio.gather(*(self._scan(root, wanted) for root in self._roots))
+        self._space = space
+        direct = all(root.probe.direct for root in self._roots)
+        return Opened(
+            capacity_bytes=layout.share * len(self._roots),
+            space=space,
+            recovered=recovered(self._roots, space, found),
+            epoch=layout.session.epoch,
+            mode=f"slab, {engine}, {'direct' if direct else 'buffered'}",
+            notes=tuple(notes),
+        )
+
+    async def _enter(self) -> list[str]:
+        """Take every root that is there. Returns a note for each that is not; raises RootError if none is."""
+        paths = self.options.roots
+
+        async def enter(path: str) -> None:
+            root = await opening.enter_root(path, self.options, self._seams)
+            if root is not None:
+                self._roots.append(root)
+
+        for failure in await asyncio.gather(*map(enter, paths), return_exceptions=True):
+            if failure is not None:
+                raise failure
+        self._roots.sort(key=lambda root: paths.index(root.path))
+        present = {root.path for root in self._roots}
+        missing = [path for path in paths if path not in present]
+        if not present:
+            raise RootError(missing[0], "is not there; mount the disk, or create the folder or the one it lies in")
+        return [f"{path}: is not there; running without it" for path in missing]
+
+    def _lay_out(self, context: TierContext, notes: list[str]) -> _Layout:
+        """Decide how every root is cut for this layout. Raises GeometryError or RootError."""
+        geometry = context.geometry
+        header = self._header_bytes = opening.header_bytes(self._roots)
+        opening.check_alignment(self._roots, geometry.alignment, header)
+        self._payload_bytes = tuple(geometry.aligned_bytes(group) for group in range(geometry.num_groups))
+        sizes = tuple(round_up(header + payload, header) for payload in self._payload_bytes)
+        share = self.options.capacity // len(self.options.roots) // 4096 * 4096
+        demand = RegionDemand(share, len(self._roots), sizes, header, header)
+        plan, plan_notes = opening.plan_regions(self._roots, demand, self.options.region_bytes)
+        notes.extend(plan_notes)
+        self._namespace = context.namespace.digest()
+        epochs = [root.stored.epoch(self._namespace) for root in self._roots if root.stored is not None]
+        session = Session(plan, geometry.alignment, self._namespace, max(epochs, default=0))
+        return _Layout(session, context.namespace.manifest(), share, sizes)
+
+    async def _begin(self, root: Root, layout: _Layout) -> list[str]:
+        try:
+            notes = [
+                await opening.begin_session(root, layout.session, self._seams.random_bytes),
+                await opening.describe(root, self._namespace, layout.manifest, layout.share),
+            ]
+        except OSError as error:
+            raise root.folder.refusal(error) from error
+        return [note for note in notes if note]
+
+    async def _start_engines(self, notes: list[str]) -> str:
+        """Give every root its I/O engine and its lane. Returns the engine's name."""
+        name, note = "", ""
+        if self._seams.engine is None:
+            name, note = await opening.choose_engine(self._roots[0].files, self.options)
+        notes.extend([note] if note else [])
+        for root in self._roots:
+            seam = self._seams.engine
+            engine = opening.make_engine(name, root, self.options) if seam is None else seam(root)
+            parts = LaneParts(
+                loop=asyncio.get_running_loop(),
+                engine=engine,
+                threads=root.files,
+                clock=self._context.clock,
+                set_checksum=self._rows.set_checksum,
+                counters=self.counters,
+                header_bytes=self._header_bytes,
+                alignment=root.probe.offset_alignment if root.probe.direct else 1,
+                depth=self.options.io_depth,
+            )
+            root.start(engine, Lane(parts))
+        return self._roots[0].engine.name
+
+    async def _scan(self, root: Root, wanted: Wanted) -> list[Entry]:
+        try:
+            return await scan_root(root, wanted)
+        except OSError as error:
+            raise root.folder.refusal(error) from error
+
+    def _number_regions(self, layout: _Layout) -> SlotSpace:
+        """Number the regions over the roots in the order of the options; a root that is not there has none."""
+        present = {root.path: root for root in self._roots}
+        counts, first = [], 0
+        for path in self.options.roots:
+            root = present.get(path)
+            counts.append(root.plan.regions if root else 0)
+            if root:
+                root.first_region = first
+                first += root.plan.regions
+        self._first_regions = [root.first_region for root in self._roots]
+        self._slot_bytes = layout.slot_bytes
+        space = SlotSpace(layout.session.plan.region_bytes, tuple(counts), layout.slot_bytes)
+        self._slots_per_region = space.slots_per_region
+        return space
+
+    async def lookup(self, keys: Sequence[OffloadKey]) -> Sequence[LookupResult]:
+        """An owned tier keeps no directory of its own: asked all the same, it knows of nothing."""
+        return [LookupResult.MISS] * len(keys)
+
+    async def store(self, job: TransferJob) -> JobResult:
+        """Cut the job's regions, then write each block's header and payload into its slot.
+
+        A block is STORED, dropped (key_too_long, disk_full, closing), LATE (its deadline passed before its I/O began)
+        or failed with an errno. The call returns once no I/O touches the job's rows, also when it is cancelled.
+        """
+        started = self._check_job(job)
+        if not self._closing:
+            for cut in job.cuts:
+                root, region = self._locate(cut.region)
+                root.cut(region, cut.slot_bytes, cut.generation)
+            await self._cuts_ended(job)
+        return await self._run(job, JobKind.STORE, started)
+
+    async def load(self, job: TransferJob) -> JobResult:
+        """Read each slot into its row; LOADED once everything it says and its payload's checksum were verified.
+
+        Anything that differs makes a block CORRUPT, and its row's bytes must not be used. The call returns once no
+        I/O touches the job's rows, also when it is cancelled.
+        """
+        return await self._run(job, JobKind.LOAD, self._check_job(job))
+
+    def _check_job(self, job: TransferJob) -> float:
+        """Raise UsageError for a job that makes no sense. Returns the time."""
+        if self._space is None:
+            raise UsageError("this tier is not open")
+        for group in job.groups:
+            lengths = {len(group.keys), len(group.slots), len(group.generations)}
+            if isinstance(group.staging, GPURuns) or lengths != {len(group.staging)}:
+                raise UsageError("a job on this tier names a row, a slot and a generation for each key")
+            if not 0 <= group.group < len(self._payload_bytes):
+                raise UsageError(f"there is no group {group.group}")
+            if not (_within(group.staging, self._rows.num_rows) and _within(group.slots, self._space.num_slot_ids)):
+                raise UsageError("a job names a row or a slot that does not exist")
+        return self._context.clock()
+
+    def _locate(self, region: int) -> tuple[Root, int]:
+        """The root a region lies in, and the region's number within it."""
+        root = self._roots[bisect_right(self._first_regions, region) - 1]
+        return root, region - root.first_region
+
+    async def _cuts_ended(self, job: TransferJob) -> None:
+        """Wait until the headers of all regions the job writes into were written, or could not be."""
+        slots = [group.slots // self._slots_per_region for group in job.groups]
+        regions = np.unique(np.concatenate(slots)).tolist() if slots else []
+        pending = [root.cut_pending(local) for root, local in map(self._locate, regions)]
+        cuts = [cut for cut in pending if cut is not None]
+        if cuts:
+            await asyncio.wait(cuts)
+
+    async def _run(self, job: TransferJob, kind: JobKind, started: float) -> JobResult:
+        """Move a job's blocks, in the order of their places, on all roots side by side."""
+        if self._closing:
+            return JobResult.uniform(job, dropped(DropReason.CLOSING))
+        run = JobRun(job, kind, asyncio.get_running_loop())
+        for number, group in enumerate(job.groups):
+            order = np.argsort(group.slots, kind="stable")
+            owners = np.searchsorted(self._first_regions, group.slots[order] // self._slots_per_region, "right") - 1
+            for owner in np.unique(owners).tolist():
+                root = self._roots[owner]
+                root.lane.enqueue(run, self._moves(root, run, number, order[owners == owner]))
+        try:
+            await asyncio.shield(run.finished)
+        except asyncio.CancelledError:
+            for root in self._roots:
+                root.lane.withdraw(CANCELLED, run)
+            await run.ended()
+            raise
+        return run.result(self._context.clock() - started)
+
+    def _moves(self, root: Root, run: JobRun, number: int, positions: IntArray) -> Iterator[BlockMove]:
+        """The blocks of one group of a job on one root, made when their turn comes; ends those that cannot move."""
+        group = run.job.groups[number]
+        slots = group.slots[positions].tolist()
+        rows = group.staging[positions].tolist() if not isinstance(group.staging, GPURuns) else []
+        generations = group.generations[positions].tolist()
+        for position, slot, row, generation in zip(positions.tolist(), slots, rows, generations, strict=True):
+            key = group.keys[position]
+            region, index = divmod(slot, self._slots_per_region)
+            place = BlockPlace(run, number, position)
+            at = SlotAt(region - root.first_region, index)
+            refused = self._refuse(root, run.kind, at, key)
+            if refused is not None:
+                run.end(number, position, refused)
+                continue
+            state = root.regions[at.region]
+            start, payload_bytes = row * self._rows.row_bytes, self._payload_bytes[group.group]
+            header = SlotHeader(
+                namespace=self._namespace,
+                epoch=run.job.epoch,
+                root_uuid=root.superblock.root_uuid,
+                region=at.region,
+                slot_index=index,
+                region_generation=state.generation,
+                slot_bytes=state.slot_bytes,
+                payload_bytes=payload_bytes,
+                generation=generation,
+                group=group.group,
+                key=key,
+                payload_digest=self._rows.checksum(row) if run.kind is JobKind.STORE else b"",
+            )
+            fd = root.fds[root.plan.file_of(at.region)]
+            offset = root.plan.slot_offset(at.region, index, state.slot_bytes)
+            yield BlockMove(place, row, self._memory[start : start + payload_bytes], header, (fd, offset))
+
+    def _refuse(self, root: Root, kind: JobKind, at: SlotAt, key: OffloadKey) -> BlockOutcome | None:
+        """Why a block cannot move to or from a slot, if so."""
+        state = root.regions[at.region]
+        wanted = self._slot_bytes[key_group(key)]
+        if state.slot_bytes != wanted or (at.number + 1) * wanted > root.plan.region_bytes:
+            self.counters["refused.no_slot"] += 1
+            return MISSING if kind is JobKind.LOAD else failed(errno.EINVAL)
+        if kind is JobKind.LOAD:
+            return None if root.plan.file_of(at.region) in root.fds else MISSING
+        if len(key) > max_key_bytes(self._header_bytes):
+            return dropped(DropReason.KEY_TOO_LONG)
+        return None if state.ready else error_outcome(state.errno or errno.EIO)
+
+    async def reset(self, epoch: int) -> None:
+        """Raise the namespace's epoch in every root, durably before this returns. Raises RootError if one fails."""
+        if self._space is None or self._closing:
+            raise UsageError("this tier is not open")
+        await asyncio.gather(*(root.raise_epoch(self._namespace, epoch) for root in self._roots))
+
+    async def close(self) -> None:
+        """End I/O within `close_timeout_seconds`, mark the roots clean, let go of everything. Idempotent.
+
+        Blocks whose I/O had not begun are dropped. Blocks whose I/O is stuck are reported late, counted in
+        `close.stuck`, and their root keeps its lock and files until the kernel lets the process go.
+        """
+        self._closing = True
+        async with self._releasing:
+            await self._release()
+
+    async def _release(self) -> None:
+        self._closing = True
+        roots, self._roots = self._roots, []
+        await asyncio.gather(*(self._release_root(root) for root in roots))
+        self._memory = memoryview(b"")
+
+    async def _release_root(self, root: Root) -> None:
+        timeout = self.options.close_timeout_seconds
+        if not await root.drained(timeout, self.counters):
+            _log.warning("%s: I/O is stuck; the folder stays locked until it ends", root.path)
+            return
+        if self._space is not None:
+            try:
+                await root.write_superblock(replace(root.superblock, clean=True))
+            except RootError:
+                self.counters["close.unclean"] += 1
+        self.counters["close.stuck"] += await root.release(timeout)
+
+
+def _within(values: IntArray, limit: int) -> bool:
+    return not len(values) or (int(values.min()) >= 0 and int(values.max()) < limit)
+
+
+def _probe_path(path: str) -> int:
+    """The alignment of the disk a root lies on, or will lie on. Blocks; runs on a thread."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    for folder in (path, os.path.dirname(path)):
+        try:
+            fd = os.open(folder, flags)
+        except OSError:
+            continue
+        try:
+            return probe_direct(fd).alignment
+        finally:
+            os.close(fd)
+    return mmap.PAGESIZE

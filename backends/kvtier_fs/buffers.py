@@ -1,0 +1,38 @@
+"""Aligned header pages for I/O: one stretch of memory, handed out page by page."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+
+
+class HeaderPages:
+    """`count` pages of `page_bytes`, aligned to their size (a power of two); each has one holder at a time.
+
+    There is nothing to close: the memory goes when nobody, an engine with I/O under way included, holds a page.
+    """
+
+    def __init__(self, count: int, page_bytes: int) -> None:
+        view = memoryview(mmap.mmap(-1, (count + 1) * page_bytes))
+        start = -_address(view) % page_bytes
+        self.pages = [view[at : at + page_bytes] for at in range(start, start + count * page_bytes, page_bytes)]
+        self._free = list(range(count))
+
+    @property
+    def free(self) -> int:
+        """Pages nobody holds."""
+        return len(self._free)
+
+    def acquire(self) -> int:
+        """The number of a free page; its bytes are whatever its last holder left. IndexError if there is none."""
+        return self._free.pop()
+
+    def release(self, number: int) -> None:
+        """Give a page back, once no I/O uses it any more."""
+        self._free.append(number)
+
+
+def _address(view: memoryview) -> int:
+    """Where a buffer lies in memory."""
+    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)

@@ -1,0 +1,208 @@
+"""One root's folder and its files. Blocking calls, made on the root's own threads only, never on the event loop.
+
+Every file is opened relative to the folder, without following links, closed on exec, 0600 whatever the umask.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import stat
+
+from kvtier.errors import RootError
+from kvtier_fs.options import FSOptions
+from kvtier_fs.regions import REGIONS_PER_FILE, RegionPlan
+from kvtier_fs.superblock import COPY_BYTES
+from kvtier_fs.syscalls import NETWORK_MAGICS, fallocate, filesystem_magic
+
+SUPERBLOCK_NAME = "superblock"
+LOCK_NAME = "lock"
+_SLAB_NAME = re.compile(r"slab-([0-9]{5,9})")
+_NO_SUPPORT = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_SUPERBLOCK_READ_BYTES = 1 << 16
+
+
+class RootFolder:
+    """The files of one root. Raises RootError for what a person must put right, OSError for what the disk does."""
+
+    def __init__(self, path: str, options: FSOptions) -> None:
+        self.path = path
+        self._options = options
+        self._folder_fd = -1
+        self._lock_fd = -1
+        self._slabs: dict[int, int] = {}
+        self.direct = False
+        self.preallocates = True
+
+    @property
+    def fd(self) -> int:
+        """The open folder."""
+        return self._folder_fd
+
+    def enter(self) -> bool:
+        """Open the folder, creating it where that is allowed. False if it is not there."""
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            self._folder_fd = os.open(self.path, flags)
+        except FileNotFoundError:
+            if not self._options.create or not os.path.isdir(os.path.dirname(self.path)):
+                return False
+            self._create()
+            self._folder_fd = os.open(self.path, flags)
+        except OSError as error:
+            raise self.refusal(error) from error
+        self._check_folder()
+        return True
+
+    def _create(self) -> None:
+        try:
+            os.mkdir(self.path, 0o700)
+            os.chmod(self.path, 0o700)
+        except FileExistsError:
+            return
+        except OSError as error:
+            raise RootError(self.path, f"cannot be created ({error.strerror}); create it for this user") from error
+
+    def _check_folder(self) -> None:
+        mode = os.fstat(self._folder_fd).st_mode
+        if mode & 0o022:
+            raise RootError(self.path, f"others may write into it (mode {mode & 0o7777:04o}); chmod go-w it")
+        system = NETWORK_MAGICS.get(filesystem_magic(self._folder_fd))
+        if system is not None and not self._options.allow_network_fs:
+            raise RootError(
+                self.path, f"lies on a network file system ({system}); use a local disk or allow_network_fs"
+            )
+
+    def refusal(self, error: OSError) -> RootError:
+        """What an error of the operating system means to whoever configured this root."""
+        reasons = {
+            errno.ENOTDIR: "is not a folder; name a folder for this tier alone",
+            errno.ELOOP: "is a symbolic link; name the folder it leads to",
+            errno.EACCES: "no permission; make this user its owner with mode 0700",
+            errno.EPERM: "no permission; make this user its owner with mode 0700",
+            errno.EROFS: "lies on a read-only file system; choose one that can be written",
+            errno.ENOSPC: "the disk is full; free some space or choose another disk",
+        }
+        fallback = f"cannot be used ({error.strerror})"
+        return RootError(self.path, reasons.get(error.errno or 0, fallback))
+
+    def open_file(self, name: str, flags: int = os.O_RDWR | os.O_CREAT) -> int:
+        """Open one of the root's own files; it must be a plain one. Raises RootError if it is something else."""
+        flags |= os.O_NOFOLLOW | os.O_CLOEXEC
+        if not flags & os.O_RDWR:
+            flags |= os.O_NONBLOCK  # a planted pipe must not hold the open up
+        try:
+            fd = os.open(name, flags, 0o600, dir_fd=self._folder_fd)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                raise RootError(self.path, f"{name} is not a plain file; remove it") from error
+            raise
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(fd)
+            raise RootError(self.path, f"{name} is not a plain file; remove it")
+        if stat.S_IMODE(status.st_mode) != 0o600 and flags & os.O_CREAT:
+            os.fchmod(fd, 0o600)
+        return fd
+
+    def try_lock(self) -> bool:
+        """Become the root's owner, until `leave`. False if another process is."""
+        try:
+            fd = self.open_file(LOCK_NAME)
+        except OSError as error:
+            raise self.refusal(error) from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(fd)
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                return False
+            raise RootError(self.path, f"the file system cannot lock files ({error.strerror})") from error
+        self._lock_fd = fd
+        return True
+
+    def read_superblock(self) -> bytes:
+        """The superblock file's bytes; empty if there is none."""
+        try:
+            fd = self.open_file(SUPERBLOCK_NAME, os.O_RDONLY)
+        except FileNotFoundError:
+            return b""
+        try:
+            return os.pread(fd, _SUPERBLOCK_READ_BYTES, 0)
+        finally:
+            os.close(fd)
+
+    def write_superblock(self, copy: bytes) -> None:
+        """Write both copies, one after the other, each on the disk before the next is touched.
+
+        When this returns, the superblock is durable, and no single damaged copy can bring an older one back.
+        """
+        fd = self.open_file(SUPERBLOCK_NAME)
+        try:
+            for at in (0, COPY_BYTES):
+                written = os.pwrite(fd, copy, at)
+                if written != len(copy):
+                    raise OSError(errno.EIO, "short write of the superblock")
+                os.fdatasync(fd)
+            os.fsync(self._folder_fd)
+        finally:
+            os.close(fd)
+
+    def trim(self, plan: RegionPlan | None) -> None:
+        """Remove what lies outside a plan: files and tails of regions it does not have; everything if there is none."""
+        for name in os.listdir(self._folder_fd):
+            match = _SLAB_NAME.fullmatch(name)
+            if match is None:
+                continue
+            number = int(match[1])
+            if plan is None or number >= plan.files:
+                os.unlink(name, dir_fd=self._folder_fd)
+                continue
+            fd = self.open_file(name)
+            try:
+                last = min(plan.regions - number * REGIONS_PER_FILE, REGIONS_PER_FILE)
+                if os.fstat(fd).st_size > last * plan.stride:
+                    os.ftruncate(fd, last * plan.stride)
+            finally:
+                os.close(fd)
+
+    def existing_slabs(self) -> list[int]:
+        """Numbers of the slab files that are there, in order."""
+        matches = (_SLAB_NAME.fullmatch(name) for name in os.listdir(self._folder_fd))
+        return sorted(int(match[1]) for match in matches if match)
+
+    def slab(self, number: int) -> int:
+        """The open slab file of a number, created empty if it is not there. Stays open until `leave`."""
+        if number not in self._slabs:
+            flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if self.direct else 0)
+            self._slabs[number] = self.open_file(f"slab-{number:05d}", flags)
+        return self._slabs[number]
+
+    def allocate(self, plan: RegionPlan, region: int) -> int:
+        """Reserve a region's blocks, keeping `min_free_bytes`, and return its file.
+
+        Raises OSError: ENOSPC if there is no room. Where the file system cannot reserve, the place arithmetic alone
+        holds the bound.
+        """
+        fd = self.slab(plan.file_of(region))
+        status = os.fstatvfs(fd)
+        if status.f_bavail * status.f_frsize - plan.stride < self._options.min_free_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if self.preallocates:
+            try:
+                fallocate(fd, plan.region_offset(region), plan.stride)
+            except OSError as error:
+                if error.errno not in _NO_SUPPORT:
+                    raise
+                self.preallocates = False
+        return fd
+
+    def leave(self) -> None:
+        """Close every file and give the lock up. Idempotent."""
+        for fd in (*self._slabs.values(), self._lock_fd, self._folder_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._slabs = {}
+        self._lock_fd = self._folder_fd = -1

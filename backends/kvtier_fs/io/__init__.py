@@ -1,0 +1,1 @@
+"""I/O engines: the contract, and one file for each way to do it."""

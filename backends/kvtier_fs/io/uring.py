@@ -1,0 +1,242 @@
+"""The engine for Linux with io_uring, on the `liburing` package: one ring for each root, watched by the event loop.
+
+Submitting and waiting hold the GIL in that package, so nothing here waits: an eventfd tells the loop that completions
+are there, and a turn of the loop submits about a millisecond's worth.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import select
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from kvtier.errors import ResourceError
+from kvtier_fs.io.contract import COMPLETIONS_PER_TURN, SUBMIT_SECONDS_PER_TURN, IOEngine, IOKind, IORequest
+
+_SUBMIT_BYTES = 8 << 20
+_PROBE_SECONDS = 1.0
+_RETRY_SECONDS = 0.001
+
+
+class _Ring:
+    """A ring and the eventfd that announces its completions."""
+
+    def __init__(self, api: Any, ring: Any, eventfd: int) -> None:
+        self.api = api
+        self.ring = ring
+        self.eventfd = eventfd
+        self.cqe = api.Cqe()
+
+    @staticmethod
+    def open(depth: int) -> _Ring:
+        """Create a ring. Raises ResourceError, saying why, where the kernel or the package does not offer one."""
+        try:
+            api: Any = importlib.import_module("liburing")
+        except (ImportError, OSError) as error:
+            raise ResourceError(f"the liburing package does not import ({error})") from error
+        ring = api.Ring()
+        try:
+            api.io_uring_queue_init(depth, ring)
+        except OSError as error:
+            raise ResourceError(f"the kernel offers no io_uring ({error.strerror})") from error
+        opened = _Ring(api, ring, os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        try:
+            api.io_uring_register_eventfd(ring, opened.eventfd)
+        except OSError as error:
+            opened.close()
+            raise ResourceError(f"io_uring refuses an eventfd ({error.strerror})") from error
+        return opened
+
+    def prepare(self, request: IORequest, number: int) -> object | None:
+        """Put a request into the ring. Returns what must stay alive until it ends; None if the ring is full."""
+        entry = self.api.io_uring_get_sqe(self.ring)
+        if entry is None:
+            return None
+        vector: object = self.api.Iovec(request.buffers)
+        if request.kind is IOKind.READ:
+            self.api.io_uring_prep_readv(entry, request.fd, vector, request.offset)
+        else:
+            self.api.io_uring_prep_writev(entry, request.fd, vector, request.offset)
+        entry.user_data = number
+        return vector
+
+    def submit(self) -> bool:
+        """Tell the kernel. False if it wants to be asked again later."""
+        try:
+            self.api.io_uring_submit(self.ring)
+        except OSError:
+            return False
+        return True
+
+    def ready(self) -> int:
+        return int(self.api.io_uring_cq_ready(self.ring))
+
+    def take(self) -> tuple[int, int]:
+        """The next completion: its number and its result. Only when `ready` says there is one."""
+        self.api.io_uring_peek_cqe(self.ring, self.cqe)
+        entry = self.cqe[0]
+        number = int(entry.user_data)
+        try:
+            result = int(entry.res)
+        except OSError as error:
+            result = -(error.errno or 1)
+        self.api.io_uring_cq_advance(self.ring, 1)
+        return number, result
+
+    def acknowledge(self) -> None:
+        """Silence the eventfd."""
+        try:
+            os.read(self.eventfd, 8)
+        except BlockingIOError:
+            return
+
+    def close(self) -> None:
+        self.api.io_uring_queue_exit(self.ring)
+        os.close(self.eventfd)
+
+
+def probe_uring() -> str:
+    """Try a ring out: create it, write and read a page through it. Returns why it does not work; empty if it does.
+
+    Uses an anonymous file in memory, so a frozen disk cannot hold the probe up. Blocks for up to a second.
+    """
+    try:
+        ring = _Ring.open(4)
+    except ResourceError as error:
+        return str(error)
+    fd = os.memfd_create("kvtier-probe", os.MFD_CLOEXEC)
+    try:
+        written, read = memoryview(bytearray(b"kvtier" * 64)), memoryview(bytearray(384))
+        for kind, buffer in ((IOKind.WRITE, written), (IOKind.READ, read)):
+            kept = ring.prepare(IORequest(kind, fd, 0, [buffer], _ignore), 1)
+            if kept is None or not ring.submit():
+                return "io_uring takes no request"
+            select.select([ring.eventfd], [], [], _PROBE_SECONDS)
+            ring.acknowledge()
+            if not ring.ready() or ring.take() != (1, len(buffer)):
+                return "io_uring does not complete a request"
+        return "" if read == written else "io_uring moves wrong bytes"
+    finally:
+        os.close(fd)
+        ring.close()
+
+
+def _ignore(request: IORequest, result: int) -> None:
+    """The probe looks at the ring itself."""
+
+
+class UringEngine(IOEngine):
+    """Up to `depth` requests in the kernel at once."""
+
+    name: ClassVar[str] = "io_uring"
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, depth: int) -> None:
+        self._loop = loop
+        self._depth = depth
+        self._ring: _Ring | None = None
+        self._queue: deque[IORequest] = deque()
+        self._kernel: dict[int, tuple[IORequest, object]] = {}
+        self._next = 0
+        self._unsubmitted = False
+        self._pump_called = False
+        self._reap_called = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def open(self) -> None:
+        """Create the ring and watch it. Raises ResourceError."""
+        self._ring = _Ring.open(self._depth)
+        self._loop.add_reader(self._ring.eventfd, self._on_event)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._queue) + len(self._kernel)
+
+    def submit(self, requests: Sequence[IORequest]) -> None:
+        self._queue.extend(requests)
+        if self._queue:
+            self._idle.clear()
+            self._call_pump()
+
+    def _call_pump(self) -> None:
+        if not self._pump_called:
+            self._pump_called = True
+            self._loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        """Hand queued requests to the kernel, for about a millisecond."""
+        self._pump_called = False
+        ring = self._ring
+        if ring is None:
+            return
+        until = time.perf_counter() + SUBMIT_SECONDS_PER_TURN
+        while self._unsubmitted or (self._queue and len(self._kernel) < self._depth):
+            self._fill(ring)
+            self._unsubmitted = not ring.submit()
+            if self._unsubmitted:
+                self._loop.call_later(_RETRY_SECONDS, self._call_pump)
+                return
+            if time.perf_counter() >= until:
+                if self._queue and len(self._kernel) < self._depth:
+                    self._call_pump()
+                return
+
+    def _fill(self, ring: _Ring) -> None:
+        batch_bytes = 0
+        while self._queue and len(self._kernel) < self._depth and batch_bytes < _SUBMIT_BYTES:
+            request = self._queue[0]
+            kept = ring.prepare(request, self._next)
+            if kept is None:
+                return
+            self._queue.popleft()
+            self._kernel[self._next] = (request, kept)
+            self._next += 1
+            batch_bytes += request.length
+
+    def _on_event(self) -> None:
+        if self._ring is not None:
+            self._ring.acknowledge()
+            self._reap()
+
+    def _call_reap(self) -> None:
+        if not self._reap_called:
+            self._reap_called = True
+            self._loop.call_soon(self._later_reap)
+
+    def _later_reap(self) -> None:
+        self._reap_called = False
+        self._reap()
+
+    def _reap(self) -> None:
+        ring = self._ring
+        if ring is None:
+            return
+        ended = []
+        for _ in range(min(ring.ready(), COMPLETIONS_PER_TURN)):
+            number, result = ring.take()
+            request, _ = self._kernel.pop(number)
+            ended.append((request, result))
+        if ring.ready():
+            self._call_reap()
+        if self._queue:
+            self._call_pump()
+        for request, result in ended:
+            request.done(request, result)
+        if not self.in_flight:
+            self._idle.set()
+
+    async def close(self, timeout_seconds: float) -> int:
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_seconds)
+        except TimeoutError:
+            return self.in_flight
+        if self._ring is not None:
+            self._loop.remove_reader(self._ring.eventfd)
+            self._ring.close()
+            self._ring = None
+        return 0

@@ -1,0 +1,198 @@
+"""Opening the roots: who may own them, what their disks offer, how they are cut, which session begins."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+
+from kvtier.errors import GeometryError, ResourceError, RootBusyError, RootError
+from kvtier_fs import texts
+from kvtier_fs.folder import RootFolder
+from kvtier_fs.io.contract import IOEngine
+from kvtier_fs.io.probe import DirectProbe, probe_direct
+from kvtier_fs.io.threads import ThreadsEngine
+from kvtier_fs.io.uring import UringEngine, probe_uring
+from kvtier_fs.options import FSOptions
+from kvtier_fs.regions import RegionDemand, RegionPlan, choose_plan, manifests_bytes
+from kvtier_fs.root import Root
+from kvtier_fs.slot import DIGEST_BYTES, MIN_HEADER_BYTES
+from kvtier_fs.superblock import Superblock, decode_superblock, foreign_version
+from kvtier_fs.threads import RootThreads
+
+_FILE_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Seams:
+    """What a simulator or a fault test replaces: the files, the I/O engine (None: chosen by the options), the dice."""
+
+    folder: Callable[[str, FSOptions], RootFolder] = RootFolder
+    engine: Callable[[Root], IOEngine] | None = None
+    random_bytes: Callable[[int], bytes] = os.urandom
+
+
+async def enter_root(path: str, options: FSOptions, seams: Seams) -> Root | None:
+    """Open a root's folder, become its owner and look at its disk. None if the folder is not there.
+
+    Raises RootError, having let go of everything.
+    """
+    name = f"kvtier-fs-{os.path.basename(path)}"
+    files, io_threads = RootThreads(f"{name}-files", _FILE_THREADS), RootThreads(f"{name}-io", options.io_threads)
+    folder = seams.folder(path, options)
+    root = Root(folder, files, io_threads, DirectProbe(False, reason="turned off"))
+    entered = False
+    try:
+        entered = await root.call(folder.enter) and await _own(root, options)
+    except OSError as error:
+        raise folder.refusal(error) from error
+    finally:
+        if not entered:
+            await root.release(options.close_timeout_seconds)
+    return root if entered else None
+
+
+async def _own(root: Root, options: FSOptions) -> bool:
+    folder = root.folder
+    if not await root.call(folder.try_lock):
+        raise RootBusyError(root.path, await texts.read_owner(folder, root.files))
+    await texts.write_owner(folder, root.files)
+    if options.direct != "off":
+        root.probe = await root.call(probe_direct, folder.fd)
+    if options.direct == "required" and not root.probe.direct:
+        raise RootError(
+            root.path, f"direct I/O is required but {root.probe.reason}; choose another disk or direct: auto"
+        )
+    folder.direct = root.probe.direct
+    data = await root.call(folder.read_superblock)
+    root.stored = decode_superblock(data)
+    version = foreign_version(data) if root.stored is None else None
+    if version is not None:
+        raise RootError(
+            root.path, f"holds format version {version}, which this release does not know; use another folder"
+        )
+    root.unreadable = bool(data) and root.stored is None
+    return True
+
+
+def header_bytes(roots: list[Root]) -> int:
+    """Bytes of a header page, the same in every root. Raises RootError if a root was laid out for another disk."""
+    needed = max(MIN_HEADER_BYTES, *(root.probe.offset_alignment for root in roots))
+    stored = [root.stored.header_bytes for root in roots if root.stored is not None]
+    chosen = max(needed, *stored) if stored else needed
+    for root in roots:
+        if root.stored is not None and root.stored.header_bytes != chosen:
+            raise RootError(
+                root.path,
+                f"was laid out for a disk alignment of {root.stored.header_bytes} bytes, this stack needs {chosen}; "
+                f"use another folder or empty this one",
+            )
+    return chosen
+
+
+def check_alignment(roots: list[Root], row_alignment: int, header: int) -> None:
+    """Rows must suit every disk, and what is stored must have been laid out for rows like these.
+
+    Raises GeometryError or RootError.
+    """
+    wanted = max(root.probe.alignment for root in roots)
+    if row_alignment % wanted or row_alignment % header:
+        raise GeometryError(f"rows are aligned to {row_alignment} bytes but the disks need {max(wanted, header)}")
+    for root in roots:
+        if root.stored is not None and root.stored.row_alignment != row_alignment:
+            raise RootError(
+                root.path,
+                f"was laid out for rows aligned to {root.stored.row_alignment} bytes, this stack aligns to "
+                f"{row_alignment}; use another folder or empty this one",
+            )
+
+
+def plan_regions(roots: list[Root], demand: RegionDemand, region_bytes: int | None) -> tuple[RegionPlan, list[str]]:
+    """The regions of every root: as they are already cut, if that still works, else anew. Raises GeometryError."""
+    notes = []
+    strides = Counter(root.stored.stride for root in roots if root.stored is not None)
+    for stride, _ in strides.most_common():
+        plan = demand.with_stride(stride)
+        if demand.fits(plan):
+            if region_bytes is not None and region_bytes // demand.alignment * demand.alignment != stride:
+                notes.append(f"region_bytes is {stride} since the roots were made; empty them to change it")
+            return plan, notes
+    return choose_plan(demand, region_bytes), notes
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What a session of a root begins with: the plan, the row alignment, our namespace and its epoch."""
+
+    plan: RegionPlan
+    row_alignment: int
+    namespace: bytes
+    epoch: int
+
+
+async def begin_session(root: Root, session: Session, random_bytes: Callable[[int], bytes]) -> str:
+    """Mark the root as in use, durably, before anything else is written. Returns a note, empty if all is as it was.
+
+    A root cut for another plan, or without a readable superblock, starts empty under a new uuid, so that nothing left
+    over from before can count. Raises RootError or OSError.
+    """
+    plan, stored = session.plan, root.stored
+    fresh = Superblock(
+        root_uuid=random_bytes(DIGEST_BYTES),
+        stride=plan.stride,
+        regions=plan.regions,
+        header_bytes=plan.header_bytes,
+        row_alignment=session.row_alignment,
+    )
+    note = ""
+    if stored is not None and stored.stride == plan.stride:
+        block = replace(stored, regions=plan.regions)
+    else:
+        await root.call(root.folder.trim, None)
+        block = fresh
+        if root.unreadable:
+            note = f"{root.path}: the superblock was damaged, so the root starts empty"
+        if stored is not None:
+            block = replace(stored, root_uuid=fresh.root_uuid, stride=plan.stride, regions=plan.regions)
+            note = f"{root.path}: cut anew for this capacity and block size, so the root starts empty"
+    block = replace(block, session=block.session + 1, clean=False)
+    await root.write_superblock(block.with_epoch(session.namespace, session.epoch))
+    await root.call(root.folder.trim, plan)
+    root.take_plan(plan)
+    return note
+
+
+async def describe(root: Root, namespace: bytes, manifest: str, share: int) -> str:
+    """Keep the namespace's readable manifest beside its data. Returns a note if there is no room for it."""
+    known = sorted(root.superblock.namespaces, key=lambda item: item[1].session, reverse=True)
+    order = [namespace, *(digest for digest, _ in known if digest != namespace)]
+    room, own = manifests_bytes(share), len(manifest) + 1
+    if not await root.call(texts.make_room_for_manifest, root.folder, order, own, room):
+        return f"{root.path}: no room for the readable manifest ({own} bytes)"
+    await texts.write_manifest(root.folder, namespace, manifest, root.files)
+    return ""
+
+
+async def choose_engine(executor: Executor, options: FSOptions) -> tuple[str, str]:
+    """Which engine serves, and a note if it is not the one hoped for. Raises ResourceError if io_uring was demanded."""
+    if options.io_engine == "threads":
+        return "threads", ""
+    reason = await asyncio.get_running_loop().run_in_executor(executor, probe_uring)
+    if not reason:
+        return "io_uring", ""
+    if options.io_engine == "io_uring":
+        raise ResourceError(f"io_engine is io_uring but {reason}; choose auto or threads")
+    return "threads", f"{reason}; threads serve instead"
+
+
+def make_engine(name: str, root: Root, options: FSOptions) -> IOEngine:
+    """An engine of the chosen kind for one root. Raises ResourceError."""
+    loop = asyncio.get_running_loop()
+    if name == "threads":
+        return ThreadsEngine(loop, root.io_threads, options.io_threads)
+    engine = UringEngine(loop, options.io_depth)
+    engine.open()
+    return engine

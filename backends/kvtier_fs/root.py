@@ -1,0 +1,183 @@
+"""One open root: its folder, threads, I/O engine and lane, its superblock and the table of its regions."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ParamSpec, TypeVar
+
+from kvtier.errors import RootError
+from kvtier_fs.buffers import HeaderPages
+from kvtier_fs.folder import RootFolder
+from kvtier_fs.io.contract import IOEngine, IOKind, IORequest
+from kvtier_fs.io.probe import DirectProbe
+from kvtier_fs.regions import RegionHeader, RegionPlan, encode_region_header
+from kvtier_fs.superblock import Superblock, encode_superblock
+from kvtier_fs.threads import RootThreads
+from kvtier_fs.transfer import Lane
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class RegionState:
+    """What is known of a region in this session: how it is cut, and whether its header is on the disk.
+
+    `errno` is why it is not, when cutting failed. `allocated`: its blocks are reserved.
+    """
+
+    slot_bytes: int = 0
+    generation: int = 0
+    ready: bool = False
+    allocated: bool = False
+    errno: int = 0
+
+
+class Root:
+    """A root from the moment its lock is held. All methods run on the event loop; file calls go to its threads."""
+
+    def __init__(self, folder: RootFolder, files: RootThreads, io_threads: RootThreads, probe: DirectProbe) -> None:
+        self.folder = folder
+        self.files = files
+        self.io_threads = io_threads
+        self.probe = probe
+        self.stored: Superblock | None = None
+        self.unreadable = False
+        self._started = False
+        self.superblock: Superblock
+        self.plan: RegionPlan
+        self.engine: IOEngine
+        self.lane: Lane
+        self.first_region = 0
+        self.regions: list[RegionState] = []
+        self.fds: dict[int, int] = {}
+        self._cutting: dict[int, asyncio.Task[None]] = {}
+        self._superblock_lock = asyncio.Lock()
+
+    @property
+    def path(self) -> str:
+        return self.folder.path
+
+    def take_plan(self, plan: RegionPlan) -> None:
+        """Lay the root out; nothing is known of its regions yet."""
+        self.plan = plan
+        self.regions = [RegionState() for _ in range(plan.regions)]
+
+    def start(self, engine: IOEngine, lane: Lane) -> None:
+        """From now on blocks can move."""
+        self.engine, self.lane = engine, lane
+        self._started = True
+
+    async def call(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a file call on the root's threads. Raises what it raises."""
+        return await asyncio.wrap_future(self.files.submit(fn, *args, **kwargs))
+
+    async def write_superblock(self, block: Superblock) -> None:
+        """Make a superblock durable; it is the current one from then on. Raises RootError."""
+        async with self._superblock_lock:
+            await self._write_superblock(block)
+
+    async def raise_epoch(self, namespace: bytes, epoch: int) -> None:
+        """Make everything of a namespace before `epoch` unreachable, durably. Raises RootError if that failed."""
+        async with self._superblock_lock:
+            await self._write_superblock(self.superblock.with_epoch(namespace, epoch))
+
+    async def _write_superblock(self, block: Superblock) -> None:
+        block = replace(block, sequence=block.sequence + 1)
+        try:
+            await self.call(self.folder.write_superblock, encode_superblock(block))
+        except OSError as error:
+            raise RootError(self.path, f"the superblock cannot be written ({error.strerror})") from error
+        self.superblock = block
+
+    async def open_slab(self, number: int) -> int:
+        """The slab file of a number, open. Raises OSError."""
+        if number not in self.fds:
+            self.fds[number] = await self.call(self.folder.slab, number)
+        return self.fds[number]
+
+    def cut(self, region: int, slot_bytes: int, generation: int) -> None:
+        """Give a region to slots of one size, from now on; its header is written in the background."""
+        state = self.regions[region]
+        if generation <= state.generation:
+            return
+        state.slot_bytes, state.generation, state.ready = slot_bytes, generation, False
+        self._begin_cut(region)
+
+    def cut_pending(self, region: int) -> asyncio.Task[None] | None:
+        """What a store into a region has to wait for, None if nothing; a cut that failed is tried once more."""
+        state = self.regions[region]
+        if state.ready or not state.generation:
+            return None
+        return self._cutting.get(region) or self._begin_cut(region)
+
+    def _begin_cut(self, region: int) -> asyncio.Task[None]:
+        task = asyncio.create_task(self._write_cut(region, self._cutting.get(region)), name=f"cut region {region}")
+        self._cutting[region] = task
+        task.add_done_callback(lambda ended: self._cut_ended(region, ended))
+        return task
+
+    def _cut_ended(self, region: int, task: asyncio.Task[None]) -> None:
+        if self._cutting.get(region) is task:
+            del self._cutting[region]
+
+    async def _write_cut(self, region: int, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await asyncio.wait([before])
+        state = self.regions[region]
+        generation = state.generation
+        header = RegionHeader(self.superblock.root_uuid, region, state.slot_bytes, generation)
+        number = 0
+        try:
+            if not state.allocated:
+                self.fds[self.plan.file_of(region)] = await self.call(self.folder.allocate, self.plan, region)
+                state.allocated = True
+            number = await self._write_region_header(header)
+        except RootError:
+            number = errno.EIO
+        except OSError as error:
+            number = error.errno or errno.EIO
+        if state.generation == generation:
+            state.ready, state.errno = not number, number
+
+    async def _write_region_header(self, header: RegionHeader) -> int:
+        """Write a region's header page. Returns an errno, 0 when it is written."""
+        pages = HeaderPages(1, self.plan.header_bytes)
+        encode_region_header(header, pages.pages[0])
+        ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def done(request: IORequest, result: int) -> None:
+            if not ended.done():
+                ended.set_result(result)
+
+        offset = self.plan.region_offset(header.region)
+        fd = self.fds[self.plan.file_of(header.region)]
+        self.engine.submit([IORequest(IOKind.WRITE, fd, offset, [pages.pages[0]], done)])
+        result = await ended
+        if result == self.plan.header_bytes:
+            return 0
+        return -result if result < 0 else errno.EIO
+
+    async def drained(self, timeout_seconds: float, counters: Counter[str]) -> bool:
+        """Let all I/O end and stop the engine. False if some is stuck: then files, memory and lock stay."""
+        if not self._started:
+            return True
+        cuts = list(self._cutting.values())
+        moves = asyncio.create_task(self.lane.drained(timeout_seconds))
+        _, unfinished = await asyncio.wait([moves, *cuts], timeout=timeout_seconds + 1)
+        if not unfinished and moves.result() and not await self.engine.close(timeout_seconds):
+            return True
+        counters["close.stuck"] += max(1, self.engine.in_flight)
+        self.lane.give_up()
+        return False
+
+    async def release(self, timeout_seconds: float) -> int:
+        """Close the files, give the lock up, end the threads. Returns how many threads are stuck."""
+        await self.call(self.folder.leave)
+        self.fds = {}
+        stuck = await self.io_threads.close(timeout_seconds)
+        return stuck + await self.files.close(timeout_seconds)

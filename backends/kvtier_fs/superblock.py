@@ -1,0 +1,140 @@
+"""The superblock of a root: who it is, how it is cut, and the epoch of each namespace. Two checksummed copies."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, replace
+
+import xxhash
+
+from kvtier_fs.slot import FORMAT_VERSION
+
+COPY_BYTES = 4096
+SUPERBLOCK_BYTES = 2 * COPY_BYTES
+SUPERBLOCK_MAGIC = b"KVTIERSB"
+MAX_NAMESPACES = 96
+
+_CHECKED_FROM = 24
+_FIXED = struct.Struct("<IIQ16sQIIIQIIQ")
+_NAMESPACES_AT = 512
+_NAMESPACE = struct.Struct("<16sQQ")
+_CLEAN = 1
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceEpoch:
+    """A namespace's epoch, and the session that last opened it."""
+
+    epoch: int
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class Superblock:
+    """One root. `sequence` orders the copies; `session` counts opens; `clean` says the last session closed.
+
+    `header_bytes` comes from the device's alignment, `row_alignment` from the stack's; neither may change.
+    `floor_epoch` is the epoch of a namespace the table does not (any longer) list.
+    """
+
+    root_uuid: bytes
+    stride: int
+    regions: int
+    header_bytes: int
+    row_alignment: int
+    sequence: int = 0
+    session: int = 0
+    clean: bool = False
+    floor_epoch: int = 0
+    namespaces: tuple[tuple[bytes, NamespaceEpoch], ...] = ()
+
+    def epoch(self, namespace: bytes) -> int:
+        """The epoch entries of a namespace must carry to count."""
+        return next((entry.epoch for digest, entry in self.namespaces if digest == namespace), self.floor_epoch)
+
+    def with_epoch(self, namespace: bytes, epoch: int) -> Superblock:
+        """The same root with a namespace's epoch set, in this session.
+
+        A full table forgets the namespace unused for longest; its epoch lives on in `floor_epoch`, so nothing of it
+        that a reset made unreachable ever counts again.
+        """
+        others = [(digest, entry) for digest, entry in self.namespaces if digest != namespace]
+        floor = self.floor_epoch
+        if len(others) >= MAX_NAMESPACES:
+            oldest = min(others, key=lambda item: item[1].session)
+            others.remove(oldest)
+            floor = max(floor, oldest[1].epoch + 1)
+        entry = NamespaceEpoch(max(epoch, self.epoch(namespace)), self.session)
+        return replace(self, namespaces=(*others, (namespace, entry)), floor_epoch=floor)
+
+
+def encode_superblock(block: Superblock) -> bytes:
+    """One copy, 4096 bytes."""
+    page = bytearray(COPY_BYTES)
+    page[:8] = SUPERBLOCK_MAGIC
+    _FIXED.pack_into(
+        page,
+        _CHECKED_FROM,
+        FORMAT_VERSION,
+        COPY_BYTES,
+        block.sequence,
+        block.root_uuid,
+        block.session,
+        _CLEAN if block.clean else 0,
+        block.row_alignment,
+        block.header_bytes,
+        block.stride,
+        block.regions,
+        len(block.namespaces),
+        block.floor_epoch,
+    )
+    for number, (digest, entry) in enumerate(block.namespaces):
+        at = _NAMESPACES_AT + number * _NAMESPACE.size
+        _NAMESPACE.pack_into(page, at, digest, entry.epoch, entry.session)
+    page[8:_CHECKED_FROM] = xxhash.xxh3_128_digest(memoryview(page)[_CHECKED_FROM:])
+    return bytes(page)
+
+
+def decode_superblock(data: bytes) -> Superblock | None:
+    """The newest valid copy of a superblock file; None if there is none."""
+    valid = [block for copy in _copies(data) if (block := _decode_copy(copy)) is not None]
+    return max(valid, key=lambda block: block.sequence, default=None)
+
+
+def foreign_version(data: bytes) -> int | None:
+    """The format version of a superblock that is ours by its magic but of another release; None if it is not that."""
+    for copy in _copies(data):
+        if len(copy) >= _CHECKED_FROM + 4 and copy[:8] == SUPERBLOCK_MAGIC:
+            version: int = struct.unpack_from("<I", copy, _CHECKED_FROM)[0]
+            if version != FORMAT_VERSION:
+                return version
+    return None
+
+
+def _copies(data: bytes) -> tuple[bytes, bytes]:
+    return data[:COPY_BYTES], data[COPY_BYTES:SUPERBLOCK_BYTES]
+
+
+def _decode_copy(page: bytes) -> Superblock | None:
+    if len(page) != COPY_BYTES or page[:8] != SUPERBLOCK_MAGIC:
+        return None
+    if page[8:_CHECKED_FROM] != xxhash.xxh3_128_digest(page[_CHECKED_FROM:]):
+        return None
+    fields = _FIXED.unpack_from(page, _CHECKED_FROM)
+    version, copy_bytes, sequence, uuid, session, flags = fields[:6]
+    row_alignment, header, stride, regions, count, floor = fields[6:]
+    if version != FORMAT_VERSION or copy_bytes != COPY_BYTES or count > MAX_NAMESPACES:
+        return None
+    rows = (_NAMESPACE.unpack_from(page, _NAMESPACES_AT + i * _NAMESPACE.size) for i in range(count))
+    return Superblock(
+        root_uuid=uuid,
+        stride=stride,
+        regions=regions,
+        header_bytes=header,
+        row_alignment=row_alignment,
+        sequence=sequence,
+        session=session,
+        clean=bool(flags & _CLEAN),
+        floor_epoch=floor,
+        namespaces=tuple((digest, NamespaceEpoch(epoch, last)) for digest, epoch, last in rows),
+    )

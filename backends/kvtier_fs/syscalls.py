@@ -1,0 +1,87 @@
+"""System calls the standard library lacks, through the C library: raw fallocate, statx for direct I/O, statfs."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from dataclasses import dataclass
+from functools import cache
+
+_AT_EMPTY_PATH = 0x1000
+_STATX_DIOALIGN = 0x2000
+_STATX_BYTES = 256
+_DIO_MEM_ALIGN_AT = 0x98
+_DIO_OFFSET_ALIGN_AT = 0x9C
+_STATFS_BYTES = 256
+
+EXT4_MAGIC = 0xEF53
+XFS_MAGIC = 0x58465342
+NETWORK_MAGICS = {
+    0x6969: "NFS",
+    0x517B: "SMB",
+    0xFF534D42: "CIFS",
+    0xFE534D42: "SMB2",
+    0x65735546: "FUSE",
+    0x00C36400: "Ceph",
+    0x01021997: "9P",
+    0x5346414F: "AFS",
+    0x0BD00BD0: "Lustre",
+    0x47504653: "GPFS",
+    0x73757245: "Coda",
+    0x19830326: "BeeGFS",
+    0x7461636F: "OCFS2",
+    0x01161970: "GFS2",
+    0x786F4256: "VirtualBox shared folder",
+    0xBACBACBC: "VMware shared folder",
+}
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def fallocate(fd: int, offset: int, length: int) -> None:
+    """Reserve blocks for a stretch of a file, which reads as zeros; the file grows to its end.
+
+    The raw system call: the C library's posix_fallocate would write every block where the file system cannot do it.
+    Raises OSError; EOPNOTSUPP where there is no support.
+    """
+    while _libc().fallocate(fd, 0, ctypes.c_int64(offset), ctypes.c_int64(length)) != 0:
+        number = ctypes.get_errno()
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
+
+
+@dataclass(frozen=True, slots=True)
+class DirectAlignment:
+    """What statx says about direct I/O on a file, in bytes. `offset` 0: direct I/O would be buffered or refused."""
+
+    memory: int
+    offset: int
+
+
+def statx_direct(fd: int) -> DirectAlignment | None:
+    """The file system's own word on direct I/O for an open file; None where it has none (old kernels, some systems)."""
+    statx = getattr(_libc(), "statx", None)
+    if statx is None:
+        return None
+    buffer = ctypes.create_string_buffer(_STATX_BYTES)
+    if statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, buffer) != 0:
+        return None
+    raw = buffer.raw
+    if not int.from_bytes(raw[:4], "little") & _STATX_DIOALIGN:
+        return None
+    memory = int.from_bytes(raw[_DIO_MEM_ALIGN_AT : _DIO_MEM_ALIGN_AT + 4], "little")
+    offset = int.from_bytes(raw[_DIO_OFFSET_ALIGN_AT : _DIO_OFFSET_ALIGN_AT + 4], "little")
+    return DirectAlignment(memory, offset)
+
+
+def filesystem_magic(fd: int) -> int:
+    """The type of the file system an open file or folder lies on. Raises OSError."""
+    buffer = ctypes.create_string_buffer(_STATFS_BYTES)
+    if _libc().fstatfs(fd, buffer) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return ctypes.c_long.from_buffer(buffer).value & 0xFFFFFFFF

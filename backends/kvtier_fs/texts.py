@@ -1,0 +1,92 @@
+"""The small readable files of a root: who owns it, and which namespaces its blocks belong to.
+
+For people and error messages only; nothing is ever trusted because of them. File objects live on the root's threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import socket
+import time
+from concurrent.futures import Executor
+from functools import partial
+
+import aiofiles
+
+from kvtier_fs.folder import LOCK_NAME, RootFolder
+
+_OWNER_BYTES_MAX = 4096
+_MANIFEST_NAME = re.compile(r"manifest-([0-9a-f]{32})\.json(\.new)?")
+
+
+def manifest_name(namespace: bytes) -> str:
+    """The file that describes a namespace."""
+    return f"manifest-{namespace.hex()}.json"
+
+
+async def read_owner(folder: RootFolder, executor: Executor) -> str:
+    """Who holds a root's lock, in words. Only for a message: never fails, whatever the file holds."""
+
+    def opener(name: str, flags: int) -> int:
+        return folder.open_file(name, flags)
+
+    try:
+        async with aiofiles.open(LOCK_NAME, "rb", opener=opener, executor=executor) as file:
+            owner = json.loads(await file.read(_OWNER_BYTES_MAX))
+        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(owner["start"])))
+        return f"process {int(owner['pid'])} on {str(owner['host'])[:64]!r} since {started}"
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
+        return "another process"
+
+
+async def write_owner(folder: RootFolder, executor: Executor) -> None:
+    """Put this process's name on the lock it holds. Raises OSError."""
+    owner = {"pid": os.getpid(), "host": socket.gethostname()[:64], "start": round(time.time())}
+
+    def opener(name: str, flags: int) -> int:
+        return folder.open_file(name, flags)
+
+    async with aiofiles.open(LOCK_NAME, "wb", opener=opener, executor=executor) as file:
+        await file.write(json.dumps(owner).encode())
+
+
+async def write_manifest(folder: RootFolder, namespace: bytes, text: str, executor: Executor) -> None:
+    """Describe a namespace in a file of its own, replaced in one step. Raises OSError."""
+    name = manifest_name(namespace)
+
+    def opener(path: str, flags: int) -> int:
+        return folder.open_file(path, flags)
+
+    async with aiofiles.open(f"{name}.new", "wb", opener=opener, executor=executor) as file:
+        await file.write(text.encode() + b"\n")
+    replace = partial(os.replace, f"{name}.new", name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
+    await asyncio.get_running_loop().run_in_executor(executor, replace)
+
+
+def make_room_for_manifest(folder: RootFolder, namespaces: list[bytes], own_bytes: int, room_bytes: int) -> bool:
+    """Remove manifests until one of `own_bytes` fits: that of the namespace at hand, which comes first in
+    `namespaces`, and those unused for longest. Returns False if it does not fit at all. Raises OSError.
+    """
+    sizes = {}
+    for name in os.listdir(folder.fd):
+        match = _MANIFEST_NAME.fullmatch(name)
+        if match is None:
+            continue
+        if match[2] or bytes.fromhex(match[1]) not in namespaces[1:]:
+            os.unlink(name, dir_fd=folder.fd)
+        else:
+            status = os.stat(name, dir_fd=folder.fd, follow_symlinks=False)
+            sizes[bytes.fromhex(match[1])] = _blocks_bytes(status.st_size)
+    room = room_bytes - _blocks_bytes(own_bytes)
+    for namespace in sorted(sizes, key=namespaces.index):
+        room -= sizes[namespace]
+        if room < 0:
+            os.unlink(manifest_name(namespace), dir_fd=folder.fd)
+    return room_bytes >= _blocks_bytes(own_bytes)
+
+
+def _blocks_bytes(size: int) -> int:
+    return -(-size // 4096) * 4096

@@ -1,0 +1,97 @@
+"""The threads of one root: few, bounded, daemonic, and nobody else's."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_Task = Callable[[], bool]
+
+
+class RootThreads(Executor):
+    """An executor of at most `limit` daemon threads, started when there is work for them.
+
+    The standard pool joins its threads when the interpreter exits, so one frozen disk would keep the process; these
+    are left behind. `close` waits for them within a deadline, without blocking the event loop.
+    """
+
+    def __init__(self, name: str, limit: int) -> None:
+        self._name = name
+        self._limit = limit
+        self._tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._unfinished = 0
+        self._closed = False
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run `fn` on one of the threads. Raises RuntimeError once closed."""
+        future: Future[T] = Future()
+
+        def task() -> bool:
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = fn(*args, **kwargs)
+                except BaseException as error:
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+            return True
+
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(f"the threads of {self._name} are closed")
+            self._unfinished += 1
+            self._tasks.put(task)
+            if self._unfinished > len(self._threads) < self._limit:
+                number = len(self._threads)
+                thread = threading.Thread(target=self._work, name=f"{self._name}-{number}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        return future
+
+    def _work(self) -> None:
+        while self._tasks.get()():
+            with self._lock:
+                self._unfinished -= 1
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Let the threads end once their work is done; never waits."""
+        self._dismiss()
+
+    def _dismiss(self) -> list[Future[None]]:
+        with self._lock:
+            if self._closed:
+                return []
+            self._closed = True
+            goodbyes: list[Future[None]] = [Future() for _ in self._threads]
+        for goodbye in goodbyes:
+            self._tasks.put(_leave(goodbye))
+        return goodbyes
+
+    async def close(self, timeout_seconds: float) -> int:
+        """Let the threads finish their work and end. Returns how many are stuck at the deadline."""
+        goodbyes: list[asyncio.Future[Any]] = [asyncio.wrap_future(future) for future in self._dismiss()]
+        if not goodbyes:
+            return 0
+        _, stuck = await asyncio.wait(goodbyes, timeout=timeout_seconds)
+        if stuck:
+            return len(stuck)
+        for thread in self._threads:
+            thread.join()
+        return 0
+
+
+def _leave(goodbye: Future[None]) -> _Task:
+    def task() -> bool:
+        goodbye.set_result(None)
+        return False
+
+    return task

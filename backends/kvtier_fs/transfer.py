@@ -1,0 +1,330 @@
+"""Moving blocks: jobs become slots, slots become requests, completions become outcomes.
+
+One `Lane` for each root. Nothing here waits: requests go to the I/O engine in batches, verification goes to the
+root's threads in batches, and one future for each job is all a caller waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from kvtier.jobs import (
+    CORRUPT,
+    LATE,
+    LOADED,
+    STORED,
+    BlockOutcome,
+    DropReason,
+    JobKind,
+    JobResult,
+    TransferJob,
+    dropped,
+    failed,
+)
+from kvtier_fs.buffers import HeaderPages
+from kvtier_fs.io.contract import IOEngine, IOKind, IORequest
+from kvtier_fs.slot import SlotHeader, encode_slot_header
+from kvtier_fs.verify import Mismatch, ReadSlot, verify_slots
+
+REQUEST_BYTES = 1 << 20
+STARTS_PER_TURN = 64
+_RETRIES = 8
+_AGAIN = (-errno.EAGAIN, -errno.EINTR)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def error_outcome(number: int) -> BlockOutcome:
+    """The outcome of a block whose I/O ended with an errno: a full disk drops it, anything else fails it."""
+    return dropped(DropReason.DISK_FULL) if number in _FULL else failed(number)
+
+
+class JobRun:
+    """One job on its way: its outcomes so far, and the future that is done when the last block has ended."""
+
+    def __init__(self, job: TransferJob, kind: JobKind, loop: asyncio.AbstractEventLoop) -> None:
+        self.job = job
+        self.kind = kind
+        self.finished: asyncio.Future[None] = loop.create_future()
+        self._outcomes: list[list[BlockOutcome | None]] = [[None] * len(group.keys) for group in job.groups]
+        self._left = job.num_blocks
+        self.bytes_moved = 0
+        if not self._left:
+            self.finished.set_result(None)
+
+    def end(self, group: int, position: int, outcome: BlockOutcome, payload_bytes: int = 0) -> None:
+        """Note what became of a block. The first word counts."""
+        if self._outcomes[group][position] is not None:
+            return
+        self._outcomes[group][position] = outcome
+        self.bytes_moved += payload_bytes
+        self._left -= 1
+        if not self._left and not self.finished.done():
+            self.finished.set_result(None)
+
+    async def ended(self) -> None:
+        """Wait until the last block has ended, whoever asks for the wait to be cut short."""
+        while not self.finished.done():
+            try:
+                await asyncio.shield(self.finished)
+            except asyncio.CancelledError:
+                continue
+
+    def give_up(self) -> None:
+        """Report every block that has not ended as late: its I/O is stuck in the kernel and keeps its buffers."""
+        for group, outcomes in enumerate(self._outcomes):
+            for position in range(len(outcomes)):
+                self.end(group, position, LATE)
+
+    def result(self, seconds: float) -> JobResult:
+        """What to tell the stack, once finished."""
+        outcomes = tuple(tuple(outcome or LATE for outcome in group) for group in self._outcomes)
+        return JobResult(self.job.job_id, outcomes, self.bytes_moved, seconds)
+
+
+class BlockPlace(NamedTuple):
+    """Which block of which job: the job's group and the position in it."""
+
+    run: JobRun
+    group: int
+    position: int
+
+
+class BlockMove:
+    """One block between a row and a slot. `payload` is the row's own memory; `header` what the slot says or should."""
+
+    __slots__ = ("errno", "fd", "header", "offset", "page", "payload", "pieces", "place", "row")
+
+    def __init__(
+        self, place: BlockPlace, row: int, payload: memoryview, header: SlotHeader, at: tuple[int, int]
+    ) -> None:
+        self.place = place
+        self.row = row
+        self.payload = payload
+        self.header = header
+        self.fd, self.offset = at
+        self.page = -1
+        self.pieces = 0
+        self.errno = 0
+
+    def end(self, outcome: BlockOutcome) -> None:
+        """Report the block's outcome to its job."""
+        moved = len(self.payload) if outcome.ok else 0
+        self.place.run.end(self.place.group, self.place.position, outcome, moved)
+
+
+_Share = tuple[JobRun, Iterator[BlockMove]]
+"""A job's blocks that have not begun."""
+
+
+class _Piece(IORequest):
+    """A request of at most REQUEST_BYTES that moves a part of a block."""
+
+    __slots__ = ("block", "retries")
+
+    def __init__(
+        self, block: BlockMove, kind: IOKind, offset: int, buffers: list[memoryview], done: Callable[..., None]
+    ) -> None:
+        super().__init__(kind, block.fd, offset, buffers, done)
+        self.block = block
+        self.retries = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LaneParts:
+    """What a lane works with, all handed in. `alignment` is what a short transfer must keep to go on, in bytes."""
+
+    loop: asyncio.AbstractEventLoop
+    engine: IOEngine
+    threads: Executor
+    clock: Callable[[], float]
+    set_checksum: Callable[[int, bytes], None]
+    counters: Counter[str]
+    header_bytes: int
+    alignment: int
+    depth: int
+
+
+class Lane:
+    """The blocks of one root on their way, loads before stores; at most `2 * depth + 32` have I/O or checks running."""
+
+    def __init__(self, parts: LaneParts) -> None:
+        self._parts = parts
+        self._loads: deque[_Share] = deque()
+        self._stores: deque[_Share] = deque()
+        self._pages = HeaderPages(2 * parts.depth + 32, parts.header_bytes)
+        self._zeros = bytes(parts.header_bytes)
+        self._unverified: list[BlockMove] = []
+        self._running: dict[int, BlockMove] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._fill_called = False
+
+    def enqueue(self, run: JobRun, blocks: Iterator[BlockMove]) -> None:
+        """Take a job's blocks on. They are made one by one when there is room for them."""
+        queue = self._loads if run.kind is JobKind.LOAD else self._stores
+        queue.append((run, blocks))
+        self._call_fill()
+
+    def withdraw(self, outcome: BlockOutcome, run: JobRun | None = None) -> None:
+        """End the blocks (of one job, or all) whose I/O has not begun; those under way go on to their end."""
+        for queue in (self._loads, self._stores):
+            shares = list(queue)
+            queue.clear()
+            for owner, blocks in shares:
+                if run is not None and owner is not run:
+                    queue.append((owner, blocks))
+                    continue
+                for block in blocks:
+                    block.end(outcome)
+
+    async def drained(self, timeout_seconds: float) -> bool:
+        """Wait for the blocks under way. False if some have not ended at the deadline."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    def give_up(self) -> None:
+        """Report the jobs whose I/O did not end in time."""
+        for block in list(self._running.values()):
+            block.place.run.give_up()
+
+    def _call_fill(self) -> None:
+        if not self._fill_called:
+            self._fill_called = True
+            self._parts.loop.call_soon(self._fill)
+
+    def _fill(self) -> None:
+        """Begin blocks while there are header pages for them, some in each turn of the loop."""
+        self._fill_called = False
+        requests: list[IORequest] = []
+        now = self._parts.clock()
+        starts = 0
+        while starts < STARTS_PER_TURN and self._pages.free:
+            queue = self._loads or self._stores
+            if not queue:
+                break
+            run, blocks = queue[0]
+            block = next(blocks, None)
+            if block is None:
+                queue.popleft()
+                continue
+            starts += 1
+            if run.job.deadline is not None and now > run.job.deadline:
+                block.end(LATE)
+            else:
+                requests.extend(self._begin(block))
+        self._parts.engine.submit(requests)
+        if self._pages.free and (self._loads or self._stores):
+            self._call_fill()
+
+    def _begin(self, block: BlockMove) -> list[IORequest]:
+        block.page = self._pages.acquire()
+        self._running[block.page] = block
+        self._idle.clear()
+        page = self._pages.pages[block.page]
+        if block.place.run.kind is JobKind.STORE:
+            kind = IOKind.WRITE
+            encode_slot_header(block.header, page, self._zeros)
+        else:
+            kind = IOKind.READ
+        total = len(page) + len(block.payload)
+        if total <= REQUEST_BYTES:
+            block.pieces = 1
+            return [_Piece(block, kind, block.offset, [page, block.payload], self._piece_done)]
+        requests: list[IORequest] = []
+        for start, end in split(total, self._parts.header_bytes):
+            buffers = _between([page, block.payload], start, end)
+            requests.append(_Piece(block, kind, block.offset + start, buffers, self._piece_done))
+        block.pieces = len(requests)
+        return requests
+
+    def _piece_done(self, piece: IORequest, result: int) -> None:
+        assert isinstance(piece, _Piece)
+        block = piece.block
+        if result != piece.length:
+            if self._go_on(piece, result):
+                return
+            block.errno = block.errno or (-result if result < 0 else errno.EIO)
+        block.pieces -= 1
+        if block.pieces:
+            return
+        if block.errno:
+            self._parts.counters[f"errno.{errno.errorcode.get(block.errno, block.errno)}"] += 1
+            self._end(block, error_outcome(block.errno))
+        elif piece.kind is IOKind.WRITE:
+            self._end(block, STORED)
+        else:
+            if not self._unverified:
+                self._parts.loop.call_soon(self._verify)
+            self._unverified.append(block)
+
+    def _go_on(self, piece: _Piece, result: int) -> bool:
+        """Continue a short transfer while it is aligned and progresses; ask again what was merely interrupted."""
+        if result in _AGAIN and piece.retries < _RETRIES:
+            piece.retries += 1
+            self._parts.engine.submit([piece])
+            return True
+        if result <= 0 or result > piece.length or result % self._parts.alignment:
+            return False
+        self._parts.counters["io.short"] += 1
+        rest = _between(piece.buffers, result, piece.length)
+        following = _Piece(piece.block, piece.kind, piece.offset + result, rest, self._piece_done)
+        self._parts.engine.submit([following])
+        return True
+
+    def _verify(self) -> None:
+        batch, self._unverified = self._unverified, []
+        reads = [ReadSlot(self._pages.pages[block.page], block.payload, block.header) for block in batch]
+        checked = self._parts.loop.run_in_executor(self._parts.threads, verify_slots, reads)
+        checked.add_done_callback(partial(self._verified, batch))
+
+    def _verified(self, batch: list[BlockMove], checked: asyncio.Future[list[Mismatch | bytes]]) -> None:
+        if checked.cancelled() or checked.exception() is not None:
+            self._parts.counters["verify.failed"] += len(batch)
+            for block in batch:
+                self._end(block, failed(errno.EIO))
+            return
+        for block, found in zip(batch, checked.result(), strict=True):
+            if isinstance(found, Mismatch):
+                self._parts.counters[f"mismatch.{found}"] += 1
+                self._end(block, CORRUPT)
+            else:
+                self._parts.set_checksum(block.row, found)
+                self._end(block, LOADED)
+
+    def _end(self, block: BlockMove, outcome: BlockOutcome) -> None:
+        self._pages.release(block.page)
+        del self._running[block.page]
+        block.end(outcome)
+        if self._loads or self._stores:
+            self._call_fill()
+        elif not self._running:
+            self._idle.set()
+
+
+def split(total: int, alignment: int) -> list[tuple[int, int]]:
+    """Cut a transfer into pieces of nearly one size, aligned, of at most REQUEST_BYTES each."""
+    pieces = -(-total // REQUEST_BYTES)
+    size = min(-(-total // pieces // alignment) * alignment, REQUEST_BYTES)
+    return [(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+def _between(buffers: Sequence[memoryview], start: int, end: int) -> list[memoryview]:
+    """Bytes `start` to `end` of buffers laid one after another."""
+    parts = []
+    for buffer in buffers:
+        part = buffer[max(start, 0) : max(end, 0)]
+        if len(part):
+            parts.append(part)
+        start -= len(buffer)
+        end -= len(buffer)
+    return parts
