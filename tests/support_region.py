@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.geometry import Geometry, GroupLayout, KVLayout, TensorRef
-
 from kvtier_cpu import RegionSpec, Sharing
 
 PEER = Path(__file__).with_name("support_region_peer.py")

@@ -10,10 +10,10 @@ import time
 from typing import Any
 
 import numpy as np
-from kvtier.errors import KVTierError
-
-from kvtier_cpu import RegionHost, SharedRegion, open_region
 from support_region import named
+
+from kvtier.errors import KVTierError
+from kvtier_cpu import RegionHost, SharedRegion, open_region
 
 
 def open_as_told(request: dict[str, Any]) -> tuple[SharedRegion | None, dict[str, Any]]:

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support_region import geometry, named
+
 from kvtier.errors import GeometryError, RegionError, UsageError
 from kvtier.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier.jobs import int_array
-
 from kvtier_cpu import RegionSpec, attach_region, open_region
 from kvtier_cpu.control import ControlShape
 from kvtier_cpu.opening import RegionHost
 from kvtier_cpu.rendezvous import Names
-from support_region import geometry, named
 
 
 @pytest.fixture

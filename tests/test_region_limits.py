@@ -14,14 +14,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvtier.errors import SharedMemoryError
+from support_region import geometry, named
 
+from kvtier.errors import SharedMemoryError
 from kvtier_cpu import RegionSpec, open_region
 from kvtier_cpu import populate as populate_module
 from kvtier_cpu.limits import Reading, SystemLimits, require
 from kvtier_cpu.opening import RegionHost, Step
 from kvtier_cpu.populate import Plan, Populated, make_resident
-from support_region import geometry, named
 
 MIB = 1 << 20
 NOTHING_READ: list[Reading] = []

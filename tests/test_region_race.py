@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support_region import Peer, named
+
 from kvtier.errors import RegionError
 from kvtier.jobs import int_array
-
 from kvtier_cpu import open_region
 from kvtier_cpu.rendezvous import Names
-from support_region import Peer, named
 
 SHM = Path("/dev/shm")
 PEERS = 8
@@ -204,3 +204,39 @@ def test_the_last_joiner_killed_before_it_removed_the_name_leaves_a_name_the_cre
     assert len(names_of(engine_id)) == 2
     creator.close()
     assert names_of(engine_id) == []
+
+
+def chaos(engine_id: str, peers: list[Peer], rng: random.Random) -> None:
+    """One round: all open at once, one dies at some step, and is started again; then all close."""
+    victim = rng.randrange(len(peers))
+    for i, peer in enumerate(peers):
+        die_at = rng.choice(CREATOR_STEPS + JOINER_STEPS) if i == victim else None
+        peer.ask("open", spec=spec_of(engine_id, i, len(peers)), die_at=die_at)
+    replies = [peer.answer() for peer in peers]
+    if replies[victim] is None:
+        peers[victim].kill()
+        peers[victim] = Peer()
+        replies[victim] = peers[victim].call("open", spec=spec_of(engine_id, victim, len(peers)))
+    for reply in replies:
+        assert reply is not None
+        assert "incarnation" in reply or reply["error"] == "RegionError", reply
+    for peer in peers:
+        assert peer.call("close") is not None
+    assert names_of(engine_id) == []
+
+
+def test_one_that_dies_anywhere_in_a_race_leaves_a_region_or_a_typed_error(
+    peers: list[Peer], engine_id: str, seed: int
+) -> None:
+    peers += [Peer() for _ in range(3)]
+    rng = random.Random(seed)
+    for _ in range(6):
+        chaos(engine_id, peers, rng)
+
+
+@pytest.mark.long
+def test_many_that_die_anywhere_in_many_races(peers: list[Peer], engine_id: str, seed: int) -> None:
+    peers += [Peer() for _ in range(4)]
+    rng = random.Random(seed)
+    for _ in range(300):
+        chaos(engine_id, peers, rng)

@@ -1,0 +1,115 @@
+"""Workers of the CPU tier in plain numpy: they copy pages between arrays and rows, and misbehave on request."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from kvtier.geometry import Geometry
+from kvtier.jobs import (
+    LOADED,
+    STORED,
+    BlockOutcome,
+    GPURuns,
+    GroupTransfer,
+    JobKind,
+    JobResult,
+    TransferJob,
+    int_array,
+)
+from kvtier.keys import GPU, GroupIndex, JobId, OffloadKey, make_key
+from kvtier.loadstore import LoadStore, LookupResult, Opened, Rows, TierContext
+from kvtier.options import TierOptions
+
+GPU_BLOCKS = 64
+
+
+class ArrayWorker(LoadStore):
+    """Worker `worker` with `pages[group]` of shape (GPU_BLOCKS, page bytes).
+
+    `forgets` are rows it copies but does not stamp, `refuses` rows it reports as failed; `raises` ends every call;
+    `gate`, while it is set to an unset event, holds every call. `seen` are the jobs it was
+    given, `entered` is set once there was one.
+    """
+
+    medium = GPU
+    Options: ClassVar[type[TierOptions]] = TierOptions
+
+    def __init__(self, geometry: Geometry, worker: int) -> None:
+        rng = np.random.default_rng(worker)
+        self.geometry, self.worker = geometry, worker
+        self.pages = [
+            rng.integers(1, 256, (GPU_BLOCKS, geometry.page_bytes(group)), dtype=np.uint8)
+            for group in range(geometry.num_groups)
+        ]
+        self.rows: Rows | None = None
+        self.seen: list[TransferJob] = []
+        self.forgets: set[int] = set()
+        self.refuses: dict[int, BlockOutcome] = {}
+        self.raises: BaseException | None = None
+        self.gate: asyncio.Event | None = None
+        self.entered = asyncio.Event()
+        self.calls_ended = 0
+
+    async def open(self, context: TierContext) -> Opened:
+        return Opened(0)
+
+    async def lookup(self, keys: Sequence[OffloadKey]) -> Sequence[LookupResult]:
+        return []
+
+    async def close(self) -> None:
+        """Nothing to release."""
+
+    async def load(self, job: TransferJob) -> JobResult:
+        return await self._copy(job, to_rows=True)
+
+    async def store(self, job: TransferJob) -> JobResult:
+        return await self._copy(job, to_rows=False)
+
+    async def _copy(self, job: TransferJob, to_rows: bool) -> JobResult:
+        assert self.rows is not None
+        self.seen.append(job)
+        self.entered.set()
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.raises is not None:
+            raise self.raises
+        outcomes = []
+        for group in job.groups:
+            assert isinstance(group.staging, GPURuns)
+            size = self.geometry.page_bytes(group.group)
+            for block, sub, gpu in zip(*(part.tolist() for part in group.staging.pages()), strict=True):
+                start = self.geometry.offset(group.group, self.worker, sub)
+                place = self.rows.view[int(group.slots[block]), start : start + size]
+                page = self.pages[group.group][gpu]
+                if to_rows:
+                    place[:] = page
+                else:
+                    page[:] = place
+            rows = group.slots.tolist()
+            if to_rows:
+                done = [i for i, row in enumerate(rows) if row not in self.forgets and row not in self.refuses]
+                self.rows.stamp(self.worker, group.slots[done], group.generations[done])
+            self.rows.end_use(self.worker, group.slots)
+            outcomes.append(tuple(self.refuses.get(row, LOADED if to_rows else STORED) for row in rows))
+        self.calls_ended += 1
+        return JobResult(job.job_id, tuple(outcomes))
+
+
+def transfer(group: int, staging: GPURuns, rows: Sequence[int], generation: int = 1) -> GroupTransfer:
+    """A transfer of one block for each row; every row gets a generation of its own from `generation` on."""
+    keys = tuple(make_key(f"{group}/{row}".encode(), group) for row in rows)
+    slots = int_array(list(rows))
+    return GroupTransfer(GroupIndex(group), keys, staging, slots, slots + generation)
+
+
+def job(kind: JobKind, *groups: GroupTransfer) -> TransferJob:
+    return TransferJob(JobId(7), kind, groups)
+
+
+def disk_error() -> OSError:
+    return OSError(errno.ENODEV, "the device fell off the bus")
