@@ -6,17 +6,16 @@ import asyncio
 import errno
 import logging
 import mmap
-import os
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 
 from kvtier.errors import RootError, UsageError
-from kvtier.geometry import round_up
+from kvtier.geometry import Geometry
 from kvtier.jobs import (
     CANCELLED,
     MISSING,
@@ -33,11 +32,12 @@ from kvtier.jobs import (
 from kvtier.keys import FS, Medium, OffloadKey, key_group
 from kvtier.loadstore import LoadStore, LookupResult, Opened, Rows, SlotSpace, TierContext
 from kvtier.options import TierOptions
+from kvtier.registry import Preview
 from kvtier_fs import opening
-from kvtier_fs.io.probe import probe_direct
-from kvtier_fs.opening import Seams, Session
+from kvtier_fs.io.probe import probe_path
+from kvtier_fs.opening import Layout, Seams, Session, side_by_side
 from kvtier_fs.options import FSOptions
-from kvtier_fs.regions import RegionDemand
+from kvtier_fs.preview import preview
 from kvtier_fs.root import Root
 from kvtier_fs.scan import Entry, SlotAt, Wanted, recovered, scan_root
 from kvtier_fs.slot import SlotHeader, max_key_bytes
@@ -45,16 +45,6 @@ from kvtier_fs.threads import RootThreads
 from kvtier_fs.transfer import BlockMove, BlockPlace, JobRun, Lane, LaneParts, error_outcome
 
 _log = logging.getLogger("kvtier.fs")
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """How the roots are to be used: the session, the readable manifest, bytes of each root, slot sizes by group."""
-
-    session: Session
-    manifest: str
-    share: int
-    slot_bytes: tuple[int, ...]
 
 
 class FSBackend(LoadStore):
@@ -79,11 +69,9 @@ class FSBackend(LoadStore):
         self._space: SlotSpace | None = None
         self._context: TierContext
         self._rows: Rows
-        self._memory: memoryview
+        self._layout: Layout
+        self._memory = memoryview(b"")
         self._namespace = b""
-        self._header_bytes = 0
-        self._payload_bytes: tuple[int, ...] = ()
-        self._slot_bytes: tuple[int, ...] = ()
         self._slots_per_region = 0
         self._closing = False
         self._releasing = asyncio.Lock()
@@ -99,10 +87,14 @@ class FSBackend(LoadStore):
         threads = RootThreads("kvtier-fs-probe", 2)
         try:
             loop = asyncio.get_running_loop()
-            probes = [loop.run_in_executor(threads, _probe_path, root) for root in self.options.roots]
+            probes = [loop.run_in_executor(threads, probe_path, root) for root in self.options.roots]
             return max(await asyncio.gather(*probes))
         finally:
             await threads.close(self.options.close_timeout_seconds)
+
+    def preview(self, geometry: Geometry, look: bool) -> Preview:
+        """What the tier would be if it were opened now. Looks at the roots only if asked to; leaves nothing behind."""
+        return preview(self.options, geometry, look)
 
     async def open(self, context: TierContext) -> Opened:
         """Take the roots, begin a session in each, rebuild the directory from the headers on disk.
@@ -123,24 +115,27 @@ class FSBackend(LoadStore):
 
     async def _open(self, context: TierContext, rows: Rows) -> Opened:
         notes = await self._enter()
-        layout = self._lay_out(context, notes)
-        self._context, self._rows = context, rows
+        layout = opening.lay_out(self._roots, self.options, context.geometry)
+        notes.extend(layout.notes)
+        self._context, self._rows, self._layout = context, rows, layout
         self._memory = rows.view.reshape(-1).data
-        begun = [self._begin(root, layout) for root in self._roots]
-        for root_notes in await asyncio.gather(*begun):
+        self._namespace = context.namespace.digest()
+        epochs = [root.stored.epoch(self._namespace) for root in self._roots if root.stored is not None]
+        session = Session(layout, self._namespace, context.namespace.manifest(), max(epochs, default=0))
+        for root_notes in await side_by_side(self._begin(root, session) for root in self._roots):
             notes.extend(root_notes)
         engine = await self._start_engines(notes)
-        space = self._number_regions(layout)
-        wanted = Wanted(self._namespace, layout.session.epoch, space.slot_bytes, self._payload_bytes)
-        found = await asyncio.gather(*(self._scan(root, wanted) for root in self._roots))
+        space = self._number_regions()
+        wanted = Wanted(self._namespace, session.epoch, layout.slot_bytes, layout.payload_bytes)
+        found = await side_by_side(self._scan(root, wanted) for root in self._roots)
         self._space = space
         direct = all(root.probe.direct for root in self._roots)
         return Opened(
             capacity_bytes=layout.share * len(self._roots),
             space=space,
             recovered=recovered(self._roots, space, found),
-            epoch=layout.session.epoch,
-            mode=f"slab, {engine}, {'direct' if direct else 'buffered'}",
+            epoch=session.epoch,
+            mode=opening.mode(engine, direct),
             notes=tuple(notes),
         )
 
@@ -153,37 +148,19 @@ class FSBackend(LoadStore):
             if root is not None:
                 self._roots.append(root)
 
-        for failure in await asyncio.gather(*map(enter, paths), return_exceptions=True):
-            if failure is not None:
-                raise failure
+        await side_by_side(map(enter, paths))
         self._roots.sort(key=lambda root: paths.index(root.path))
         present = {root.path for root in self._roots}
         missing = [path for path in paths if path not in present]
         if not present:
-            raise RootError(missing[0], "is not there; mount the disk, or create the folder or the one it lies in")
+            raise RootError(missing[0], opening.MISSING)
         return [f"{path}: is not there; running without it" for path in missing]
 
-    def _lay_out(self, context: TierContext, notes: list[str]) -> _Layout:
-        """Decide how every root is cut for this layout. Raises GeometryError or RootError."""
-        geometry = context.geometry
-        header = self._header_bytes = opening.header_bytes(self._roots)
-        opening.check_alignment(self._roots, geometry.alignment, header)
-        self._payload_bytes = tuple(geometry.aligned_bytes(group) for group in range(geometry.num_groups))
-        sizes = tuple(round_up(header + payload, header) for payload in self._payload_bytes)
-        share = self.options.capacity // len(self.options.roots) // 4096 * 4096
-        demand = RegionDemand(share, len(self._roots), sizes, header, header)
-        plan, plan_notes = opening.plan_regions(self._roots, demand, self.options.region_bytes)
-        notes.extend(plan_notes)
-        self._namespace = context.namespace.digest()
-        epochs = [root.stored.epoch(self._namespace) for root in self._roots if root.stored is not None]
-        session = Session(plan, geometry.alignment, self._namespace, max(epochs, default=0))
-        return _Layout(session, context.namespace.manifest(), share, sizes)
-
-    async def _begin(self, root: Root, layout: _Layout) -> list[str]:
+    async def _begin(self, root: Root, session: Session) -> list[str]:
         try:
             notes = [
-                await opening.begin_session(root, layout.session, self._seams.random_bytes),
-                await opening.describe(root, self._namespace, layout.manifest, layout.share),
+                await opening.begin_session(root, session, self._seams.random_bytes),
+                await opening.describe(root, session),
             ]
         except OSError as error:
             raise root.folder.refusal(error) from error
@@ -205,7 +182,7 @@ class FSBackend(LoadStore):
                 clock=self._context.clock,
                 set_checksum=self._rows.set_checksum,
                 counters=self.counters,
-                header_bytes=self._header_bytes,
+                header_bytes=self._layout.header_bytes,
                 alignment=root.probe.offset_alignment if root.probe.direct else 1,
                 depth=self.options.io_depth,
             )
@@ -218,7 +195,7 @@ class FSBackend(LoadStore):
         except OSError as error:
             raise root.folder.refusal(error) from error
 
-    def _number_regions(self, layout: _Layout) -> SlotSpace:
+    def _number_regions(self) -> SlotSpace:
         """Number the regions over the roots in the order of the options; a root that is not there has none."""
         present = {root.path: root for root in self._roots}
         counts, first = [], 0
@@ -229,8 +206,7 @@ class FSBackend(LoadStore):
                 root.first_region = first
                 first += root.plan.regions
         self._first_regions = [root.first_region for root in self._roots]
-        self._slot_bytes = layout.slot_bytes
-        space = SlotSpace(layout.session.plan.region_bytes, tuple(counts), layout.slot_bytes)
+        space = SlotSpace(self._layout.plan.region_bytes, tuple(counts), self._layout.slot_bytes)
         self._slots_per_region = space.slots_per_region
         return space
 
@@ -268,7 +244,7 @@ class FSBackend(LoadStore):
             lengths = {len(group.keys), len(group.slots), len(group.generations)}
             if isinstance(group.staging, GPURuns) or lengths != {len(group.staging)}:
                 raise UsageError("a job on this tier names a row, a slot and a generation for each key")
-            if not 0 <= group.group < len(self._payload_bytes):
+            if not 0 <= group.group < len(self._layout.payload_bytes):
                 raise UsageError(f"there is no group {group.group}")
             if not (_within(group.staging, self._rows.num_rows) and _within(group.slots, self._space.num_slot_ids)):
                 raise UsageError("a job names a row or a slot that does not exist")
@@ -324,7 +300,7 @@ class FSBackend(LoadStore):
                 run.end(number, position, refused)
                 continue
             state = root.regions[at.region]
-            start, payload_bytes = row * self._rows.row_bytes, self._payload_bytes[group.group]
+            start, payload_bytes = row * self._rows.row_bytes, self._layout.payload_bytes[group.group]
             header = SlotHeader(
                 namespace=self._namespace,
                 epoch=run.job.epoch,
@@ -346,13 +322,13 @@ class FSBackend(LoadStore):
     def _refuse(self, root: Root, kind: JobKind, at: SlotAt, key: OffloadKey) -> BlockOutcome | None:
         """Why a block cannot move to or from a slot, if so."""
         state = root.regions[at.region]
-        wanted = self._slot_bytes[key_group(key)]
+        wanted = self._layout.slot_bytes[key_group(key)]
         if state.slot_bytes != wanted or (at.number + 1) * wanted > root.plan.region_bytes:
             self.counters["refused.no_slot"] += 1
             return MISSING if kind is JobKind.LOAD else failed(errno.EINVAL)
         if kind is JobKind.LOAD:
             return None if root.plan.file_of(at.region) in root.fds else MISSING
-        if len(key) > max_key_bytes(self._header_bytes):
+        if len(key) > max_key_bytes(self._layout.header_bytes):
             return dropped(DropReason.KEY_TOO_LONG)
         return None if state.ready else error_outcome(state.errno or errno.EIO)
 
@@ -360,7 +336,7 @@ class FSBackend(LoadStore):
         """Raise the namespace's epoch in every root, durably before this returns. Raises RootError if one fails."""
         if self._space is None or self._closing:
             raise UsageError("this tier is not open")
-        await asyncio.gather(*(root.raise_epoch(self._namespace, epoch) for root in self._roots))
+        await side_by_side(root.raise_epoch(self._namespace, epoch) for root in self._roots)
 
     async def close(self) -> None:
         """End I/O within `close_timeout_seconds`, mark the roots clean, let go of everything. Idempotent.
@@ -375,7 +351,7 @@ class FSBackend(LoadStore):
     async def _release(self) -> None:
         self._closing = True
         roots, self._roots = self._roots, []
-        await asyncio.gather(*(self._release_root(root) for root in roots))
+        await side_by_side(self._release_root(root) for root in roots)
         self._memory = memoryview(b"")
 
     async def _release_root(self, root: Root) -> None:
@@ -393,18 +369,3 @@ class FSBackend(LoadStore):
 
 def _within(values: IntArray, limit: int) -> bool:
     return not len(values) or (int(values.min()) >= 0 and int(values.max()) < limit)
-
-
-def _probe_path(path: str) -> int:
-    """The alignment of the disk a root lies on, or will lie on. Blocks; runs on a thread."""
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-    for folder in (path, os.path.dirname(path)):
-        try:
-            fd = os.open(folder, flags)
-        except OSError:
-            continue
-        try:
-            return probe_direct(fd).alignment
-        finally:
-            os.close(fd)
-    return mmap.PAGESIZE

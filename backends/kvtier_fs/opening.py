@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from kvtier.errors import GeometryError, ResourceError, RootBusyError, RootError
+from kvtier.geometry import Geometry, round_up
 from kvtier_fs import texts
 from kvtier_fs.folder import RootFolder
 from kvtier_fs.io.contract import IOEngine
@@ -23,7 +25,19 @@ from kvtier_fs.slot import DIGEST_BYTES, MIN_HEADER_BYTES
 from kvtier_fs.superblock import Superblock, decode_superblock, foreign_version
 from kvtier_fs.threads import RootThreads
 
+MISSING = "is not there; mount the disk, or create the folder or the one it lies in"
 _FILE_THREADS = 2
+
+T = TypeVar("T")
+
+
+async def side_by_side(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run something for every root at once. All have ended when this returns or raises the first error."""
+    results = await asyncio.gather(*work, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +138,45 @@ def plan_regions(roots: list[Root], demand: RegionDemand, region_bytes: int | No
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
-    """What a session of a root begins with: the plan, the row alignment, our namespace and its epoch."""
+class Layout:
+    """How roots are cut for a KV layout: bytes of each root, the regions, the sizes of slots and payloads by group."""
 
+    share: int
     plan: RegionPlan
     row_alignment: int
+    slot_bytes: tuple[int, ...]
+    payload_bytes: tuple[int, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def header_bytes(self) -> int:
+        return self.plan.header_bytes
+
+
+def lay_out(roots: list[Root], options: FSOptions, geometry: Geometry) -> Layout:
+    """Decide how these roots are cut. Raises GeometryError or RootError."""
+    header = header_bytes(roots)
+    check_alignment(roots, geometry.alignment, header)
+    payloads = tuple(geometry.aligned_bytes(group) for group in range(geometry.num_groups))
+    sizes = tuple(round_up(header + payload, header) for payload in payloads)
+    share = options.capacity // len(options.roots) // 4096 * 4096
+    demand = RegionDemand(share, len(roots), sizes, header, header)
+    plan, notes = plan_regions(roots, demand, options.region_bytes)
+    return Layout(share, plan, geometry.alignment, sizes, payloads, tuple(notes))
+
+
+def mode(engine: str, direct: bool) -> str:
+    """How the tier's I/O goes, in words."""
+    return f"slab, {engine}, {'direct' if direct else 'buffered'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What a session begins with: how the roots are cut, our namespace, its readable manifest, its epoch."""
+
+    layout: Layout
     namespace: bytes
+    manifest: str
     epoch: int
 
 
@@ -139,13 +186,13 @@ async def begin_session(root: Root, session: Session, random_bytes: Callable[[in
     A root cut for another plan, or without a readable superblock, starts empty under a new uuid, so that nothing left
     over from before can count. Raises RootError or OSError.
     """
-    plan, stored = session.plan, root.stored
+    plan, stored = session.layout.plan, root.stored
     fresh = Superblock(
         root_uuid=random_bytes(DIGEST_BYTES),
         stride=plan.stride,
         regions=plan.regions,
         header_bytes=plan.header_bytes,
-        row_alignment=session.row_alignment,
+        row_alignment=session.layout.row_alignment,
     )
     note = ""
     if stored is not None and stored.stride == plan.stride:
@@ -165,14 +212,14 @@ async def begin_session(root: Root, session: Session, random_bytes: Callable[[in
     return note
 
 
-async def describe(root: Root, namespace: bytes, manifest: str, share: int) -> str:
+async def describe(root: Root, session: Session) -> str:
     """Keep the namespace's readable manifest beside its data. Returns a note if there is no room for it."""
     known = sorted(root.superblock.namespaces, key=lambda item: item[1].session, reverse=True)
-    order = [namespace, *(digest for digest, _ in known if digest != namespace)]
-    room, own = manifests_bytes(share), len(manifest) + 1
+    order = [session.namespace, *(digest for digest, _ in known if digest != session.namespace)]
+    room, own = manifests_bytes(session.layout.share), len(session.manifest) + 1
     if not await root.call(texts.make_room_for_manifest, root.folder, order, own, room):
         return f"{root.path}: no room for the readable manifest ({own} bytes)"
-    await texts.write_manifest(root.folder, namespace, manifest, root.files)
+    await texts.write_manifest(root.folder, session.namespace, session.manifest, root.files)
     return ""
 
 

@@ -16,9 +16,10 @@ from functools import partial
 
 import aiofiles
 
+from kvtier.errors import RootError
 from kvtier_fs.folder import LOCK_NAME, RootFolder
 
-_OWNER_BYTES_MAX = 4096
+OWNER_BYTES_MAX = 4096
 _MANIFEST_NAME = re.compile(r"manifest-([0-9a-f]{32})\.json(\.new)?")
 
 
@@ -35,10 +36,18 @@ async def read_owner(folder: RootFolder, executor: Executor) -> str:
 
     try:
         async with aiofiles.open(LOCK_NAME, "rb", opener=opener, executor=executor) as file:
-            owner = json.loads(await file.read(_OWNER_BYTES_MAX))
+            return owner_in_words(await file.read(OWNER_BYTES_MAX))
+    except (OSError, RootError):
+        return owner_in_words(b"")
+
+
+def owner_in_words(text: bytes) -> str:
+    """What a lock file says of its owner, whatever it holds."""
+    try:
+        owner = json.loads(text)
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(owner["start"])))
         return f"process {int(owner['pid'])} on {str(owner['host'])[:64]!r} since {started}"
-    except (OSError, ValueError, TypeError, KeyError, OverflowError):
+    except (ValueError, TypeError, KeyError, OverflowError, OSError):
         return "another process"
 
 

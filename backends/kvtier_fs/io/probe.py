@@ -69,3 +69,17 @@ def _try_out(fd: int) -> DirectProbe:
     if moved != (alignment, alignment) or written != read:
         return DirectProbe(False, reason="a direct write did not come back whole")
     return DirectProbe(True, alignment, max(512, stated.offset))
+
+
+def probe_path(path: str) -> int:
+    """The alignment of the disk a root lies on, or will lie on; a page where it cannot be looked at. Blocks."""
+    for folder in (path, os.path.dirname(path)):
+        try:
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            return probe_direct(fd).alignment
+        finally:
+            os.close(fd)
+    return mmap.PAGESIZE
