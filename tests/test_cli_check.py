@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from support_backends import STANDARD, add_distribution
+
 from kvtier.cli import main
 from kvtier.cli.text import count_text, size_text
-
-from support_backends import STANDARD, add_distribution
 
 LAYOUT = "full:page=32KiB,block=16;sliding_window:page=16KiB,block=16,window=512"
 
@@ -181,6 +181,8 @@ def test_a_root_owned_by_another_process_names_its_owner(stack: Path, tmp_path: 
     root.mkdir(mode=0o700)
     code = """
 import asyncio, sys, time
+from types import SimpleNamespace
+import numpy as np
 from kvtier.config import build_tiers, parse_stack
 from kvtier.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier.loadstore import TierContext
@@ -189,7 +191,9 @@ layout = KVLayout((GroupLayout((TensorRef(0, 32768),)),))
 text = f"tiers: [{{type: cpu, cpu_bytes_to_use: 1MiB}}, {{type: fs, roots: [{sys.argv[1]}], capacity: 1GiB}}]"
 async def own():
     tier = build_tiers(parse_stack(text))[1]
-    await tier.open(TierContext("fs", Geometry(layout, 4096), Namespace(layout), time.monotonic))
+    rows = SimpleNamespace(num_rows=1, row_bytes=32768, view=np.zeros((1, 32768), np.uint8))
+    rows.checksum = rows.set_checksum = None
+    await tier.open(TierContext("fs", Geometry(layout, 4096), Namespace(layout), time.monotonic, rows=rows))
     print("open", flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     await tier.close()

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from kvtier.config.layout import DEFAULT_LAYOUT, read_layout
 from kvtier.errors import ConfigError
 from kvtier.geometry import GroupKind, KVLayout

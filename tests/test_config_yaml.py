@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvtier.config.strict_yaml import MAX_BYTES, MAX_DEPTH, MAX_NODES, parse_text, read_text
 from kvtier.errors import ConfigError
 

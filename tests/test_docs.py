@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+
 from kvtier.config import StackOptions, build_tiers, load_stack, parse_stack
 from kvtier.config.layout import read_layout
 from kvtier.config.plan import Probed, plan_stack

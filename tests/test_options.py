@@ -7,8 +7,9 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvtier.options import ByteSize, LowerTierOptions, TierOptions, parse_size
 from pydantic import TypeAdapter, ValidationError
+
+from kvtier.options import ByteSize, LowerTierOptions, TierOptions, parse_size
 
 BINARY = {"KiB": 1, "MiB": 2, "GiB": 3, "TiB": 4, "PiB": 5}
 DECIMAL = {"KB": 1, "MB": 2, "GB": 3, "TB": 4, "PB": 5}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from kvtier.errors import ConfigError
-from kvtier.registry import discover
-
 import support_backends
 from support_backends import STANDARD, Idle, add_distribution, backends_in
+
+from kvtier.errors import ConfigError
+from kvtier.registry import discover
 
 
 def test_a_backend_is_found_by_its_type_name(tmp_path: Path) -> None:
