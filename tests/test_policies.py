@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from kvtier.errors import ConfigError, IntegrityError
 from kvtier.keys import OffloadKey, make_key
 from kvtier.policies import ARC, LRU, POLICIES, make_policy
@@ -347,7 +348,6 @@ class ARCModel:
             del source[slot]
             if remember:
                 ghosts[self.keys[slot]] = None
-        self.tie = False
         return chosen
 
     def coldest(self):

@@ -66,6 +66,6 @@ def plan_load(
                 f"group {group} needs GPU blocks at {wanted.start} to {wanted.stop - 1} of its block table"
             )
         (runs,) = GPULoadStoreSpec(ids, (len(ids),), (wanted.start,)).runs(factor)
-        positions = np.arange(wanted.start // factor, -(-wanted.stop // factor), dtype=np.int64)
+        positions = np.arange(wanted.start // factor, wanted.stop // factor, dtype=np.int64)
         loads.append(GroupLoad(GroupIndex(group), positions, runs))
     return tuple(loads)

@@ -52,7 +52,6 @@ class _State(Enum):
     QUEUED = auto()
     IN_FLIGHT = auto()
     STORED = auto()
-    GONE = auto()
 
 
 @dataclass(slots=True, eq=False)
@@ -193,9 +192,8 @@ class StorePlanner:
         for i, part in enumerate(blocks):
             for j, block in enumerate(part):
                 self._release(block)
-                if block.state is _State.IN_FLIGHT:
-                    stored = outcomes is not None and outcomes[i][j].ok
-                    block.state = _State.STORED if stored else _State.RESIDENT
+                stored = outcomes is not None and outcomes[i][j].ok
+                block.state = _State.STORED if stored else _State.RESIDENT
 
     def reused(self, gpu_blocks: Sequence[int]) -> None:
         """The pool hands these GPU blocks out for new content; what they held is forgotten.
@@ -266,10 +264,8 @@ class StorePlanner:
         if block.state is _State.QUEUED:
             del self._queue[block]
             self._release(block)
-        block.state = _State.GONE
         for gpu_block in block.gpu_blocks:
-            if self._holding.get(gpu_block) is block:
-                del self._holding[gpu_block]
+            del self._holding[gpu_block]
         computed = self._requests.get(block.request_id)
         if computed is not None:
             computed.pop(block, None)

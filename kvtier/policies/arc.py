@@ -111,7 +111,6 @@ class ARC(EvictionPolicy):
         self._lists.unlink(chosen)
         for slot in chosen:
             self._become_ghost(slot)
-        self._tie_to_once = False
         return chosen
 
     def coldest(self) -> Iterator[int]:
