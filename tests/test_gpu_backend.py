@@ -196,8 +196,9 @@ async def test_closing_waits_for_copies_and_lets_go_of_the_region(monkeypatch: p
 
 
 async def test_a_copy_that_never_ends_does_not_keep_close(
-    rows: MmapRows, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    rows = MmapRows(GEOMETRY, NUM_ROWS)  # never unmapped: the stuck copy still has it
     monkeypatch.setattr("kvtier_gpu.backend.CLOSE_TIMEOUT_SECONDS", 0.01)
     tier, gate = await opened(rows), Gate(monkeypatch)
     call = asyncio.create_task(tier.load(WORK))

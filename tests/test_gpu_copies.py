@@ -10,14 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvtier.geometry import Geometry, GroupLayout, KVLayout, TensorRef
-from kvtier.jobs import GPURuns, JobResult, TransferJob
-
-from kvtier_gpu import GPUBackend, GPUOptions
-from kvtier_gpu.engines.contract import Direction
-from kvtier_gpu.engines.staged import StagedCopier, group_tensors, staging_bytes
-from kvtier_gpu.plan import RegionShape, cut, group_tables, plan_job
-from kvtier_gpu.surfaces import surfaces
 from support_gpu import (
     MmapRows,
     Worker,
@@ -29,6 +21,14 @@ from support_gpu import (
     runs_of,
     transfer,
 )
+
+from kvtier.geometry import Geometry, GroupLayout, KVLayout, TensorRef
+from kvtier.jobs import GPURuns, JobResult, TransferJob
+from kvtier_gpu import GPUBackend, GPUOptions
+from kvtier_gpu.engines.contract import Direction
+from kvtier_gpu.engines.staged import StagedCopier, group_tensors, staging_bytes
+from kvtier_gpu.plan import RegionShape, cut, group_tables, plan_job
+from kvtier_gpu.surfaces import surfaces
 
 NUM_BLOCKS = 17
 NUM_ROWS = 9

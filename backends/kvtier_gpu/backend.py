@@ -12,6 +12,8 @@ from typing import ClassVar, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from pydantic import Field
+
 from kvtier.errors import ConfigError, GeometryError, UsageError
 from kvtier.jobs import (
     LOADED,
@@ -28,8 +30,6 @@ from kvtier.jobs import (
 from kvtier.keys import GPU, Medium, OffloadKey
 from kvtier.loadstore import LoadStore, LookupResult, Opened, Ownership, Rows, TierContext
 from kvtier.options import TierOptions
-from pydantic import Field
-
 from kvtier_gpu.engines.contract import CopyEngine, Direction
 from kvtier_gpu.engines.cuda import CudaEngine
 from kvtier_gpu.engines.memmove import MemmoveEngine

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
 from kvtier.errors import UsageError
 from kvtier.geometry import Geometry
 from kvtier.jobs import GPURuns, GroupTransfer, IntArray, TransferJob, int_array
-
 from kvtier_gpu.surfaces import Surface
 
 

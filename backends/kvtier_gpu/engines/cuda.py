@@ -17,8 +17,8 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 import torch
-from kvtier.errors import ResourceError
 
+from kvtier.errors import ResourceError
 from kvtier_gpu.engines.contract import CopyEngine, Direction, Done
 from kvtier_gpu.engines.pinning import PinnedRegion, Runtime
 from kvtier_gpu.engines.staged import STAGING_BYTES, GroupTensors, StagedCopier, staging_bytes
@@ -67,6 +67,8 @@ class _Lane:
         self._requests.put(request)
 
     def stop(self, timeout_seconds: float) -> bool:
+        if self._threads[0].ident is None:
+            return True
         self._requests.put(None)
         for thread in self._threads:
             thread.join(timeout_seconds)
@@ -76,7 +78,8 @@ class _Lane:
         return ended
 
     def _issue_all(self) -> None:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        # inference mode is a thread's own; in it both normal and inference tensors may be written
+        with torch.inference_mode(), torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             while (request := self._requests.get()) is not None:
                 event: torch.cuda.Event | None = None
                 error: Exception | None = None

@@ -16,8 +16,8 @@ from queue import SimpleQueue
 
 import numpy as np
 import numpy.typing as npt
-from kvtier.errors import UsageError
 
+from kvtier.errors import UsageError
 from kvtier_gpu.engines.contract import CopyEngine, Direction, Done
 from kvtier_gpu.plan import Batch, CopyPlan, Extents, Span, batches, cut, extents
 from kvtier_gpu.surfaces import Surface

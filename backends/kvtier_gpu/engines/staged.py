@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+
 from kvtier.geometry import Geometry
 from kvtier.jobs import IntArray
-
 from kvtier_gpu.engines.contract import Direction
 from kvtier_gpu.plan import Extents, GroupTable, Span, merge
 from kvtier_gpu.surfaces import Surface
@@ -94,12 +94,12 @@ class StagedCopier:
         return [staged[:, offset // width : (offset + length) // width] for offset, length in places]
 
     def _gather(self, group: GroupTensors, ids: torch.Tensor) -> None:
-        on_device = ids.to(self._staging.device)
+        on_device = ids.to(self._staging.device, non_blocking=True)
         for pages, column in zip(group.pages, self._columns(group, len(ids)), strict=True):
             column.copy_(pages.index_select(0, on_device))
 
     def _scatter(self, group: GroupTensors, ids: torch.Tensor) -> None:
-        on_device = ids.to(self._staging.device)
+        on_device = ids.to(self._staging.device, non_blocking=True)
         for pages, column in zip(group.pages, self._columns(group, len(ids)), strict=True):
             pages.index_copy_(0, on_device, column)
 
