@@ -29,7 +29,7 @@ from kvtier.jobs import (
     dropped,
     failed,
 )
-from kvtier.keys import FS, Medium, OffloadKey, key_group
+from kvtier.keys import FS, Medium, OffloadKey
 from kvtier.loadstore import LoadStore, LookupResult, Opened, Rows, SlotSpace, TierContext
 from kvtier.options import TierOptions
 from kvtier.registry import Preview
@@ -38,8 +38,8 @@ from kvtier_fs.io.probe import probe_path
 from kvtier_fs.opening import Layout, Seams, Session, side_by_side
 from kvtier_fs.options import FSOptions
 from kvtier_fs.preview import preview
-from kvtier_fs.root import Root
-from kvtier_fs.scan import Entry, SlotAt, Wanted, recovered, scan_root
+from kvtier_fs.root import RegionState, Root
+from kvtier_fs.scan import Entry, Wanted, recovered, scan_root
 from kvtier_fs.slot import SlotHeader, max_key_bytes
 from kvtier_fs.threads import RootThreads
 from kvtier_fs.transfer import BlockMove, BlockPlace, JobRun, Lane, LaneParts, error_outcome
@@ -73,6 +73,7 @@ class FSBackend(LoadStore):
         self._memory = memoryview(b"")
         self._namespace = b""
         self._slots_per_region = 0
+        self._max_key_bytes = 0
         self._closing = False
         self._releasing = asyncio.Lock()
 
@@ -208,6 +209,7 @@ class FSBackend(LoadStore):
         self._first_regions = [root.first_region for root in self._roots]
         space = SlotSpace(self._layout.plan.region_bytes, tuple(counts), self._layout.slot_bytes)
         self._slots_per_region = space.slots_per_region
+        self._max_key_bytes = max_key_bytes(self._layout.header_bytes)
         return space
 
     async def lookup(self, keys: Sequence[OffloadKey]) -> Sequence[LookupResult]:
@@ -285,52 +287,59 @@ class FSBackend(LoadStore):
         return run.result(self._context.clock() - started)
 
     def _moves(self, root: Root, run: JobRun, number: int, positions: IntArray) -> Iterator[BlockMove]:
-        """The blocks of one group of a job on one root, made when their turn comes; ends those that cannot move."""
+        """The blocks of one group of a job on one root, by place, made when their turn comes; ends what cannot move."""
         group = run.job.groups[number]
-        slots = group.slots[positions].tolist()
-        rows = group.staging[positions].tolist() if not isinstance(group.staging, GPURuns) else []
+        assert not isinstance(group.staging, GPURuns)
+        storing, row_bytes, memory = run.kind is JobKind.STORE, self._rows.row_bytes, self._memory
+        payload_bytes, slot_bytes = self._layout.payload_bytes[group.group], self._layout.slot_bytes[group.group]
+        places = group.slots[positions].tolist(), group.staging[positions].tolist()
         generations = group.generations[positions].tolist()
-        for position, slot, row, generation in zip(positions.tolist(), slots, rows, generations, strict=True):
+        region, refused, state = -1, None, RegionState()
+        for position, slot, row, generation in zip(positions.tolist(), *places, generations, strict=True):
             key = group.keys[position]
-            region, index = divmod(slot, self._slots_per_region)
-            place = BlockPlace(run, number, position)
-            at = SlotAt(region - root.first_region, index)
-            refused = self._refuse(root, run.kind, at, key)
-            if refused is not None:
-                run.end(number, position, refused)
+            numbered, index = divmod(slot, self._slots_per_region)
+            if numbered - root.first_region != region:
+                region = numbered - root.first_region
+                state = root.regions[region]
+                refused = self._refuse_region(root, region, run.kind, slot_bytes)
+            outcome = refused or self._refuse_block(root, index, slot_bytes, key)
+            if outcome is not None:
+                run.end(number, position, outcome)
                 continue
-            state = root.regions[at.region]
-            start, payload_bytes = row * self._rows.row_bytes, self._layout.payload_bytes[group.group]
             header = SlotHeader(
-                namespace=self._namespace,
-                epoch=run.job.epoch,
-                root_uuid=root.superblock.root_uuid,
-                region=at.region,
-                slot_index=index,
-                region_generation=state.generation,
-                slot_bytes=state.slot_bytes,
-                payload_bytes=payload_bytes,
-                generation=generation,
-                group=group.group,
-                key=key,
-                payload_digest=self._rows.checksum(row) if run.kind is JobKind.STORE else b"",
+                self._namespace,
+                run.job.epoch,
+                root.superblock.root_uuid,
+                region,
+                index,
+                state.generation,
+                slot_bytes,
+                payload_bytes,
+                generation,
+                group.group,
+                key,
+                self._rows.checksum(row) if storing else b"",
             )
-            fd = root.fds[root.plan.file_of(at.region)]
-            offset = root.plan.slot_offset(at.region, index, state.slot_bytes)
-            yield BlockMove(place, row, self._memory[start : start + payload_bytes], header, (fd, offset))
+            at = root.fds[root.plan.file_of(region)], root.plan.slot_offset(region, index, slot_bytes)
+            payload = memory[row * row_bytes : row * row_bytes + payload_bytes]
+            yield BlockMove(BlockPlace(run, number, position), row, payload, header, at)
 
-    def _refuse(self, root: Root, kind: JobKind, at: SlotAt, key: OffloadKey) -> BlockOutcome | None:
-        """Why a block cannot move to or from a slot, if so."""
-        state = root.regions[at.region]
-        wanted = self._layout.slot_bytes[key_group(key)]
-        if state.slot_bytes != wanted or (at.number + 1) * wanted > root.plan.region_bytes:
-            self.counters["refused.no_slot"] += 1
+    def _refuse_region(self, root: Root, region: int, kind: JobKind, slot_bytes: int) -> BlockOutcome | None:
+        """Why blocks of a size cannot move to or from a region, if so."""
+        state = root.regions[region]
+        if state.slot_bytes != slot_bytes:
+            self.counters["refused.slot_size"] += 1
             return MISSING if kind is JobKind.LOAD else failed(errno.EINVAL)
         if kind is JobKind.LOAD:
-            return None if root.plan.file_of(at.region) in root.fds else MISSING
-        if len(key) > max_key_bytes(self._layout.header_bytes):
-            return dropped(DropReason.KEY_TOO_LONG)
+            return None if root.plan.file_of(region) in root.fds else MISSING
         return None if state.ready else error_outcome(state.errno or errno.EIO)
+
+    def _refuse_block(self, root: Root, index: int, slot_bytes: int, key: OffloadKey) -> BlockOutcome | None:
+        """Why a block cannot move, if so: its slot does not exist, or its key fits no header."""
+        if (index + 1) * slot_bytes > root.plan.region_bytes:
+            self.counters["refused.no_slot"] += 1
+            return failed(errno.EINVAL)
+        return dropped(DropReason.KEY_TOO_LONG) if len(key) > self._max_key_bytes else None
 
     async def reset(self, epoch: int) -> None:
         """Raise the namespace's epoch in every root, durably before this returns. Raises RootError if one fails."""

@@ -89,10 +89,9 @@ def checksum_holds(page: memoryview) -> bool:
     return bytes(page[8:_CHECKED_FROM]) == header_checksum(page)
 
 
-def magic_and_version_hold(page: memoryview) -> bool:
-    """True if the page is a slot header of this format."""
-    version, header_bytes = struct.unpack_from("<II", page, _CHECKED_FROM)
-    return page[:8] == SLOT_MAGIC and (version, header_bytes) == (FORMAT_VERSION, len(page))
+def magic_holds(page: memoryview) -> bool:
+    """True if the page says it is a slot header, of whatever version."""
+    return page[:8] == SLOT_MAGIC
 
 
 def payload_digest(page: memoryview) -> bytes:
@@ -102,11 +101,11 @@ def payload_digest(page: memoryview) -> bytes:
 
 def decode_slot_header(page: memoryview) -> SlotHeader | None:
     """The header a page holds; None if it is no whole slot header of this format."""
-    if page[:8] != SLOT_MAGIC or not checksum_holds(page) or not magic_and_version_hold(page):
+    if not magic_holds(page) or not checksum_holds(page):
         return None
     fields = _FIXED.unpack_from(page, _CHECKED_FROM)
-    key_bytes = fields[12]
-    if key_bytes > max_key_bytes(len(page)):
+    version, header_bytes, key_bytes = fields[0], fields[1], fields[12]
+    if (version, header_bytes) != (FORMAT_VERSION, len(page)) or key_bytes > max_key_bytes(len(page)):
         return None
     key = bytes(page[KEY_AT : KEY_AT + key_bytes])
     return SlotHeader._make((*fields[2:12], key, payload_digest(page)))

@@ -9,12 +9,14 @@ from enum import StrEnum
 import xxhash
 
 from kvtier_fs.slot import (
+    KEY_AT,
     SlotHeader,
     checksum_holds,
     decode_slot_header,
     fixed_bytes,
-    magic_and_version_hold,
+    magic_holds,
     pack_fixed,
+    payload_digest,
 )
 
 
@@ -66,17 +68,24 @@ def verify_slot(read: ReadSlot) -> Mismatch | bytes:
     page, expected = read.page, read.expected
     if not checksum_holds(page):
         return Mismatch.HEADER_CHECKSUM
-    if not magic_and_version_hold(page):
-        return Mismatch.VERSION
+    key_end = KEY_AT + len(expected.key)
+    if not (
+        magic_holds(page)
+        and fixed_bytes(page) == pack_fixed(expected, len(page))
+        and page[KEY_AT:key_end] == expected.key
+    ):
+        return _first_difference(page, expected)
+    stated = payload_digest(page)
+    # The object, not the one-shot function: only the object lets go of the GIL while it works.
+    return stated if xxhash.xxh3_128(read.payload).digest() == stated else Mismatch.PAYLOAD
+
+
+def _first_difference(page: memoryview, expected: SlotHeader) -> Mismatch:
     found = decode_slot_header(page)
     if found is None:
-        return Mismatch.KEY
-    if fixed_bytes(page) != pack_fixed(expected, len(page)) or found.key != expected.key:
-        return next((place for place, name in _PLACES if getattr(found, name) != getattr(expected, name)), Mismatch.KEY)
-    # The object, not the one-shot function: only the object lets go of the GIL while it works.
-    if xxhash.xxh3_128(read.payload).digest() != found.payload_digest:
-        return Mismatch.PAYLOAD
-    return found.payload_digest
+        return Mismatch.VERSION
+    differing = (place for place, name in _PLACES if getattr(found, name) != getattr(expected, name))
+    return next(differing, Mismatch.KEY)
 
 
 def verify_slots(reads: Sequence[ReadSlot]) -> list[Mismatch | bytes]:
