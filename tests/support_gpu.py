@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+
 from kvtier.geometry import Geometry
 from kvtier.jobs import GPURuns, GroupTransfer, IntArray, JobKind, TransferJob, int_array
 from kvtier.keys import GroupIndex, JobId, OffloadKey, make_key

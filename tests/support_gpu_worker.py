@@ -11,11 +11,11 @@ import socket
 import sys
 
 import numpy as np
+from support_gpu import MmapRows, context, make_worker
+
 from kvtier.geometry import Geometry, GroupKind, GroupLayout, KVLayout, TensorRef
 from kvtier.stack.workers import serve_worker
-
 from kvtier_gpu import GPUBackend, GPUOptions
-from support_gpu import MmapRows, context, make_worker
 
 NUM_BLOCKS = 24
 TWO_WORKERS = Geometry(

@@ -16,6 +16,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support_gpu import MmapRows, context, job, make_worker, naive_copy, naive_whole_rows, runs_of, transfer
+from support_gpu_worker import NUM_BLOCKS, TWO_WORKERS
+
 from kvtier.errors import ConfigError, KVTierError, ResourceError, UsageError
 from kvtier.jobs import (
     LOADED,
@@ -35,9 +38,6 @@ from kvtier.keys import GPU, JobId
 from kvtier.loadstore import LoadStore, Opened, TierContext
 from kvtier.stack import worker_frames
 from kvtier.stack.workers import WorkerLink, WorkerLinkOptions, serve_worker
-
-from support_gpu import MmapRows, context, job, make_worker, naive_copy, naive_whole_rows, runs_of, transfer
-from support_gpu_worker import NUM_BLOCKS, TWO_WORKERS
 
 WORKER = Path(__file__).with_name("support_gpu_worker.py")
 NUM_ROWS = 12

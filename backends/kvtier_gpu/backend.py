@@ -95,7 +95,7 @@ class GPUBackend(LoadStore):
     def __init__(self, options: TierOptions) -> None:
         if not isinstance(options, GPUOptions):
             raise ConfigError(f"the GPU tier takes GPUOptions, not {type(options).__name__}")
-        self._options = options
+        self.options: GPUOptions = options
         self._open: _Open | None = None
         self._closing = asyncio.Lock()
         self.copy_errors = 0
@@ -114,8 +114,8 @@ class GPUBackend(LoadStore):
             raise UsageError("the GPU tier is opened with the engine's KV tensors and the region's rows")
         tensors = surfaces(context.kv_caches.tensors, context.geometry)
         device = tensors[0].tensor.device
-        if device.type not in ("cpu", "cuda") or self._options.device not in ("auto", device.type):
-            raise ConfigError(f"the KV tensors are on {device}, not on {self._options.device}", path="device")
+        if device.type not in ("cpu", "cuda") or self.options.device not in ("auto", device.type):
+            raise ConfigError(f"the KV tensors are on {device}, not on {self.options.device}", path="device")
         tables = group_tables(context.geometry, context.worker, tensors)
         engine = self._engine(context, rows, tensors, tables)
         try:
@@ -132,7 +132,7 @@ class GPUBackend(LoadStore):
         region = _flat(rows, context.geometry.row_bytes)
         device = tensors[0].tensor.device
         if device.type == "cpu":
-            return MemmoveEngine(region, tensors, self._options.copy_threads)
+            return MemmoveEngine(region, tensors, self.options.copy_threads)
         engine = CudaEngine(region, rows.row_bytes, group_tensors(context.geometry, tables, tensors), device)
         engine.compute_stream = torch.cuda.current_stream(device)
         return engine

@@ -83,7 +83,7 @@ class WorkerLink(LoadStore):
         other end, or its death goes unseen."""
         if not isinstance(options, WorkerLinkOptions):
             raise ConfigError(f"a worker link takes WorkerLinkOptions, not {type(options).__name__}")
-        self._options = options
+        self.options: WorkerLinkOptions = options
         self._sock = sock
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -104,7 +104,7 @@ class WorkerLink(LoadStore):
             raise UsageError("a worker link is opened once")
         hello = _hello(context)
         try:
-            async with asyncio.timeout(self._options.open_timeout_seconds):
+            async with asyncio.timeout(self.options.open_timeout_seconds):
                 reader, self._writer = await asyncio.open_connection(sock=self._sock)
                 self._writer.write(encode_hello(hello))
                 capacity_bytes, mode = _welcome(context.worker, *await read_frame(reader))
@@ -137,7 +137,7 @@ class WorkerLink(LoadStore):
         answers = [call.answer for call in self._calls.values()]
         try:
             if answers:
-                await asyncio.wait(answers, timeout=self._options.close_timeout_seconds)
+                await asyncio.wait(answers, timeout=self.options.close_timeout_seconds)
         finally:
             self._lose(errno.ECONNRESET)
             await self._hang_up()
@@ -212,7 +212,7 @@ class WorkerLink(LoadStore):
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.wait((self._reading,))
-        await _close(self._writer, self._options.close_timeout_seconds)
+        await _close(self._writer, self.options.close_timeout_seconds)
 
 
 def _welcome(worker: int, kind: FrameType, body: bytes) -> tuple[int, str]:
