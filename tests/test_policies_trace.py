@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from kvtier.keys import OffloadKey, make_key
 from kvtier.policies import make_policy
 
