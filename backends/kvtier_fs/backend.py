@@ -350,8 +350,8 @@ class FSBackend(LoadStore):
     async def close(self) -> None:
         """End I/O within `close_timeout_seconds`, mark the roots clean, let go of everything. Idempotent.
 
-        Blocks whose I/O had not begun are dropped. Blocks whose I/O is stuck are reported late, counted in
-        `close.stuck`, and their root keeps its lock and files until the kernel lets the process go.
+        Blocks whose I/O had not begun are dropped. Blocks whose I/O is stuck are reported late and counted in
+        `close.stuck`; their root keeps its lock, files and memory. Calling again lets go of what has ended meanwhile.
         """
         self._closing = True
         async with self._releasing:
@@ -359,21 +359,24 @@ class FSBackend(LoadStore):
 
     async def _release(self) -> None:
         self._closing = True
-        roots, self._roots = self._roots, []
-        await side_by_side(self._release_root(root) for root in roots)
+        stuck = await side_by_side(self._release_root(root) for root in self._roots)
+        self.counters["close.stuck"] = sum(stuck)
+        self._roots = [root for root, left in zip(self._roots, stuck, strict=True) if left]
         self._memory = memoryview(b"")
 
-    async def _release_root(self, root: Root) -> None:
+    async def _release_root(self, root: Root) -> int:
+        """Returns how many requests or threads are stuck; then the root is not released."""
         timeout = self.options.close_timeout_seconds
-        if not await root.drained(timeout, self.counters):
+        stuck = await root.drained(timeout)
+        if stuck:
             _log.warning("%s: I/O is stuck; the folder stays locked until it ends", root.path)
-            return
+            return stuck
         if self._space is not None:
             try:
                 await root.write_superblock(replace(root.superblock, clean=True))
             except RootError:
                 self.counters["close.unclean"] += 1
-        self.counters["close.stuck"] += await root.release(timeout)
+        return await root.release(timeout)
 
 
 def _within(values: IntArray, limit: int) -> bool:

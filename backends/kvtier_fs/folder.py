@@ -52,6 +52,8 @@ class RootFolder:
             self._create()
             self._folder_fd = os.open(self.path, flags)
         except OSError as error:
+            if os.path.islink(self.path):
+                raise RootError(self.path, "is a symbolic link; name the folder it leads to") from error
             raise self.refusal(error) from error
         self._check_folder()
         return True
@@ -79,7 +81,6 @@ class RootFolder:
         """What an error of the operating system means to whoever configured this root."""
         reasons = {
             errno.ENOTDIR: "is not a folder; name a folder for this tier alone",
-            errno.ELOOP: "is a symbolic link; name the folder it leads to",
             errno.EACCES: "no permission; make this user its owner with mode 0700",
             errno.EPERM: "no permission; make this user its owner with mode 0700",
             errno.EROFS: "lies on a read-only file system; choose one that can be written",

@@ -78,7 +78,7 @@ def _look(root: Root, options: FSOptions) -> list[str]:
         if not folder.enter():
             return _look_beside(root, options)
         _check_owner(root)
-        if not os.access(folder.fd, os.W_OK | os.X_OK):
+        if not os.access(".", os.W_OK | os.X_OK, dir_fd=folder.fd, effective_ids=True):
             raise RootError(folder.path, "no permission; make this user its owner with mode 0700")
         _check_disk(root, folder.fd, options)
         data = folder.read_superblock()
@@ -98,7 +98,7 @@ def _look_beside(root: Root, options: FSOptions) -> list[str]:
     parent = os.path.dirname(root.path)
     if not options.create or not os.path.isdir(parent):
         raise RootError(root.path, MISSING)
-    if not os.access(parent, os.W_OK | os.X_OK):
+    if not os.access(parent, os.W_OK | os.X_OK, effective_ids=True):
         raise RootError(root.path, "cannot be created (no permission); create it for this user")
     fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
 
 from kvtier.errors import RootError
+from kvtier.jobs import DropReason, dropped
 from kvtier_fs.buffers import HeaderPages
 from kvtier_fs.folder import RootFolder
 from kvtier_fs.io.contract import IOEngine, IOKind, IORequest
@@ -162,18 +162,21 @@ class Root:
             return 0
         return -result if result < 0 else errno.EIO
 
-    async def drained(self, timeout_seconds: float, counters: Counter[str]) -> bool:
-        """Let all I/O end and stop the engine. False if some is stuck: then files, memory and lock stay."""
+    async def drained(self, timeout_seconds: float) -> int:
+        """Drop what has not begun, let the rest end, stop the engine.
+
+        Returns how many requests are stuck at the deadline; then their jobs are told, and files, memory and lock stay.
+        """
         if not self._started:
-            return True
-        cuts = list(self._cutting.values())
-        moves = asyncio.create_task(self.lane.drained(timeout_seconds))
-        _, unfinished = await asyncio.wait([moves, *cuts], timeout=timeout_seconds + 1)
-        if not unfinished and moves.result() and not await self.engine.close(timeout_seconds):
-            return True
-        counters["close.stuck"] += max(1, self.engine.in_flight)
+            return 0
+        self.lane.withdraw(dropped(DropReason.CLOSING))
+        idle = asyncio.create_task(self.lane.drained(timeout_seconds))
+        _, unfinished = await asyncio.wait([idle, *self._cutting.values()], timeout=timeout_seconds + 1)
+        stuck = 0 if unfinished or not idle.result() else await self.engine.close(timeout_seconds)
+        if not unfinished and idle.result() and not stuck:
+            return 0
         self.lane.give_up()
-        return False
+        return max(1, self.engine.in_flight)
 
     async def release(self, timeout_seconds: float) -> int:
         """Close the files, give the lock up, end the threads. Returns how many threads are stuck."""

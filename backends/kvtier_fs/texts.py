@@ -11,6 +11,7 @@ import os
 import re
 import socket
 import time
+from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import partial
 
@@ -28,15 +29,36 @@ def manifest_name(namespace: bytes) -> str:
     return f"manifest-{namespace.hex()}.json"
 
 
-async def read_owner(folder: RootFolder, executor: Executor) -> str:
-    """Who holds a root's lock, in words. Only for a message: never fails, whatever the file holds."""
+async def _read(folder: RootFolder, name: str, executor: Executor) -> bytes:
+    """The beginning of a text file. Raises OSError or RootError."""
+    # Not `async with`: leaving it, aiofiles closes the file on the event loop's own threads.
+    file = await aiofiles.open(name, "rb", opener=_opener(folder), executor=executor)
+    try:
+        return await file.read(OWNER_BYTES_MAX)
+    finally:
+        await file.close()
 
+
+async def _write(folder: RootFolder, name: str, text: bytes, executor: Executor) -> None:
+    """Replace a text file's contents. Raises OSError or RootError."""
+    file = await aiofiles.open(name, "wb", opener=_opener(folder), executor=executor)
+    try:
+        await file.write(text)
+    finally:
+        await file.close()
+
+
+def _opener(folder: RootFolder) -> Callable[[str, int], int]:
     def opener(name: str, flags: int) -> int:
         return folder.open_file(name, flags)
 
+    return opener
+
+
+async def read_owner(folder: RootFolder, executor: Executor) -> str:
+    """Who holds a root's lock, in words. Only for a message: never fails, whatever the file holds."""
     try:
-        async with aiofiles.open(LOCK_NAME, "rb", opener=opener, executor=executor) as file:
-            return owner_in_words(await file.read(OWNER_BYTES_MAX))
+        return owner_in_words(await _read(folder, LOCK_NAME, executor))
     except (OSError, RootError):
         return owner_in_words(b"")
 
@@ -54,23 +76,13 @@ def owner_in_words(text: bytes) -> str:
 async def write_owner(folder: RootFolder, executor: Executor) -> None:
     """Put this process's name on the lock it holds. Raises OSError."""
     owner = {"pid": os.getpid(), "host": socket.gethostname()[:64], "start": round(time.time())}
-
-    def opener(name: str, flags: int) -> int:
-        return folder.open_file(name, flags)
-
-    async with aiofiles.open(LOCK_NAME, "wb", opener=opener, executor=executor) as file:
-        await file.write(json.dumps(owner).encode())
+    await _write(folder, LOCK_NAME, json.dumps(owner).encode(), executor)
 
 
 async def write_manifest(folder: RootFolder, namespace: bytes, text: str, executor: Executor) -> None:
     """Describe a namespace in a file of its own, replaced in one step. Raises OSError."""
     name = manifest_name(namespace)
-
-    def opener(path: str, flags: int) -> int:
-        return folder.open_file(path, flags)
-
-    async with aiofiles.open(f"{name}.new", "wb", opener=opener, executor=executor) as file:
-        await file.write(text.encode() + b"\n")
+    await _write(folder, f"{name}.new", text.encode() + b"\n", executor)
     replace = partial(os.replace, f"{name}.new", name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
     await asyncio.get_running_loop().run_in_executor(executor, replace)
 
