@@ -7,13 +7,14 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from pydantic import Field
+
 from kvtier.geometry import Geometry
 from kvtier.jobs import MISSING, JobResult, TransferJob
 from kvtier.keys import CPU, FS, GPU, Medium, OffloadKey
 from kvtier.loadstore import LoadStore, LookupResult, Opened, SlotSpace, TierContext
 from kvtier.options import ByteSize, LowerTierOptions, PolicyName, TierOptions
 from kvtier.registry import Backends, Preview
-from pydantic import Field
 
 
 class Idle(LoadStore):
