@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 import xxhash
 from pydantic import ValidationError
 from support_region import geometry, named
@@ -34,11 +35,12 @@ from kvtier.jobs import (
     int_array,
 )
 from kvtier.keys import CPU
-from kvtier.loadstore import ProvidesRows, TierContext
+from kvtier.loadstore import KVCaches, ProvidesRows, TierContext
 from kvtier.namespace import Namespace
 from kvtier_cpu import CPUBackend, CPUOptions, SharedRegion, open_region
 from kvtier_cpu.limits import Reading
 from kvtier_cpu.opening import RegionHost, Step
+from kvtier_gpu import GPUBackend, GPUOptions
 
 FACTOR = 2
 ROWS = 16
@@ -401,3 +403,35 @@ def test_a_worker_built_for_another_namespace_cannot_join() -> None:
         open_region(named("/dev/shm", f"other-{os.getpid()}", 3, 0, namespace_digest=b"z" * 16))
     owner.close()
     assert np.count_nonzero([name.startswith("kvtier-") for name in os.listdir("/dev/shm")]) == 0
+
+
+async def test_the_gpu_tier_of_this_process_stores_and_loads_through_the_region() -> None:
+    tier = Tier()
+    rng = np.random.default_rng(5)
+    sizes = {ref.tensor: ref.page_size_bytes for group in tier.geometry.layout.groups for ref in group.refs}
+    tensors = [
+        [torch.from_numpy(rng.integers(0, 256, (64, sizes[i]), dtype=np.uint8)) for i in range(len(sizes))]
+        for _ in range(2)
+    ]
+    gpus = [GPUBackend(GPUOptions()) for _ in range(2)]
+    tier.context = replace(tier.context, workers=gpus)
+    await tier.backend.open(tier.context)
+    for worker, gpu in enumerate(gpus):
+        caches = KVCaches(tensors[worker])
+        await gpu.open(replace(tier.context, worker=worker, kv_caches=caches, rows=tier.backend.rows, workers=()))
+    blocks = [3, 60, 17, 4]
+    stored = transfer(0, GPURuns.whole(blocks, FACTOR), [9, 2]), transfer(1, GPURuns.whole(blocks, FACTOR), [0, 15])
+    assert (await tier.backend.store(job(JobKind.STORE, *stored))).ok
+    expected = [[tensor.clone() for tensor in own] for own in tensors]
+    for own in expected:
+        for tensor in own:
+            tensor[[30, 31, 32, 33]] = tensor[blocks]
+    target = GPURuns.whole([30, 31, 32, 33], FACTOR)
+    loaded = transfer(0, target, [9, 2]), transfer(1, target, [0, 15])
+    assert (await tier.backend.load(job(JobKind.LOAD, *loaded))).ok
+    for own, wanted in zip(tensors, expected, strict=True):
+        assert all(torch.equal(tensor, copy) for tensor, copy in zip(own, wanted, strict=True))
+    assert tier.region.uses_ended(1, int_array([9, 2, 0, 15])).tolist() == [2, 2, 2, 2]
+    for gpu in gpus:
+        await gpu.close()
+    await tier.backend.close()

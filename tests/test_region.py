@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import socket
 import stat
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +24,7 @@ from kvtier.jobs import int_array
 from kvtier_cpu import RegionSpec, attach_region, open_region
 from kvtier_cpu.control import ControlShape
 from kvtier_cpu.opening import RegionHost
-from kvtier_cpu.rendezvous import Names
+from kvtier_cpu.rendezvous import Names, Patience, open_claim, sweep_leftovers
 
 
 @pytest.fixture
@@ -354,6 +358,7 @@ def test_a_perfect_copy_of_a_region_without_its_lock_is_not_adopted(shm: Path) -
 def plant_symlink(path: Path) -> None:
     target = path.with_name("target")
     target.write_bytes(b"precious")
+    target.chmod(0o600)
     path.symlink_to(target)
 
 
@@ -432,4 +437,63 @@ def test_opening_can_be_given_up(shm: Path) -> None:
     host.stop.set()
     with pytest.raises(RegionError, match="given up"):
         open_region(named(shm, "e", 2), host)
+    assert os.listdir(shm) == []
+
+
+# ---- names that change hands at a bad moment
+
+
+def patience() -> Patience:
+    return Patience(time.monotonic, time.monotonic() + 5, threading.Event())
+
+
+def test_a_late_sweeper_does_not_take_a_successors_name_away(shm: Path) -> None:
+    names = Names.of(str(shm), "e")
+    Path(names.control).write_bytes(b"left by the dead")
+    Path(names.control).chmod(0o600)
+    late = open_claim(names)
+    assert late is not None
+    assert not late.alive()
+    successor = open_region(named(shm, "e", 2))
+    before = sorted(os.listdir(shm))
+    late.sweep(patience())
+    late.withdraw()
+    assert sorted(os.listdir(shm)) == before
+    successor.close()
+
+
+def test_nobody_sweeps_a_live_region(shm: Path) -> None:
+    owner = open_region(named(shm, "e", 2))
+    claim = open_claim(Names.of(str(shm), "e"))
+    assert claim is not None
+    claim.sweep(patience())
+    claim.close()
+    sweep_leftovers(str(shm), patience())
+    open_region(named(shm, "another", 2)).close()
+    assert len(os.listdir(shm)) == 2
+    owner.close()
+
+
+def test_a_creator_that_leaves_while_a_joiner_waits_at_the_gate_makes_the_joiner_start_over(shm: Path) -> None:
+    creator = open_region(named(shm, "e", 2, 0))
+    holder = open_claim(Names.of(str(shm), "e"))
+    assert holder is not None
+    incarnation = creator.incarnation
+    with ExitStack() as gate:
+        gate.enter_context(holder.gate(patience()))
+
+        def clock() -> float:
+            """The second look at the clock is the joiner's, waiting at the gate: the creator leaves now."""
+            if next(looks) == 1:
+                gate.close()
+                creator.close()
+            return time.monotonic()
+
+        looks = itertools.count()
+        region = open_region(named(shm, "e", 2, 1), RegionHost(clock=clock))
+        assert next(looks) > 2
+    assert region.incarnation != incarnation
+    assert region.participants_mapped == (1,)
+    holder.close()
+    region.close()
     assert os.listdir(shm) == []
