@@ -196,7 +196,7 @@ class World:
         for source, target, k in self._places(emission):
             token = self.remote.get(k) if source[0] == "remote" else self.bytes_at.get(source)
             if target is not None and target[0] == "remote":
-                if token is not None:
+                if token is not None and emission.job.epoch == self.plane.board.epoch:
                     self.remote[k] = token
             elif target is not None and token is not None:
                 self.bytes_at[target] = token

@@ -81,7 +81,7 @@ class CPUBackend(LoadStore):
     def __init__(self, options: TierOptions, host: RegionHost | None = None) -> None:
         if not isinstance(options, CPUOptions):
             raise UsageError(f"the CPU tier needs CPUOptions, got {type(options).__name__}")
-        self._options = options
+        self.options: CPUOptions = options
         self._host = host or RegionHost()
         self._region: SharedRegion | None = None
         self._context: TierContext | None = None
@@ -114,10 +114,10 @@ class CPUBackend(LoadStore):
         spec = self._spec(context, sharing)
         spec = replace(spec, participant=world_size) if named else replace(spec, serves=tuple(range(world_size)))
         region = await self._map(context, spec)
-        mode = f"{sharing}, {region.populated}" if self._options.populate else str(sharing)
+        mode = f"{sharing}, {region.populated}" if self.options.populate else str(sharing)
         notes = () if region.complete else (f"{spec.participants} processes share the region; not all have mapped it",)
         return Opened(
-            capacity_bytes=self._options.cpu_bytes_to_use,
+            capacity_bytes=self.options.cpu_bytes_to_use,
             space=SlotSpace(
                 region_bytes=spec.size_bytes,
                 regions_by_root=(1,),
@@ -211,7 +211,7 @@ class CPUBackend(LoadStore):
     async def _load(self, context: TierContext, region: SharedRegion, job: TransferJob) -> JobResult:
         geometry, started = context.geometry, context.clock()
         outcomes, shares = all_blocks(job, geometry)
-        if self._options.verify_loads:
+        if self.options.verify_loads:
             shares = await self._verified(region, geometry, shares)
         reports = await self._ask(context.workers, "store", job, shares)
         bytes_moved = 0
@@ -279,12 +279,12 @@ class CPUBackend(LoadStore):
         return region
 
     def _sharing(self, world_size: int) -> Sharing:
-        if self._options.shared == "auto":
+        if self.options.shared == "auto":
             return Sharing.NAMED if world_size > 1 else Sharing.MEMFD
-        return Sharing(self._options.shared)
+        return Sharing(self.options.shared)
 
     def _spec(self, context: TierContext, sharing: Sharing) -> RegionSpec:
-        geometry, options = context.geometry, self._options
+        geometry, options = context.geometry, self.options
         return RegionSpec(
             geometry=geometry,
             num_rows=geometry.num_blocks(options.cpu_bytes_to_use),

@@ -208,7 +208,7 @@ class Demotions:
                 rows, keys = rows[: len(slots)], keys[: len(slots)]
             if not rows:
                 return False
-        job = DemotionJob(self, lower, rows, slots)
+        job = DemotionJob(self, lower, rows, keys, slots)
         groups: dict[int, list[int]] = {}
         for i, key in enumerate(keys):
             groups.setdefault(key_group(key), []).append(i)
@@ -245,10 +245,18 @@ class Demotions:
 class DemotionJob(InFlight):
     """One store into a lower tier: pinned rows, filling slots."""
 
-    def __init__(self, demotions: Demotions, lower: LowerTier, rows: list[int], slots: list[int] | None) -> None:
+    def __init__(
+        self,
+        demotions: Demotions,
+        lower: LowerTier,
+        rows: list[int],
+        keys: list[OffloadKey],
+        slots: list[int] | None,
+    ) -> None:
         self.demotions = demotions
         self.lower = lower
         self.rows = rows
+        self.keys = keys
         self.slots = slots
         self.order: list[int] = []
         self.epoch = demotions.board.epoch
@@ -262,7 +270,7 @@ class DemotionJob(InFlight):
             (good if outcome.ok else bad).append(i)
             board.count(lower.position, outcome)
             if lower.shared is not None and outcome.ok and self.epoch == board.epoch:
-                lower.shared.learn(self.demotions._key(self.rows[i]), True, now)
+                lower.shared.learn(self.keys[i], True, now)
         if lower.owned is not None and self.slots is not None:
             lower.owned.commit([self.slots[i] for i in sorted(good)])
             lower.owned.abort([self.slots[i] for i in bad])

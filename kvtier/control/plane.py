@@ -168,8 +168,7 @@ class ControlPlane:
         reservation = self._reservations.ask(request_id, keys, self._next_age)
         if reservation.age == self._next_age:
             self._next_age += 1
-        if not reservation.served:
-            self._claims[reservation.age] = reservation
+        self._claims[reservation.age] = reservation
         self.pump(now)
         return reservation
 
@@ -246,14 +245,17 @@ class ControlPlane:
 
     def _serve_claims(self, now: float) -> LoadRequest | Reservation | None:
         """In order of age, until one is blocked for want of a row; returns that one."""
+        oldest = True
         for age in sorted(self._claims):
             claim = self._claims[age]
-            if isinstance(claim, Reservation):
+            if isinstance(claim, Reservation) and oldest and not claim.served:
                 claim.oldest(now)
+                oldest = False
             while claim.todo and not claim.advance(now):
-                if self._reservations.revoke_younger(age):
-                    continue
-                return claim
+                revoked = self._reservations.revoke_younger(age)
+                if revoked is None:
+                    return claim
+                self._claims[revoked.age] = revoked
             if isinstance(claim, Reservation):
                 self._settle_reservation(claim, now)
         return None

@@ -8,6 +8,7 @@ to what fits. So every request is served, and none waits for one that waits for 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from enum import StrEnum
 
@@ -39,13 +40,14 @@ class Reservation:
         self.open = 0
         self.todo: list[int] = []
         self.oldest_since: float | None = None
-        self.leased_until = 0.0
+        self.leased_until = math.inf
         self.ended = False
         self.walked = False
 
     def ask(self, keys: Sequence[OffloadKey]) -> None:
         """Add a phase: keys already asked for are not asked again."""
         self.walked = False
+        self.leased_until = math.inf
         for key in keys:
             if key not in self.index:
                 self.index[key] = len(self.keys)
@@ -123,8 +125,8 @@ class Reservation:
             if state is KeyState.FILLING:
                 self._miss(index)
 
-    def revoke(self) -> int:
-        """Take all leases away; the keys are wanted again. Returns the number of rows let go."""
+    def revoke(self) -> None:
+        """Take all leases away; the keys are wanted again."""
         rows = list(self.rows.values())
         self.owner.board.cpu.release(rows)
         for index in self.rows:
@@ -132,7 +134,8 @@ class Reservation:
         self.todo = sorted([*self.todo, *self.rows])
         self.open += len(rows)
         self.rows.clear()
-        return len(rows)
+        self.oldest_since = None
+        self.leased_until = math.inf
 
     @property
     def served(self) -> bool:
@@ -177,14 +180,15 @@ class Reservations:
             self.board.cpu.release(list(reservation.rows.values()))
             reservation.rows.clear()
 
-    def revoke_younger(self, age: int) -> bool:
-        """Revoke the youngest leases of a request younger than `age`; False when there are none."""
+    def revoke_younger(self, age: int) -> Reservation | None:
+        """Revoke the leases of the youngest request that has some and is younger than `age`; it wants them again."""
         for other in reversed(self.by_request.values()):
             if other.age <= age:
-                return False
+                return None
             if other.rows:
-                return other.revoke() > 0
-        return False
+                other.revoke()
+                return other
+        return None
 
     def older_leases(self, age: int) -> bool:
         """True if a request older than `age` holds leases, which will end by themselves."""
@@ -200,7 +204,7 @@ class Reservations:
         """When something here changes by time alone."""
         times = []
         for reservation in self.by_request.values():
-            if reservation.served:
+            if reservation.served and reservation.leased_until < math.inf:
                 times.append(reservation.leased_until)
             elif reservation.oldest_since is not None:
                 times.append(reservation.oldest_since + self.deadline_seconds)

@@ -118,8 +118,8 @@ class ReplayReport:
         return dict.fromkeys([*self.tiers, *self.counts.hit_tokens])
 
     def _table(self) -> Table:
-        table = Table(title="Replay by tier", title_justify="left", box=box.SIMPLE_HEAD)
-        table.add_column("tier")
+        table = Table(title="Replay by tier", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table.add_column("tier", no_wrap=True, min_width=4)
         for column in ("hit tokens", "loaded", "stored", "evicted", "dropped", "used of bound"):
             table.add_column(column, justify="right", no_wrap=True)
         for name, tier in self.tiers.items():

@@ -2,7 +2,8 @@
 
 from kvtier.stack.assembly import StackParts, StackSettings
 from kvtier.stack.closing import CloseReport
+from kvtier.stack.enginestack import EngineStack
 from kvtier.stack.stats import StackStats, TierStats
 from kvtier.stack.tierstack import TierStack
 
-__all__ = ["CloseReport", "StackParts", "StackSettings", "StackStats", "TierStack", "TierStats"]
+__all__ = ["CloseReport", "EngineStack", "StackParts", "StackSettings", "StackStats", "TierStack", "TierStats"]

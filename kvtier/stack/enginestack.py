@@ -1,0 +1,256 @@
+"""The tier stack for a synchronous engine: decisions on the engine's thread, I/O in a thread of the stack's own.
+
+The engine's thread alone touches the control plane. Jobs go to the loop and outcomes come back in two queues that
+`step` drains, once per engine step; no call but `open`, `close`, `reset` and `wait` waits for anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Coroutine, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from kvtier.control.plane import ControlPlane, Question
+from kvtier.control.reservations import Reservation
+from kvtier.errors import ResourceError, UsageError
+from kvtier.events import OffloadingEvent
+from kvtier.geometry import Geometry
+from kvtier.jobs import GroupTransfer, JobKind, JobResult, TransferJob
+from kvtier.keys import JobId, OffloadKey, RequestId
+from kvtier.loadstore import LookupResult, Resettable
+from kvtier.stack.assembly import Assembled, StackParts, assemble
+from kvtier.stack.closing import CloseReport, close_tiers
+from kvtier.stack.dispatcher import Delivery, Told
+from kvtier.stack.stats import StackStats, collect
+
+T = TypeVar("T")
+
+OPEN_SECONDS = 300.0
+CLOSE_GRACE_SECONDS = 10.0
+
+
+class EngineStack:
+    """Use it as `with EngineStack(parts) as stack`, and call `step` once per engine step from one thread."""
+
+    def __init__(self, parts: StackParts) -> None:
+        self.close_report: CloseReport | None = None
+        self._parts = parts
+        self._assembled: Assembled | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._inbox: deque[Delivery | tuple[Question, Sequence[LookupResult]]] = deque()
+        self._arrived = threading.Event()
+        self._next_job = 1
+        self._closed = False
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def open(self) -> None:
+        """Start the stack's thread and open every tier. Raises as `TierStack.open` does, with nothing left behind."""
+        if self._thread is not None or self._closed:
+            raise UsageError("a stack is opened once")
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="kvtier-stack", daemon=True)
+        self._thread.start()
+        try:
+            self._assembled = self._await(assemble(self._parts, time.monotonic, self._delivered), OPEN_SECONDS)
+        except BaseException:
+            self._stop_loop()
+            raise
+
+    def close(self) -> CloseReport:
+        """Drain lower tiers until the closing deadline, drop the rest, close every tier. Idempotent."""
+        if self._closed or self._assembled is None:
+            self._closed = True
+            return self.close_report or CloseReport(0, 0)
+        self._closed = True
+        plane = self._assembled.plane
+        deadline = time.monotonic() + self._parts.settings.close_seconds
+        plane.close(time.monotonic())
+        self._turn()
+        while time.monotonic() < deadline and (not plane.idle or plane.owed):
+            plane.drain(time.monotonic())
+            self._send()
+            if plane.idle:
+                break
+            self.wait(deadline - time.monotonic())
+            self._turn()
+        dropped = plane.abandon()
+        try:
+            self.close_report = self._await(close_tiers(self._assembled, dropped), CLOSE_GRACE_SECONDS)
+        except TimeoutError:
+            self.close_report = CloseReport(dropped, self._assembled.dispatcher.running)
+        self._stop_loop()
+        return self.close_report
+
+    def _stop_loop(self) -> None:
+        assert self._loop is not None
+        assert self._thread is not None
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_GRACE_SECONDS)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    def _await(self, work: Coroutine[Any, Any, T], timeout_seconds: float) -> T:
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_seconds)
+
+    # -- moving blocks -------------------------------------------------------------------------------------------
+
+    def job(self, kind: JobKind, groups: Sequence[GroupTransfer], timeout_seconds: float | None = None) -> TransferJob:
+        """A job with a fresh id and a deadline from now; the stack's own default when no timeout is given."""
+        self._plane()
+        settings = self._parts.settings
+        if timeout_seconds is None:
+            timeout_seconds = settings.load_seconds if kind is JobKind.LOAD else settings.store_seconds
+        job_id = JobId(self._next_job)
+        self._next_job += 1
+        return TransferJob(job_id, kind, tuple(groups), time.monotonic() + timeout_seconds)
+
+    def submit(self, job: TransferJob, request_id: RequestId | None = None) -> None:
+        """Begin a load or store; its result comes out of a later `step`. A load ends its request's leases."""
+        self._plane().submit(job, time.monotonic(), request_id)
+
+    def cancel(self, job_id: JobId) -> None:
+        """End a job early; its result still comes, after the copies under way."""
+        self._plane().cancel(job_id, time.monotonic())
+
+    def step(self) -> list[JobResult]:
+        """Once per engine step: take in what ended, send what was decided, return the engine's jobs that ended."""
+        self._plane()
+        return self._turn()
+
+    def _turn(self) -> list[JobResult]:
+        assert self._assembled is not None
+        plane = self._assembled.plane
+        self._arrived.clear()
+        now = time.monotonic()
+        while self._inbox:
+            item = self._inbox.popleft()
+            if isinstance(item, tuple):
+                plane.answer(item[0], item[1], now)
+            elif item.told is Told.FINISHED and item.result is not None:
+                plane.finish(item.result, now)
+            elif item.told is Told.LATE:
+                plane.late(item.job_id, now)
+            else:
+                plane.ended(item.job_id, now)
+        plane.pump(now)
+        self._send()
+        return plane.take_finished()
+
+    def _send(self) -> None:
+        assert self._assembled is not None
+        assert self._loop is not None
+        jobs = self._assembled.plane.take_jobs()
+        questions = self._assembled.plane.take_questions()
+        if jobs:
+            self._loop.call_soon_threadsafe(self._assembled.dispatcher.submit, jobs)
+        for question in questions:
+            asyncio.run_coroutine_threadsafe(self._ask(question), self._loop)
+
+    async def _ask(self, question: Question) -> None:
+        assert self._assembled is not None
+        results = await self._assembled.lanes[question.position].tier.lookup(question.keys)
+        self._inbox.append((question, results))
+        self._arrived.set()
+
+    def _delivered(self, batch: list[Delivery]) -> None:
+        """In the loop's thread: a deque append is atomic, and the engine's thread drains it."""
+        self._inbox.extend(batch)
+        self._arrived.set()
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """For an engine with nothing else to do: wait until something arrived for `step`, or the time is over."""
+        return self._arrived.wait(max(0.0, timeout_seconds))
+
+    @property
+    def has_pending_work(self) -> bool:
+        """True while an engine that idles should go on stepping: jobs are under way or waiting."""
+        return not self._plane().idle
+
+    # -- knowing and steering ------------------------------------------------------------------------------------
+
+    @property
+    def geometry(self) -> Geometry:
+        """The layout in rows of the stack's alignment."""
+        self._plane()
+        assert self._assembled is not None
+        return self._assembled.geometry
+
+    def lookup(self, keys: Sequence[OffloadKey]) -> list[LookupResult]:
+        """Presence of each key from memory; RETRY where a shared tier was just asked."""
+        return self._plane().lookup(keys, time.monotonic())
+
+    def locate(self, keys: Sequence[OffloadKey]) -> list[str | None]:
+        """For each key the name of the highest tier that holds it, or None."""
+        return self._plane().locate(keys, time.monotonic())
+
+    def reserve(self, request_id: RequestId, keys: Sequence[OffloadKey]) -> Reservation:
+        """Bring keys into rows and lease them to a request."""
+        return self._plane().reserve(request_id, keys, time.monotonic())
+
+    def reservation(self, request_id: RequestId) -> Reservation | None:
+        """What a request asked for and got so far, in O(1)."""
+        return self._plane().reservation(request_id)
+
+    def end_request(self, request_id: RequestId) -> None:
+        """The request's leases end."""
+        self._plane().end_request(request_id, time.monotonic())
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """One request used these keys, given in prefix order."""
+        self._plane().touch(keys)
+
+    def reset(self, timeout_seconds: float = 30.0) -> None:
+        """New weights: everything stored before is unreachable in every tier when this returns, also after a crash.
+
+        Raises ResourceError if a tier could not make that durable in time; in memory it holds all the same.
+        """
+        epoch = self._plane().reset(time.monotonic())
+        self._send()
+        assert self._assembled is not None
+        tiers = [lane.tier for lane in self._assembled.lanes]
+
+        async def reset_tiers() -> None:
+            await asyncio.gather(*(tier.reset(epoch) for tier in tiers if isinstance(tier, Resettable)))
+
+        try:
+            self._await(reset_tiers(), timeout_seconds)
+        except TimeoutError as error:
+            raise ResourceError(f"the reset was not made durable within {timeout_seconds} s") from error
+
+    def stats(self) -> StackStats:
+        """Figures of every tier since the stack opened; also after it closed."""
+        if self._assembled is None:
+            raise UsageError("the stack was never opened")
+        return collect(self._assembled, time.monotonic())
+
+    def take_events(self) -> list[OffloadingEvent]:
+        """What became reachable or ceased to be since the last call, in order."""
+        return self._plane().take_events()
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless the state machine's sums agree."""
+        if self._assembled is not None:
+            self._assembled.plane.check_integrity()
+
+    def _plane(self) -> ControlPlane:
+        if self._assembled is None:
+            raise UsageError("the stack is not open")
+        if self._closed:
+            raise UsageError("the stack is closed")
+        return self._assembled.plane
