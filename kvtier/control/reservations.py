@@ -60,9 +60,9 @@ class Reservation:
         if self.ended or self.state[index] is not KeyState.FILLING:
             return
         board = self.owner.board
-        if position:
-            self.tried[index] = self.tried.get(index, 0) | board.lowers[position - 1].bit
         if row is None:
+            if position:
+                self.tried[index] = self.tried.get(index, 0) | board.lowers[position - 1].bit
             self.state[index] = KeyState.WANTED
             self.todo.insert(0, index)
         else:
