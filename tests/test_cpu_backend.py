@@ -117,7 +117,7 @@ async def test_too_little_memory_reaches_the_caller_and_leaves_the_tier_closed()
             return [Reading("an empty machine", 0)]
 
     tier = Tier()
-    tier.backend = CPUBackend(tier.backend._options, RegionHost(limits=Nothing()))
+    tier.backend = CPUBackend(tier.backend.options, RegionHost(limits=Nothing()))
     with pytest.raises(SharedMemoryError, match="an empty machine"):
         await tier.open()
     with pytest.raises(UsageError, match="not open"):
@@ -135,7 +135,7 @@ async def test_a_cancelled_open_leaves_nothing_behind() -> None:
 
     tier = Tier(shared="named")
     tier.context = replace(tier.context, engine_id=f"cancelled-{os.getpid()}")
-    tier.backend = CPUBackend(tier.backend._options, RegionHost(observe=hold))
+    tier.backend = CPUBackend(tier.backend.options, RegionHost(observe=hold))
     task = asyncio.ensure_future(tier.backend.open(tier.context))
     await asyncio.to_thread(reached.wait)
     assert any(name.startswith("kvtier-") for name in os.listdir("/dev/shm"))
@@ -390,7 +390,7 @@ async def test_many_jobs_at_once_keep_their_rows_apart(tier: Tier) -> None:
 
 async def test_a_tier_without_workers_moves_nothing_and_says_so(tier: Tier) -> None:
     tier.context = replace(tier.context, workers=())
-    alone = CPUBackend(tier.backend._options)
+    alone = CPUBackend(tier.backend.options)
     await alone.open(tier.context)
     with pytest.raises(UsageError, match="no workers"):
         await alone.store(job(JobKind.STORE))

@@ -13,14 +13,14 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 import numpy as np
+from pydantic import Field
+
 from kvtier.errors import IntegrityError, KVTierError, UsageError
 from kvtier.geometry import Geometry
 from kvtier.jobs import CANCELLED, LOADED, NO_IDS, STORED, BlockOutcome, JobResult, TransferJob, failed, int_array
 from kvtier.keys import CPU, OffloadKey
 from kvtier.loadstore import LoadStore, LookupResult, Opened, Rows, SlotSpace, TierContext
 from kvtier.options import ByteSize, PolicyName, TierOptions
-from pydantic import Field
-
 from kvtier_cpu.opening import RegionHost, open_region
 from kvtier_cpu.region import RegionSpec, SharedRegion, Sharing
 from kvtier_cpu.seal import intact_rows, pieces, seal_rows

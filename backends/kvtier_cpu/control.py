@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from kvtier.errors import RegionError, UsageError
 from kvtier.geometry import round_up
 from kvtier.jobs import IntArray

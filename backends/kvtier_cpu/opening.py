@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
+
 from kvtier.errors import RegionError, SharedMemoryError
 from kvtier.loadstore import Clock
-
 from kvtier_cpu.control import ControlArea
 from kvtier_cpu.limits import MemoryLimits, SystemLimits, require
 from kvtier_cpu.populate import Plan, huge_pages_on_advice, reserve

@@ -13,6 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 
 import numpy as np
+
 from kvtier.errors import RegionError, SharedMemoryError
 
 MADV_POPULATE_WRITE = 23

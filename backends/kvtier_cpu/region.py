@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+
 from kvtier.errors import GeometryError, UsageError
 from kvtier.geometry import Geometry
 from kvtier.jobs import IntArray
-
 from kvtier_cpu.control import ControlArea, ControlShape
 from kvtier_cpu.populate import Plan, Populated, make_resident, map_populated
 from kvtier_cpu.rendezvous import Claim

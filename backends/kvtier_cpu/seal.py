@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 import xxhash
+
 from kvtier.geometry import Geometry
 from kvtier.jobs import IntArray
-
 from kvtier_cpu.region import SharedRegion
 
 PIECE_BYTES = 4 << 20

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+
 from kvtier.errors import UsageError
 from kvtier.geometry import Geometry
 from kvtier.jobs import (
