@@ -12,6 +12,7 @@ from kvtier.jobs import JobKind
 from kvtier.keys import RequestId
 
 KEYS = st.lists(st.integers(0, 30), min_size=1, max_size=12, unique=True)
+FAULTS = st.sampled_from([None, None, None, "failed", "corrupt"])
 GROUPS = st.lists(st.tuples(st.integers(0, 15), st.integers(0, 1)), min_size=1, max_size=10, unique=True)
 
 
@@ -53,7 +54,7 @@ class Machine(RuleBasedStateMachine):
         self.world.plane.touch([key(n, g) for n, g in blocks])
 
     @precondition(lambda self: self.world.running)
-    @rule(pick=st.integers(0, 100), fault=st.sampled_from([None, None, None, "failed", "corrupt"]), every=st.integers(1, 3))
+    @rule(pick=st.integers(0, 100), fault=FAULTS, every=st.integers(1, 3))
     def finish(self, pick, fault, every):
         self.world.finish(list(self.world.running)[pick % len(self.world.running)], fault, every)
 
@@ -99,6 +100,17 @@ class Machine(RuleBasedStateMachine):
     def sums_hold_and_no_byte_is_wrong(self):
         if hasattr(self, "world"):
             self.world.check()
+
+    @invariant()
+    def nothing_waits_for_nothing(self):
+        """With no transfer under way and no lease, every load has ended, and every store once its patience is over."""
+        if not hasattr(self, "world") or self.world.running or self.world.late:
+            return
+        plane = self.world.plane
+        if plane.board.cpu.table.counts[5] or any(r.rows for r in plane._reservations.by_request.values()):
+            return
+        assert not plane._open_loads
+        assert all(s.started + 1.0 > self.world.now for s in plane._open_stores.values())
 
     def teardown(self):
         """Whatever happened, everything ends: late I/O ends, deadlines pass, leases lapse, and no slot is lost."""

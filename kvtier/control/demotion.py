@@ -1,8 +1,9 @@
 """Demotions: rows that are to be stored in the tiers below, each tier by its own write policy.
 
-The source of every demotion is a CPU row, pinned while it is read. A `write_through` tier queues a row as soon as it
-is ready; a row evicted before its turn is a drop (`backlog`), so a slow disk never holds up the CPU tier. An
-`on_evict` tier puts a duty on the row, which keeps it until the lower tier acknowledged, or gave up.
+The source of every demotion is a CPU row, pinned while it is read. A row that owes itself to a lower tier has a
+*duty*, a hold that keeps it until that tier acknowledged or gave up. `write_through` tiers are served in the order
+rows became ready, `on_evict` tiers from the coldest row on, when clean rows are short. A slow tier never holds up the
+CPU tier for long: loads, and stores that waited long enough, make duties give way (`backlog`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ class Demotions:
     def __init__(self, board: Board, watermark_rows: int) -> None:
         self.board = board
         self.watermark_rows = watermark_rows
-        self.settled = bytearray(board.num_rows)
         self.duty = bytearray(board.num_rows)
         self.demoting = bytearray(board.num_rows)
         self.queues: list[deque[tuple[int, int]]] = [deque() for _ in board.lowers]
@@ -45,6 +45,11 @@ class Demotions:
         """Rows queued for or under way to lower tiers."""
         return sum(len(queue) for queue in self.queues) + sum(self.inflight)
 
+    @property
+    def owing(self) -> int:
+        """Rows that owe themselves to some lower tier."""
+        return len(self.duty) - self.duty.count(0)
+
     # -- rows come and go ----------------------------------------------------------------------------------------
 
     def row_ready(self, rows: Sequence[int], source: int, now: float) -> None:
@@ -52,20 +57,18 @@ class Demotions:
 
         Told leaf before root and queued so: below, too, a parent must not age before its children.
         """
-        cpu = self.board.cpu
-        for row in rows:
-            self.settled[row] = 0
+        table = self.board.cpu.table
         for lower in self.board.lowers:
+            if lower.position == source or self.closing:
+                continue
             queue = self.queues[lower.position - 1]
             for row in rows:
-                key = cpu.table.keys[row]
+                key = table.keys[row]
                 assert key is not None
-                if lower.position == source or self._already_below(lower, key, now):
-                    self.settled[row] |= lower.bit
-                elif lower.on_evict:
-                    self._put_duty(row)
-                elif not self.closing:
-                    queue.append((row, cpu.table.generation[row]))
+                if not self._already_below(lower, key, now):
+                    self._put_duty(row, lower)
+                    if not lower.on_evict:
+                        queue.append((row, table.generation[row]))
 
     def _already_below(self, lower: LowerTier, key: OffloadKey, now: float) -> bool:
         if lower.owned is not None:
@@ -73,26 +76,34 @@ class Demotions:
         assert lower.shared is not None
         return lower.shared.presence(key, now) is True
 
-    def _put_duty(self, row: int) -> None:
+    def _put_duty(self, row: int, lower: LowerTier) -> None:
         if not self.duty[row]:
-            self.duty[row] = 1
             self.board.cpu.hold((row,))
+        self.duty[row] |= lower.bit
 
-    def end_duty(self, row: int) -> None:
-        """The row may go: it is below, or was given up."""
+    def end_duty(self, row: int, lower: LowerTier | None = None) -> None:
+        """The row owes nothing to this tier (to any) any more: it is below, or was given up."""
         if self.duty[row]:
-            self.duty[row] = 0
-            self.board.cpu.release((row,))
+            self.duty[row] &= ~lower.bit if lower is not None else 0
+            if not self.duty[row]:
+                self.board.cpu.release((row,))
 
     def evicted_below(self, lower: LowerTier, keys: Sequence[OffloadKey]) -> None:
-        """A lower tier let keys go: rows that relied on that copy have their duty again."""
+        """An `on_evict` tier let keys go: rows that relied on that copy have their duty again."""
         if not lower.on_evict:
             return
         for key in keys:
             row = self.board.cpu.ready(key)
-            if row is not None and self.settled[row] & lower.bit:
-                self.settled[row] &= ~lower.bit
-                self._put_duty(row)
+            if row is not None:
+                self._put_duty(row, lower)
+
+    def give_way(self, count: int) -> None:
+        """Let the `count` coldest rows with nothing but a duty go without: somebody needs the rows more."""
+        for row in self._cold_rows(min(count, self.board.num_rows)):
+            for lower in self.board.lowers:
+                if self.duty[row] & lower.bit:
+                    lower.counters.drop(DropReason.BACKLOG)
+            self.end_duty(row)
 
     def reset(self) -> None:
         """Forget all that was queued; jobs under way end on their own."""
@@ -102,20 +113,17 @@ class Demotions:
             queue.clear()
 
     def drop_queued(self, reason: DropReason) -> int:
-        """Give up everything that is queued or owed (closing); returns how many blocks that were."""
+        """Give up everything that is owed and not under way; returns how many blocks that were."""
         count = 0
-        for lower, queue in zip(self.board.lowers, self.queues, strict=True):
-            if queue:
-                lower.counters.drop(reason, len(queue))
-            count += len(queue)
+        for row in range(len(self.duty)):
+            for lower in self.board.lowers:
+                if self.duty[row] & lower.bit & ~self.demoting[row]:
+                    lower.counters.drop(reason)
+                    self.end_duty(row, lower)
+                    count += 1
+        for queue in self.queues:
             queue.clear()
-        owed = [row for row in range(len(self.duty)) if self.duty[row] and not self.demoting[row]]
-        for lower in self.board.lowers:
-            if lower.on_evict and owed:
-                lower.counters.drop(reason, len(owed))
-        for row in owed:
-            self.end_duty(row)
-        return count + len(owed)
+        return count
 
     # -- planning ------------------------------------------------------------------------------------------------
 
@@ -132,27 +140,32 @@ class Demotions:
                 self._plan_queue(lower, limit, now)
 
     def _give_up(self, lower: LowerTier) -> None:
+        """The breaker is open: what waits in line goes without, and of the cold rows as many as are needed."""
         queue = self.queues[lower.position - 1]
-        if queue:
-            lower.counters.drop(DropReason.TIER_DOWN, len(queue))
-            queue.clear()
+        rows = [row for row, generation in queue if self._owes(lower, row, generation)]
+        queue.clear()
         if lower.on_evict:
-            for row in self._cold_rows(self._rows_needed(lower)):
-                lower.counters.drop(DropReason.TIER_DOWN)
-                self.end_duty(row)
+            rows = self._cold_rows(self._rows_needed(lower))
+        for row in rows:
+            lower.counters.drop(DropReason.TIER_DOWN)
+            self.end_duty(row, lower)
+
+    def _owes(self, lower: LowerTier, row: int, generation: int) -> bool:
+        table = self.board.cpu.table
+        due = self.duty[row] & lower.bit & ~self.demoting[row]
+        return bool(due) and table.state[row] == READY and table.generation[row] == generation
 
     def _plan_queue(self, lower: LowerTier, limit: int, now: float) -> None:
         queue = self.queues[lower.position - 1]
-        table = self.board.cpu.table
         while queue and self.inflight[lower.position - 1] < limit:
             room = min(JOB_BLOCKS, limit - self.inflight[lower.position - 1])
             rows: list[int] = []
             while queue and len(rows) < room:
                 row, generation = queue.popleft()
-                if table.state[row] != READY or table.generation[row] != generation:
-                    lower.counters.drop(DropReason.BACKLOG)
-                elif self._already_below(lower, self._key(row), now):
-                    self.settled[row] |= lower.bit
+                if not self._owes(lower, row, generation):
+                    continue
+                if self._already_below(lower, self._key(row), now):
+                    self.end_duty(row, lower)
                 else:
                     rows.append(row)
             if rows and not self._send(lower, rows, now):
@@ -173,7 +186,7 @@ class Demotions:
         holds = self.board.cpu.table.holds
         rows = []
         for row in self.board.cpu.policy.coldest():
-            if self.duty[row] and holds[row] == 1:
+            if self.duty[row] and holds[row] == 1 and not self.demoting[row]:
                 rows.append(row)
                 if len(rows) == count:
                     break
@@ -187,7 +200,7 @@ class Demotions:
                 return
 
     def flush(self, now: float) -> None:
-        """Closing: demote every row that still has a duty, as far as the limits allow."""
+        """Closing: demote rows that owe themselves to an `on_evict` tier, as far as the limits allow."""
         for lower in self.board.lowers:
             if lower.on_evict and lower.store_breaker.allows(now):
                 limit = max(1, self.board.num_rows // 4) - self.inflight[lower.position - 1]
@@ -237,9 +250,7 @@ class Demotions:
         reason = DropReason.NO_SLOT if lower.owned.placement.one_size else DropReason.NO_REGION
         lower.counters.drop(reason, len(rows))
         for row in rows:
-            self.settled[row] |= lower.bit
-            if lower.on_evict:
-                self.end_duty(row)
+            self.end_duty(row, lower)
 
 
 class DemotionJob(InFlight):
@@ -287,13 +298,9 @@ class DemotionJob(InFlight):
 
     def _let_go(self) -> None:
         demotions, bit = self.demotions, self.lower.bit
-        table = demotions.board.cpu.table
         for row in self.rows:
             demotions.demoting[row] &= ~bit
-            if table.state[row] == READY:
-                demotions.settled[row] |= bit
-            if self.lower.on_evict:
-                demotions.end_duty(row)
+            demotions.end_duty(row, self.lower)
         demotions.inflight[self.lower.position - 1] -= len(self.rows)
         demotions.board.cpu.release(self.rows)
 
@@ -302,9 +309,8 @@ class DemotionJob(InFlight):
         self.lower.store_breaker.failed(now)
         if self.lower.owned is not None and self.slots is not None:
             self.lower.owned.quarantine(self.slots)
-        if self.lower.on_evict:
-            for row in self.rows:
-                self.demotions.end_duty(row)
+        for row in self.rows:
+            self.demotions.end_duty(row, self.lower)
 
     def ended(self, now: float) -> None:
         if self.lower.owned is not None and self.slots is not None:

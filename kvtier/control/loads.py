@@ -46,6 +46,8 @@ class LoadRequest(StackRequest):
             return
         board.cpu.hold((row,))
         board.counters(position).hits += 1
+        if not self.arrived:
+            self.loads.arrived.append(self)
         self.arrived.append((index, row))
 
     def stop(self, outcome: BlockOutcome) -> None:
@@ -74,7 +76,7 @@ class LoadRequest(StackRequest):
             self.todo.extendleft(want.index for want in reversed(wants[started:]))
             if not started:
                 break
-        self._copy_arrived()
+        self.copy_arrived()
         return not self.todo
 
     def _collect(self, room: int, now: float) -> list[Want]:
@@ -114,7 +116,8 @@ class LoadRequest(StackRequest):
         self.todo.extendleft(reversed(skipped))
         return wants
 
-    def _copy_arrived(self) -> None:
+    def copy_arrived(self) -> None:
+        """Send the blocks that are held in rows on to the GPU."""
         if not self.arrived:
             return
         arrived, self.arrived = self.arrived, []
@@ -130,11 +133,18 @@ class LoadRequest(StackRequest):
 
 
 class Loads:
-    """All loads under way. Order among them is the plane's business."""
+    """All loads under way. Order among them is the plane's business; `arrived` are those with blocks to copy."""
 
     def __init__(self, board: Board, promotions: Promotions) -> None:
         self.board = board
         self.promotions = promotions
+        self.arrived: list[LoadRequest] = []
+
+    def copy_arrived(self) -> None:
+        """Whatever waits for rows: blocks that have theirs go on to the GPU, for that is what frees rows."""
+        arrived, self.arrived = self.arrived, []
+        for load in arrived:
+            load.copy_arrived()
 
 
 class CopyJob(InFlight):

@@ -30,12 +30,14 @@ class ControlLimits:
 
     `watermark_rows` rows are kept free or clean by background demotion; `reservation_seconds` is how long the oldest
     reservation may wait; `lease_seconds` how long a reported hit is kept for an engine that does not load it.
+    `patience_seconds` is how long a store waits for rows that are being written below before it takes them anyway.
     `events_max` bounds the events kept for `take_events`; 0 records none.
     """
 
     watermark_rows: int = 0
     reservation_seconds: float = 10.0
     lease_seconds: float = 10.0
+    patience_seconds: float = 1.0
     events_max: int = 65536
 
 
@@ -222,6 +224,7 @@ class ControlPlane:
         """Let everything that can go on go on. Call after outcomes were told, and when `next_deadline` has passed."""
         self._expire(now)
         self._reservations.lapse(now)
+        self._loads.copy_arrived()
         blocked = self._serve_claims(now)
         self.board.shortage = len(blocked.todo) if blocked is not None else 0
         if blocked is None:
@@ -252,6 +255,8 @@ class ControlPlane:
                 claim.oldest(now)
                 oldest = False
             while claim.todo and not claim.advance(now):
+                if self._make_way(len(claim.todo)):
+                    continue
                 revoked = self._reservations.revoke_younger(age)
                 if revoked is None:
                     return claim
@@ -259,6 +264,12 @@ class ControlPlane:
             if isinstance(claim, Reservation):
                 self._settle_reservation(claim, now)
         return None
+
+    def _make_way(self, count: int) -> bool:
+        """Free rows that only wait to be written below; True when that made room."""
+        before = self.board.cpu.available
+        self._demotions.give_way(count - before)
+        return self.board.cpu.available > before
 
     def _settle_reservation(self, reservation: Reservation, now: float) -> None:
         if reservation.served:
@@ -274,9 +285,11 @@ class ControlPlane:
 
     def _serve_stores(self, now: float) -> None:
         for store in self._open_stores.values():
-            if store.todo and not store.advance(now):
-                self.board.shortage = len(store.todo)
-                return
+            while store.todo and not store.advance(now):
+                impatient = now >= store.started + self._limits.patience_seconds
+                if not (impatient and self._make_way(len(store.todo))):
+                    self.board.shortage = len(store.todo)
+                    return
 
     def _finish_requests(self, now: float) -> None:
         for job_id in [job_id for job_id, load in self._open_loads.items() if not load.open]:
@@ -288,14 +301,17 @@ class ControlPlane:
         for job_id in [job_id for job_id, store in self._open_stores.items() if not store.open]:
             self.board.finished.append(self._open_stores.pop(job_id).result(now))
 
-    def next_deadline(self) -> float | None:
-        """The next time at which `pump` has something to do although nothing was told."""
+    def next_deadline(self, now: float) -> float | None:
+        """The next time after `now` at which `pump` has something to do although nothing was told."""
         times = [
             request.job.deadline
             for open_jobs in (self._open_loads, self._open_stores)
             for request in open_jobs.values()
             if request.job.deadline is not None and request.stopping is None
         ]
+        waiting = next((store for store in self._open_stores.values() if store.todo), None)
+        if waiting is not None and waiting.started + self._limits.patience_seconds > now:
+            times.append(waiting.started + self._limits.patience_seconds)
         lease = self._reservations.next_deadline()
         if lease is not None:
             times.append(lease)
@@ -400,8 +416,8 @@ class ControlPlane:
 
     @property
     def owed(self) -> int:
-        """Rows that an `on_evict` tier has yet to receive."""
-        return self._demotions.duty.count(1)
+        """Rows that a lower tier has yet to receive."""
+        return self._demotions.owing
 
     @property
     def idle(self) -> bool:

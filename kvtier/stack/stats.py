@@ -73,7 +73,7 @@ def collect(assembled: Assembled, now: float) -> StackStats:
             peak_bytes=owned.peak_bytes if owned is not None else 0,
             capacity_bytes=opened.capacity_bytes,
             slots={state.name.lower(): owned.table.counts[state] for state in SlotState} if owned is not None else {},
-            breaker=_breaker(lower.load_breaker.state, lower.store_breaker.state) if lower is not None else "closed",
+            breaker=_breaker(lower.load_breaker.state.value, lower.store_breaker.state.value) if lower is not None else "closed",
             mode=opened.mode,
         )
     return StackStats(tiers, assembled.plane.backlog)

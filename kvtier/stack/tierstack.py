@@ -254,7 +254,7 @@ class TierStack(LoadStore):
             if future is not None and not future.done():
                 future.set_result(result)
         self._progress.set()
-        self._set_alarm(plane.next_deadline())
+        self._set_alarm(plane.next_deadline(self._loop.time()))
 
     def _set_alarm(self, deadline: float | None) -> None:
         if self._timer is not None:
