@@ -14,13 +14,25 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from kvtier.errors import ConfigError, KVTierError
+from kvtier.errors import ConfigError, IntegrityError, KVTierError
 from kvtier.options import parse_size
 from kvtier.replay.report import ReplayReport
 from kvtier.replay.run import Replay
 from kvtier.replay.setup import ReplayOptions
 
 INTERRUPTED = 130
+
+
+class OneLineErrors(click.Command):
+    """A command whose usage errors are one line each, like all its other errors."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        try:
+            return super().make_context(info_name, args, parent, **extra)
+        except click.UsageError as error:
+            _fail(" ".join(error.format_message().split()))
 
 
 def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
@@ -36,7 +48,7 @@ def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int 
     return size
 
 
-@click.command()
+@click.command(cls=OneLineErrors)
 @click.argument("stack", required=False, metavar="[STACK.yaml]", type=click.Path(path_type=Path))
 @click.option("--trace", type=click.Path(path_type=Path), help="Replay this trace: JSON lines, plain or gzip.")
 @click.option(
@@ -76,7 +88,11 @@ def replay(json_file: Path | None, **asked: Any) -> None:
     byte was wrong, with 2 and one line for each error if the stack, the trace or an option is.
     """
     try:
+        if json_file is not None:
+            _write(json_file, "")
         report = _run(ReplayOptions(**asked))
+    except IntegrityError:
+        raise
     except KVTierError as error:
         _fail(str(error))
     except KeyboardInterrupt:
@@ -84,7 +100,7 @@ def replay(json_file: Path | None, **asked: Any) -> None:
         raise click.exceptions.Exit(INTERRUPTED) from None
     report.show(Console())
     if json_file is not None:
-        _write(json_file, report)
+        _write(json_file, json.dumps(report.to_json(), indent=2) + "\n")
     if not report.ok:
         raise click.exceptions.Exit(1)
 
@@ -128,12 +144,12 @@ async def _until_signalled(prepared: Replay, progress: Callable[[], None]) -> Re
         loop.remove_signal_handler(signal.SIGTERM)
 
 
-def _write(path: Path, report: ReplayReport) -> None:
-    text = json.dumps(report.to_json(), indent=2) + "\n"
+def _write(path: Path, text: str) -> None:
+    """Write a file; called once before the run, so that a bad path costs nobody a long wait."""
     try:
         path.write_text(text)
     except OSError as error:
-        _fail(str(ConfigError(f"cannot write {os.fspath(path)}: {error.strerror}", "--json")))
+        raise ConfigError(f"cannot write {os.fspath(path)}: {error.strerror}", "--json") from None
 
 
 def _fail(message: str) -> NoReturn:

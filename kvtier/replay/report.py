@@ -50,11 +50,15 @@ class TierReport:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplayReport:
-    """A whole replay. `tiers` go from the GPU down; `settings` repeat what was asked and found."""
+    """A whole replay. `tiers` go from the GPU down, `recovered_blocks` were in them at the start.
+
+    `settings` repeat what was asked and found; `wrong` describes the first wrong pages.
+    """
 
     counts: Counts
     tiers: Mapping[str, TierReport]
     seconds: float
+    recovered_blocks: int = 0
     settings: Mapping[str, object] = field(default_factory=dict)
     wrong: tuple[str, ...] = ()
 
@@ -83,6 +87,8 @@ class ReplayReport:
                 "gpu_verified": counts.gpu_verified,
                 "computed": counts.computed,
                 "longest_load": counts.longest_load,
+                "recovered": self.recovered_blocks,
+                "loaded_of_recovered": counts.earlier,
             },
             "block_references": counts.block_references,
             "block_hits": counts.block_hits,
@@ -107,6 +113,11 @@ class ReplayReport:
             f"{counts.loaded:,} loaded, {counts.verified:,} verified, {counts.mismatched:,} mismatched; "
             f"{counts.gpu_verified:,} verified in place on the GPU."
         )
+        if self.recovered_blocks:
+            console.print(
+                f"{self.recovered_blocks:,} blocks of an earlier run were there at the start; {counts.earlier:,} loads "
+                f"were of blocks this run had not stored."
+            )
         if counts.dropped or counts.load_failed:
             console.print(f"{counts.dropped:,} stores dropped, {counts.load_failed:,} loads ended as misses.")
         for line in self.wrong:

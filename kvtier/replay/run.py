@@ -54,7 +54,8 @@ class Replay:
         if options.gpu_blocks is not None and options.gpu_blocks < least:
             reason = f"the longest request has {least} blocks, which must fit; got {options.gpu_blocks}"
             raise ConfigError(reason, "--gpu-blocks")
-        self._gpu_blocks = options.gpu_blocks or least + least // 8 + POOL_MARGIN_BLOCKS
+        others = (options.concurrency - 1) * least // 2
+        self._gpu_blocks = options.gpu_blocks or least + others + least // 8 + POOL_MARGIN_BLOCKS
 
     async def run(self, progress: Callable[[], None] = lambda: None) -> ReplayReport:
         """Serve everything over a stack of its own and report. The default stack's storage is removed, also when the
@@ -67,15 +68,16 @@ class Replay:
             engine = EngineCache.allocate(layout, self._gpu_blocks, self.device, StoreMode(self._options.store_mode))
             start = time.monotonic()
             async with self._make_stack(config, layout, engine.kv_caches) as stack:
-                server = Server(engine, stack, self._serve_options(config, geometry))
+                recovered = _recovered_blocks(stack.stats())
+                server = Server(engine, stack, self._serve_options(config, geometry, recovered > 0))
                 counts = await server.run(self.source.requests(), progress)
                 await stack.settle(SETTLE_SECONDS)
                 tiers = _tier_reports(config, stack.stats(), engine, counts)
                 seconds = time.monotonic() - start
         wrong = tuple(self._describe(counts.wrong, layout))
-        return ReplayReport(counts, tiers, seconds, self._settings(config, geometry), wrong)
+        return ReplayReport(counts, tiers, seconds, recovered, self._settings(config, geometry), wrong)
 
-    def _serve_options(self, config: StackConfig, geometry: Geometry) -> ServeOptions:
+    def _serve_options(self, config: StackConfig, geometry: Geometry, watch_earlier: bool) -> ServeOptions:
         """A store job names at most half of the CPU tier's rows, so that one can be staged while one drains."""
         budget = min(
             (getattr(tier, "cpu_bytes_to_use", 0) for tier in config.tiers if hasattr(tier, "cpu_bytes_to_use")),
@@ -87,6 +89,7 @@ class Replay:
             store_blocks=max(1, min(STORE_BLOCKS, budget // geometry.row_bytes // 2)),
             settle_seconds=SETTLE_SECONDS,
             gpu_name=gpu_name(config),
+            watch_earlier=watch_earlier,
         )
 
     def _describe(self, wrong: Sequence[WrongPage], layout: KVLayout) -> Iterator[str]:
@@ -150,6 +153,11 @@ def gpu_name(config: StackConfig) -> str:
     """The name of the stack's GPU tier."""
     backends = discover()
     return next((tier_name(tier) for tier in config.tiers if backends.get(tier.type).medium == GPU), "gpu")
+
+
+def _recovered_blocks(stats: StackStats) -> int:
+    """Blocks the tiers held when they were opened."""
+    return sum(tier.slots.get("ready", 0) for tier in stats.tiers.values())
 
 
 def _tier_reports(config: StackConfig, stats: StackStats, engine: EngineCache, counts: Counts) -> dict[str, TierReport]:

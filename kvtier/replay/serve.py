@@ -57,7 +57,8 @@ class Stack(Protocol):
 class ServeOptions:
     """How requests are driven: how many at once, how many demotions may lag, how many blocks one store names.
 
-    `gpu_name` is what hits in the loop's own cache are counted under.
+    `gpu_name` is what hits in the loop's own cache are counted under. `watch_earlier` counts loads of blocks that this
+    loop never stored, which takes memory for every key it did store.
     """
 
     concurrency: int = 1
@@ -65,11 +66,13 @@ class ServeOptions:
     store_blocks: int = 256
     settle_seconds: float = 60.0
     gpu_name: str = "gpu"
+    watch_earlier: bool = False
 
 
 @dataclass(slots=True)
 class Counts:
-    """What happened. `hit_tokens` by tier; `stored`, `loaded`, `verified` and `mismatched` in offloaded blocks.
+    """What happened. `hit_tokens` by tier; `stored`, `loaded`, `verified` and `mismatched` in offloaded blocks, and
+    `earlier`: those loaded that were in the stack before this loop began.
 
     `gpu_verified` counts GPU blocks that were hit in place and compared too. `block_references` and `block_hits` leave
     the GPU out: of the prompts' offloaded blocks of the first group, those in the longest prefix that the stack held
@@ -82,6 +85,7 @@ class Counts:
     stored: int = 0
     dropped: int = 0
     loaded: int = 0
+    earlier: int = 0
     load_failed: int = 0
     verified: int = 0
     mismatched: int = 0
@@ -135,6 +139,7 @@ class Server:
         self._chain = KeyChain()
         self._freed = asyncio.Condition()
         self._begun = 0
+        self._stored: set[OffloadKey] = set()
 
     async def run(self, requests: Iterator[Request], progress: Callable[[], None] = lambda: None) -> Counts:
         """Serve every request, `concurrency` at a time. Raises ConfigError for a request longer than the GPU pool."""
@@ -259,6 +264,12 @@ class Server:
     def _take(self, work: _Work, load: GroupLoad, outcomes: Sequence[BlockOutcome]) -> None:
         """Compare loaded GPU blocks before use. A wrong one counts, and is computed like one that did not come."""
         group, counts, where = load.group, self.counts, work.where[load.group]
+        if self._options.watch_earlier:
+            keys = load.transfer(work.offload[group]).keys
+            counts.earlier += sum(
+                outcome.status is BlockStatus.LOADED and key not in self._stored
+                for key, outcome in zip(keys, outcomes, strict=True)
+            )
         came = np.array([outcome.status is BlockStatus.LOADED for outcome in outcomes], dtype=np.bool_)
         for row in load.positions[~came].tolist():
             # The stack has let go of it, so it is stored again once computed.
@@ -325,6 +336,8 @@ class Server:
             result = await self._stack.store(self._stack.job(JobKind.STORE, groups))
             outcomes = result.outcomes
             self._count_stores(result)
+            if self._options.watch_earlier:
+                self._stored.update(key for group in groups for key in group.keys)
         finally:
             ended = iter(outcomes)
             for planner, plan in plans:
