@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import xxhash
 
+from kvtier_fs.regions import RegionHeader, encode_region_header
 from kvtier_fs.slot import (
     KEY_AT,
     SlotHeader,
@@ -174,3 +175,28 @@ def test_an_epoch_never_goes_back_also_when_the_table_forgets_its_namespace():
     assert len(forgotten) == 20
     assert all(root.epoch(digest) > epochs[digest] for digest in forgotten)
     assert root.with_epoch(digests[-1], 1).epoch(digests[-1]) == epochs[digests[-1]]
+
+
+def test_the_superblock_is_laid_out_as_documented():
+    page = encode_superblock(block(clean=True, floor_epoch=6).with_epoch(b"n" * 16, 9))
+    assert len(page) == 4096
+    assert page[:8] == b"KVTIERSB"
+    assert page[8:24] == xxhash.xxh3_128_digest(page[24:])
+    assert struct.unpack_from("<IIQ", page, 24) == (1, 4096, 4)
+    assert page[40:56] == b"r" * 16
+    assert struct.unpack_from("<QIIQIIIIQ", page, 56) == (2, 1, 4096, 1 << 20, 4096, 8, 1, 0, 6)
+    assert page[512:528] == b"n" * 16
+    assert struct.unpack_from("<QQ", page, 528) == (9, 2)
+    assert not any(page[104:512])
+    assert not any(page[544:])
+
+
+def test_the_region_header_is_laid_out_as_documented():
+    page = bytearray(4096)
+    encode_region_header(RegionHeader(b"u" * 16, 5, 69632, 3), memoryview(page))
+    assert page[:8] == b"KVTIERRG"
+    assert page[8:24] == xxhash.xxh3_128_digest(bytes(page[24:]))
+    assert struct.unpack_from("<II", page, 24) == (1, 4096)
+    assert page[32:48] == b"u" * 16
+    assert struct.unpack_from("<IIQQ", page, 48) == (5, 0, 69632, 3)
+    assert not any(page[72:])

@@ -188,7 +188,7 @@ class FSBackend(LoadStore):
                 depth=self.options.io_depth,
             )
             root.start(engine, Lane(parts))
-        return self._roots[0].engine.name
+        return " and ".join(sorted({root.engine.name for root in self._roots}))
 
     async def _scan(self, root: Root, wanted: Wanted) -> list[Entry]:
         try:

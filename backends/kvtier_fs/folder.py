@@ -10,6 +10,7 @@ import fcntl
 import os
 import re
 import stat
+import threading
 
 from kvtier.errors import RootError
 from kvtier_fs.options import FSOptions
@@ -33,6 +34,8 @@ class RootFolder:
         self._folder_fd = -1
         self._lock_fd = -1
         self._slabs: dict[int, int] = {}
+        self._guard = threading.Lock()
+        self._left = False
         self.direct = False
         self.preallocates = True
 
@@ -43,6 +46,11 @@ class RootFolder:
 
     def enter(self) -> bool:
         """Open the folder, creating it where that is allowed. False if it is not there."""
+        with self._guard:
+            self._check_not_left()
+            return self._enter()
+
+    def _enter(self) -> bool:
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             self._folder_fd = os.open(self.path, flags)
@@ -110,6 +118,16 @@ class RootFolder:
 
     def try_lock(self) -> bool:
         """Become the root's owner, until `leave`. False if another process is."""
+        with self._guard:
+            self._check_not_left()
+            return self._try_lock()
+
+    def _check_not_left(self) -> None:
+        """A call that was still waiting for a thread when the folder was left must not open anything any more."""
+        if self._left:
+            raise OSError(errno.EBADF, "the folder was left")
+
+    def _try_lock(self) -> bool:
         try:
             fd = self.open_file(LOCK_NAME)
         except OSError as error:
@@ -176,10 +194,12 @@ class RootFolder:
 
     def slab(self, number: int) -> int:
         """The open slab file of a number, created empty if it is not there. Stays open until `leave`."""
-        if number not in self._slabs:
-            flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if self.direct else 0)
-            self._slabs[number] = self.open_file(f"slab-{number:05d}", flags)
-        return self._slabs[number]
+        with self._guard:
+            self._check_not_left()
+            if number not in self._slabs:
+                flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if self.direct else 0)
+                self._slabs[number] = self.open_file(f"slab-{number:05d}", flags)
+            return self._slabs[number]
 
     def allocate(self, plan: RegionPlan, region: int) -> int:
         """Reserve a region's blocks, keeping `min_free_bytes`, and return its file.
@@ -202,8 +222,10 @@ class RootFolder:
 
     def leave(self) -> None:
         """Close every file and give the lock up. Idempotent."""
-        for fd in (*self._slabs.values(), self._lock_fd, self._folder_fd):
-            if fd >= 0:
-                os.close(fd)
-        self._slabs = {}
-        self._lock_fd = self._folder_fd = -1
+        with self._guard:
+            self._left = True
+            for fd in (*self._slabs.values(), self._lock_fd, self._folder_fd):
+                if fd >= 0:
+                    os.close(fd)
+            self._slabs = {}
+            self._lock_fd = self._folder_fd = -1

@@ -236,10 +236,18 @@ async def choose_engine(executor: Executor, options: FSOptions) -> tuple[str, st
 
 
 def make_engine(name: str, root: Root, options: FSOptions) -> IOEngine:
-    """An engine of the chosen kind for one root. Raises ResourceError."""
+    """An engine of the chosen kind for one root; threads where a ring too many was asked for, unless demanded.
+
+    Raises ResourceError.
+    """
     loop = asyncio.get_running_loop()
-    if name == "threads":
-        return ThreadsEngine(loop, root.io_threads, options.io_threads)
-    engine = UringEngine(loop, options.io_depth)
-    engine.open()
-    return engine
+    if name == "io_uring":
+        engine = UringEngine(loop, options.io_depth)
+        try:
+            engine.open()
+        except ResourceError:
+            if options.io_engine == "io_uring":
+                raise
+        else:
+            return engine
+    return ThreadsEngine(loop, root.io_threads, options.io_threads)

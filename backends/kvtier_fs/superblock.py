@@ -15,7 +15,7 @@ SUPERBLOCK_MAGIC = b"KVTIERSB"
 MAX_NAMESPACES = 96
 
 _CHECKED_FROM = 24
-_FIXED = struct.Struct("<IIQ16sQIIIQIIQ")
+_FIXED = struct.Struct("<IIQ16sQIIQIIIIQ")
 _NAMESPACES_AT = 512
 _NAMESPACE = struct.Struct("<16sQQ")
 _CLEAN = 1
@@ -82,10 +82,11 @@ def encode_superblock(block: Superblock) -> bytes:
         block.session,
         _CLEAN if block.clean else 0,
         block.row_alignment,
-        block.header_bytes,
         block.stride,
+        block.header_bytes,
         block.regions,
         len(block.namespaces),
+        0,
         block.floor_epoch,
     )
     for number, (digest, entry) in enumerate(block.namespaces):
@@ -122,7 +123,7 @@ def _decode_copy(page: bytes) -> Superblock | None:
         return None
     fields = _FIXED.unpack_from(page, _CHECKED_FROM)
     version, copy_bytes, sequence, uuid, session, flags = fields[:6]
-    row_alignment, header, stride, regions, count, floor = fields[6:]
+    row_alignment, stride, header, regions, count, _, floor = fields[6:]
     if version != FORMAT_VERSION or copy_bytes != COPY_BYTES or count > MAX_NAMESPACES:
         return None
     rows = (_NAMESPACE.unpack_from(page, _NAMESPACES_AT + i * _NAMESPACE.size) for i in range(count))

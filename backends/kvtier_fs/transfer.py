@@ -223,8 +223,14 @@ class Lane:
             else:
                 requests.extend(self._begin(block))
         self._parts.engine.submit(requests)
-        if self._pages.free and (self._loads or self._stores):
-            self._call_fill()
+        self._go_on_or_rest()
+
+    def _go_on_or_rest(self) -> None:
+        if self._loads or self._stores:
+            if self._pages.free:
+                self._call_fill()
+        elif not self._running:
+            self._idle.set()
 
     def _begin(self, block: BlockMove) -> list[IORequest]:
         block.page = self._pages.acquire()
@@ -305,10 +311,7 @@ class Lane:
         self._pages.release(block.page)
         del self._running[block.page]
         block.end(outcome)
-        if self._loads or self._stores:
-            self._call_fill()
-        elif not self._running:
-            self._idle.set()
+        self._go_on_or_rest()
 
 
 def split(total: int, alignment: int) -> list[tuple[int, int]]:
