@@ -136,14 +136,14 @@ class OwnedTier:
                 victims.append(slot)
                 if len(victims) == count:
                     break
-        self.policy.remove(victims)
+        self.policy.forget(victims)
         self._free_evicted(victims)
         return len(victims)
 
     def _evict_region(self, region: int) -> None:
         state = self.table.state
         victims = [slot for slot in self.placement.slots_of(region) if state[slot] == READY]
-        self.policy.remove(victims)
+        self.policy.forget(victims)
         self._free_evicted(victims)
 
     def _free_evicted(self, victims: Sequence[int]) -> None:

@@ -108,10 +108,13 @@ class ARC(EvictionPolicy):
                     break
         if len(chosen) < count:
             return None
-        self._lists.unlink(chosen)
-        for slot in chosen:
-            self._become_ghost(slot)
+        self.forget(chosen)
         return chosen
+
+    def forget(self, slots: Sequence[int]) -> None:
+        self._lists.unlink(slots)
+        for slot in slots:
+            self._become_ghost(slot)
 
     def coldest(self) -> Iterator[int]:
         return self._victims(None)

@@ -32,7 +32,11 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def remove(self, slots: Sequence[int]) -> None:
-        """These slots left without having been chosen by `evict` (corrupt, reset, re-cut)."""
+        """These slots' content is gone for good (corrupt, reset): nothing about it is remembered."""
+
+    @abstractmethod
+    def forget(self, slots: Sequence[int]) -> None:
+        """These slots were evicted by the tier's own choice along `coldest`, as if `evict` had chosen them."""
 
     @abstractmethod
     def evict(self, count: int, holds: Sequence[int]) -> list[int] | None:

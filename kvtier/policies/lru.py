@@ -29,6 +29,9 @@ class LRU(EvictionPolicy):
     def remove(self, slots: Sequence[int]) -> None:
         self._lists.unlink(slots)
 
+    def forget(self, slots: Sequence[int]) -> None:
+        self._lists.unlink(slots)
+
     def evict(self, count: int, holds: Sequence[int]) -> list[int] | None:
         return self._lists.take(0, count, holds)
 
