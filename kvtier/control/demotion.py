@@ -99,7 +99,7 @@ class Demotions:
 
     def give_way(self, count: int) -> None:
         """Let the `count` coldest rows with nothing but a duty go without: somebody needs the rows more."""
-        for row in self._cold_rows(min(count, self.board.num_rows)):
+        for row in self._cold_rows(min(count, self.board.num_rows), mask=0xFF):
             for lower in self.board.lowers:
                 if self.duty[row] & lower.bit:
                     lower.counters.drop(DropReason.BACKLOG)
@@ -145,7 +145,7 @@ class Demotions:
         rows = [row for row, generation in queue if self._owes(lower, row, generation)]
         queue.clear()
         if lower.on_evict:
-            rows = self._cold_rows(self._rows_needed(lower))
+            rows = self._cold_rows(self._rows_needed(lower), lower.bit)
         for row in rows:
             lower.counters.drop(DropReason.TIER_DOWN)
             self.end_duty(row, lower)
@@ -180,13 +180,14 @@ class Demotions:
         wanted = max(self.watermark_rows, min(self.board.shortage, max(1, self.board.num_rows // 4)))
         return wanted - self.board.cpu.available - self.inflight[lower.position - 1]
 
-    def _cold_rows(self, count: int) -> list[int]:
+    def _cold_rows(self, count: int, mask: int) -> list[int]:
+        """The coldest rows, at most `count`, that nothing holds but a duty to one of the tiers in `mask`."""
         if count <= 0:
             return []
         holds = self.board.cpu.table.holds
         rows = []
         for row in self.board.cpu.policy.coldest():
-            if self.duty[row] and holds[row] == 1 and not self.demoting[row]:
+            if self.duty[row] & mask and holds[row] == 1 and not self.demoting[row]:
                 rows.append(row)
                 if len(rows) == count:
                     break
@@ -194,7 +195,7 @@ class Demotions:
 
     def _plan_cold(self, lower: LowerTier, limit: int, now: float) -> None:
         room = limit - self.inflight[lower.position - 1]
-        rows = self._cold_rows(min(self._rows_needed(lower), room))
+        rows = self._cold_rows(min(self._rows_needed(lower), room), lower.bit)
         for start in range(0, len(rows), JOB_BLOCKS):
             if not self._send(lower, rows[start : start + JOB_BLOCKS], now):
                 return
@@ -204,7 +205,7 @@ class Demotions:
         for lower in self.board.lowers:
             if lower.on_evict and lower.store_breaker.allows(now):
                 limit = max(1, self.board.num_rows // 4) - self.inflight[lower.position - 1]
-                rows = self._cold_rows(limit)
+                rows = self._cold_rows(limit, lower.bit)
                 for start in range(0, len(rows), JOB_BLOCKS):
                     self._send(lower, rows[start : start + JOB_BLOCKS], now)
 

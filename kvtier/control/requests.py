@@ -8,7 +8,7 @@ import numpy as np
 
 from kvtier.errors import UsageError
 from kvtier.jobs import BlockOutcome, GPURuns, GroupTransfer, IntArray, JobResult, TransferJob
-from kvtier.keys import JobId, OffloadKey, key_group
+from kvtier.keys import JobId, OffloadKey, key_group, make_key
 
 
 class RunIndex:
@@ -60,8 +60,9 @@ class StackRequest:
         self.stopping: BlockOutcome | None = None
         self.bytes_moved = 0
         for group in job.groups:
+            suffix = make_key(b"", group.group)
             for key in group.keys:
-                if key_group(key) != group.group:
+                if not key.endswith(suffix):
                     raise UsageError(f"a key of group {key_group(key)} is listed under group {group.group}")
 
     @property
@@ -100,6 +101,8 @@ class StackRequest:
         return [m for members in self._by_group(indices).values() for m in members]
 
     def _by_group(self, indices: list[int]) -> dict[int, list[int]]:
+        if len(self.job.groups) == 1:
+            return {0: list(range(len(indices)))}
         groups: dict[int, list[int]] = {}
         for m, index in enumerate(indices):
             groups.setdefault(self.group_of[index], []).append(m)

@@ -134,28 +134,31 @@ class FillJob(InFlight):
         outcomes = [outcome for group in result.outcomes for outcome in group]
         request.bytes_moved += result.bytes_moved
         board.cpu_counters.store_bytes += result.bytes_moved
-        good: list[int] = []
-        bad: list[int] = []
-        by_member: dict[int, BlockOutcome] = dict(zip(self.order, outcomes, strict=True))
-        for m in range(len(self.indices)):
-            outcome = by_member[m]
-            board.count(CPU_TIER, outcome)
-            (good if outcome.ok else bad).append(m)
-        leaf_to_root = [self.rows[m] for m in reversed(good)]
+        in_order = list(outcomes)
+        for m, outcome in zip(self.order, outcomes, strict=True):
+            in_order[m] = outcome
+        bad = [m for m, outcome in enumerate(in_order) if outcome is not STORED and not outcome.ok]
+        failed_rows = set()
+        for m in bad:
+            board.count(CPU_TIER, in_order[m])
+            failed_rows.add(self.rows[m])
+        leaf_to_root = [row for row in reversed(self.rows) if row not in failed_rows] if bad else self.rows[::-1]
+        state = board.cpu.table.state
         board.cpu.commit(leaf_to_root)
-        ready = [row for row in leaf_to_root if board.cpu.table.state[row] == READY]
-        ready_rows = set(ready)
+        ready = [row for row in leaf_to_root if state[row] == READY]
+        reset = len(ready) < len(leaf_to_root)
         board.cpu_counters.stored += len(ready)
-        for m in range(len(self.indices)):
-            request.in_copy[self.indices[m]] = 0
-            if self.rows[m] in ready_rows:
-                request.settle(self.indices[m], STORED)
-            else:
-                request.settle(self.indices[m], by_member[m] if m in bad else dropped(DropReason.RESET))
+        for m, index in enumerate(self.indices):
+            request.in_copy[index] = 0
+            outcome = in_order[m]
+            if outcome.ok:
+                outcome = dropped(DropReason.RESET) if reset and state[self.rows[m]] != READY else STORED
+            request.settle(index, outcome)
         self.request.stores.demotions.row_ready(ready, CPU_TIER, now)
         board.cpu.abort([self.rows[m] for m in bad])
-        board.fill_ended([row for row in self.rows if row in ready_rows], True, CPU_TIER, now)
-        board.fill_ended([row for row in self.rows if row not in ready_rows], False, CPU_TIER, now)
+        if board.fills:
+            board.fill_ended([row for row in self.rows if state[row] == READY], True, CPU_TIER, now)
+            board.fill_ended([row for row in self.rows if state[row] != READY], False, CPU_TIER, now)
 
     def late(self, now: float) -> None:
         """The copy goes on, but whatever it reads no longer matters: its rows are unreachable until it ends."""
