@@ -20,6 +20,9 @@ from kvtier_fs.slot import (
 )
 
 
+_KEEP_GIL_BYTES = 128 << 10
+
+
 class Mismatch(StrEnum):
     """Where a slot differs from what its reader was promised; also the names of the counters."""
 
@@ -76,8 +79,15 @@ def verify_slot(read: ReadSlot) -> Mismatch | bytes:
     ):
         return _first_difference(page, expected)
     stated = payload_digest(page)
-    # The object, not the one-shot function: only the object lets go of the GIL while it works.
-    return stated if xxhash.xxh3_128(read.payload).digest() == stated else Mismatch.PAYLOAD
+    return stated if _digest(read.payload) == stated else Mismatch.PAYLOAD
+
+
+def _digest(payload: memoryview) -> bytes:
+    """xxh3-128. The one-shot function keeps the GIL, the object lets go of it; getting it back beside a busy thread
+    takes longer than hashing a small payload."""
+    if len(payload) <= _KEEP_GIL_BYTES:
+        return xxhash.xxh3_128_digest(payload)
+    return xxhash.xxh3_128(payload).digest()
 
 
 def _first_difference(page: memoryview, expected: SlotHeader) -> Mismatch:
