@@ -19,7 +19,6 @@ from kvtier_fs.slot import (
     payload_digest,
 )
 
-
 _KEEP_GIL_BYTES = 128 << 10
 
 
