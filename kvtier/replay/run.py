@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Protocol
 
-from kvtier.config import StackConfig, build_tiers, tier_name
+from kvtier.config import StackConfig, build_tiers, open_stack, tier_name
 from kvtier.errors import ConfigError
 from kvtier.geometry import Geometry, KVLayout
 from kvtier.keys import GPU, OffloadKey
@@ -22,7 +22,7 @@ from kvtier.replay.report import ReplayReport, TierReport
 from kvtier.replay.requests import KeyChain, RequestSource, group_keys
 from kvtier.replay.serve import Counts, ServeOptions, Server, Stack
 from kvtier.replay.setup import ReplayOptions, fit, make_layout, make_namespace, make_source, read_config
-from kvtier.stack import StackParts, StackSettings, StackStats, TierStack
+from kvtier.stack import StackStats
 from kvtier.stack.assembly import resolve_alignment
 
 POOL_MARGIN_BLOCKS = 16
@@ -49,7 +49,7 @@ class Replay:
         self.source: RequestSource = make_source(options)
         self.shape = self.source.shape
         self._options = options
-        self._make_stack = make_stack or open_stack
+        self._make_stack = make_stack or real_stack
         least = self.shape.longest_blocks
         if options.gpu_blocks is not None and options.gpu_blocks < least:
             reason = f"the longest request has {least} blocks, which must fit; got {options.gpu_blocks}"
@@ -135,18 +135,11 @@ class Replay:
         }
 
 
-def open_stack(
+def real_stack(
     config: StackConfig, layout: KVLayout, kv_caches: KVCaches
 ) -> AbstractAsyncContextManager[ReportingStack]:
-    """The real stack for a config, not yet open."""
-    settings = StackSettings(
-        load_seconds=config.load_timeout_seconds,
-        store_seconds=config.store_timeout_seconds,
-        lookup_seconds=config.lookup_timeout_seconds,
-        close_seconds=config.close_timeout_seconds,
-    )
-    namespace = make_namespace(config, layout)
-    return TierStack(StackParts(build_tiers(config), namespace, kv_caches=kv_caches, settings=settings))
+    """The stack a config describes, not yet open."""
+    return open_stack(config, make_namespace(config, layout), kv_caches)
 
 
 def gpu_name(config: StackConfig) -> str:
