@@ -56,9 +56,16 @@ def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int 
     type=click.Choice(["chat", "agentic", "hybrid"]),
     help="Generate this workload instead. [default: chat]",
 )
-@click.option("--requests", type=click.IntRange(1), metavar="N", help="Serve the first N requests.")
-@click.option("--block-bytes", callback=_size, metavar="SIZE", help="Bytes of one GPU block, all its tensors together.")
-@click.option("--block-tokens", type=click.IntRange(1), metavar="N", help="Tokens of a trace's block, if not plain.")
+@click.option("--requests", type=click.IntRange(1), metavar="N", help="Serve N requests, of a trace the first N.")
+@click.option(
+    "--block-bytes",
+    callback=_size,
+    metavar="SIZE",
+    help="Bytes of a GPU block of the full-attention group. [default: 64KiB, hybrid 16KiB]",
+)
+@click.option(
+    "--block-tokens", type=click.IntRange(1), metavar="N", help="Tokens of a trace's block, if its lengths do not tell."
+)
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of a generated workload.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="Write the figures here.")
@@ -89,7 +96,7 @@ def replay(json_file: Path | None, **asked: Any) -> None:
     """
     try:
         if json_file is not None:
-            _write(json_file, "")
+            _check_writable(json_file)
         report = _run(ReplayOptions(**asked))
     except IntegrityError:
         raise
@@ -144,12 +151,17 @@ async def _until_signalled(prepared: Replay, progress: Callable[[], None]) -> Re
         loop.remove_signal_handler(signal.SIGTERM)
 
 
+def _check_writable(path: Path) -> None:
+    """A bad path is told before the run, not after a long wait."""
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise ConfigError(f"cannot write {os.fspath(path)}: not a file in a folder that can be written", "--json")
+
+
 def _write(path: Path, text: str) -> None:
-    """Write a file; called once before the run, so that a bad path costs nobody a long wait."""
     try:
         path.write_text(text)
     except OSError as error:
-        raise ConfigError(f"cannot write {os.fspath(path)}: {error.strerror}", "--json") from None
+        _fail(str(ConfigError(f"cannot write {os.fspath(path)}: {error.strerror}", "--json")))
 
 
 def _fail(message: str) -> NoReturn:

@@ -18,7 +18,10 @@ _NONE = "-"
 
 @dataclass(frozen=True, slots=True)
 class TierReport:
-    """One tier's figures. `load_*` is towards the GPU, `store_*` away from it; `hits` counts blocks."""
+    """One tier's figures. `load_*` is towards the GPU, `store_*` away from it; `hits` counts blocks.
+
+    `mode` says how the tier does its I/O.
+    """
 
     hits: int
     load_bytes: int
@@ -30,6 +33,7 @@ class TierReport:
     used_bytes: int
     peak_bytes: int
     capacity_bytes: int
+    mode: str = ""
 
     def to_json(self) -> dict[str, object]:
         """The figures as they stand in the JSON report; `dropped` is the sum over the reasons."""
@@ -45,6 +49,7 @@ class TierReport:
             "used_bytes": self.used_bytes,
             "peak_bytes": self.peak_bytes,
             "capacity_bytes": self.capacity_bytes,
+            "mode": self.mode,
         }
 
 
@@ -106,6 +111,9 @@ class ReplayReport:
         """Print the table by tier, what was verified, and each wrong page that was kept."""
         counts = self.counts
         console.print(self._table())
+        console.print(
+            "; ".join(f"{escape(name)}: {escape(tier.mode)}" for name, tier in self.tiers.items() if tier.mode)
+        )
         hit = sum(counts.hit_tokens.values())
         console.print(
             f"{counts.requests:,} requests, {counts.prompt_tokens:,} prompt tokens, {hit:,} hit "

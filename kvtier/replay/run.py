@@ -12,7 +12,7 @@ from typing import Protocol
 from kvtier.config import StackConfig, build_tiers, open_stack, tier_name
 from kvtier.errors import ConfigError
 from kvtier.geometry import Geometry, KVLayout
-from kvtier.keys import GPU, OffloadKey
+from kvtier.keys import CPU, GPU, Medium, OffloadKey
 from kvtier.loadstore import KVCaches
 from kvtier.planner import StoreMode
 from kvtier.registry import discover
@@ -88,7 +88,8 @@ class Replay:
             backlog=self._options.backlog,
             store_blocks=max(1, min(STORE_BLOCKS, budget // geometry.row_bytes // 2)),
             settle_seconds=SETTLE_SECONDS,
-            gpu_name=gpu_name(config),
+            gpu_name=name_of(config, GPU),
+            cpu_name=name_of(config, CPU),
             watch_earlier=watch_earlier,
         )
 
@@ -142,10 +143,11 @@ def real_stack(
     return open_stack(config, make_namespace(config, layout), kv_caches)
 
 
-def gpu_name(config: StackConfig) -> str:
-    """The name of the stack's GPU tier."""
+def name_of(config: StackConfig, medium: Medium) -> str:
+    """The name of the stack's first tier of a medium."""
     backends = discover()
-    return next((tier_name(tier) for tier in config.tiers if backends.get(tier.type).medium == GPU), "gpu")
+    names = (tier_name(tier) for tier in config.tiers if backends.get(tier.type).medium == medium)
+    return next(names, medium.lower())
 
 
 def _recovered_blocks(stats: StackStats) -> int:
@@ -155,7 +157,7 @@ def _recovered_blocks(stats: StackStats) -> int:
 
 def _tier_reports(config: StackConfig, stats: StackStats, engine: EngineCache, counts: Counts) -> dict[str, TierReport]:
     """Every tier from the GPU down. The GPU's own figures are the loop's: its prefix cache decides what stays there."""
-    name = gpu_name(config)
+    name = name_of(config, GPU)
     reports = {
         name: TierReport(
             hits=counts.hit_tokens.get(name, 0) // engine.layout.groups[0].block_size,
@@ -168,6 +170,7 @@ def _tier_reports(config: StackConfig, stats: StackStats, engine: EngineCache, c
             used_bytes=engine.used_bytes(),
             peak_bytes=engine.peak_bytes(),
             capacity_bytes=engine.capacity_bytes(),
+            mode=f"{engine.device} tensors",
         )
     }
     fields = TierReport.__dataclass_fields__

@@ -34,7 +34,6 @@ from kvtier.replay.requests import KeyChain, Request, group_keys, offload_keys
 
 WRONG_PAGES_KEPT = 16
 LOADABLE = (LookupResult.HIT, LookupResult.HIT_PENDING)
-UNKNOWN_TIER = "unknown"
 
 Flags = npt.NDArray[np.bool_]
 
@@ -57,8 +56,9 @@ class Stack(Protocol):
 class ServeOptions:
     """How requests are driven: how many at once, how many demotions may lag, how many blocks one store names.
 
-    `gpu_name` is what hits in the loop's own cache are counted under. `watch_earlier` counts loads of blocks that this
-    loop never stored, which takes memory for every key it did store.
+    Hits in the loop's own cache are counted under `gpu_name`, hits of blocks still on their way into a tier under
+    `cpu_name`. `watch_earlier` counts loads of blocks that this loop never stored, which takes memory for every key it
+    did store.
     """
 
     concurrency: int = 1
@@ -66,6 +66,7 @@ class ServeOptions:
     store_blocks: int = 256
     settle_seconds: float = 60.0
     gpu_name: str = "gpu"
+    cpu_name: str = "cpu"
     watch_earlier: bool = False
 
 
@@ -289,7 +290,7 @@ class Server:
         self._publish(work, group, good)
         if not group:
             for row in (good // self._factor).tolist():
-                self._count_hits(where[row] or UNKNOWN_TIER, 1)
+                self._count_hits(where[row] or self._options.cpu_name, 1)
 
     def _compute(self, work: _Work) -> None:
         """Fill what is missing, as the model would have."""
