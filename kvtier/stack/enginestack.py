@@ -23,6 +23,7 @@ from kvtier.jobs import GroupTransfer, JobKind, JobResult, TransferJob
 from kvtier.keys import JobId, OffloadKey, RequestId
 from kvtier.loadstore import LookupResult, Resettable
 from kvtier.stack.assembly import Assembled, StackParts, assemble
+from kvtier.stack.checking import check_job
 from kvtier.stack.closing import CloseReport, close_tiers
 from kvtier.stack.dispatcher import Delivery, Told
 from kvtier.stack.stats import StackStats, collect
@@ -121,7 +122,11 @@ class EngineStack:
         return TransferJob(job_id, kind, tuple(groups), time.monotonic() + timeout_seconds)
 
     def submit(self, job: TransferJob, request_id: RequestId | None = None) -> None:
-        """Begin a load or store; its result comes out of a later `step`. A load ends its request's leases."""
+        """Begin a load or store; its result comes out of a later `step`. A load ends its request's leases.
+
+        Raises UsageError for a job that contradicts the layout.
+        """
+        check_job(job, job.kind, self.geometry)
         self._plane().submit(job, time.monotonic(), request_id)
 
     def cancel(self, job_id: JobId) -> None:

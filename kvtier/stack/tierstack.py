@@ -18,6 +18,7 @@ from kvtier.keys import JobId, Medium, OffloadKey, RequestId
 from kvtier.loadstore import LoadStore, LookupResult, Opened, Ownership, Resettable, TierContext
 from kvtier.options import TierOptions
 from kvtier.stack.assembly import Assembled, StackParts, assemble
+from kvtier.stack.checking import check_job
 from kvtier.stack.closing import CloseReport, close_tiers
 from kvtier.stack.dispatcher import Delivery, Told
 from kvtier.stack.stats import StackStats, collect
@@ -118,8 +119,7 @@ class TierStack(LoadStore):
 
     async def _run(self, job: TransferJob, kind: JobKind) -> JobResult:
         plane = self._open_plane()
-        if job.kind is not kind:
-            raise UsageError(f"a {job.kind} job was handed to {kind}")
+        check_job(job, kind, self.geometry)
         future: asyncio.Future[JobResult] = self._loop.create_future()
         plane.submit(job, self._loop.time())
         self._waiting[job.job_id] = future

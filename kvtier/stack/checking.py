@@ -1,0 +1,36 @@
+"""Whether an engine's job makes sense in a layout, before anything of it is begun."""
+
+from __future__ import annotations
+
+from kvtier.errors import UsageError
+from kvtier.geometry import Geometry
+from kvtier.jobs import GPURuns, GroupTransfer, JobKind, TransferJob
+
+
+def check_job(job: TransferJob, kind: JobKind, geometry: Geometry) -> None:
+    """Raise UsageError for a job of another kind or one that names groups, blocks or sub-blocks that do not exist.
+
+    GPU block ids are checked by the tier that has the tensors; a wrong one fails its job.
+    """
+    if job.kind is not kind:
+        raise UsageError(f"a {job.kind} job was handed to {kind}")
+    for group in job.groups:
+        _check_group(group, geometry)
+
+
+def _check_group(group: GroupTransfer, geometry: Geometry) -> None:
+    runs = group.staging
+    if not isinstance(runs, GPURuns):
+        raise UsageError("a job for the whole stack names its GPU blocks by runs")
+    if not 0 <= group.group < geometry.num_groups:
+        raise UsageError(f"there is no group {group.group} among {geometry.num_groups}")
+    if not len(runs.blocks):
+        return
+    if int(runs.blocks.min()) < 0 or int(runs.blocks.max()) >= len(group.keys):
+        raise UsageError(f"group {group.group}: a run names an offloaded block beyond its {len(group.keys)} keys")
+    if int(runs.firsts.min()) < 0 or int(runs.counts.min()) < 0:
+        raise UsageError(f"group {group.group}: a run begins before its offloaded block")
+    if int((runs.firsts + runs.counts).max()) > geometry.factor:
+        raise UsageError(f"group {group.group}: a run ends beyond the {geometry.factor} GPU blocks of its block")
+    if len(runs.gpu_blocks) and int(runs.gpu_blocks.min()) < 0:
+        raise UsageError(f"group {group.group}: a run names a negative GPU block")
