@@ -40,6 +40,9 @@ ByteSize = Annotated[
     ),
 ]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=False)]
+INDEX_BYTES_PER_SLOT = 220
+"""Upper bound of the directory's memory for one slot of an owned tier, keys with hashes of up to 36 bytes included."""
+
 PolicyName = Literal["lru", "arc"]
 WritePolicy = Literal["write_through", "on_evict"]
 

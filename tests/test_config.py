@@ -9,9 +9,9 @@ from support_backends import STANDARD, CPUTier, DiskTier, GPUTier, Idle, add_dis
 
 from kvtier.config import StackConfig, StackOptions, build_tiers, load_stack, parse_stack, stack_schema, tier_name
 from kvtier.config.plan import Probed, plan_stack
-from kvtier.control.tier import INDEX_BYTES_PER_SLOT
 from kvtier.errors import ConfigError
 from kvtier.geometry import GroupKind, GroupLayout, KVLayout, TensorRef
+from kvtier.options import INDEX_BYTES_PER_SLOT
 from kvtier.registry import Backends
 
 CPU = "{type: cpu, cpu_bytes_to_use: 1GiB}"

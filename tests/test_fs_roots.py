@@ -483,3 +483,14 @@ async def test_the_contract_of_use(tmp_path):
     await backend.close()
     await backend.close()
     assert issubclass(ConfigError, KVTierError)
+
+
+async def test_the_bound_of_the_directory_s_memory_takes_slots_not_promises(tmp_path):
+    roomy = FSOptions(type="fs", roots=[str(tmp_path / "a")], capacity=64 << 20, min_free_bytes=1)
+    bounded = FSOptions(
+        type="fs", roots=[str(tmp_path / "b")], capacity=64 << 20, min_free_bytes=1, index_bytes_max=500 * 220
+    )
+    async with open_tier(roomy) as tier:
+        assert tier.opened.space.num_slot_ids > 500
+    async with open_tier(bounded) as tier:
+        assert 100 < tier.opened.space.num_slot_ids <= 500

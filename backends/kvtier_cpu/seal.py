@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
+from kvtier.checksum import checksum
 from kvtier.geometry import Geometry
 from kvtier.jobs import IntArray
 from kvtier_cpu.region import SharedRegion
@@ -26,19 +26,19 @@ def pieces(rows: IntArray, geometry: Geometry, group: int) -> Iterator[IntArray]
 def seal_rows(region: SharedRegion, geometry: Geometry, group: int, rows: IntArray) -> None:
     """Zero what a block of this group leaves unused up to its aligned length, then record each row's checksum.
 
-    What lies beyond the aligned length no lower tier ever reads for this group. Hashing runs with the GIL free.
+    What lies beyond the aligned length no lower tier ever reads for this group.
     """
     used, aligned = geometry.kv_bytes_per_offloaded_block(group), geometry.aligned_bytes(group)
     for row in rows.tolist():
         block = region.row(row)[:aligned]
         block[used:] = bytes(aligned - used)
-        region.set_checksum(row, xxhash.xxh3_128_digest(block))
+        region.set_checksum(row, checksum(block))
 
 
 def intact_rows(region: SharedRegion, geometry: Geometry, group: int, rows: IntArray) -> npt.NDArray[np.bool_]:
     """For each row: True if its bytes still match its checksum."""
     aligned = geometry.aligned_bytes(group)
     return np.array(
-        [xxhash.xxh3_128_digest(region.row(row)[:aligned]) == region.checksum(row) for row in rows.tolist()],
+        [checksum(region.row(row)[:aligned]) == region.checksum(row) for row in rows.tolist()],
         dtype=np.bool_,
     )

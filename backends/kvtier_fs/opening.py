@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from kvtier.errors import GeometryError, ResourceError, RootBusyError, RootError
 from kvtier.geometry import Geometry, round_up
+from kvtier.options import INDEX_BYTES_PER_SLOT
 from kvtier_fs import texts
 from kvtier_fs.folder import RootFolder
 from kvtier_fs.io.contract import IOEngine
@@ -159,7 +160,10 @@ def lay_out(roots: list[Root], options: FSOptions, geometry: Geometry) -> Layout
     check_alignment(roots, geometry.alignment, header)
     payloads = tuple(geometry.aligned_bytes(group) for group in range(geometry.num_groups))
     sizes = tuple(round_up(header + payload, header) for payload in payloads)
-    share = options.capacity // len(options.roots) // 4096 * 4096
+    capacity = options.capacity
+    if options.index_bytes_max is not None:
+        capacity = min(capacity, options.index_bytes_max // INDEX_BYTES_PER_SLOT * min(sizes))
+    share = capacity // len(options.roots) // 4096 * 4096
     demand = RegionDemand(share, len(roots), sizes, header, header)
     plan, notes = plan_regions(roots, demand, options.region_bytes)
     return Layout(share, plan, geometry.alignment, sizes, payloads, tuple(notes))

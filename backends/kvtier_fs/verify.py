@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-import xxhash
-
+from kvtier.checksum import checksum
 from kvtier_fs.slot import (
     KEY_AT,
     SlotHeader,
@@ -18,8 +17,6 @@ from kvtier_fs.slot import (
     pack_fixed,
     payload_digest,
 )
-
-_KEEP_GIL_BYTES = 128 << 10
 
 
 class Mismatch(StrEnum):
@@ -78,15 +75,7 @@ def verify_slot(read: ReadSlot) -> Mismatch | bytes:
     ):
         return _first_difference(page, expected)
     stated = payload_digest(page)
-    return stated if _digest(read.payload) == stated else Mismatch.PAYLOAD
-
-
-def _digest(payload: memoryview) -> bytes:
-    """xxh3-128. The one-shot function keeps the GIL, the object lets go of it; getting it back beside a busy thread
-    takes longer than hashing a small payload."""
-    if len(payload) <= _KEEP_GIL_BYTES:
-        return xxhash.xxh3_128_digest(payload)
-    return xxhash.xxh3_128(payload).digest()
+    return stated if checksum(read.payload) == stated else Mismatch.PAYLOAD
 
 
 def _first_difference(page: memoryview, expected: SlotHeader) -> Mismatch:

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from kvtier.config.model import StackConfig, tier_name
-from kvtier.control.tier import INDEX_BYTES_PER_SLOT
 from kvtier.errors import ConfigError
 from kvtier.geometry import Geometry, KVLayout, stack_alignment
 from kvtier.keys import CPU, GPU, Medium
 from kvtier.loadstore import LoadStore, SlotSpace
-from kvtier.options import TierOptions
+from kvtier.options import INDEX_BYTES_PER_SLOT, TierOptions
 from kvtier.registry import Preview, Previews
 
 

@@ -12,9 +12,6 @@ from kvtier.keys import OffloadKey, key_group
 from kvtier.loadstore import Recovered, SlotSpace
 from kvtier.policies import make_policy
 
-INDEX_BYTES_PER_SLOT = 220
-"""Upper bound of the directory's memory for one slot, keys of up to 36 bytes included."""
-
 ERRORS_TO_RETIRE = 2
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvtier.control.board import LowerTier
 from kvtier.control.slots import SlotState
 from kvtier.jobs import JobKind
 from kvtier.stack.assembly import Assembled
@@ -73,11 +74,12 @@ def collect(assembled: Assembled, now: float) -> StackStats:
             peak_bytes=owned.peak_bytes if owned is not None else 0,
             capacity_bytes=opened.capacity_bytes,
             slots={state.name.lower(): owned.table.counts[state] for state in SlotState} if owned is not None else {},
-            breaker=_breaker(lower.load_breaker.state.value, lower.store_breaker.state.value) if lower is not None else "closed",
+            breaker=_breaker(lower) if lower is not None else "closed",
             mode=opened.mode,
         )
     return StackStats(tiers, assembled.plane.backlog)
 
 
-def _breaker(load: str, store: str) -> str:
+def _breaker(lower: LowerTier) -> str:
+    load, store = lower.load_breaker.state.value, lower.store_breaker.state.value
     return load if load == store else f"load {load}, store {store}"
