@@ -9,6 +9,8 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from kvtier.outlast import outlast
+
 T = TypeVar("T")
 _Work = Callable[[], None]
 
@@ -62,16 +64,7 @@ async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
 
     Buffers in use by a copy or by a thread stay ours until it ends; cancelling never hands them back early.
     """
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        while not task.done():
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait([task])
-        if not task.cancelled():
-            task.exception()  # looked at, so it is not reported as lost; the caller wants the cancellation
-        raise
+    return await outlast(asyncio.ensure_future(work))
 
 
 def _answer(loop: asyncio.AbstractEventLoop, future: asyncio.Future[T], call: Callable[[], T]) -> None:

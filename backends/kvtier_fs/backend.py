@@ -9,6 +9,7 @@ import mmap
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import ClassVar
 
@@ -32,6 +33,7 @@ from kvtier.jobs import (
 from kvtier.keys import FS, Medium, OffloadKey
 from kvtier.loadstore import LoadStore, LookupResult, Opened, Rows, SlotSpace, TierContext
 from kvtier.options import TierOptions
+from kvtier.outlast import outlast
 from kvtier.registry import Preview
 from kvtier_fs import opening
 from kvtier_fs.io.probe import probe_path
@@ -282,7 +284,8 @@ class FSBackend(LoadStore):
         except asyncio.CancelledError:
             for root in self._roots:
                 root.lane.withdraw(CANCELLED, run)
-            await run.ended()
+            with suppress(asyncio.CancelledError):
+                await outlast(run.finished)
             raise
         return run.result(self._context.clock() - started)
 

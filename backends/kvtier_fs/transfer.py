@@ -68,14 +68,6 @@ class JobRun:
         if not self._left and not self.finished.done():
             self.finished.set_result(None)
 
-    async def ended(self) -> None:
-        """Wait until the last block has ended, whoever asks for the wait to be cut short."""
-        while not self.finished.done():
-            try:
-                await asyncio.shield(self.finished)
-            except asyncio.CancelledError:
-                continue
-
     def give_up(self) -> None:
         """Report every block that has not ended as late: its I/O is stuck in the kernel and keeps its buffers."""
         for group, outcomes in enumerate(self._outcomes):

@@ -30,6 +30,7 @@ from kvtier.jobs import (
 from kvtier.keys import GPU, Medium, OffloadKey
 from kvtier.loadstore import LoadStore, LookupResult, Opened, Ownership, Rows, TierContext
 from kvtier.options import TierOptions
+from kvtier.outlast import outlast
 from kvtier_gpu.engines.contract import CopyEngine, Direction
 from kvtier_gpu.engines.cuda import CudaEngine
 from kvtier_gpu.engines.memmove import MemmoveEngine
@@ -237,21 +238,7 @@ async def _copy(engine: CopyEngine, plan: CopyPlan, direction: Direction) -> Exc
     loop = asyncio.get_running_loop()
     landed: asyncio.Future[Exception | None] = loop.create_future()
     engine.submit(plan, direction, lambda error: _call_soon(loop, landed.set_result, error))
-    return await _outlast(landed)
-
-
-async def _outlast(future: asyncio.Future[T]) -> T:
-    """Wait until a future is done, through any cancellation; the cancellation is raised afterwards."""
-    cancelled: asyncio.CancelledError | None = None
-    while not future.done():
-        try:
-            await asyncio.wait((future,))
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        future.exception()  # seen here; the cancellation goes first
-        raise cancelled
-    return future.result()
+    return await outlast(landed)
 
 
 async def _off_loop(call: Callable[[], T]) -> T:
@@ -268,7 +255,7 @@ async def _off_loop(call: Callable[[], T]) -> T:
             _call_soon(loop, ended.set_result, result)
 
     threading.Thread(target=body, name="kvtier-gpu-setup", daemon=True).start()
-    return await _outlast(ended)
+    return await outlast(ended)
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[T], object], value: T) -> None:

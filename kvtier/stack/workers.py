@@ -23,6 +23,7 @@ from kvtier.jobs import DropReason, JobResult, TransferJob, dropped, failed
 from kvtier.keys import GPU, Medium, OffloadKey
 from kvtier.loadstore import LoadStore, LookupResult, Opened, Ownership, TierContext
 from kvtier.options import Seconds, TierOptions
+from kvtier.outlast import outlast
 from kvtier.stack.worker_frames import (
     FrameType,
     Hello,
@@ -158,7 +159,7 @@ class WorkerLink(LoadStore):
             call = _Call(job, asyncio.get_running_loop().create_future())
             self._calls[self._sequence] = call
             writer.write(frame)
-            return await _outlast(call.answer)
+            return await outlast(call.answer)
 
     async def _read_answers(self, reader: asyncio.StreamReader) -> None:
         reason = errno.ECONNRESET
@@ -249,7 +250,7 @@ async def serve_worker(sock: socket.socket, store: LoadStore, context: TierConte
     finally:
         try:
             if jobs:
-                await _outlast(asyncio.ensure_future(asyncio.wait(jobs)))
+                await outlast(asyncio.ensure_future(asyncio.wait(jobs)))
         finally:
             await _close(writer, timeout_seconds=5.0)
 
@@ -300,17 +301,3 @@ async def _close(writer: asyncio.StreamWriter, timeout_seconds: float) -> None:
             await writer.wait_closed()
     except OSError:  # also the deadline
         writer.transport.abort()
-
-
-async def _outlast(future: asyncio.Future[T]) -> T:
-    """Wait until a future is done, through any cancellation; the cancellation is raised afterwards."""
-    cancelled: asyncio.CancelledError | None = None
-    while not future.done():
-        try:
-            await asyncio.wait((future,))
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        future.exception()  # seen here; the cancellation goes first
-        raise cancelled
-    return future.result()
