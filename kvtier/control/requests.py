@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -75,10 +76,12 @@ class StackRequest:
             self.outcomes[index] = outcome
             self.open -= 1
 
-    def settle_todo(self, outcome: BlockOutcome) -> None:
-        """Everything not started ends with this outcome."""
-        while self.todo:
-            self.settle(self.todo.popleft(), outcome)
+    def settle_all(self, indices: Sequence[int], outcome: BlockOutcome) -> None:
+        """The same outcome for blocks that have none."""
+        outcomes = self.outcomes
+        for index in indices:
+            outcomes[index] = outcome
+        self.open -= len(indices)
 
     def transfers(self, indices: list[int], rows: list[int], generations: list[int]) -> list[GroupTransfer]:
         """The chosen blocks as transfers between their GPU blocks and rows, grouped; `order_of` gives their order."""

@@ -74,6 +74,8 @@ class StoreRequest(StackRequest):
         """Start copies for the blocks that get rows; False when blocks are left without one."""
         board = self.stores.board
         directory, state = board.cpu.directory, board.cpu.table.state
+        if self._advance_all_new():
+            return not self.todo
         fresh: list[int] = []
         fresh_keys: dict[OffloadKey, int] = {}
         again: list[int] = []
@@ -105,6 +107,19 @@ class StoreRequest(StackRequest):
             else:
                 board.wait_for_fill(row, self, index)
         return not self.todo
+
+    def _advance_all_new(self) -> bool:
+        """The usual case in a few batch calls: no key of the rest is known. False when there is more to look at."""
+        directory = self.stores.board.cpu.directory
+        indices = list(self.todo)
+        keys = [self.keys[index] for index in indices]
+        if len(set(keys)) < len(keys) or not directory.keys().isdisjoint(keys):
+            return False
+        rows = self.stores.board.cpu.reserve(keys)
+        if rows:
+            self.todo = deque(indices[len(rows) :])
+            self._copy(indices[: len(rows)], rows)
+        return True
 
     def _copy(self, indices: list[int], rows: list[int]) -> None:
         board = self.stores.board
@@ -148,8 +163,12 @@ class FillJob(InFlight):
         ready = [row for row in leaf_to_root if state[row] == READY]
         reset = len(ready) < len(leaf_to_root)
         board.cpu_counters.stored += len(ready)
+        if not bad and not reset:
+            request.settle_all(self.indices, STORED)
         for m, index in enumerate(self.indices):
             request.in_copy[index] = 0
+            if request.outcomes[index] is not None:
+                continue
             outcome = in_order[m]
             if outcome.ok:
                 outcome = dropped(DropReason.RESET) if reset and state[self.rows[m]] != READY else STORED
