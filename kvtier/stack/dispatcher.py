@@ -1,7 +1,7 @@
 """Runs the control plane's jobs on the backends, in one event loop: loads first, bounded bytes, deadlines.
 
-A job that passes its deadline before it started is reported LATE and never runs. One that is under way is reported
-late once, runs on, and is reported again when it has really ended: cancelling never stops I/O.
+A job that passes its deadline before it started is reported late and ended, and never runs. One that is under way is
+reported late once, runs on, and is reported again when it has really ended: cancelling never stops I/O.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvtier.control.board import Emission
-from kvtier.jobs import LATE, JobKind, JobResult, failed
+from kvtier.errors import IntegrityError
+from kvtier.jobs import DropReason, JobKind, JobResult, dropped, failed
 from kvtier.keys import JobId
 from kvtier.loadstore import Clock, LoadStore
 
@@ -71,6 +72,7 @@ class Lane:
     loads: deque[Emission] = field(default_factory=deque)
     stores: deque[Emission] = field(default_factory=deque)
     inflight_bytes: int = 0
+    alarm: asyncio.TimerHandle | None = None
     traffic: dict[JobKind, Traffic] = field(default_factory=lambda: {kind: Traffic() for kind in JobKind})
 
 
@@ -92,14 +94,21 @@ class Dispatcher:
         self._tasks: dict[JobId, asyncio.Task[None]] = {}
         self._late: dict[JobId, bool] = {}
         self._batch: list[Delivery] = []
+        self._stopped = False
         self._idle = asyncio.Event()
         self._idle.set()
 
     def submit(self, emissions: Sequence[Emission]) -> None:
-        """Queue jobs and start what the bounds allow. Call in the loop."""
+        """Queue jobs and start what the bounds allow; once stopped, jobs end as dropped. Call in the loop."""
         for emission in emissions:
             lane = self.lanes[emission.position]
             (lane.loads if emission.job.kind is JobKind.LOAD else lane.stores).append(emission)
+        for lane in self.lanes:
+            self._start(lane)
+
+    def stop(self) -> None:
+        """Start no further job: those that wait, and those that are still submitted, end as dropped(closing)."""
+        self._stopped = True
         for lane in self.lanes:
             self._start(lane)
 
@@ -113,21 +122,48 @@ class Dispatcher:
         await self._idle.wait()
 
     def _start(self, lane: Lane) -> None:
+        if self._stopped:
+            self._drop_waiting(lane)
+        else:
+            self._tell_expired(lane)
+            self._start_waiting(lane)
+        self._set_alarm(lane)
+
+    def _start_waiting(self, lane: Lane) -> None:
         while lane.loads or lane.stores:
             queue = lane.loads or lane.stores
-            emission = queue[0]
-            deadline = emission.job.deadline
-            if deadline is not None and self._clock() >= deadline:
-                queue.popleft()
-                self._tell(Delivery(Told.FINISHED, emission.job.job_id, JobResult.uniform(emission.job, LATE)))
-                continue
-            size = emission.job.num_blocks * self._block_bytes
+            size = queue[0].job.num_blocks * self._block_bytes
             if lane.inflight_bytes and lane.inflight_bytes + size > lane.inflight_bytes_max:
                 return
-            queue.popleft()
+            emission = queue.popleft()
             lane.inflight_bytes += size
             self._idle.clear()
             self._tasks[emission.job.job_id] = asyncio.create_task(self._run(lane, emission, size))
+
+    def _tell_expired(self, lane: Lane) -> None:
+        """Jobs of a lane are queued in the order of their deadlines, so the expired ones are in front."""
+        now = self._clock()
+        for queue in (lane.loads, lane.stores):
+            while queue and (deadline := queue[0].job.deadline) is not None and now >= deadline:
+                job_id = queue.popleft().job.job_id
+                self._tell(Delivery(Told.LATE, job_id))
+                self._tell(Delivery(Told.ENDED, job_id))
+
+    def _drop_waiting(self, lane: Lane) -> None:
+        for queue in (lane.loads, lane.stores):
+            while queue:
+                job = queue.popleft().job
+                self._tell(Delivery(Told.FINISHED, job.job_id, JobResult.uniform(job, dropped(DropReason.CLOSING))))
+
+    def _set_alarm(self, lane: Lane) -> None:
+        """Wake up when the first waiting job of a lane passes its deadline, however stuck the running ones are."""
+        if lane.alarm is not None:
+            lane.alarm.cancel()
+            lane.alarm = None
+        deadlines = [q[0].job.deadline for q in (lane.loads, lane.stores) if q and q[0].job.deadline is not None]
+        if deadlines:
+            delay = max(0.0, min(deadlines) - self._clock())
+            lane.alarm = asyncio.get_running_loop().call_later(delay, self._start, lane)
 
     async def _run(self, lane: Lane, emission: Emission, size: int) -> None:
         job = emission.job
@@ -139,6 +175,8 @@ class Dispatcher:
         traffic.begin(self._clock())
         try:
             result = await (lane.tier.load(job) if job.kind is JobKind.LOAD else lane.tier.store(job))
+            if [len(outcomes) for outcomes in result.outcomes] != [len(group.keys) for group in job.groups]:
+                raise IntegrityError("the result does not have one outcome for each block")
         except Exception:
             # A backend must not raise for bad luck: whatever it was, the blocks failed and the stack goes on.
             logger.exception("tier %s raised in a %s job", type(lane.tier).__name__, job.kind)

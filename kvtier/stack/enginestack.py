@@ -7,6 +7,7 @@ The engine's thread alone touches the control plane. Jobs go to the loop and out
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections import deque
@@ -22,9 +23,10 @@ from kvtier.geometry import Geometry
 from kvtier.jobs import GroupTransfer, JobKind, JobResult, TransferJob
 from kvtier.keys import JobId, OffloadKey, RequestId
 from kvtier.loadstore import LookupResult, Resettable
-from kvtier.stack.assembly import Assembled, StackParts, assemble
+from kvtier.stack import closing
+from kvtier.stack.assembly import Assembled, StackParts, ask, assemble
 from kvtier.stack.checking import check_job
-from kvtier.stack.closing import CloseReport, close_tiers
+from kvtier.stack.closing import CloseReport
 from kvtier.stack.dispatcher import Delivery, Told
 from kvtier.stack.stats import StackStats, collect
 
@@ -68,17 +70,40 @@ class EngineStack:
         self._thread.start()
         try:
             self._assembled = self._await(assemble(self._parts, time.monotonic, self._delivered), OPEN_SECONDS)
+        except TimeoutError as error:
+            self._stop_loop()
+            raise ResourceError(f"the stack did not open within {OPEN_SECONDS:g} s") from error
         except BaseException:
             self._stop_loop()
             raise
 
     def close(self) -> CloseReport:
-        """Drain lower tiers until the closing deadline, drop the rest, close every tier. Idempotent."""
+        """Drain lower tiers until the closing deadline, drop the rest, close every tier. Idempotent.
+
+        Jobs that have not ended are cancelled or dropped; their GPU blocks are the engine's own again when this
+        returns, unless the report counts unfinished jobs.
+        """
         if self._closed or self._assembled is None:
             self._closed = True
             return self.close_report or CloseReport(0, 0)
         self._closed = True
-        plane = self._assembled.plane
+        assembled = self._assembled
+        try:
+            self._drain(assembled)
+        finally:
+            abandoned = closing.abandon(assembled)
+            each = self._parts.settings.tier_close_seconds
+            seconds = each * len(assembled.to_close) + CLOSE_GRACE_SECONDS
+            try:
+                self._await(closing.end_tiers(assembled, each), seconds)
+            finally:
+                self._turn()
+                self.close_report = closing.report(assembled, abandoned)
+                self._stop_loop()
+        return self.close_report
+
+    def _drain(self, assembled: Assembled) -> None:
+        plane = assembled.plane
         deadline = time.monotonic() + self._parts.settings.close_seconds
         plane.close(time.monotonic())
         self._turn()
@@ -89,25 +114,26 @@ class EngineStack:
                 break
             self.wait(deadline - time.monotonic())
             self._turn()
-        dropped = plane.abandon()
-        try:
-            self.close_report = self._await(close_tiers(self._assembled, dropped), CLOSE_GRACE_SECONDS)
-        except TimeoutError:
-            self.close_report = CloseReport(dropped, self._assembled.dispatcher.running)
-        self._stop_loop()
-        return self.close_report
 
     def _stop_loop(self) -> None:
+        """End what is left in the loop, then the loop and its thread; a thread that hangs is left behind."""
         assert self._loop is not None
         assert self._thread is not None
+        with contextlib.suppress(TimeoutError):
+            self._await(_cancel_tasks(), CLOSE_GRACE_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_GRACE_SECONDS)
         if not self._thread.is_alive():
             self._loop.close()
 
     def _await(self, work: Coroutine[Any, Any, T], timeout_seconds: float) -> T:
+        """Run a coroutine in the loop and wait for it; whatever ends the waiting early cancels it."""
         assert self._loop is not None
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_seconds)
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(timeout_seconds)
+        finally:
+            future.cancel()
 
     # -- moving blocks -------------------------------------------------------------------------------------------
 
@@ -169,9 +195,10 @@ class EngineStack:
 
     async def _ask(self, question: Question) -> None:
         assert self._assembled is not None
-        results = await self._assembled.lanes[question.position].tier.lookup(question.keys)
-        self._inbox.append((question, results))
-        self._arrived.set()
+        answers = await ask(self._assembled, question)
+        if answers is not None:
+            self._inbox.append((question, answers))
+            self._arrived.set()
 
     def _delivered(self, batch: list[Delivery]) -> None:
         """In the loop's thread: a deque append is atomic, and the engine's thread drains it."""
@@ -259,3 +286,12 @@ class EngineStack:
         if self._closed:
             raise UsageError("the stack is closed")
         return self._assembled.plane
+
+
+async def _cancel_tasks() -> None:
+    """Cancel what still runs in this loop and wait a moment for it."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=1.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from types import TracebackType
 from typing import ClassVar, Self
@@ -17,13 +16,12 @@ from kvtier.jobs import GroupTransfer, JobKind, JobResult, TransferJob
 from kvtier.keys import JobId, Medium, OffloadKey, RequestId
 from kvtier.loadstore import LoadStore, LookupResult, Opened, Ownership, Resettable, TierContext
 from kvtier.options import TierOptions
-from kvtier.stack.assembly import Assembled, StackParts, assemble
+from kvtier.stack import closing
+from kvtier.stack.assembly import Assembled, StackParts, ask, assemble
 from kvtier.stack.checking import check_job
-from kvtier.stack.closing import CloseReport, close_tiers
+from kvtier.stack.closing import CloseReport
 from kvtier.stack.dispatcher import Delivery, Told
 from kvtier.stack.stats import StackStats, collect
-
-logger = logging.getLogger(__name__)
 
 
 class TierStack(LoadStore):
@@ -49,6 +47,8 @@ class TierStack(LoadStore):
         self._questions: set[asyncio.Task[None]] = set()
         self._next_job = 1
         self._closing = False
+        self._ending: asyncio.Task[None] | None = None
+        self._drain_until = 0.0
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -72,27 +72,44 @@ class TierStack(LoadStore):
     async def close(self) -> None:
         """Drain lower tiers until the closing deadline, drop the rest, close every tier. Idempotent.
 
-        What was dropped is in `close_report` and in the log.
+        What was dropped is in `close_report` and in the log. When cancelled it drains no longer, but still closes every
+        tier before the cancellation goes on.
         """
-        if self._assembled is None or self._closing:
+        if self._assembled is None:
             return
-        self._closing = True
-        plane = self._assembled.plane
-        deadline = self._loop.time() + self._parts.settings.close_seconds
+        if self._ending is None:
+            self._closing = True
+            self._drain_until = self._loop.time() + self._parts.settings.close_seconds
+            self._ending = self._loop.create_task(self._end(self._assembled), name="kvtier close")
+        cancelled: asyncio.CancelledError | None = None
+        while not self._ending.done():
+            try:
+                await asyncio.wait((self._ending,))
+            except asyncio.CancelledError as error:
+                cancelled = error
+                self._drain_until = self._loop.time()
+                self._progress.set()
+        if cancelled is not None:
+            raise cancelled
+        self._ending.result()
+
+    async def _end(self, assembled: Assembled) -> None:
+        plane = assembled.plane
         plane.close(self._loop.time())
         self._turn()
-        while self._loop.time() < deadline and (not plane.idle or plane.owed):
+        while self._loop.time() < self._drain_until and (not plane.idle or plane.owed):
             plane.drain(self._loop.time())
             self._turn()
             if plane.idle:
                 break
-            await self._wait_progress(deadline)
-        dropped = plane.abandon()
-        if self._timer is not None:
-            self._timer.cancel()
+            await self._wait_progress(self._drain_until)
         for task in list(self._questions):
             task.cancel()
-        self.close_report = await close_tiers(self._assembled, dropped)
+        abandoned = closing.abandon(assembled)
+        await closing.end_tiers(assembled, self._parts.settings.tier_close_seconds)
+        self.close_report = closing.report(assembled, abandoned)
+        if self._timer is not None:
+            self._timer.cancel()
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(UsageError("the stack was closed before the job ended"))
@@ -176,7 +193,10 @@ class TierStack(LoadStore):
 
     def end_request(self, request_id: RequestId) -> None:
         """The request's leases end."""
-        self._open_plane().end_request(request_id, self._loop.time())
+        plane = self._open_plane()
+        plane.end_request(request_id, self._loop.time())
+        plane.pump(self._loop.time())
+        self._turn()
 
     async def settle(self, timeout_seconds: float, backlog: int = 0) -> bool:
         """Wait until at most `backlog` blocks are on their way to lower tiers; False when the time ran out."""
@@ -273,14 +293,10 @@ class TierStack(LoadStore):
 
     async def _ask(self, question: Question) -> None:
         assert self._assembled is not None
-        try:
-            results = await self._assembled.lanes[question.position].tier.lookup(question.keys)
-        except Exception:
-            # A tier that cannot answer leaves the keys unknown; their own deadline turns them into misses.
-            logger.exception("tier %d could not answer a lookup", question.position)
-            return
-        self._assembled.plane.answer(question, results, self._loop.time())
-        self._turn()
+        answers = await ask(self._assembled, question)
+        if answers is not None:
+            self._assembled.plane.answer(question, answers, self._loop.time())
+            self._turn()
 
     async def _wait_progress(self, deadline: float) -> None:
         self._progress.clear()
