@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvtier.control.board import Emission, TierPlan
-from kvtier.control.plane import ControlLimits, ControlPlane
+from kvtier.control.plane import ControlLimits, ControlPlane, Question
 from kvtier.jobs import (
     CORRUPT,
     LOADED,
     MISSING,
     STORED,
+    BlockOutcome,
     GPURuns,
     GroupTransfer,
     JobKind,
@@ -32,6 +33,10 @@ ROW_BYTES = 4096
 
 def key(number: int, group: int = 0) -> OffloadKey:
     return make_key(number.to_bytes(16, "big"), group)
+
+
+def key_number(k: OffloadKey) -> int:
+    return int.from_bytes(k[:16], "big")
 
 
 def cpu_plan(rows: int, policy: str = "lru", groups: int = 1) -> TierPlan:
@@ -98,6 +103,8 @@ class World:
         self._next_job = 1
         self._next_gpu = 0
         self.wrong: list[str] = []
+        self.silent = False
+        self.unanswered: list[Question] = []
 
     # -- the engine's side
 
@@ -167,14 +174,17 @@ class World:
             for source, target, _ in self._places(emission):
                 if source[0] not in ("gpu", "remote"):
                     self.watch.read(source, emission.job.job_id)
-                if target is not None and target[0] not in ("gpu", "remote"):
-                    if target not in self.watch.writers or self.watch.writers[target] != emission.job.job_id:
-                        self.watch.write(target, emission.job.job_id)
+                watched = target is not None and target[0] not in ("gpu", "remote")
+                if watched and self.watch.writers.get(target) != emission.job.job_id:
+                    self.watch.write(target, emission.job.job_id)
         for result in self.plane.take_finished():
             assert result.job_id not in self.results, "a job ended twice"
             self.results[result.job_id] = result
             self._verify(result)
         for question in self.plane.take_questions():
+            if self.silent:
+                self.unanswered.append(question)
+                continue
             answers = [LookupResult.HIT if k in self.remote else LookupResult.MISS for k in question.keys]
             self.plane.answer(question, answers, self.now)
 
@@ -223,6 +233,41 @@ class World:
         self.plane.finish(JobResult(job_id, tuple(outcomes), emission.job.num_blocks * ROW_BYTES, 0.001), self.now)
         self.step()
 
+    def end(self, job_id: JobId, *outcomes: BlockOutcome) -> None:
+        """End a job in time with these outcomes, one for each block in the job's own order (one alone: for all)."""
+        emission = self.running.pop(job_id)
+        self._move(emission)
+        self.watch.done(job_id)
+        total = emission.job.num_blocks
+        left = iter(outcomes * total if len(outcomes) == 1 else outcomes)
+        result = tuple(tuple(next(left) for _ in group.keys) for group in emission.job.groups)
+        assert next(left, None) is None or len(outcomes) == 1, f"{len(outcomes)} outcomes for {total} blocks"
+        self.plane.finish(JobResult(job_id, result, total * ROW_BYTES, 0.001), self.now)
+        self.step()
+
+    def under_way(self, position: int, kind: JobKind) -> list[JobId]:
+        """Jobs of one kind on the tier at a position, oldest first."""
+        return [j for j, e in self.running.items() if e.position == position and e.job.kind is kind]
+
+    def run_tier(self, position: int) -> None:
+        """End everything under way on one tier well, and what follows from it there."""
+        while jobs := [j for j, e in self.running.items() if e.position == position]:
+            self.finish(jobs[0])
+
+    def numbers(self, job_id: JobId) -> list[int]:
+        """The numbers of the keys of a job under way, in the job's own order."""
+        emission = self.running.get(job_id) or self.late[job_id]
+        return [key_number(k) for group in emission.job.groups for k in group.keys]
+
+    def held_below(self, position: int) -> int:
+        """Rows that transfers of a lower tier hold: under way, or late and not ended."""
+        return sum(
+            emission.job.num_blocks
+            for jobs in (self.running, self.late)
+            for emission in jobs.values()
+            if emission.position == position
+        )
+
     def make_late(self, job_id: JobId) -> None:
         emission = self.running.pop(job_id)
         self.late[job_id] = emission
@@ -256,5 +301,3 @@ class World:
     def check(self) -> None:
         assert not self.wrong, self.wrong
         self.plane.check_integrity()
-
-
