@@ -301,3 +301,18 @@ class World:
     def check(self) -> None:
         assert not self.wrong, self.wrong
         self.plane.check_integrity()
+
+
+def below(count: int, rows: int = 8, slots: int = 64, others: list[TierPlan] | None = None, **more: object) -> World:
+    """A world with keys 1 .. count in its first lower tier and other keys, from 1000 on, in all rows of the CPU tier.
+
+    `more` are options of the first lower tier; `others` are tiers below it.
+    """
+    world = World(cpu_plan(rows), [fs_plan(slots, **more), *(others or [])])
+    step = max(1, rows // 4)
+    for first, last in ((1, count), (1000, 999 + rows)):
+        for start in range(first, last + 1, step):
+            world.store(*range(start, min(start + step, last + 1)))
+            world.run_all()
+    assert world.plane.locate([key(n) for n in range(1, count + 1)], world.now) == [more.get("name", "fs")] * count
+    return world

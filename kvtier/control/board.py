@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 from kvtier.control.breaker import Breaker
 from kvtier.control.shared import SharedTier
 from kvtier.control.tier import OwnedTier
-from kvtier.jobs import BlockOutcome, DropReason, GroupTransfer, JobKind, JobResult, RegionCut, TransferJob
+from kvtier.jobs import BlockOutcome, BlockStatus, DropReason, GroupTransfer, JobKind, JobResult, RegionCut, TransferJob
 from kvtier.keys import JobId, Medium, OffloadKey
 from kvtier.loadstore import Opened
 
@@ -81,6 +81,13 @@ class LowerTier:
             return self.owned.ready(key) is not None
         assert self.shared is not None
         return self.shared.presence(key, now) is not False
+
+    def judge(self, breaker: Breaker, outcomes: Sequence[BlockOutcome], now: float) -> None:
+        """Tell a breaker how a job ended: errors, and lateness before it even began, speak against the tier."""
+        if any(outcome.status in (BlockStatus.FAILED, BlockStatus.LATE) for outcome in outcomes):
+            breaker.failed(now)
+        else:
+            breaker.succeeded()
 
 
 class FillWaiter(Protocol):

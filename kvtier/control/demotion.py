@@ -12,10 +12,9 @@ from collections import deque
 from collections.abc import Sequence
 
 from kvtier.control.board import Board, InFlight, LowerTier
+from kvtier.control.breaker import BreakerState
 from kvtier.control.slots import READY
 from kvtier.jobs import (
-    BlockOutcome,
-    BlockStatus,
     DropReason,
     GroupTransfer,
     JobKind,
@@ -132,9 +131,9 @@ class Demotions:
         for lower in self.board.lowers:
             limit = min(max(1, self.board.num_rows // 4), lower.plan.inflight_blocks)
             if not lower.store_breaker.allows(now):
-                self._give_up(lower)
-                continue
-            if lower.on_evict:
+                if lower.store_breaker.state is BreakerState.OPEN:
+                    self._give_up(lower)
+            elif lower.on_evict:
                 self._plan_cold(lower, limit, now)
             else:
                 self._plan_queue(lower, limit, now)
@@ -157,7 +156,7 @@ class Demotions:
 
     def _plan_queue(self, lower: LowerTier, limit: int, now: float) -> None:
         queue = self.queues[lower.position - 1]
-        while queue and self.inflight[lower.position - 1] < limit:
+        while queue and self.inflight[lower.position - 1] < limit and lower.store_breaker.allows(now):
             room = min(JOB_BLOCKS, limit - self.inflight[lower.position - 1])
             rows: list[int] = []
             while queue and len(rows) < room:
@@ -197,7 +196,8 @@ class Demotions:
         room = limit - self.inflight[lower.position - 1]
         rows = self._cold_rows(min(self._rows_needed(lower), room), lower.bit)
         for start in range(0, len(rows), JOB_BLOCKS):
-            if not self._send(lower, rows[start : start + JOB_BLOCKS], now):
+            allowed = lower.store_breaker.allows(now)
+            if not allowed or not self._send(lower, rows[start : start + JOB_BLOCKS], now):
                 return
 
     def flush(self, now: float) -> None:
@@ -207,7 +207,8 @@ class Demotions:
                 limit = max(1, self.board.num_rows // 4) - self.inflight[lower.position - 1]
                 rows = self._cold_rows(limit, lower.bit)
                 for start in range(0, len(rows), JOB_BLOCKS):
-                    self._send(lower, rows[start : start + JOB_BLOCKS], now)
+                    if lower.store_breaker.allows(now):
+                        self._send(lower, rows[start : start + JOB_BLOCKS], now)
 
     def _send(self, lower: LowerTier, rows: list[int], now: float) -> bool:
         """Emit one demotion job; False when the lower tier has no slot at all for now."""
@@ -288,14 +289,8 @@ class DemotionJob(InFlight):
             lower.owned.abort([self.slots[i] for i in bad])
         lower.counters.stored += len(good)
         lower.counters.store_bytes += result.bytes_moved
-        self._judge(outcomes, now)
+        lower.judge(lower.store_breaker, outcomes, now)
         self._let_go()
-
-    def _judge(self, outcomes: Sequence[BlockOutcome], now: float) -> None:
-        if any(outcome.status is BlockStatus.FAILED for outcome in outcomes):
-            self.lower.store_breaker.failed(now)
-        else:
-            self.lower.store_breaker.succeeded()
 
     def _let_go(self) -> None:
         demotions, bit = self.demotions, self.lower.bit

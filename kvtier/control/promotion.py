@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtier.control.board import Board, FillWaiter, InFlight, LowerTier
+from kvtier.control.breaker import BreakerState
 from kvtier.control.demotion import JOB_BLOCKS, Demotions
 from kvtier.control.slots import READY
 from kvtier.jobs import BlockOutcome, BlockStatus, GroupTransfer, JobKind, JobResult, int_array
 from kvtier.keys import OffloadKey, key_group
+
+REFUSED = (BlockStatus.CORRUPT, BlockStatus.FAILED, BlockStatus.MISSING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ class Promotions:
 
         Returns how many were started; the rest found no row.
         """
+        wants = self._bounded(wants)
         rows = self.board.cpu.reserve([want.key for want in wants])
         by_tier: dict[int, list[int]] = {}
         for i in range(len(rows)):
@@ -51,6 +55,19 @@ class Promotions:
                 chunk = members[start : start + JOB_BLOCKS]
                 self._send(self.board.lowers[position - 1], [(wants[i].key, rows[i]) for i in chunk], now)
         return len(rows)
+
+    def _bounded(self, wants: Sequence[Want]) -> Sequence[Want]:
+        """The front of `wants` that the tiers may be asked for now: one job from a tier that is being probed."""
+        room: dict[int, int] = {}
+        for i, want in enumerate(wants):
+            left = room.get(want.lower.position)
+            if left is None:
+                probing = want.lower.load_breaker.state is BreakerState.HALF_OPEN
+                left = JOB_BLOCKS if probing else len(wants)
+            if not left:
+                return wants[:i]
+            room[want.lower.position] = left - 1
+        return wants
 
     def _send(self, lower: LowerTier, blocks: list[tuple[OffloadKey, int]], now: float) -> None:
         groups: dict[int, list[tuple[OffloadKey, int]]] = {}
@@ -97,10 +114,7 @@ class PromotionJob(InFlight):
             self.board.count(lower.position, outcome)
         lower.counters.loaded += len(good)
         lower.counters.load_bytes += result.bytes_moved
-        if any(outcome.status is BlockStatus.FAILED for outcome in outcomes):
-            lower.load_breaker.failed(now)
-        else:
-            lower.load_breaker.succeeded()
+        lower.judge(lower.load_breaker, outcomes, now)
         self._forget_bad(outcomes, bad, now)
         if lower.owned is not None:
             lower.owned.release(self.slots)
@@ -115,9 +129,11 @@ class PromotionJob(InFlight):
         self.board.fill_ended(failed_rows, False, lower.position, now)
 
     def _forget_bad(self, outcomes: Sequence[BlockOutcome], bad: Sequence[int], now: float) -> None:
+        """Entries that were refused or could not be read go; a job that never ran says nothing about its entries."""
         for i in bad:
             if self.lower.owned is not None:
-                self.lower.owned.discard(self.slots[i], self.generations[i])
+                if outcomes[i].status in REFUSED:
+                    self.lower.owned.discard(self.slots[i], self.generations[i])
             elif self.lower.shared is not None and outcomes[i].status is BlockStatus.MISSING and not self._outdated:
                 self.lower.shared.learn(self.keys[i], False, now)
 
