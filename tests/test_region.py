@@ -200,7 +200,9 @@ def test_close_gives_memory_and_descriptors_back() -> None:
         region = open_region(spec)
         assert f"{region.view.ctypes.data:x}-" in Path("/proc/self/maps").read_text()
         region.close()
-    assert "kvtier" not in Path("/proc/self/maps").read_text()
+    maps = Path("/proc/self/maps").read_text()
+    assert "memfd:kvtier" not in maps
+    assert "/dev/shm/kvtier" not in maps
     assert set(os.listdir("/proc/self/fd")) <= descriptors
 
 
