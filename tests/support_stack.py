@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from kvtier.keys import OffloadKey, key_group, make_key
 from kvtier.loadstore import KVCaches
 from kvtier.namespace import Namespace
 from kvtier.registry import Backends
-from kvtier.stack import TierStack
+from kvtier.stack import StackParts, TierStack
 
 PAGE = 4096
 JUNK = 0xEE
@@ -160,15 +161,24 @@ def fs(*roots: Path, capacity: int = 8 << 20, **more: object) -> dict[str, objec
     return fixed | {"io_engine": "threads", "direct": "off", "io_threads": 2} | more
 
 
-@asynccontextmanager
-async def running(config: StackConfig, engine: Engine, backends: Backends | None = None, **settings: float):
-    """An open stack over an engine, closed and checked at the end."""
+def parts_of(config: StackConfig, engine: Engine, backends: Backends | None = None, **settings: float) -> StackParts:
+    """A stack's parts, its tiers not open yet: `parts.tiers` are the very objects that will be."""
     parts = stack_parts(config, Namespace(engine.layout, model="test"), engine.kv_caches, backends=backends)
-    parts = dataclasses.replace(parts, settings=dataclasses.replace(parts.settings, **settings))
+    return dataclasses.replace(parts, settings=dataclasses.replace(parts.settings, **settings))
+
+
+@asynccontextmanager
+async def opened(parts: StackParts) -> AsyncIterator[TierStack]:
+    """An open stack, closed at the end, its sums checked before and after."""
     async with TierStack(parts) as stack:
         yield stack
         stack.check_integrity()
     stack.check_integrity()
+
+
+def running(config: StackConfig, engine: Engine, **settings: float):
+    """`opened` for a stack of installed tiers."""
+    return opened(parts_of(config, engine, **settings))
 
 
 async def store(stack: TierStack, engine: Engine, *groups: GroupTransfer, **more: float) -> JobResult:
@@ -189,3 +199,10 @@ async def load(stack: TierStack, engine: Engine, *groups: GroupTransfer, **more:
 def held(stack: TierStack) -> dict[str, dict[str, int]]:
     """Slots by state of every owned tier."""
     return {name: tier.slots for name, tier in stack.stats().tiers.items() if tier.slots}
+
+
+async def until(condition: Callable[[], bool], timeout_seconds: float = 20.0) -> None:
+    """Let the loop turn until something holds; a deadline makes its absence a failure instead of a hang."""
+    async with asyncio.timeout(timeout_seconds):
+        while not condition():  # noqa: ASYNC110 - what is waited for is a plain value
+            await asyncio.sleep(0.002)
