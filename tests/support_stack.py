@@ -142,13 +142,13 @@ def stack_file(
     backends: Backends | None = None,
     alignment: int = PAGE,
     cpu: dict[str, object] | None = None,
-    gpu: bool = True,
+    gpu: dict[str, object] | None = None,
     **top: object,
 ) -> StackConfig:
     """A stack file of a gpu tier, a cpu tier of `rows` rows and lower tiers, through the real parser."""
     size = rows * Geometry(layout, alignment).row_bytes
-    tiers = [{"type": "gpu"}] if gpu else []
-    tiers += [{"type": "cpu", "cpu_bytes_to_use": size, "huge_pages": False, **(cpu or {})}, *lowers]
+    fixed: dict[str, object] = {"type": "cpu", "cpu_bytes_to_use": size, "huge_pages": False}
+    tiers = [{"type": "gpu"} | (gpu or {}), fixed | (cpu or {}), *lowers]
     lines = [f"{key}: {value}" for key, value in top.items()] + ["tiers:"]
     for tier in tiers:
         lines += [f"  {'-' if i == 0 else ' '} {key}: {value}" for i, (key, value) in enumerate(tier.items())]
