@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier.errors import IntegrityError, UsageError
+from kvtier.errors import UsageError
 from kvtier.jobs import CANCELLED, LATE, STORED, BlockOutcome, BlockStatus, DropReason, dropped, failed
 from kvtier.keys import RequestId, make_key
-from kvtier.planner import Fence, StoreMode, StorePlanner
+from kvtier.planner import StoreMode, StorePlanner
 
 A, B, C, D = (make_key(letter.encode(), 0) for letter in "abcd")
 OTHER_GROUP = make_key(b"a", 1)
@@ -269,133 +266,3 @@ class TestBothModes:
         with pytest.raises(UsageError, match="GPU block 1 was named twice"):
             planner.computed(R1, 0, [A, B], [1, 1])
         assert planner.num_fenced == 0
-
-
-class TestFence:
-    def test_only_the_key_that_was_fenced_takes_the_fence_down(self):
-        fence = Fence()
-        fence.raise_around([1, 2], A)
-        with pytest.raises(IntegrityError, match="GPU block 1 is not fenced for the store that ended"):
-            fence.lower_around([1], B)
-        with pytest.raises(IntegrityError, match="GPU block 2 was fenced twice"):
-            fence.raise_around([2], A)
-        fence.lower_around([1, 2], A)
-        assert len(fence) == 0
-        assert 1 not in fence
-
-
-class ServingLoop(RuleBasedStateMachine):
-    """A GPU pool that obeys the fence. Whenever a store ends, the bytes it read are those of its keys."""
-
-    POOL = 12
-
-    @initialize(mode=st.sampled_from(list(StoreMode)), factor=st.integers(1, 3), bounded=st.booleans())
-    def start(self, mode, factor, bounded):
-        self.factor = factor
-        self.planner = StorePlanner(mode, factor, 2 * factor if bounded else None)
-        self.bounded = bounded
-        # What is really in the memory: (key number, sub-block), or None once a block was handed out again.
-        self.memory: list = [None] * self.POOL
-        self.plans: list = []
-        self.epoch = 0
-
-    def key(self, number, group):
-        return make_key(bytes([number, self.epoch]), group)
-
-    @rule(
-        data=st.data(),
-        numbers=st.lists(st.integers(0, 6), min_size=1, max_size=3),
-        group=st.integers(0, 1),
-        request=st.sampled_from(["r1", "r2", "r3"]),
-    )
-    def compute(self, data, numbers, group, request):
-        """The pool reuses blocks that are not fenced, the engine fills them, and names those that became full."""
-        free = [block for block in range(self.POOL) if not self.planner.fenced(block)]
-        numbers = numbers[: len(free) // self.factor]
-        blocks = data.draw(st.permutations(free))[: len(numbers) * self.factor]
-        self.planner.reused(blocks)
-        keys = [self.key(number, group) for number in numbers]
-        for i, block in enumerate(blocks):
-            self.memory[block] = (keys[i // self.factor], i % self.factor)
-        self.planner.computed(RequestId(request), group, keys, blocks)
-
-    @rule(data=st.data())
-    def allocate_without_filling(self, data):
-        """A block handed out to a request that has not filled it yet: no longer what it was."""
-        block = data.draw(st.integers(0, self.POOL - 1))
-        if self.planner.fenced(block):
-            with pytest.raises(UsageError):
-                self.planner.reused([block])
-        else:
-            self.planner.reused([block])
-            self.memory[block] = None
-
-    @rule(blocks=st.lists(st.integers(0, POOL - 1), max_size=6))
-    def about_to_evict(self, blocks):
-        self.planner.about_to_evict(blocks)
-
-    @rule(max_blocks=st.integers(1, 5))
-    def take(self, max_blocks):
-        plan = self.planner.take(max_blocks)
-        if plan is not None:
-            assert 1 <= plan.num_blocks <= max_blocks
-            self.plans.append(plan)
-            self.check_bytes(plan)
-        self.no_key_twice()
-
-    @precondition(lambda self: self.plans)
-    @rule(data=st.data())
-    def end_store(self, data):
-        plan = self.plans.pop(data.draw(st.integers(0, len(self.plans) - 1)))
-        self.check_bytes(plan)
-        outcome = st.sampled_from([STORED, PRESENT, dropped(DropReason.NO_ROW), LATE, failed(5)])
-        outcomes = [[data.draw(outcome) for _ in group.keys] for group in plan.groups]
-        self.planner.finish(plan, data.draw(st.sampled_from([outcomes, outcomes, None])))
-
-    @rule(request=st.sampled_from(["r1", "r2", "r3"]), aborted=st.booleans())
-    def end_request(self, request, aborted):
-        (self.planner.abort_request if aborted else self.planner.end_request)(RequestId(request))
-
-    @rule()
-    def reset(self):
-        self.planner.reset()
-        self.epoch += self.epoch < 255
-
-    def check_bytes(self, plan):
-        for group in plan.groups:
-            positions, subs, ids = group.staging.pages()
-            assert group.staging.covers_whole(len(group.keys), self.factor).all()
-            for position, sub, block in zip(positions.tolist(), subs.tolist(), ids.tolist(), strict=True):
-                assert self.memory[block] == (group.keys[position], sub)
-
-    def no_key_twice(self):
-        under_way = [key for plan in self.plans for group in plan.groups for key in group.keys]
-        assert len(under_way) == len(set(under_way))
-
-    @invariant()
-    def fenced_while_needed_and_no_longer(self):
-        if not hasattr(self, "planner"):
-            return
-        needed = {b for plan in self.plans for group in plan.groups for b in group.staging.gpu_blocks.tolist()}
-        assert all(self.planner.fenced(block) for block in needed)
-        assert self.planner.num_in_flight == sum(plan.num_blocks for plan in self.plans)
-        in_use = self.planner.num_queued + self.planner.num_in_flight
-        assert self.planner.num_fenced == self.factor * in_use
-        assert not self.bounded or in_use <= 2
-
-    def teardown(self):
-        """When everything has ended nothing is fenced, and nothing is remembered of blocks that are gone."""
-        if not hasattr(self, "planner"):
-            return
-        for plan in [*self.plans, *iter(lambda: self.planner.take(100), None)]:
-            self.check_bytes(plan)
-            finish(self.planner, plan)
-        self.planner.reused(range(self.POOL))
-        assert self.planner.num_fenced == self.planner.num_queued == self.planner.num_in_flight == 0
-        assert not self.planner._holding
-        assert not self.planner._busy
-        assert not self.planner._requests
-
-
-TestServingLoop = ServingLoop.TestCase
-TestServingLoop.settings = settings(max_examples=200, stateful_step_count=50, deadline=None, print_blob=True)

@@ -207,6 +207,48 @@ def test_unaligned_heads_load_only_the_rest_of_an_offloaded_block() -> None:
     assert counts.hit_tokens == {"gpu": 6 * TOKENS, "cpu": 2 * TOKENS}
 
 
+@pytest.mark.parametrize("mode", list(StoreMode))
+def test_requests_that_part_inside_an_offloaded_block_are_both_stored(mode: StoreMode) -> None:
+    """The second hits two GPU blocks that the store of the first still reads; the store of it waits for nothing."""
+    bench = Bench(replace(PLAIN, block_size_factor=4), gpu_blocks=32, mode=mode)
+    store, begun, go_on = bench.stack.store, asyncio.Event(), asyncio.Event()
+    names: list[OffloadKey] = []
+
+    async def held_back(job: TransferJob) -> JobResult:
+        names.extend(key for group in job.groups for key in group.keys)
+        begun.set()
+        await go_on.wait()
+        return await store(job)
+
+    async def story() -> None:
+        bench.stack.store = held_back
+        async with asyncio.TaskGroup() as group:
+            if mode is StoreMode.LAZY:
+                await bench.server.serve(ask(1, 2, 3, 4))
+                bench.engine.planners[0].about_to_evict(bench.engine.pools[0].coldest())
+                group.create_task(bench.server._store_planned())
+            else:
+                group.create_task(bench.server.serve(ask(1, 2, 3, 4)))
+            await begun.wait()
+            begun.clear()
+            second = group.create_task(bench.server.serve(ask(1, 2, 5, 6)))
+            if mode is StoreMode.LAZY:
+                await second
+                bench.engine.planners[0].about_to_evict(bench.engine.pools[0].coldest())
+                group.create_task(bench.server._store_planned())
+            await begun.wait()
+            assert bench.engine.planners[0].num_fenced == 6
+            go_on.set()
+
+    asyncio.run(story())
+    parted = [group_keys(KeyChain().digests(request), 0)[3] for request in (ask(1, 2, 3, 4), ask(1, 2, 5, 6))]
+    assert names == parted
+    assert bench.stack.locate(parted) == ["cpu", "cpu"]
+    counts = bench.serve(*(ask(*range(base, base + 32)) for base in (100, 200)), ask(1, 2, 3, 4, 0), ask(1, 2, 5, 6, 0))
+    assert counts.hit_tokens == {"gpu": (2 + 2) * TOKENS, "cpu": (4 + 2) * TOKENS}
+    assert (counts.mismatched, counts.loaded) == (0, 2)
+
+
 def test_a_hybrid_hit_loads_nothing_before_the_window() -> None:
     bench = Bench(HYBRID, gpu_blocks=40)
     washing = [ask(*range(base, base + 40)) for base in (100, 200)]

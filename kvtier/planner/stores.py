@@ -64,6 +64,18 @@ class _Block:
     gpu_blocks: tuple[int, ...]
     state: _State = _State.RESIDENT
 
+    def agrees_with(self, group: int, key: OffloadKey, gpu_blocks: tuple[int, ...]) -> bool:
+        """Whether another offloaded block can be in the GPU together with this one, seeing the GPU blocks they share.
+
+        Requests that part inside an offloaded block share its first sub-blocks, so a shared GPU block is the same
+        sub-block of both, and the last one belongs to one key only. What comes before a shared GPU block need not be
+        shared: a prefix cache that holds two copies of it may give one request the one and the next the other.
+        """
+        if self.group != group or (self.key != key and self.gpu_blocks[-1] == gpu_blocks[-1]):
+            return False
+        in_place = sum(mine == other for mine, other in zip(self.gpu_blocks, gpu_blocks, strict=True))
+        return len(set(gpu_blocks).intersection(self.gpu_blocks)) == in_place
+
 
 class StorePlanner:
     """Decides which full blocks to store and fences their GPU blocks until the store has ended, however it ended.
@@ -71,6 +83,10 @@ class StorePlanner:
     Pure, synchronous and deterministic. GPU block ids are those of one pool; an engine with a pool for each group has
     a planner for each pool. At most `max_fenced_blocks` GPU blocks are fenced at once (None: as many as there are);
     what would go beyond is left out and counted in `left_out`.
+
+    With a factor above 1 a GPU block may belong to several offloaded blocks: requests that the engine's prefix cache
+    gave the same first GPU blocks and that went on differently. Each is a block of its own, and the GPU block is
+    fenced until the stores of all of them have ended.
 
     A key is planned once at a time: while its store is queued or under way no other GPU block with that key is
     planned. A block that was stored is not planned again while it stays in the GPU; one whose store was dropped or
@@ -90,7 +106,7 @@ class StorePlanner:
         self._factor = factor
         self._max_fenced = max_fenced_blocks
         self._fence = Fence()
-        self._holding: dict[int, _Block] = {}
+        self._holding: dict[int, dict[_Block, None]] = {}
         self._requests: dict[RequestId, dict[_Block, None]] = {}
         self._queue: dict[_Block, None] = {}
         self._busy: dict[OffloadKey, _Block] = {}
@@ -123,7 +139,9 @@ class StorePlanner:
         GPU block id has a hole (null block) and is left alone. Eager mode queues the blocks, lazy mode only remembers
         where they are. Returns how many were queued.
 
-        Raises UsageError, and changes nothing, if a GPU block is fenced for another key: it was reused too early.
+        A GPU block may be named again for another offloaded block that begins with the same content: as the same
+        sub-block, and not as the last one. Any other use of a GPU block shows that its content is new; what it held is
+        forgotten. Raises UsageError, and changes nothing, if such a GPU block is fenced: it was reused too early.
         """
         factor = self._factor
         if len(gpu_blocks) != factor * len(keys):
@@ -132,15 +150,10 @@ class StorePlanner:
             )
         places = [tuple(gpu_blocks[i * factor : (i + 1) * factor]) for i in range(len(keys))]
         whole = [(key, place) for key, place in zip(keys, places, strict=True) if min(place) >= 0]
-        self._check_computed(whole)
+        self._check_computed(group, whole)
         queued = 0
         for key, place in whole:
-            block = self._holding.get(place[0])
-            if block is None or block.key != key or block.gpu_blocks != place:
-                self._forget(place)
-                block = _Block(request_id, group, key, place)
-                self._holding.update(dict.fromkeys(place, block))
-                self._requests.setdefault(request_id, {})[block] = None
+            block = self._find(key, place) or self._remember(_Block(request_id, group, key, place))
             if self.mode is StoreMode.EAGER:
                 queued += self._enqueue(block)
         return queued
@@ -154,8 +167,7 @@ class StorePlanner:
         """
         if self.mode is StoreMode.EAGER:
             return 0
-        known = (self._holding.get(gpu_block) for gpu_block in gpu_blocks)
-        return sum(self._enqueue(block) for block in known if block is not None)
+        return sum(self._enqueue(block) for gpu_block in gpu_blocks for block in self._holding.get(gpu_block, ()))
 
     def take(self, max_blocks: int) -> StorePlan | None:
         """The next up to `max_blocks` offloaded blocks to store, in the order they were queued; None if there are none.
@@ -201,10 +213,12 @@ class StorePlanner:
         Must be called before the content changes, in lazy mode without exception: a block the planner believes to be
         resident is stored under its old key. Raises UsageError, and changes nothing, if one of them is fenced.
         """
-        for block in gpu_blocks:
-            if block in self._fence:
-                raise UsageError(f"GPU block {block} was reused while a store still needs it")
-        self._forget(gpu_blocks)
+        for gpu_block in gpu_blocks:
+            if gpu_block in self._fence:
+                raise UsageError(f"GPU block {gpu_block} was reused while a store still needs it")
+        for gpu_block in gpu_blocks:
+            for known in list(self._holding.get(gpu_block, ())):
+                self._drop(known)
 
     def end_request(self, request_id: RequestId) -> None:
         """A request ended well. Its blocks stay where they are and its stores go on."""
@@ -220,28 +234,44 @@ class StorePlanner:
 
     def reset(self) -> None:
         """What the GPU holds is worth nothing any more (new weights). Stores under way stay fenced until finished."""
-        for block in dict.fromkeys(self._holding.values()):
+        for block in dict.fromkeys(block for known in self._holding.values() for block in known):
             self._drop(block)
         self._requests.clear()
 
-    def _check_computed(self, whole: list[tuple[OffloadKey, tuple[int, ...]]]) -> None:
+    def _check_computed(self, group: int, whole: list[tuple[OffloadKey, tuple[int, ...]]]) -> None:
         named: set[int] = set()
         for key, place in whole:
             for gpu_block in place:
                 if gpu_block in named:
                     raise UsageError(f"GPU block {gpu_block} was named twice")
                 named.add(gpu_block)
-                if gpu_block in self._fence:
-                    busy = self._busy.get(key)
-                    if busy is None or busy.gpu_blocks != place:
-                        raise UsageError(f"GPU block {gpu_block} was reused while a store still needs it")
+                needed_by = (self._busy[needed] for needed in self._fence.keys_at(gpu_block))
+                if not all(block.agrees_with(group, key, place) for block in needed_by):
+                    raise UsageError(f"GPU block {gpu_block} was reused while a store still needs it")
+
+    def _find(self, key: OffloadKey, place: tuple[int, ...]) -> _Block | None:
+        known = self._holding.get(place[-1], ())
+        return next((block for block in known if block.key == key and block.gpu_blocks == place), None)
+
+    def _remember(self, block: _Block) -> _Block:
+        """Note a new offloaded block; unfenced ones that cannot be in the GPU together with it are gone."""
+        for gpu_block in block.gpu_blocks:
+            for known in list(self._holding.get(gpu_block, ())):
+                if not known.agrees_with(block.group, block.key, block.gpu_blocks):
+                    self._drop(known)
+        for gpu_block in block.gpu_blocks:
+            self._holding.setdefault(gpu_block, {})[block] = None
+        self._requests.setdefault(block.request_id, {})[block] = None
+        return block
 
     def _enqueue(self, block: _Block) -> bool:
         if block.state is not _State.RESIDENT or block.key in self._busy:
             return False
-        if self._max_fenced is not None and len(self._fence) + self._factor > self._max_fenced:
-            self.left_out += 1
-            return False
+        if self._max_fenced is not None:
+            more = sum(gpu_block not in self._fence for gpu_block in block.gpu_blocks)
+            if len(self._fence) + more > self._max_fenced:
+                self.left_out += 1
+                return False
         block.state = _State.QUEUED
         self._busy[block.key] = block
         self._fence.raise_around(block.gpu_blocks, block.key)
@@ -252,20 +282,16 @@ class StorePlanner:
         self._fence.lower_around(block.gpu_blocks, block.key)
         del self._busy[block.key]
 
-    def _forget(self, gpu_blocks: Sequence[int]) -> None:
-        """Dissolve the offloaded blocks that unfenced GPU blocks belong to."""
-        for gpu_block in gpu_blocks:
-            block = self._holding.get(gpu_block)
-            if block is not None:
-                self._drop(block)
-
     def _drop(self, block: _Block) -> None:
         """Forget an offloaded block; a queued store of it is dropped, one under way keeps its fence."""
         if block.state is _State.QUEUED:
             del self._queue[block]
             self._release(block)
         for gpu_block in block.gpu_blocks:
-            del self._holding[gpu_block]
+            known = self._holding[gpu_block]
+            del known[block]
+            if not known:
+                del self._holding[gpu_block]
         computed = self._requests.get(block.request_id)
         if computed is not None:
             computed.pop(block, None)

@@ -305,11 +305,7 @@ class Server:
         for group, planner in enumerate(self._engine.planners):
             offload, where = work.offload[group], work.where[group]
             places = work.tables[group][: len(offload) * self._factor].reshape(-1, self._factor).tolist()
-            # A GPU block that another store reads (the same block's, or that of a request which went on differently
-            # inside this offloaded block) is left to it; the block is named again when it is next hit.
-            lacking = [
-                row for row, place in enumerate(places) if where[row] is None and not any(map(planner.fenced, place))
-            ]
+            lacking = [row for row in range(len(places)) if where[row] is None]
             keys = [offload[row] for row in lacking]
             planner.computed(work.request_id, group, keys, [block for row in lacking for block in places[row]])
             planner.end_request(work.request_id)
