@@ -1,0 +1,35 @@
+"""For those who write backends or embed a stack: doubles, faults, and a conformance suite. See docs/testing.md.
+
+This package itself needs nothing beyond kvtier's own dependencies. `kvtier.testing.conformance` and
+`kvtier.testing.machine` need pytest and hypothesis (`pip install "kvtier[test]"`) and are imported by name.
+"""
+
+from kvtier.testing.content import Owners, content
+from kvtier.testing.faults import (
+    NO_FAULTS,
+    Fault,
+    FaultKind,
+    FaultPlan,
+    FaultyBackend,
+    NthJob,
+    SeededFaults,
+)
+from kvtier.testing.memory import MemoryOptions, MemoryStorage, MemoryTier, SharedMemoryTier
+from kvtier.testing.rows import TestRows
+
+__all__ = [
+    "NO_FAULTS",
+    "Fault",
+    "FaultKind",
+    "FaultPlan",
+    "FaultyBackend",
+    "MemoryOptions",
+    "MemoryStorage",
+    "MemoryTier",
+    "NthJob",
+    "Owners",
+    "SeededFaults",
+    "SharedMemoryTier",
+    "TestRows",
+    "content",
+]
