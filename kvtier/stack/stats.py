@@ -42,10 +42,14 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class StackStats:
-    """Every tier by name, from the CPU down, and the blocks on their way to lower tiers."""
+    """Every tier by name, from the CPU down, and the blocks on their way to lower tiers.
+
+    `events_lost` counts keys whose events were thrown away because nobody took them in time.
+    """
 
     tiers: dict[str, TierStats]
     backlog: int
+    events_lost: int = 0
 
 
 def collect(assembled: Assembled, now: float) -> StackStats:
@@ -77,7 +81,7 @@ def collect(assembled: Assembled, now: float) -> StackStats:
             breaker=_breaker(lower) if lower is not None else "closed",
             mode=opened.mode,
         )
-    return StackStats(tiers, assembled.plane.backlog)
+    return StackStats(tiers, assembled.plane.backlog, assembled.plane.events_lost)
 
 
 def _breaker(lower: LowerTier) -> str:
