@@ -17,6 +17,7 @@ import numpy as np
 
 from kvtier.errors import RootError, UsageError
 from kvtier.geometry import Geometry
+from kvtier.inspection import Access, Inspection
 from kvtier.jobs import (
     CANCELLED,
     MISSING,
@@ -36,6 +37,7 @@ from kvtier.options import TierOptions
 from kvtier.outlast import outlast
 from kvtier.registry import Preview
 from kvtier_fs import opening
+from kvtier_fs.inspect import inspect_root
 from kvtier_fs.io.probe import probe_path
 from kvtier_fs.opening import Layout, Seams, Session, side_by_side
 from kvtier_fs.options import FSOptions
@@ -98,6 +100,11 @@ class FSBackend(LoadStore):
     def preview(self, geometry: Geometry, look: bool) -> Preview:
         """What the tier would be if it were opened now. Looks at the roots only if asked to; leaves nothing behind."""
         return preview(self.options, geometry, look)
+
+    @classmethod
+    def inspect(cls, root: str, access: Access) -> Inspection | None:
+        """The store in a folder, for the tools; None if the folder holds none of ours. Raises RootError."""
+        return inspect_root(root, access)
 
     async def open(self, context: TierContext) -> Opened:
         """Take the roots, begin a session in each, rebuild the directory from the headers on disk.
