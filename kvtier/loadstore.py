@@ -123,16 +123,31 @@ class SlotSpace:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ForeignBlocks:
+    """What another namespace left in an owned tier; it stays for as long as there is room beside it.
+
+    `slots` hold its blocks, the oldest first. `regions` are cut to sizes that this layout does not use, and hold
+    blocks of this namespace and of those that come before it.
+    """
+
+    slots: IntArray = field(default_factory=lambda: NO_IDS)
+    regions: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Recovered:
     """What an owned tier found in itself when it was opened: `keys[i]` is whole in `slots[i]` with `generations[i]`.
 
-    Ordered from the oldest generation to the newest, each key once.
+    Ordered from the oldest generation to the newest, each key once. A cut with no slot size only says which
+    generations of a region were used. `foreign` stands in the order in which it may be overwritten: when no other
+    slot is left, and before a block of our own is evicted.
     """
 
     keys: Sequence[OffloadKey] = ()
     slots: IntArray = field(default_factory=lambda: NO_IDS)
     generations: IntArray = field(default_factory=lambda: NO_IDS)
     cuts: tuple[RegionCut, ...] = ()
+    foreign: tuple[ForeignBlocks, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -180,6 +180,11 @@ def flat(result: JobResult) -> list[BlockOutcome]:
     return [outcome for group in result.outcomes for outcome in group]
 
 
+def counted(tier: Tier) -> dict[str, int]:
+    """What an open tier counted since it was opened."""
+    return {name: count for name, count in tier.backend.counters.items() if not name.startswith("open.")}
+
+
 def options(*roots: Path, **changes: object) -> FSOptions:
     """Options for small tests: buffered threads unless told otherwise."""
     fields = {"roots": [str(root) for root in roots], "capacity": 8 << 20, "min_free_bytes": 0, "io_engine": "threads"}

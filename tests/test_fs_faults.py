@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from support_fs import flat, keys, layout, open_tier, options
+from support_fs import counted, flat, keys, layout, open_tier, options
 from support_fs_engine import FaultyEngine
 
 from kvtier.errors import RootError, UsageError
@@ -69,7 +69,7 @@ async def test_a_transfer_without_progress_fails_and_the_others_of_its_job_do_no
         engine.fault = lambda io: 0 if io.kind is IOKind.READ and next(reads) == 2 else None
         outcomes = await tier.load(names)
         assert outcomes == [LOADED, LOADED, failed(errno.EIO), LOADED, LOADED, LOADED]
-        assert tier.backend.counters == {"errno.EIO": 1}
+        assert counted(tier) == {"errno.EIO": 1}
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.EBADF, errno.ENOSPC, errno.EDQUOT])

@@ -37,13 +37,14 @@ from kvtier.options import TierOptions
 from kvtier.outlast import outlast
 from kvtier.registry import Preview
 from kvtier_fs import opening
+from kvtier_fs.directory import recovered
 from kvtier_fs.inspect import inspect_root
 from kvtier_fs.io.probe import probe_path
 from kvtier_fs.opening import Layout, Seams, Session, side_by_side
 from kvtier_fs.options import FSOptions
 from kvtier_fs.preview import preview
 from kvtier_fs.root import RegionState, Root
-from kvtier_fs.scan import Entry, Wanted, recovered, scan_root
+from kvtier_fs.scan import Wanted, recover_root
 from kvtier_fs.slot import SlotHeader, max_key_bytes
 from kvtier_fs.threads import RootThreads
 from kvtier_fs.transfer import BlockMove, BlockPlace, JobRun, Lane, LaneParts, error_outcome
@@ -55,7 +56,8 @@ class FSBackend(LoadStore):
     """A tier of slots on local disks, `slab` layout. Owned: the control plane says which slot, this does the I/O.
 
     `counters` counts what happened by place and reason: `mismatch.<field>` for loads refused by verification,
-    `errno.<name>` for failed I/O, `io.short` for continued transfers, `close.stuck` for I/O that outlived close.
+    `errno.<name>` for failed I/O, `io.short` for continued transfers, `open.snapshot` and `open.scan` for how the roots
+    were recovered, `close.stuck` for I/O that outlived close.
     """
 
     medium: ClassVar[Medium] = FS
@@ -137,13 +139,13 @@ class FSBackend(LoadStore):
         engine = await self._start_engines(notes)
         space = self._number_regions()
         wanted = Wanted(self._namespace, session.epoch, layout.slot_bytes, layout.payload_bytes)
-        found = await side_by_side(self._scan(root, wanted) for root in self._roots)
+        await side_by_side(self._recover(root, wanted) for root in self._roots)
         self._space = space
         direct = all(root.probe.direct for root in self._roots)
         return Opened(
             capacity_bytes=layout.share * len(self._roots),
             space=space,
-            recovered=recovered(self._roots, space, found),
+            recovered=recovered(self._roots, space),
             epoch=session.epoch,
             mode=opening.mode(engine, direct),
             notes=tuple(notes),
@@ -192,6 +194,7 @@ class FSBackend(LoadStore):
                 clock=self._context.clock,
                 set_checksum=self._rows.set_checksum,
                 counters=self.counters,
+                ledger=root.ledger,
                 header_bytes=self._layout.header_bytes,
                 alignment=root.probe.offset_alignment if root.probe.direct else 1,
                 depth=self.options.io_depth,
@@ -199,11 +202,12 @@ class FSBackend(LoadStore):
             root.start(engine, Lane(parts))
         return " and ".join(sorted({root.engine.name for root in self._roots}))
 
-    async def _scan(self, root: Root, wanted: Wanted) -> list[Entry]:
+    async def _recover(self, root: Root, wanted: Wanted) -> None:
         try:
-            return await scan_root(root, wanted)
+            from_snapshot = await recover_root(root, wanted)
         except OSError as error:
             raise root.folder.refusal(error) from error
+        self.counters["open.snapshot" if from_snapshot else "open.scan"] += 1
 
     def _number_regions(self) -> SlotSpace:
         """Number the regions over the roots in the order of the options; a root that is not there has none."""
@@ -382,11 +386,19 @@ class FSBackend(LoadStore):
             _log.warning("%s: I/O is stuck; the folder stays locked until it ends", root.path)
             return stuck
         if self._space is not None:
-            try:
-                await root.write_superblock(replace(root.superblock, clean=True))
-            except RootError:
-                self.counters["close.unclean"] += 1
+            await self._end_session(root)
         return await root.release(timeout)
+
+    async def _end_session(self, root: Root) -> None:
+        """Write the snapshot, then say that the session ended in order: it counts only if this does."""
+        try:
+            await root.write_snapshot(self._layout.snapshot_bytes)
+        except (OSError, RootError):
+            self.counters["close.no_snapshot"] += 1
+        try:
+            await root.write_superblock(replace(root.superblock, clean=True))
+        except RootError:
+            self.counters["close.unclean"] += 1
 
 
 def _within(values: IntArray, limit: int) -> bool:

@@ -19,8 +19,11 @@ from kvtier_fs.superblock import COPY_BYTES
 from kvtier_fs.syscalls import NETWORK_MAGICS, fallocate, filesystem_magic
 
 SUPERBLOCK_NAME = "superblock"
+SNAPSHOT_NAME = "snapshot"
 LOCK_NAME = "lock"
+_SNAPSHOT_TEMPORARY = f"{SNAPSHOT_NAME}.new"
 _SLAB_NAME = re.compile(r"slab-([0-9]{5,9})")
+_OWN_NAME = re.compile(rf"superblock|lock|snapshot(\.new)?|{_SLAB_NAME.pattern}|manifest-[0-9a-f]{{32}}\.json(\.new)?")
 _NO_SUPPORT = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _SUPERBLOCK_READ_BYTES = 1 << 16
 
@@ -161,13 +164,75 @@ class RootFolder:
         fd = self.open_file(SUPERBLOCK_NAME)
         try:
             for at in (0, COPY_BYTES):
-                written = os.pwrite(fd, copy, at)
-                if written != len(copy):
-                    raise OSError(errno.EIO, "short write of the superblock")
-                os.fdatasync(fd)
-            os.fsync(self._folder_fd)
+                self.write_at(fd, copy, at)
+                self.sync(fd)
+            self.sync(self._folder_fd)
         finally:
             os.close(fd)
+
+    def read_snapshot(self, limit: int) -> bytes:
+        """The bytes of the snapshot that a clean close left; empty if there is none, or if it is over `limit`."""
+        try:
+            fd = self.open_file(SNAPSHOT_NAME, os.O_RDONLY)
+        except FileNotFoundError:
+            return b""
+        try:
+            if os.fstat(fd).st_size > limit:
+                return b""
+            with open(fd, "rb", closefd=False) as file:
+                return file.read(limit)
+        finally:
+            os.close(fd)
+
+    def drop_snapshot(self) -> None:
+        """Remove the snapshot, and what a crash left of one that was being written."""
+        for name in (SNAPSHOT_NAME, _SNAPSHOT_TEMPORARY):
+            try:
+                self.unlink(name)
+            except FileNotFoundError:
+                continue
+            except IsADirectoryError as error:
+                raise RootError(self.path, f"{name} is not a plain file; remove it") from error
+
+    def write_snapshot(self, data: bytes) -> None:
+        """Put a snapshot in place in one step. Raises OSError, and leaves none, if there is no room for it."""
+        self.drop_snapshot()
+        try:
+            fd = self.open_file(_SNAPSHOT_TEMPORARY, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            try:
+                self._keep_free(fd, len(data))
+                self.write_at(fd, data, 0)
+            finally:
+                os.close(fd)
+            self.rename(_SNAPSHOT_TEMPORARY, SNAPSHOT_NAME)
+        except OSError:
+            self.drop_snapshot()
+            raise
+
+    def write_at(self, fd: int, data: bytes, at: int) -> None:
+        """Write all bytes at an offset. Raises OSError. With the four below: all that this class changes on a disk."""
+        view = memoryview(data)
+        while view:
+            written = os.pwrite(fd, view, at)
+            if not written:
+                raise OSError(errno.EIO, "nothing was written")
+            view, at = view[written:], at + written
+
+    def sync(self, fd: int) -> None:
+        """Make a file's contents durable, or the folder's entries."""
+        os.fsync(fd) if fd == self._folder_fd else os.fdatasync(fd)
+
+    def unlink(self, name: str) -> None:
+        """Remove a file of the root."""
+        os.unlink(name, dir_fd=self._folder_fd)
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a file of the root another name, which it takes over."""
+        os.replace(old, new, src_dir_fd=self._folder_fd, dst_dir_fd=self._folder_fd)
+
+    def truncate(self, fd: int, size: int) -> None:
+        """Cut a file's tail off."""
+        os.ftruncate(fd, size)
 
     def trim(self, plan: RegionPlan | None) -> None:
         """Remove what lies outside a plan: files and tails of regions it does not have; everything if there is none."""
@@ -177,13 +242,13 @@ class RootFolder:
                 continue
             number = int(match[1])
             if plan is None or number >= plan.files:
-                os.unlink(name, dir_fd=self._folder_fd)
+                self.unlink(name)
                 continue
             fd = self.open_file(name)
             try:
                 last = min(plan.regions - number * REGIONS_PER_FILE, REGIONS_PER_FILE)
                 if os.fstat(fd).st_size > last * plan.stride:
-                    os.ftruncate(fd, last * plan.stride)
+                    self.truncate(fd, last * plan.stride)
             finally:
                 os.close(fd)
 
@@ -208,9 +273,7 @@ class RootFolder:
         holds the bound.
         """
         fd = self.slab(plan.file_of(region))
-        status = os.fstatvfs(fd)
-        if status.f_bavail * status.f_frsize - plan.stride < self._options.min_free_bytes:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._keep_free(fd, plan.stride)
         if self.preallocates:
             try:
                 fallocate(fd, plan.region_offset(region), plan.stride)
@@ -219,6 +282,16 @@ class RootFolder:
                     raise
                 self.preallocates = False
         return fd
+
+    def _keep_free(self, fd: int, growth: int) -> None:
+        """Raise OSError (ENOSPC) if the file system would be left with less than `min_free_bytes`."""
+        status = os.fstatvfs(fd)
+        if status.f_bavail * status.f_frsize - growth < self._options.min_free_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def unknown(self) -> list[str]:
+        """Names in the folder that are none of ours, in order."""
+        return sorted(name for name in os.listdir(self._folder_fd) if _OWN_NAME.fullmatch(name) is None)
 
     def leave(self) -> None:
         """Close every file and give the lock up. Idempotent."""

@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -19,10 +20,12 @@ from kvtier_fs.io.contract import IOEngine
 from kvtier_fs.io.probe import DirectProbe, probe_direct
 from kvtier_fs.io.threads import ThreadsEngine
 from kvtier_fs.io.uring import UringEngine, probe_uring
+from kvtier_fs.ledger import Ledger, Owner
 from kvtier_fs.options import FSOptions
-from kvtier_fs.regions import RegionDemand, RegionPlan, choose_plan, manifests_bytes
+from kvtier_fs.regions import RegionDemand, RegionPlan, choose_plan, manifests_bytes, snapshot_bytes
 from kvtier_fs.root import Root
 from kvtier_fs.slot import DIGEST_BYTES, MIN_HEADER_BYTES
+from kvtier_fs.snapshot import Snapshot, SnapshotOf, decode_snapshot
 from kvtier_fs.superblock import Superblock, decode_superblock, foreign_version
 from kvtier_fs.threads import RootThreads
 
@@ -74,7 +77,8 @@ async def _own(root: Root, options: FSOptions) -> bool:
     folder = root.folder
     if not await root.call(folder.try_lock):
         raise RootBusyError(root.path, await texts.read_owner(folder, root.files))
-    await texts.write_owner(folder, root.files)
+    with suppress(OSError):
+        await texts.write_owner(folder, root.files)  # for error messages only: a full disk must not keep us out
     if options.direct != "off":
         root.probe = await root.call(probe_direct, folder.fd)
     if options.direct == "required" and not root.probe.direct:
@@ -84,7 +88,7 @@ async def _own(root: Root, options: FSOptions) -> bool:
     folder.direct = root.probe.direct
     data = await root.call(folder.read_superblock)
     root.stored = decode_superblock(data)
-    version = foreign_version(data) if root.stored is None else None
+    version = foreign_version(data)
     if version is not None:
         raise RootError(
             root.path, f"holds format version {version}, which this release does not know; use another folder"
@@ -153,6 +157,11 @@ class Layout:
     def header_bytes(self) -> int:
         return self.plan.header_bytes
 
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of a root that the snapshot of a clean close may take."""
+        return snapshot_bytes(self.share, min(self.slot_bytes))
+
 
 def lay_out(roots: list[Root], options: FSOptions, geometry: Geometry) -> Layout:
     """Decide how these roots are cut. Raises GeometryError or RootError."""
@@ -187,8 +196,9 @@ class Session:
 async def begin_session(root: Root, session: Session, random_bytes: Callable[[int], bytes]) -> str:
     """Mark the root as in use, durably, before anything else is written. Returns a note, empty if all is as it was.
 
-    A root cut for another plan, or without a readable superblock, starts empty under a new uuid, so that nothing left
-    over from before can count. Raises RootError or OSError.
+    The snapshot of a clean close is read and removed before that, so it counts for this session only. A root cut for
+    another plan, or without a readable superblock, starts empty under a new uuid, so that nothing left over from
+    before can count. Raises RootError or OSError.
     """
     plan, stored = session.layout.plan, root.stored
     fresh = Superblock(
@@ -199,6 +209,7 @@ async def begin_session(root: Root, session: Session, random_bytes: Callable[[in
         row_alignment=session.layout.row_alignment,
     )
     note = ""
+    root.snapshot = await _take_snapshot(root, session.layout)
     if stored is not None and stored.stride == plan.stride:
         block = replace(stored, regions=plan.regions)
     else:
@@ -212,8 +223,21 @@ async def begin_session(root: Root, session: Session, random_bytes: Callable[[in
     block = replace(block, session=block.session + 1, clean=False)
     await root.write_superblock(block.with_epoch(session.namespace, session.epoch))
     await root.call(root.folder.trim, plan)
-    root.take_plan(plan)
+    owners = [Owner(namespace, entry.epoch) for namespace, entry in root.superblock.namespaces]
+    root.take_plan(plan, Ledger(owners, session.namespace))
     return note
+
+
+async def _take_snapshot(root: Root, layout: Layout) -> Snapshot | None:
+    """The snapshot of the session before, if it ended in order and cut the root as we do; its file is gone then."""
+    stored, data = root.stored, b""
+    if stored is not None and stored.clean and stored.stride == layout.plan.stride:
+        data = await root.call(root.folder.read_snapshot, layout.snapshot_bytes)
+    await root.call(root.folder.drop_snapshot)
+    if stored is None or not data:
+        return None
+    of = SnapshotOf(stored.root_uuid, stored.session, stored.stride)
+    return await root.call(decode_snapshot, data, of)
 
 
 async def describe(root: Root, session: Session) -> str:
@@ -223,7 +247,10 @@ async def describe(root: Root, session: Session) -> str:
     room, own = manifests_bytes(session.layout.share), len(session.manifest) + 1
     if not await root.call(texts.make_room_for_manifest, root.folder, order, own, room):
         return f"{root.path}: no room for the readable manifest ({own} bytes)"
-    await texts.write_manifest(root.folder, session.namespace, session.manifest, root.files)
+    try:
+        await texts.write_manifest(root.folder, session.namespace, session.manifest, root.files)
+    except OSError as error:
+        return f"{root.path}: the readable manifest could not be written ({error.strerror})"
     return ""
 
 

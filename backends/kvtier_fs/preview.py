@@ -83,7 +83,7 @@ def _look(root: Root, options: FSOptions) -> list[str]:
         _check_disk(root, folder.fd, options)
         data = folder.read_superblock()
         root.stored = decode_superblock(data)
-        version = foreign_version(data) if root.stored is None else None
+        version = foreign_version(data)
         if version is not None:
             raise RootError(folder.path, f"holds format version {version}, which this release does not know")
         return []

@@ -21,7 +21,9 @@ WANTED_SLOTS = 16
 WANTED_REGIONS = 8
 
 _FIXED_RESERVE_BYTES = 32 << 10
-_RESERVE_BYTES_PER_SLOT = 96
+_RESERVE_BYTES_PER_SLOT = 112
+_SNAPSHOT_FIXED_BYTES = 8 << 10
+_SNAPSHOT_BYTES_PER_SLOT = 56
 _MANIFEST_SHARE = 64
 _MANIFESTS_BYTES_MAX = 256 << 10
 _HEADER = struct.Struct("<8s16sII16sIIQQ")
@@ -91,6 +93,10 @@ class RegionPlan:
         """Where in its file a slot begins, with its header page."""
         return self.region_offset(region) + self.header_bytes + index * slot_bytes
 
+    def can_be_cut(self, slot_bytes: int) -> bool:
+        """True if slots can have this size: a header page and more, of whole header pages, within a region."""
+        return self.header_bytes < slot_bytes <= self.region_bytes and slot_bytes % self.header_bytes == 0
+
     def slots(self, slot_bytes: int) -> int:
         """Slots of one size that a region holds."""
         return self.region_bytes // slot_bytes
@@ -99,6 +105,11 @@ class RegionPlan:
 def manifests_bytes(share: int) -> int:
     """Bytes of a root that the readable manifests may take."""
     return min(_MANIFESTS_BYTES_MAX, share // _MANIFEST_SHARE // 4096 * 4096)
+
+
+def snapshot_bytes(share: int, smallest_slot: int) -> int:
+    """Bytes of a root that the snapshot of a clean close may take: room for keys of 40 bytes in every slot."""
+    return (_SNAPSHOT_FIXED_BYTES + _SNAPSHOT_BYTES_PER_SLOT * (share // smallest_slot)) // 4096 * 4096
 
 
 def reserve_bytes(share: int, smallest_slot: int) -> int:

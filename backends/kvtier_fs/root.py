@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
@@ -14,7 +15,9 @@ from kvtier_fs.buffers import HeaderPages
 from kvtier_fs.folder import RootFolder
 from kvtier_fs.io.contract import IOEngine, IOKind, IORequest
 from kvtier_fs.io.probe import DirectProbe
+from kvtier_fs.ledger import Ledger
 from kvtier_fs.regions import RegionHeader, RegionPlan, encode_region_header
+from kvtier_fs.snapshot import RegionCutAs, Snapshot, SnapshotOf, encode_snapshot
 from kvtier_fs.superblock import Superblock, encode_superblock
 from kvtier_fs.threads import RootThreads
 from kvtier_fs.transfer import Lane
@@ -49,6 +52,8 @@ class Root:
         self.unreadable = False
         self._started = False
         self.superblock: Superblock
+        self.snapshot: Snapshot | None = None
+        self.ledger: Ledger
         self.plan: RegionPlan
         self.engine: IOEngine
         self.lane: Lane
@@ -57,15 +62,21 @@ class Root:
         self.fds: dict[int, int] = {}
         self._cutting: dict[int, asyncio.Task[None]] = {}
         self._superblock_lock = asyncio.Lock()
+        self._sequence = 0
 
     @property
     def path(self) -> str:
         return self.folder.path
 
-    def take_plan(self, plan: RegionPlan) -> None:
-        """Lay the root out; nothing is known of its regions yet."""
-        self.plan = plan
-        self.regions = [RegionState() for _ in range(plan.regions)]
+    def take_plan(self, plan: RegionPlan, ledger: Ledger) -> None:
+        """Lay the root out."""
+        self.plan, self.ledger = plan, ledger
+        self.forget_regions()
+
+    def forget_regions(self) -> None:
+        """Nothing is known of the regions and of what they hold."""
+        self.ledger.clear()
+        self.regions = [RegionState() for _ in range(self.plan.regions)]
 
     def start(self, engine: IOEngine, lane: Lane) -> None:
         """From now on blocks can move."""
@@ -82,17 +93,33 @@ class Root:
             await self._write_superblock(block)
 
     async def raise_epoch(self, namespace: bytes, epoch: int) -> None:
-        """Make everything of a namespace before `epoch` unreachable, durably. Raises RootError if that failed."""
+        """Make everything of our namespace before `epoch` unreachable, durably.
+
+        Raises RootError if that failed; it may have taken hold all the same, and does with the next superblock.
+        """
         async with self._superblock_lock:
-            await self._write_superblock(self.superblock.with_epoch(namespace, epoch))
+            self.superblock = self.superblock.with_epoch(namespace, epoch)
+            self.ledger.reset(self.superblock.epoch(namespace))
+            await self._write_superblock(self.superblock)
 
     async def _write_superblock(self, block: Superblock) -> None:
-        block = replace(block, sequence=block.sequence + 1)
+        # A failed write may have left one copy behind, so no sequence is used twice.
+        self._sequence = max(self._sequence, block.sequence) + 1
+        block = replace(block, sequence=self._sequence)
         try:
             await self.call(self.folder.write_superblock, encode_superblock(block))
         except OSError as error:
             raise RootError(self.path, f"the superblock cannot be written ({error.strerror})") from error
         self.superblock = block
+
+    async def write_snapshot(self, limit: int) -> None:
+        """Write down what the slots hold, for the next open. Raises OSError (EFBIG if it is over `limit` bytes)."""
+        of = SnapshotOf(self.superblock.root_uuid, self.superblock.session, self.plan.stride)
+        cuts = [RegionCutAs(state.slot_bytes if state.ready else 0, state.generation) for state in self.regions]
+        data = await self.call(encode_snapshot, of, cuts, self.ledger)
+        if len(data) > limit:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+        await self.call(self.folder.write_snapshot, data)
 
     async def open_slab(self, number: int) -> int:
         """The slab file of a number, open. Raises OSError."""
@@ -106,12 +133,13 @@ class Root:
         if generation <= state.generation:
             return
         state.slot_bytes, state.generation, state.ready = slot_bytes, generation, False
+        self.ledger.cut(region, generation, self.plan.slots(slot_bytes))
         self._begin_cut(region)
 
     def cut_pending(self, region: int) -> asyncio.Task[None] | None:
         """What a store into a region has to wait for, None if nothing; a cut that failed is tried once more."""
         state = self.regions[region]
-        if state.ready or not state.generation:
+        if state.ready or not state.slot_bytes:
             return None
         return self._cutting.get(region) or self._begin_cut(region)
 

@@ -1,4 +1,4 @@
-"""Rebuilding the directory: which blocks of our namespace a root holds, told by the headers on its disk alone."""
+"""Learning again what a root holds: from the snapshot of a clean close, else from the headers on its disk alone."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
-from kvtier.jobs import RegionCut, int_array
 from kvtier.keys import OffloadKey, key_group
-from kvtier.loadstore import Recovered, SlotSpace
 from kvtier_fs.buffers import HeaderPages
 from kvtier_fs.io.contract import IOKind, IORequest
 from kvtier_fs.regions import RegionHeader, decode_region_header
 from kvtier_fs.root import Root
 from kvtier_fs.slot import SlotHeader, decode_slot_header
+from kvtier_fs.snapshot import RegionCutAs, Snapshot
 
 T = TypeVar("T")
 
@@ -53,24 +52,28 @@ class SlotAt(NamedTuple):
     number: int
 
 
-class Entry(NamedTuple):
-    """A block found on disk."""
+async def recover_root(root: Root, wanted: Wanted) -> bool:
+    """Find out how the regions are cut and what their slots hold: from the snapshot, else by scanning the headers.
 
-    key: bytes
-    at: SlotAt
-    generation: int
-
-
-async def scan_root(root: Root, wanted: Wanted) -> list[Entry]:
-    """Read every region header and then every slot header of the regions cut to our sizes.
-
-    Fills the root's table of regions. What cannot be read, or is not where it says it is, does not count.
+    Returns True if the snapshot served. Raises OSError.
     """
     for number in await root.call(root.folder.existing_slabs):
         await root.open_slab(number)
+    pages = HeaderPages(_PAGES_PER_BATCH * _BATCHES_AT_ONCE, root.plan.header_bytes)
+    await _read_regions(root, pages)
+    if root.snapshot is not None and await root.call(_apply_snapshot, root, root.snapshot):
+        return True
+    for region, state in enumerate(root.regions):
+        if state.ready:
+            root.ledger.cut(region, state.generation, root.plan.slots(state.slot_bytes))
+    await _scan_slots(root, wanted, pages)
+    return False
+
+
+async def _read_regions(root: Root, pages: HeaderPages) -> None:
+    """Read every region header. What cannot be read, or is not where it says it is, does not count."""
     plan = root.plan
     present = [region for region in range(plan.regions) if plan.file_of(region) in root.fds]
-    pages = HeaderPages(_PAGES_PER_BATCH * _BATCHES_AT_ONCE, plan.header_bytes)
     heads = ((root.fds[plan.file_of(region)], plan.region_offset(region), region) for region in present)
     for chunk in _chunks(heads):
         whole = await _read_pages(root, pages.pages[: len(chunk)], [(fd, offset) for fd, offset, _ in chunk])
@@ -80,55 +83,59 @@ async def scan_root(root: Root, wanted: Wanted) -> list[Entry]:
                 state = root.regions[region]
                 state.slot_bytes, state.generation = header.slot_bytes, header.generation
                 state.ready = state.allocated = True
-    return await _scan_slots(root, wanted, pages)
+
+
+def _apply_snapshot(root: Root, snapshot: Snapshot) -> bool:
+    """Take a snapshot's word for what the slots hold. False if the regions on the disk are not those it speaks of."""
+    cuts = snapshot.cuts[: root.plan.regions]
+    cuts += (RegionCutAs(0, 0),) * (root.plan.regions - len(cuts))
+    for state, cut in zip(root.regions, cuts, strict=True):
+        if cut.slot_bytes != state.slot_bytes or (cut.slot_bytes and cut.generation != state.generation):
+            return False
+    for region, (state, cut) in enumerate(zip(root.regions, cuts, strict=True)):
+        state.generation = cut.generation
+        if cut.slot_bytes and not snapshot.fill(root.ledger, region, root.plan.slots(cut.slot_bytes)):
+            return False
+    return True
 
 
 def _is_at(root: Root, header: RegionHeader, region: int) -> bool:
-    plan = root.plan
     return (
         header.root_uuid == root.superblock.root_uuid
         and header.region == region
         and header.generation > 0
-        and plan.header_bytes < header.slot_bytes <= plan.region_bytes
-        and header.slot_bytes % plan.header_bytes == 0
+        and root.plan.can_be_cut(header.slot_bytes)
     )
 
 
-async def _scan_slots(root: Root, wanted: Wanted, pages: HeaderPages) -> list[Entry]:
-    sizes = set(wanted.slot_bytes)
+async def _scan_slots(root: Root, wanted: Wanted, pages: HeaderPages) -> None:
     slots = (
         SlotAt(region, index)
         for region, state in enumerate(root.regions)
-        if state.ready and state.slot_bytes in sizes
+        if state.ready
         for index in range(root.plan.slots(state.slot_bytes))
     )
     chunks = _chunks(slots)
-    entries: list[Entry] = []
 
     async def work(own: list[memoryview]) -> None:
         for chunk in chunks:
             places = [(_fd(root, at), _offset(root, at)) for at in chunk]
             whole = await _read_pages(root, own[: len(chunk)], places)
-            entries.extend(await root.call(_decode, root, wanted, list(zip(chunk, own, whole, strict=False))))
+            await root.call(_record, root, wanted, list(zip(chunk, own, whole, strict=False)))
 
     halves = [pages.pages[start::_BATCHES_AT_ONCE] for start in range(_BATCHES_AT_ONCE)]
     await asyncio.gather(*(work(half) for half in halves))
-    return entries
 
 
-def _decode(root: Root, wanted: Wanted, read: list[tuple[SlotAt, memoryview, bool]]) -> list[Entry]:
-    entries = []
-    uuid = root.superblock.root_uuid
+def _record(root: Root, wanted: Wanted, read: list[tuple[SlotAt, memoryview, bool]]) -> None:
+    uuid, ledger = root.superblock.root_uuid, root.ledger
     for at, page, good in read:
         header = decode_slot_header(page) if good else None
         if header is None or header.root_uuid != uuid or (header.region, header.slot_index) != at:
             continue
-        state = root.regions[at.region]
-        if (header.region_generation, header.slot_bytes) == (state.generation, state.slot_bytes) and wanted.counts(
-            header
-        ):
-            entries.append(Entry(header.key, at, header.generation))
-    return entries
+        ours = header.namespace == wanted.namespace
+        if header.slot_bytes == root.regions[at.region].slot_bytes and (not ours or wanted.counts(header)):
+            ledger.record(header)
 
 
 def _fd(root: Root, at: SlotAt) -> int:
@@ -165,25 +172,3 @@ async def _read_pages(root: Root, pages: Sequence[memoryview], places: Sequence[
     root.engine.submit(requests)
     await ended
     return whole
-
-
-def recovered(roots: Sequence[Root], space: SlotSpace, found: Sequence[list[Entry]]) -> Recovered:
-    """What all roots hold together: each key once, its newest copy, from the oldest generation to the newest."""
-    newest: dict[bytes, tuple[int, int]] = {}
-    for root, entries in zip(roots, found, strict=True):
-        for key, at, generation in entries:
-            slot = (root.first_region + at.region) * space.slots_per_region + at.number
-            if key not in newest or newest[key] < (generation, slot):
-                newest[key] = (generation, slot)
-    ordered = sorted(newest.items(), key=lambda item: item[1])
-    return Recovered(
-        keys=[OffloadKey(key) for key, _ in ordered],
-        slots=int_array([slot for _, (_, slot) in ordered]),
-        generations=int_array([generation for _, (generation, _) in ordered]),
-        cuts=tuple(
-            RegionCut(root.first_region + region, state.slot_bytes, state.generation)
-            for root in roots
-            for region, state in enumerate(root.regions)
-            if state.ready
-        ),
-    )

@@ -103,13 +103,22 @@ def decode_superblock(data: bytes) -> Superblock | None:
 
 
 def foreign_version(data: bytes) -> int | None:
-    """The format version of a superblock that is ours by its magic but of another release; None if it is not that."""
+    """The format version of a superblock that is ours by its magic but of another release; None if it is not that.
+
+    One whole copy of another version is enough: another release began to use the root. A copy that is not whole says
+    so only if the other one does not count either, for its version may be a flipped bit.
+    """
+    known = decode_superblock(data) is not None
     for copy in _copies(data):
         if len(copy) >= _CHECKED_FROM + 4 and copy[:8] == SUPERBLOCK_MAGIC:
             version: int = struct.unpack_from("<I", copy, _CHECKED_FROM)[0]
-            if version != FORMAT_VERSION:
+            if version != FORMAT_VERSION and (_whole(copy) or not known):
                 return version
     return None
+
+
+def _whole(page: bytes) -> bool:
+    return len(page) == COPY_BYTES and page[8:_CHECKED_FROM] == xxhash.xxh3_128_digest(page[_CHECKED_FROM:])
 
 
 def _copies(data: bytes) -> tuple[bytes, bytes]:
@@ -117,9 +126,7 @@ def _copies(data: bytes) -> tuple[bytes, bytes]:
 
 
 def _decode_copy(page: bytes) -> Superblock | None:
-    if len(page) != COPY_BYTES or page[:8] != SUPERBLOCK_MAGIC:
-        return None
-    if page[8:_CHECKED_FROM] != xxhash.xxh3_128_digest(page[_CHECKED_FROM:]):
+    if page[:8] != SUPERBLOCK_MAGIC or not _whole(page):
         return None
     fields = _FIXED.unpack_from(page, _CHECKED_FROM)
     version, copy_bytes, sequence, uuid, session, flags = fields[:6]

@@ -30,6 +30,7 @@ from kvtier.jobs import (
 )
 from kvtier_fs.buffers import HeaderPages
 from kvtier_fs.io.contract import IOEngine, IOKind, IORequest
+from kvtier_fs.ledger import Ledger
 from kvtier_fs.slot import SlotHeader, encode_slot_header
 from kvtier_fs.verify import Mismatch, ReadSlot, verify_slots
 
@@ -138,6 +139,7 @@ class LaneParts:
     clock: Callable[[], float]
     set_checksum: Callable[[int, bytes], None]
     counters: Counter[str]
+    ledger: Ledger
     header_bytes: int
     alignment: int
     depth: int
@@ -231,6 +233,7 @@ class Lane:
         page = self._pages.pages[block.page]
         if block.place.run.kind is JobKind.STORE:
             kind = IOKind.WRITE
+            self._parts.ledger.begin(block.header)
             encode_slot_header(block.header, page, self._zeros)
         else:
             kind = IOKind.READ
@@ -259,6 +262,7 @@ class Lane:
             self._parts.counters[f"errno.{errno.errorcode.get(block.errno, block.errno)}"] += 1
             self._end(block, error_outcome(block.errno))
         elif piece.kind is IOKind.WRITE:
+            self._parts.ledger.record(block.header)
             self._end(block, STORED)
         else:
             if not self._unverified:
@@ -294,6 +298,7 @@ class Lane:
         for block, found in zip(batch, checked.result(), strict=True):
             if isinstance(found, Mismatch):
                 self._parts.counters[f"mismatch.{found}"] += 1
+                self._parts.ledger.refuse(block.header)
                 self._end(block, CORRUPT)
             else:
                 self._parts.set_checksum(block.row, found)

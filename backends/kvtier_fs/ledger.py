@@ -1,0 +1,109 @@
+"""What each slot of a root holds, kept while the root is open, so that a clean close can write it down.
+
+It says what a scan of the headers on the disk would say; a slot that is being written holds nothing. Both ways of
+opening a root, by scan and from a snapshot, fill a ledger, and the directory is made from it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.jobs import IntArray
+from kvtier_fs.slot import SlotHeader
+
+NOBODY = 0xFF
+"""The owner of a slot that holds no block that counts."""
+
+
+class RegionSlots:
+    """The slots of one region as it is cut now: key, generation and owner by slot number."""
+
+    __slots__ = ("cut", "generations", "keys", "owners")
+
+    def __init__(self, cut: int, count: int) -> None:
+        self.cut = cut
+        self.keys: list[bytes | None] = [None] * count
+        self.generations = array("Q", bytes(8 * count))
+        self.owners = bytearray([NOBODY]) * count
+
+    @property
+    def owner_array(self) -> npt.NDArray[np.uint8]:
+        """The owners as a view; it must not outlive the call it is used in."""
+        return np.frombuffer(self.owners, dtype=np.uint8)
+
+    def numbers_of(self, owner: int) -> IntArray:
+        """Numbers of the slots that belong to one namespace."""
+        return np.flatnonzero(self.owner_array == owner)
+
+
+@dataclass(slots=True)
+class Owner:
+    """A namespace, and the epoch its blocks must carry to count."""
+
+    namespace: bytes
+    epoch: int
+
+
+class Ledger:
+    """The blocks of one root, of every namespace that its superblock knows. `own` is the number of ours."""
+
+    def __init__(self, owners: Sequence[Owner], namespace: bytes) -> None:
+        assert len(owners) < NOBODY
+        self.owners = list(owners)
+        self._numbers = {owner.namespace: number for number, owner in enumerate(owners)}
+        self.own = self._numbers[namespace]
+        self._regions: dict[int, RegionSlots] = {}
+
+    def number_of(self, namespace: bytes, epoch: int) -> int:
+        """The number of a namespace whose blocks of this epoch count; NOBODY if they do not."""
+        number = self._numbers.get(namespace, NOBODY)
+        return number if number != NOBODY and self.owners[number].epoch == epoch else NOBODY
+
+    def cut(self, region: int, generation: int, count: int) -> RegionSlots:
+        """A region has `count` empty slots from now on."""
+        slots = self._regions[region] = RegionSlots(generation, count)
+        return slots
+
+    def clear(self) -> None:
+        """No region is cut."""
+        self._regions.clear()
+
+    def regions(self) -> Iterator[tuple[int, RegionSlots]]:
+        """The regions that are cut, in order."""
+        return iter(sorted(self._regions.items()))
+
+    def begin(self, header: SlotHeader) -> None:
+        """A slot is about to be written: what it held is gone."""
+        slots = self._regions.get(header.region)
+        if slots is not None:
+            slots.owners[header.slot_index] = NOBODY
+            slots.keys[header.slot_index] = None
+
+    def record(self, header: SlotHeader) -> None:
+        """A slot holds what its header says, unless the region was cut or the namespace reset meanwhile."""
+        slots = self._regions.get(header.region)
+        number = self.number_of(header.namespace, header.epoch)
+        if slots is None or slots.cut != header.region_generation or number == NOBODY:
+            return
+        slots.owners[header.slot_index] = number
+        slots.keys[header.slot_index] = header.key
+        slots.generations[header.slot_index] = header.generation
+
+    def refuse(self, header: SlotHeader) -> None:
+        """A slot was read and does not hold what was expected: nothing that counts, unless it moved on meanwhile."""
+        slots = self._regions.get(header.region)
+        if slots is not None and slots.generations[header.slot_index] == header.generation:
+            self.begin(header)
+
+    def reset(self, epoch: int) -> None:
+        """Our namespace goes on with another epoch; nothing it stored before counts any more."""
+        self.owners[self.own].epoch = epoch
+        for slots in self._regions.values():
+            for number in slots.numbers_of(self.own).tolist():
+                slots.owners[number] = NOBODY
+                slots.keys[number] = None
