@@ -11,7 +11,7 @@ from support_stack_tiers import LOAD, STORE, MemoryTier, backends
 
 from kvtier.jobs import failed
 
-ROWS = 16
+ROWS = 32
 
 
 def stack_over_memory(engine: Engine, rows: int = ROWS, settings: dict[str, float] | None = None, **options: object):
@@ -75,7 +75,7 @@ async def test_a_store_that_hangs_holds_up_neither_stores_nor_loads():
     parts, tier = stack_over_memory(engine, job_timeout_seconds=0.3)
     async with opened(parts) as stack:
         tier.hold(STORE)
-        batches = [keys(8, start=100 * i) for i in range(3)]
+        batches = [keys(8, start=100 * i) for i in range(5)]
         async with asyncio.timeout(20):
             for batch in batches:
                 assert statuses(await store(stack, engine, whole(batch))) == ["stored"] * 8
@@ -84,7 +84,7 @@ async def test_a_store_that_hangs_holds_up_neither_stores_nor_loads():
         await until(lambda: held(stack)["memory"]["quarantined"] == ROWS // 4)
         stats = stack.stats().tiers["memory"]
         assert stats.late == ROWS // 4
-        assert stats.dropped["backlog"] > 0
+        assert sum(stats.dropped.values()) > 0, "what went without is counted"
         assert stats.stored == 0
         tier.let_go()
         await until(lambda: held(stack)["memory"]["quarantined"] == 0)
@@ -134,20 +134,20 @@ async def test_loads_that_wait_behind_hung_ones_give_their_rows_back_in_time():
 
 async def test_loads_go_before_stores():
     engine = Engine(PLAIN, 64)
-    parts, tier = stack_over_memory(engine, inflight_bytes=4 * 4096)
-    names = keys(8)
+    parts, tier = stack_over_memory(engine, inflight_bytes=2 * 4096)
+    names = keys(4)
     async with opened(parts) as stack:
         await only_below(stack, engine, names)
         tier.begun.clear()
         tier.hold(LOAD, STORE)
-        first = asyncio.create_task(load(stack, engine, whole(names[:4])))
+        first = asyncio.create_task(load(stack, engine, whole(names[:2])))
         await until(lambda: tier.begun == [LOAD])
-        await store(stack, engine, whole(keys(4, start=500), 20))
-        second = asyncio.create_task(load(stack, engine, whole(names[4:], 8)))
-        await until(lambda: held(stack)["cpu"]["filling"] == 8)
+        await store(stack, engine, whole(keys(2, start=500), 20))
+        second = asyncio.create_task(load(stack, engine, whole(names[2:], 8)))
+        await until(lambda: held(stack)["cpu"]["filling"] == 4)
         assert tier.begun == [LOAD], "the bound is full, a store and then a load wait"
         tier.let_go()
-        assert statuses(await first) + statuses(await second) == ["loaded"] * 8
+        assert statuses(await first) + statuses(await second) == ["loaded"] * 4
         assert await stack.settle(10)
         assert tier.begun == [LOAD, LOAD, STORE]
 
@@ -249,7 +249,7 @@ async def test_closing_over_a_hung_tier_ends_and_says_what_was_lost(caplog):
             tier.hold(STORE)
             tier.close_gate.clear()
             await store(stack, engine, whole(keys(12)))
-            assert tier.moving[STORE] == 4
+            assert tier.moving[STORE] == 8
         assert stack.close_report.dropped_blocks == 12
         assert stack.close_report.unfinished_jobs == 1
         assert "12 blocks not stored in lower tiers and 1 jobs not ended" in caplog.text
@@ -287,8 +287,8 @@ async def test_what_ends_well_while_tiers_close_is_not_counted_as_lost():
     async with opened(parts) as stack:
         tier.hold(STORE)
         await store(stack, engine, whole(keys(12)))
-    assert stack.close_report.dropped_blocks == 8
-    assert len(tier.kept) == 4
+    assert stack.close_report.dropped_blocks == 4
+    assert len(tier.kept) == 8
 
 
 async def test_a_tier_that_cannot_close_keeps_no_other_from_closing(caplog):
