@@ -72,6 +72,7 @@ class SlabInspection:
 
     def __init__(self, root: InspectedRoot) -> None:
         self._root = root
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvtier-fs-inspect")
         plan, block = root.plan, root.superblock
         notes = [_KEPT_NOT]
         if not block.clean and not root.owner:
@@ -93,7 +94,8 @@ class SlabInspection:
         )
 
     def close(self) -> None:
-        """Let go of the root. Idempotent."""
+        """End the reads under way and let go of the root. Idempotent."""
+        self._threads.shutdown(cancel_futures=True)
         self._root.close()
 
     def blocks(self) -> Iterator[Listed]:
@@ -135,16 +137,12 @@ class SlabInspection:
     def _in_order(self, work: Callable[[_Run], T]) -> Iterator[T]:
         """Do something with every run of slots, a few at once; results in the order of their places."""
         waiting: deque[Future[T]] = deque()
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="kvtier-fs-inspect") as threads:
-            try:
-                for run in self._runs(list(self._root.cuts)):
-                    waiting.append(threads.submit(work, run))
-                    if len(waiting) >= _RUNS_AHEAD:
-                        yield waiting.popleft().result()
-                while waiting:
-                    yield waiting.popleft().result()
-            finally:
-                threads.shutdown(cancel_futures=True)
+        for run in self._runs(list(self._root.cuts)):
+            waiting.append(self._threads.submit(work, run))
+            if len(waiting) >= _RUNS_AHEAD:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
     def _runs(self, cuts: Iterable[Cut]) -> Iterator[_Run]:
         for cut in cuts:

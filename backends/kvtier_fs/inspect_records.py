@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 
 from kvtier.inspection import Finding, FindingKind
-from kvtier_fs.folder import LOCK_NAME, SUPERBLOCK_NAME
+from kvtier_fs.folder import SNAPSHOT_NAME, SUPERBLOCK_NAME
 from kvtier_fs.inspect_root import InspectedRoot
 from kvtier_fs.inspect_slots import Cut
 from kvtier_fs.regions import RegionHeader, encode_region_header
@@ -15,8 +14,6 @@ from kvtier_fs.slot import SlotHeader, decode_slot_header
 from kvtier_fs.superblock import COPY_BYTES, decode_superblock
 from kvtier_fs.syscalls import EXT4_MAGIC, XFS_MAGIC, fallocate, filesystem_magic
 
-_MANIFEST = re.compile(r"manifest-[0-9a-f]{32}\.json(\.new)?")
-_SLAB = re.compile(r"slab-([0-9]{5,9})")
 _PREALLOCATING = (EXT4_MAGIC, XFS_MAGIC, 0x9123683E, 0x01021994)
 """File systems that always reserve what is asked (btrfs and tmpfs are the last two): there a slab is never short."""
 _NAME_MAX = 64
@@ -26,6 +23,7 @@ def check_records(root: InspectedRoot, repair: bool) -> Iterator[Finding]:
     """Check everything but the slots. Regions that repair brings back join `root.cuts`."""
     yield from _superblock_copies(root, repair)
     yield from _unknown_files(root)
+    yield from _snapshot(root, repair)
     for region, reason in root.bad_regions:
         repaired = repair and _mend_region(root, region)
         yield Finding(FindingKind.CORRUPT, f"region_{reason}", _where(root, region), repaired)
@@ -57,13 +55,33 @@ def _superblock_copies(root: InspectedRoot, repair: bool) -> Iterator[Finding]:
         yield finding._replace(repaired=repair)
 
 
+def _snapshot(root: InspectedRoot, repair: bool) -> Iterator[Finding]:
+    """A snapshot that counts must be whole, and the regions it speaks of must be cut as it says."""
+    there, snapshot = root.snapshot()
+    if not there:
+        return
+    if snapshot is None:
+        yield Finding(FindingKind.BAD_SNAPSHOT, "checksum", SNAPSHOT_NAME, repair and _forget_snapshot(root))
+        return
+    cut_as = {cut.region: (cut.slot_bytes, cut.generation) for cut in root.cuts if cut.own}
+    bad = {region for region, _ in root.bad_regions}
+    for region, cut in enumerate(snapshot.cuts):
+        if cut.slot_bytes and region not in bad and cut_as.get(region) != (cut.slot_bytes, cut.generation):
+            repaired = repair and _forget_snapshot(root)
+            yield Finding(FindingKind.CORRUPT, "region_lost", _where(root, region), repaired)
+
+
+def _forget_snapshot(root: InspectedRoot) -> bool:
+    root.begin_change()
+    return True
+
+
 def _unknown_files(root: InspectedRoot) -> Iterator[Finding]:
-    for name in sorted(os.listdir(root.folder.fd)):
-        slab = _SLAB.fullmatch(name)
-        if slab is not None and int(slab[1]) >= root.plan.files:
-            yield Finding(FindingKind.UNKNOWN_FILE, "outside_the_plan", name)
-        elif slab is None and name not in (SUPERBLOCK_NAME, LOCK_NAME) and not _MANIFEST.fullmatch(name):
-            yield Finding(FindingKind.UNKNOWN_FILE, "name", ascii(name)[1:-1][:_NAME_MAX])
+    for name in root.folder.unknown():
+        yield Finding(FindingKind.UNKNOWN_FILE, "name", ascii(name)[1:-1][:_NAME_MAX])
+    for number in root.folder.existing_slabs():
+        if number >= root.plan.files:
+            yield Finding(FindingKind.UNKNOWN_FILE, "outside_the_plan", f"slab-{number:05d}")
 
 
 def _slab_sizes(root: InspectedRoot, repair: bool) -> Iterator[Finding]:

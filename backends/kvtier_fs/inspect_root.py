@@ -18,6 +18,7 @@ from kvtier_fs.folder import LOCK_NAME, SUPERBLOCK_NAME, RootFolder
 from kvtier_fs.inspect_slots import Cut
 from kvtier_fs.options import FSOptions
 from kvtier_fs.regions import RegionHeader, RegionPlan, decode_region_header
+from kvtier_fs.snapshot import Snapshot, SnapshotOf, decode_snapshot
 from kvtier_fs.superblock import (
     COPY_BYTES,
     SUPERBLOCK_BYTES,
@@ -28,6 +29,8 @@ from kvtier_fs.superblock import (
 )
 from kvtier_fs.texts import OWNER_BYTES_MAX, manifest_name, owner_in_words
 
+_SNAPSHOT_BYTES_PER_SLOT = 96
+_SNAPSHOT_SLACK_BYTES = 1 << 20
 _MANIFEST_BYTES_MAX = 256 << 10
 _TEXT_MAX = 64
 
@@ -54,6 +57,7 @@ class InspectedRoot:
         self._lock_fd = -1
         self._changing = threading.Lock()
         self._changed = False
+        self._was_clean = False
 
     def open(self) -> bool:
         """Enter, look who owns it, read superblock and region headers. False if the folder holds no slab root."""
@@ -148,8 +152,17 @@ class InspectedRoot:
 
     def is_cut(self, header: RegionHeader) -> bool:
         """True if a region can be cut as a header says."""
-        size, page = header.slot_bytes, self.plan.header_bytes
-        return header.generation > 0 and page < size <= self.plan.region_bytes and size % page == 0
+        return header.generation > 0 and self.plan.can_be_cut(header.slot_bytes)
+
+    def snapshot(self) -> tuple[bool, Snapshot | None]:
+        """Whether there is a snapshot that the next open would ask, and what it says; None if it is not whole."""
+        block, plan = self.superblock, self.plan
+        limit = _SNAPSHOT_SLACK_BYTES + plan.regions * plan.stride // plan.header_bytes * _SNAPSHOT_BYTES_PER_SLOT
+        try:
+            data = self.folder.read_snapshot(limit) if block.clean else b""
+        except OSError as error:
+            raise self.folder.refusal(error) from error
+        return bool(data), decode_snapshot(data, SnapshotOf(block.root_uuid, block.session, block.stride))
 
     def place(self, cut: Cut, index: int) -> tuple[int, int]:
         """The file and the offset of a slot."""
@@ -164,21 +177,29 @@ class InspectedRoot:
             return False
 
     def begin_change(self) -> None:
-        """Before the first write: say durably that the root was not left as its last session left it.
+        """Before the first write: mark the root as in use, durably, and remove the snapshot that would not be true.
 
-        So a summary that the session left of its slots does not count any more, and the next open reads every header.
-        Raises RootError.
+        Should this be the last that is heard of us, the next open reads every header. Raises RootError.
         """
         with self._changing:
             if self._changed:
                 return
             assert self.access is Access.CHANGE
             self.heal_superblock()
-            block = replace(self.superblock, clean=False, sequence=self.superblock.sequence + 1)
-            copy = encode_superblock(block)
-            self._superblock_io(lambda: self.folder.write_superblock(copy))
-            self.superblock, self.data = block, copy + copy + self.data[SUPERBLOCK_BYTES:]
+            self._was_clean = self.superblock.clean
+            self._mark(clean=False)
+            self._superblock_io(self._drop_snapshot)
             self._changed = True
+
+    def _mark(self, clean: bool) -> None:
+        block = replace(self.superblock, clean=clean, sequence=self.superblock.sequence + 1)
+        copy = encode_superblock(block)
+        self._superblock_io(lambda: self.folder.write_superblock(copy))
+        self.superblock, self.data = block, copy + copy + self.data[SUPERBLOCK_BYTES:]
+
+    def _drop_snapshot(self) -> None:
+        self.folder.drop_snapshot()
+        self.folder.sync(self.folder.fd)
 
     def heal_superblock(self) -> None:
         """Write the copy that counts over one that is not the same; the whole one is not touched. Raises RootError."""
@@ -204,7 +225,7 @@ class InspectedRoot:
             raise RootError(self.path, f"the superblock cannot be written ({error.strerror})") from error
 
     def sync(self) -> None:
-        """Make what was changed durable. Raises RootError."""
+        """Make what was changed durable; then the root is as clean as it was found. Raises RootError."""
         if not self._changed:
             return
         try:
@@ -212,6 +233,9 @@ class InspectedRoot:
                 os.fdatasync(fd)
         except OSError as error:
             raise RootError(self.path, f"changes cannot be made durable ({error.strerror})") from error
+        if self._was_clean:
+            self._mark(clean=True)
+        self._changed = False
 
     def remove_manifest(self, namespace: bytes) -> None:
         """Remove the readable description of a namespace, if there is one."""

@@ -1,10 +1,14 @@
-"""The command line: `kvtier check` and `kvtier replay`."""
+"""The command line: `kvtier check` and `replay` for stacks, `fsck`, `ls`, `du` and `gc` for stores on disk."""
 
 from __future__ import annotations
 
 import click
 
 from kvtier.cli.check import check
+from kvtier.cli.du import du
+from kvtier.cli.fsck import fsck
+from kvtier.cli.gc import gc
+from kvtier.cli.ls import ls
 from kvtier.cli.replay import replay
 
 
@@ -16,3 +20,7 @@ def main() -> None:
 
 main.add_command(check)
 main.add_command(replay)
+main.add_command(fsck)
+main.add_command(ls)
+main.add_command(du)
+main.add_command(gc)

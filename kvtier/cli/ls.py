@@ -1,0 +1,132 @@
+"""`kvtier ls`: the blocks of a store, one line each."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
+from typing import Any
+
+import click
+
+from kvtier.cli.replay import OneLineErrors
+from kvtier.cli.stores import about_json, json_option, note_owner, progress, root_argument, store_at
+from kvtier.cli.text import size_text
+from kvtier.inspection import Access, BlockState, Inspection, StoredBlock
+from kvtier.keys import OffloadKey, key_hash
+
+PREFIX_DIGITS = 12
+_LINE = "{:<12}  {:>5}  {:<{key}}  {:>10}  {:>10}  {:>6}  {:>6}  {}"
+_HEADINGS = ("namespace", "group", "key", "size", "generation", "region", "slot", "state")
+
+SortKey = Callable[[StoredBlock], Any]
+_SORTS: dict[str, SortKey] = {
+    "place": lambda block: (block.region, block.slot),
+    "namespace": lambda block: (block.namespace, block.group, block.generation),
+    "group": lambda block: (block.group, block.namespace, block.generation),
+    "size": lambda block: (block.payload_bytes, block.region, block.slot),
+    "generation": lambda block: (block.generation, block.region, block.slot),
+    "key": lambda block: block.key,
+}
+
+
+@click.command(cls=OneLineErrors, short_help="List the blocks of a store on disk.")
+@root_argument
+@click.option("--namespace", default="", metavar="DIGEST", help="Only blocks of this namespace; its beginning will do.")
+@click.option(
+    "--all", "leftovers", is_flag=True, help="Also blocks that can no longer be loaded: old, orphaned, foreign."
+)
+@click.option("--sort", type=click.Choice(list(_SORTS)), default="place", show_default=True)
+@click.option("--reverse", is_flag=True, help="The largest first.")
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="At most N blocks.")
+@click.option("--full", is_flag=True, help="Print content hashes whole, not only how they begin.")
+@json_option
+def ls(root: str, as_json: bool, **asked: Any) -> None:
+    """List the blocks of ROOT as their headers tell; payloads are neither read nor printed.
+
+    A store in use is read beside its owner. Exits with 2 if the store cannot be read.
+    """
+    with store_at(root, Access.LOOK) as store:
+        note_owner(store.about)
+        blocks = _asked(store, asked["namespace"].lower(), asked["leftovers"])
+        chosen = islice(_in_order(store, blocks, asked["sort"], asked["reverse"]), asked["limit"])
+        if as_json:
+            _print_json(store, chosen, asked["full"])
+        else:
+            _print(chosen, asked["full"])
+
+
+def _asked(store: Inspection, namespace: str, leftovers: bool) -> Iterator[StoredBlock]:
+    for block in chain.from_iterable(listed.blocks for listed in store.blocks()):
+        if (leftovers or block.state is BlockState.CURRENT) and block.namespace.hex().startswith(namespace):
+            yield block
+
+
+def _in_order(store: Inspection, blocks: Iterator[StoredBlock], sort: str, reverse: bool) -> Iterable[StoredBlock]:
+    """Blocks come by place; any other order has to wait for all of them."""
+    if sort == "place" and not reverse:
+        return blocks
+    with progress("reading", store.about.slots) as advance:
+        found = []
+        for block in blocks:
+            found.append(block)
+            advance(1)
+    return sorted(found, key=_SORTS[sort], reverse=reverse)
+
+
+def _hash(block: StoredBlock, full: bool) -> str:
+    digits = key_hash(OffloadKey(block.key)).hex()
+    return digits if full else digits[:PREFIX_DIGITS]
+
+
+def _print(blocks: Iterable[StoredBlock], full: bool) -> None:
+    width = 64 if full else PREFIX_DIGITS
+    click.echo(_LINE.format(*_HEADINGS, key=width))
+    for block in blocks:
+        cells = (
+            block.namespace.hex()[:PREFIX_DIGITS],
+            block.group,
+            _hash(block, full),
+            size_text(block.payload_bytes),
+            block.generation,
+            block.region,
+            block.slot,
+            block.state.value,
+        )
+        click.echo(_LINE.format(*cells, key=width) + _known(block))
+
+
+def _known(block: StoredBlock) -> str:
+    """What only some stores keep."""
+    hits = "" if block.hits is None else f"  {block.hits} hits"
+    if block.stored_at is None:
+        return hits
+    return f"{hits}  stored {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(block.stored_at))}"
+
+
+def _print_json(store: Inspection, blocks: Iterable[StoredBlock], full: bool) -> None:
+    """One block on each line, as they come: a store may hold more than fits into memory."""
+    about = json.dumps(about_json("ls", store.about))
+    click.echo(f'{about[:-1]}, "blocks": [', nl=False)
+    separator = "\n"
+    for block in blocks:
+        click.echo(separator + json.dumps(_row(block, full)), nl=False)
+        separator = ",\n"
+    click.echo("\n]}")
+
+
+def _row(block: StoredBlock, full: bool) -> dict[str, Any]:
+    return {
+        "namespace": block.namespace.hex(),
+        "group": block.group,
+        "key": _hash(block, full),
+        "payload_bytes": block.payload_bytes,
+        "stored_bytes": block.stored_bytes,
+        "generation": block.generation,
+        "region": block.region,
+        "slot": block.slot,
+        "state": block.state.value,
+        "stored_at": block.stored_at,
+        "hits": block.hits,
+    }

@@ -1,0 +1,46 @@
+"""Blocks of a store added up: for `kvtier du`, and for what `kvtier gc` is about to drop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvtier.inspection import BlockState, StoredBlock
+
+
+@dataclass(slots=True)
+class Usage:
+    """Blocks that can be loaded, and leftovers that cannot. What no block told is None."""
+
+    blocks: int = 0
+    payload_bytes: int = 0
+    stored_bytes: int = 0
+    leftover_blocks: int = 0
+    leftover_bytes: int = 0
+    oldest_generation: int | None = None
+    newest_generation: int | None = None
+    oldest_stored_at: float | None = None
+    newest_stored_at: float | None = None
+    hits: int | None = None
+
+    def add(self, block: StoredBlock) -> None:
+        """Count one block in."""
+        if block.state is not BlockState.CURRENT:
+            self.leftover_blocks += 1
+            self.leftover_bytes += block.stored_bytes
+            return
+        self.blocks += 1
+        self.payload_bytes += block.payload_bytes
+        self.stored_bytes += block.stored_bytes
+        if self.oldest_generation is None or block.generation < self.oldest_generation:
+            self.oldest_generation = block.generation
+        if self.newest_generation is None or block.generation > self.newest_generation:
+            self.newest_generation = block.generation
+        if block.stored_at is not None:
+            self.oldest_stored_at = min(block.stored_at, self.oldest_stored_at or block.stored_at)
+            self.newest_stored_at = max(block.stored_at, self.newest_stored_at or block.stored_at)
+        if block.hits is not None:
+            self.hits = (self.hits or 0) + block.hits
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in Usage.__slots__}
