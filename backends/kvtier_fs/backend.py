@@ -38,6 +38,7 @@ from kvtier.outlast import outlast
 from kvtier.registry import Preview
 from kvtier_fs import opening
 from kvtier_fs.directory import recovered
+from kvtier_fs.files.backend import FilesBackend
 from kvtier_fs.inspect import inspect_root
 from kvtier_fs.io.probe import probe_path
 from kvtier_fs.opening import Layout, Seams, Session, side_by_side
@@ -63,6 +64,12 @@ class FSBackend(LoadStore):
     medium: ClassVar[Medium] = FS
     BLOCK_SIZE_ALIGNMENT: ClassVar[int] = mmap.PAGESIZE
     Options: ClassVar[type[TierOptions]] = FSOptions
+
+    def __new__(cls, options: TierOptions, seams: Seams | None = None) -> FSBackend | FilesBackend:  # type: ignore[misc]
+        """Layout `files` is a tier of another kind, with a class of its own."""
+        if isinstance(options, FSOptions) and options.layout == "files":
+            return FilesBackend(options)
+        return super().__new__(cls)
 
     def __init__(self, options: TierOptions, seams: Seams | None = None) -> None:
         if not isinstance(options, FSOptions):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os.path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from kvtier.options import ByteSize, LowerTierOptions, Seconds, parse_size
 
@@ -21,7 +21,11 @@ class FSOptions(LowerTierOptions):
         description="absolute paths of folders, one for each disk; each belongs to one process at a time"
     )
     capacity: ByteSize = Field(description="bytes of all roots together, everything counted; split equally")
-    layout: Literal["slab"] = Field(default="slab", description="slab: few large preallocated files, for local disks")
+    layout: Literal["slab", "files"] = Field(
+        default="slab",
+        description="slab: few large preallocated files, for local disks; files: one file a block, for one root on a "
+        "shared or network file system that several processes and hosts use at the same time",
+    )
     io_engine: Literal["auto", "io_uring", "threads"] = Field(
         default="auto", description="auto: io_uring where the kernel and the package allow it, else threads"
     )
@@ -53,3 +57,9 @@ class FSOptions(LowerTierOptions):
         if len(set(plain)) != len(plain):
             raise ValueError("the same root is named twice; each root needs a folder of its own")
         return plain
+
+    @model_validator(mode="after")
+    def _check_layout(self) -> Self:
+        if self.layout == "files" and len(self.roots) != 1:
+            raise ValueError("layout files takes one root; use a tier for each root")
+        return self

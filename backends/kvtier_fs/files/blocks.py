@@ -1,0 +1,218 @@
+"""What happens to one block of a job: the steps of a store and of a load, each ending in an outcome.
+
+Steps are never cancelled. A block whose job no longer waits for it (late, cancelled) is let down between two steps and
+cleans up after itself; once I/O may touch its row, the job waits for its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvtier.jobs import CORRUPT, LOADED, MISSING, PRESENT, STORED, BlockOutcome, DropReason, JobKind, dropped, failed
+from kvtier_fs.files.blockfile import (
+    GONE,
+    Absent,
+    OpenBlock,
+    Temporary,
+    Wanted,
+    Wrong,
+    check_block,
+    discard,
+    open_block,
+    publish,
+)
+from kvtier_fs.files.bucket import Bucket
+from kvtier_fs.files.folder import Busy
+from kvtier_fs.files.root import SharedRoot
+from kvtier_fs.io.contract import IOKind
+from kvtier_fs.slot import SlotHeader, encode_slot_header
+from kvtier_fs.transfer import JobRun, error_outcome
+from kvtier_fs.verify import Mismatch
+
+_log = logging.getLogger("kvtier.fs")
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """One block of a job. `touching`: I/O may use its row. `let_down`: its job has its outcome already."""
+
+    run: JobRun
+    group: int
+    position: int
+    row: int
+    payload: memoryview
+    wanted: Wanted
+    touching: bool = field(default=False)
+    let_down: bool = field(default=False)
+
+    def end(self, outcome: BlockOutcome) -> None:
+        """Report what became of it. The first word counts."""
+        self.touching = False
+        self.run.end(self.group, self.position, outcome, len(self.payload) if outcome.ok else 0)
+
+    def give_up(self, outcome: BlockOutcome) -> None:
+        """Stop waiting for it, unless I/O may touch its row."""
+        if not self.touching:
+            self.let_down = True
+            self.end(outcome)
+
+
+class BlockSteps:
+    """Moves blocks between rows and files of one root."""
+
+    def __init__(self, root: SharedRoot, set_checksum: Callable[[int, bytes], None]) -> None:
+        self._root = root
+        self._set_checksum = set_checksum
+        self._zeros = bytes(root.tree.header_bytes)
+        self._counters: Counter[str] = root.counters
+
+    async def run(self, block: Block, current: asyncio.Future[int | None]) -> None:
+        """Take a block through all its steps; whatever happens, it ends. `current` is the namespace's epoch now."""
+        storing = block.run.kind is JobKind.STORE
+        gate = self._root.stores if storing else self._root.loads
+        async with gate.permits:
+            try:
+                if block.let_down:
+                    return
+                epoch = await asyncio.shield(current)
+                if epoch is None or epoch > block.wanted.header.epoch:
+                    self._counters["epoch.outdated"] += 1
+                    block.end(dropped(DropReason.RESET) if storing else MISSING)
+                elif storing:
+                    block.end(await self._store(block))
+                else:
+                    block.end(await self._load(block))
+            except OSError as error:
+                block.end(self._failure(error, storing))
+            except Exception:
+                # The task's boundary: whatever it was, the job must not wait for this block for ever.
+                _log.exception("%s: a block could not be moved", self._root.path)
+                self._counters["defect"] += 1
+                block.end(failed(errno.EIO))
+
+    def _failure(self, error: OSError, storing: bool) -> BlockOutcome:
+        number = error.errno or errno.EIO
+        if number in GONE and not storing:
+            return MISSING
+        self._counters[f"errno.{errno.errorcode.get(number, number)}"] += 1
+        return error_outcome(number)
+
+    # -- storing -------------------------------------------------------------------------------------------------
+
+    async def _store(self, block: Block) -> BlockOutcome:
+        root, wanted = self._root, block.wanted
+        bucket = root.bucket(wanted.place.bucket)
+        reserved = await root.visit(bucket, partial(bucket.reserve, wanted, root.temporary()))
+        if isinstance(reserved, Busy):
+            return dropped(DropReason.BACKLOG)
+        if isinstance(reserved, DropReason):
+            return dropped(reserved)
+        if isinstance(reserved, SlotHeader):
+            return PRESENT
+        if block.let_down:
+            return await self._discarded(bucket, wanted, reserved, dropped(DropReason.BACKLOG))
+        number = await self._write(block, reserved)
+        if number:
+            return await self._discarded(bucket, wanted, reserved, error_outcome(number))
+        try:
+            first = await root.call(publish, root.folder, wanted, reserved, root.seams.wall())
+        except OSError as error:
+            outcome = self._failure(error, True)
+            await self._give_back(bucket, reserved.charged_bytes)
+            return outcome
+        if first:
+            return STORED
+        await self._give_back(bucket, reserved.charged_bytes)
+        return PRESENT
+
+    async def _write(self, block: Block, reserved: Temporary) -> int:
+        gate = self._root.stores
+        number = gate.pages.acquire()
+        try:
+            page = gate.pages.pages[number]
+            encode_slot_header(block.wanted.header, page, self._zeros)
+            block.touching = True
+            return await self._root.mover.move(IOKind.WRITE, reserved.fd, [page, block.payload])
+        finally:
+            gate.pages.release(number)
+            block.touching = False
+
+    async def _discarded(
+        self, bucket: Bucket, wanted: Wanted, reserved: Temporary, outcome: BlockOutcome
+    ) -> BlockOutcome:
+        await self._root.call(discard, self._root.folder, wanted, reserved)
+        await self._give_back(bucket, reserved.charged_bytes)
+        return outcome
+
+    async def _give_back(self, bucket: Bucket, freed_bytes: int) -> None:
+        """Correct the account. Failing that it says too much, which is safe, until the bucket is counted again."""
+        try:
+            kept = await self._root.visit(bucket, partial(bucket.give_back, freed_bytes))
+        except OSError:
+            kept = Busy.BUSY
+        if isinstance(kept, Busy):
+            self._counters["account.overstated"] += 1
+
+    # -- loading -------------------------------------------------------------------------------------------------
+
+    async def _load(self, block: Block) -> BlockOutcome:
+        root = self._root
+        there = await root.call(open_block, root.folder, block.wanted, root.probe.direct)
+        if there is Absent.ABSENT:
+            return MISSING
+        if isinstance(there, Wrong):
+            self._counters["mismatch.file"] += 1
+            await self._remove(block.wanted, there)
+            return CORRUPT
+        try:
+            return MISSING if block.let_down else await self._read(block, there)
+        finally:
+            await root.call(os.close, there.fd)
+
+    async def _read(self, block: Block, there: OpenBlock) -> BlockOutcome:
+        gate = self._root.loads
+        number = gate.pages.acquire()
+        try:
+            page = gate.pages.pages[number]
+            block.touching = True
+            error = await self._root.mover.move(IOKind.READ, there.fd, [page, block.payload])
+            if error:
+                return MISSING if error in GONE else failed(error)
+            checked = await self._root.call(check_block, page, block.payload, block.wanted)
+            if not isinstance(checked.found, Mismatch):
+                self._set_checksum(block.row, checked.found)
+        finally:
+            gate.pages.release(number)
+            block.touching = False
+        if isinstance(checked.found, Mismatch):
+            self._counters[f"mismatch.{checked.found}"] += 1
+            if checked.found is not Mismatch.EPOCH:
+                await self._remove(block.wanted, Wrong(there.inode, checked.front))
+                return CORRUPT
+            if checked.epoch < block.wanted.header.epoch:
+                await self._remove(block.wanted, Wrong(there.inode, checked.front))
+            return MISSING
+        await self._touch(there)
+        return LOADED
+
+    async def _touch(self, there: OpenBlock) -> None:
+        now = self._root.seams.wall()
+        if now - there.touched >= self._root.seams.touch_seconds:
+            self._counters["touched"] += 1
+            with suppress(OSError):
+                await self._root.call(os.utime, there.fd, (now, now))
+
+    async def _remove(self, wanted: Wanted, wrong: Wrong) -> None:
+        """Remove what was found wrong, if its lock is to be had; otherwise whoever meets it next does."""
+        bucket = self._root.bucket(wanted.place.bucket)
+        with suppress(OSError):
+            removed = await self._root.visit(bucket, partial(bucket.remove, wanted, wrong))
+            self._counters["removed" if removed is True else "not_removed"] += 1

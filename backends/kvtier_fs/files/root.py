@@ -1,0 +1,186 @@
+"""The shared root while it is open: folder, threads, engine, buckets, our lease. All methods run on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+from kvtier_fs.buffers import HeaderPages
+from kvtier_fs.files.bucket import Bucket, BucketRules
+from kvtier_fs.files.folder import Busy, TreeFolder
+from kvtier_fs.files.leases import Holder, Leases, this_process
+from kvtier_fs.files.moving import Mover
+from kvtier_fs.files.places import TEMPORARY_NAME, Quota
+from kvtier_fs.files.records import Tree
+from kvtier_fs.io.contract import IOEngine
+from kvtier_fs.io.probe import DirectProbe
+from kvtier_fs.options import FSOptions
+from kvtier_fs.threads import RootThreads
+
+_BUCKET_NAME = re.compile(r"bucket-([0-9a-f]{2})")
+_FIRST_WAIT_SECONDS = 0.001
+_LONGEST_WAIT_SECONDS = 0.05
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class FilesSeams:
+    """What a simulator or a fault test replaces, and the times the layout keeps, in seconds.
+
+    `engine` None: chosen by the options. `wall` gives the times that order evictions over all hosts. A store waits
+    `lock_seconds` for its bucket; recency is written at most once in `touch_seconds`; a lease lasts `lease_seconds`.
+    """
+
+    folder: Callable[[str, FSOptions], TreeFolder] = TreeFolder
+    engine: Callable[[], IOEngine] | None = None
+    wall: Callable[[], float] = time.time
+    holder: Callable[[], Holder] = this_process
+    random_bytes: Callable[[int], bytes] = os.urandom
+    lock_seconds: float = 1.0
+    touch_seconds: float = 60.0
+    lease_seconds: float = 60.0
+
+
+class Gate:
+    """Blocks with I/O under way in one direction, and the header pages they use."""
+
+    def __init__(self, depth: int, header_bytes: int) -> None:
+        self.pages = HeaderPages(depth, header_bytes)
+        self.permits = asyncio.Semaphore(depth)
+
+
+class SharedRoot:
+    """One root that other processes and hosts use at the same time."""
+
+    def __init__(self, path: str, options: FSOptions, seams: FilesSeams, counters: Counter[str]) -> None:
+        name = f"kvtier-fs-{os.path.basename(path)}"
+        self.path = path
+        self.seams = seams
+        self.counters = counters
+        self.folder = seams.folder(path, options)
+        self.files = RootThreads(f"{name}-files", options.io_threads)
+        self.io_threads = RootThreads(f"{name}-io", options.io_threads)
+        self.probe = DirectProbe(False, reason="turned off")
+        self.lease = seams.random_bytes(8).hex()
+        self.started = False
+        self.leased = False
+        self.tree: Tree
+        self.engine: IOEngine
+        self.mover: Mover
+        self.loads: Gate
+        self.stores: Gate
+        self.leases: Leases
+        self._options = options
+        self._buckets: list[Bucket] = []
+        self._temporaries = 0
+
+    async def call(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a file call on the root's threads. Raises what it raises."""
+        return await asyncio.wrap_future(self.files.submit(fn, *args, **kwargs))
+
+    def temporary(self) -> str:
+        """A name for a temporary that nobody else uses, and that says whose it is."""
+        self._temporaries += 1
+        return f"new-{self.lease}-{self._temporaries:x}"
+
+    def start(self, tree: Tree, quota: Quota, engine: IOEngine) -> None:
+        """From now on blocks can move."""
+        depth = self._options.io_depth
+        alignment = self.probe.offset_alignment if self.probe.direct else 1
+        self.engine = engine
+        self.mover = Mover(engine, tree.header_bytes, alignment, self.counters)
+        self.loads, self.stores = Gate(depth, tree.header_bytes), Gate(depth, tree.header_bytes)
+        rules = BucketRules(
+            quota.bucket_bytes,
+            self._options.min_free_bytes,
+            self.probe.direct,
+            self._expired,
+            self.counters,
+        )
+        self._buckets = [Bucket(self.folder, number, rules) for number in range(tree.buckets)]
+        self.started = True
+
+    def _expired(self, lease: str) -> bool:
+        return self.leases.expired(self.folder.leases_fd, lease)
+
+    def bucket(self, number: int) -> Bucket:
+        return self._buckets[number]
+
+    async def visit(self, bucket: Bucket, work: Callable[[], T]) -> T | Busy:
+        """Do some work on the threads while holding a bucket's lock. BUSY, with nothing done, if it was not to be had
+        within `lock_seconds`, because of this process or another. Raises OSError."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.seams.lock_seconds
+        try:
+            async with asyncio.timeout_at(deadline):
+                await bucket.turn.acquire()
+        except TimeoutError:
+            self.counters["lock.timeout"] += 1
+            return Busy.BUSY
+        try:
+            return await self._visit(bucket, work, deadline)
+        finally:
+            bucket.turn.release()
+
+    async def _visit(self, bucket: Bucket, work: Callable[[], T], deadline: float) -> T | Busy:
+        loop, wait = asyncio.get_running_loop(), _FIRST_WAIT_SECONDS
+        while True:
+            result = await self.call(bucket.locked, work)
+            if not isinstance(result, Busy):
+                return result
+            if loop.time() >= deadline:
+                self.counters["lock.timeout"] += 1
+                return result
+            await asyncio.sleep(min(wait, deadline - loop.time() + _FIRST_WAIT_SECONDS))
+            wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
+
+    async def sweep(self) -> None:
+        """Remove what dead processes left behind: temporaries, then their leases. Skips what is busy or fails."""
+        try:
+            numbers = await self.call(self._existing_buckets)
+            await self.call(self._sweep_small)
+        except OSError as error:
+            self.counters[f"sweep.{errno.errorcode.get(error.errno or 0, 'EIO')}"] += 1
+            return
+        for number in numbers:
+            bucket = self._buckets[number]
+            with suppress(OSError):
+                if await self.call(bucket.has_temporaries):
+                    await self.visit(bucket, bucket.sweep)
+        with suppress(OSError):
+            await self.call(self.leases.sweep, self.folder.leases_fd)
+
+    def _existing_buckets(self) -> list[int]:
+        matches = map(_BUCKET_NAME.fullmatch, sorted(os.listdir(self.folder.fd)))
+        numbers = (int(match[1], 16) for match in matches if match)
+        return [number for number in numbers if number < len(self._buckets)]
+
+    def _sweep_small(self) -> None:
+        for folder_fd in self.folder.small_folders():
+            for name in os.listdir(folder_fd):
+                match = TEMPORARY_NAME.fullmatch(name)
+                if match is not None and self._expired(match[1]):
+                    with suppress(FileNotFoundError):
+                        os.unlink(name, dir_fd=folder_fd)
+
+    async def keep_lease(self) -> None:
+        """Beat and sweep until cancelled."""
+        beat_seconds = self.seams.lease_seconds / 6
+        while True:
+            await self.sweep()
+            for _ in range(5):
+                await asyncio.sleep(beat_seconds)
+                try:
+                    await self.call(self.leases.beat, self.folder.leases_fd)
+                except OSError as error:
+                    self.counters[f"lease.{errno.errorcode.get(error.errno or 0, 'EIO')}"] += 1

@@ -1,0 +1,142 @@
+"""Tiers of layout `files` for tests: rows, jobs without slots, and a look at the folder from outside."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from support_fs import PAGE, TestRows, flat, layout, payload
+
+from kvtier.geometry import Geometry, KVLayout
+from kvtier.jobs import BlockOutcome, GroupTransfer, JobKind, TransferJob
+from kvtier.keys import GroupIndex, JobId, OffloadKey, key_group
+from kvtier.loadstore import LookupResult, Opened, TierContext
+from kvtier.namespace import Namespace
+from kvtier_fs import FSOptions
+from kvtier_fs.files.backend import FilesBackend
+from kvtier_fs.files.places import BLOCK_NAME
+from kvtier_fs.files.root import FilesSeams
+
+
+class FilesTier:
+    """An open tier with its rows. A block's payload follows from its key and a version that tests choose (0)."""
+
+    def __init__(self, backend: FilesBackend, opened: Opened, rows: TestRows, geometry: Geometry) -> None:
+        self.backend = backend
+        self.opened = opened
+        self.rows = rows
+        self.geometry = geometry
+        self.epoch = opened.epoch
+        self.jobs = 0
+
+    @property
+    def counters(self):
+        return self.backend.counters
+
+    def fill(self, row: int, key: OffloadKey, version: int = 0) -> None:
+        """Put a key's payload and checksum into a row."""
+        length = self.geometry.aligned_bytes(key_group(key))
+        self.rows.view[row, :length] = payload(key, version, length)
+        self.rows.view[row, length:] = 0
+        self.rows.digests[row] = xxhash.xxh3_128(self.rows.view[row, :length]).digest()
+
+    def holds(self, row: int, key: OffloadKey, version: int = 0) -> bool:
+        """True if a row holds a key's payload."""
+        length = self.geometry.aligned_bytes(key_group(key))
+        return bool(np.array_equal(self.rows.view[row, :length], payload(key, version, length)))
+
+    def job(self, kind: JobKind, names: Sequence[OffloadKey], deadline: float | None = None) -> TransferJob:
+        """A job over keys of one group and rows 0.. in order."""
+        self.jobs += 1
+        rows = np.arange(len(names), dtype=np.int64)
+        transfer = GroupTransfer(GroupIndex(key_group(names[0])), tuple(names), rows)
+        return TransferJob(JobId(self.jobs), kind, (transfer,), deadline, self.epoch)
+
+    async def store(self, names: Sequence[OffloadKey], version: int = 0) -> list[BlockOutcome]:
+        """Store keys of one group, as many as there are rows at a time."""
+        outcomes = []
+        for start in range(0, len(names), self.rows.num_rows):
+            batch = names[start : start + self.rows.num_rows]
+            for row, key in enumerate(batch):
+                self.fill(row, key, version)
+            outcomes += flat(await self.backend.store(self.job(JobKind.STORE, batch)))
+        return outcomes
+
+    async def load(self, names: Sequence[OffloadKey], version: int = 0) -> list[BlockOutcome]:
+        """Load keys of one group; every block that counts as loaded is compared with what it must be."""
+        outcomes = []
+        for start in range(0, len(names), self.rows.num_rows):
+            batch = names[start : start + self.rows.num_rows]
+            self.rows.view[: len(batch)] = 0xEE
+            ended = flat(await self.backend.load(self.job(JobKind.LOAD, batch)))
+            for row, (key, outcome) in enumerate(zip(batch, ended, strict=True)):
+                assert not outcome.ok or self.holds(row, key, version), f"wrong bytes under {key.hex()}"
+            outcomes += ended
+        return outcomes
+
+    async def present(self, names: Sequence[OffloadKey]) -> int:
+        """How many of these keys a lookup finds."""
+        return sum(found is LookupResult.HIT for found in await self.backend.lookup(names))
+
+    def path(self, key: OffloadKey) -> Path:
+        """Where a key's file lies."""
+        place = self.backend._wanted(key, self.epoch).place
+        return Path(self.backend.options.roots[0]) / f"bucket-{place.bucket:02x}" / place.leaf / place.name
+
+
+def options(root: Path, **changes: object) -> FSOptions:
+    """Options for small tests: buffered threads unless told otherwise."""
+    fields = {"roots": [str(root)], "layout": "files", "capacity": 8 << 20, "min_free_bytes": 0, "direct": "off"}
+    return FSOptions.model_validate(fields | {"io_engine": "threads", "io_threads": 4} | changes)
+
+
+@asynccontextmanager
+async def open_files(
+    settings: FSOptions,
+    shape: KVLayout | None = None,
+    *,
+    tag: str = "",
+    rows: int = 32,
+    seams: FilesSeams | None = None,
+    alignment: int = PAGE,
+):
+    """An open tier, closed at the end."""
+    geometry = Geometry(shape or layout(16384), alignment)
+    region = TestRows(rows, geometry.row_bytes)
+    backend = FilesBackend(settings, seams)
+    context = TierContext("fs", geometry, Namespace(geometry.layout, tag=tag), time.monotonic, rows=region)
+    try:
+        opened = await backend.open(context)
+        yield FilesTier(backend, opened, region, geometry)
+    finally:
+        await backend.close()
+
+
+def block_files(root: Path) -> list[Path]:
+    """Every block's file under a root."""
+    found = (Path(folder) / name for folder, _, names in os.walk(root) for name in names if BLOCK_NAME.fullmatch(name))
+    return sorted(found)
+
+
+def temporaries(root: Path) -> list[Path]:
+    """Every temporary under a root."""
+    return sorted(
+        Path(folder) / name for folder, _, names in os.walk(root) for name in names if name.startswith("new-")
+    )
+
+
+def disk_bytes(root: Path) -> int:
+    """What a root occupies now, as the file system counts it, folders included; others may be at work in it."""
+    total = 0
+    for folder, _, names in os.walk(root):
+        for path in [folder, *(os.path.join(folder, name) for name in names)]:
+            try:
+                total += os.lstat(path).st_blocks * 512
+            except FileNotFoundError:
+                continue
+    return total
