@@ -1,8 +1,8 @@
 """Where a new block goes: regions cut into slots of one size, free slots by size, roots taken in turn.
 
-A size without a free slot takes an uncut region; else it evicts within its own regions, unless a region of another
-size is colder as a whole than all of its own: then that region is evicted and cut again. Each size keeps at least
-one region.
+A size without a free slot takes a region that was never cut; then what other namespaces left, the oldest first; else
+it evicts within its own regions, unless a region of another size is colder as a whole than all of its own: then that
+region is evicted and cut again. Each size keeps at least one region.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+from kvtier.control.foreign import ForeignLayer, ForeignSlots
 from kvtier.control.slots import ABSENT, FILLING, FREE, QUARANTINED, READY, RETIRED, SlotTable
 from kvtier.errors import IntegrityError
 from kvtier.jobs import RegionCut
-from kvtier.loadstore import SlotSpace
+from kvtier.loadstore import ForeignBlocks, SlotSpace
 
 UNCUT = -1
 
@@ -36,6 +37,7 @@ class Placement:
         roots = range(len(space.regions_by_root))
         self._free = [[array("q") for _ in roots] for _ in self.sizes]
         self.free_count = [0] * len(self.sizes)
+        self.foreign = ForeignSlots(len(self.sizes))
         self._turn = 0
         self._uncut: list[list[int]] = [[] for _ in roots]
         for region in reversed(range(space.num_regions)):
@@ -45,7 +47,7 @@ class Placement:
     @property
     def has_uncut(self) -> bool:
         """True while a region is left that no size has taken."""
-        return any(self._uncut)
+        return any(self._uncut) or self.foreign.has_regions
 
     def region_of(self, slot: int) -> int:
         return slot // self.per_region
@@ -58,6 +60,22 @@ class Placement:
                 self._uncut[self.root_of_region[cut.region]].remove(cut.region)
                 self._lay_out(cut.region, self.sizes.index(cut.slot_bytes))
 
+    def set_aside(self, foreign: Sequence[ForeignBlocks]) -> None:
+        """These free slots and uncut regions hold blocks of other namespaces: take them last, in this order."""
+        for blocks in foreign:
+            by_size: list[list[int]] = [[] for _ in self.sizes]
+            for slot in blocks.slots.tolist():
+                by_size[self.region_size[self.region_of(slot)]].append(slot)
+            for size, slots in enumerate(by_size):
+                before = self.free_count[size]
+                self.occupy(size, slots)
+                if before - self.free_count[size] != len(slots):
+                    raise IntegrityError("slots of other namespaces must be free, each named once")
+                self.free_count[size] = before
+            for region in blocks.regions:
+                self._uncut[self.root_of_region[region]].remove(region)
+            self.foreign.add(ForeignLayer(by_size, blocks.regions))
+
     def _lay_out(self, region: int, size: int) -> None:
         self.region_size[region] = size
         first = region * self.per_region
@@ -68,6 +86,8 @@ class Placement:
 
     def occupy(self, size: int, slots: Sequence[int]) -> None:
         """Take these slots off the free lists (recovery only)."""
+        if not slots:
+            return
         taken = set(slots)
         for stack in self._free[size]:
             kept = array("q", [slot for slot in stack if slot not in taken])
@@ -76,9 +96,28 @@ class Placement:
 
     def take(self, size: int, count: int) -> list[int]:
         """Up to `count` free slots of one size, roots in turn; they leave the free lists. Cuts uncut regions."""
-        while self.free_count[size] < count and self._cut_uncut(size):
+        while self._unused(size) < count and self._cut_uncut(size):
             pass
-        count = min(count, self.free_count[size])
+        taken = self._take_unused(size, count)
+        while len(taken) < count and (more := self._overwrite(size, count - len(taken))):
+            taken += more
+        return taken
+
+    def _unused(self, size: int) -> int:
+        """Free slots of a size that hold nothing of another namespace."""
+        return self.free_count[size] - self.foreign.counts[size]
+
+    def _overwrite(self, size: int, count: int) -> list[int]:
+        """Some slots that hold blocks of other namespaces; none when none are left."""
+        slots, region = self.foreign.next(size, count)
+        self.free_count[size] -= len(slots)
+        if region is None:
+            return slots
+        self._cut(region, size)
+        return self._take_unused(size, count)
+
+    def _take_unused(self, size: int, count: int) -> list[int]:
+        count = min(count, self._unused(size))
         self.free_count[size] -= count
         stacks = self._free[size]
         if len(stacks) == 1:
@@ -176,7 +215,7 @@ class Placement:
         gone = set(slots)
         stack = self._free[old][root]
         kept = array("q", [slot for slot in stack if slot not in gone])
-        self.free_count[old] -= len(stack) - len(kept)
+        self.free_count[old] -= len(stack) - len(kept) + self.foreign.drop(old, gone)
         stack[:] = kept
         self.table.move([slot for slot in slots if state[slot] == FREE], FREE, ABSENT)
         self.table.move([slot for slot in slots if state[slot] == RETIRED], RETIRED, ABSENT)
@@ -185,7 +224,8 @@ class Placement:
     def check(self) -> None:
         """Every FREE slot is on exactly one free list, of the size its region is cut into."""
         seen: dict[int, int] = {}
-        for size, stacks in enumerate(self._free):
+        for size, free in enumerate(self._free):
+            stacks = [*free, *(layer.slots[size] for layer in self.foreign.layers)]
             if sum(map(len, stacks)) != self.free_count[size]:
                 raise IntegrityError(f"size {size} has {sum(map(len, stacks))} free slots, counted {self.free_count}")
             for stack in stacks:

@@ -38,6 +38,7 @@ class OwnedTier:
     def restore(self, recovered: Recovered) -> None:
         """Take over what the backend found in itself; the newest generation becomes the most recent."""
         self.placement.restore(recovered.cuts)
+        self.placement.set_aside(recovered.foreign)
         table = self.table
         slots = recovered.slots.tolist()
         if not slots:
