@@ -20,6 +20,7 @@ from kvtier.namespace import Namespace
 from kvtier_fs import FSOptions
 from kvtier_fs.files.backend import FilesBackend
 from kvtier_fs.files.places import BLOCK_NAME
+from kvtier_fs.files.records import decode_account
 from kvtier_fs.files.root import FilesSeams
 
 
@@ -140,3 +141,22 @@ def disk_bytes(root: Path) -> int:
             except FileNotFoundError:
                 continue
     return total
+
+
+def accounts(tier: FilesTier) -> dict[Path, tuple[int | None, int]]:
+    """For each bucket that is there: what its account says, and what it holds (folders and account included)."""
+    tree, found = tier.backend._root.tree, {}
+    for folder in sorted(Path(tier.backend.options.roots[0]).glob("bucket-*")):
+        paths = [folder, *folder.rglob("*")]
+        held = sum(max(path.lstat().st_blocks * 512, 0) for path in paths)
+        if (folder / "account").exists():
+            number = int(folder.name.removeprefix("bucket-"), 16)
+            found[folder] = decode_account((folder / "account").read_bytes(), tree, number), held
+    return found
+
+
+def account_is_true(tier: FilesTier) -> bool:
+    """True if every account says exactly what its bucket holds."""
+    stated = accounts(tier)
+    assert all(said == held for said, held in stated.values()), stated
+    return bool(stated)

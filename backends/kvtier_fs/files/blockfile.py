@@ -119,27 +119,27 @@ def read_front(leaf_fd: int, wanted: Wanted) -> bytes:
         os.close(fd)
 
 
-def remove_if(leaf_fd: int, wanted: Wanted, wrong: Wrong) -> os.stat_result | None:
+def remove_if(leaf_fd: int, wanted: Wanted, wrong: Wrong) -> bool:
     """Remove what lies in a block's place if it is still what was found wrong. Raises OSError.
 
-    Returns what it was, None if it is something else by now or not there.
+    False if it is something else by now, not there, or a folder with something in it.
     """
     name = wanted.place.name
     try:
         status = os.stat(name, dir_fd=leaf_fd, follow_symlinks=False)
         if status.st_ino != wrong.inode:
-            return None
+            return False
         if wrong.front and read_front(leaf_fd, wanted)[:KEY_AT] != wrong.front:
-            return None
+            return False
         if stat.S_ISDIR(status.st_mode):
             os.rmdir(name, dir_fd=leaf_fd)
         else:
             os.unlink(name, dir_fd=leaf_fd)
     except OSError as error:
         if error.errno in (*GONE, errno.ENOTEMPTY, errno.ELOOP):
-            return None
+            return False
         raise
-    return status
+    return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,8 +78,8 @@ class Bucket:
             if isinstance(there, SlotHeader) and there.epoch >= wanted.header.epoch:
                 return there
             if there is not Absent.ABSENT:
-                removed = remove_if(leaf, wanted, _wrong(leaf, wanted, there))
-                used -= occupied(removed) if removed is not None else 0
+                remove_if(leaf, wanted, _wrong(leaf, wanted, there))
+                used = self._scan()  # what was wrong with it may have changed its size
         need = round_up(wanted.file_bytes, DISK_BLOCK_BYTES)
         used = self._evict(used, self._rules.budget_bytes - need)
         if used + need > self._rules.budget_bytes:
@@ -134,13 +134,16 @@ class Bucket:
         self._write(max(0, self._used() - freed_bytes))
 
     def remove(self, wanted: Wanted, wrong: Wrong) -> bool:
-        """Remove what was found wrong, if it is still that. Raises OSError."""
-        used = self._used()
+        """Remove what was found wrong, if it is still that. Raises OSError.
+
+        What was charged for it may differ from what it took, so the account goes too: the next store counts anew.
+        """
         with self._folder.leaf(wanted.place.bucket, wanted.place.leaf) as leaf:
             removed = remove_if(leaf, wanted, wrong)
-        if removed is not None:
-            self._write(max(0, used - occupied(removed)))
-        return removed is not None
+        if removed:
+            with suppress(FileNotFoundError):
+                os.unlink(ACCOUNT_NAME, dir_fd=self._folder.bucket(self._number))
+        return removed
 
     def sweep(self) -> None:
         """Count the bucket anew, and remove the temporaries whose lease has expired. Raises OSError."""
