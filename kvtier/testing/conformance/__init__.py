@@ -1,0 +1,29 @@
+"""The conformance suite: subclass `LoadStoreTests`, supply `make`, and pytest holds a tier to the whole contract.
+
+For tiers below the CPU, owned or shared. Needs pytest and hypothesis (`pip install "kvtier[test]"`), no plugins.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvtier.testing.conformance.base import ConformanceBase, make_keys
+from kvtier.testing.conformance.blocks import BlockTests
+from kvtier.testing.conformance.life import LifeTests
+from kvtier.testing.conformance.recovery import RecoveryTests
+from kvtier.testing.conformance.trouble import TroubleTests
+from kvtier.testing.machine import run_machine
+
+
+class LoadStoreTests(LifeTests, BlockTests, TroubleTests, RecoveryTests):
+    """Everything the contract in `kvtier.loadstore` says of a tier below the CPU.
+
+    Every test runs in an event loop of its own and fails if a file descriptor, a thread or a task is left behind or
+    anything ran on the loop's default executor.
+    """
+
+    def test_random_operations_against_a_dict(self, tmp_path: Path) -> None:
+        run_machine(self, tmp_path)
+
+
+__all__ = ["ConformanceBase", "LoadStoreTests", "make_keys"]

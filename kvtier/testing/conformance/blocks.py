@@ -1,0 +1,190 @@
+"""Blocks in and out: byte for byte, one outcome for each, and not a byte beside them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from kvtier.jobs import BlockStatus, DropReason, GroupTransfer, JobKind, TransferJob, int_array
+from kvtier.keys import GroupIndex, JobId, OffloadKey, make_key
+from kvtier.loadstore import LookupResult
+from kvtier.testing.conformance.base import ConformanceBase, make_keys
+from kvtier.testing.trace import in_fresh_loop
+
+HASH_BYTES = (1, 7, 8, 20, 32, 36, 64, 255, 3000)
+REFUSED = (BlockStatus.MISSING, BlockStatus.CORRUPT, BlockStatus.FAILED)
+
+
+class BlockTests(ConformanceBase):
+    """Storing and loading."""
+
+    @in_fresh_loop
+    async def test_blocks_of_every_group_come_back_byte_for_byte(self, tmp_path: Path) -> None:
+        dice = random.Random(3)
+        async with self.opened(tmp_path) as driver:
+            names = self.names(self.per_group)
+            assert all(outcome.ok for outcome in (await driver.store(names)).values())
+            for _ in range(4):
+                wanted = dice.sample(names, dice.randint(1, len(names)))
+                rows = dice.sample(range(self.num_rows), len(wanted))
+                outcomes = await driver.load(wanted, rows)
+                assert {outcome.status for outcome in outcomes.values()} == {BlockStatus.LOADED}, outcomes
+
+    @in_fresh_loop
+    async def test_jobs_of_one_block_come_back_too(self, tmp_path: Path) -> None:
+        async with self.opened(tmp_path) as driver:
+            for key in self.names(2):
+                assert (await driver.store([key], [self.num_rows - 1]))[key].ok
+            for key in self.names(2):
+                assert (await driver.load([key], [0]))[key].status is BlockStatus.LOADED
+
+    @in_fresh_loop
+    async def test_a_store_changes_no_row_and_a_load_only_its_own(self, tmp_path: Path) -> None:
+        async with self.opened(tmp_path) as driver:
+            names = self.names(2)
+            job = driver.store_job(names)
+            before = driver.rows.view.copy()
+            driver.stored(job, await driver.tier.store(job))
+            assert np.array_equal(driver.rows.view, before), "a store changed a row"
+            rows = list(range(1, 2 * len(names), 2))[: len(names)]
+            job = driver.load_job(names, rows)
+            before = driver.rows.view.copy()
+            driver.loaded(job, await driver.tier.load(job))
+            others = [row for row in range(self.num_rows) if row not in rows]
+            assert np.array_equal(driver.rows.view[others], before[others]), "a load changed a row it was not given"
+
+    @in_fresh_loop
+    async def test_a_larger_alignment_of_the_stack_is_respected(self, tmp_path: Path) -> None:
+        for factor in (2, 3):
+            (tmp_path / str(factor)).mkdir()
+            async with self.opened(tmp_path / str(factor), factor=factor) as driver:
+                names = self.names(self.per_group)
+                assert all(outcome.ok for outcome in (await driver.store(names)).values())
+                outcomes = await driver.load(names)
+                assert {outcome.status for outcome in outcomes.values()} == {BlockStatus.LOADED}, outcomes
+
+    @in_fresh_loop
+    async def test_a_job_says_how_much_it_moved(self, tmp_path: Path) -> None:
+        async with self.opened(tmp_path) as driver:
+            geometry, names = driver.geometry, self.names(2)
+            least = sum(2 * geometry.kv_bytes_per_offloaded_block(group) for group in range(geometry.num_groups))
+            most = sum(2 * geometry.aligned_bytes(group) for group in range(geometry.num_groups))
+            job = driver.store_job(names)
+            stored = await driver.tier.store(job)
+            driver.stored(job, stored)
+            job = driver.load_job(names)
+            loaded = await driver.tier.load(job)
+            driver.loaded(job, loaded)
+            for result in (stored, loaded):
+                assert result.ok
+                assert least <= result.bytes_moved <= most
+                assert result.seconds >= 0
+
+    @in_fresh_loop
+    async def test_a_job_of_nothing_moves_nothing(self, tmp_path: Path) -> None:
+        async with self.opened(tmp_path) as driver:
+            nothing = GroupTransfer(GroupIndex(0), (), int_array(()))
+            for number, kind in enumerate(JobKind, start=1):
+                for groups in ((), (nothing,)):
+                    job = TransferJob(JobId(number), kind, groups, None, driver.epoch)
+                    result = await (driver.tier.load if kind is JobKind.LOAD else driver.tier.store)(job)
+                    assert (result.job_id, result.outcomes, result.bytes_moved) == (job.job_id, ((),) * len(groups), 0)
+
+    @in_fresh_loop
+    async def test_what_was_never_stored_is_no_hit_and_harms_no_neighbour(self, tmp_path: Path) -> None:
+        async with self.opened(tmp_path) as driver:
+            known, unknown = make_keys(3), make_keys(3, start=1000)
+            assert all(outcome.ok for outcome in (await driver.store(known)).values())
+            driver.store_job(unknown)  # gives them places, but nobody stores anything there
+            mixed = [key for pair in zip(known, unknown, strict=True) for key in pair]
+            outcomes = await driver.load(mixed)
+            assert [outcomes[key].status for key in known] == [BlockStatus.LOADED] * 3
+            for key in unknown:
+                expected = REFUSED if driver.owned else (BlockStatus.MISSING,)
+                assert outcomes[key].status in expected, f"an unknown key was {outcomes[key].status}"
+
+    @in_fresh_loop
+    async def test_lookups_tell_present_from_absent(self, tmp_path: Path) -> None:
+        """Of shared tiers only; owned ones are not asked."""
+        async with self.opened(tmp_path) as driver:
+            known, unknown = self.names(2), self.names(2, start=1000)
+            assert all(outcome.ok for outcome in (await driver.store(known)).values())
+            answers = await driver.tier.lookup([*known, *unknown])
+            assert len(answers) == len(known) + len(unknown)
+            if not driver.owned:
+                assert list(answers) == [LookupResult.HIT] * len(known) + [LookupResult.MISS] * len(unknown)
+                assert list(await driver.tier.lookup([])) == []
+
+    @in_fresh_loop
+    async def test_a_slot_gives_only_its_own_key_and_generation(self, tmp_path: Path) -> None:
+        """Of owned tiers; in a shared one keys say it all, and this stores a key anew."""
+        async with self.opened(tmp_path) as driver:
+            first, second, third = make_keys(3)
+            assert all(outcome.ok for outcome in (await driver.store([first, second, third])).values())
+            if not driver.owned:
+                assert (await driver.store([second]))[second].ok
+            else:
+                slot, generation = driver.directory[second]
+                for wrong in (generation + 1000, generation - 1):
+                    driver.directory[second] = slot, wrong
+                    outcomes = await driver.load([first, second, third])
+                    assert outcomes[second].status in REFUSED, "a block of another generation was loaded"
+                    assert all(outcomes[key].ok for key in (first, third)), "its neighbours are none the worse"
+                stranger = make_keys(1, start=2000)[0]
+                driver.directory[stranger] = slot, generation
+                assert (await driver.load([stranger]))[stranger].status in REFUSED, "another key's block was loaded"
+                driver.directory[second] = slot, generation
+                del driver.directory[stranger]
+            outcomes = await driver.load([first, second, third])
+            assert {outcome.status for outcome in outcomes.values()} == {BlockStatus.LOADED}, outcomes
+
+    @in_fresh_loop
+    async def test_a_slot_that_is_used_again_holds_the_new_block_only(self, tmp_path: Path) -> None:
+        async with self.opened(tmp_path) as driver:
+            old = self.names(self.per_group)
+            assert all(outcome.ok for outcome in (await driver.store(old)).values())
+            places = {key: driver.directory[key] for key in old}
+            for key in old:
+                driver.evict(key)
+            new = self.names(self.per_group, start=500)
+            assert all(outcome.ok for outcome in (await driver.store(new)).values())
+            outcomes = await driver.load(new)
+            assert {outcome.status for outcome in outcomes.values()} == {BlockStatus.LOADED}, outcomes
+            reused = {slot for slot, _ in driver.directory.values()}
+            gone = [key for key in old if places[key][0] in reused]
+            assert gone or not driver.owned
+            if driver.owned:
+                driver.directory.update({key: places[key] for key in gone})
+                for key, outcome in (await driver.load(gone)).items():
+                    assert not outcome.ok, f"key {key.hex()} was loaded from a slot that was used again"
+
+    @in_fresh_loop
+    async def test_keys_of_any_length_come_back_or_are_dropped_as_too_long(self, tmp_path: Path) -> None:
+        async with self.opened(tmp_path) as driver:
+            names = [make_key(bytes(range(1, 8)) * length, 0)[-(length + 4) :] for length in HASH_BYTES]
+            keys = [OffloadKey(name) for name in names]
+            for key in keys:
+                outcome = (await driver.store([key]))[key]
+                if outcome.ok:
+                    assert (await driver.load([key]))[key].status is BlockStatus.LOADED
+                else:
+                    assert outcome.reason is DropReason.KEY_TOO_LONG, f"a key of {len(key)} bytes was {outcome}"
+                    assert len(key) > 36, "engines use keys as short as this"
+
+    @in_fresh_loop
+    async def test_a_job_past_its_deadline_ends_and_tells_the_truth(self, tmp_path: Path) -> None:
+        async with self.opened(tmp_path) as driver:
+            names = self.names(2)
+            assert all(outcome.ok for outcome in (await driver.store(names)).values())
+            job = replace(driver.load_job(names), deadline=driver.context.clock() - 1.0)
+            outcomes = driver.loaded(job, await driver.tier.load(job))
+            assert {outcome.status for outcome in outcomes.values()} <= {BlockStatus.LATE, BlockStatus.LOADED}
+            others = self.names(1, start=50)
+            job = replace(driver.store_job(others), deadline=driver.context.clock() - 1.0)
+            driver.stored(job, await driver.tier.store(job))
+            kept = [key for key in [*names, *others] if key in driver.directory]
+            assert set(names) <= set(kept)
+            assert all(outcome.ok for outcome in (await driver.load(kept)).values()), "later jobs are none the worse"

@@ -1,0 +1,256 @@
+"""An open tier and a small stand-in for the control plane above it: it hands out rows, slots and generations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvtier.checksum import checksum
+from kvtier.errors import UsageError
+from kvtier.geometry import Geometry
+from kvtier.jobs import (
+    NO_IDS,
+    BlockOutcome,
+    BlockStatus,
+    GroupTransfer,
+    IntArray,
+    JobKind,
+    JobResult,
+    RegionCut,
+    TransferJob,
+    int_array,
+)
+from kvtier.keys import JobId, OffloadKey, key_group
+from kvtier.loadstore import LoadStore, Opened, SlotSpace, TierContext
+from kvtier.testing.content import Bytes, Owners, content
+from kvtier.testing.rows import TestRows
+
+JUNK = 0xEE
+NO_SLOT = -1
+
+
+@dataclass(slots=True)
+class _Places:
+    """Which slots of an owned tier are free, how its regions are cut, and which cuts the tier has not carried out."""
+
+    space: SlotSpace
+    cuts: dict[int, RegionCut] = field(default_factory=dict)
+    untold: dict[int, RegionCut] = field(default_factory=dict)
+    free: dict[int, list[int]] = field(default_factory=dict)
+
+    def region_of(self, slot: int) -> int:
+        return slot // self.space.slots_per_region
+
+    def slots_of(self, cut: RegionCut) -> list[int]:
+        """The slots a region has when it is cut like this."""
+        first = cut.region * self.space.slots_per_region
+        return list(range(first, first + self.space.region_bytes // cut.slot_bytes))
+
+    def recut(self, size: int) -> bool:
+        """Give an uncut region (or one of a size that is not used) to slots of a size; False if there is none."""
+        for region in range(self.space.num_regions):
+            cut = self.cuts.get(region)
+            if cut is None or cut.slot_bytes not in self.space.slot_bytes:
+                new = RegionCut(region, size, cut.generation + 1 if cut else 1)
+                self.cuts[region] = self.untold[region] = new
+                self.free.setdefault(size, []).extend(self.slots_of(new))
+                return True
+        return False
+
+
+class Driver:
+    """An open tier, its rows, and what should be in it. `directory[key]` is (slot, generation); slot -1 if shared.
+
+    A block's content follows from its key and generation; in a shared tier, which knows no generations, from its key
+    and the epoch. Loads are checked byte for byte; what is wrong is an AssertionError that names the owner.
+    """
+
+    def __init__(self, tier: LoadStore, opened: Opened, context: TierContext, rows: TestRows) -> None:
+        self.tier = tier
+        self.opened = opened
+        self.context = context
+        self.rows = rows
+        self.geometry: Geometry = context.geometry
+        self.epoch = opened.epoch
+        self.owners = Owners()
+        self.directory: dict[OffloadKey, tuple[int, int]] = {}
+        self._places = _Places(opened.space) if opened.space is not None else None
+        self._jobs = 0
+        found = opened.recovered
+        for key, slot, generation in zip(found.keys, found.slots.tolist(), found.generations.tolist(), strict=True):
+            self.directory[key] = (slot, generation)
+            self.owners.note(key, generation)
+        self._generation = max((generation for _, generation in self.directory.values()), default=0)
+        if self._places is not None:
+            self._restore(self._places, found.cuts)
+
+    @property
+    def owned(self) -> bool:
+        """True for a tier whose slots the control plane hands out."""
+        return self._places is not None
+
+    def _restore(self, places: _Places, cuts: Sequence[RegionCut]) -> None:
+        taken = {slot for slot, _ in self.directory.values()}
+        for cut in cuts:
+            places.cuts[cut.region] = cut
+            if cut.slot_bytes in places.space.slot_bytes:
+                free = [slot for slot in places.slots_of(cut) if slot not in taken]
+                places.free.setdefault(cut.slot_bytes, []).extend(free)
+
+    # -- rows ------------------------------------------------------------------------------------------------------
+
+    def payload(self, key: OffloadKey, generation: int) -> Bytes:
+        """What a row must hold for a block: its content, then zeros up to the aligned size."""
+        group = key_group(key)
+        data = np.zeros(self.geometry.aligned_bytes(group), dtype=np.uint8)
+        length = self.geometry.kv_bytes_per_offloaded_block(group)
+        data[:length] = content(key, generation, length)
+        return data
+
+    def fill(self, row: int, key: OffloadKey, generation: int) -> None:
+        """Put a block and its checksum into a row; the bytes beyond its aligned size are junk, as in a used row."""
+        data = self.payload(key, generation)
+        self.rows.view[row] = JUNK
+        self.rows.view[row, : len(data)] = data
+        self.rows.set_checksum(row, checksum(data.data))
+        self.owners.note(key, generation)
+
+    def complaint(self, row: int, key: OffloadKey, generation: int) -> str:
+        """What is wrong with a row that a block was loaded into; empty if nothing is."""
+        expected = self.payload(key, generation)
+        found = self.rows.view[row, : len(expected)]
+        length = self.geometry.kv_bytes_per_offloaded_block(key_group(key))
+        wrong = self.owners.complaint(found[:length], key, generation)
+        if wrong:
+            return f"row {row}: {wrong}"
+        if not np.array_equal(found, expected):
+            return f"row {row}: the padding of key {key.hex()} is not zero"
+        if self.rows.checksum(row) != checksum(expected.data):
+            return f"row {row}: key {key.hex()} was loaded without its checksum"
+        return ""
+
+    # -- places ----------------------------------------------------------------------------------------------------
+
+    def evict(self, key: OffloadKey) -> None:
+        """Forget a block; its slot may be used again at once."""
+        slot, _ = self.directory.pop(key)
+        if self._places is not None:
+            self._places.free.setdefault(self._slot_bytes(key), []).append(slot)
+
+    def _slot_bytes(self, key: OffloadKey) -> int:
+        assert self.opened.space is not None
+        return self.opened.space.slot_bytes[key_group(key)]
+
+    def _take(self, key: OffloadKey, keep: Sequence[OffloadKey]) -> int:
+        """A slot for a key; evicts the oldest of its size that is not to be kept when there is no other."""
+        if self._places is None:
+            return NO_SLOT
+        size = self._slot_bytes(key)
+        if not self._places.free.get(size) and not self._places.recut(size):
+            for old in self.directory:
+                if self._slot_bytes(old) == size and old not in keep:
+                    self.evict(old)
+                    break
+            else:
+                raise UsageError(f"the tier under test has no slot of {size} bytes left; give it more capacity")
+        return self._places.free[size].pop()
+
+    # -- jobs ------------------------------------------------------------------------------------------------------
+
+    def store_job(self, keys: Sequence[OffloadKey], rows: Sequence[int] | None = None) -> TransferJob:
+        """A job that stores keys of any groups from rows (0, 1, .. unless told), which are filled. Old copies go."""
+        for key in keys:
+            if key in self.directory:
+                self.evict(key)
+        for key, row in zip(keys, rows or range(len(keys)), strict=True):
+            slot = self._take(key, keys)
+            self._generation += 1
+            generation = self._generation if self.owned else self.epoch
+            self.directory[key] = (slot, generation)
+            self.fill(row, key, generation)
+        return self._job(JobKind.STORE, keys, rows)
+
+    def load_job(self, keys: Sequence[OffloadKey], rows: Sequence[int] | None = None) -> TransferJob:
+        """A job that loads keys into rows, which are filled with junk first. Unknown keys only in a shared tier."""
+        self.rows.view[list(rows or range(len(keys)))] = JUNK
+        return self._job(JobKind.LOAD, keys, rows)
+
+    def _job(self, kind: JobKind, keys: Sequence[OffloadKey], rows: Sequence[int] | None) -> TransferJob:
+        row_of = dict(zip(keys, rows or range(len(keys)), strict=True))
+        groups: dict[int, list[OffloadKey]] = {}
+        for key in keys:
+            groups.setdefault(key_group(key), []).append(key)
+        self._jobs += 1
+        transfers = tuple(self._transfer(names, row_of) for names in groups.values())
+        return TransferJob(JobId(self._jobs), kind, transfers, None, self.epoch, self._cuts(kind, keys))
+
+    def _transfer(self, keys: Sequence[OffloadKey], row_of: dict[OffloadKey, int]) -> GroupTransfer:
+        slots: IntArray = NO_IDS
+        generations: IntArray = NO_IDS
+        if self.owned:
+            slots = int_array([self.directory[key][0] for key in keys])
+            generations = int_array([self.directory[key][1] for key in keys])
+        staging = int_array([row_of[key] for key in keys])
+        return GroupTransfer(key_group(keys[0]), tuple(keys), staging, slots, generations)
+
+    def _cuts(self, kind: JobKind, keys: Sequence[OffloadKey]) -> tuple[RegionCut, ...]:
+        if self._places is None or kind is JobKind.LOAD:
+            return ()
+        regions = {self._places.region_of(self.directory[key][0]): None for key in keys}
+        return tuple(self._places.untold[region] for region in regions if region in self._places.untold)
+
+    def outcomes(self, job: TransferJob, result: JobResult) -> dict[OffloadKey, BlockOutcome]:
+        """The outcome of each key of a job; its shape must be the job's."""
+        assert result.job_id == job.job_id, f"job {job.job_id} was answered as job {result.job_id}"
+        shape = [len(outcomes) for outcomes in result.outcomes]
+        wanted = [len(group.keys) for group in job.groups]
+        assert shape == wanted, f"a job of {wanted} blocks by group has outcomes for {shape}"
+        return {
+            key: outcome
+            for group, outcomes in zip(job.groups, result.outcomes, strict=True)
+            for key, outcome in zip(group.keys, outcomes, strict=True)
+        }
+
+    async def store(
+        self, keys: Sequence[OffloadKey], rows: Sequence[int] | None = None
+    ) -> dict[OffloadKey, BlockOutcome]:
+        """Store keys; those that were not stored are forgotten."""
+        job = self.store_job(keys, rows)
+        return self.stored(job, await self.tier.store(job))
+
+    def stored(self, job: TransferJob, result: JobResult) -> dict[OffloadKey, BlockOutcome]:
+        """Note what a store has come to."""
+        outcomes = self.outcomes(job, result)
+        for key, outcome in outcomes.items():
+            of_loads = (BlockStatus.LOADED, BlockStatus.MISSING, BlockStatus.CORRUPT)
+            assert outcome.status not in of_loads, f"a store was {outcome.status}"
+            if not outcome.ok:
+                self.evict(key)
+            elif self._places is not None:
+                self._places.untold.pop(self._places.region_of(self.directory[key][0]), None)
+        return outcomes
+
+    async def load(
+        self, keys: Sequence[OffloadKey], rows: Sequence[int] | None = None
+    ) -> dict[OffloadKey, BlockOutcome]:
+        """Load keys and check every byte of those that count as loaded."""
+        job = self.load_job(keys, rows)
+        return self.loaded(job, await self.tier.load(job))
+
+    def loaded(self, job: TransferJob, result: JobResult) -> dict[OffloadKey, BlockOutcome]:
+        """Check what a load has brought: the right bytes where it says so, and none beyond a block's own."""
+        outcomes = self.outcomes(job, result)
+        for group in job.groups:
+            assert isinstance(group.staging, np.ndarray)
+            beyond = self.rows.view[group.staging, self.geometry.aligned_bytes(group.group) :]
+            assert bool((beyond == JUNK).all()), f"a load wrote beyond the blocks of group {group.group}"
+            for key, row in zip(group.keys, group.staging.tolist(), strict=True):
+                outcome = outcomes[key]
+                assert outcome.status not in (BlockStatus.STORED, BlockStatus.PRESENT), f"a load was {outcome.status}"
+                if outcome.ok:
+                    generation = self.directory[key][1] if self.owned else self.epoch
+                    wrong = self.complaint(row, key, generation)
+                    assert not wrong, wrong
+        return outcomes
