@@ -33,6 +33,7 @@ class Demotions:
     def __init__(self, board: Board, watermark_rows: int) -> None:
         self.board = board
         self.watermark_rows = watermark_rows
+        self.closing = False
         self.duty = bytearray(board.num_rows)
         self.demoting = bytearray(board.num_rows)
         self.queues: list[deque[tuple[int, int]]] = [deque() for _ in board.lowers]
@@ -88,8 +89,11 @@ class Demotions:
                 self.board.cpu.release((row,))
 
     def evicted_below(self, lower: LowerTier, keys: Sequence[OffloadKey]) -> None:
-        """An `on_evict` tier let keys go: rows that relied on that copy have their duty again."""
-        if not lower.on_evict:
+        """An `on_evict` tier let keys go: rows that relied on that copy have their duty again.
+
+        Not while closing: each row is written once, or a tier smaller than the rows would never be done.
+        """
+        if not lower.on_evict or self.closing:
             return
         for key in keys:
             row = self.board.cpu.ready(key)

@@ -346,7 +346,7 @@ class ControlPlane:
 
     def close(self, now: float) -> None:
         """No new stores; what waits for a row is dropped, what is queued for lower tiers goes on until `abandon`."""
-        self._closing = True
+        self._closing = self._demotions.closing = True
         for store in self._open_stores.values():
             store.stop(dropped(DropReason.CLOSING))
         for load in self._open_loads.values():

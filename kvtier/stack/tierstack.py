@@ -152,6 +152,7 @@ class TierStack(LoadStore):
                 except asyncio.CancelledError:
                     # Buffers are still in use: the first cancellation is passed on when they are not.
                     continue
+            future.exception()  # seen here, if the stack was closed meanwhile; the cancellation goes first
             raise
         finally:
             self._waiting.pop(job.job_id, None)

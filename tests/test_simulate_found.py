@@ -1,0 +1,56 @@
+"""What the simulator found, kept as small tests of the production code."""
+
+from __future__ import annotations
+
+import asyncio
+
+from support_stack import PLAIN, Engine, keys, opened, parts_of, stack_file, store, whole
+from support_stack_tiers import LOAD, STORE, MemoryTier, backends
+
+
+def over_memory(engine: Engine, rows: int, **options: object):
+    config = stack_file(PLAIN, rows, {"type": "memory", **options}, backends=backends())
+    parts = parts_of(config, engine, backends(), close_seconds=2.0)
+    tier = parts.tiers[-1]
+    assert isinstance(tier, MemoryTier)
+    return parts, tier
+
+
+async def test_closing_over_a_smaller_tier_writes_each_row_once():
+    """Closing once evicted below what it had just written, owed it again, and went round until its deadline."""
+    engine = Engine(PLAIN, 16)
+    parts, tier = over_memory(engine, rows=16, slots=4, write_policy="on_evict")
+    async with opened(parts) as stack:
+        await store(stack, engine, whole(keys(16)))
+        before = tier.begun.count(STORE)
+    assert tier.begun.count(STORE) - before <= 16
+    assert stack.stats().tiers["memory"].stored <= 16
+
+
+async def test_a_load_cancelled_while_the_stack_closes_leaves_no_error_behind():
+    """The copy outlived the stack: the load's future was failed when nobody was left to look at it."""
+    engine = Engine(PLAIN, 16)
+    parts, _ = over_memory(engine, rows=16)
+    unseen: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: unseen.append(context))
+    cpu = parts.tiers[1]
+    gate = asyncio.Event()
+    copy = cpu.load
+
+    async def slow(job):
+        await gate.wait()
+        return await copy(job)
+
+    cpu.load = slow
+    async with opened(parts) as stack:
+        await store(stack, engine, whole(keys(4)))
+        loading = asyncio.ensure_future(stack.load(stack.job(LOAD, [whole(keys(4))])))
+        await asyncio.sleep(0)
+        loading.cancel()
+        await asyncio.sleep(0)
+    gate.set()
+    await asyncio.wait((loading,))
+    assert loading.cancelled()
+    del loading
+    await asyncio.sleep(0)
+    assert not unseen
