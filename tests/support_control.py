@@ -300,6 +300,9 @@ class World:
 
     def check(self) -> None:
         assert not self.wrong, self.wrong
+        for position in range(1, len(self.names)):
+            held, most = self.held_below(position), max(1, self.plane.board.num_rows // 4)
+            assert held <= most, f"transfers of {self.names[position]} hold {held} rows, more than {most}"
         self.plane.check_integrity()
 
 

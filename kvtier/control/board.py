@@ -56,14 +56,21 @@ class TierCounters:
 
 
 class LowerTier:
-    """A tier below the CPU: an owned one with its slots, or a shared one with hints."""
+    """A tier below the CPU: an owned one with its slots, or a shared one with hints.
 
-    def __init__(self, position: int, plan: TierPlan) -> None:
+    Its transfers hold at most `rows_max` CPU rows at once: under way (`rows_held`), those whose job is late and has
+    not really ended included (`rows_stuck`). So a frozen tier never takes more of the CPU tier than that.
+    """
+
+    def __init__(self, position: int, plan: TierPlan, rows_max: int) -> None:
         self.position = position
         self.bit = 1 << (position - 1)
         self.plan = plan
         self.name = plan.name
         self.on_evict = plan.write_policy == "on_evict"
+        self.rows_max = rows_max
+        self.rows_held = 0
+        self.rows_stuck = 0
         self.owned: OwnedTier | None = None
         self.shared: SharedTier | None = None
         if plan.opened.space is None:
@@ -74,6 +81,15 @@ class LowerTier:
         self.load_breaker = Breaker()
         self.store_breaker = Breaker()
         self.counters = TierCounters()
+
+    @property
+    def stuck(self) -> bool:
+        """True while late transfers hold all the rows this tier may hold: until one ends it counts as down."""
+        return self.rows_stuck >= self.rows_max
+
+    def may_load(self, now: float) -> bool:
+        """True if the tier may be asked for blocks, as far as its health goes."""
+        return not self.stuck and self.load_breaker.allows(now)
 
     def holds_key(self, key: OffloadKey, now: float) -> bool:
         """True if a load of this key from here may be tried."""
@@ -128,7 +144,8 @@ class Board:
         self.cpu_plan = cpu
         self.cpu = OwnedTier(cpu.name, cpu.opened.space, cpu.policy)
         self.cpu.placement.cut_all()
-        self.lowers = [LowerTier(position, plan) for position, plan in enumerate(lowers, start=1)]
+        rows_max = max(1, len(self.cpu.table) // 4)
+        self.lowers = [LowerTier(position, plan, rows_max) for position, plan in enumerate(lowers, start=1)]
         self.cpu_counters = TierCounters()
         self.epoch = max((plan.opened.epoch for plan in lowers), default=0)
         self.outbox: list[Emission] = []

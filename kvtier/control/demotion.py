@@ -3,7 +3,8 @@
 The source of every demotion is a CPU row, pinned while it is read. A row that owes itself to a lower tier has a
 *duty*, a hold that keeps it until that tier acknowledged or gave up. `write_through` tiers are served in the order
 rows became ready, `on_evict` tiers from the coldest row on, when clean rows are short. A slow tier never holds up the
-CPU tier for long: loads, and stores that waited long enough, make duties give way (`backlog`).
+CPU tier for long: stores that waited long enough make duties give way (`backlog`), loads at once where the tier is
+`write_through`, and after the same patience where it is `on_evict`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from kvtier.keys import OffloadKey, key_group
 
 JOB_BLOCKS = 128
 
+ORDER_JOBS = 16
+"""Demotions of one tier that are kept in the order they were sent, however they end."""
+
 
 class Demotions:
     """Plans and ends demotions to all lower tiers. In flight and quarantined, a tier holds a quarter of the rows."""
@@ -37,8 +41,10 @@ class Demotions:
         self.duty = bytearray(board.num_rows)
         self.demoting = bytearray(board.num_rows)
         self.queues: list[deque[tuple[int, int]]] = [deque() for _ in board.lowers]
+        self.sent: list[deque[DemotionJob]] = [deque() for _ in board.lowers]
         self.inflight = [0] * len(board.lowers)
-        self.closing = False
+        self._num_owing = 0
+        self._on_evict_bits = sum(lower.bit for lower in board.lowers if lower.on_evict)
 
     @property
     def backlog(self) -> int:
@@ -48,7 +54,13 @@ class Demotions:
     @property
     def owing(self) -> int:
         """Rows that owe themselves to some lower tier."""
-        return len(self.duty) - self.duty.count(0)
+        return self._num_owing
+
+    @property
+    def cleaning(self) -> bool:
+        """True if rows will become free once an `on_evict` tier has them, so that waiting a little is worth it."""
+        under_way = any(lower.on_evict and self.inflight[lower.position - 1] for lower in self.board.lowers)
+        return under_way or bool(self._cold_rows(1, self._on_evict_bits))
 
     # -- rows come and go ----------------------------------------------------------------------------------------
 
@@ -59,7 +71,7 @@ class Demotions:
         """
         table = self.board.cpu.table
         for lower in self.board.lowers:
-            if lower.position == source or self.closing:
+            if lower.position == source:
                 continue
             queue = self.queues[lower.position - 1]
             for row in rows:
@@ -79,6 +91,7 @@ class Demotions:
     def _put_duty(self, row: int, lower: LowerTier) -> None:
         if not self.duty[row]:
             self.board.cpu.hold((row,))
+            self._num_owing += 1
         self.duty[row] |= lower.bit
 
     def end_duty(self, row: int, lower: LowerTier | None = None) -> None:
@@ -87,6 +100,7 @@ class Demotions:
             self.duty[row] &= ~lower.bit if lower is not None else 0
             if not self.duty[row]:
                 self.board.cpu.release((row,))
+                self._num_owing -= 1
 
     def evicted_below(self, lower: LowerTier, keys: Sequence[OffloadKey]) -> None:
         """An `on_evict` tier let keys go: rows that relied on that copy have their duty again.
@@ -100,9 +114,13 @@ class Demotions:
             if row is not None:
                 self._put_duty(row, lower)
 
-    def give_way(self, count: int) -> None:
-        """Let the `count` coldest rows with nothing but a duty go without: somebody needs the rows more."""
-        for row in self._cold_rows(min(count, self.board.num_rows), mask=0xFF):
+    def give_way(self, count: int, patient: bool) -> None:
+        """Let the `count` coldest rows with nothing but a duty go without: somebody needs the rows more.
+
+        While that somebody is patient, rows that owe themselves to an `on_evict` tier wait for it all the same.
+        """
+        spared = self._on_evict_bits if patient else 0
+        for row in self._cold_rows(min(count, self.board.num_rows), 0xFF, spared):
             for lower in self.board.lowers:
                 if self.duty[row] & lower.bit:
                     lower.counters.drop(DropReason.BACKLOG)
@@ -133,17 +151,20 @@ class Demotions:
     def plan(self, now: float) -> None:
         """Emit what may go now: queued rows, and cold rows with a duty where free rows are short."""
         for lower in self.board.lowers:
-            limit = min(max(1, self.board.num_rows // 4), lower.plan.inflight_blocks)
-            if not lower.store_breaker.allows(now):
-                if lower.store_breaker.state is BreakerState.OPEN:
-                    self._give_up(lower)
-            elif lower.on_evict:
-                self._plan_cold(lower, limit, now)
-            else:
-                self._plan_queue(lower, limit, now)
+            allowed = lower.store_breaker.allows(now)
+            if lower.stuck or lower.store_breaker.state is BreakerState.OPEN:
+                self._give_up(lower)
+            elif allowed and lower.on_evict:
+                self._plan_cold(lower, now)
+            elif allowed:
+                self._plan_queue(lower, now)
+
+    def _room(self, lower: LowerTier) -> int:
+        """How many more blocks may be under way to this tier: within its share of the rows and its own limit."""
+        return min(lower.rows_max - lower.rows_held, lower.plan.inflight_blocks - self.inflight[lower.position - 1])
 
     def _give_up(self, lower: LowerTier) -> None:
-        """The breaker is open: what waits in line goes without, and of the cold rows as many as are needed."""
+        """The tier is down: what waits in line goes without, and of the cold rows as many as are needed."""
         queue = self.queues[lower.position - 1]
         rows = [row for row, generation in queue if self._owes(lower, row, generation)]
         queue.clear()
@@ -158,10 +179,9 @@ class Demotions:
         due = self.duty[row] & lower.bit & ~self.demoting[row]
         return bool(due) and table.state[row] == READY and table.generation[row] == generation
 
-    def _plan_queue(self, lower: LowerTier, limit: int, now: float) -> None:
+    def _plan_queue(self, lower: LowerTier, now: float) -> None:
         queue = self.queues[lower.position - 1]
-        while queue and self.inflight[lower.position - 1] < limit and lower.store_breaker.allows(now):
-            room = min(JOB_BLOCKS, limit - self.inflight[lower.position - 1])
+        while queue and (room := min(JOB_BLOCKS, self._room(lower))) > 0 and lower.store_breaker.allows(now):
             rows: list[int] = []
             while queue and len(rows) < room:
                 row, generation = queue.popleft()
@@ -180,25 +200,30 @@ class Demotions:
         return key
 
     def _rows_needed(self, lower: LowerTier) -> int:
-        wanted = max(self.watermark_rows, min(self.board.shortage, max(1, self.board.num_rows // 4)))
-        return wanted - self.board.cpu.available - self.inflight[lower.position - 1]
+        # A small tier lets go of older copies for what is stored now: it cannot keep many rows clean.
+        keeps = self.watermark_rows if lower.owned is None else min(self.watermark_rows, len(lower.owned.table) // 2)
+        wanted = max(keeps, min(self.board.shortage, max(1, self.board.num_rows // 4)))
+        return wanted - self.board.cpu.available
 
-    def _cold_rows(self, count: int, mask: int) -> list[int]:
-        """The coldest rows, at most `count`, that nothing holds but a duty to one of the tiers in `mask`."""
-        if count <= 0:
+    def _cold_rows(self, count: int, mask: int, spared: int = 0) -> list[int]:
+        """The coldest rows, at most `count`, that nothing holds but a duty to a tier in `mask` and none in `spared`."""
+        if count <= 0 or not self._num_owing:
             return []
-        holds = self.board.cpu.table.holds
+        holds, duty = self.board.cpu.table.holds, self.duty
         rows = []
         for row in self.board.cpu.policy.coldest():
-            if self.duty[row] & mask and holds[row] == 1 and not self.demoting[row]:
+            if duty[row] & mask and not duty[row] & spared and holds[row] == 1 and not self.demoting[row]:
                 rows.append(row)
                 if len(rows) == count:
                     break
         return rows
 
-    def _plan_cold(self, lower: LowerTier, limit: int, now: float) -> None:
-        room = limit - self.inflight[lower.position - 1]
-        rows = self._cold_rows(min(self._rows_needed(lower), room), lower.bit)
+    def _plan_cold(self, lower: LowerTier, now: float) -> None:
+        needed = self._rows_needed(lower) - self.inflight[lower.position - 1]
+        self._send_cold(lower, min(needed, self._room(lower)), now)
+
+    def _send_cold(self, lower: LowerTier, count: int, now: float) -> None:
+        rows = self._cold_rows(count, lower.bit)
         for start in range(0, len(rows), JOB_BLOCKS):
             allowed = lower.store_breaker.allows(now)
             if not allowed or not self._send(lower, rows[start : start + JOB_BLOCKS], now):
@@ -207,12 +232,8 @@ class Demotions:
     def flush(self, now: float) -> None:
         """Closing: demote rows that owe themselves to an `on_evict` tier, as far as the limits allow."""
         for lower in self.board.lowers:
-            if lower.on_evict and lower.store_breaker.allows(now):
-                limit = max(1, self.board.num_rows // 4) - self.inflight[lower.position - 1]
-                rows = self._cold_rows(limit, lower.bit)
-                for start in range(0, len(rows), JOB_BLOCKS):
-                    if lower.store_breaker.allows(now):
-                        self._send(lower, rows[start : start + JOB_BLOCKS], now)
+            if lower.on_evict:
+                self._send_cold(lower, self._room(lower), now)
 
     def _send(self, lower: LowerTier, rows: list[int], now: float) -> bool:
         """Emit one demotion job; False when the lower tier has no slot at all for now."""
@@ -221,13 +242,15 @@ class Demotions:
         cuts: tuple[RegionCut, ...] = ()
         if lower.owned is not None:
             slots = lower.owned.reserve(keys)
-            cuts = lower.owned.placement.take_cuts()
+            cuts = lower.owned.placement.cuts_for(slots)
             if len(slots) < len(rows):
                 self._no_slot(lower, rows[len(slots) :])
                 rows, keys = rows[: len(slots)], keys[: len(slots)]
             if not rows:
                 return False
         job = DemotionJob(self, lower, rows, keys, slots)
+        job.cuts = cuts
+        self._queue_up(job)
         groups: dict[int, list[int]] = {}
         for i, key in enumerate(keys):
             groups.setdefault(key_group(key), []).append(i)
@@ -246,10 +269,27 @@ class Demotions:
         for row in rows:
             self.demoting[row] |= lower.bit
         self.inflight[lower.position - 1] += len(rows)
+        lower.rows_held += len(rows)
         lower.store_breaker.sent()
         deadline = now + lower.plan.timeout_seconds
         self.board.emit(lower.position, JobKind.STORE, transfers, deadline, job, cuts)
         return True
+
+    def _queue_up(self, job: DemotionJob) -> None:
+        line = self.sent[job.lower.position - 1]
+        line.append(job)
+        if len(line) > ORDER_JOBS:
+            line.popleft()
+
+    def keep_order(self, job: DemotionJob) -> None:
+        """The job is over. Jobs that were sent after it and ended before it hold what is more recent all the same."""
+        line, owned = self.sent[job.lower.position - 1], job.lower.owned
+        if owned is not None and job in line:
+            for later in list(line)[line.index(job) + 1 :]:
+                owned.reorder([slot for slot, generation in later.stored if owned.has(slot, generation)])
+        job.over = True
+        while line and line[0].over:
+            line.popleft()
 
     def _no_slot(self, lower: LowerTier, rows: Sequence[int]) -> None:
         assert lower.owned is not None
@@ -276,6 +316,9 @@ class DemotionJob(InFlight):
         self.keys = keys
         self.slots = slots
         self.order: list[int] = []
+        self.cuts: tuple[RegionCut, ...] = ()
+        self.stored: list[tuple[int, int]] = []
+        self.over = False
         self.epoch = demotions.board.epoch
 
     def finish(self, result: JobResult, now: float) -> None:
@@ -289,8 +332,14 @@ class DemotionJob(InFlight):
             if lower.shared is not None and outcome.ok and self.epoch == board.epoch:
                 lower.shared.learn(self.keys[i], True, now)
         if lower.owned is not None and self.slots is not None:
-            lower.owned.commit([self.slots[i] for i in sorted(good)])
+            stored = [self.slots[i] for i in sorted(good)]
+            lower.owned.commit(stored)
             lower.owned.abort([self.slots[i] for i in bad])
+            generation = lower.owned.table.generation
+            self.stored = [(slot, generation[slot]) for slot in stored]
+            if stored:
+                lower.owned.placement.told(self.cuts)
+        self.demotions.keep_order(self)
         lower.counters.stored += len(good)
         lower.counters.store_bytes += result.bytes_moved
         lower.judge(lower.store_breaker, outcomes, now)
@@ -302,17 +351,23 @@ class DemotionJob(InFlight):
             demotions.demoting[row] &= ~bit
             demotions.end_duty(row, self.lower)
         demotions.inflight[self.lower.position - 1] -= len(self.rows)
+        self.lower.rows_held -= len(self.rows)
         demotions.board.cpu.release(self.rows)
 
     def late(self, now: float) -> None:
         self.lower.counters.late += len(self.rows)
         self.lower.store_breaker.failed(now)
+        self.lower.rows_stuck += len(self.rows)
+        self.demotions.keep_order(self)
+        if self.lower.on_evict:
+            self.lower.counters.drop(DropReason.TIER_DOWN, len(self.rows))
         if self.lower.owned is not None and self.slots is not None:
             self.lower.owned.quarantine(self.slots)
         for row in self.rows:
             self.demotions.end_duty(row, self.lower)
 
     def ended(self, now: float) -> None:
+        self.lower.rows_stuck -= len(self.rows)
         if self.lower.owned is not None and self.slots is not None:
             self.lower.owned.release(self.slots)
         self._let_go()

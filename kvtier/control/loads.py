@@ -24,6 +24,8 @@ class LoadRequest(StackRequest):
         self.tried: dict[int, int] = {}
         self.in_copy = bytearray(len(self.keys))
         self.walked = False
+        self.age = 0
+        self.short_since: float | None = None
         self.filling = 0
         self.copying = 0
         self.arrived: list[tuple[int, int]] = []
@@ -64,23 +66,30 @@ class LoadRequest(StackRequest):
         """After a reset: what was loaded before it must not be taken for valid."""
         self.outcomes = [CANCELLED if outcome is LOADED else outcome for outcome in self.outcomes]
 
-    def advance(self, now: float) -> bool:
-        """Start what can be started; False when blocks are left that found no row."""
-        board = self.loads.board
+    def advance(self, now: float) -> int:
+        """Start what can be started. Returns how many rows it could use at once and did not get.
+
+        That is 0 also when blocks are left that wait for nothing but its own transfers, or for others of their tier.
+        """
+        board, promotions = self.loads.board, self.loads.promotions
         window = max(1, board.num_rows // 2)
+        rooms = promotions.rooms(now)
         while self.todo:
-            room = min(board.cpu.available, window - self.moving)
-            wants = self._collect(room, now)
-            started = self.loads.promotions.start(wants, now) if wants else 0
+            wants = self._collect(min(board.cpu.available, window - self.moving), rooms, now)
+            started = promotions.start(wants, now) if wants else 0
             self.filling += started
             self.todo.extendleft(want.index for want in reversed(wants[started:]))
             if not started:
                 break
         self.copy_arrived()
-        return not self.todo
+        if board.cpu.available or not any(rooms):
+            return 0
+        return max(0, min(len(self.todo), window - self.moving))
 
-    def _collect(self, room: int, now: float) -> list[Want]:
+    def _collect(self, room: int, rooms: list[int], now: float) -> list[Want]:
         """Walk the blocks to do: hold those in rows, wait for those on their way, list up to `room` to promote.
+
+        `rooms` says how many each lower tier may be asked for, and is used up.
 
         The first walk goes over all blocks, so that what is in rows already is held before anything is evicted for
         the rest; later walks stop at the first block without room, so a waiting load costs O(1).
@@ -105,9 +114,15 @@ class LoadRequest(StackRequest):
                 lower = self.loads.promotions.source(key, self.tried.get(index, 0), now)
                 if lower is None:
                     self.settle(index, MISSING)
-                else:
+                    continue
+                if rooms[lower.position - 1] > 0:
+                    rooms[lower.position - 1] -= 1
                     wanted[key] = index
                     wants.append(Want(key, lower, self, index))
+                    continue
+                skipped.append(index)
+                if self.walked:
+                    break
             else:
                 skipped.append(index)
                 if self.walked:

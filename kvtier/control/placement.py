@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 
 from kvtier.control.foreign import ForeignLayer, ForeignSlots
-from kvtier.control.slots import ABSENT, FILLING, FREE, QUARANTINED, READY, RETIRED, SlotTable
+from kvtier.control.slots import ABSENT, FREE, READY, SlotTable
 from kvtier.errors import IntegrityError
 from kvtier.jobs import RegionCut
 from kvtier.loadstore import ForeignBlocks, SlotSpace
@@ -42,7 +42,7 @@ class Placement:
         self._uncut: list[list[int]] = [[] for _ in roots]
         for region in reversed(range(space.num_regions)):
             self._uncut[self.root_of_region[region]].append(region)
-        self.cuts: list[RegionCut] = []
+        self._untold: dict[int, RegionCut] = {}
 
     @property
     def has_uncut(self) -> bool:
@@ -96,6 +96,8 @@ class Placement:
 
     def take(self, size: int, count: int) -> list[int]:
         """Up to `count` free slots of one size, roots in turn; they leave the free lists. Cuts uncut regions."""
+        if count and len(self._uncut) > 1:
+            self._open_roots(size)
         while self._unused(size) < count and self._cut_uncut(size):
             pass
         taken = self._take_unused(size, count)
@@ -152,6 +154,12 @@ class Placement:
         for slot in slots:
             self.region_used[slot // self.per_region] = self.tick
 
+    def _open_roots(self, size: int) -> None:
+        """Every root with uncut regions offers slots of this size, so blocks spread over all roots from the start."""
+        for root, uncut in enumerate(self._uncut):
+            if uncut and not self._free[size][root]:
+                self._cut(uncut.pop(), size)
+
     def _cut_uncut(self, size: int) -> bool:
         fullest = max(self._uncut, key=len)
         if not fullest:
@@ -163,18 +171,25 @@ class Placement:
         """Cut every region for the only size there is, without telling the backend: memory that is born with us."""
         while self._cut_uncut(0):
             pass
-        self.cuts.clear()
+        self._untold.clear()
 
     def _cut(self, region: int, size: int) -> None:
         self.region_generation[region] += 1
-        self.cuts.append(RegionCut(region, self.sizes[size], self.region_generation[region]))
+        self._untold[region] = RegionCut(region, self.sizes[size], self.region_generation[region])
         self._lay_out(region, size)
 
-    def take_cuts(self) -> tuple[RegionCut, ...]:
-        """The cuts made since the last call; they go out with the job that made them necessary."""
-        cuts = tuple(self.cuts)
-        self.cuts.clear()
-        return cuts
+    def cuts_for(self, slots: Sequence[int]) -> tuple[RegionCut, ...]:
+        """The cuts of these slots' regions that no job has carried to a good end: each job says them until one has."""
+        if not self._untold:
+            return ()
+        regions = dict.fromkeys(slot // self.per_region for slot in slots)
+        return tuple(self._untold[region] for region in regions if region in self._untold)
+
+    def told(self, cuts: Sequence[RegionCut]) -> None:
+        """The backend made these cuts: it has stored blocks in those regions."""
+        for cut in cuts:
+            if self._untold.get(cut.region) == cut:
+                del self._untold[cut.region]
 
     def colder_region(self, size: int) -> int | None:
         """An idle region of another size that may be cut for this one, or None."""
@@ -201,8 +216,9 @@ class Placement:
         return range(first, first + self.slots_in_region[self.region_size[region]])
 
     def _idle(self, region: int) -> bool:
+        """True if nobody uses the region's slots. A retired place stays so: its region is never cut again."""
         state, holds = self.table.state, self.table.holds
-        return all(not holds[slot] and state[slot] not in (FILLING, QUARANTINED) for slot in self.slots_of(region))
+        return all(not holds[slot] and state[slot] in (FREE, READY) for slot in self.slots_of(region))
 
     def recut(self, region: int, size: int) -> None:
         """Cut an idle region whose blocks were evicted into slots of another size."""
@@ -217,8 +233,7 @@ class Placement:
         kept = array("q", [slot for slot in stack if slot not in gone])
         self.free_count[old] -= len(stack) - len(kept) + self.foreign.drop(old, gone)
         stack[:] = kept
-        self.table.move([slot for slot in slots if state[slot] == FREE], FREE, ABSENT)
-        self.table.move([slot for slot in slots if state[slot] == RETIRED], RETIRED, ABSENT)
+        self.table.move(slots, FREE, ABSENT)
         self._cut(region, size)
 
     def check(self) -> None:

@@ -6,15 +6,17 @@ take what there is to do with `take_jobs`, and what has ended with `take_finishe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtier.control.board import Board, Emission, InFlight, TierCounters, TierPlan
+from kvtier.control.claims import Claims
 from kvtier.control.demotion import Demotions
 from kvtier.control.loads import LoadRequest, Loads
 from kvtier.control.promotion import Promotions
 from kvtier.control.reservations import Reservation, Reservations
-from kvtier.control.slots import READY, SlotState
+from kvtier.control.slots import READY
 from kvtier.control.stores import StoreRequest, Stores
 from kvtier.errors import UsageError
 from kvtier.events import OffloadingEvent
@@ -30,7 +32,8 @@ class ControlLimits:
 
     `watermark_rows` rows are kept free or clean by background demotion; `reservation_seconds` is how long the oldest
     reservation may wait; `lease_seconds` how long a reported hit is kept for an engine that does not load it.
-    `patience_seconds` is how long a store waits for rows that are being written below before it takes them anyway.
+    `patience_seconds` is how long a store waits for rows that are to be written below, and a load or a reservation
+    for those that an `on_evict` tier is to have, before they take them anyway.
     `events_max` bounds the events kept for `take_events`; 0 records none.
     """
 
@@ -62,11 +65,11 @@ class ControlPlane:
         self._loads = Loads(self.board, promotions)
         self._stores = Stores(self.board, self._demotions, factor)
         self._reservations = Reservations(self.board, promotions, limits.reservation_seconds, limits.lease_seconds)
-        self._claims: dict[int, LoadRequest | Reservation] = {}
+        self._claims = Claims(self.board, self._demotions, self._reservations, limits.patience_seconds)
         self._open_loads: dict[JobId, LoadRequest] = {}
         self._open_stores: dict[JobId, StoreRequest] = {}
-        self._next_age = 1
         self._limits = limits
+        self._pumped_at = -math.inf
         self._events: list[OffloadingEvent] = []
         self.events_lost = 0
         self._closing = False
@@ -93,9 +96,9 @@ class ControlPlane:
         unknown = False
         for lower in self.board.lowers:
             if lower.owned is not None:
-                if lower.owned.ready(key) is not None and lower.load_breaker.allows(now):
+                if lower.owned.ready(key) is not None and lower.may_load(now):
                     return LookupResult.HIT_PENDING
-            elif lower.shared is not None and lower.load_breaker.allows(now):
+            elif lower.shared is not None and lower.may_load(now):
                 presence = lower.shared.presence(key, now)
                 if presence:
                     return LookupResult.HIT_PENDING
@@ -143,10 +146,11 @@ class ControlPlane:
             raise UsageError(f"job {job.job_id} is under way already")
         if job.kind is JobKind.LOAD:
             load = LoadRequest(self._loads, job, now)
+            load.age = self._claims.next_age
             self._open_loads[job.job_id] = load
-            self._claims[self._new_age()] = load
-            load.advance(now)
+            self._claims.add(load)
             if request_id is not None:
+                load.advance(now)
                 self.end_request(request_id, now)
         else:
             store = StoreRequest(self._stores, job, now)
@@ -167,10 +171,8 @@ class ControlPlane:
 
     def reserve(self, request_id: RequestId, keys: Sequence[OffloadKey], now: float) -> Reservation:
         """Ask for keys to be brought into rows and leased to a request; may be called again with more keys."""
-        reservation = self._reservations.ask(request_id, keys, self._next_age)
-        if reservation.age == self._next_age:
-            self._next_age += 1
-        self._claims[reservation.age] = reservation
+        reservation = self._reservations.ask(request_id, keys, self._claims.next_age)
+        self._claims.add(reservation)
         self.pump(now)
         return reservation
 
@@ -182,12 +184,8 @@ class ControlPlane:
         """The request no longer needs its leases (loaded, finished, aborted)."""
         reservation = self._reservations.by_request.get(request_id)
         if reservation is not None:
-            self._claims.pop(reservation.age, None)
+            self._claims.remove(reservation)
             self._reservations.end(request_id)
-
-    def _new_age(self) -> int:
-        self._next_age += 1
-        return self._next_age - 1
 
     # -- what the data plane tells -------------------------------------------------------------------------------
 
@@ -222,19 +220,18 @@ class ControlPlane:
 
     def pump(self, now: float) -> None:
         """Let everything that can go on go on. Call after outcomes were told, and when `next_deadline` has passed."""
+        self._pumped_at = now
         self._expire(now)
         self._reservations.lapse(now)
         self._loads.copy_arrived()
-        blocked = self._serve_claims(now)
-        self.board.shortage = len(blocked.todo) if blocked is not None else 0
-        if blocked is None:
-            self._serve_stores(now)
-        self._demotions.plan(now)
-        if isinstance(blocked, Reservation) and self._cannot_grow(blocked):
-            blocked.truncate()
-            self._settle_reservation(blocked, now)
+        while True:
+            blocked = self._claims.serve(self._open_stores.values(), now)
+            self._demotions.plan(now)
+            self._collect_changes()
+            found_rows = self.board.shortage and self.board.cpu.available
+            if not found_rows and not self._claims.truncate(blocked, now):
+                break
         self._finish_requests(now)
-        self._collect_changes()
 
     def _expire(self, now: float) -> None:
         for open_jobs in (self._open_loads, self._open_stores):
@@ -246,76 +243,28 @@ class ControlPlane:
                     else:
                         request.stop(LATE_OUTCOME)
 
-    def _serve_claims(self, now: float) -> LoadRequest | Reservation | None:
-        """In order of age, until one is blocked for want of a row; returns that one."""
-        oldest = True
-        for age in sorted(self._claims):
-            claim = self._claims[age]
-            if isinstance(claim, Reservation) and oldest and not claim.served:
-                claim.oldest(now)
-                oldest = False
-            while claim.todo and not claim.advance(now):
-                if self._make_way(len(claim.todo)):
-                    continue
-                revoked = self._reservations.revoke_younger(age)
-                if revoked is None:
-                    return claim
-                self._claims[revoked.age] = revoked
-            if isinstance(claim, Reservation):
-                self._settle_reservation(claim, now)
-        return None
-
-    def _make_way(self, count: int) -> bool:
-        """Free rows that only wait to be written below; True when that made room."""
-        before = self.board.cpu.available
-        self._demotions.give_way(count - before)
-        return self.board.cpu.available > before
-
-    def _settle_reservation(self, reservation: Reservation, now: float) -> None:
-        if reservation.served:
-            reservation.leased_until = now + self._reservations.lease_seconds
-            self._claims.pop(reservation.age, None)
-
-    def _cannot_grow(self, reservation: Reservation) -> bool:
-        """True when no row will become free but by this request's own doing."""
-        if self.board.running or self.board.late_jobs:
-            retired = self.board.cpu.table.counts[SlotState.RETIRED]
-            return len(reservation.rows) >= self.board.num_rows - retired
-        return not self._reservations.older_leases(reservation.age)
-
-    def _serve_stores(self, now: float) -> None:
-        for store in self._open_stores.values():
-            while store.todo and not store.advance(now):
-                impatient = now >= store.started + self._limits.patience_seconds
-                if not (impatient and self._make_way(len(store.todo))):
-                    self.board.shortage = len(store.todo)
-                    return
-
     def _finish_requests(self, now: float) -> None:
         for job_id in [job_id for job_id, load in self._open_loads.items() if not load.open]:
             load = self._open_loads.pop(job_id)
             self.touch([key for key, outcome in zip(load.keys, load.outcomes, strict=True) if outcome and outcome.ok])
             self.board.finished.append(load.result(now))
-        for age in [age for age, claim in self._claims.items() if isinstance(claim, LoadRequest) and not claim.open]:
-            del self._claims[age]
+        self._claims.drop_ended_loads()
         for job_id in [job_id for job_id, store in self._open_stores.items() if not store.open]:
-            self.board.finished.append(self._open_stores.pop(job_id).result(now))
+            store = self._open_stores.pop(job_id)
+            store.keep_order()
+            self.board.finished.append(store.result(now))
 
     def next_deadline(self, now: float) -> float | None:
-        """The next time after `now` at which `pump` has something to do although nothing was told."""
+        """The next time, not before `now`, at which `pump` has something to do although nothing was told."""
         times = [
             request.job.deadline
             for open_jobs in (self._open_loads, self._open_stores)
             for request in open_jobs.values()
             if request.job.deadline is not None and request.stopping is None
         ]
-        waiting = next((store for store in self._open_stores.values() if store.todo), None)
-        if waiting is not None and waiting.started + self._limits.patience_seconds > now:
-            times.append(waiting.started + self._limits.patience_seconds)
-        lease = self._reservations.next_deadline()
-        if lease is not None:
-            times.append(lease)
-        return min(times, default=None)
+        times += [self._claims.wake_at, *self._reservations.deadlines()]
+        soonest = min((time for time in times if time > self._pumped_at), default=math.inf)
+        return max(now, soonest) if soonest < math.inf else None
 
     # -- reset and closing ---------------------------------------------------------------------------------------
 
@@ -332,7 +281,7 @@ class ControlPlane:
             load.stop(CANCELLED)
             load.disown()
         self._reservations.reset()
-        self._claims = {age: claim for age, claim in self._claims.items() if isinstance(claim, LoadRequest)}
+        self._claims.drop_reservations()
         self._demotions.reset()
         self.board.cpu.reset()
         for lower in self.board.lowers:
@@ -352,7 +301,7 @@ class ControlPlane:
         for load in self._open_loads.values():
             load.stop(CANCELLED)
         self._reservations.reset()
-        self._claims = {age: claim for age, claim in self._claims.items() if isinstance(claim, LoadRequest)}
+        self._claims.drop_reservations()
         self.pump(now)
 
     def drain(self, now: float) -> None:

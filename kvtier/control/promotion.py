@@ -35,39 +35,36 @@ class Promotions:
     def source(self, key: OffloadKey, tried: int, now: float) -> LowerTier | None:
         """The highest lower tier that may be asked for this key and was not tried (`tried` is a mask of bits)."""
         for lower in self.board.lowers:
-            if not tried & lower.bit and lower.holds_key(key, now) and lower.load_breaker.allows(now):
+            if not tried & lower.bit and lower.holds_key(key, now) and lower.may_load(now):
                 return lower
         return None
+
+    def rooms(self, now: float) -> list[int]:
+        """How many blocks each lower tier may be asked for now; one job's worth from a tier that is being probed."""
+        rooms = []
+        for lower in self.board.lowers:
+            probing = lower.load_breaker.allows(now) and lower.load_breaker.state is BreakerState.HALF_OPEN
+            room = lower.rows_max - lower.rows_held
+            rooms.append(min(room, JOB_BLOCKS, lower.plan.inflight_blocks) if probing else room)
+        return rooms
 
     def start(self, wants: Sequence[Want], now: float) -> int:
         """Reserve rows for the front of `wants` (distinct keys, none in the CPU tier) and emit the jobs.
 
-        Returns how many were started; the rest found no row.
+        The wants are within `rooms`. Returns how many were started; the rest found no row.
         """
-        wants = self._bounded(wants)
         rows = self.board.cpu.reserve([want.key for want in wants])
         by_tier: dict[int, list[int]] = {}
         for i in range(len(rows)):
             by_tier.setdefault(wants[i].lower.position, []).append(i)
             self.board.wait_for_fill(rows[i], wants[i].waiter, wants[i].index)
         for position, members in by_tier.items():
-            for start in range(0, len(members), JOB_BLOCKS):
-                chunk = members[start : start + JOB_BLOCKS]
-                self._send(self.board.lowers[position - 1], [(wants[i].key, rows[i]) for i in chunk], now)
+            lower = self.board.lowers[position - 1]
+            size = min(JOB_BLOCKS, lower.plan.inflight_blocks)
+            for start in range(0, len(members), size):
+                chunk = members[start : start + size]
+                self._send(lower, [(wants[i].key, rows[i]) for i in chunk], now)
         return len(rows)
-
-    def _bounded(self, wants: Sequence[Want]) -> Sequence[Want]:
-        """The front of `wants` that the tiers may be asked for now: one job from a tier that is being probed."""
-        room: dict[int, int] = {}
-        for i, want in enumerate(wants):
-            left = room.get(want.lower.position)
-            if left is None:
-                probing = want.lower.load_breaker.state is BreakerState.HALF_OPEN
-                left = JOB_BLOCKS if probing else len(wants)
-            if not left:
-                return wants[:i]
-            room[want.lower.position] = left - 1
-        return wants
 
     def _send(self, lower: LowerTier, blocks: list[tuple[OffloadKey, int]], now: float) -> None:
         groups: dict[int, list[tuple[OffloadKey, int]]] = {}
@@ -89,6 +86,7 @@ class Promotions:
             transfers.append(GroupTransfer(key_group(keys[0]), keys, rows, int_array(slots), int_array(generations)))
         job.keys = [key for transfer in transfers for key in transfer.keys]
         lower.load_breaker.sent()
+        lower.rows_held += len(blocks)
         self.board.emit(lower.position, JobKind.LOAD, transfers, now + lower.plan.timeout_seconds, job)
 
 
@@ -112,6 +110,7 @@ class PromotionJob(InFlight):
         bad = [i for i, outcome in enumerate(outcomes) if not outcome.ok]
         for outcome in outcomes:
             self.board.count(lower.position, outcome)
+        lower.rows_held -= len(self.rows)
         lower.counters.loaded += len(good)
         lower.counters.load_bytes += result.bytes_moved
         lower.judge(lower.load_breaker, outcomes, now)
@@ -145,10 +144,13 @@ class PromotionJob(InFlight):
         """What waited goes on without; the entry stays, the rows wait for their I/O."""
         self.lower.counters.late += len(self.rows)
         self.lower.load_breaker.failed(now)
+        self.lower.rows_stuck += len(self.rows)
         self.board.cpu.quarantine(self.rows)
         self.board.fill_ended(self.rows, False, self.lower.position, now)
 
     def ended(self, now: float) -> None:
+        self.lower.rows_stuck -= len(self.rows)
+        self.lower.rows_held -= len(self.rows)
         if self.lower.owned is not None:
             self.lower.owned.release(self.slots)
         self.board.cpu.release(self.rows)

@@ -41,6 +41,7 @@ class Reservation:
         self.todo: list[int] = []
         self.oldest_since: float | None = None
         self.leased_until = math.inf
+        self.short_since: float | None = None
         self.ended = False
         self.walked = False
 
@@ -79,9 +80,13 @@ class Reservation:
         self.state[index] = KeyState.MISSING
         self.open -= 1
 
-    def advance(self, now: float) -> bool:
-        """Lease what is in rows and promote the rest, as the oldest may. False when it wants rows it cannot get."""
+    def advance(self, now: float) -> int:
+        """Lease what is in rows and promote the rest, as the oldest may.
+
+        Returns how many rows it could use at once and did not get: 0 also when it waits for its tiers below only.
+        """
         board, promotions = self.owner.board, self.owner.promotions
+        rooms = promotions.rooms(now)
         wants: list[Want] = []
         room = board.cpu.available
         left: list[int] = []
@@ -101,8 +106,12 @@ class Reservation:
             lower = promotions.source(self.keys[index], self.tried.get(index, 0), now)
             if lower is None:
                 self._miss(index)
-            elif len(wants) < room:
+            elif len(wants) < room and rooms[lower.position - 1] > 0:
+                rooms[lower.position - 1] -= 1
                 wants.append(Want(self.keys[index], lower, self, index))
+            elif self.walked:
+                left += self.todo[done:]
+                break
             else:
                 left.append(index)
         self.walked = True
@@ -110,7 +119,7 @@ class Reservation:
         for want in wants[:started]:
             self.state[want.index] = KeyState.FILLING
         self.todo = [want.index for want in wants[started:]] + left
-        return not self.todo
+        return 0 if board.cpu.available or not any(rooms) else len(self.todo)
 
     def truncate(self) -> None:
         """What is still wanted is a miss for the lifetime of the request."""
@@ -134,6 +143,7 @@ class Reservation:
         self.todo = sorted([*self.todo, *self.rows])
         self.open += len(rows)
         self.rows.clear()
+        self.walked = False
         self.oldest_since = None
         self.leased_until = math.inf
 
@@ -200,15 +210,15 @@ class Reservations:
             if reservation.served and reservation.rows and now >= reservation.leased_until:
                 self.end(reservation.request_id)
 
-    def next_deadline(self) -> float | None:
-        """When something here changes by time alone."""
+    def deadlines(self) -> list[float]:
+        """When something here changes by time alone; times already past have had their effect."""
         times = []
         for reservation in self.by_request.values():
             if reservation.served and reservation.leased_until < math.inf:
                 times.append(reservation.leased_until)
             elif reservation.oldest_since is not None:
                 times.append(reservation.oldest_since + self.deadline_seconds)
-        return min(times, default=None)
+        return times
 
     def reset(self) -> None:
         """After a reset nothing that was promised holds."""

@@ -40,6 +40,7 @@ class StoreRequest(StackRequest):
         super().__init__(job, now)
         self.stores = stores
         self.in_copy = bytearray(len(self.keys))
+        self.fills = 0
         start = 0
         for group in job.groups:
             if not isinstance(group.staging, GPURuns):
@@ -74,7 +75,7 @@ class StoreRequest(StackRequest):
         """Start copies for the blocks that get rows; False when blocks are left without one."""
         board = self.stores.board
         directory, state = board.cpu.directory, board.cpu.table.state
-        if self._advance_all_new():
+        if board.cpu.available and self._advance_all_new():
             return not self.todo
         fresh: list[int] = []
         fresh_keys: dict[OffloadKey, int] = {}
@@ -108,6 +109,13 @@ class StoreRequest(StackRequest):
                 board.wait_for_fill(row, self, index)
         return not self.todo
 
+    def keep_order(self) -> None:
+        """All is stored: if that took several copies, the leaf came last; now its parents are the more recent."""
+        cpu = self.stores.board.cpu
+        if self.fills > 1:
+            stored = [self.keys[i] for i in range(len(self.keys) - 1, -1, -1) if self.outcomes[i] is STORED]
+            cpu.reorder(list(dict.fromkeys(row for row in map(cpu.ready, stored) if row is not None)))
+
     def _advance_all_new(self) -> bool:
         """The usual case in a few batch calls: no key of the rest is known. False when there is more to look at."""
         directory = self.stores.board.cpu.directory
@@ -124,6 +132,7 @@ class StoreRequest(StackRequest):
     def _copy(self, indices: list[int], rows: list[int]) -> None:
         board = self.stores.board
         generations = [board.cpu.table.generation[row] for row in rows]
+        self.fills += 1
         for index in indices:
             self.in_copy[index] = 1
         board.emit(

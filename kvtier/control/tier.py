@@ -56,6 +56,7 @@ class OwnedTier:
         table.begin_fill(slots, keys)
         table.set_generations(slots, recovered.generations.tolist())
         self.commit(slots)
+        self._note_peak()
 
     def _size_of(self, key: OffloadKey) -> int:
         return self.placement.size_of_group[key_group(key)]
@@ -221,18 +222,26 @@ class OwnedTier:
         self.policy.touch(slots)
         self.placement.used(slots)
 
+    def reorder(self, slots: Sequence[int]) -> None:
+        """These ready slots are the most recent, the last one most of all, as if they had become ready just now."""
+        self.policy.remove(slots)
+        self.policy.insert(slots)
+
     def ready(self, key: OffloadKey) -> int | None:
         """The slot that holds this key's bytes, or None."""
         slot = self.directory.get(key)
         return slot if slot is not None and self.table.state[slot] == READY else None
+
+    def has(self, slot: int, generation: int) -> bool:
+        """True if the slot still holds what was stored under that generation, ready."""
+        return self.table.state[slot] == READY and self.table.generation[slot] == generation
 
     def discard(self, slot: int, generation: int) -> bool:
         """Drop a ready entry whose content was refused, unless the slot has moved on since that generation.
 
         A place that errs twice is retired for the session. Returns True when the entry was dropped.
         """
-        table = self.table
-        if table.generation[slot] != generation or table.state[slot] != READY:
+        if not self.has(slot, generation):
             return False
         self._errors[slot] = self._errors.get(slot, 0) + 1
         self.policy.remove((slot,))
