@@ -120,8 +120,9 @@ class BlockSteps:
         if block.let_down:
             return await self._discarded(bucket, wanted, reserved, dropped(DropReason.BACKLOG))
         number = await self._write(block, reserved)
-        if number:
-            return await self._discarded(bucket, wanted, reserved, error_outcome(number))
+        if number or block.let_down:  # let down by close: its row may have changed while it was written
+            outcome = error_outcome(number) if number else dropped(DropReason.CLOSING)
+            return await self._discarded(bucket, wanted, reserved, outcome)
         try:
             first = await root.call(publish, root.folder, wanted, reserved, root.seams.wall())
         except OSError as error:
