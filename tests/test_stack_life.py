@@ -42,7 +42,6 @@ from kvtier.errors import (
 )
 from kvtier.loadstore import KVCaches
 from kvtier.stack import CloseReport, TierStack
-from kvtier_fs.io.uring import probe_uring
 
 
 def footprint() -> dict[str, Counter[str]]:
@@ -81,12 +80,7 @@ async def nothing_left():
         yield
 
 
-LEAKING_RING = pytest.mark.xfail(
-    not probe_uring(), strict=True, reason="liburing's Iovec never lets go of its buffers, so the rows stay mapped"
-)
-
-
-@pytest.mark.parametrize("io_engine", ["threads", pytest.param("auto", marks=LEAKING_RING)])
+@pytest.mark.parametrize("io_engine", ["threads", pytest.param("auto")])
 async def test_a_clean_end_leaves_nothing_behind(tmp_path, io_engine):
     engine = Engine(PLAIN, 32)
     config = stack_file(PLAIN, 16, fs(tmp_path / "a", tmp_path / "b", io_engine=io_engine, direct="auto"))

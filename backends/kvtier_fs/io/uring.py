@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 from kvtier.errors import ResourceError
 from kvtier_fs.io.contract import COMPLETIONS_PER_TURN, SUBMIT_SECONDS_PER_TURN, IOEngine, IOKind, IORequest
+from kvtier_fs.io.vectors import Vector
 
 _SUBMIT_BYTES = 8 << 20
 _PROBE_SECONDS = 1.0
@@ -31,6 +32,7 @@ class _Ring:
         self.ring = ring
         self.eventfd = eventfd
         self.cqe = api.Cqe()
+        self.vectors: list[Vector] = []
 
     @staticmethod
     def open(depth: int) -> _Ring:
@@ -46,22 +48,27 @@ class _Ring:
             raise ResourceError(f"the kernel offers no io_uring ({error.strerror})") from error
         opened = _Ring(api, ring, os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
         try:
+            opened.vectors = [Vector(api.Iovec) for _ in range(depth)]
             api.io_uring_register_eventfd(ring, opened.eventfd)
         except OSError as error:
             opened.close()
             raise ResourceError(f"io_uring refuses an eventfd ({error.strerror})") from error
+        except ResourceError:
+            opened.close()
+            raise
         return opened
 
-    def prepare(self, request: IORequest, number: int) -> object | None:
-        """Put a request into the ring. Returns what must stay alive until it ends; None if the ring is full."""
+    def prepare(self, request: IORequest, number: int) -> Vector | None:
+        """Put a request into the ring. Returns the vector to give back when it ends; None if the ring is full."""
         entry = self.api.io_uring_get_sqe(self.ring)
         if entry is None:
             return None
-        vector: object = self.api.Iovec(request.buffers)
+        vector = self.vectors.pop() if self.vectors else Vector(self.api.Iovec)
+        vector.point(request.buffers)
         if request.kind is IOKind.READ:
-            self.api.io_uring_prep_readv(entry, request.fd, vector, request.offset)
+            self.api.io_uring_prep_readv(entry, request.fd, vector.iovec, request.offset)
         else:
-            self.api.io_uring_prep_writev(entry, request.fd, vector, request.offset)
+            self.api.io_uring_prep_writev(entry, request.fd, vector.iovec, request.offset)
         entry.user_data = number
         return vector
 
@@ -140,7 +147,7 @@ class UringEngine(IOEngine):
         self._depth = depth
         self._ring: _Ring | None = None
         self._queue: deque[IORequest] = deque()
-        self._kernel: dict[int, tuple[IORequest, object]] = {}
+        self._kernel: dict[int, tuple[IORequest, Vector]] = {}
         self._next = 0
         self._unsubmitted = False
         self._pump_called = False
@@ -219,7 +226,8 @@ class UringEngine(IOEngine):
         ended = []
         for _ in range(min(ring.ready(), COMPLETIONS_PER_TURN)):
             number, result = ring.take()
-            request, _ = self._kernel.pop(number)
+            request, vector = self._kernel.pop(number)
+            ring.vectors.append(vector)
             ended.append((request, result))
         if ring.ready():
             self._call_reap()
