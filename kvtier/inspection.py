@@ -184,12 +184,14 @@ def find_store(root: str, access: Access, backends: Backends) -> Inspection:
     Raises RootError if none does, or what kept the backends from looking.
     """
     asked: list[str] = []
+    broken: list[str] = []
     problems: list[RootError] = []
     for name in backends.names:
         try:
             backend = backends.get(name)
         except ConfigError:
-            continue  # a broken backend is no reason not to look with the others
+            broken.append(name)  # no reason not to look with the others
+            continue
         if not isinstance(backend, Inspects):
             continue
         asked.append(name)
@@ -202,4 +204,7 @@ def find_store(root: str, access: Access, backends: Backends) -> Inspection:
             return store
     if problems:
         raise problems[0]
-    raise RootError(root, f"holds no store of blocks that a backend knows (asked: {', '.join(asked) or 'none'})")
+    unasked = f"; cannot be loaded: {', '.join(broken)}" if broken else ""
+    raise RootError(
+        root, f"holds no store of blocks that a backend knows (asked: {', '.join(asked) or 'none'}{unasked})"
+    )

@@ -7,7 +7,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import xxhash
 
@@ -23,9 +23,9 @@ from kvtier.inspection import (
     StoreAbout,
     StoredBlock,
 )
-from kvtier_fs.inspect_records import check_records
+from kvtier_fs.inspect_records import check_records, lost_slots
 from kvtier_fs.inspect_root import InspectedRoot
-from kvtier_fs.inspect_slots import Cut, Judged, judge
+from kvtier_fs.inspect_slots import Cut, Judged, Run, judge
 from kvtier_fs.slot import SlotHeader
 from kvtier_fs.verify import Mismatch
 
@@ -57,14 +57,6 @@ def inspect_root(path: str, access: Access) -> Inspection | None:
         if not found:
             root.close()
     return SlabInspection(root) if found else None
-
-
-class _Run(NamedTuple):
-    """Some slots of one region, in a row: what one thread goes through at a time."""
-
-    cut: Cut
-    first: int
-    slots: int
 
 
 class SlabInspection:
@@ -104,6 +96,7 @@ class SlabInspection:
 
     def check(self, repair: bool) -> Iterator[Checked]:
         """Verify the root's own records, then every slot with its payload; repair zeroes headers of damaged slots."""
+        self._root.read_snapshot()
         for finding in check_records(self._root, repair):
             yield Checked(findings=(finding,))
         yield from self._in_order(lambda run: self._check(run, repair))
@@ -134,7 +127,7 @@ class SlabInspection:
         for namespace in dropped - kept:
             self._root.remove_manifest(namespace)
 
-    def _in_order(self, work: Callable[[_Run], T]) -> Iterator[T]:
+    def _in_order(self, work: Callable[[Run], T]) -> Iterator[T]:
         """Do something with every run of slots, a few at once; results in the order of their places."""
         waiting: deque[Future[T]] = deque()
         for run in self._runs(list(self._root.cuts)):
@@ -144,13 +137,13 @@ class SlabInspection:
         while waiting:
             yield waiting.popleft().result()
 
-    def _runs(self, cuts: Iterable[Cut]) -> Iterator[_Run]:
+    def _runs(self, cuts: Iterable[Cut]) -> Iterator[Run]:
         for cut in cuts:
             slots, step = self._root.plan.slots(cut.slot_bytes), max(1, _RUN_BYTES // cut.slot_bytes)
             for first in range(0, slots, step):
-                yield _Run(cut, first, min(step, slots - first))
+                yield Run(cut, first, min(step, slots - first))
 
-    def _judged(self, run: _Run) -> Iterator[tuple[int, Judged]]:
+    def _judged(self, run: Run) -> Iterator[tuple[int, Judged]]:
         """Every slot of a run that holds something."""
         header_bytes = self._root.plan.header_bytes
         zeros = bytes(header_bytes)
@@ -165,32 +158,36 @@ class SlabInspection:
             if length == header_bytes and page != zeros:
                 yield index, judge(page, index, run.cut, self._root.superblock)
 
-    def _list(self, run: _Run) -> Listed:
+    def _list(self, run: Run) -> Listed:
         blocks = []
         for index, (state, header, _) in self._judged(run):
             if state is not None and header is not None:
                 blocks.append(_block(state, header, run.cut, index))
         return Listed(run.slots, blocks)
 
-    def _check(self, run: _Run, repair: bool) -> Checked:
-        findings, held, whole, payload_bytes = [], 0, 0, 0
+    def _check(self, run: Run, repair: bool) -> Checked:
+        findings, whole, payload_bytes = [], dict[int, bytes](), 0
         for index, judged in self._judged(run):
             where = f"slab-{self._root.plan.file_of(run.cut.region):05d}, region {run.cut.region}, slot {index}"
             fault = judged.fault
             if judged.state is BlockState.CURRENT and judged.header is not None:
                 fault = self._payload_fault(run.cut, index, judged.header)
                 if not fault:
-                    held, whole, payload_bytes = held + 1, whole + 1, payload_bytes + judged.header.payload_bytes
+                    whole[index] = judged.header.key
+                    payload_bytes += judged.header.payload_bytes
                     continue
             if fault:
-                repaired = repair and self._root.write(
-                    *self._root.place(run.cut, index), bytes(self._root.plan.header_bytes)
-                )
+                repaired = repair and self._empty(run.cut, index)
                 findings.append(Finding(FindingKind.CORRUPT, fault, where, repaired))
             elif judged.state is not None:
                 findings.append(Finding(_KINDS[judged.state], judged.state.value, where))
-        held += len(findings)
-        return Checked(run.slots, run.slots - held, whole, payload_bytes, findings)
+        empty = run.slots - len(whole) - len(findings)
+        corrupt = {finding.where for finding in findings if finding.kind is FindingKind.CORRUPT}
+        lost = [finding for finding in lost_slots(self._root, run, whole, repair) if finding.where not in corrupt]
+        return Checked(run.slots, empty, len(whole), payload_bytes, findings + lost)
+
+    def _empty(self, cut: Cut, index: int) -> bool:
+        return self._root.write(*self._root.place(cut, index), bytes(self._root.plan.header_bytes))
 
     def _payload_fault(self, cut: Cut, index: int, header: SlotHeader) -> str:
         """What is wrong with a payload; empty if it is what was stored. Read in pieces, whatever its size."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from kvtier.inspection import Finding, FindingKind
 from kvtier_fs.folder import SNAPSHOT_NAME, SUPERBLOCK_NAME
 from kvtier_fs.inspect_root import InspectedRoot
-from kvtier_fs.inspect_slots import Cut
+from kvtier_fs.inspect_slots import Cut, Run
 from kvtier_fs.regions import RegionHeader, encode_region_header
 from kvtier_fs.slot import SlotHeader, decode_slot_header
 from kvtier_fs.superblock import COPY_BYTES, decode_superblock
@@ -57,23 +57,35 @@ def _superblock_copies(root: InspectedRoot, repair: bool) -> Iterator[Finding]:
 
 def _snapshot(root: InspectedRoot, repair: bool) -> Iterator[Finding]:
     """A snapshot that counts must be whole, and the regions it speaks of must be cut as it says."""
-    there, snapshot = root.snapshot()
-    if not there:
+    if not root.snapshot_there:
         return
-    if snapshot is None:
+    if root.snapshot is None:
         yield Finding(FindingKind.BAD_SNAPSHOT, "checksum", SNAPSHOT_NAME, repair and _forget_snapshot(root))
         return
     cut_as = {cut.region: (cut.slot_bytes, cut.generation) for cut in root.cuts if cut.own}
     bad = {region for region, _ in root.bad_regions}
-    for region, cut in enumerate(snapshot.cuts):
+    for region, cut in enumerate(root.snapshot.cuts):
         if cut.slot_bytes and region not in bad and cut_as.get(region) != (cut.slot_bytes, cut.generation):
             repaired = repair and _forget_snapshot(root)
-            yield Finding(FindingKind.CORRUPT, "region_lost", _where(root, region), repaired)
+            yield Finding(FindingKind.CORRUPT, "lost_region", _where(root, region), repaired)
 
 
 def _forget_snapshot(root: InspectedRoot) -> bool:
     root.begin_change()
     return True
+
+
+def lost_slots(root: InspectedRoot, run: Run, whole: dict[int, bytes], repair: bool) -> Iterator[Finding]:
+    """Slots of which the snapshot says that they hold a key, and they do not. Repair forgets the snapshot."""
+    snapshot = root.snapshot
+    region, first = run.cut.region, run.first
+    if snapshot is None or not run.cut.own or snapshot.cuts[region].generation != run.cut.generation:
+        return
+    part = slice(int(snapshot.ends[region - 1]) if region else 0, int(snapshot.ends[region]))
+    for index, key in zip(snapshot.indexes[part].tolist(), snapshot.keys[part], strict=True):
+        if first <= index < first + run.slots and whole.get(index) != key:
+            repaired = repair and _forget_snapshot(root)
+            yield Finding(FindingKind.CORRUPT, "lost_block", f"{_where(root, region)}, slot {index}", repaired)
 
 
 def _unknown_files(root: InspectedRoot) -> Iterator[Finding]:

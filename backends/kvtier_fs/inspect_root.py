@@ -54,6 +54,8 @@ class InspectedRoot:
         self.fds: dict[int, int] = {}
         self.cuts: list[Cut] = []
         self.bad_regions: list[tuple[int, str]] = []
+        self.snapshot_there = False
+        self.snapshot: Snapshot | None = None
         self._lock_fd = -1
         self._changing = threading.Lock()
         self._changed = False
@@ -154,15 +156,18 @@ class InspectedRoot:
         """True if a region can be cut as a header says."""
         return header.generation > 0 and self.plan.can_be_cut(header.slot_bytes)
 
-    def snapshot(self) -> tuple[bool, Snapshot | None]:
-        """Whether there is a snapshot that the next open would ask, and what it says; None if it is not whole."""
+    def read_snapshot(self) -> None:
+        """Read the snapshot that the next open would ask, if there is one. Raises RootError."""
         block, plan = self.superblock, self.plan
         limit = _SNAPSHOT_SLACK_BYTES + plan.regions * plan.stride // plan.header_bytes * _SNAPSHOT_BYTES_PER_SLOT
         try:
             data = self.folder.read_snapshot(limit) if block.clean else b""
         except OSError as error:
             raise self.folder.refusal(error) from error
-        return bool(data), decode_snapshot(data, SnapshotOf(block.root_uuid, block.session, block.stride))
+        self.snapshot_there = bool(data)
+        self.snapshot = decode_snapshot(data, SnapshotOf(block.root_uuid, block.session, block.stride))
+        if self.snapshot is not None and len(self.snapshot.cuts) != plan.regions:
+            self.snapshot = None
 
     def place(self, cut: Cut, index: int) -> tuple[int, int]:
         """The file and the offset of a slot."""

@@ -23,6 +23,14 @@ class Cut(NamedTuple):
     own: bool
 
 
+class Run(NamedTuple):
+    """Some slots of one region, in a row: what one thread goes through at a time."""
+
+    cut: Cut
+    first: int
+    slots: int
+
+
 class Judged(NamedTuple):
     """What a header page is. Without a state it holds no block; with a `fault` it is damaged, and that is where."""
 

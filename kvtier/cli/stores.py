@@ -22,7 +22,7 @@ CANNOT = 2
 JSON_VERSION = 1
 _UNKNOWN = "-"
 
-root_argument = click.argument("root", type=click.Path(), metavar="ROOT")
+root_argument = click.argument("root", type=click.Path(readable=False), metavar="ROOT")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
 
 

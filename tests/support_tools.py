@@ -1,0 +1,176 @@
+"""Slab roots written by the real tier, then handled behind its back, for tests of the tools for stores on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner, Result
+from support_fs import Tier, keys, layout, open_tier, options, slot_place
+
+from kvtier.cli import main
+from kvtier.keys import OffloadKey
+from kvtier.namespace import Namespace
+from kvtier_fs.slot import SlotHeader, decode_slot_header, encode_slot_header
+
+HEADER = 4096
+PAYLOAD = 16384
+SLOT = HEADER + PAYLOAD
+
+
+def tool(*arguments: str | Path) -> Result:
+    """Run `kvtier` with these arguments."""
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def tool_json(*arguments: str | Path, status: int = 0) -> dict[str, Any]:
+    """The JSON a tool prints, its exit status checked."""
+    result = tool(*arguments, "--json")
+    assert result.exit_code == status, result.output
+    document: dict[str, Any] = json.loads(result.stdout)
+    return document
+
+
+def refusal(*arguments: str | Path) -> str:
+    """The one line of a tool that could not do what it was asked to."""
+    result = tool(*arguments)
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+def found(document: dict[str, Any]) -> set[tuple[str, str, int]]:
+    """Kind, reason and count of everything a check found."""
+    return {(row["kind"], row["reason"], row["count"]) for row in document["counts"]}
+
+
+def digest(tag: str = "", *page_bytes: int) -> str:
+    """The namespace a tier of `write` stores into, in hex."""
+    return Namespace(layout(*(page_bytes or (PAYLOAD,))), tag=tag).digest().hex()
+
+
+@dataclass(frozen=True)
+class Written:
+    """A root and where its blocks lie: slab file and offset by key."""
+
+    path: Path
+    places: dict[OffloadKey, tuple[Path, int]]
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """Everything in the folder."""
+        return {path.name: path.read_bytes() for path in self.path.iterdir()}
+
+    def peek(self, key: OffloadKey, at: int, length: int) -> bytes:
+        """Bytes of a slot, its header page first."""
+        path, offset = self.places[key]
+        with path.open("rb") as file:
+            file.seek(offset + at)
+            return file.read(length)
+
+    def poke(self, key: OffloadKey, at: int, data: bytes) -> None:
+        """Overwrite bytes of a slot."""
+        path, offset = self.places[key]
+        overwrite(path, offset + at, data)
+
+    def flip(self, key: OffloadKey, bit: int) -> None:
+        """Flip one bit of a slot."""
+        self.poke(key, bit // 8, bytes([self.peek(key, bit // 8, 1)[0] ^ 1 << bit % 8]))
+
+    def forge(self, name: OffloadKey, **changes: object) -> None:
+        """Change fields of a slot's header under a checksum that holds."""
+        page = memoryview(bytearray(self.peek(name, 0, HEADER)))
+        header: SlotHeader | None = decode_slot_header(page)
+        assert header is not None
+        encode_slot_header(header._replace(**changes), page, bytes(HEADER))
+        self.poke(name, 0, bytes(page))
+
+
+def overwrite(path: Path, offset: int, data: bytes) -> None:
+    """Write into a file, in place."""
+    fd = os.open(path, os.O_RDWR)
+    try:
+        os.pwrite(fd, data, offset)
+    finally:
+        os.close(fd)
+
+
+def write(path: Path, names: Sequence[OffloadKey] | None = None, tag: str = "") -> Written:
+    """A root with these blocks (8 by default), closed in order."""
+    names = keys(8) if names is None else names
+
+    async def work() -> Written:
+        async with open_tier(options(path), tag=tag) as tier:
+            await tier.store_all(names)
+            return Written(path, {key: slot_place(tier, key) for key in names})
+
+    return asyncio.run(work())
+
+
+def run_tier(path: Path, work: Any, tag: str = "") -> Any:
+    """Open the root's tier, do something with it, close it."""
+
+    async def opened() -> Any:
+        async with open_tier(options(path), tag=tag) as tier:
+            return await work(tier)
+
+    return asyncio.run(opened())
+
+
+def loadable(path: Path, tag: str = "") -> list[OffloadKey]:
+    """The keys a tier that opens the root finds; each of them loads, byte for byte."""
+
+    async def work(tier: Tier) -> list[OffloadKey]:
+        names = list(tier.opened.recovered.keys)
+        assert all(outcome.ok for outcome in await tier.load_all(names))
+        return names
+
+    names: list[OffloadKey] = run_tier(path, work, tag)
+    return names
+
+
+def tool_as_ordinary_user(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run `kvtier` without capabilities, so permissions count for root as well."""
+    code = """
+import ctypes, sys
+from kvtier.cli import main
+header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+assert ctypes.CDLL(None, use_errno=True).capset(header, (ctypes.c_uint32 * 6)()) == 0
+main(sys.argv[1:], prog_name="kvtier")
+"""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+_OWNER = """
+import asyncio, sys
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from support_fs import keys, open_tier, options
+async def main():
+    async with open_tier(options(Path(sys.argv[1]))) as tier:
+        await tier.store_all(keys(4))
+        print("open", flush=True)
+        sys.stdin.read()
+asyncio.run(main())
+"""
+
+
+@contextmanager
+def owned_elsewhere(path: Path) -> Iterator[int]:
+    """A root with 4 blocks that another process has open; yields its process id."""
+    command = [sys.executable, "-c", _OWNER, str(path), os.path.dirname(__file__)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "open\n"
+        yield owner.pid
+    assert owner.returncode == 0
