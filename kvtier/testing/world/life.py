@@ -1,0 +1,338 @@
+"""One life of a simulated process: a production stack, several tasks that use it at once, and an end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from kvtier.control.plane import ControlPlane
+from kvtier.control.slots import SlotState
+from kvtier.errors import ResourceError, UsageError
+from kvtier.jobs import GPURuns, GroupTransfer, JobKind, JobResult, int_array
+from kvtier.keys import OffloadKey, RequestId, key_group
+from kvtier.loadstore import LoadStore
+from kvtier.stack.tierstack import TierStack
+from kvtier.testing.world.plan import GPU_BLOCKS, Plan
+from kvtier.testing.world.tiers import GPUPages
+from kvtier.testing.world.watch import Watch
+from kvtier.testing.world.weather import Weather
+
+ENDS_LATE_SECONDS = 40.0
+"""How long after its deadline a call may go on: a copy that is under way is never cut short."""
+
+
+@dataclass(slots=True)
+class Surroundings:
+    """What a life is given: its plan, its dice, its oracle, the GPU's memory, and what makes the weather."""
+
+    plan: Plan
+    dice: Random
+    watch: Watch
+    gpu: GPUPages
+    fs: LoadStore
+    set_weather: Callable[[Weather], None]
+    files_open: Callable[[], int]
+
+
+class Life:
+    """Uses one stack from open to close. `calm` lives have no faults and must find everything in order."""
+
+    def __init__(self, stack: TierStack, around: Surroundings, weather: Weather, calm: bool) -> None:
+        self.stack = stack
+        self.calm = calm
+        self._weather = weather
+        self._around = around
+        self._plan, self._dice, self._watch = around.plan, around.dice, around.watch
+        self._free = list(range(GPU_BLOCKS))
+        self._requests = 0
+        self._partial = self._dice.choice((0.0, 0.2))
+        self.is_open = False
+
+    @property
+    def plane(self) -> ControlPlane:
+        """The control plane of the open stack."""
+        assembled = self.stack._assembled
+        assert assembled is not None
+        return assembled.plane
+
+    def bury(self) -> None:
+        """The process died: nobody misses that its stack was not closed."""
+        self.stack._assembled = None
+
+    async def run(self) -> None:
+        """Open, use, close. What the stack must not do is told to the watch."""
+        self._around.set_weather(self._weather)
+        try:
+            await self.stack.open()
+        except ResourceError as error:
+            self._watch.note(f"open failed: {type(error).__name__}")
+            if self.calm:
+                self._watch.complain(f"a stack did not open on a calm day: {error}")
+            if self._around.files_open():
+                self._watch.complain(f"{self._around.files_open()} files are open after an open that failed")
+            return
+        self._watch.note("open")
+        self._watch.plane = self.plane
+        self.is_open = True
+        self._look()
+        tasks = [asyncio.ensure_future(self._task(number)) for number in range(self._plan.tasks)]
+        if self._dice.random() < 0.2:
+            await asyncio.sleep(self._dice.random() * 0.2)
+        else:
+            await asyncio.gather(*tasks)
+        if self.calm:
+            await self._prove()
+        await self._close()
+        await asyncio.gather(*tasks)
+
+    async def _task(self, number: int) -> None:
+        actions = (self._store, self._store, self._load, self._load, self._load_cancelled, self._store_cancelled)
+        rare = (self._reset, self._settle, self._reserve, self._pause)
+        for _ in range(self._plan.actions):
+            action = self._dice.choice(actions if self._dice.random() < 0.8 else rare)
+            try:
+                await action()
+            except UsageError:
+                if self.is_open:
+                    raise
+                return
+            self.check()
+
+    def check(self) -> None:
+        """Every sum of the state machine agrees."""
+        if self._watch.plane is not None:
+            self._watch.plane.check_integrity()
+
+    # -- what an embedder does -----------------------------------------------------------------------------------
+
+    def _pick(self) -> list[list[OffloadKey]]:
+        """Some keys of each group, in the order of groups; as many as there are GPU blocks for."""
+        picked = []
+        room = len(self._free) // self._plan.layout.block_size_factor
+        for group in range(len(self._plan.layout.groups)):
+            known = [key for key in self._plan.keys if key_group(key) == group]
+            most = min(len(known), room)
+            count = min(most, self._dice.choice((1, 2, 3, 5, 12)))
+            room -= count
+            picked.append(self._dice.sample(known, count) if self._dice.random() < 0.8 else [])
+        return picked
+
+    def _groups(self, keys: list[list[OffloadKey]], partial: float) -> list[GroupTransfer]:
+        """Transfers on GPU blocks that are free; `partial` is the chance that a block's first ones are left out."""
+        factor = self._plan.layout.block_size_factor
+        groups = []
+        for own in keys:
+            if not own:
+                continue
+            blocks, firsts, counts, gpu = [], [], [], []
+            for block in range(len(own)):
+                first = self._dice.randrange(factor) if self._dice.random() < partial else 0
+                blocks.append(block)
+                firsts.append(first)
+                counts.append(factor - first)
+                gpu += [self._free.pop(self._dice.randrange(len(self._free))) for _ in range(factor - first)]
+            runs = GPURuns(int_array(blocks), int_array(firsts), int_array(counts), int_array(gpu))
+            groups.append(GroupTransfer(key_group(own[0]), tuple(own), runs))
+        return groups
+
+    def _give_back(self, groups: list[GroupTransfer]) -> None:
+        for group in groups:
+            assert isinstance(group.staging, GPURuns)
+            self._free += group.staging.gpu_blocks.tolist()
+
+    def _timeout(self) -> float | None:
+        return self._dice.choice((None, None, None, 0.0, 0.001, 0.5))
+
+    async def _store(self, cancel_after: float | None = None) -> None:
+        groups = self._groups(self._pick(), self._partial)
+        if not groups:
+            return
+        job = self.stack.job(JobKind.STORE, groups, self._timeout())
+
+        async def store() -> JobResult:
+            self._compute(groups)
+            return await self.stack.store(job)
+
+        try:
+            result = await self._in_time(store(), job.deadline, cancel_after)
+        finally:
+            self._give_back(groups)
+            for group in groups:
+                for (_, gpu), _ in _pages(group):
+                    for pages in self._around.gpu:
+                        pages[group.group][gpu] = 0xDB
+        self._tell("store", groups, result)
+
+    def _compute(self, groups: list[GroupTransfer]) -> None:
+        """The engine computes blocks with the weights of the moment."""
+        record = self._watch.record
+        for group in groups:
+            for (sub, gpu), key in _pages(group):
+                for worker, pages in enumerate(self._around.gpu):
+                    page = pages[group.group][gpu]
+                    page[:] = record.contents(key, record.generation, (worker, sub), len(page))
+            self._watch.storing(group.keys)
+
+    async def _load(self, cancel_after: float | None = None) -> None:
+        groups = self._groups(self._pick(), self._partial)
+        if not groups:
+            return
+        blocks = [(int(group.group), gpu) for group in groups for (_, gpu), _ in _pages(group)]
+        for group, gpu in blocks:
+            for pages in self._around.gpu:
+                pages[group][gpu] = 0xEE
+        job = self.stack.job(JobKind.LOAD, groups, self._timeout())
+        self._watch.gpu_lent(blocks, job)
+        allowed: set[int] = set()
+
+        async def load() -> JobResult:
+            allowed.update(self._watch.allowed)
+            return await self.stack.load(job)
+
+        try:
+            result = await self._in_time(load(), job.deadline, cancel_after)
+            if result is not None:
+                self._compare(groups, result, allowed | self._watch.allowed)
+        finally:
+            self._watch.gpu_back(blocks)
+            self._give_back(groups)
+        self._tell("load", groups, result)
+
+    def _compare(self, groups: list[GroupTransfer], result: JobResult, allowed: set[int]) -> None:
+        for group, outcomes in zip(groups, result.outcomes, strict=True):
+            ok = {key for key, outcome in zip(group.keys, outcomes, strict=True) if outcome.ok}
+            found: dict[OffloadKey, list[tuple[tuple[int, int], object]]] = {key: [] for key in group.keys if key in ok}
+            for (sub, gpu), key in _pages(group):
+                if key in ok:
+                    found[key] += [
+                        ((worker, sub), pages[group.group][gpu]) for worker, pages in enumerate(self._around.gpu)
+                    ]
+            for key, pages_found in found.items():
+                self._watch.loaded(key, pages_found, allowed)  # type: ignore[arg-type]
+
+    async def _in_time(self, call: object, deadline: float | None, cancel_after: float | None) -> JobResult | None:
+        """Await a call of the stack, perhaps cancel it. None if it was cancelled."""
+        task = asyncio.ensure_future(call)  # type: ignore[call-overload]
+        loop = asyncio.get_running_loop()
+        if cancel_after is not None:
+            loop.call_later(cancel_after, task.cancel)
+        try:
+            result: JobResult = await task
+        except asyncio.CancelledError:
+            return None
+        if deadline is not None and loop.time() > deadline + ENDS_LATE_SECONDS:
+            self._watch.complain(f"a call went on for {loop.time() - deadline:.1f} s after its deadline")
+        return result
+
+    def _tell(self, what: str, groups: list[GroupTransfer], result: JobResult | None) -> None:
+        keys = ",".join(key.hex()[:4] for group in groups for key in group.keys)
+        outcomes = [outcome for group in result.outcomes for outcome in group] if result is not None else []
+        said = ",".join(f"{one.status}:{one.reason}" if one.reason else str(one.status) for one in outcomes)
+        self._watch.note(f"{what} {keys}: {said or 'cancelled'}")
+
+    def _moment(self) -> float:
+        return self._dice.choice((0.0, 1e-5, 1e-3, 0.1)) * self._dice.random()
+
+    async def _load_cancelled(self) -> None:
+        await self._load(self._moment())
+
+    async def _store_cancelled(self) -> None:
+        await self._store(self._moment())
+
+    async def _pause(self) -> None:
+        await asyncio.sleep(self._dice.choice((0.0, 0.01, 2.0)) * self._dice.random())
+
+    async def _settle(self) -> None:
+        settled = await self.stack.settle(self._dice.choice((0.01, 1.0, 30.0)))
+        self._watch.note(f"settle: {settled}")
+
+    async def _reserve(self) -> None:
+        self._requests += 1
+        name = RequestId(f"request {self._requests}")
+        self.stack.reserve(name, self._dice.sample(self._plan.keys, min(len(self._plan.keys), 4)))
+        await self._pause()
+        self.stack.end_request(name)
+
+    async def _reset(self) -> None:
+        generation = self._watch.reset_begins()
+        self._watch.note(f"reset to {generation}")
+        try:
+            await self.stack.reset()
+        except (ResourceError, UsageError) as error:
+            self._watch.note(f"reset failed: {type(error).__name__}")
+            if self.calm and self.is_open:
+                self._watch.complain(f"a reset failed on a calm day: {error}")
+            if not self.is_open:
+                return
+        else:
+            self._watch.reset_returned(generation)
+            self._watch.note(f"reset {generation} is done")
+        self._look()
+
+    def _look(self) -> None:
+        self._watch.found(self._plan.keys, self.stack.locate(self._plan.keys))
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    async def _prove(self) -> None:
+        """On a calm day all that is reachable is right, and what is stored can be loaded."""
+        self._partial = 0.0
+        for key in self._plan.keys:
+            await self._prove_key(key, stored=False)
+        await self._prove_key(self._dice.choice(self._plan.keys), stored=True)
+
+    async def _prove_key(self, key: OffloadKey, stored: bool) -> None:
+        """Load one key; after storing it, it must be there."""
+        picked = _by_group(key, len(self._plan.layout.groups))
+        self._pick = lambda: picked  # type: ignore[method-assign]
+        self._timeout = lambda: 30.0  # type: ignore[method-assign]
+        if stored:
+            await self._store()
+        before = self._watch.record.loaded
+        await self._load()
+        if stored and self._watch.record.loaded == before:
+            self._watch.complain(f"key {key.hex()[:8]} was stored on a calm day and could not be loaded")
+
+    async def _close(self) -> None:
+        self.is_open = False
+        if self.calm:
+            await self.stack.settle(60)
+        self._watch.note("close")
+        await self.stack.close()
+        report = self.stack.close_report
+        assert report is not None
+        self._watch.note(f"closed: {report.unfinished_jobs} jobs unfinished")
+        self.check()
+        if report.unfinished_jobs:
+            self._watch.plane = None
+            if self.calm:
+                self._watch.complain(f"{report.unfinished_jobs} jobs had not ended at the close of a calm day")
+            return
+        for lower in (self.plane.board.cpu, *(lower.owned for lower in self.plane.board.lowers)):
+            assert lower is not None
+            counts = lower.table.counts
+            if counts[SlotState.FILLING] or counts[SlotState.QUARANTINED]:
+                self._watch.complain(f"{lower.name} closed with slots not accounted for: {counts}")
+        await self._let_go()
+
+    async def _let_go(self) -> None:
+        """A tier whose I/O outlived its close lets go of everything when it is closed again after that has ended."""
+        self._watch.plane = None  # nobody is given a row any more, so what is stuck may go on
+        if self._around.files_open() and not self.calm:
+            await asyncio.sleep(ENDS_LATE_SECONDS)
+            await self._around.fs.close()
+        if self._around.files_open():
+            self._watch.complain(f"{self._around.files_open()} files are open after close")
+
+
+def _pages(group: GroupTransfer) -> list[tuple[tuple[int, int], OffloadKey]]:
+    """((sub-block, GPU block), key) for each page."""
+    assert isinstance(group.staging, GPURuns)
+    parts = zip(*(part.tolist() for part in group.staging.pages()), strict=True)
+    return [((sub, gpu), group.keys[block]) for block, sub, gpu in parts]
+
+
+def _by_group(key: OffloadKey, groups: int) -> list[list[OffloadKey]]:
+    return [[key] if key_group(key) == group else [] for group in range(groups)]

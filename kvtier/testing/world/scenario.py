@@ -1,0 +1,220 @@
+"""One seed: a plan, several lives on the same disks with crashes between them, and a calm day at the end."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from kvtier.errors import KVTierError
+from kvtier.loadstore import LoadStore
+from kvtier.namespace import Namespace
+from kvtier.options import TierOptions
+from kvtier.registry import discover
+from kvtier.stack.assembly import StackParts
+from kvtier.stack.tierstack import TierStack
+from kvtier.testing.world.disk import Disks, Folder
+from kvtier.testing.world.engine import Places, SimulatedEngine
+from kvtier.testing.world.life import Life, Surroundings
+from kvtier.testing.world.loop import VirtualLoop
+from kvtier.testing.world.plan import GPU_BLOCKS, Ending, Plan, draw_plan
+from kvtier.testing.world.system import System, inhabit
+from kvtier.testing.world.tiers import SimulatedCPU, SimulatedCPUOptions, SimulatedGPU, Witness, gpu_pages
+from kvtier.testing.world.watch import Record, Watch
+from kvtier.testing.world.weather import Weather, draw_weather
+
+LIFE_SECONDS_MAX = 1000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a seed. `digest` is that of the trace; `violations` is empty if every promise was kept."""
+
+    seed: int
+    violations: tuple[str, ...]
+    trace: tuple[str, ...]
+    digest: str
+    steps: int
+    virtual_seconds: float
+    loaded: int
+    crashes: int
+
+
+class World:
+    """The disks, the record, and the process that lives at the moment."""
+
+    def __init__(self, seed: int, backend: type[LoadStore]) -> None:
+        self.dice = Random(f"kvtier world {seed}")
+        self.seed = seed
+        self.backend = backend
+        self.plan: Plan = draw_plan(self.dice)
+        self.disks = Disks(Folder(root, self.plan.share_bytes) for root in self.plan.roots)
+        self.record = Record()
+        self.places = Places()
+        self.now = 0.0
+        self.steps = 0
+        self.crashes = 0
+        self._pid = 1
+
+    def run(self) -> Outcome:
+        """All lives, and a calm one."""
+        self.record.trace.append((0.0, f"seed {self.seed}: {self.plan}"))
+        for ending in self.plan.endings:
+            if not self.record.violations:
+                self._live(ending, draw_weather(self.dice), calm=False)
+        if not self.record.violations:
+            self._live(Ending.CLOSE, Weather(), calm=True)
+        lines = tuple(f"{when:12.6f} {text}" for when, text in self.record.trace)
+        digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+        return Outcome(
+            self.seed,
+            tuple(self.record.violations),
+            lines,
+            digest,
+            self.steps,
+            self.now,
+            self.record.loaded,
+            self.crashes,
+        )
+
+    def _live(self, ending: Ending, weather: Weather, calm: bool) -> None:
+        self._pid += 1
+        dice = Random(f"kvtier life {self._pid} of {self.seed}")
+        loop = VirtualLoop(dice, self.now, LIFE_SECONDS_MAX)
+        system = System(self.disks, loop, dice, self._pid)
+        watch = Watch(self.record, loop)
+        watch.note(f"a life begins that ends with {ending}; {weather}")
+        package = self.backend.__module__.partition(".")[0]
+        with inhabit(package, system):
+            process = _Process(self, system, watch)
+            life = process.born(weather, calm)
+            self.disks.haunt(dice, loop.outside)
+            if ending is not Ending.CLOSE:
+                process.doom()
+            try:
+                ended = loop.run(life.run())
+            except KVTierError as error:
+                ended = False
+                watch.complain(f"{type(error).__name__}: {error}")
+            system.kill()
+            self._judge(loop, watch, ended, crashing=process.crashed)
+            if not ended or process.crashed or ending is not Ending.CLOSE:
+                self._crash(ending, process, watch)
+            watch.deaf = True
+            loop.close()
+            life.bury()
+        self.now = loop.time()
+        self.steps += loop.steps
+
+    def _judge(self, loop: VirtualLoop, watch: Watch, ended: bool, crashing: bool) -> None:
+        if loop.hang:
+            watch.complain(f"hang: {loop.hang}")
+        if not crashing:
+            for error in loop.errors:
+                watch.complain(f"nobody caught {error}")
+
+    def _crash(self, ending: Ending, process: _Process, watch: Watch) -> None:
+        watch.note(f"{ending}")
+        self.crashes += 1
+        if ending is Ending.POWER_LOSS:
+            for engine in process.engines:
+                engine.land_before_power_fails()
+            self.disks.lose_power(self.dice)
+        else:
+            for engine in process.engines:
+                self.disks.orphans += engine.orphans()
+
+
+class _Process:
+    """One process: its system, its engines, its stack."""
+
+    def __init__(self, world: World, system: System, watch: Watch) -> None:
+        self.world = world
+        self.dice = system.dice
+        self.system = system
+        self.watch = watch
+        self.engines: list[SimulatedEngine] = []
+        self.crashed = False
+        system.on_death = self._die
+        system.on_change = self._check_bound
+
+    def born(self, weather: Weather, calm: bool) -> Life:
+        """The stack of this process, not open yet, and the life that uses it."""
+        plan = self.world.plan
+        gpu = gpu_pages(plan.layout, GPU_BLOCKS)
+        options = SimulatedCPUOptions.model_validate(
+            {"rows": plan.rows, "policy": plan.cpu_policy, "free_watermark": plan.watermark}
+        )
+        cpu = SimulatedCPU(options, gpu, self.watch, self.dice)
+        fs = Witness(self._fs(), self.watch)
+        parts = StackParts(
+            tiers=[cpu, fs],
+            namespace=Namespace(plan.layout, model="simulated"),
+            workers=[SimulatedGPU(TierOptions(type="gpu")) for _ in range(plan.layout.world_size)],
+            engine_id="simulated",
+            settings=plan.settings,
+        )
+
+        def set_weather(new: Weather) -> None:
+            self.system.weather = cpu.weather = new
+
+        around = Surroundings(plan, self.dice, self.watch, gpu, fs, set_weather, lambda: len(self.system.fds))
+        life = Life(TierStack(parts), around, weather, calm)
+        turns = 0
+
+        def after_turn() -> None:
+            nonlocal turns
+            turns += 1
+            if turns % 16 == 0:
+                life.check()
+
+        self.system.loop.after_turn = after_turn
+        return life
+
+    def _fs(self) -> LoadStore:
+        """The production backend on simulated seams."""
+        backend = self.world.backend
+        seams = sys.modules[backend.__module__].Seams(engine=self._engine, random_bytes=self.dice.randbytes)
+        make: Callable[..., LoadStore] = backend
+        return make(backend.Options.model_validate(self.world.plan.fs), seams)
+
+    def _engine(self, root: object) -> SimulatedEngine:
+        path = getattr(root, "path", "")
+        engine = SimulatedEngine(self.system, self.world.disks.folders[path], self.world.places, self.watch)
+        self.engines.append(engine)
+        return engine
+
+    def doom(self) -> None:
+        """Decide when the process dies: at a system call or at a moment."""
+        dice = self.dice
+        if dice.random() < 0.4:
+            self.system.die_at_call = dice.randint(1, 80)
+        seconds = dice.choice((0.002, 0.02, 0.2, 2.0)) * dice.random()
+        self.system.loop.outside(seconds, self._die)
+
+    def _die(self) -> None:
+        self.crashed = True
+        self.system.kill()
+        self.system.loop.stop()
+
+    def _check_bound(self) -> None:
+        over = self.world.disks.over_bound()
+        if over:
+            self.watch.complain(over)
+
+
+def run_seed(seed: int, backend: type[LoadStore] | None = None) -> Outcome:
+    """Live through one seed with an fs backend, the installed one unless another is given.
+
+    Raises ConfigError if none is installed. The log is silent meanwhile: what happens is in the trace.
+    """
+    log = logging.getLogger("kvtier")
+    level = log.level
+    log.setLevel(logging.CRITICAL + 1)
+    try:
+        return World(seed, backend or discover().get("fs")).run()
+    finally:
+        log.setLevel(level)

@@ -1,0 +1,252 @@
+"""A GPU and a CPU tier without threads or shared memory, and a witness around the tier below."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import Sequence
+from random import Random
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from kvtier.checksum import checksum
+from kvtier.geometry import Geometry, KVLayout
+from kvtier.jobs import (
+    CORRUPT,
+    LOADED,
+    STORED,
+    BlockOutcome,
+    DropReason,
+    GPURuns,
+    GroupTransfer,
+    JobResult,
+    TransferJob,
+    dropped,
+    failed,
+)
+from kvtier.keys import CPU, GPU, Medium, OffloadKey
+from kvtier.loadstore import LoadStore, LookupResult, Opened, Resettable, SlotSpace, TierContext
+from kvtier.options import PolicyName, TierOptions
+from kvtier.testing.rows import TestRows
+from kvtier.testing.world.watch import Bytes, Watch
+from kvtier.testing.world.weather import Weather
+
+GPUPages = Sequence[Sequence[Bytes]]
+"""The GPU memory of all workers: `pages[worker][group]` of shape (blocks, page bytes)."""
+
+
+def gpu_pages(layout: KVLayout, num_blocks: int) -> GPUPages:
+    """GPU memory of all workers of a layout."""
+    groups = layout.groups
+    return [[np.zeros((num_blocks, group.page_bytes), np.uint8) for group in groups] for _ in range(layout.world_size)]
+
+
+PARTIAL = dropped(DropReason.PARTIAL)
+
+
+class SimulatedGPU(LoadStore):
+    """A worker that is there and does nothing: the simulated CPU tier copies by itself."""
+
+    medium: ClassVar[Medium] = GPU
+    Options: ClassVar[type[TierOptions]] = TierOptions
+
+    def __init__(self, options: TierOptions) -> None:
+        self.options = options
+
+    async def open(self, context: TierContext) -> Opened:
+        return Opened(0)
+
+    async def lookup(self, keys: Sequence[OffloadKey]) -> Sequence[LookupResult]:
+        return [LookupResult.MISS] * len(keys)
+
+    async def store(self, job: TransferJob) -> JobResult:
+        return JobResult.uniform(job, failed(errno.ENOTSUP))
+
+    async def load(self, job: TransferJob) -> JobResult:
+        return JobResult.uniform(job, failed(errno.ENOTSUP))
+
+    async def close(self) -> None:
+        """Nothing to let go of."""
+
+
+class SimulatedCPUOptions(TierOptions):
+    """What the simulated CPU tier can be told."""
+
+    type: Literal["cpu"] = "cpu"
+    rows: int = 8
+    policy: PolicyName = "lru"
+    free_watermark: float = 0.0
+
+
+class SimulatedCPU(LoadStore):
+    """Rows in private memory. Copies take their time, page by page, and fail as the weather has it."""
+
+    medium: ClassVar[Medium] = CPU
+    BLOCK_SIZE_ALIGNMENT: ClassVar[int] = 4096
+    Options: ClassVar[type[TierOptions]] = SimulatedCPUOptions
+
+    def __init__(self, options: SimulatedCPUOptions, gpu: GPUPages, watch: Watch, dice: Random) -> None:
+        self.options: SimulatedCPUOptions = options
+        self._gpu = gpu
+        self.weather = Weather()
+        self._watch = watch
+        self._dice = dice
+        self._rows: TestRows | None = None
+        self._copying = 0
+        self._geometry: Geometry
+
+    @property
+    def rows(self) -> TestRows:
+        assert self._rows is not None
+        return self._rows
+
+    async def open(self, context: TierContext) -> Opened:
+        geometry = self._geometry = context.geometry
+        self._rows = TestRows(self.options.rows, geometry.row_bytes, geometry.world_size)
+        self._watch.rows_are(self._rows)
+        size = self.options.rows * geometry.row_bytes
+        return Opened(size, SlotSpace(size, (1,), (geometry.row_bytes,) * geometry.num_groups))
+
+    async def lookup(self, keys: Sequence[OffloadKey]) -> Sequence[LookupResult]:
+        return [LookupResult.MISS] * len(keys)
+
+    async def store(self, job: TransferJob) -> JobResult:
+        outcomes = []
+        for group in job.groups:
+            assert isinstance(group.staging, GPURuns)
+            whole = group.staging.covers_whole(len(group.keys), self._geometry.factor)
+            pages = self._pages(group)
+            outcomes.append(
+                tuple(
+                    [
+                        await self._fill(group, i, pages[i]) if whole[i] else dropped(DropReason.PARTIAL)
+                        for i in range(len(whole))
+                    ]
+                )
+            )
+        return JobResult(job.job_id, tuple(outcomes), sum(o.ok for group in outcomes for o in group))
+
+    async def load(self, job: TransferJob) -> JobResult:
+        outcomes = []
+        for group in job.groups:
+            pages = self._pages(group)
+            outcomes.append(tuple([await self._empty(group, i, pages[i]) for i in range(len(group.keys))]))
+        return JobResult(job.job_id, tuple(outcomes), sum(o.ok for group in outcomes for o in group))
+
+    async def close(self) -> None:
+        """Wait for the copies under way: their buffers are others'."""
+        while self._copying:  # noqa: ASYNC110 - virtual time costs nothing
+            await asyncio.sleep(0.01)
+
+    def _pages(self, group: GroupTransfer) -> list[list[tuple[int, int]]]:
+        """For each block its pages: (sub-block, GPU block)."""
+        assert isinstance(group.staging, GPURuns)
+        pages: list[list[tuple[int, int]]] = [[] for _ in group.keys]
+        for block, sub, gpu in zip(*(part.tolist() for part in group.staging.pages()), strict=True):
+            pages[block].append((sub, gpu))
+        return pages
+
+    async def _fill(self, group: GroupTransfer, i: int, pages: list[tuple[int, int]]) -> BlockOutcome:
+        self._copying += 1
+        try:
+            return await self._copy_in(group, i, pages)
+        finally:
+            self._copying -= 1
+
+    async def _empty(self, group: GroupTransfer, i: int, pages: list[tuple[int, int]]) -> BlockOutcome:
+        self._copying += 1
+        try:
+            return await self._copy_out(group, i, pages)
+        finally:
+            self._copying -= 1
+
+    async def _copy_in(self, group: GroupTransfer, i: int, pages: list[tuple[int, int]]) -> BlockOutcome:
+        row, geometry = int(group.slots[i]), self._geometry
+        view = self.rows.view[row]
+        for worker in range(geometry.world_size):
+            for sub, gpu in pages:
+                await self._pause()
+                if self._dice.random() < self.weather.copy_fails:
+                    return failed(errno.EIO)
+                at = geometry.offset(group.group, worker, sub)
+                self._watch.row_written(row, "a copy from the GPU")
+                view[at : at + geometry.page_bytes(group.group)] = self._gpu[worker][group.group][gpu]
+            self.rows.stamp(worker, group.slots[i : i + 1], group.generations[i : i + 1])
+        size = geometry.aligned_bytes(group.group)
+        view[geometry.kv_bytes_per_offloaded_block(group.group) : size] = 0
+        self.rows.set_checksum(row, checksum(view[:size].data))
+        return STORED
+
+    async def _copy_out(self, group: GroupTransfer, i: int, pages: list[tuple[int, int]]) -> BlockOutcome:
+        row, geometry = int(group.slots[i]), self._geometry
+        view = self.rows.view[row]
+        if checksum(view[: geometry.aligned_bytes(group.group)].data) != self.rows.checksum(row):
+            self._watch.complain(f"row {row} does not match the checksum that travels with it")
+            return CORRUPT
+        for worker in range(geometry.world_size):
+            for sub, gpu in pages:
+                await self._pause()
+                if self._dice.random() < self.weather.copy_fails:
+                    return failed(errno.EIO)
+                at = geometry.offset(group.group, worker, sub)
+                self._watch.row_read(row, "a copy to the GPU")
+                self._watch.gpu_written(group.group, gpu)
+                self._gpu[worker][group.group][gpu] = view[at : at + geometry.page_bytes(group.group)]
+        return LOADED
+
+    async def _pause(self) -> None:
+        die = self._dice.random()
+        if die < self.weather.slow / 20:
+            await asyncio.sleep(self._dice.uniform(0.1, 4.0))
+        elif die < 0.3:
+            await asyncio.sleep(self._dice.random() * 1e-4)
+
+
+class Witness(LoadStore):
+    """Stands between the stack and the tier below, and holds what that reports against what the disks did."""
+
+    def __init__(self, inner: LoadStore, watch: Watch) -> None:
+        self.options = inner.options
+        self.inner = inner
+        self.medium = inner.medium  # type: ignore[misc]
+        self.BLOCK_SIZE_ALIGNMENT = inner.BLOCK_SIZE_ALIGNMENT  # type: ignore[misc]
+        self._watch = watch
+        self._lengths: tuple[int, ...] = ()
+
+    async def open(self, context: TierContext) -> Opened:
+        opened = await self.inner.open(context)
+        assert opened.space is not None
+        geometry = context.geometry
+        self._lengths = tuple(4096 + geometry.aligned_bytes(group) for group in range(geometry.num_groups))
+        return opened
+
+    async def lookup(self, keys: Sequence[OffloadKey]) -> Sequence[LookupResult]:
+        return await self.inner.lookup(keys)
+
+    async def store(self, job: TransferJob) -> JobResult:
+        return await self._run(job, False)
+
+    async def load(self, job: TransferJob) -> JobResult:
+        return await self._run(job, True)
+
+    async def reset(self, epoch: int) -> None:
+        assert isinstance(self.inner, Resettable)
+        await self.inner.reset(epoch)
+
+    async def close(self) -> None:
+        await self.inner.close()
+
+    async def _run(self, job: TransferJob, reading: bool) -> JobResult:
+        rows = [int(row) for group in job.groups if isinstance(group.staging, np.ndarray) for row in group.staging]
+        self._watch.job_begins(reading, rows, job)
+        result = await (self.inner.load(job) if reading else self.inner.store(job))
+        self._watch.job_ended(reading, rows)
+        names = ",".join(str(outcome.status) for group in result.outcomes for outcome in group)
+        self._watch.note(f"fs job {job.job_id} {job.kind} rows {rows}: {names}")
+        for group, outcomes in zip(job.groups, result.outcomes, strict=True):
+            assert isinstance(group.staging, np.ndarray)
+            for row, outcome in zip(group.staging.tolist(), outcomes, strict=True):
+                if outcome in (STORED, LOADED):
+                    self._watch.succeeded(reading, row, self._lengths[group.group])
+        return result

@@ -1,0 +1,195 @@
+"""The oracle: what was stored, what may be found, who may write where; and the trace of all that happened.
+
+A load may always miss. What it reports as loaded must hold exactly what was stored under that key since the last
+reset that returned, every byte of it must have moved, from its own place, and nobody else may have touched its
+buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.control.plane import ControlPlane
+from kvtier.control.slots import FILLING, QUARANTINED, READY
+from kvtier.keys import OffloadKey
+from kvtier.loadstore import Rows
+from kvtier.testing.content import content
+from kvtier.testing.world.loop import VirtualLoop
+
+Bytes = npt.NDArray[np.uint8]
+VIOLATIONS_MAX = 20
+
+
+class Record:
+    """What outlives a process: the trace, the violations, and what each key may hold.
+
+    A *generation* is what the embedder's weights are: every reset begins a new one. `confirmed` is the generation of
+    the last reset that returned: nothing older may ever be seen again.
+    """
+
+    def __init__(self) -> None:
+        self.trace: list[tuple[float, str]] = []
+        self.violations: list[str] = []
+        self.generation = 0
+        self.confirmed = 0
+        self.stored: dict[OffloadKey, set[int]] = {}
+        self.loaded = 0
+        self.lookups_hit = 0
+
+    def contents(self, key: OffloadKey, generation: int, page: tuple[int, int], length: int) -> Bytes:
+        """What one page of a block holds: a function of key, generation, and (worker, sub-block)."""
+        return content(OffloadKey(key + bytes(page)), generation, length)
+
+
+class Watch:
+    """The oracle of one process's life."""
+
+    def __init__(self, record: Record, loop: VirtualLoop) -> None:
+        self.record = record
+        self.loop = loop
+        self.allowed = set(range(record.confirmed, record.generation + 1))
+        self.plane: ControlPlane | None = None
+        self.deaf = False
+        self._base = self._size = 0
+        self._row_bytes = 1
+        self._fills: dict[int, object] = {}
+        self._moved: dict[tuple[bool, int], int] = {}
+        self._foreign: set[int] = set()
+        self._gpu_owners: dict[tuple[int, int], object] = {}
+
+    def note(self, text: str) -> None:
+        """Write a line of the trace."""
+        if not self.deaf:
+            self.record.trace.append((self.loop.time(), text))
+
+    def complain(self, text: str) -> None:
+        """A promise was broken: the world ends here."""
+        self.note(f"VIOLATION: {text}")
+        if not self.deaf and len(self.record.violations) < VIOLATIONS_MAX:
+            self.record.violations.append(text)
+        self.loop.stop()
+
+    # -- rows ----------------------------------------------------------------------------------------------------
+
+    def rows_are(self, rows: Rows) -> None:
+        """Where the rows lie in memory."""
+        self._base, self._size = int(rows.view.ctypes.data), rows.num_rows * rows.row_bytes
+        self._row_bytes = rows.row_bytes
+
+    def row_at(self, address: int) -> int:
+        """The row an address lies in, -1 if in none."""
+        at = address - self._base
+        return at // self._row_bytes if 0 <= at < self._size else -1
+
+    def row_written(self, row: int, by: str) -> None:
+        """Somebody writes into a row: it must be one that is being filled, or was given up and has not ended."""
+        if self.plane is None:
+            return
+        table = self.plane.board.cpu.table
+        if table.state[row] not in (FILLING, QUARANTINED) or not table.holds[row]:
+            self.complain(f"{by} wrote into row {row}, which is in state {table.state[row]}")
+        elif by.startswith("a read") and row not in self._fills:
+            self.complain(f"{by} wrote into row {row} after its job had ended")
+
+    def row_read(self, row: int, by: str) -> None:
+        """Somebody reads a row: nobody may reuse it meanwhile."""
+        if self.plane is not None:
+            table = self.plane.board.cpu.table
+            if table.state[row] not in (READY, QUARANTINED) or not table.holds[row]:
+                self.complain(f"{by} read row {row}: state {table.state[row]}, {table.holds[row]} holds")
+
+    # -- what moved between rows and disks -----------------------------------------------------------------------
+
+    def job_begins(self, reading: bool, rows: Iterable[int], job: object) -> None:
+        """A job of the tier below owns these rows as buffers until it ends."""
+        for row in rows:
+            self._moved[reading, row] = 0
+            if reading:
+                self._foreign.discard(row)
+                if row in self._fills:
+                    self.complain(f"row {row} is filled by two jobs at once")
+                self._fills[row] = job
+
+    def job_ended(self, reading: bool, rows: Iterable[int]) -> None:
+        if reading:
+            for row in rows:
+                self._fills.pop(row, None)
+
+    def moved(self, reading: bool, row: int, count: int, foreign: bool) -> None:
+        """Bytes between a row and a disk were reported as moved; `foreign`: their header is of another place."""
+        if (reading, row) in self._moved:
+            self._moved[reading, row] += count
+        if foreign:
+            self._foreign.add(row)
+
+    def succeeded(self, reading: bool, row: int, length: int) -> None:
+        """A block between a row and a disk was reported as moved: every byte must have been, from its own place."""
+        count = self._moved.get((reading, row), 0)
+        what = "loaded from" if reading else "stored on"
+        if count != length:
+            self.complain(f"row {row} was {what} disk with {count} of {length} bytes")
+        elif reading and row in self._foreign:
+            self.complain(f"row {row} was loaded from another place")
+
+    # -- GPU blocks ----------------------------------------------------------------------------------------------
+
+    def gpu_lent(self, blocks: Iterable[tuple[int, int]], job: object) -> None:
+        """A load may write these (group, block) from now on."""
+        for block in blocks:
+            self._gpu_owners[block] = job
+
+    def gpu_back(self, blocks: Iterable[tuple[int, int]]) -> None:
+        """They are the embedder's own again."""
+        for block in blocks:
+            self._gpu_owners.pop(block, None)
+
+    def gpu_written(self, group: int, block: int) -> None:
+        if (group, block) not in self._gpu_owners:
+            self.complain(f"block {block} of group {group} was written after its load had ended")
+
+    # -- keys ----------------------------------------------------------------------------------------------------
+
+    def storing(self, keys: Iterable[OffloadKey]) -> None:
+        """The embedder hands these to a store, with the contents of the present generation."""
+        for key in keys:
+            self.record.stored.setdefault(key, set()).add(self.record.generation)
+
+    def loaded(self, key: OffloadKey, pages: Sequence[tuple[tuple[int, int], Bytes]], allowed: set[int]) -> None:
+        """A load reported this block: its pages ((worker, sub-block), bytes) must be of one allowed generation."""
+        self.record.loaded += 1
+        for generation in sorted(allowed & self.record.stored.get(key, set())):
+            if all(
+                np.array_equal(found, self.record.contents(key, generation, page, len(found))) for page, found in pages
+            ):
+                return
+        self.complain(f"key {key.hex()[:8]} was loaded with {self._owner(key, pages)}; allowed are {sorted(allowed)}")
+
+    def _owner(self, key: OffloadKey, pages: Sequence[tuple[tuple[int, int], Bytes]]) -> str:
+        page, found = pages[0]
+        for other, generations in self.record.stored.items():
+            for generation in sorted(generations):
+                if np.array_equal(found, self.record.contents(other, generation, page, len(found))):
+                    whose = "itself" if other == key else f"key {other.hex()[:8]}"
+                    return f"the bytes of {whose} of generation {generation}"
+        return "bytes that are no block's"
+
+    def found(self, keys: Sequence[OffloadKey], where: Sequence[str | None]) -> None:
+        """The stack says where keys are: only what was stored since the last reset may be anywhere."""
+        for key, tier in zip(keys, where, strict=True):
+            if tier is not None:
+                self.record.lookups_hit += 1
+                if not self.allowed & self.record.stored.get(key, set()):
+                    self.complain(f"key {key.hex()[:8]} is in {tier}, but was not stored since the reset")
+
+    def reset_begins(self) -> int:
+        """New weights: from here on the stack may only know what is stored from here on."""
+        self.record.generation += 1
+        self.allowed = {self.record.generation}
+        return self.record.generation
+
+    def reset_returned(self, generation: int) -> None:
+        """The reset is durable: nothing older may come back, not even after a crash."""
+        self.record.confirmed = max(self.record.confirmed, generation)
