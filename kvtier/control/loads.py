@@ -127,6 +127,9 @@ class LoadRequest(StackRequest):
                 skipped.append(index)
                 if self.walked:
                     break
+        if not self.walked:
+            # Here and now these are the most recent: a load must not throw out its own hits to fetch the rest.
+            board.cpu.touch([row for _, row in reversed(self.arrived)])
         self.walked = True
         self.todo.extendleft(reversed(skipped))
         return wants
