@@ -301,7 +301,6 @@ async def test_opening_can_be_cancelled_at_any_time(seed, nothing_left):
     await cancel_openings(lambda: parts_of(config, engine, backends()), 40, random.Random(seed))
 
 
-@pytest.mark.xfail(strict=True, reason="kvtier_fs.texts drops a file that opens after it was cancelled")
 async def test_opening_disks_can_be_cancelled_at_any_time(tmp_path, seed, nothing_left):
     engine = Engine(PLAIN, 32)
     config = stack_file(PLAIN, 16, fs(tmp_path / "r"))
@@ -322,7 +321,6 @@ async def test_many_lives_cost_nothing(tmp_path, nothing_left):
     await until(lambda: footprint() == before, 5.0)
 
 
-@pytest.mark.xfail(strict=True, reason="a reservation without a hit is never ended and sets an alarm in the past")
 async def test_a_reservation_that_lapses_costs_no_turns_of_the_loop(nothing_left):
     engine = Engine(PLAIN, 32)
     parts = parts_of(

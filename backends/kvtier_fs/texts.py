@@ -18,6 +18,7 @@ from functools import partial
 import aiofiles
 
 from kvtier.errors import RootError
+from kvtier.outlast import outlast
 from kvtier_fs.folder import LOCK_NAME, RootFolder
 
 OWNER_BYTES_MAX = 4096
@@ -30,7 +31,11 @@ def manifest_name(namespace: bytes) -> str:
 
 
 async def _read(folder: RootFolder, name: str, executor: Executor) -> bytes:
-    """The beginning of a text file. Raises OSError or RootError."""
+    """The beginning of a text file. Raises OSError or RootError. Goes on to its end when cancelled."""
+    return await outlast(asyncio.ensure_future(_read_file(folder, name, executor)))
+
+
+async def _read_file(folder: RootFolder, name: str, executor: Executor) -> bytes:
     # Not `async with`: leaving it, aiofiles closes the file on the event loop's own threads.
     file = await aiofiles.open(name, "rb", opener=_opener(folder), executor=executor)
     try:
@@ -40,7 +45,11 @@ async def _read(folder: RootFolder, name: str, executor: Executor) -> bytes:
 
 
 async def _write(folder: RootFolder, name: str, text: bytes, executor: Executor) -> None:
-    """Replace a text file's contents. Raises OSError or RootError."""
+    """Replace a text file's contents. Raises OSError or RootError. Goes on to its end when cancelled."""
+    await outlast(asyncio.ensure_future(_write_file(folder, name, text, executor)))
+
+
+async def _write_file(folder: RootFolder, name: str, text: bytes, executor: Executor) -> None:
     file = await aiofiles.open(name, "wb", opener=_opener(folder), executor=executor)
     try:
         await file.write(text)
