@@ -460,7 +460,7 @@ async def test_a_preview_says_what_opening_would_and_leaves_nothing(tmp_path):
         {"roots": ["/a\0b"]},
         {"capacity": "10 bananas"},
         {"min_free_bytes": -1},
-        {"layout": "files"},
+        {"layout": "heap"},
         {"io_depth": 0},
         {"unknown": 1},
     ],

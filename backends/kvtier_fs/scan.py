@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple, TypeVar
 
 from kvtier.keys import OffloadKey, key_group
@@ -19,6 +19,9 @@ from kvtier_fs.snapshot import RegionCutAs, Snapshot
 T = TypeVar("T")
 
 _PAGES_PER_BATCH = 256
+_SPAN_BYTES = 256 << 10
+_SPANS_PER_BATCH = 32
+_SLOTS_WORTH_A_SPAN = 8
 _BATCHES_AT_ONCE = 2
 
 
@@ -45,11 +48,12 @@ class Wanted:
         )
 
 
-class SlotAt(NamedTuple):
-    """A slot of a root: its region (within the root) and its number in the region."""
+class Span(NamedTuple):
+    """Neighbouring slots of a region (numbered within the root) whose headers are read in one request."""
 
     region: int
-    number: int
+    first: int
+    slots: int
 
 
 async def recover_root(root: Root, wanted: Wanted) -> bool:
@@ -59,26 +63,26 @@ async def recover_root(root: Root, wanted: Wanted) -> bool:
     """
     for number in await root.call(root.folder.existing_slabs):
         await root.open_slab(number)
-    pages = HeaderPages(_PAGES_PER_BATCH * _BATCHES_AT_ONCE, root.plan.header_bytes)
-    await _read_regions(root, pages)
+    await _read_regions(root)
     if root.snapshot is not None and await root.call(_apply_snapshot, root, root.snapshot):
         return True
     for region, state in enumerate(root.regions):
         if state.ready:
             root.ledger.cut(region, state.generation, root.plan.slots(state.slot_bytes))
-    await _scan_slots(root, wanted, pages)
+    await _scan_slots(root, wanted)
     return False
 
 
-async def _read_regions(root: Root, pages: HeaderPages) -> None:
+async def _read_regions(root: Root) -> None:
     """Read every region header. What cannot be read, or is not where it says it is, does not count."""
     plan = root.plan
+    pages = HeaderPages(_PAGES_PER_BATCH, plan.header_bytes).pages
     present = [region for region in range(plan.regions) if plan.file_of(region) in root.fds]
     heads = ((root.fds[plan.file_of(region)], plan.region_offset(region), region) for region in present)
-    for chunk in _chunks(heads):
-        whole = await _read_pages(root, pages.pages[: len(chunk)], [(fd, offset) for fd, offset, _ in chunk])
-        for page, good, (_, _, region) in zip(pages.pages, whole, chunk, strict=False):
-            header = decode_region_header(page) if good else None
+    for chunk in _chunks(heads, _PAGES_PER_BATCH):
+        moved = await _read(root, pages[: len(chunk)], [(fd, offset) for fd, offset, _ in chunk])
+        for page, got, (_, _, region) in zip(pages, moved, chunk, strict=False):
+            header = decode_region_header(page) if got == len(page) else None
             if header is not None and _is_at(root, header, region):
                 state = root.regions[region]
                 state.slot_bytes, state.generation = header.slot_bytes, header.generation
@@ -108,67 +112,102 @@ def _is_at(root: Root, header: RegionHeader, region: int) -> bool:
     )
 
 
-async def _scan_slots(root: Root, wanted: Wanted, pages: HeaderPages) -> None:
-    slots = (
-        SlotAt(region, index)
-        for region, state in enumerate(root.regions)
-        if state.ready
-        for index in range(root.plan.slots(state.slot_bytes))
+async def _scan_slots(root: Root, wanted: Wanted) -> None:
+    """Read every slot header. Small slots are read through, payloads and all: that is fewer requests to the disk."""
+    narrow: list[int] = []
+    wide: list[Span] = []
+    for region, state in enumerate(root.regions):
+        if state.ready and state.slot_bytes > _SPAN_BYTES // _SLOTS_WORTH_A_SPAN:
+            narrow.append(region)
+        elif state.ready:
+            slots, each = root.plan.slots(state.slot_bytes), _SPAN_BYTES // state.slot_bytes
+            wide += (Span(region, first, min(each, slots - first)) for first in range(0, slots, each))
+    spoiled = await _scan_spans(root, wanted, iter(wide), (_SPANS_PER_BATCH, _SPAN_BYTES))
+    single = chain(
+        (Span(region, i, 1) for region in narrow for i in range(root.plan.slots(root.regions[region].slot_bytes))),
+        (Span(span.region, span.first + i, 1) for span in spoiled for i in range(span.slots)),
     )
-    chunks = _chunks(slots)
+    await _scan_spans(root, wanted, single, (_PAGES_PER_BATCH, root.plan.header_bytes))
 
-    async def work(own: list[memoryview]) -> None:
+
+async def _scan_spans(root: Root, wanted: Wanted, spans: Iterator[Span], buffers: tuple[int, int]) -> list[Span]:
+    """Read spans, some batches at once, each with so many `buffers` of so many bytes; record the headers found.
+
+    Returns the spans that did not come whole.
+    """
+    per_batch, span_bytes = buffers
+    chunks = _chunks(spans, per_batch)
+    spoiled: list[Span] = []
+
+    async def work() -> None:
+        own: list[memoryview] = []
         for chunk in chunks:
-            places = [(_fd(root, at), _offset(root, at)) for at in chunk]
-            whole = await _read_pages(root, own[: len(chunk)], places)
-            await root.call(_record, root, wanted, list(zip(chunk, own, whole, strict=False)))
+            own = own or HeaderPages(per_batch, span_bytes).pages
+            views = [view[: _length(root, span)] for view, span in zip(own, chunk, strict=False)]
+            moved = await _read(root, views, [(_fd(root, span), _offset(root, span)) for span in chunk])
+            whole = []
+            for span, view, got in zip(chunk, views, moved, strict=True):
+                if got == len(view):
+                    whole.append((span, view))
+                else:
+                    spoiled.append(span)
+            await root.call(_record, root, wanted, whole)
 
-    halves = [pages.pages[start::_BATCHES_AT_ONCE] for start in range(_BATCHES_AT_ONCE)]
-    await asyncio.gather(*(work(half) for half in halves))
-
-
-def _record(root: Root, wanted: Wanted, read: list[tuple[SlotAt, memoryview, bool]]) -> None:
-    uuid, ledger = root.superblock.root_uuid, root.ledger
-    for at, page, good in read:
-        header = decode_slot_header(page) if good else None
-        if header is None or header.root_uuid != uuid or (header.region, header.slot_index) != at:
-            continue
-        ours = header.namespace == wanted.namespace
-        if header.slot_bytes == root.regions[at.region].slot_bytes and (not ours or wanted.counts(header)):
-            ledger.record(header)
+    await asyncio.gather(*(work() for _ in range(_BATCHES_AT_ONCE)))
+    return spoiled
 
 
-def _fd(root: Root, at: SlotAt) -> int:
-    return root.fds[root.plan.file_of(at.region)]
+def _record(root: Root, wanted: Wanted, read: list[tuple[Span, memoryview]]) -> None:
+    """Enter the slots whose headers are whole and in their place."""
+    uuid, ledger, header_bytes = root.superblock.root_uuid, root.ledger, root.plan.header_bytes
+    for span, view in read:
+        slot_bytes = root.regions[span.region].slot_bytes
+        for number in range(span.slots):
+            header = decode_slot_header(view[number * slot_bytes : number * slot_bytes + header_bytes])
+            if header is None or header.root_uuid != uuid or header.slot_bytes != slot_bytes:
+                continue
+            if (header.region, header.slot_index) != (span.region, span.first + number):
+                continue
+            if header.namespace != wanted.namespace or wanted.counts(header):
+                ledger.record(header)
 
 
-def _offset(root: Root, at: SlotAt) -> int:
-    return root.plan.slot_offset(at.region, at.number, root.regions[at.region].slot_bytes)
+def _fd(root: Root, span: Span) -> int:
+    return root.fds[root.plan.file_of(span.region)]
 
 
-def _chunks(items: Iterable[T]) -> Iterator[list[T]]:
+def _offset(root: Root, span: Span) -> int:
+    return root.plan.slot_offset(span.region, span.first, root.regions[span.region].slot_bytes)
+
+
+def _length(root: Root, span: Span) -> int:
+    """From the first header of a span to the end of its last."""
+    return (span.slots - 1) * root.regions[span.region].slot_bytes + root.plan.header_bytes
+
+
+def _chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
     iterator = iter(items)
-    while chunk := list(islice(iterator, _PAGES_PER_BATCH)):
+    while chunk := list(islice(iterator, size)):
         yield chunk
 
 
-async def _read_pages(root: Root, pages: Sequence[memoryview], places: Sequence[tuple[int, int]]) -> list[bool]:
-    """Read a header page from each place. Returns which of them came whole."""
-    whole = [False] * len(places)
+async def _read(root: Root, buffers: Sequence[memoryview], places: Sequence[tuple[int, int]]) -> list[int]:
+    """Fill each buffer from its place. Returns the bytes that came, or a negative errno, for each."""
+    moved = [0] * len(places)
     left = len(places)
     ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def done(request: IORequest, result: int) -> None:
         nonlocal left
         left -= 1
-        whole[numbers[request]] = result == request.length
+        moved[numbers[request]] = result
         if not left and not ended.done():
             ended.set_result(None)
 
     requests = [
-        IORequest(IOKind.READ, fd, offset, [page], done) for page, (fd, offset) in zip(pages, places, strict=True)
+        IORequest(IOKind.READ, fd, offset, [buffer], done) for buffer, (fd, offset) in zip(buffers, places, strict=True)
     ]
     numbers = {request: number for number, request in enumerate(requests)}
     root.engine.submit(requests)
     await ended
-    return whole
+    return moved
