@@ -39,7 +39,9 @@ def folder_bytes(folder: str) -> int:
 
 
 def watch(pid: int, folders: list[str]) -> dict[str, object]:
+    before = regions(pid)
     samples, size, allocated, most = 0, 0, 0, dict.fromkeys(folders, 0)
+    print("watching", flush=True)
     while not select.select([sys.stdin], [], [], 0.0005)[0]:
         new = [sizes for inode, sizes in regions(pid).items() if inode not in before]
         size = max(size, sum(one for one, _ in new))
