@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from typing import Any
 
 import click
@@ -17,6 +17,7 @@ from kvtier.inspection import Access, BlockState, Inspection, StoredBlock
 from kvtier.keys import OffloadKey, key_hash
 
 PREFIX_DIGITS = 12
+_LINES_AT_ONCE = 1000
 _LINE = "{:<12}  {:>5}  {:<{key}}  {:>10}  {:>10}  {:>6}  {:>6}  {}"
 _HEADINGS = ("namespace", "group", "key", "size", "generation", "region", "slot", "state")
 
@@ -83,18 +84,26 @@ def _hash(block: StoredBlock, full: bool) -> str:
 def _print(blocks: Iterable[StoredBlock], full: bool) -> None:
     width = 64 if full else PREFIX_DIGITS
     click.echo(_LINE.format(*_HEADINGS, key=width))
-    for block in blocks:
-        cells = (
-            block.namespace.hex()[:PREFIX_DIGITS],
-            block.group,
-            _hash(block, full),
-            size_text(block.payload_bytes),
-            block.generation,
-            block.region,
-            block.slot,
-            block.state.value,
-        )
-        click.echo(_LINE.format(*cells, key=width) + _known(block))
+    _echo(_LINE.format(*_cells(block, full), key=width) + _known(block) + "\n" for block in blocks)
+
+
+def _echo(pieces: Iterator[str]) -> None:
+    """Print in large portions: one call for each block would take most of the time."""
+    while portion := "".join(islice(pieces, _LINES_AT_ONCE)):
+        click.echo(portion, nl=False)
+
+
+def _cells(block: StoredBlock, full: bool) -> tuple[str | int, ...]:
+    return (
+        block.namespace.hex()[:PREFIX_DIGITS],
+        block.group,
+        _hash(block, full),
+        size_text(block.payload_bytes),
+        block.generation,
+        block.region,
+        block.slot,
+        block.state.value,
+    )
 
 
 def _known(block: StoredBlock) -> str:
@@ -109,10 +118,8 @@ def _print_json(store: Inspection, blocks: Iterable[StoredBlock], full: bool) ->
     """One block on each line, as they come: a store may hold more than fits into memory."""
     about = json.dumps(about_json("ls", store.about))
     click.echo(f'{about[:-1]}, "blocks": [', nl=False)
-    separator = "\n"
-    for block in blocks:
-        click.echo(separator + json.dumps(_row(block, full)), nl=False)
-        separator = ",\n"
+    separators = chain(["\n"], repeat(",\n"))
+    _echo(separator + json.dumps(_row(block, full)) for separator, block in zip(separators, blocks, strict=False))
     click.echo("\n]}")
 
 
