@@ -250,9 +250,7 @@ class ControlPlane:
             self.board.finished.append(load.result(now))
         self._claims.drop_ended_loads()
         for job_id in [job_id for job_id, store in self._open_stores.items() if not store.open]:
-            store = self._open_stores.pop(job_id)
-            store.keep_order()
-            self.board.finished.append(store.result(now))
+            self.board.finished.append(self._open_stores.pop(job_id).result(now))
 
     def next_deadline(self, now: float) -> float | None:
         """The next time, not before `now`, at which `pump` has something to do although nothing was told."""

@@ -40,7 +40,6 @@ class StoreRequest(StackRequest):
         super().__init__(job, now)
         self.stores = stores
         self.in_copy = bytearray(len(self.keys))
-        self.fills = 0
         start = 0
         for group in job.groups:
             if not isinstance(group.staging, GPURuns):
@@ -72,67 +71,55 @@ class StoreRequest(StackRequest):
                 self.stores.board.count(CPU_TIER, outcome)
 
     def advance(self, now: float) -> bool:
-        """Start copies for the blocks that get rows; False when blocks are left without one."""
+        """Start copies for the blocks that get rows; False when blocks are left without one.
+
+        Where rows are short the leaf goes first and the root last: so no parent ages before its child, in any tier,
+        and what is left in a CPU tier too small for all of it is the front of the prefix.
+        """
         board = self.stores.board
         directory, state = board.cpu.directory, board.cpu.table.state
-        if board.cpu.available and self._advance_all_new():
-            return not self.todo
-        fresh: list[int] = []
-        fresh_keys: dict[OffloadKey, int] = {}
-        again: list[int] = []
         room = board.cpu.available
+        if room and self._advance_all_new(room):
+            return not self.todo
+        fresh: dict[OffloadKey, int] = {}
+        again: list[int] = []
         while self.todo:
-            index = self.todo.popleft()
+            index = self.todo.pop()
             key = self.keys[index]
             row = directory.get(key)
             if row is not None and state[row] == READY:
                 self.settle(index, PRESENT)
             elif row is not None:
                 board.wait_for_fill(row, self, index)
-            elif key in fresh_keys:
+            elif key in fresh:
                 again.append(index)
             elif len(fresh) < room:
-                fresh_keys[key] = index
-                fresh.append(index)
+                fresh[key] = index
             else:
-                self.todo.appendleft(index)
-                break
-        rows = board.cpu.reserve(list(fresh_keys)) if fresh else []
-        self.todo.extendleft(reversed(fresh[len(rows) :]))
-        if rows:
-            self._copy(fresh[: len(rows)], rows)
-        for index in again:
-            row = directory.get(self.keys[index])
-            if row is None:
                 self.todo.append(index)
-            else:
-                board.wait_for_fill(row, self, index)
+                break
+        if fresh:
+            self._copy(list(fresh.values())[::-1])
+        for index in again:
+            board.wait_for_fill(directory[self.keys[index]], self, index)
         return not self.todo
 
-    def keep_order(self) -> None:
-        """All is stored: if that took several copies, the leaf came last; now its parents are the more recent."""
-        cpu = self.stores.board.cpu
-        if self.fills > 1:
-            stored = [self.keys[i] for i in range(len(self.keys) - 1, -1, -1) if self.outcomes[i] is STORED]
-            cpu.reorder(list(dict.fromkeys(row for row in map(cpu.ready, stored) if row is not None)))
-
-    def _advance_all_new(self) -> bool:
+    def _advance_all_new(self, room: int) -> bool:
         """The usual case in a few batch calls: no key of the rest is known. False when there is more to look at."""
         directory = self.stores.board.cpu.directory
         indices = list(self.todo)
         keys = [self.keys[index] for index in indices]
         if len(set(keys)) < len(keys) or not directory.keys().isdisjoint(keys):
             return False
-        rows = self.stores.board.cpu.reserve(keys)
-        if rows:
-            self.todo = deque(indices[len(rows) :])
-            self._copy(indices[: len(rows)], rows)
+        self.todo = deque(indices[:-room])
+        self._copy(indices[-room:])
         return True
 
-    def _copy(self, indices: list[int], rows: list[int]) -> None:
+    def _copy(self, indices: list[int]) -> None:
+        """Copy blocks, given in prefix order, into rows of which there are enough."""
         board = self.stores.board
+        rows = board.cpu.reserve([self.keys[index] for index in indices])
         generations = [board.cpu.table.generation[row] for row in rows]
-        self.fills += 1
         for index in indices:
             self.in_copy[index] = 1
         board.emit(
