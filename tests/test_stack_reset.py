@@ -88,10 +88,10 @@ async def test_the_same_key_after_a_reset_has_the_new_bytes(tmp_path):
 
 async def test_loads_under_way_from_a_tier_are_not_loaded():
     engine = Engine(PLAIN, 64)
-    parts, tier = over_memory(engine)
+    parts, tier = over_memory(engine, rows=32)
     names = keys(8)
     async with opened(parts) as stack:
-        for start in (0, 100, 200):
+        for start in range(0, 500, 100):
             await store(stack, engine, whole(keys(8, start=start)))
             assert await stack.settle(10)
         assert stack.locate(names) == ["memory"] * 8
