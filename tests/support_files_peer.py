@@ -45,6 +45,20 @@ async def store_forever(root: Path, start: str) -> None:
             first += 32
 
 
+def fork_stores(root: Path, _: str) -> None:
+    """For each line `START` fork a child that stores from there on until it is killed, and wait for its end."""
+    while line := sys.stdin.readline().strip():
+        child = os.fork()
+        if child == 0:
+            try:
+                asyncio.run(store_forever(root, line))
+            finally:
+                os._exit(1)
+        say(str(child))
+        _, status = os.waitpid(child, 0)
+        say(f"ended {os.WTERMSIG(status) if os.WIFSIGNALED(status) else -1}")
+
+
 async def serve(root: Path, _: str) -> None:
     """Do what the lines say: store A B, load A B, present A B, reset E. Answers with what came of it."""
     async with open_files(options(root, capacity=CAPACITY)) as tier:
@@ -66,8 +80,8 @@ async def serve(root: Path, _: str) -> None:
 
 def main() -> None:
     what, root, argument = sys.argv[1], Path(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else ""
-    if what == "hold":
-        hold(root, argument)
+    if what in ("hold", "fork"):
+        (hold if what == "hold" else fork_stores)(root, argument)
     else:
         asyncio.run({"store": store_forever, "serve": serve}[what](root, argument))
 

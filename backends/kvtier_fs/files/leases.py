@@ -10,8 +10,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-from kvtier_fs.files.folder import open_plain, read_small, write_all
-from kvtier_fs.files.records import decode_lease, encode_lease
+from kvtier_fs.files.folder import open_plain, write_all
+from kvtier_fs.files.records import LEASE_BYTES_MAX, decode_lease, encode_lease
 
 LEASE_NAME = re.compile(r"[0-9a-f]{16}")
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
@@ -103,10 +103,13 @@ class Leases:
         if name == self.name:
             return False
         try:
-            status = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
-            holder = decode_holder(read_small(folder_fd, name))
+            fd = open_plain(folder_fd, name, os.O_RDONLY)
         except FileNotFoundError:
             return True
+        try:
+            status, holder = os.fstat(fd), decode_holder(os.pread(fd, LEASE_BYTES_MAX, 0))
+        finally:
+            os.close(fd)
         ours = self._holder
         if holder is not None and (holder.boot, holder.pid_namespace) == (ours.boot, ours.pid_namespace):
             return _started(holder.pid) != holder.started

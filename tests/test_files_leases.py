@@ -1,0 +1,225 @@
+"""Layout files: what a dead process left behind goes, what a live one writes stays, a kill shows nothing partial."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support_files import account_is_true, accounts, block_files, disk_bytes, open_files, options, temporaries
+from support_files_peer import CAPACITY
+from support_fs import keys
+
+from kvtier.jobs import LOADED
+from kvtier_fs.files.leases import Holder, Leases, this_process
+from kvtier_fs.files.root import FilesSeams
+
+PEER = Path(__file__).with_name("support_files_peer.py")
+ME = this_process()
+
+
+class Clock:
+    """A clock that stands until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def folder(tmp_path):
+    fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    yield fd
+    os.close(fd)
+
+
+def lease(folder: int, number: int, holder: Holder, clock: Clock) -> Leases:
+    """A lease somebody took."""
+    taken = Leases(f"{number:016x}", holder, clock, seconds=60)
+    taken.take(folder)
+    return taken
+
+
+def ended_process() -> int:
+    """The id of a process that has ended."""
+    done = subprocess.Popen([sys.executable, "-c", ""])
+    done.wait()
+    return done.pid
+
+
+def test_processes_of_this_boot_are_asked_for_by_pid_and_start_time(folder):
+    clock = Clock()
+    ours = lease(folder, 1, ME, clock)
+    alive = lease(folder, 2, ME, clock)
+    dead = lease(folder, 3, replace(ME, pid=ended_process()), clock)
+    reused = lease(folder, 4, replace(ME, started=ME.started - 1), clock)
+    assert not ours.expired(folder, ours.name)
+    assert not ours.expired(folder, alive.name)
+    assert ours.expired(folder, dead.name)
+    assert ours.expired(folder, reused.name), "the pid belongs to another process by now"
+    assert ours.expired(folder, "f" * 16), "a lease that is not there"
+    clock.now += 10_000
+    assert not ours.expired(folder, alive.name), "a live process needs no heartbeat here"
+
+
+@pytest.mark.parametrize("elsewhere", [{"boot": "another"}, {"pid_namespace": 1}, {"boot": "another", "host": "b"}])
+def test_other_hosts_and_containers_are_judged_by_their_heartbeat(folder, elsewhere):
+    clock = Clock()
+    ours = lease(folder, 1, ME, clock)
+    other = lease(folder, 2, replace(ME, pid=ended_process(), **elsewhere), clock)
+    assert not ours.expired(folder, other.name)
+    clock.now += 59
+    assert not ours.expired(folder, other.name)
+    other.beat(folder)
+    clock.now += 59
+    assert not ours.expired(folder, other.name), "it beat"
+    clock.now += 59
+    assert not ours.expired(folder, other.name), "seen anew 59 seconds ago"
+    clock.now += 1
+    assert ours.expired(folder, other.name)
+
+
+def test_a_damaged_lease_is_judged_by_its_heartbeat(folder, tmp_path):
+    clock = Clock()
+    ours = lease(folder, 1, ME, clock)
+    for damage in (b"", b"x" * 100, b"KVTIERLE"):
+        (tmp_path / ("a" * 16)).write_bytes(damage)
+        assert not ours.expired(folder, "a" * 16)
+        clock.now += 60
+        assert ours.expired(folder, "a" * 16)
+
+
+def test_a_lease_that_was_swept_while_its_holder_stood_still_is_taken_anew(folder):
+    clock = Clock()
+    ours = lease(folder, 1, ME, clock)
+    slow = lease(folder, 2, replace(ME, boot="another"), clock)
+    assert ours.sweep(folder) == 0
+    clock.now += 60
+    assert ours.sweep(folder) == 1
+    assert ours.expired(folder, slow.name)
+    slow.beat(folder)
+    assert not ours.expired(folder, slow.name)
+
+
+def leave_temporary(root: Path, holder: Holder, number: int) -> Path:
+    """What a process that died in a store leaves behind: a lease and a temporary of full size."""
+    fd = os.open(root / "leases", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        name = lease(fd, number, holder, Clock()).name
+    finally:
+        os.close(fd)
+    left = root / "bucket-00" / f"new-{name}-1"
+    left.write_bytes(bytes(20480))
+    return left
+
+
+async def test_only_the_temporaries_of_dead_processes_are_swept(tmp_path):
+    root = tmp_path / "root"
+    async with open_files(options(root, capacity=2 << 20)) as tier:
+        await tier.store(keys(4))
+        dead = leave_temporary(root, replace(ME, pid=ended_process()), 1)
+        alive = leave_temporary(root, ME, 2)
+        far = leave_temporary(root, replace(ME, boot="another"), 3)
+        orphan = root / "bucket-00" / f"new-{'9' * 16}-1"
+        orphan.write_bytes(b"")
+        small = root / f"new-{'9' * 16}-2"
+        small.write_bytes(b"")
+        await tier.backend.sweep()
+        assert [path.exists() for path in (dead, orphan, small, alive, far)] == [False, False, False, True, True]
+        assert tier.counters["temporary.swept"] == 2
+        assert account_is_true(tier), "the temporaries that stayed count"
+        assert await tier.load(keys(4)) == [LOADED] * 4
+    assert len(os.listdir(root / "leases")) == 2
+
+
+async def test_temporaries_count_until_they_are_swept(tmp_path):
+    root = tmp_path / "root"
+    settings = options(root, capacity=2 << 20)
+    async with open_files(settings) as tier:
+        await tier.store(keys(100))
+        before = await tier.present(keys(100))
+        for number in range(20):
+            leave_temporary(root, ME, number)
+    async with open_files(settings) as tier:
+        await tier.store(keys(30, start=200))
+        assert disk_bytes(root) <= 2 << 20
+        assert await tier.present(keys(100) + keys(30, start=200)) <= before - 19
+
+
+class ForkServer:
+    """Processes that store into a root until they are killed, one after another, without starting Python anew."""
+
+    def __init__(self, root: Path) -> None:
+        command = [sys.executable, str(PEER), "fork", str(root)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def start(self, first: int) -> int:
+        """A new process that stores keys from `first` on. Returns its pid once it has submitted I/O."""
+        self.process.stdin.write(f"{first}\n")
+        self.process.stdin.flush()
+        told = {self.process.stdout.readline().strip() for _ in range(2)}
+        assert "storing" in told, told
+        return int((told - {"storing"}).pop())
+
+    def kill(self, pid: int) -> None:
+        """SIGKILL; returns when the process is gone."""
+        os.kill(pid, signal.SIGKILL)
+        assert self.process.stdout.readline() == "ended 9\n"
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.mark.parametrize("rounds", [10, pytest.param(2000, marks=pytest.mark.long)])
+async def test_kill_9_during_stores_shows_nothing_partial_and_keeps_the_bound(tmp_path, seed, rounds):
+    rng, root = random.Random(seed), tmp_path / "root"
+    root.mkdir(mode=0o700)
+    caught, names = 0, keys(4096)
+    with ForkServer(root) as server:
+        for number in range(rounds):
+            pid = server.start(rng.randrange(4) * 256)
+            deadline = time.perf_counter() + rng.random() * 0.1
+            while time.perf_counter() < deadline:
+                assert disk_bytes(root) <= CAPACITY
+            server.kill(pid)
+            caught += bool(temporaries(root))
+            assert disk_bytes(root) <= CAPACITY
+            async with open_files(options(root, capacity=CAPACITY), rows=32) as tier:
+                await tier.backend.sweep()
+                assert temporaries(root) == [], f"left behind by the process killed in round {number}"
+                there = [key for key in names if tier.path(key).exists()]
+                assert len(there) == len(block_files(root))
+                assert await tier.load(there) == [LOADED] * len(there), f"round {number} shows a partial block"
+                assert {outcome.status for outcome in await tier.store(keys(8, start=4000))} <= {"stored", "present"}
+                stated = accounts(tier)
+                assert all(said >= held for said, held in stated.values()), stated
+            for path in block_files(root)[::2]:
+                path.unlink()  # so that the next round finds room as well as eviction
+    assert caught >= rounds // 4, f"only {caught} of {rounds} kills caught a store in flight"
+    assert len(os.listdir(root / "leases")) == 0
+
+
+async def test_a_heartbeat_is_written_and_the_lease_given_up(tmp_path):
+    root = tmp_path / "root"
+    seams = FilesSeams(lease_seconds=0.006)
+    async with open_files(options(root), seams=seams) as tier:
+        (name,) = os.listdir(root / "leases")
+        first = os.stat(root / "leases" / name).st_mtime_ns
+        os.unlink(root / "leases" / name)
+        await tier.backend._root.call(tier.backend._root.leases.beat, tier.backend._root.folder.leases_fd)
+        assert os.stat(root / "leases" / name).st_mtime_ns >= first
+    assert os.listdir(root / "leases") == []
