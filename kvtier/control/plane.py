@@ -46,10 +46,11 @@ class ControlLimits:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Keys whose presence in the shared tier at `position` is to be looked up."""
+    """Keys whose presence in the shared tier at `position` is to be looked up, in the namespace's `epoch`."""
 
     position: int
     keys: tuple[OffloadKey, ...]
+    epoch: int = 0
 
 
 class ControlPlane:
@@ -211,10 +212,11 @@ class ControlPlane:
             raise UsageError(f"job {job_id} is not under way") from None
 
     def answer(self, question: Question, results: Sequence[LookupResult], now: float) -> None:
-        """A shared tier's answer to a question."""
+        """A shared tier's answer to a question. What was asked before a reset says nothing any more."""
         shared = self.board.lowers[question.position - 1].shared
         assert shared is not None
-        shared.answer(question.keys, results, now)
+        if question.epoch == self.board.epoch:
+            shared.answer(question.keys, results, now)
 
     # -- time ----------------------------------------------------------------------------------------------------
 
@@ -326,7 +328,7 @@ class ControlPlane:
     def take_questions(self) -> list[Question]:
         """Lookups that shared tiers are to answer."""
         return [
-            Question(lower.position, tuple(keys))
+            Question(lower.position, tuple(keys), self.board.epoch)
             for lower in self.board.lowers
             if lower.shared is not None and (keys := lower.shared.take_questions())
         ]

@@ -11,7 +11,8 @@ from kvtier.loadstore import LookupResult
 class SharedTier:
     """What is believed about keys of a shared tier. A hint expires; a key without one is unknown until asked for.
 
-    A question that is not answered by its deadline counts as absent until the hint expires.
+    A key that is not answered for by its deadline counts as absent until that hint expires. The deadline runs from
+    the first question on, however often the backend says RETRY.
     """
 
     def __init__(self, name: str, hint_seconds: float, lookup_timeout_seconds: float, max_hints: int) -> None:
@@ -21,6 +22,7 @@ class SharedTier:
         self.max_hints = max_hints
         self._hints: dict[OffloadKey, tuple[bool, float]] = {}
         self._asked: dict[OffloadKey, float] = {}
+        self._open: dict[OffloadKey, None] = {}
         self._questions: list[OffloadKey] = []
 
     def presence(self, key: OffloadKey, now: float) -> bool | None:
@@ -32,16 +34,25 @@ class SharedTier:
             del self._hints[key]
         deadline = self._asked.get(key)
         if deadline is not None and deadline <= now:
-            del self._asked[key]
+            self._answered(key)
             self.learn(key, False, now)
             return False
         return None
 
     def ask(self, key: OffloadKey, now: float) -> None:
-        """Put a question about an unknown key, once."""
+        """Put a question about an unknown key, unless one is open."""
+        if key in self._open:
+            return
         if key not in self._asked:
+            if len(self._asked) >= self.max_hints:
+                self._answered(next(iter(self._asked)))
             self._asked[key] = now + self.lookup_timeout_seconds
-            self._questions.append(key)
+        self._open[key] = None
+        self._questions.append(key)
+
+    def _answered(self, key: OffloadKey) -> None:
+        self._asked.pop(key, None)
+        self._open.pop(key, None)
 
     def take_questions(self) -> list[OffloadKey]:
         """The keys to look up that were not taken before."""
@@ -49,10 +60,12 @@ class SharedTier:
         return questions
 
     def answer(self, keys: Sequence[OffloadKey], results: Sequence[LookupResult], now: float) -> None:
-        """The backend's answers; RETRY leaves the key unknown."""
+        """The backend's answers; RETRY leaves the key unknown, to be asked for again."""
         for key, result in zip(keys, results, strict=True):
-            self._asked.pop(key, None)
-            if result is not LookupResult.RETRY:
+            if result is LookupResult.RETRY:
+                self._open.pop(key, None)
+            else:
+                self._answered(key)
                 self.learn(key, result is not LookupResult.MISS, now)
 
     def learn(self, key: OffloadKey, present: bool, now: float) -> None:
@@ -67,4 +80,5 @@ class SharedTier:
         """Forget everything."""
         self._hints.clear()
         self._asked.clear()
+        self._open.clear()
         self._questions.clear()
