@@ -180,6 +180,7 @@ class FSBackend(LoadStore):
             notes = [
                 await opening.begin_session(root, session, self._seams.random_bytes),
                 await opening.describe(root, session),
+                await opening.unknown_files(root),
             ]
         except OSError as error:
             raise root.folder.refusal(error) from error

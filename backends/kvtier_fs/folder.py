@@ -79,9 +79,12 @@ class RootFolder:
             raise RootError(self.path, f"cannot be created ({error.strerror}); create it for this user") from error
 
     def _check_folder(self) -> None:
-        mode = os.fstat(self._folder_fd).st_mode
-        if mode & 0o022:
-            raise RootError(self.path, f"others may write into it (mode {mode & 0o7777:04o}); chmod go-w it")
+        status = os.fstat(self._folder_fd)
+        if status.st_mode & 0o022:
+            mode = status.st_mode & 0o7777
+            raise RootError(self.path, f"others may write into it (mode {mode:04o}); chmod go-w it")
+        if status.st_uid not in (os.geteuid(), 0):
+            raise RootError(self.path, f"belongs to another user ({status.st_uid}), who may write into it; chown it")
         system = NETWORK_MAGICS.get(filesystem_magic(self._folder_fd))
         if system is not None and not self._options.allow_network_fs:
             raise RootError(

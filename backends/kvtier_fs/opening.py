@@ -31,6 +31,7 @@ from kvtier_fs.threads import RootThreads
 
 MISSING = "is not there; mount the disk, or create the folder or the one it lies in"
 _FILE_THREADS = 2
+_NAMES_SHOWN, _NAME_SHOWN = 3, 64
 
 T = TypeVar("T")
 
@@ -238,6 +239,16 @@ async def _take_snapshot(root: Root, layout: Layout) -> Snapshot | None:
         return None
     of = SnapshotOf(stored.root_uuid, stored.session, stored.stride)
     return await root.call(decode_snapshot, data, of)
+
+
+async def unknown_files(root: Root) -> str:
+    """A note on what lies in the root and is none of ours, empty if there is nothing. It is never touched."""
+    names = await root.call(root.folder.unknown)
+    if not names:
+        return ""
+    shown = ", ".join(repr(name[:_NAME_SHOWN]) for name in names[:_NAMES_SHOWN])
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return f"{root.path}: holds files of others, which stay and do not count: {shown}{more}"
 
 
 async def describe(root: Root, session: Session) -> str:
