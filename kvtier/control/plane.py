@@ -7,6 +7,7 @@ take what there is to do with `take_jobs`, and what has ended with `take_finishe
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -71,7 +72,7 @@ class ControlPlane:
         self._open_stores: dict[JobId, StoreRequest] = {}
         self._limits = limits
         self._pumped_at = -math.inf
-        self._events: list[OffloadingEvent] = []
+        self._events: deque[OffloadingEvent] = deque()
         self.events_lost = 0
         self._closing = False
         self._collect_changes()
@@ -335,7 +336,8 @@ class ControlPlane:
 
     def take_events(self) -> list[OffloadingEvent]:
         """What became reachable or ceased to be, in order, each once."""
-        events, self._events = self._events, []
+        events = list(self._events)
+        self._events.clear()
         return events
 
     def _collect_changes(self) -> None:
@@ -353,8 +355,7 @@ class ControlPlane:
         if self._limits.events_max and keys:
             self._events.append(OffloadingEvent(tuple(keys), medium, removed))
             if len(self._events) > self._limits.events_max:
-                self.events_lost += len(self._events[0].keys)
-                del self._events[0]
+                self.events_lost += len(self._events.popleft().keys)
 
     # -- figures -------------------------------------------------------------------------------------------------
 
