@@ -1,0 +1,187 @@
+"""Disks that are full: stores are dropped with the reason, loads go on, and all is well once there is room again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from support_fs import Tier, bytes_on_disk, keys, layout, open_tier, options
+
+from kvtier.errors import RootError
+from kvtier.jobs import LOADED, STORED, DropReason, dropped
+from kvtier_fs import FSOptions
+from kvtier_fs.folder import RootFolder
+from kvtier_fs.opening import Seams
+
+MIB = 1 << 20
+FULL = dropped(DropReason.DISK_FULL)
+Disk = Callable[..., Path]
+
+
+@contextmanager
+def mounted(folder: Path, *mkfs: str) -> Iterator[Path]:
+    """An ext4 of 64 MiB on a loop device."""
+    image, mount = folder / "image", folder / "mount"
+    mount.mkdir()
+    with open(image, "wb") as file:
+        file.truncate(64 * MIB)
+    subprocess.run(["mkfs.ext4", "-q", "-m", "0", *mkfs, str(image)], check=True, capture_output=True)
+    done = subprocess.run(["mount", "-o", "loop", str(image), str(mount)], check=False, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no loop device can be mounted here: {done.stderr.strip()}")
+    try:
+        yield mount
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
+
+
+@pytest.fixture
+def disk() -> Iterator[Disk]:
+    """Makes a small disk of its own for the test; more words go to mkfs."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root to mount a small disk")
+    if not shutil.which("mkfs.ext4"):
+        pytest.skip("needs mkfs.ext4")
+    with tempfile.TemporaryDirectory() as name:
+        made = []
+
+        def make(*mkfs: str) -> Path:
+            made.append(mounted(Path(name), *mkfs))
+            return made[-1].__enter__()
+
+        try:
+            yield make
+        finally:
+            for mount in made:
+                mount.__exit__(None, None, None)
+
+
+def free_bytes(mount: Path) -> int:
+    status = os.statvfs(mount)
+    return status.f_bavail * status.f_frsize
+
+
+def fill_up(mount: Path) -> Path:
+    """Take every byte that is left."""
+    ballast = mount / "ballast"
+    fd = os.open(ballast, os.O_WRONLY | os.O_CREAT, 0o600)
+    try:
+        for size in (MIB, 4096, 512):
+            try:
+                while True:
+                    os.write(fd, bytes(size))
+            except OSError:
+                continue
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    return ballast
+
+
+async def store_until_full(tier: Tier, tries: int = 40) -> list[bytes]:
+    """Store in region after region until a whole batch is dropped. Returns what was stored."""
+    stored: list[bytes] = []
+    for number in range(tries):
+        free = sum(1 for _ in tier.free_slots(0))
+        region = max(tier.region_sizes, default=-1) + 1
+        cuts = [tier.cut(region, 0)] if free < 32 and region < tier.space.num_regions else []
+        names = keys(32, start=1000 * (number + 1))
+        outcomes = await tier.store(names, cuts)
+        stored += [key for key, outcome in zip(names, outcomes, strict=True) if outcome == STORED]
+        assert set(outcomes) <= {STORED, FULL}
+        if set(outcomes) == {FULL}:
+            return stored
+    raise AssertionError("the disk never was full")
+
+
+def no_support(path: str, settings: FSOptions) -> RootFolder:
+    folder = RootFolder(path, settings)
+    folder.preallocates = False
+    return folder
+
+
+@pytest.mark.parametrize("seams", [None, Seams(folder=no_support)], ids=["preallocated", "not preallocated"])
+async def test_min_free_bytes_are_kept_and_loads_go_on(disk, seams):
+    mount = disk()
+    settings = options(mount / "root", capacity=256 * MIB, region_bytes="4MiB", min_free_bytes=16 * MIB)
+    async with open_tier(settings, layout(65536), seams=seams) as tier:
+        stored = await store_until_full(tier)
+        # Without preallocation the last region may not have been written to its end when the next was refused.
+        assert 16 * MIB - 64 * 1024 <= free_bytes(mount) < 24 * MIB
+        assert len(stored) > 300
+        assert await tier.load_all(stored) == [LOADED] * len(stored)
+    async with open_tier(settings, layout(65536)) as tier:
+        assert sorted(tier.opened.recovered.keys) == sorted(stored)
+        assert free_bytes(mount) >= 16 * MIB - 64 * 1024
+
+
+@pytest.mark.parametrize("seams", [None, Seams(folder=no_support)], ids=["preallocated", "not preallocated"])
+async def test_a_disk_that_others_fill_drops_stores_until_there_is_room_again(disk, seams):
+    mount = disk()
+    settings = options(mount / "root", capacity=48 * MIB, region_bytes="4MiB")
+    async with open_tier(settings, layout(65536), seams=seams) as tier:
+        names = keys(32)
+        assert await tier.store(names, [tier.cut(0, 0)]) == [STORED] * 32
+        ballast = fill_up(mount)
+        stored = names + await store_until_full(tier)
+        assert await tier.load_all(stored) == [LOADED] * len(stored)
+        ballast.unlink()
+        more = keys(32, start=500)
+        assert await tier.store(more) == [STORED] * 32, "the same regions, once there is room"
+        assert await tier.load(more) == [LOADED] * 32
+    async with open_tier(settings, layout(65536)) as tier:
+        assert sorted(tier.opened.recovered.keys) == sorted([*stored, *more])
+
+
+async def test_a_full_disk_can_be_opened_read_and_closed(disk):
+    mount, names = disk(), keys(32)
+    settings = options(mount / "root", capacity=32 * MIB, region_bytes="4MiB")
+    async with open_tier(settings, layout(65536)) as tier:
+        await tier.store(names, [tier.cut(0, 0)])
+    (mount / "root" / "snapshot").unlink()
+    ballast = fill_up(mount)
+    for _ in range(2):
+        async with open_tier(settings, layout(65536)) as tier:
+            assert list(tier.opened.recovered.keys)[:32] == names
+            assert await tier.load(names) == [LOADED] * 32
+            assert await tier.store(keys(4, start=50)) == [STORED] * 4, "in the region there is"
+            fill_up(mount)
+        assert not (mount / "root" / "snapshot.new").exists()
+    ballast.unlink()
+    async with open_tier(settings, layout(65536)) as tier:
+        assert await tier.load(names) == [LOADED] * 32
+    assert (mount / "root" / "snapshot").exists()
+
+
+async def test_without_room_for_a_new_root_the_error_says_so_and_later_it_works(disk):
+    mount = disk()
+    (mount / "root").mkdir(mode=0o700)
+    ballast = fill_up(mount)
+    with pytest.raises(RootError, match=r"the disk is full|No space left"):
+        async with open_tier(options(mount / "root", capacity=8 * MIB)):
+            pass
+    ballast.unlink()
+    async with open_tier(options(mount / "root", capacity=8 * MIB)) as tier:
+        await tier.store_all(keys(4))
+
+
+async def test_without_inodes_stores_are_dropped_until_there_are_some(disk):
+    mount = disk("-N", "32")
+    async with open_tier(options(mount / "root", capacity=8 * MIB)) as tier:
+        taken = []
+        while os.statvfs(mount).f_favail:
+            taken.append(mount / f"taken-{len(taken)}")
+            taken[-1].touch()
+        assert await tier.store(keys(3), [tier.cut(0, 0)]) == [FULL] * 3
+        taken.pop().unlink()
+        assert await tier.store(keys(3)) == [STORED] * 3
+        assert await tier.load(keys(3)) == [LOADED] * 3
+        assert bytes_on_disk(mount / "root") <= 8 * MIB
+    async with open_tier(options(mount / "root", capacity=8 * MIB)) as tier:
+        assert list(tier.opened.recovered.keys) == keys(3)
