@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from kvtier.config import parse_stack, stack_parts
 from kvtier.config.model import StackConfig
@@ -56,6 +55,8 @@ class Engine:
         for group in layout.groups:
             for ref in group.refs:
                 pages[ref.tensor] = max(pages.get(ref.tensor, 0), ref.page_size_bytes)
+        import torch  # a second that processes without tensors need not spend
+
         gap = 13 if strided else 0
         self.storages = [np.full((num_blocks, pages[i] + gap), JUNK, np.uint8) for i in range(len(pages))]
         self.pages = [storage[:, gap // 2 : gap // 2 + pages[i]] for i, storage in enumerate(self.storages)]

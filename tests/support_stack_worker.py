@@ -23,6 +23,7 @@ from support_stack import Engine, keys, statuses, whole
 from kvtier.config import build_tiers, parse_stack, stack_parts
 from kvtier.geometry import Geometry, GroupKind, GroupLayout, KVLayout, TensorRef
 from kvtier.jobs import GroupTransfer, JobKind
+from kvtier.keys import CPU
 from kvtier.loadstore import TierContext
 from kvtier.namespace import Namespace
 from kvtier.stack import TierStack
@@ -129,8 +130,11 @@ def reply(answer: Any) -> None:
 async def work(role: dict[str, Any]) -> None:
     number = role["worker"]
     engine = Engine(LAYOUT, NUM_BLOCKS, strided=True, worker=number)
+    from kvtier_gpu import GPUBackend, GPUOptions  # brings torch, which the coordinator does without
+
     tiers = build_tiers(parse_stack(role["stack"]))
-    gpu, cpu = tiers[:2]
+    cpu = next(tier for tier in tiers if tier.medium == CPU)
+    gpu = GPUBackend(GPUOptions())
     geometry = Geometry(LAYOUT, await resolve_alignment(tiers))
     context = TierContext("gpu", geometry, Namespace(LAYOUT, model="tp"), time.monotonic, role["engine_id"], number)
     rows = await cpu.join(context)  # type: ignore[attr-defined]

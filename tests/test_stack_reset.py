@@ -158,7 +158,9 @@ async def test_a_reset_at_any_moment_of_loads_and_stores(seed, kind):
                 asyncio.create_task(put(current, rng.sample(names, 6))),
                 asyncio.create_task(get(current, rng.sample(names, 12))),
             ]
-            if rng.random() < 0.7:
+            if rng.random() < 0.3:
+                await asyncio.wait(tasks)
+            elif rng.random() < 0.7:
                 await asyncio.sleep(rng.random() * 0.006)
             await asyncio.gather(*tasks, stack.reset())
             stack.check_integrity()

@@ -18,26 +18,27 @@ from kvtier.geometry import Geometry
 from kvtier.jobs import JobKind
 from kvtier.namespace import Namespace
 from kvtier.stack import StackParts, TierStack
+from kvtier_cpu.rendezvous import Names
 
 BLOCKS = [(0, 0, 20, 0), (1, 0, 12, 40)]
 
 
-def text(root, rows: int = 8) -> str:
+def text(root, rows: int = 8, gpu: str = "") -> str:
     size = rows * Geometry(LAYOUT, 4096).row_bytes
     return f"""
 tiers:
-  - {{type: gpu}}
+  {gpu}
   - {{type: cpu, cpu_bytes_to_use: {size}, huge_pages: false, shared: named}}
   - {{type: fs, roots: [{root}], capacity: 4MiB, min_free_bytes: 0}}
 """
 
 
-@pytest.fixture
-def shm():
-    """Nothing is left in shared memory that was not there before."""
-    before = set(os.listdir("/dev/shm"))
-    yield
-    assert set(os.listdir("/dev/shm")) <= before
+def assert_no_name_is_left(*engine_ids: str) -> None:
+    """Nothing of these engines' regions is left in shared memory."""
+    for engine_id in engine_ids:
+        names = Names.of("/dev/shm", engine_id)
+        assert not os.path.exists(names.rows)
+        assert not os.path.exists(names.control)
 
 
 class Session:
@@ -65,7 +66,7 @@ class Session:
             process.shut()
 
 
-def test_two_workers_store_demote_stop_start_promote_and_load(tmp_path, shm):
+def test_two_workers_store_demote_stop_start_promote_and_load(tmp_path):
     stack = text(tmp_path / "r")
     first = Session(stack)
     try:
@@ -92,10 +93,12 @@ def test_two_workers_store_demote_stop_start_promote_and_load(tmp_path, shm):
         assert [worker.wait() for worker in second.workers] == [0, 0], "workers end when the coordinator is gone"
     finally:
         second.kill()
+    assert_no_name_is_left(first.engine_id, second.engine_id)
 
 
-async def test_a_killed_worker_turns_loads_and_stores_into_failures(tmp_path, shm):
-    engine_id, stack_text = f"test-{secrets.token_hex(8)}", text(tmp_path / "r", rows=64)
+async def test_a_killed_worker_turns_loads_and_stores_into_failures(tmp_path):
+    engine_id = f"test-{secrets.token_hex(8)}"
+    stack_text = text(tmp_path / "r", 64, "- {type: gpu}  # the workers have it")
     started = [start_worker(number, stack_text, engine_id) for number in range(2)]
     workers = [process for process, _ in started]
     try:
@@ -120,9 +123,10 @@ async def test_a_killed_worker_turns_loads_and_stores_into_failures(tmp_path, sh
             if worker.process.poll() is None:
                 worker.kill()
             worker.shut()
+    assert_no_name_is_left(engine_id)
 
 
-async def test_an_error_at_opening_hangs_up_on_the_workers(tmp_path, shm):
+async def test_an_error_at_opening_hangs_up_on_the_workers(tmp_path):
     pairs = [socket.socketpair() for _ in range(2)]
     engine_id = f"test-{secrets.token_hex(8)}"
     parts = parts_of(text(tmp_path / "no" / "such" / "r"), engine_id, [ours for ours, _ in pairs])
@@ -132,9 +136,10 @@ async def test_an_error_at_opening_hangs_up_on_the_workers(tmp_path, shm):
     with pytest.raises(ResourceError, match="worker 0 did not answer"):
         await TierStack(parts).open()
     assert all(ours.fileno() == -1 for ours, _ in pairs)
+    assert_no_name_is_left(engine_id)
 
 
-async def test_the_workers_must_be_as_many_as_the_layout_says(tmp_path, shm):
+async def test_the_workers_must_be_as_many_as_the_layout_says(tmp_path):
     one, other = socket.socketpair()
     with other:
         with pytest.raises(UsageError, match="2 workers, but 1"):
