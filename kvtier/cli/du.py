@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from kvtier.cli.replay import OneLineErrors
+from kvtier.cli.failing import OneLineErrors
 from kvtier.cli.stores import (
     about_json,
     json_option,

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from kvtier.cli.replay import OneLineErrors
+from kvtier.cli.failing import OneLineErrors
 from kvtier.cli.stores import about_json, json_option, print_columns, print_json, progress, root_argument, store_at
 from kvtier.cli.text import count_text, size_text
 from kvtier.inspection import Access, Checked, Finding, FindingKind, StoreAbout

@@ -7,10 +7,9 @@ from typing import Any
 
 import click
 
-from kvtier.cli.replay import OneLineErrors
+from kvtier.cli.failing import OneLineErrors, fail
 from kvtier.cli.stores import (
     about_json,
-    fail,
     json_option,
     print_columns,
     print_json,

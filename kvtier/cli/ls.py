@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from kvtier.cli.replay import OneLineErrors
+from kvtier.cli.failing import OneLineErrors
 from kvtier.cli.stores import about_json, json_option, note_owner, progress, root_argument, store_at
 from kvtier.cli.text import size_text
 from kvtier.inspection import Access, BlockState, Inspection, StoredBlock

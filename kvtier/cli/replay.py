@@ -8,12 +8,13 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from kvtier.cli.failing import OneLineErrors, fail
 from kvtier.errors import ConfigError, IntegrityError, KVTierError
 from kvtier.options import parse_size
 from kvtier.replay.report import ReplayReport
@@ -21,18 +22,6 @@ from kvtier.replay.run import Replay
 from kvtier.replay.setup import ReplayOptions
 
 INTERRUPTED = 130
-
-
-class OneLineErrors(click.Command):
-    """A command whose usage errors are one line each, like all its other errors."""
-
-    def make_context(
-        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
-    ) -> click.Context:
-        try:
-            return super().make_context(info_name, args, parent, **extra)
-        except click.UsageError as error:
-            _fail(" ".join(error.format_message().split()))
 
 
 def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
@@ -101,7 +90,7 @@ def replay(json_file: Path | None, **asked: Any) -> None:
     except IntegrityError:
         raise
     except KVTierError as error:
-        _fail(str(error))
+        fail(str(error))
     except KeyboardInterrupt:
         click.echo("interrupted; temporary storage is removed", err=True)
         raise click.exceptions.Exit(INTERRUPTED) from None
@@ -161,11 +150,4 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text)
     except OSError as error:
-        _fail(str(ConfigError(f"cannot write {os.fspath(path)}: {error.strerror}", "--json")))
-
-
-def _fail(message: str) -> NoReturn:
-    """Each line of the message as an error, and exit code 2."""
-    for line in message.splitlines():
-        click.echo(f"error: {line}", err=True)
-    raise click.exceptions.Exit(2)
+        fail(str(ConfigError(f"cannot write {os.fspath(path)}: {error.strerror}", "--json")))

@@ -6,17 +6,17 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from kvtier.cli.failing import fail
 from kvtier.errors import KVTierError
 from kvtier.inspection import Access, Inspection, StoreAbout, find_store
 from kvtier.registry import discover
 
-CANNOT = 2
 """Exit status of a tool that could not do what it was asked to."""
 
 JSON_VERSION = 1
@@ -37,13 +37,6 @@ def store_at(root: str, access: Access) -> Iterator[Inspection]:
             store.close()
     except KVTierError as error:
         fail(str(error))
-
-
-def fail(message: str) -> NoReturn:
-    """Each line of a message as an error, and exit status 2."""
-    for line in message.splitlines():
-        click.echo(f"error: {line}", err=True)
-    raise click.exceptions.Exit(CANNOT) from None
 
 
 def note_owner(about: StoreAbout) -> None:
