@@ -99,9 +99,8 @@ def run_elsewhere(seed: int, hash_seed: str) -> tuple[str, str]:
     code = f"import {here.stem} as t; print(t.digest(t.trace({seed})), hash('a'))"
     paths = [str(here.parent), str(here.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd=here.parents[1], capture_output=True, text=True, timeout=120
-    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     told, hashed = done.stdout.split()
     return told, hashed
