@@ -303,6 +303,11 @@ class World:
         for position in range(1, len(self.names)):
             held, most = self.held_below(position), max(1, self.plane.board.num_rows // 4)
             assert held <= most, f"transfers of {self.names[position]} hold {held} rows, more than {most}"
+            lower = self.plane.board.lowers[position - 1]
+            late = sum(e.job.num_blocks for e in self.late.values() if e.position == position)
+            assert (lower.rows_held, lower.rows_stuck) == (held, late)
+        duty = self.plane._demotions.duty
+        assert self.plane.owed == len(duty) - duty.count(0)
         self.plane.check_integrity()
 
 

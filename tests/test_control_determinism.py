@@ -49,7 +49,7 @@ def describe(emission) -> str:
 
 
 def trace(seed: int, steps: int = 300) -> list[str]:
-    """Everything a plane with four tiers says to a random engine on random disks."""
+    """Everything a plane with three tiers says to a random engine on random disks."""
     rng = random.Random(seed)
     policy = rng.choice(["lru", "arc"])
     lowers = [

@@ -9,7 +9,7 @@ import pytest
 from support_control import World, below, cpu_plan, fs_plan, key, shared_plan
 
 from kvtier.control.slots import FREE, QUARANTINED, READY
-from kvtier.jobs import DropReason, JobKind
+from kvtier.jobs import LOADED, DropReason, JobKind, JobResult
 from kvtier.keys import RequestId
 from kvtier.loadstore import LookupResult
 
@@ -172,6 +172,17 @@ def test_blocks_that_a_load_had_already_are_not_taken_for_valid_after_a_reset():
     reset(world)
     world.run_all()
     assert world.statuses(job) == ["cancelled", "cancelled"]
+
+
+def test_a_load_that_ended_but_was_not_told_yet_is_not_taken_for_valid_after_a_reset():
+    world = below(1)
+    job = world.load(1000)
+    (copy,) = world.running
+    world.plane.finish(JobResult.uniform(world.running.pop(copy).job, LOADED), world.now)
+    world.watch.done(copy)
+    world.plane.pump(world.now)
+    reset(world)
+    assert world.statuses(job) == ["cancelled"]
 
 
 @pytest.mark.parametrize("landed", [True, False])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvtier.control.board import Board, Emission, InFlight, TierCounters, TierPlan
 from kvtier.control.claims import Claims
@@ -21,7 +21,7 @@ from kvtier.control.slots import READY
 from kvtier.control.stores import StoreRequest, Stores
 from kvtier.errors import UsageError
 from kvtier.events import OffloadingEvent
-from kvtier.jobs import CANCELLED, BlockOutcome, DropReason, JobKind, JobResult, TransferJob, dropped
+from kvtier.jobs import CANCELLED, LOADED, BlockOutcome, DropReason, JobKind, JobResult, TransferJob, dropped
 from kvtier.jobs import LATE as LATE_OUTCOME
 from kvtier.keys import JobId, Medium, OffloadKey, RequestId
 from kvtier.loadstore import LookupResult
@@ -273,7 +273,7 @@ class ControlPlane:
         """New weights: nothing from before is reachable in any tier from here on. Returns the new epoch.
 
         Slots with transfers under way are quarantined until those have ended; waiting stores are dropped and waiting
-        loads cancelled.
+        loads cancelled, loads that ended but were not taken yet included.
         """
         self.board.epoch += 1
         for store in self._open_stores.values():
@@ -281,6 +281,7 @@ class ControlPlane:
         for load in self._open_loads.values():
             load.stop(CANCELLED)
             load.disown()
+        self.board.finished = [_disowned(result) for result in self.board.finished]
         self._reservations.reset()
         self._claims.drop_reservations()
         self._demotions.reset()
@@ -383,3 +384,11 @@ class ControlPlane:
         for lower in self.board.lowers:
             if lower.owned is not None:
                 lower.owned.check()
+
+
+def _disowned(result: JobResult) -> JobResult:
+    """A result that a reset overtook: what was loaded before it must not be taken for valid."""
+    outcomes = tuple(
+        tuple(CANCELLED if outcome is LOADED else outcome for outcome in group) for group in result.outcomes
+    )
+    return replace(result, outcomes=outcomes)
