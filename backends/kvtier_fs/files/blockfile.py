@@ -156,12 +156,12 @@ def publish(folder: TreeFolder, wanted: Wanted, temporary: Temporary, now: float
 
     Raises OSError, having removed the temporary. The file is closed in any case.
     """
-    bucket = folder.bucket(wanted.place.bucket)
     try:
         try:
             os.utime(temporary.fd, (now, now))
         finally:
             os.close(temporary.fd)  # network file systems send the last bytes now, and say here if they could not
+        bucket = folder.bucket(wanted.place.bucket)
         with folder.leaf(wanted.place.bucket, wanted.place.leaf) as leaf:
             there = header_now(leaf, wanted)
             if isinstance(there, SlotHeader) and there.epoch >= wanted.header.epoch:
@@ -170,16 +170,15 @@ def publish(folder: TreeFolder, wanted: Wanted, temporary: Temporary, now: float
             os.rename(temporary.name, wanted.place.name, src_dir_fd=bucket, dst_dir_fd=leaf)
     except OSError:
         with suppress(OSError):
-            os.unlink(temporary.name, dir_fd=bucket)
+            os.unlink(temporary.name, dir_fd=folder.bucket(wanted.place.bucket))
         raise
     return True
 
 
 def discard(folder: TreeFolder, wanted: Wanted, temporary: Temporary) -> None:
     """Close and remove a temporary that will not be published. Raises OSError."""
-    bucket = folder.bucket(wanted.place.bucket)
     try:
         os.close(temporary.fd)
     finally:
         with suppress(FileNotFoundError):
-            os.unlink(temporary.name, dir_fd=bucket)
+            os.unlink(temporary.name, dir_fd=folder.bucket(wanted.place.bucket))

@@ -105,12 +105,21 @@ class Bucket:
                 if not attempt:
                     used = self._evict(used, used - need)
                 continue
-            charged = max(need, occupied(os.fstat(fd)))
-            if charged > need:  # the file system needs blocks of its own for this file
-                used = self._evict(used, self._rules.budget_bytes - charged)
-                self._write(used + charged)
-            return Temporary(name, fd, charged)
+            try:
+                return Temporary(name, fd, self._charge(fd, used, need))
+            except OSError:
+                os.close(fd)
+                os.unlink(name, dir_fd=self._folder.bucket(self._number))
+                raise
         return DropReason.DISK_FULL
+
+    def _charge(self, fd: int, used: int, need: int) -> int:
+        """What a new file really takes, charged: file systems may need blocks of their own for it."""
+        charged = max(need, occupied(os.fstat(fd)))
+        if charged > need:
+            used = self._evict(used, self._rules.budget_bytes - charged)
+            self._write(used + charged)
+        return charged
 
     def _create(self, name: str, file_bytes: int) -> int:
         folder = self._folder.bucket(self._number)

@@ -85,7 +85,11 @@ def make_folder(folder_fd: int, name: str) -> int:
     with suppress(FileExistsError):
         os.mkdir(name, 0o700, dir_fd=folder_fd)
     fd = os.open(name, _FOLDER, dir_fd=folder_fd)
-    os.fchmod(fd, 0o700)
+    try:
+        os.fchmod(fd, 0o700)
+    except OSError:
+        os.close(fd)
+        raise
     return fd
 
 
