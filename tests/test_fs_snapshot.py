@@ -211,6 +211,8 @@ async def stale_rounds(root: Path, rounds: int, rng: random.Random) -> int:
     compared = 0
     for number in range(rounds):
         async with open_tier(options(root)) as tier:
+            if sum(1 for _ in tier.free_slots(0)) < 8 and len(tier.region_sizes) == tier.space.num_regions:
+                tier.directory.clear()
             await tier.store_all(keys(8, start=1000 * number))
         old = (root / "snapshot").read_bytes()
         command = [sys.executable, "-c", WRITER, str(root), os.path.dirname(__file__), str(1000 * number + 500)]
