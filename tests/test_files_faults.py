@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import threading
 import time
 
 import pytest
@@ -29,6 +30,7 @@ from kvtier.jobs import (
     failed,
 )
 from kvtier.keys import GroupIndex, JobId, make_key
+from kvtier_fs.files.folder import TreeFolder
 from kvtier_fs.files.root import FilesSeams
 from kvtier_fs.io.contract import IOKind
 
@@ -194,6 +196,45 @@ async def test_close_reports_what_is_stuck_and_ends_at_its_deadline(tmp_path):
         await tier.backend.close()
         assert tier.counters["close.stuck"] == 0
         assert block_files(tmp_path) + temporaries(tmp_path) == [], "a job that was told late leaves nothing"
+
+
+class FrozenFolder(TreeFolder):
+    """A root whose file system stands still until `thawed` is set: whoever asks for an epoch waits."""
+
+    def __init__(self, path, options) -> None:
+        super().__init__(path, options)
+        self.thawed = threading.Event()
+        self.thawed.set()
+
+    def epoch(self, namespace):
+        self.thawed.wait()
+        return super().epoch(namespace)
+
+    def leave(self):
+        self.thawed.wait()
+        super().leave()
+
+
+async def test_a_frozen_file_system_costs_jobs_at_their_deadline_and_close_at_its_own(tmp_path):
+    names = keys(4)
+    settings = options(tmp_path / "root", close_timeout_seconds=0.1, io_threads=2)
+    async with open_files(settings, seams=FilesSeams(folder=FrozenFolder)) as tier:
+        assert await tier.store(names) == [STORED] * 4
+        frozen = tier.backend._root.folder
+        frozen.thawed.clear()
+        try:
+            for kind in (JobKind.LOAD, JobKind.STORE, JobKind.LOAD):
+                job = tier.job(kind, names, time.monotonic() + 0.05)
+                move = tier.backend.load if kind is JobKind.LOAD else tier.backend.store
+                assert flat(await move(job)) == [LATE] * 4
+            await tier.backend.close()
+            assert tier.counters["close.stuck"] > 0
+        finally:
+            frozen.thawed.set()
+        await tier.backend.close()
+        assert tier.counters["close.stuck"] == 0
+    assert len(block_files(tmp_path)) == 4
+    assert temporaries(tmp_path) == []
 
 
 async def test_a_full_disk_drops_stores_and_goes_on_loading(tmp_path):

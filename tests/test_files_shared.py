@@ -99,7 +99,7 @@ def wait_for_files(root: Path, count: int) -> None:
     raise AssertionError(f"{len(block_files(root))} blocks, not {count}")
 
 
-@pytest.mark.parametrize("rounds", [40, pytest.param(5000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("rounds", [25, pytest.param(5000, marks=pytest.mark.long)])
 def test_two_processes_evicting_at_once_keep_the_bound_and_every_byte(tmp_path, seed, rounds):
     root, highest = tmp_path / "root", 0
     ended = threading.Event()

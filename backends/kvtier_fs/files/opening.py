@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from kvtier.errors import GeometryError, RootError
+from kvtier.errors import GeometryError, ResourceError, RootError
 from kvtier.geometry import Geometry, round_up
 from kvtier_fs.files.folder import Busy
 from kvtier_fs.files.leases import Leases
@@ -133,7 +133,12 @@ async def start_engine(root: SharedRoot, options: FSOptions) -> tuple[IOEngine, 
     if name != "io_uring":
         return ThreadsEngine(loop, root.io_threads, options.io_threads), note
     engine = UringEngine(loop, options.io_depth)
-    engine.open()
+    try:
+        engine.open()
+    except ResourceError as error:
+        if options.io_engine == "io_uring":
+            raise
+        return ThreadsEngine(loop, root.io_threads, options.io_threads), f"{error}; threads serve instead"
     return engine, note
 
 
@@ -143,10 +148,14 @@ def make_root(options: FSOptions, seams: FilesSeams, counters: Counter[str]) -> 
 
 
 async def leave(root: SharedRoot, timeout_seconds: float) -> int:
-    """Give the lease up, close everything, end the threads. Returns how many threads are stuck."""
-    if root.leased:
-        with suppress(OSError):
-            await root.call(root.leases.release, root.folder.leases_fd)
-    await root.call(root.folder.leave)
+    """Give the lease up, close everything, end the threads. Returns how many of them are stuck, at the deadline."""
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            if root.leased:
+                with suppress(OSError):
+                    await root.call(root.leases.release, root.folder.leases_fd)
+            await root.call(root.folder.leave)
+    except TimeoutError:
+        return 1  # every thread is stuck in a file call
     stuck = await root.io_threads.close(timeout_seconds)
     return stuck + await root.files.close(timeout_seconds)
