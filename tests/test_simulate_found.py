@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import shutil
 
+import pytest
+from support_fs import keys as fs_keys
+from support_fs import open_tier, options
 from support_stack import PLAIN, Engine, keys, opened, parts_of, stack_file, store, whole
 from support_stack_tiers import LOAD, STORE, MemoryTier, backends
+
+from kvtier.errors import RootError
+from kvtier.jobs import DropReason, dropped
+from kvtier_fs.folder import RootFolder
+from kvtier_fs.opening import Seams
 
 
 def over_memory(engine: Engine, rows: int, **options: object):
@@ -54,3 +64,33 @@ async def test_a_load_cancelled_while_the_stack_closes_leaves_no_error_behind():
     del loading
     await asyncio.sleep(0)
     assert not unseen
+
+
+async def test_nothing_is_written_for_an_epoch_that_is_not_durable(tmp_path):
+    """A reset that failed left blocks of its epoch on disk; the next process gave that epoch out again."""
+    broken = False
+
+    class Folder(RootFolder):
+        def write_superblock(self, copy: bytes) -> None:
+            if broken:
+                raise OSError(errno.EIO, "broken")
+            super().write_superblock(copy)
+
+    names = fs_keys(4)
+    async with open_tier(options(tmp_path / "root"), seams=Seams(folder=Folder)) as tier:
+        await tier.store_all(names[:2])
+        broken = True
+        with pytest.raises(RootError):
+            await tier.backend.reset(1)
+        tier.epoch = 1
+        assert await tier.store(names[2:]) == [dropped(DropReason.RESET)] * 2
+        shutil.copytree(tmp_path / "root", tmp_path / "killed")
+        broken = False
+        await tier.backend.reset(1)
+        assert all(outcome.ok for outcome in await tier.store(names[2:])), "a reset that holds ends it"
+    async with open_tier(options(tmp_path / "killed")) as tier:
+        assert tier.epoch == 0
+        await tier.backend.reset(1)
+        shutil.copytree(tmp_path / "killed", tmp_path / "killed again")
+    async with open_tier(options(tmp_path / "killed again")) as tier:
+        assert (tier.epoch, list(tier.opened.recovered.keys)) == (1, [])

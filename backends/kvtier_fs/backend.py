@@ -317,6 +317,7 @@ class FSBackend(LoadStore):
         places = group.slots[positions].tolist(), group.staging[positions].tolist()
         generations = group.generations[positions].tolist()
         region, refused, state = -1, None, RegionState()
+        ahead = storing and not root.takes_epoch(self._namespace, run.job.epoch)
         for position, slot, row, generation in zip(positions.tolist(), *places, generations, strict=True):
             key = group.keys[position]
             numbered, index = divmod(slot, self._slots_per_region)
@@ -324,6 +325,7 @@ class FSBackend(LoadStore):
                 region = numbered - root.first_region
                 state = root.regions[region]
                 refused = self._refuse_region(root, region, run.kind, slot_bytes)
+                refused = dropped(DropReason.RESET) if ahead else refused
             outcome = refused or self._refuse_block(root, index, slot_bytes, key)
             if outcome is not None:
                 run.end(number, position, outcome)

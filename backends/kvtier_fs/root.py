@@ -63,6 +63,7 @@ class Root:
         self._cutting: dict[int, asyncio.Task[None]] = {}
         self._superblock_lock = asyncio.Lock()
         self._sequence = 0
+        self._durable: Superblock | None = None
 
     @property
     def path(self) -> str:
@@ -110,7 +111,11 @@ class Root:
             await self.call(self.folder.write_superblock, encode_superblock(block))
         except OSError as error:
             raise RootError(self.path, f"the superblock cannot be written ({error.strerror})") from error
-        self.superblock = block
+        self.superblock = self._durable = block
+
+    def takes_epoch(self, namespace: bytes, epoch: int) -> bool:
+        """True if the disk knows of a namespace's epoch, so that after a crash no other reset is given it again."""
+        return self._durable is not None and self._durable.epoch(namespace) >= epoch
 
     async def write_snapshot(self, limit: int) -> None:
         """Write down what the slots hold, for the next open. Raises OSError (EFBIG if it is over `limit` bytes)."""
