@@ -159,6 +159,19 @@ async def test_a_full_disk_can_be_opened_read_and_closed(disk):
     assert (mount / "root" / "snapshot").exists()
 
 
+async def test_a_full_disk_is_still_read_past_the_page_cache(disk):
+    mount, names = disk(), keys(8)
+    settings = options(mount / "root", capacity=8 * MIB, direct="auto")
+    async with open_tier(settings) as tier:
+        if not tier.opened.mode.endswith("direct"):
+            pytest.skip("this loop device buffers direct I/O")
+        await tier.store_all(names)
+    fill_up(mount)
+    async with open_tier(options(mount / "root", capacity=8 * MIB, direct="required")) as tier:
+        assert tier.opened.mode.endswith("direct")
+        assert await tier.load(names) == [LOADED] * 8
+
+
 async def test_without_room_for_a_new_root_the_error_says_so_and_later_it_works(disk):
     mount = disk()
     (mount / "root").mkdir(mode=0o700)

@@ -65,7 +65,13 @@ def _try_out(fd: int) -> DirectProbe:
     alignment = max(mmap.PAGESIZE, stated.memory, stated.offset)
     written, read = HeaderPages(2, alignment).pages
     written[:] = b"k" * alignment
-    moved = os.pwritev(fd, [written], 0), os.preadv(fd, [read], 0)
+    try:
+        moved = os.pwritev(fd, [written], 0), os.preadv(fd, [read], 0)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        # A full disk must not change how a tier does its I/O: the kernel's word has to do.
+        return DirectProbe(True, alignment, max(512, stated.offset))
     if moved != (alignment, alignment) or written != read:
         return DirectProbe(False, reason="a direct write did not come back whole")
     return DirectProbe(True, alignment, max(512, stated.offset))
