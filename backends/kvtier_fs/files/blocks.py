@@ -188,7 +188,7 @@ class BlockSteps:
             if error:
                 return MISSING if error in GONE else failed(error)
             checked = await self._root.call(check_block, page, block.payload, block.wanted)
-            if not isinstance(checked.found, Mismatch):
+            if not isinstance(checked.found, Mismatch) and not block.let_down:
                 self._set_checksum(block.row, checked.found)
         finally:
             gate.pages.release(number)
