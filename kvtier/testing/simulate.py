@@ -12,6 +12,7 @@ import time
 
 import click
 
+from kvtier.registry import discover
 from kvtier.testing.world.scenario import Outcome, run_seed
 
 
@@ -23,11 +24,12 @@ from kvtier.testing.world.scenario import Outcome, run_seed
 @click.option("--json", "as_json", is_flag=True, help="One JSON object for each broken seed, and one at the end.")
 def simulate(seeds: int, start: int, single: int | None, with_trace: bool, as_json: bool) -> None:
     """Run seeded simulations of the whole stack over simulated disks that fail, lie and crash."""
+    backend = discover().get("fs")
     chosen = range(start, start + seeds) if single is None else range(single, single + 1)
     began = time.perf_counter()
     broken = loaded = crashes = 0
     for seed in chosen:
-        outcome = run_seed(seed)
+        outcome = run_seed(seed, backend)
         loaded += outcome.loaded
         crashes += outcome.crashes
         broken += bool(outcome.violations)

@@ -12,30 +12,35 @@ BLOCK_BYTES = 4096
 class DiskFile:
     """One file: what reads see, what earlier contents may survive a power loss, which sectors are misplaced.
 
-    `undo[s]` are the contents of sector s since the last flush, oldest first. A sector in `misplaced` was written by
-    a write that was meant for another place.
+    `undo[s]` are the contents of sector s since the last flush, oldest first. `misplaced[s]` is where the write was
+    meant to go that put there what sector s holds, as (file, sector).
     """
 
     def __init__(self) -> None:
         self.data = bytearray()
         self.undo: dict[int, list[bytes]] = {}
         self.blocks: set[int] = set()
-        self.misplaced: set[int] = set()
+        self.misplaced: dict[int, tuple[DiskFile, int]] = {}
         self.mode = 0o600
         self.owner = 0
 
-    def write(self, offset: int, data: bytes | memoryview, misplaced: bool = False) -> None:
-        """Change bytes in place, growing the file; what was there may come back at a power loss."""
+    def write(self, offset: int, data: bytes | memoryview, meant: tuple[DiskFile, int] | None = None) -> None:
+        """Change bytes in place, growing the file; what was there may come back at a power loss.
+
+        `meant` is the (file, offset) that a misplaced write was to go to.
+        """
         end = offset + len(data)
         self.grow(end)
         sectors = range(offset // SECTOR_BYTES, -(-end // SECTOR_BYTES))
         for sector in sectors:
             at = sector * SECTOR_BYTES
             self.undo.setdefault(sector, []).append(bytes(self.data[at : at + SECTOR_BYTES]))
-        if misplaced:
-            self.misplaced.update(sectors)
+        if meant is not None:
+            for sector in sectors:
+                self.misplaced[sector] = meant[0], meant[1] // SECTOR_BYTES + sector - sectors.start
         elif self.misplaced:
-            self.misplaced.difference_update(sectors)
+            for sector in sectors:
+                self.misplaced.pop(sector, None)
         self.data[offset:end] = data
         self.blocks.update(range(offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)))
 
@@ -55,7 +60,11 @@ class DiskFile:
         last = -(-length // SECTOR_BYTES)
         self.undo = {sector: old for sector, old in self.undo.items() if sector < last}
         self.blocks = {block for block in self.blocks if block < -(-length // BLOCK_BYTES)}
-        self.misplaced = {sector for sector in self.misplaced if sector < last}
+        self.misplaced = {sector: meant for sector, meant in self.misplaced.items() if sector < last}
+
+    def meant_for(self, sector: int) -> tuple[DiskFile, int]:
+        """The place that what a sector holds was written for."""
+        return self.misplaced.get(sector, (self, sector))
 
     def flush(self) -> None:
         """What was written is durable."""
@@ -69,7 +78,7 @@ class DiskFile:
                 at = sector * SECTOR_BYTES
                 survivor = old[0] if dice.random() < 0.7 else dice.choice(old)
                 self.data[at : at + SECTOR_BYTES] = survivor.ljust(len(self.data[at : at + SECTOR_BYTES]), b"\0")
-                self.misplaced.discard(sector)
+                self.misplaced.pop(sector, None)
         self.undo.clear()
 
 
@@ -105,8 +114,8 @@ class Folder:
         self.flush()
 
 
-Landing = tuple[DiskFile, int, bytes, bool]
-"""A write of a dead process that has yet to land: file, offset, bytes, whether it is misplaced."""
+Landing = tuple[DiskFile, int, bytes, tuple[DiskFile, int] | None]
+"""A write of a dead process that has yet to land: file, offset, bytes, where it was meant to go if elsewhere."""
 
 
 class Disks:
@@ -136,9 +145,9 @@ class Disks:
     def _land(self, orphan: Landing) -> None:
         if any(orphan is other for other in self.orphans):
             self.orphans = [other for other in self.orphans if other is not orphan]
-            file, offset, data, misplaced = orphan
+            file, offset, data, meant = orphan
             if offset + len(data) <= len(file.data):
-                file.write(offset, data, misplaced)
+                file.write(offset, data, meant)
 
     def over_bound(self) -> str:
         """Which folder takes more than it may; empty if none does."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvtier.testing.world.disk import SECTOR_BYTES, DiskFile, Folder
+from kvtier.testing.world.disk import SECTOR_BYTES, DiskFile, Folder, Landing
 from kvtier.testing.world.system import System
 from kvtier.testing.world.watch import Watch
 
@@ -42,10 +42,14 @@ _ERRORS = (errno.EIO, errno.EIO, errno.EAGAIN, errno.EINTR, errno.ENOMEM)
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A request under way: where it really goes, how much of it, and which sectors have landed."""
+    """A request under way: where it really goes, how much of it, and which sectors have landed.
+
+    `aim` is the file it was meant for; `foreign`: what it read first was written for another place.
+    """
 
     request: Request
     reading: bool
+    aim: DiskFile
     file: DiskFile
     offset: int
     length: int
@@ -53,7 +57,11 @@ class Flight:
     fate: Fate
     row: int
     landed: set[int] = field(default_factory=set)
-    sources: set[int] = field(default_factory=set)
+    foreign: bool = False
+
+    def meant(self, first: int) -> tuple[DiskFile, int] | None:
+        """Where the bytes from `first` on were to be written, if that is not where they go."""
+        return (self.aim, self.request.offset + first) if self.fate is Fate.MISPLACED else None
 
     @property
     def sectors(self) -> range:
@@ -112,9 +120,8 @@ class SimulatedEngine:
         file = self._system.file(request.fd)
         reading = request.kind.value == "read"
         fate = self._draw(reading)
-        flight = Flight(
-            request, reading, file, request.offset, request.length, request.length, fate, self._row(request)
-        )
+        at, length = request.offset, request.length
+        flight = Flight(request, reading, file, file, at, length, length, fate, self._row(request))
         dice = self._system.dice
         if fate is Fate.FAILED:
             flight.result = -(dice.choice(_ERRORS) if reading or dice.random() < 0.7 else errno.ENOSPC)
@@ -167,11 +174,12 @@ class SimulatedEngine:
             if flight.reading:
                 at = flight.offset + first
                 _scatter(flight.request.buffers, first, memoryview(flight.file.data)[at : at + last - first])
-                sectors_read = range(at // SECTOR_BYTES, -(-(at + last - first) // SECTOR_BYTES))
-                flight.sources.update(flight.file.misplaced.intersection(sectors_read))
+                if not first:
+                    meant = flight.file.meant_for(at // SECTOR_BYTES)
+                    flight.foreign = meant != (flight.aim, flight.request.offset // SECTOR_BYTES)
             else:
                 data = _gather(flight.request.buffers, first, last)
-                flight.file.write(flight.offset + first, data, flight.fate is Fate.MISPLACED)
+                flight.file.write(flight.offset + first, data, flight.meant(first))
 
     def _arrive(self, flight: Flight) -> None:
         """The request ends: all of it has landed now, but for what failed."""
@@ -189,14 +197,13 @@ class SimulatedEngine:
             f"{self._folder.path} {'read' if flight.reading else 'write'} at {request.offset} of {request.length}, "
             f"row {flight.row}: {flight.fate} {flight.result}"
         )
-        header_foreign = flight.fate is Fate.MISPLACED or flight.offset // SECTOR_BYTES in flight.sources
         if flight.row >= 0 and flight.result > 0:
-            self._watch.moved(flight.reading, flight.row, flight.result, flight.reading and header_foreign)
+            self._watch.moved(flight.reading, flight.row, flight.result, flight.foreign)
         request.done(request, flight.result)
         if not self._flights:
             self._idle.set()
 
-    def orphans(self) -> list[tuple[DiskFile, int, bytes, bool]]:
+    def orphans(self) -> list[Landing]:
         """What the process's writes have yet to land, as its memory is at its death, in pieces of random sectors."""
         landings = []
         for flight in self._flights:
@@ -208,8 +215,8 @@ class SimulatedEngine:
                 cut = self._system.dice.randrange(0, len(data), SECTOR_BYTES)
                 for piece_start, piece in ((0, data[:cut]), (cut, data[cut:])):
                     if piece:
-                        at = flight.offset + first + piece_start
-                        landings.append((flight.file, at, piece, flight.fate is Fate.MISPLACED))
+                        at = first + piece_start
+                        landings.append((flight.file, flight.offset + at, piece, flight.meant(at)))
         return landings
 
     def land_before_power_fails(self) -> None:

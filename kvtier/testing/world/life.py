@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -42,6 +42,7 @@ class Life:
     def __init__(self, stack: TierStack, around: Surroundings, weather: Weather, calm: bool) -> None:
         self.stack = stack
         self.calm = calm
+        self.on_open: Callable[[], None] = lambda: None
         self._weather = weather
         self._around = around
         self._plan, self._dice, self._watch = around.plan, around.dice, around.watch
@@ -76,9 +77,10 @@ class Life:
         self._watch.note("open")
         self._watch.plane = self.plane
         self.is_open = True
+        self.on_open()
         self._look()
         tasks = [asyncio.ensure_future(self._task(number)) for number in range(self._plan.tasks)]
-        if self._dice.random() < 0.2:
+        if not self.calm and self._dice.random() < 0.2:
             await asyncio.sleep(self._dice.random() * 0.2)
         else:
             await asyncio.gather(*tasks)
@@ -107,12 +109,14 @@ class Life:
 
     # -- what an embedder does -----------------------------------------------------------------------------------
 
-    def _pick(self) -> list[list[OffloadKey]]:
+    def _pick(self, favour_stored: bool = False) -> list[list[OffloadKey]]:
         """Some keys of each group, in the order of groups; as many as there are GPU blocks for."""
         picked = []
         room = len(self._free) // self._plan.layout.block_size_factor
         for group in range(len(self._plan.layout.groups)):
             known = [key for key in self._plan.keys if key_group(key) == group]
+            if favour_stored:
+                known = [key for key in known if key in self._watch.record.stored] or known
             most = min(len(known), room)
             count = min(most, self._dice.choice((1, 2, 3, 5, 12)))
             room -= count
@@ -143,7 +147,7 @@ class Life:
             self._free += group.staging.gpu_blocks.tolist()
 
     def _timeout(self) -> float | None:
-        return self._dice.choice((None, None, None, 0.0, 0.001, 0.5))
+        return self._dice.choice((None, None, None, None, None, 0.5, 0.5, 0.01, 0.0))
 
     async def _store(self, cancel_after: float | None = None) -> None:
         groups = self._groups(self._pick(), self._partial)
@@ -176,7 +180,7 @@ class Life:
             self._watch.storing(group.keys)
 
     async def _load(self, cancel_after: float | None = None) -> None:
-        groups = self._groups(self._pick(), self._partial)
+        groups = self._groups(self._pick(self._dice.random() < 0.8), self._partial)
         if not groups:
             return
         blocks = [(int(group.group), gpu) for group in groups for (_, gpu), _ in _pages(group)]
@@ -279,21 +283,24 @@ class Life:
     async def _prove(self) -> None:
         """On a calm day all that is reachable is right, and what is stored can be loaded."""
         self._partial = 0.0
-        for key in self._plan.keys:
-            await self._prove_key(key, stored=False)
-        await self._prove_key(self._dice.choice(self._plan.keys), stored=True)
-
-    async def _prove_key(self, key: OffloadKey, stored: bool) -> None:
-        """Load one key; after storing it, it must be there."""
-        picked = _by_group(key, len(self._plan.layout.groups))
-        self._pick = lambda: picked  # type: ignore[method-assign]
         self._timeout = lambda: 30.0  # type: ignore[method-assign]
-        if stored:
-            await self._store()
+        at_once = GPU_BLOCKS // self._plan.layout.block_size_factor
+        keys = self._plan.keys
+        for start in range(0, len(keys), at_once):
+            await self._move(keys[start : start + at_once], self._load)
+        key = self._dice.choice(keys)
+        await self._move([key], self._store)
         before = self._watch.record.loaded
-        await self._load()
-        if stored and self._watch.record.loaded == before:
+        await self._move([key], self._load)
+        if self._watch.record.loaded == before:
             self._watch.complain(f"key {key.hex()[:8]} was stored on a calm day and could not be loaded")
+
+    async def _move(self, keys: Sequence[OffloadKey], action: Callable[[], Awaitable[None]]) -> None:
+        """Load or store just these keys."""
+        groups = range(len(self._plan.layout.groups))
+        picked = [[key for key in keys if key_group(key) == group] for group in groups]
+        self._pick = lambda favour_stored=False: picked  # type: ignore[method-assign]
+        await action()
 
     async def _close(self) -> None:
         self.is_open = False
@@ -332,7 +339,3 @@ def _pages(group: GroupTransfer) -> list[tuple[tuple[int, int], OffloadKey]]:
     assert isinstance(group.staging, GPURuns)
     parts = zip(*(part.tolist() for part in group.staging.pages()), strict=True)
     return [((sub, gpu), group.keys[block]) for block, sub, gpu in parts]
-
-
-def _by_group(key: OffloadKey, groups: int) -> list[list[OffloadKey]]:
-    return [[key] if key_group(key) == group else [] for group in range(groups)]

@@ -72,12 +72,12 @@ def draw_plan(dice: Random) -> Plan:
         tier_close_seconds=60.0,
         events_max=dice.choice((0, 1000)),
     )
-    hashes = [dice.randbytes(dice.choice((4, 16, 32))) + bytes((i,)) for i in range(dice.choice((4, 8, 16)))]
+    hashes = [dice.randbytes(dice.choice((4, 16, 32))) + bytes((i,)) for i in range(dice.choice((4, 8, 12)))]
     keys = tuple(make_key(each, group) for group in range(len(layout.groups)) for each in hashes)
     endings = [dice.choice(tuple(Ending)) for _ in range(dice.choice((1, 1, 2, 3)))]
     return Plan(
         layout=layout,
-        rows=dice.randint(1, 8),
+        rows=dice.choice((1, 2, 3, 4, 6)),
         cpu_policy=dice.choice(("lru", "arc")),
         watermark=dice.choice((0.0, 0.0, 0.3)),
         fs=fs,
@@ -86,7 +86,7 @@ def draw_plan(dice: Random) -> Plan:
         keys=keys,
         endings=tuple(endings),
         tasks=dice.randint(1, 3),
-        actions=dice.randint(2, 6),
+        actions=dice.randint(4, 10),
     )
 
 

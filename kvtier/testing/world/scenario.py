@@ -21,7 +21,7 @@ from kvtier.testing.world.engine import Places, SimulatedEngine
 from kvtier.testing.world.life import Life, Surroundings
 from kvtier.testing.world.loop import VirtualLoop
 from kvtier.testing.world.plan import GPU_BLOCKS, Ending, Plan, draw_plan
-from kvtier.testing.world.system import System, inhabit
+from kvtier.testing.world.system import System, inhabit, openings
 from kvtier.testing.world.tiers import SimulatedCPU, SimulatedCPUOptions, SimulatedGPU, Witness, gpu_pages
 from kvtier.testing.world.watch import Record, Watch
 from kvtier.testing.world.weather import Weather, draw_weather
@@ -58,6 +58,7 @@ class World:
         self.steps = 0
         self.crashes = 0
         self._pid = 1
+        self._openings = openings(backend.__module__.partition(".")[0])
 
     def run(self) -> Outcome:
         """All lives, and a calm one."""
@@ -87,13 +88,12 @@ class World:
         system = System(self.disks, loop, dice, self._pid)
         watch = Watch(self.record, loop)
         watch.note(f"a life begins that ends with {ending}; {weather}")
-        package = self.backend.__module__.partition(".")[0]
-        with inhabit(package, system):
+        with inhabit(self._openings, system):
             process = _Process(self, system, watch)
             life = process.born(weather, calm)
             self.disks.haunt(dice, loop.outside)
             if ending is not Ending.CLOSE:
-                process.doom()
+                process.doom(life)
             try:
                 ended = loop.run(life.run())
             except KVTierError as error:
@@ -187,13 +187,13 @@ class _Process:
         self.engines.append(engine)
         return engine
 
-    def doom(self) -> None:
-        """Decide when the process dies: at a system call or at a moment."""
+    def doom(self, life: Life) -> None:
+        """Decide when the process dies: at a system call, or at a moment of its life."""
         dice = self.dice
-        if dice.random() < 0.4:
-            self.system.die_at_call = dice.randint(1, 80)
-        seconds = dice.choice((0.002, 0.02, 0.2, 2.0)) * dice.random()
-        self.system.loop.outside(seconds, self._die)
+        if dice.random() < 0.3:
+            self.system.die_at_call = dice.randint(1, 120)
+        seconds = dice.choice((0.01, 0.1, 1.0, 5.0)) * dice.random()
+        life.on_open = lambda: self.system.loop.outside(seconds, self._die)
 
     def _die(self) -> None:
         self.crashed = True

@@ -15,7 +15,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -427,9 +427,37 @@ def _aiofiles(system: System) -> SimpleNamespace:
     return SimpleNamespace(open=open_file)
 
 
+_MODULES: dict[int, str] = {
+    id(os): "os",
+    id(fcntl): "fcntl",
+    id(time): "time",
+    id(socket): "socket",
+    id(aiofiles): "aio",
+}
+_FUNCTIONS = ("fallocate", "filesystem_magic", "statx_direct", "RootThreads")
+
+Opening = tuple[dict[str, Any], str, str]
+"""A module's names, one of them, and what stands in for it."""
+
+
+def openings(package: str) -> list[Opening]:
+    """Where the loaded modules of a backend's package touch the machine."""
+    found: list[Opening] = []
+    for module_name in sorted(sys.modules):
+        if module_name == package or module_name.startswith(f"{package}."):
+            names = vars(sys.modules[module_name])
+            for name, value in list(names.items()):
+                own = name in _FUNCTIONS and str(getattr(value, "__module__", "")).startswith(f"{package}.")
+                stand_in = name if own else _MODULES.get(id(value))
+                if stand_in is not None:
+                    found.append((names, name, stand_in))
+            found.append((names, "open", "open"))
+    return found
+
+
 @contextmanager
-def inhabit(package: str, system: System) -> Iterator[None]:
-    """Let every loaded module of a backend's package run on a simulated system, until the block ends."""
+def inhabit(places: Iterable[Opening], system: System) -> Iterator[None]:
+    """Let the modules that `openings` listed run on a simulated system, until the block ends."""
     clock = SimpleNamespace(
         time=lambda: 1.7e9 + system.loop.time(),
         monotonic=system.loop.time,
@@ -438,36 +466,26 @@ def inhabit(package: str, system: System) -> Iterator[None]:
         localtime=time.gmtime,
     )
     locks = {name: getattr(fcntl, name) for name in ("LOCK_EX", "LOCK_SH", "LOCK_NB", "LOCK_UN")}
-    stand_ins: dict[int, object] = {
-        id(os): system,
-        id(fcntl): SimpleNamespace(flock=system.flock, **locks),
-        id(time): clock,
-        id(socket): SimpleNamespace(gethostname=lambda: "simulated"),
-        id(aiofiles): _aiofiles(system),
-    }
-    by_name: dict[str, object] = {
+    stand_ins: dict[str, object] = {
+        "os": system,
+        "fcntl": SimpleNamespace(flock=system.flock, **locks),
+        "time": clock,
+        "socket": SimpleNamespace(gethostname=lambda: "simulated"),
+        "aio": _aiofiles(system),
+        "open": system.open_object,
         "fallocate": system.fallocate,
         "filesystem_magic": lambda fd: 0xEF53,
         "statx_direct": lambda fd: None,
         "RootThreads": lambda name, limit: Threads(system),
     }
     missing = object()
-    replaced: list[tuple[dict[str, Any], str, object]] = []
-    for module_name in sorted(sys.modules):
-        if module_name == package or module_name.startswith(f"{package}."):
-            names = vars(sys.modules[module_name])
-            for name, value in list(names.items()):
-                own = name in by_name and str(getattr(value, "__module__", "")).startswith(f"{package}.")
-                stand_in = by_name[name] if own else stand_ins.get(id(value))
-                if stand_in is not None:
-                    replaced.append((names, name, value))
-                    names[name] = stand_in
-            replaced.append((names, "open", names.get("open", missing)))
-            names["open"] = system.open_object
+    before = [(names, name, names.get(name, missing)) for names, name, _ in places]
+    for names, name, stand_in in places:
+        names[name] = stand_ins[stand_in]
     try:
         yield
     finally:
-        for names, name, value in replaced:
+        for names, name, value in before:
             if value is missing:
                 del names[name]
             else:

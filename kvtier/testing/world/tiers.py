@@ -235,6 +235,7 @@ class Witness(LoadStore):
         await self.inner.reset(epoch)
 
     async def close(self) -> None:
+        self._watch.disks_closing = True
         await self.inner.close()
 
     async def _run(self, job: TransferJob, reading: bool) -> JobResult:

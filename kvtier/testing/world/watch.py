@@ -53,6 +53,7 @@ class Watch:
         self.allowed = set(range(record.confirmed, record.generation + 1))
         self.plane: ControlPlane | None = None
         self.deaf = False
+        self.disks_closing = False
         self._base = self._size = 0
         self._row_bytes = 1
         self._fills: dict[int, object] = {}
@@ -85,8 +86,11 @@ class Watch:
         return at // self._row_bytes if 0 <= at < self._size else -1
 
     def row_written(self, row: int, by: str) -> None:
-        """Somebody writes into a row: it must be one that is being filled, or was given up and has not ended."""
-        if self.plane is None:
+        """Somebody writes into a row: it must be one that is being filled, or was given up and has not ended.
+
+        Once the tier below closes it may leave I/O behind that is stuck: no row is given to anybody any more.
+        """
+        if self.plane is None or (self.disks_closing and by.startswith("a read")):
             return
         table = self.plane.board.cpu.table
         if table.state[row] not in (FILLING, QUARANTINED) or not table.holds[row]:

@@ -35,18 +35,18 @@ class Weather:
 
 
 def draw_weather(dice: Random) -> Weather:
-    """The weather of one life: some kinds of fault at up to 10 %, often none of a kind."""
+    """The weather of one life: some kinds of fault, often none of a kind: up to 10 % errors, more lies and delays."""
 
     def chance(most: float) -> float:
-        return dice.choice((0.0, 0.0, 0.1, 0.5, 1.0)) * most
+        return dice.choice((0.0, 0.0, 0.2, 0.5, 1.0)) * most
 
     return Weather(
         fails=chance(0.1),
         short=chance(0.1),
-        misreads=chance(0.1),
-        miswrites=chance(0.1),
-        lost=chance(0.1),
-        slow=chance(0.1),
+        misreads=chance(0.3),
+        miswrites=chance(0.2),
+        lost=chance(0.2),
+        slow=chance(0.3),
         call_fails=chance(0.02),
         disk_full=chance(0.1),
         copy_fails=chance(0.05),

@@ -1,0 +1,123 @@
+"""The simulator proves itself: with one protection of the production code turned off it finds a broken promise.
+
+Each switch belongs to this test build alone. The bound on seeds is several times what was needed when it was set.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from kvtier.checksum import checksum
+from kvtier.control import promotion
+from kvtier.testing.world.scenario import run_seed
+from kvtier_fs import ledger, scan, slot, transfer, verify
+
+
+def _verify_without(monkeypatch: pytest.MonkeyPatch, *fields: str) -> None:
+    """Loads take these fields as the header states them."""
+    verified = verify.verify_slot
+
+    def verify_slot(read: verify.ReadSlot) -> verify.Mismatch | bytes:
+        found = slot.decode_slot_header(read.page)
+        if found is None:
+            return verified(read)
+        expected = read.expected._replace(**{field: getattr(found, field) for field in fields})
+        return verified(verify.ReadSlot(read.page, read.payload, expected))
+
+    monkeypatch.setattr(verify, "verify_slot", verify_slot)
+
+
+def without_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The payload is what it is."""
+    verified = verify.verify_slot
+
+    def verify_slot(read: verify.ReadSlot) -> verify.Mismatch | bytes:
+        found = verified(read)
+        return checksum(read.payload) if found is verify.Mismatch.PAYLOAD else found
+
+    monkeypatch.setattr(verify, "verify_slot", verify_slot)
+
+
+def without_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose block a slot holds does not matter. Its generation guards the same mistake, so it does not count either."""
+    _verify_without(monkeypatch, "key", "generation")
+
+
+def without_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a slot says it is does not matter. Key and generation guard the same mistake and do not count either."""
+    _verify_without(monkeypatch, "root_uuid", "region", "region_generation", "slot_index", "key", "generation")
+
+
+def without_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks from before a reset count as well, when a root is opened and when a block is loaded."""
+    _verify_without(monkeypatch, "epoch")
+    counts = scan.Wanted.counts
+
+    def counts_in_any_epoch(self: scan.Wanted, header: slot.SlotHeader) -> bool:
+        return counts(self, header._replace(epoch=self.epoch))
+
+    def number_of(self: ledger.Ledger, namespace: bytes, epoch: int) -> int:
+        return self._numbers.get(namespace, ledger.NOBODY)
+
+    monkeypatch.setattr(scan.Wanted, "counts", counts_in_any_epoch)
+    monkeypatch.setattr(ledger.Ledger, "number_of", number_of)
+
+
+def without_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of a late load are free at once, although its I/O goes on."""
+    late = promotion.PromotionJob.late
+
+    def free_at_once(self: promotion.PromotionJob, now: float) -> None:
+        late(self, now)
+        self.board.cpu.release(self.rows)
+
+    def ended(self: promotion.PromotionJob, now: float) -> None:
+        self.lower.rows_stuck -= len(self.rows)
+        self.lower.rows_held -= len(self.rows)
+        if self.lower.owned is not None:
+            self.lower.owned.release(self.slots)
+
+    monkeypatch.setattr(promotion.PromotionJob, "late", free_at_once)
+    monkeypatch.setattr(promotion.PromotionJob, "ended", ended)
+
+
+def without_short_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transfer that moved less than it was to counts as whole."""
+    piece_done = transfer.Lane._piece_done
+
+    def whatever_moved(self: transfer.Lane, piece: transfer.IORequest, result: int) -> None:
+        piece_done(self, piece, piece.length if 0 <= result < piece.length else result)
+
+    monkeypatch.setattr(transfer.Lane, "_piece_done", whatever_moved)
+
+
+WRONG_BYTES = "was loaded with"
+
+SWITCHES = {
+    without_checksum: (WRONG_BYTES, 100),
+    without_key: (WRONG_BYTES, 200),
+    without_place: ("was loaded from another place", 200),
+    without_epoch: ("not stored since the reset|was loaded with", 100),
+    without_quarantine: ("wrote into row|is filled by two jobs", 200),
+    without_short_check: ("with .* of .* bytes", 100),
+}
+
+
+@pytest.mark.parametrize("switch", SWITCHES, ids=lambda switch: switch.__name__)
+def test_without_one_protection_a_promise_is_broken(
+    monkeypatch: pytest.MonkeyPatch, switch: Callable[[pytest.MonkeyPatch], None]
+):
+    broken, seeds = SWITCHES[switch]
+    switch(monkeypatch)
+    for seed in range(seeds):
+        outcome = run_seed(seed)
+        if outcome.violations:
+            print(f"{switch.__name__}: seed {seed}: {outcome.violations[0]}")
+            assert re.search(broken, outcome.violations[0])
+            monkeypatch.undo()
+            assert not run_seed(seed).violations, "and with it the same seed is in order"
+            return
+    pytest.fail(f"{switch.__name__} went unnoticed in {seeds} seeds")
