@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvtier.testing.world.disk import SECTOR_BYTES, DiskFile, Folder, Landing
+from kvtier.testing.world.disk import BLOCK_BYTES, SECTOR_BYTES, DiskFile, Folder, Landing
 from kvtier.testing.world.system import System
 from kvtier.testing.world.watch import Watch
 
@@ -44,7 +44,7 @@ _ERRORS = (errno.EIO, errno.EIO, errno.EAGAIN, errno.EINTR, errno.ENOMEM)
 class Flight:
     """A request under way: where it really goes, how much of it, and which sectors have landed.
 
-    `aim` is the file it was meant for; `foreign`: what it read first was written for another place.
+    `aim` is the file it was meant for; `foreign`: the header that it read was written for another place.
     """
 
     request: Request
@@ -62,6 +62,12 @@ class Flight:
     def meant(self, first: int) -> tuple[DiskFile, int] | None:
         """Where the bytes from `first` on were to be written, if that is not where they go."""
         return (self.aim, self.request.offset + first) if self.fate is Fate.MISPLACED else None
+
+    @property
+    def headed(self) -> bool:
+        """True if it begins with a slot's header page, and does not merely go on with what came short."""
+        buffers = self.request.buffers
+        return len(buffers) > 1 and len(buffers[0]) == BLOCK_BYTES
 
     @property
     def sectors(self) -> range:
@@ -174,7 +180,7 @@ class SimulatedEngine:
             if flight.reading:
                 at = flight.offset + first
                 _scatter(flight.request.buffers, first, memoryview(flight.file.data)[at : at + last - first])
-                if not first:
+                if not first and flight.headed:
                     meant = flight.file.meant_for(at // SECTOR_BYTES)
                     flight.foreign = meant != (flight.aim, flight.request.offset // SECTOR_BYTES)
             else:
