@@ -36,10 +36,10 @@ FAULTS = {
 
 
 def lower_tiers(rng: random.Random) -> list[TierPlan]:
-    """None to three tiers of any kind, each with a write policy and a bound of its own."""
+    """None to three tiers of any kind, each with bounds of its own; only the first may be `on_evict`."""
     plans = []
     for number in range(rng.randrange(4)):
-        write_policy = rng.choice(["write_through", "on_evict"])
+        write_policy = "write_through" if number else rng.choice(["write_through", "on_evict"])
         bound = rng.choice([1, 3, 1024])
         if rng.random() < 0.25:
             plan = shared_plan(write_policy=write_policy, inflight_blocks=bound, hint_seconds=rng.choice([0.5, 5.0]))

@@ -201,8 +201,8 @@ class Demotions:
 
     def _rows_needed(self, lower: LowerTier) -> int:
         # A small tier lets go of older copies for what is stored now: it cannot keep many rows clean.
-        keeps = self.watermark_rows if lower.owned is None else min(self.watermark_rows, len(lower.owned.table) // 2)
-        wanted = max(keeps, min(self.board.shortage, max(1, self.board.num_rows // 4)))
+        small = lower.owned.placement.fewest_slots // 2 if lower.owned is not None else self.watermark_rows
+        wanted = max(min(self.watermark_rows, small), min(self.board.shortage, max(1, self.board.num_rows // 4)))
         return wanted - self.board.cpu.available
 
     def _cold_rows(self, count: int, mask: int, spared: int = 0) -> list[int]:

@@ -49,6 +49,11 @@ class Placement:
         """True while a region is left that no size has taken."""
         return any(self._uncut) or self.foreign.has_regions
 
+    @property
+    def fewest_slots(self) -> int:
+        """How many slots there are at least, however the regions are cut."""
+        return len(self.region_size) * min(self.slots_in_region)
+
     def region_of(self, slot: int) -> int:
         return slot // self.per_region
 
