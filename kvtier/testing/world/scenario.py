@@ -18,10 +18,11 @@ from kvtier.stack.assembly import StackParts
 from kvtier.stack.tierstack import TierStack
 from kvtier.testing.world.disk import Disks, Folder
 from kvtier.testing.world.engine import Places, SimulatedEngine
+from kvtier.testing.world.inhabit import inhabit, openings
 from kvtier.testing.world.life import Life, Surroundings
 from kvtier.testing.world.loop import VirtualLoop
 from kvtier.testing.world.plan import GPU_BLOCKS, Ending, Plan, draw_plan
-from kvtier.testing.world.system import System, inhabit, openings
+from kvtier.testing.world.system import System
 from kvtier.testing.world.tiers import SimulatedCPU, SimulatedCPUOptions, SimulatedGPU, Witness, gpu_pages
 from kvtier.testing.world.watch import Record, Watch
 from kvtier.testing.world.weather import Weather, draw_weather

@@ -1,0 +1,160 @@
+"""Simulated threads, and putting a simulated system under the modules of a backend's package."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, ParamSpec, TypeVar
+
+import aiofiles
+
+from kvtier.testing.world.system import Killed, System
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Threads(Executor):
+    """The backend's threads: each call runs whole at a time of its own, between any two callbacks of the loop."""
+
+    def __init__(self, system: System) -> None:
+        self._system = system
+        self._under_way = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future: Future[T] = Future()
+        system = self._system
+
+        def work() -> None:
+            self._under_way -= 1
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = fn(*args, **kwargs)
+                except Killed:
+                    return
+                except BaseException as error:
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+            if not self._under_way:
+                system.loop.call_soon(self._idle.set)
+
+        self._under_way += 1
+        self._idle.clear()
+        system.loop.outside(system.weather.thread_seconds(system.dice), work)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Nothing to let go of."""
+
+    async def close(self, timeout_seconds: float) -> int:
+        """Wait for the calls under way. Returns how many are stuck at the deadline."""
+        try:
+            if self._under_way:
+                await asyncio.wait_for(self._idle.wait(), timeout_seconds)
+        except TimeoutError:
+            return self._under_way
+        return 0
+
+
+class _AsyncFile:
+    """What `aiofiles.open` gives: the calls run on the executor that was named."""
+
+    def __init__(self, system: System, fd: int, executor: Executor) -> None:
+        self._system, self._fd, self._executor = system, fd, executor
+
+    async def _run(self, fn: Callable[..., T], *args: object) -> T:
+        return await self._system.loop.run_in_executor(self._executor, fn, self._fd, *args)
+
+    async def read(self, length: int = 1 << 20) -> bytes:
+        return await self._run(self._system.read, length)
+
+    async def write(self, data: bytes) -> int:
+        return await self._run(self._system.write, data)
+
+    async def close(self) -> None:
+        await self._run(self._system.close)
+
+
+def _aiofiles(system: System) -> SimpleNamespace:
+    async def open_file(name: str, mode: str, opener: Callable[[str, int], int], executor: Executor) -> _AsyncFile:
+        flags = os.O_RDONLY if mode == "rb" else os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        fd = await system.loop.run_in_executor(executor, opener, name, flags)
+        return _AsyncFile(system, fd, executor)
+
+    return SimpleNamespace(open=open_file)
+
+
+_MODULES: dict[int, str] = {
+    id(os): "os",
+    id(fcntl): "fcntl",
+    id(time): "time",
+    id(socket): "socket",
+    id(aiofiles): "aio",
+}
+_FUNCTIONS = ("fallocate", "filesystem_magic", "statx_direct", "RootThreads")
+
+Opening = tuple[dict[str, Any], str, str]
+"""A module's names, one of them, and what stands in for it."""
+
+
+def openings(package: str) -> list[Opening]:
+    """Where the loaded modules of a backend's package touch the machine."""
+    found: list[Opening] = []
+    for module_name in sorted(sys.modules):
+        if module_name == package or module_name.startswith(f"{package}."):
+            names = vars(sys.modules[module_name])
+            for name, value in list(names.items()):
+                own = name in _FUNCTIONS and str(getattr(value, "__module__", "")).startswith(f"{package}.")
+                stand_in = name if own else _MODULES.get(id(value))
+                if stand_in is not None:
+                    found.append((names, name, stand_in))
+            found.append((names, "open", "open"))
+    return found
+
+
+@contextmanager
+def inhabit(places: Iterable[Opening], system: System) -> Iterator[None]:
+    """Let the modules that `openings` listed run on a simulated system, until the block ends."""
+    clock = SimpleNamespace(
+        time=lambda: 1.7e9 + system.loop.time(),
+        monotonic=system.loop.time,
+        perf_counter=system.loop.time,
+        strftime=time.strftime,
+        localtime=time.gmtime,
+    )
+    locks = {name: getattr(fcntl, name) for name in ("LOCK_EX", "LOCK_SH", "LOCK_NB", "LOCK_UN")}
+    stand_ins: dict[str, object] = {
+        "os": system,
+        "fcntl": SimpleNamespace(flock=system.flock, **locks),
+        "time": clock,
+        "socket": SimpleNamespace(gethostname=lambda: "simulated"),
+        "aio": _aiofiles(system),
+        "open": system.open_object,
+        "fallocate": system.fallocate,
+        "filesystem_magic": lambda fd: 0xEF53,
+        "statx_direct": lambda fd: None,
+        "RootThreads": lambda name, limit: Threads(system),
+    }
+    missing = object()
+    before = [(names, name, names.get(name, missing)) for names, name, _ in places]
+    for names, name, stand_in in places:
+        names[name] = stand_ins[stand_in]
+    try:
+        yield
+    finally:
+        for names, name, value in before:
+            if value is missing:
+                del names[name]
+            else:
+                names[name] = value
