@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+UNCLOSED = "{!r}: its threads, files and locks stay until the process ends; close it, or use it in a with block"
+
 
 @dataclass(frozen=True, slots=True)
 class CloseReport:

@@ -13,10 +13,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 
 from kvtier.control.board import Emission
 from kvtier.errors import IntegrityError
-from kvtier.jobs import DropReason, JobKind, JobResult, dropped, failed
+from kvtier.jobs import CANCELLED, DropReason, JobKind, JobResult, TransferJob, dropped, failed
 from kvtier.keys import JobId
 from kvtier.loadstore import Clock, LoadStore
 
@@ -91,7 +92,7 @@ class Dispatcher:
         self._block_bytes = block_bytes
         self._clock = clock
         self._deliver = deliver
-        self._tasks: dict[JobId, asyncio.Task[None]] = {}
+        self._tasks: dict[JobId, asyncio.Task[JobResult]] = {}
         self._late: dict[JobId, bool] = {}
         self._batch: list[Delivery] = []
         self._stopped = False
@@ -138,7 +139,10 @@ class Dispatcher:
             emission = queue.popleft()
             lane.inflight_bytes += size
             self._idle.clear()
-            self._tasks[emission.job.job_id] = asyncio.create_task(self._run(lane, emission, size))
+            lane.traffic[emission.job.kind].begin(self._clock())
+            task = asyncio.create_task(self._run(lane, emission.job))
+            self._tasks[emission.job.job_id] = task
+            task.add_done_callback(partial(self._conclude, lane, emission.job, size))
 
     def _tell_expired(self, lane: Lane) -> None:
         """Jobs of a lane are queued in the order of their deadlines, so the expired ones are in front."""
@@ -165,14 +169,11 @@ class Dispatcher:
             delay = max(0.0, min(deadlines) - self._clock())
             lane.alarm = asyncio.get_running_loop().call_later(delay, self._start, lane)
 
-    async def _run(self, lane: Lane, emission: Emission, size: int) -> None:
-        job = emission.job
+    async def _run(self, lane: Lane, job: TransferJob) -> JobResult:
         timer = None
         loop = asyncio.get_running_loop()
         if job.deadline is not None:
             timer = loop.call_later(max(0.0, job.deadline - self._clock()), self._pass_deadline, job.job_id)
-        traffic = lane.traffic[job.kind]
-        traffic.begin(self._clock())
         try:
             result = await (lane.tier.load(job) if job.kind is JobKind.LOAD else lane.tier.store(job))
             if [len(outcomes) for outcomes in result.outcomes] != [len(group.keys) for group in job.groups]:
@@ -185,12 +186,22 @@ class Dispatcher:
         finally:
             if timer is not None:
                 timer.cancel()
-        traffic.end(self._clock())
+        return result
+
+    def _conclude(self, lane: Lane, job: TransferJob, size: int, task: asyncio.Task[JobResult]) -> None:
+        """A job has ended. Nobody cancels one but a loop that ends: then those who wait are told, and no other begins.
+
+        Also then its I/O is over, for a backend outlasts cancellation.
+        """
+        lane.traffic[job.kind].end(self._clock())
         lane.inflight_bytes -= size
         del self._tasks[job.job_id]
+        cut_short = task.cancelled() or task.exception() is not None
+        self._stopped = self._stopped or cut_short
         if self._late.pop(job.job_id, False):
             self._tell(Delivery(Told.ENDED, job.job_id))
         else:
+            result = JobResult.uniform(job, CANCELLED) if cut_short else task.result()
             self._tell(Delivery(Told.FINISHED, job.job_id, result))
         self._start(lane)
         if not self._tasks:

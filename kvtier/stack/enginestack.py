@@ -7,11 +7,15 @@ The engine's thread alone touches the control plane. Jobs go to the loop and out
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import threading
 import time
+import warnings
+import weakref
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -28,6 +32,7 @@ from kvtier.stack.assembly import Assembled, StackParts, ask, assemble
 from kvtier.stack.checking import check_job
 from kvtier.stack.closing import CloseReport
 from kvtier.stack.dispatcher import Delivery, Told
+from kvtier.stack.forking import OwnerProcess
 from kvtier.stack.stats import StackStats, collect
 
 T = TypeVar("T")
@@ -37,7 +42,10 @@ CLOSE_GRACE_SECONDS = 10.0
 
 
 class EngineStack:
-    """Use it as `with EngineStack(parts) as stack`, and call `step` once per engine step from one thread."""
+    """Use it as `with EngineStack(parts) as stack`, and call `step` once per engine step from one thread.
+
+    In a child forked from the process that opened it every call raises UsageError, but `close`, which does nothing.
+    """
 
     def __init__(self, parts: StackParts) -> None:
         self.close_report: CloseReport | None = None
@@ -49,6 +57,12 @@ class EngineStack:
         self._arrived = threading.Event()
         self._next_job = 1
         self._closed = False
+        self._owner = OwnerProcess()
+        self._at_exit: Callable[[], None] = partial(_close_at_exit, weakref.ref(self))
+
+    def __del__(self) -> None:
+        if self._assembled is not None and self.close_report is None and not self._owner.elsewhere:
+            warnings.warn(f"unclosed {closing.UNCLOSED.format(self)}", ResourceWarning, stacklevel=1, source=self)
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -63,8 +77,10 @@ class EngineStack:
 
     def open(self) -> None:
         """Start the stack's thread and open every tier. Raises as `TierStack.open` does, with nothing left behind."""
+        self._owner.check()
         if self._thread is not None or self._closed:
             raise UsageError("a stack is opened once")
+        self._owner.claim()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvtier-stack", daemon=True)
         self._thread.start()
@@ -76,20 +92,27 @@ class EngineStack:
         except BaseException:
             self._stop_loop()
             raise
+        atexit.register(self._at_exit)
 
     def close(self) -> CloseReport:
         """Drain lower tiers until the closing deadline, drop the rest, close every tier. Idempotent.
 
         Jobs that have not ended are cancelled or dropped; their GPU blocks are the engine's own again when this
-        returns, unless the report counts unfinished jobs.
+        returns, unless the report counts unfinished jobs. In a forked child it does nothing.
         """
+        return self._close(self._parts.settings.close_seconds)
+
+    def _close(self, drain_seconds: float) -> CloseReport:
+        if self._owner.elsewhere:
+            return CloseReport(0, 0)
         if self._closed or self._assembled is None:
             self._closed = True
             return self.close_report or CloseReport(0, 0)
         self._closed = True
+        atexit.unregister(self._at_exit)
         assembled = self._assembled
         try:
-            self._drain(assembled)
+            self._drain(assembled, drain_seconds)
         finally:
             abandoned = closing.abandon(assembled)
             each = self._parts.settings.tier_close_seconds
@@ -102,9 +125,9 @@ class EngineStack:
                 self._stop_loop()
         return self.close_report
 
-    def _drain(self, assembled: Assembled) -> None:
+    def _drain(self, assembled: Assembled, seconds: float) -> None:
         plane = assembled.plane
-        deadline = time.monotonic() + self._parts.settings.close_seconds
+        deadline = time.monotonic() + seconds
         plane.close(time.monotonic())
         self._turn()
         while time.monotonic() < deadline and (not plane.idle or plane.owed):
@@ -207,6 +230,7 @@ class EngineStack:
 
     def wait(self, timeout_seconds: float) -> bool:
         """For an engine with nothing else to do: wait until something arrived for `step`, or the time is over."""
+        self._owner.check()
         return self._arrived.wait(max(0.0, timeout_seconds))
 
     @property
@@ -267,6 +291,7 @@ class EngineStack:
 
     def stats(self) -> StackStats:
         """Figures of every tier since the stack opened; also after it closed."""
+        self._owner.check()
         if self._assembled is None:
             raise UsageError("the stack was never opened")
         return collect(self._assembled, time.monotonic())
@@ -277,10 +302,12 @@ class EngineStack:
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless the state machine's sums agree."""
+        self._owner.check()
         if self._assembled is not None:
             self._assembled.plane.check_integrity()
 
     def _plane(self) -> ControlPlane:
+        self._owner.check()
         if self._assembled is None:
             raise UsageError("the stack is not open")
         if self._closed:
@@ -295,3 +322,14 @@ async def _cancel_tasks() -> None:
         task.cancel()
     if tasks:
         await asyncio.wait(tasks, timeout=1.0)
+
+
+def _close_at_exit(reference: weakref.ref[EngineStack]) -> None:
+    """Close a stack that was left open when the interpreter ends, without draining.
+
+    A thread that is caught moving bytes while the interpreter goes away can take the process down with an abort.
+    """
+    stack = reference()
+    if stack is not None and stack.close_report is None:
+        stack._close(0.0)
+        warnings.warn(f"{stack!r} was closed by the end of the program; close it before", ResourceWarning, stacklevel=1)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import warnings
+import weakref
+from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import ClassVar, Self
 
@@ -21,6 +23,8 @@ from kvtier.stack.assembly import Assembled, StackParts, ask, assemble
 from kvtier.stack.checking import check_job
 from kvtier.stack.closing import CloseReport
 from kvtier.stack.dispatcher import Delivery, Told
+from kvtier.stack.forking import OwnerProcess
+from kvtier.stack.signals import ClosingSignals
 from kvtier.stack.stats import StackStats, collect
 
 
@@ -30,6 +34,7 @@ class TierStack(LoadStore):
     A store returns when the CPU tier has the blocks; lower tiers follow behind. A load reports each block by itself:
     LOADED blocks hold exactly the bytes that were stored under their key. Cancelling either ends what has not begun
     and waits for the copies under way, so GPU blocks are the caller's own again when the call has returned or raised.
+    In a child forked from the process that opened it every call raises UsageError, but `close`, which does nothing.
     """
 
     medium: ClassVar[Medium] = Medium("STACK")
@@ -49,6 +54,13 @@ class TierStack(LoadStore):
         self._closing = False
         self._ending: asyncio.Task[None] | None = None
         self._drain_until = 0.0
+        self._owner = OwnerProcess()
+        self._signals: ClosingSignals | None = None
+        self._loop_end: AsyncGenerator[None, None] | None = None
+
+    def __del__(self) -> None:
+        if self._assembled is not None and self.close_report is None and not self._owner.elsewhere:
+            warnings.warn(f"unclosed {closing.UNCLOSED.format(self)}", ResourceWarning, stacklevel=1, source=self)
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -63,23 +75,34 @@ class TierStack(LoadStore):
 
     async def open(self, context: TierContext | None = None) -> Opened:
         """Open every tier. Raises ResourceError or ConfigError with nothing left behind. `context` is not needed."""
+        self._owner.check()
         if self._assembled is not None or self._closing:
             raise UsageError("a stack is opened once")
         self._loop = asyncio.get_running_loop()
+        self._owner.claim()
         self._assembled = await assemble(self._parts, self._loop.time, self._delivered)
+        self._loop_end = _close_at_loop_end(weakref.ref(self))
+        await anext(self._loop_end)
         return Opened(sum(opened.capacity_bytes for opened in self._assembled.opened))
 
     async def close(self) -> None:
         """Drain lower tiers until the closing deadline, drop the rest, close every tier. Idempotent.
 
         What was dropped is in `close_report` and in the log. When cancelled it drains no longer, but still closes every
-        tier before the cancellation goes on.
+        tier before the cancellation goes on. In a forked child it does nothing.
         """
-        if self._assembled is None:
+        try:
+            await self._close(self._parts.settings.close_seconds)
+        finally:
+            if self._loop_end is not None:
+                await self._loop_end.aclose()
+
+    async def _close(self, drain_seconds: float) -> None:
+        if self._assembled is None or self._owner.elsewhere:
             return
         if self._ending is None:
             self._closing = True
-            self._drain_until = self._loop.time() + self._parts.settings.close_seconds
+            self._drain_until = self._loop.time() + drain_seconds
             self._ending = self._loop.create_task(self._end(self._assembled), name="kvtier close")
         cancelled: asyncio.CancelledError | None = None
         while not self._ending.done():
@@ -89,9 +112,29 @@ class TierStack(LoadStore):
                 cancelled = error
                 self._drain_until = self._loop.time()
                 self._progress.set()
+        if self._signals is not None:
+            self._signals.restore()
         if cancelled is not None:
             raise cancelled
         self._ending.result()
+
+    def close_on(self, *numbers: int) -> None:
+        """Close the stack when one of these signals arrives, such as SIGTERM; then the signal takes its former course.
+
+        That is the default action, or the handler that was there before, which is put back first; also when the stack
+        closes for another reason. A second signal does not wait for the closing. Raises UsageError for a signal that
+        cannot be handled, and unless the stack's loop runs in the main thread, where Python handles signals.
+        """
+        self._open_plane()
+        if self._signals is None:
+            self._signals = ClosingSignals(self._loop, self.close)
+        self._signals.install(numbers)
+
+    async def _close_late(self) -> None:
+        """Close without draining, and complain, unless it is being done or is no business of this process."""
+        if self._ending is None and not self._owner.elsewhere:
+            await self._close(0.0)
+            warnings.warn(f"{self!r} was closed by the end of its loop; close it before", ResourceWarning, stacklevel=1)
 
     async def _end(self, assembled: Assembled) -> None:
         plane = assembled.plane
@@ -223,6 +266,7 @@ class TierStack(LoadStore):
 
     def stats(self) -> StackStats:
         """Figures of every tier since the stack opened; also after it closed."""
+        self._owner.check()
         if self._assembled is None:
             raise UsageError("the stack was never opened")
         return collect(self._assembled, self._loop.time())
@@ -233,12 +277,14 @@ class TierStack(LoadStore):
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless the state machine's sums agree. For tests and for the suspicious."""
+        self._owner.check()
         if self._assembled is not None:
             self._assembled.plane.check_integrity()
 
     # -- the turning of the wheel --------------------------------------------------------------------------------
 
     def _open_plane(self) -> ControlPlane:
+        self._owner.check()
         if self._assembled is None:
             raise UsageError("the stack is not open")
         if self._closing:
@@ -306,3 +352,16 @@ class TierStack(LoadStore):
                 await self._progress.wait()
         except TimeoutError:
             return
+
+
+async def _close_at_loop_end(reference: weakref.ref[TierStack]) -> AsyncGenerator[None, None]:
+    """Close a stack that was left open when its loop ends: a loop closes its async generators last, after its tasks.
+
+    What the program had under way is cancelled by then, so nothing is drained.
+    """
+    try:
+        yield
+    finally:
+        stack = reference()
+        if stack is not None:
+            await stack._close_late()
