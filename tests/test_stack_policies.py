@@ -288,3 +288,69 @@ async def test_a_disk_above_a_shared_tier_answers_first(tmp_path):
         assert statuses(await load(stack, engine, whole(names))) == ["loaded"] * 20
         assert LOAD not in remote.begun
         assert stack.stats().tiers["shared"].stored == 20
+
+
+# -- blocks that are in rows already ---------------------------------------------------------------------------------
+
+
+@pytest.mark.xfail(strict=True, reason="a load whose blocks are all in rows waits behind older claims for free rows")
+async def test_a_load_of_leased_rows_does_not_wait_for_one_who_waits_for_the_leases():
+    """Reserved, served, loaded without naming the request, as `LoadStore.load` has it: nobody may block that."""
+    engine = Engine(PLAIN, 64)
+    parts, _ = stack_with(engine, 8, {"type": "memory"}, lease_seconds=60.0, reservation_seconds=60.0)
+    first, second = keys(6), keys(8, start=100)
+    async with opened(parts) as stack:
+        for names in (first, second):
+            await store(stack, engine, whole(names))
+            assert await stack.settle(10)
+        leased = stack.reserve("first", first)
+        await until(lambda: leased.served)
+        waiting = stack.reserve("second", second)
+        await until(lambda: waiting.oldest_since is not None)
+        assert not waiting.served
+        async with asyncio.timeout(5):
+            assert statuses(await load(stack, engine, whole(first, 20))) == ["loaded"] * 6
+        stack.end_request("first")
+        await until(lambda: waiting.served)
+        assert waiting.hits() == [True] * 8
+        stack.end_request("second")
+
+
+@pytest.mark.xfail(strict=True, reason="a load whose blocks are all in rows waits behind older claims for free rows")
+async def test_hits_in_rows_are_loaded_while_others_wait_for_rows():
+    engine = Engine(PLAIN, 64)
+    parts, _ = stack_with(engine, 8, {"type": "memory"}, lease_seconds=60.0, reservation_seconds=60.0)
+    below, here = keys(8, start=100), keys(8)
+    async with opened(parts) as stack:
+        for names in (below, here):
+            await store(stack, engine, whole(names))
+            assert await stack.settle(10)
+        assert stack.reserve("holds every row", here).served
+        waiting = asyncio.create_task(load(stack, engine, whole(below)))
+        await asyncio.sleep(0)
+        async with asyncio.timeout(5):
+            assert statuses(await load(stack, engine, whole(here, 20))) == ["loaded"] * 8
+        assert not waiting.done()
+        stack.end_request("holds every row")
+        assert statuses(await waiting) == ["loaded"] * 8
+
+
+async def test_a_load_that_names_its_request_takes_over_the_leases():
+    engine = Engine(PLAIN, 64)
+    parts, _ = stack_with(engine, 8, {"type": "memory"}, lease_seconds=60.0, reservation_seconds=60.0)
+    first, second = keys(6), keys(8, start=100)
+    async with opened(parts) as stack:
+        for names in (first, second):
+            await store(stack, engine, whole(names))
+            assert await stack.settle(10)
+        leased = stack.reserve("first", first)
+        await until(lambda: leased.served)
+        waiting = stack.reserve("second", second)
+        await until(lambda: waiting.oldest_since is not None)
+        async with asyncio.timeout(5):
+            result = await stack.load(stack.job(LOAD, [whole(first, 20)]), "first")
+        assert statuses(result) == ["loaded"] * 6
+        assert not engine.wrong(whole(first, 20))
+        await until(lambda: waiting.served)
+        assert waiting.hits() == [True] * 8
+        stack.end_request("second")

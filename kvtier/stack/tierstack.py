@@ -173,15 +173,18 @@ class TierStack(LoadStore):
         """Store GPU blocks. Raises UsageError for a job that contradicts the layout, never for bad luck."""
         return await self._run(job, JobKind.STORE)
 
-    async def load(self, job: TransferJob) -> JobResult:
-        """Load into GPU blocks, through a bounded window of rows if the prefix is longer than the CPU tier."""
-        return await self._run(job, JobKind.LOAD)
+    async def load(self, job: TransferJob, request_id: RequestId | None = None) -> JobResult:
+        """Load into GPU blocks, through a bounded window of rows if the prefix is longer than the CPU tier.
 
-    async def _run(self, job: TransferJob, kind: JobKind) -> JobResult:
+        A load that names a request ends the request's leases once it holds the rows itself.
+        """
+        return await self._run(job, JobKind.LOAD, request_id)
+
+    async def _run(self, job: TransferJob, kind: JobKind, request_id: RequestId | None = None) -> JobResult:
         plane = self._open_plane()
         check_job(job, kind, self.geometry)
         future: asyncio.Future[JobResult] = self._loop.create_future()
-        plane.submit(job, self._loop.time())
+        plane.submit(job, self._loop.time(), request_id)
         self._waiting[job.job_id] = future
         self._turn()
         try:
