@@ -83,7 +83,9 @@ class Client:
         prefix = hits.index(False) if False in hits else len(hits)
         if prefix and not reservation.ended:
             part = whole(one.keys[:prefix], self.first, self.engine.factor)
-            self.note(LOAD, await load(self.stack, self.engine, part))
+            result = await self.stack.load(self.stack.job(LOAD, [part]), self.rng.choice([None, name]))
+            assert not self.engine.wrong(part, result.outcomes[0])
+            self.note(LOAD, result)
         self.stack.end_request(name)
 
     async def look(self) -> None:
@@ -99,7 +101,8 @@ class Client:
 
 
 async def live(config, engine: Engine, rng: random.Random, steps: int) -> set[str]:
-    async with running(config, engine, close_seconds=rng.choice([0.0, 0.05, 10.0])) as stack:
+    seconds = {"close_seconds": rng.choice([0.0, 0.05, 10.0]), "reservation_seconds": 1.0, "lease_seconds": 1.0}
+    async with running(config, engine, **seconds) as stack:
         clients = [Client(stack, engine, number, rng) for number in range(CLIENTS)]
         async with asyncio.timeout(120):
             await asyncio.gather(*(client.work(steps) for client in clients))
