@@ -61,7 +61,18 @@ def test_a_block_promoted_from_the_second_tier_is_stored_in_the_first():
     world.load(1)
     world.run_all()
     assert world.plane.board.lowers[0].owned.ready(key(1)) is not None
-    assert not world.under_way(2, STORE)
+    assert world.plane.counters(2).stored == 0, "where it came from it need not go"
+
+
+def test_what_another_host_stored_meanwhile_is_not_sent_any_more():
+    world = World(cpu_plan(8), [shared_plan(inflight_blocks=1)])
+    world.store(1, 2)
+    world.run_tier(0)
+    assert [world.numbers(job) for job in world.under_way(1, STORE)] == [[2]]
+    world.plane.board.lowers[0].shared.learn(key(1), True, world.now)
+    world.run_all()
+    assert world.plane.counters(1).stored == 1
+    assert world.plane.owed == 0
 
 
 def test_a_store_waits_for_rows_that_are_being_written_below_but_only_until_its_patience_ends():
@@ -153,6 +164,19 @@ def test_on_evict_makes_a_load_wait_for_the_acknowledgement_but_not_for_long(pat
 def owes(world: World, number: int) -> bool:
     row = world.plane.board.cpu.ready(key(number))
     return bool(world.plane._demotions.duty[row])
+
+
+def test_a_store_that_lost_its_patience_takes_no_row_before_a_load_that_waits():
+    world = below(2, rows=16, write_policy="on_evict", inflight_blocks=1)
+    store = world.store(200)
+    assert world.held_below(1) == 1
+    world.pass_time(0.9)
+    load = world.load(1)
+    world.pass_time(0.1)
+    assert not world.under_way(0, STORE)
+    assert world.plane.counters(1).dropped == {}
+    world.run_all()
+    assert (world.statuses(load), world.statuses(store)) == (["loaded"], ["stored"])
 
 
 def test_when_an_on_evict_tier_lets_its_copy_go_the_row_owes_itself_again():

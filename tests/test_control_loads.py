@@ -457,6 +457,58 @@ def test_a_load_takes_over_the_lease_of_its_request():
     assert not any(world.plane.board.cpu.table.holds)
 
 
+def test_an_older_reservation_that_wants_more_lets_no_younger_one_take_leases():
+    """Although rows are free: it waits for its tier, and would have to take the younger one's leases away later."""
+    world = below(12, rows=16)
+    old = world.plane.reserve(RequestId("old"), [key(n) for n in range(1, 9)], world.now)
+    young = world.plane.reserve(RequestId("young"), [key(1005), key(1006)], world.now)
+    world.collect()
+    assert world.plane.board.cpu.available > 0
+    assert not old.served
+    assert not young.rows
+    world.run_all()
+    assert old.hits() == [True] * 8
+    assert young.hits() == [True] * 2
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_promoted_blocks_age_from_their_leaf_to_their_root_even_before_they_are_loaded(policy):
+    world = World(cpu_plan(32, policy), [fs_plan(128)])
+    world.store(*range(6))
+    world.run_all()
+    world.plane.board.cpu.reset()
+    world.step()
+    world.plane.reserve(RequestId("r"), [key(n) for n in range(6)], world.now)
+    world.collect()
+    world.run_all()
+    cpu = world.plane.board.cpu
+    assert [cpu.table.keys[row] for row in cpu.policy.coldest()] == [key(n) for n in reversed(range(6))]
+
+
+@pytest.mark.parametrize("wants", ["load", "reservation"])
+def test_what_waits_for_its_tier_costs_no_walk(wants):
+    """While the tier has no room it looks at a block or two a step, however many there are."""
+    world = below(200, rows=16, slots=512)
+    if wants == "load":
+        world.load(*range(1, 201))
+    else:
+        world.plane.reserve(RequestId("r"), [key(n) for n in range(1, 201)], world.now)
+        world.collect()
+    promotions = world.plane._loads.promotions
+    looked = []
+    source = promotions.source
+
+    def spy(*args):
+        looked.append(args)
+        return source(*args)
+
+    promotions.source = spy
+    for _ in range(10):
+        world.step()
+    assert len(looked) <= 20
+    assert world.held_below(1) == 4
+
+
 def test_no_alarm_is_set_for_a_time_that_has_passed():
     """A driver sleeps until `next_deadline`: one in the past would make it spin."""
     world = below(4, rows=4)

@@ -22,6 +22,7 @@ from kvtier.jobs import (
 )
 from kvtier.keys import GroupIndex, JobId, RequestId
 from kvtier.loadstore import LookupResult
+from kvtier.policies import LRU
 
 STORE, LOAD = JobKind.STORE, JobKind.LOAD
 
@@ -304,6 +305,22 @@ def test_touching_goes_from_leaf_to_root():
 
 
 # -- eviction ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_policy_is_told_from_leaf_to_root_what_is_about_to_be_placed():
+    world = World(cpu_plan(8), [])
+    told = []
+
+    class Spy(LRU):
+        __slots__ = ()
+
+        def admit(self, keys):
+            told.extend(map(key_number, keys))
+
+    cpu = world.plane.board.cpu
+    cpu.policy = Spy(8, cpu.table.keys)
+    world.store(1, 2, 3)
+    assert told == [3, 2, 1]
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
