@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,9 @@ IO_ENGINES = [
     "threads",
     pytest.param("io_uring", marks=pytest.mark.skipif(bool(probe_uring()), reason="no io_uring here")),
 ]
+
+ENDS = {"end": 0, "exit": 3, "raise": 1}
+"""How a life may end, and its exit status then."""
 
 
 @dataclass(frozen=True)
@@ -115,3 +120,20 @@ def words(said: Path) -> list[dict[str, Any]]:
 def shared_memory() -> list[str]:
     """Names of regions in shared memory."""
     return sorted(name for name in os.listdir("/dev/shm") if name.startswith("kvtier"))
+
+
+def run_in_child(body: Callable[[], None]) -> int:
+    """Fork, run `body` in the child, which leaves by `os._exit`. Returns its exit status: 0 if nothing was raised."""
+    sys.stdout.flush()
+    child = os.fork()
+    if not child:
+        status = 70
+        try:
+            body()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)

@@ -139,6 +139,31 @@ def loop_closed(root: str, io_engine: str, how: str) -> None:
     leave(how)
 
 
+def forked(root: str, io_engine: str, how: str) -> None:
+    """Forks children that end as real programs do, each its way, through this program's own with block; goes on."""
+    engine = cache()
+    one, other = whole(NAMES), whole(NAMES, BLOCKS)
+    with EngineStack(parts(engine, root, io_engine)) as stack:
+        results = []
+        for kind, group, way in (
+            (JobKind.STORE, one, "end"),
+            (JobKind.LOAD, other, "exit"),
+            (JobKind.LOAD, other, "raise"),
+        ):
+            stack.submit(stack.job(kind, [group]))
+            stack.step()
+            child = os.fork()
+            if not child:
+                leave(way)
+                return
+            _, status = os.waitpid(child, 0)
+            while not (ended := stack.step()):
+                stack.wait(30.0)
+            right = sum(one.ok for one in ended[0].outcomes[0])
+            results.append([os.waitstatus_to_exitcode(status), right, len(engine.wrong(group, ended[0].outcomes[0]))])
+    say(results=results, unfinished=stack.close_report.unfinished_jobs)
+
+
 def signalled(root: str, io_engine: str, how: str) -> None:
     """Waits for a signal that closes its stack; `how` is what was there before: default, ignore, handler or child.
 
@@ -197,7 +222,16 @@ def interrupted(root: str, io_engine: str, how: str) -> None:
 
 LIVES = {
     life.__name__: life
-    for life in (engine_unclosed, engine_closed, tier_unclosed, tier_closed, loop_closed, signalled, interrupted)
+    for life in (
+        engine_unclosed,
+        engine_closed,
+        tier_unclosed,
+        tier_closed,
+        loop_closed,
+        forked,
+        signalled,
+        interrupted,
+    )
 }
 
 

@@ -7,10 +7,17 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from support_shutdown import IO_ENGINES, Lives, first_word, own_traceback, quiet, right_bytes_or_misses, shared_memory
+from support_shutdown import (
+    ENDS,
+    IO_ENGINES,
+    Lives,
+    first_word,
+    own_traceback,
+    quiet,
+    right_bytes_or_misses,
+    shared_memory,
+)
 from support_shutdown_lives import BLOCKS
-
-ENDS = {"end": 0, "exit": 3, "raise": 1}
 
 
 @pytest.fixture(scope="module")

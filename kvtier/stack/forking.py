@@ -11,7 +11,9 @@ class OwnerProcess:
     """The process that opened a stack; nobody's until `claim`.
 
     What a child inherits by a fork is the parent's: locks and descriptors are shared with it, and threads are missing.
-    So nothing of a stack may be used there, and closing must not touch what it shares.
+    So nothing of a stack may be used there, and closing must not touch what it shares. A child forked in a coroutine
+    shares the event loop's descriptors too and has to leave by `os._exit` or exec, as asyncio demands; multiprocessing
+    does.
     """
 
     def __init__(self) -> None:
