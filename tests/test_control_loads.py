@@ -457,6 +457,23 @@ def test_a_load_takes_over_the_lease_of_its_request():
     assert not any(world.plane.board.cpu.table.holds)
 
 
+def test_leased_rows_go_to_the_load_of_their_request_and_to_nobody_older_who_waits():
+    world = below(4, rows=8)
+    leased = [1000, 1001, 1002, 1003]
+    world.plane.reserve(RequestId("r"), [key(n) for n in leased], world.now)
+    world.store(50, 51, 52, 53)
+    old = world.load(1, 2)
+    assert not world.under_way(1, LOAD)
+    job = world.job(LOAD, [key(n) for n in leased])
+    world.jobs[job.job_id] = job
+    world.plane.submit(job, world.now, RequestId("r"))
+    world.collect()
+    assert [world.numbers(copy) for copy in world.under_way(0, LOAD)] == [leased]
+    world.run_all()
+    assert world.statuses(old) == ["loaded"] * 2
+    assert world.statuses(job.job_id) == ["loaded"] * 4
+
+
 def test_an_older_reservation_that_wants_more_lets_no_younger_one_take_leases():
     """Although rows are free: it waits for its tier, and would have to take the younger one's leases away later."""
     world = below(12, rows=16)
