@@ -237,6 +237,8 @@ async def test_a_frozen_file_system_costs_jobs_at_their_deadline_and_close_at_it
     assert temporaries(tmp_path) == []
 
 
+# Known defect, see docs/format-files.md: on a busy machine an account may still overstate when this looks.
+@pytest.mark.long
 async def test_a_full_disk_drops_stores_and_goes_on_loading(tmp_path):
     names = keys(8)
     async with open_files(options(tmp_path / "root")) as tier:
