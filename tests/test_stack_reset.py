@@ -111,6 +111,52 @@ async def test_loads_under_way_from_a_tier_are_not_loaded():
         assert tier.epochs == [1]
 
 
+async def test_copies_to_the_gpu_under_way_are_not_loaded():
+    engine = Engine(PLAIN, 64)
+    parts, _ = over_memory(engine)
+    gpu, names = parts.tiers[0], keys(8)
+    copy, begun, go_on = gpu.store, asyncio.Event(), asyncio.Event()
+
+    async def held_up(job):
+        begun.set()
+        await go_on.wait()
+        return await copy(job)
+
+    gpu.store = held_up
+    async with opened(parts) as stack:
+        await store(stack, engine, whole(names))
+        loading = asyncio.create_task(stack.load(stack.job(LOAD, [whole(names, 20)])))
+        await begun.wait()
+        await stack.reset()
+        assert held(stack)["cpu"]["quarantined"] == 8, "the copy still reads these rows"
+        assert not loading.done(), "its GPU blocks are in use"
+        go_on.set()
+        assert statuses(await loading) == ["cancelled"] * 8
+        assert held(stack)["cpu"]["free"] == 16
+
+
+async def test_copies_from_the_gpu_under_way_do_not_become_visible():
+    engine = Engine(PLAIN, 64)
+    parts, _ = over_memory(engine)
+    gpu, names = parts.tiers[0], keys(8)
+    copy, begun, go_on = gpu.load, asyncio.Event(), asyncio.Event()
+
+    async def held_up(job):
+        begun.set()
+        await go_on.wait()
+        return await copy(job)
+
+    gpu.load = held_up
+    async with opened(parts) as stack:
+        storing = asyncio.create_task(store(stack, engine, whole(names)))
+        await begun.wait()
+        await stack.reset()
+        go_on.set()
+        assert statuses(await storing) == ["dropped:reset"] * 8
+        assert stack.locate(names) == [None] * 8
+        assert held(stack)["cpu"]["free"] == 16
+
+
 async def test_stores_under_way_do_not_become_visible():
     engine = Engine(PLAIN, 64)
     parts, tier = over_memory(engine)

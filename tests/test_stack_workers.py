@@ -141,6 +141,7 @@ async def test_an_error_at_opening_hangs_up_on_the_workers(tmp_path):
 
 async def test_the_workers_must_be_as_many_as_the_layout_says(tmp_path):
     one, other = socket.socketpair()
+    other.settimeout(10)
     with other:
         with pytest.raises(UsageError, match="2 workers, but 1"):
             await TierStack(parts_of(text(tmp_path / "r"), "test-x", [one])).open()
