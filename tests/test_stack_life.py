@@ -303,7 +303,7 @@ async def test_opening_can_be_cancelled_at_any_time(seed, nothing_left):
 async def test_opening_disks_can_be_cancelled_at_any_time(tmp_path, seed, nothing_left):
     engine = Engine(PLAIN, 32)
     config = stack_file(PLAIN, 16, fs(tmp_path / "r"))
-    await cancel_openings(lambda: parts_of(config, engine), 150, random.Random(seed))
+    await cancel_openings(lambda: parts_of(config, engine), 60, random.Random(seed))
     async with running(config, engine) as stack:
         assert statuses(await store(stack, engine, whole(keys(4)))) == ["stored"] * 4
 
@@ -314,7 +314,7 @@ async def test_many_lives_cost_nothing(tmp_path, nothing_left):
     async with running(config, engine):
         pass
     before = footprint()
-    for life in range(20):
+    for life in range(10):
         async with running(config, engine) as stack:
             await store(stack, engine, whole(keys(4, start=4 * life)))
     await until(lambda: footprint() == before, 5.0)
