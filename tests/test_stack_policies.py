@@ -296,7 +296,6 @@ async def test_a_disk_above_a_shared_tier_answers_first(tmp_path):
 # -- blocks that are in rows already ---------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, reason="a load whose blocks are all in rows waits behind older claims for free rows")
 async def test_a_load_of_leased_rows_does_not_wait_for_one_who_waits_for_the_leases():
     """Reserved, served, loaded without naming the request, as `LoadStore.load` has it: nobody may block that."""
     engine = Engine(PLAIN, 64)
@@ -319,7 +318,6 @@ async def test_a_load_of_leased_rows_does_not_wait_for_one_who_waits_for_the_lea
         stack.end_request("second")
 
 
-@pytest.mark.xfail(strict=True, reason="a load whose blocks are all in rows waits behind older claims for free rows")
 async def test_hits_in_rows_are_loaded_while_others_wait_for_rows():
     engine = Engine(PLAIN, 64)
     parts, _ = stack_with(engine, 8, {"type": "memory"}, lease_seconds=60.0, reservation_seconds=60.0)

@@ -151,8 +151,8 @@ class ControlPlane:
             load.age = self._claims.next_age
             self._open_loads[job.job_id] = load
             self._claims.add(load)
+            load.take_rows(now)
             if request_id is not None:
-                load.advance(now)
                 self.end_request(request_id, now)
         else:
             store = StoreRequest(self._stores, job, now)
