@@ -166,6 +166,18 @@ def owes(world: World, number: int) -> bool:
     return bool(world.plane._demotions.duty[row])
 
 
+def test_a_load_that_gets_on_does_not_lose_its_patience():
+    """It takes far longer than its patience, a row at a time; nothing that an on_evict tier is to have is lost."""
+    world = below(12, rows=16, write_policy="on_evict", inflight_blocks=1)
+    load = world.load(*range(1, 13))
+    while world.running:
+        world.finish(next(iter(world.running)))
+        world.pass_time(0.4)
+        assert world.plane.counters(1).dropped == {}
+    assert world.now > 5.0
+    assert world.statuses(load) == ["loaded"] * 12
+
+
 def test_a_store_that_lost_its_patience_takes_no_row_before_a_load_that_waits():
     world = below(2, rows=16, write_policy="on_evict", inflight_blocks=1)
     store = world.store(200)
@@ -280,6 +292,16 @@ def test_in_flight_and_quarantined_a_tier_holds_at_most_a_quarter_of_the_rows(wr
     assert world.under_way(1, STORE), "the tier is used again"
     world.run_all()
     world.check()
+
+
+def test_no_job_is_larger_than_what_may_be_in_flight():
+    world = below(12, rows=64, inflight_blocks=3)
+    world.load(*range(1, 13))
+    assert [len(world.numbers(job)) for job in world.under_way(1, LOAD)] == [3, 3, 3, 3]
+    world.store(*range(50, 60))
+    world.run_tier(0)
+    assert [len(world.numbers(job)) for job in world.under_way(1, STORE)] == [3]
+    world.run_all()
 
 
 def test_promotions_and_demotions_share_the_quarter():
@@ -448,6 +470,20 @@ def test_a_tier_that_is_down_does_not_keep_rows_from_the_others():
 
 
 # -- closing -----------------------------------------------------------------------------------------------------------
+
+
+def test_closing_over_a_tier_smaller_than_the_rows_writes_each_row_once():
+    world = World(cpu_plan(8), [fs_plan(4, regions=1, write_policy="on_evict")])
+    world.store(*range(8))
+    world.run_all()
+    world.plane.close(world.now)
+    for _ in range(20):
+        world.plane.drain(world.now)
+        world.collect()
+        world.run_all()
+    assert world.plane.counters(1).stored == 8
+    assert world.plane.owed == 0
+    assert world.plane.idle
 
 
 def test_closing_drains_what_is_owed_and_abandon_counts_what_is_not():

@@ -457,6 +457,25 @@ def test_a_load_takes_over_the_lease_of_its_request():
     assert not any(world.plane.board.cpu.table.holds)
 
 
+def test_a_revoked_reservation_is_served_at_once_from_what_others_hold():
+    world = below(8, rows=4)
+    for name, numbers in (("old", [1]), ("young", [1]), ("youngest", [7])):
+        world.plane.reserve(RequestId(name), [key(n) for n in numbers], world.now)
+        world.collect()
+        world.run_all()
+    old = world.plane.reserve(RequestId("old"), [key(n) for n in (2, 3, 4, 5)], world.now)
+    world.collect()
+    world.run_all()
+    assert old.hits() == [True] * 4 + [False]
+    young, youngest = (world.plane.reservation(RequestId(name)) for name in ("young", "youngest"))
+    assert young.hits() == [True]
+    assert not youngest.served
+    world.plane.end_request(RequestId("old"), world.now)
+    world.step()
+    world.run_all()
+    assert youngest.hits() == [True]
+
+
 def test_leased_rows_go_to_the_load_of_their_request_and_to_nobody_older_who_waits():
     world = below(4, rows=8)
     leased = [1000, 1001, 1002, 1003]
