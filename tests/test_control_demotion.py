@@ -295,7 +295,7 @@ def test_in_flight_and_quarantined_a_tier_holds_at_most_a_quarter_of_the_rows(wr
 
 
 def test_no_job_is_larger_than_what_may_be_in_flight():
-    world = below(12, rows=64, inflight_blocks=3)
+    world = below(12, rows=64, slots=256, inflight_blocks=3)
     world.load(*range(1, 13))
     assert [len(world.numbers(job)) for job in world.under_way(1, LOAD)] == [3, 3, 3, 3]
     world.store(*range(50, 60))
@@ -432,6 +432,19 @@ def test_a_late_demotion_does_not_disturb_the_order_of_the_others():
     world.finish(jobs[1])
     world.end_late(jobs[0], landed=True)
     assert coldest_below(world) == list(reversed(range(172)))
+    world.check()
+
+
+def test_how_many_jobs_are_kept_in_order_is_bounded():
+    world = World(cpu_plan(512), [fs_plan(1024, inflight_blocks=1000)])
+    for number in range(60):
+        world.store(number)
+        world.run_tier(0)
+    stuck, *others = world.under_way(1, STORE)
+    for job in others:
+        world.finish(job)
+        assert len(world.plane._demotions.sent[0]) <= 16
+    world.finish(stuck)
     world.check()
 
 
