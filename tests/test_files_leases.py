@@ -121,6 +121,8 @@ def leave_temporary(root: Path, holder: Holder, number: int) -> Path:
     return left
 
 
+# Known defect, see docs/format-files.md: an account may overstate for a while.
+@pytest.mark.long
 async def test_only_the_temporaries_of_dead_processes_are_swept(tmp_path):
     root = tmp_path / "root"
     async with open_files(options(root, capacity=2 << 20)) as tier:
