@@ -53,6 +53,7 @@ def test_with_the_store_breaker_open_rows_go_without_and_loads_go_on():
     assert not world.under_way(1, STORE)
     assert lower.counters.dropped == {DropReason.TIER_DOWN: 1}
     assert world.plane.owed == 0
+    assert world.plane.idle, "nothing is left in line"
     assert lower.load_breaker.state is BreakerState.CLOSED
     job = world.load(1, 2)
     world.run_all()
