@@ -129,6 +129,7 @@ class Engine:
             world.check()
         still = [job for job in world.jobs if job not in world.results]
         assert not still, f"never ended: {still}"
+        assert not world.plane.board.fills, "nobody waits for a fill any more"
         counts = world.plane.board.cpu.table.counts
         assert counts[FILLING] == counts[QUARANTINED] == 0
         for number in range(5):
