@@ -156,17 +156,37 @@ class GPURuns:
 
     def select(self, positions: IntArray) -> GPURuns:
         """The runs of the offloaded blocks at `positions`, renumbered to the order in `positions`."""
-        rank = {int(position): i for i, position in enumerate(positions)}
-        starts = np.cumsum(self.counts) - self.counts
-        kept = [i for i, block in enumerate(self.blocks.tolist()) if block in rank]
-        kept.sort(key=lambda i: rank[int(self.blocks[i])])
-        pages = [self.gpu_blocks[starts[i] : starts[i] + self.counts[i]] for i in kept]
-        return GPURuns(
-            int_array([rank[int(self.blocks[i])] for i in kept]),
-            self.firsts[kept],
-            self.counts[kept],
-            np.concatenate(pages) if pages else NO_IDS,
+        return RunIndex(self).select(positions)
+
+
+class RunIndex:
+    """Cuts a group's runs into those of chosen offloaded blocks without walking the whole list."""
+
+    def __init__(self, runs: GPURuns) -> None:
+        order = np.argsort(runs.blocks, kind="stable")
+        starts = np.cumsum(runs.counts) - runs.counts
+        self.blocks = runs.blocks[order]
+        self.firsts = runs.firsts[order]
+        self.counts = runs.counts[order]
+        self.starts = starts[order]
+        self.gpu_blocks = runs.gpu_blocks
+
+    def select(self, positions: IntArray) -> GPURuns:
+        """The runs of the offloaded blocks at `positions`, renumbered 0.. in that order."""
+        low = np.searchsorted(self.blocks, positions, side="left")
+        high = np.searchsorted(self.blocks, positions, side="right")
+        runs_each = high - low
+        total = int(runs_each.sum())
+        offsets = np.cumsum(runs_each) - runs_each
+        index = np.arange(total, dtype=np.int64) + np.repeat(low - offsets, runs_each)
+        counts = self.counts[index]
+        pages = int(counts.sum())
+        page_offsets = np.cumsum(counts) - counts
+        page = (
+            np.arange(pages, dtype=np.int64) - np.repeat(page_offsets, counts) + np.repeat(self.starts[index], counts)
         )
+        new_blocks = np.repeat(np.arange(len(positions), dtype=np.int64), runs_each)
+        return GPURuns(new_blocks, self.firsts[index], counts, self.gpu_blocks[page])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

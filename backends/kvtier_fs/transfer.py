@@ -243,7 +243,7 @@ class Lane:
             return [_Piece(block, kind, block.offset, [page, block.payload], self._piece_done)]
         requests: list[IORequest] = []
         for start, end in split(total, self._parts.header_bytes):
-            buffers = _between([page, block.payload], start, end)
+            buffers = span([page, block.payload], start, end)
             requests.append(_Piece(block, kind, block.offset + start, buffers, self._piece_done))
         block.pieces = len(requests)
         return requests
@@ -278,7 +278,7 @@ class Lane:
         if result <= 0 or result > piece.length or result % self._parts.alignment:
             return False
         self._parts.counters["io.short"] += 1
-        rest = _between(piece.buffers, result, piece.length)
+        rest = span(piece.buffers, result, piece.length)
         following = _Piece(piece.block, piece.kind, piece.offset + result, rest, self._piece_done)
         self._parts.engine.submit([following])
         return True
@@ -318,7 +318,7 @@ def split(total: int, alignment: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, total)) for start in range(0, total, size)]
 
 
-def _between(buffers: Sequence[memoryview], start: int, end: int) -> list[memoryview]:
+def span(buffers: Sequence[memoryview], start: int, end: int) -> list[memoryview]:
     """Bytes `start` to `end` of buffers laid one after another."""
     parts = []
     for buffer in buffers:

@@ -8,38 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvtier.errors import UsageError
-from kvtier.jobs import BlockOutcome, GPURuns, GroupTransfer, IntArray, JobResult, TransferJob
+from kvtier.jobs import BlockOutcome, GPURuns, GroupTransfer, JobResult, RunIndex, TransferJob
 from kvtier.keys import JobId, OffloadKey, key_group, make_key
-
-
-class RunIndex:
-    """Cuts a group's runs into those of chosen offloaded blocks without walking the whole list."""
-
-    def __init__(self, runs: GPURuns) -> None:
-        order = np.argsort(runs.blocks, kind="stable")
-        starts = np.cumsum(runs.counts) - runs.counts
-        self.blocks = runs.blocks[order]
-        self.firsts = runs.firsts[order]
-        self.counts = runs.counts[order]
-        self.starts = starts[order]
-        self.gpu_blocks = runs.gpu_blocks
-
-    def select(self, positions: IntArray) -> GPURuns:
-        """The runs of the offloaded blocks at `positions`, renumbered 0.. in that order."""
-        low = np.searchsorted(self.blocks, positions, side="left")
-        high = np.searchsorted(self.blocks, positions, side="right")
-        runs_each = high - low
-        total = int(runs_each.sum())
-        offsets = np.cumsum(runs_each) - runs_each
-        index = np.arange(total, dtype=np.int64) + np.repeat(low - offsets, runs_each)
-        counts = self.counts[index]
-        pages = int(counts.sum())
-        page_offsets = np.cumsum(counts) - counts
-        page = (
-            np.arange(pages, dtype=np.int64) - np.repeat(page_offsets, counts) + np.repeat(self.starts[index], counts)
-        )
-        new_blocks = np.repeat(np.arange(len(positions), dtype=np.int64), runs_each)
-        return GPURuns(new_blocks, self.firsts[index], counts, self.gpu_blocks[page])
 
 
 class StackRequest:

@@ -96,8 +96,6 @@ class Dispatcher:
         self._late: dict[JobId, bool] = {}
         self._batch: list[Delivery] = []
         self._stopped = False
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     def submit(self, emissions: Sequence[Emission]) -> None:
         """Queue jobs and start what the bounds allow; once stopped, jobs end as dropped. Call in the loop."""
@@ -118,10 +116,6 @@ class Dispatcher:
         """Jobs under way on backends, late ones included."""
         return len(self._tasks)
 
-    async def wait_idle(self) -> None:
-        """Return when no job is under way."""
-        await self._idle.wait()
-
     def _start(self, lane: Lane) -> None:
         if self._stopped:
             self._drop_waiting(lane)
@@ -138,7 +132,6 @@ class Dispatcher:
                 return
             emission = queue.popleft()
             lane.inflight_bytes += size
-            self._idle.clear()
             lane.traffic[emission.job.kind].begin(self._clock())
             task = asyncio.create_task(self._run(lane, emission.job))
             self._tasks[emission.job.job_id] = task
@@ -204,8 +197,6 @@ class Dispatcher:
             result = JobResult.uniform(job, CANCELLED) if cut_short else task.result()
             self._tell(Delivery(Told.FINISHED, job.job_id, result))
         self._start(lane)
-        if not self._tasks:
-            self._idle.set()
 
     def _pass_deadline(self, job_id: JobId) -> None:
         if job_id in self._tasks:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kvtier_fs.io.contract import IOEngine, IOKind, IORequest
-from kvtier_fs.transfer import split
+from kvtier_fs.transfer import span, split
 
 _RETRIES = 8
 _AGAIN = (-errno.EAGAIN, -errno.EINTR)
@@ -74,15 +74,3 @@ class _Transfer:
             self._retries += 1
             return request
         return self._mover.rest(request, result)
-
-
-def span(buffers: Sequence[memoryview], start: int, end: int) -> list[memoryview]:
-    """Bytes `start` to `end` of buffers laid one after another."""
-    parts = []
-    for buffer in buffers:
-        part = buffer[max(start, 0) : max(end, 0)]
-        if len(part):
-            parts.append(part)
-        start -= len(buffer)
-        end -= len(buffer)
-    return parts
