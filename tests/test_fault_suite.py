@@ -1,0 +1,27 @@
+"""Every attack of the fault suite at its normal count; `python -m tests.faults --long` runs the long ones."""
+
+from __future__ import annotations
+
+import pytest
+from faults.attack import Attack, Tally
+from faults.suite import all_attacks, run
+
+
+@pytest.mark.parametrize("attack", all_attacks().values(), ids=all_attacks().keys())
+def test_every_promise_holds_under(attack: Attack, seed: int, tmp_path):
+    print(f"replay alone: python -m tests.faults --only {attack.name!r} --count {attack.normal} --seed {seed}")
+    result = run(attack, attack.normal, seed, tmp_path, long=False)
+    if result.missing is not None:
+        pytest.skip(result.missing)
+    print(result.tally)
+    assert result.tally.clean
+
+
+@pytest.mark.parametrize("field", ["wrong_bytes", "hangs", "leaks", "over_bound"])
+def test_one_broken_promise_is_not_clean(field):
+    assert Tally(iterations=1).clean
+    assert not Tally(iterations=1, **{field: 1}).clean
+
+
+def test_an_attack_that_attacked_nothing_is_not_clean():
+    assert not Tally().clean
