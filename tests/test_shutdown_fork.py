@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import pytest
 from support_shutdown import ENDS, IO_ENGINES, Lives, own_traceback, run_in_child
@@ -18,6 +19,8 @@ from support_stack import Engine, statuses, whole
 from kvtier.errors import RootBusyError, UsageError
 from kvtier.jobs import JobKind
 from kvtier.stack import EngineStack, TierStack
+from kvtier_fs import FSOptions
+from kvtier_fs.folder import RootFolder
 
 
 @pytest.fixture(scope="module")
@@ -179,24 +182,43 @@ def test_a_stack_made_before_a_fork_may_be_opened_after_it(tmp_path):
         assert set(load_all(stack, engine)) == {"loaded"}, "what the child stored is found"
 
 
-@pytest.mark.xfail(strict=True, reason="closing a root does not unlock it while a child holds the lock's description")
-def test_a_root_is_free_once_closed_though_a_child_lives_on(tmp_path):
-    engine = cache()
-    child = 0
+@contextmanager
+def living_child() -> Iterator[None]:
+    """A child forked here, with copies of all descriptors, that lives until the block ends."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(write)
+        os.read(read, 1)
+        os._exit(0)
     try:
-        with EngineStack(parts(engine, str(tmp_path / "r"), "threads")):
-            read, write = os.pipe()
-            child = os.fork()
-            if not child:
-                os.close(write)
-                os.read(read, 1)
-                os._exit(0)
-        with EngineStack(parts(engine, str(tmp_path / "r"), "threads")):
-            pass
+        yield
     finally:
         os.close(write)
         os.close(read)
         os.waitpid(child, 0)
+
+
+def test_a_root_is_free_once_closed_though_a_child_lives_on(tmp_path):
+    engine = cache()
+    with ExitStack() as children:
+        with EngineStack(parts(engine, str(tmp_path / "r"), "threads")):
+            children.enter_context(living_child())
+        with EngineStack(parts(engine, str(tmp_path / "r"), "threads")):
+            pass
+
+
+def test_a_child_that_leaves_a_root_does_not_unlock_it(tmp_path):
+    options = FSOptions(roots=[str(tmp_path / "r")], capacity=1 << 20)
+    folder, other = RootFolder(str(tmp_path / "r"), options), RootFolder(str(tmp_path / "r"), options)
+    assert folder.enter()
+    assert folder.try_lock()
+    assert other.enter()
+    assert run_in_child(folder.leave) == 0
+    assert not other.try_lock(), "the parent is the owner yet"
+    folder.leave()
+    assert other.try_lock()
+    other.leave()
 
 
 def test_a_program_that_is_executed_inherits_nothing(tmp_path):

@@ -11,6 +11,7 @@ import os
 import re
 import stat
 import threading
+from contextlib import suppress
 
 from kvtier.errors import RootError
 from kvtier_fs.options import FSOptions
@@ -36,6 +37,7 @@ class RootFolder:
         self._options = options
         self._folder_fd = -1
         self._lock_fd = -1
+        self._lock_pid = 0
         self._slabs: dict[int, int] = {}
         self._guard = threading.Lock()
         self._left = False
@@ -145,7 +147,7 @@ class RootFolder:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 return False
             raise RootError(self.path, f"the file system cannot lock files ({error.strerror})") from error
-        self._lock_fd = fd
+        self._lock_fd, self._lock_pid = fd, os.getpid()
         return True
 
     def read_superblock(self) -> bytes:
@@ -297,11 +299,27 @@ class RootFolder:
         return sorted(name for name in os.listdir(self._folder_fd) if _OWN_NAME.fullmatch(name) is None)
 
     def leave(self) -> None:
-        """Close every file and give the lock up. Idempotent."""
+        """Close every file and give the lock up. Idempotent.
+
+        The lock is given up by name, for a child forked meanwhile may keep the file open. Such a child closes its own
+        files here and leaves the lock alone.
+        """
         with self._guard:
             self._left = True
-            for fd in (*self._slabs.values(), self._lock_fd, self._folder_fd):
-                if fd >= 0:
-                    os.close(fd)
-            self._slabs = {}
+            slabs, self._slabs = self._slabs, {}
+            for fd in slabs.values():
+                self._close(fd)
+            if self._lock_fd >= 0:
+                if self._lock_pid == os.getpid():
+                    with suppress(OSError):
+                        fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
+                self._close(self._lock_fd)
+            if self._folder_fd >= 0:
+                self._close(self._folder_fd)
             self._lock_fd = self._folder_fd = -1
+
+    @staticmethod
+    def _close(fd: int) -> None:
+        """Close a file; what the disk has to say to that changes nothing any more, and the descriptor is gone."""
+        with suppress(OSError):
+            os.close(fd)

@@ -277,7 +277,7 @@ class System:
         self._call()
         file = self.file(fd)
         if operation & fcntl.LOCK_UN:
-            file.owner = 0
+            file.owner = 0 if file.owner == self.pid else file.owner
         elif file.owner not in (0, self.pid):
             raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK))
         else:
