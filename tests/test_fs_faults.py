@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
 import random
 import resource
@@ -200,6 +201,23 @@ async def test_a_region_that_could_not_be_cut_is_cut_by_the_next_store(tmp_path)
         assert await tier.store(keys(3)) == [STORED] * 3
     async with open_tier(options(tmp_path / "root")) as tier:
         assert list(tier.opened.recovered.keys) == keys(3)
+
+
+@pytest.mark.parametrize("spoiled", [-errno.EINTR, -errno.EAGAIN, 512])
+async def test_header_pages_are_moved_to_the_last_byte_like_blocks(tmp_path, spoiled):
+    """Those of regions when they are cut, and those of regions and slots when the root is opened by scan."""
+    engine, names = FaultyEngine(), keys(6)
+    turns = itertools.cycle([spoiled, None])
+    engine.fault = lambda io: next(turns) if io.length <= HEADER else None
+    settings, shape = options(tmp_path / "root", capacity="2MiB", region_bytes="256KiB"), layout(65536)
+    async with open_tier(settings, shape, seams=engine.seams()) as tier:
+        await tier.store_all(names)
+        assert len({slot // tier.space.slots_per_region for slot, _ in tier.directory.values()}) > 1
+    (tmp_path / "root" / "snapshot").unlink()
+    async with open_tier(settings, shape, seams=engine.seams()) as tier:
+        assert tier.backend.counters["open.scan"] == 1
+        assert sorted(tier.opened.recovered.keys) == sorted(names)
+        assert await tier.load(names) == [LOADED] * 6
 
 
 async def test_a_store_waits_for_the_cut_that_another_job_carries(tmp_path):

@@ -47,6 +47,7 @@ from kvtier_fs.preview import preview
 from kvtier_fs.root import RegionState, Root
 from kvtier_fs.scan import Wanted, recover_root
 from kvtier_fs.slot import SlotHeader, max_key_bytes
+from kvtier_fs.strict import StrictIO
 from kvtier_fs.threads import RootThreads
 from kvtier_fs.transfer import BlockMove, BlockPlace, JobRun, Lane, LaneParts, error_outcome
 
@@ -195,19 +196,19 @@ class FSBackend(LoadStore):
         for root in self._roots:
             seam = self._seams.engine
             engine = opening.make_engine(name, root, self.options) if seam is None else seam(root)
+            io = StrictIO(engine, root.probe.offset_alignment if root.probe.direct else 1, self.counters)
             parts = LaneParts(
                 loop=asyncio.get_running_loop(),
-                engine=engine,
+                io=io,
                 threads=root.files,
                 clock=self._context.clock,
                 set_checksum=self._rows.set_checksum,
                 counters=self.counters,
                 ledger=root.ledger,
                 header_bytes=self._layout.header_bytes,
-                alignment=root.probe.offset_alignment if root.probe.direct else 1,
                 depth=self.options.io_depth,
             )
-            root.start(engine, Lane(parts))
+            root.start(io, Lane(parts))
         return " and ".join(sorted({root.engine.name for root in self._roots}))
 
     async def _recover(self, root: Root, wanted: Wanted) -> None:

@@ -13,11 +13,12 @@ from kvtier.errors import RootError
 from kvtier.jobs import DropReason, dropped
 from kvtier_fs.buffers import HeaderPages
 from kvtier_fs.folder import RootFolder
-from kvtier_fs.io.contract import IOEngine, IOKind, IORequest
+from kvtier_fs.io.contract import IOEngine, IOKind
 from kvtier_fs.io.probe import DirectProbe
 from kvtier_fs.ledger import Ledger
 from kvtier_fs.regions import RegionHeader, RegionPlan, encode_region_header
 from kvtier_fs.snapshot import RegionCutAs, Snapshot, SnapshotOf, encode_snapshot
+from kvtier_fs.strict import StrictIO
 from kvtier_fs.superblock import Superblock, encode_superblock
 from kvtier_fs.threads import RootThreads
 from kvtier_fs.transfer import Lane
@@ -55,7 +56,7 @@ class Root:
         self.snapshot: Snapshot | None = None
         self.ledger: Ledger
         self.plan: RegionPlan
-        self.engine: IOEngine
+        self.io: StrictIO
         self.lane: Lane
         self.first_region = 0
         self.regions: list[RegionState] = []
@@ -64,6 +65,10 @@ class Root:
         self._superblock_lock = asyncio.Lock()
         self._sequence = 0
         self._durable: Superblock | None = None
+
+    @property
+    def engine(self) -> IOEngine:
+        return self.io.engine
 
     @property
     def path(self) -> str:
@@ -79,9 +84,9 @@ class Root:
         self.ledger.clear()
         self.regions = [RegionState() for _ in range(self.plan.regions)]
 
-    def start(self, engine: IOEngine, lane: Lane) -> None:
+    def start(self, io: StrictIO, lane: Lane) -> None:
         """From now on blocks can move."""
-        self.engine, self.lane = engine, lane
+        self.io, self.lane = io, lane
         self._started = True
 
     async def call(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -181,19 +186,9 @@ class Root:
         """Write a region's header page. Returns an errno, 0 when it is written."""
         pages = HeaderPages(1, self.plan.header_bytes)
         encode_region_header(header, pages.pages[0])
-        ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-
-        def done(request: IORequest, result: int) -> None:
-            if not ended.done():
-                ended.set_result(result)
-
-        offset = self.plan.region_offset(header.region)
-        fd = self.fds[self.plan.file_of(header.region)]
-        self.engine.submit([IORequest(IOKind.WRITE, fd, offset, [pages.pages[0]], done)])
-        result = await ended
-        if result == self.plan.header_bytes:
-            return 0
-        return -result if result < 0 else errno.EIO
+        fd, offset = self.fds[self.plan.file_of(header.region)], self.plan.region_offset(header.region)
+        (number,) = await self.io.move(IOKind.WRITE, pages.pages, [(fd, offset)])
+        return number
 
     async def drained(self, timeout_seconds: float) -> int:
         """Drop what has not begun, let the rest end, stop the engine.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import NamedTuple, TypeVar
 
 from kvtier.keys import OffloadKey, key_group
 from kvtier_fs.buffers import HeaderPages
-from kvtier_fs.io.contract import IOKind, IORequest
+from kvtier_fs.io.contract import IOKind
 from kvtier_fs.regions import RegionHeader, decode_region_header
 from kvtier_fs.root import Root
 from kvtier_fs.slot import SlotHeader, decode_slot_header
@@ -80,9 +80,9 @@ async def _read_regions(root: Root) -> None:
     present = [region for region in range(plan.regions) if plan.file_of(region) in root.fds]
     heads = ((root.fds[plan.file_of(region)], plan.region_offset(region), region) for region in present)
     for chunk in _chunks(heads, _PAGES_PER_BATCH):
-        moved = await _read(root, pages[: len(chunk)], [(fd, offset) for fd, offset, _ in chunk])
-        for page, got, (_, _, region) in zip(pages, moved, chunk, strict=False):
-            header = decode_region_header(page) if got == len(page) else None
+        errors = await root.io.move(IOKind.READ, pages[: len(chunk)], [(fd, offset) for fd, offset, _ in chunk])
+        for page, error, (_, _, region) in zip(pages, errors, chunk, strict=False):
+            header = None if error else decode_region_header(page)
             if header is not None and _is_at(root, header, region):
                 state = root.regions[region]
                 state.slot_bytes, state.generation = header.slot_bytes, header.generation
@@ -144,13 +144,10 @@ async def _scan_spans(root: Root, wanted: Wanted, spans: Iterator[Span], buffers
         for chunk in chunks:
             own = own or HeaderPages(per_batch, span_bytes).pages
             views = [view[: _length(root, span)] for view, span in zip(own, chunk, strict=False)]
-            moved = await _read(root, views, [(_fd(root, span), _offset(root, span)) for span in chunk])
-            whole = []
-            for span, view, got in zip(chunk, views, moved, strict=True):
-                if got == len(view):
-                    whole.append((span, view))
-                else:
-                    spoiled.append(span)
+            places = [(_fd(root, span), _offset(root, span)) for span in chunk]
+            errors = await root.io.move(IOKind.READ, views, places)
+            whole = [(span, view) for span, view, error in zip(chunk, views, errors, strict=True) if not error]
+            spoiled.extend(span for span, error in zip(chunk, errors, strict=True) if error)
             await root.call(_record, root, wanted, whole)
 
     await asyncio.gather(*(work() for _ in range(_BATCHES_AT_ONCE)))
@@ -189,25 +186,3 @@ def _chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
     iterator = iter(items)
     while chunk := list(islice(iterator, size)):
         yield chunk
-
-
-async def _read(root: Root, buffers: Sequence[memoryview], places: Sequence[tuple[int, int]]) -> list[int]:
-    """Fill each buffer from its place. Returns the bytes that came, or a negative errno, for each."""
-    moved = [0] * len(places)
-    left = len(places)
-    ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def done(request: IORequest, result: int) -> None:
-        nonlocal left
-        left -= 1
-        moved[numbers[request]] = result
-        if not left and not ended.done():
-            ended.set_result(None)
-
-    requests = [
-        IORequest(IOKind.READ, fd, offset, [buffer], done) for buffer, (fd, offset) in zip(buffers, places, strict=True)
-    ]
-    numbers = {request: number for number, request in enumerate(requests)}
-    root.engine.submit(requests)
-    await ended
-    return moved

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
@@ -29,15 +29,14 @@ from kvtier.jobs import (
     failed,
 )
 from kvtier_fs.buffers import HeaderPages
-from kvtier_fs.io.contract import IOEngine, IOKind, IORequest
+from kvtier_fs.io.contract import IOKind, IORequest
 from kvtier_fs.ledger import Ledger
 from kvtier_fs.slot import SlotHeader, encode_slot_header
+from kvtier_fs.strict import StrictIO, StrictRequest, span
 from kvtier_fs.verify import Mismatch, ReadSlot, verify_slots
 
 REQUEST_BYTES = 1 << 20
 STARTS_PER_TURN = 64
-_RETRIES = 8
-_AGAIN = (-errno.EAGAIN, -errno.EINTR)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -116,32 +115,33 @@ _Share = tuple[JobRun, Iterator[BlockMove]]
 """A job's blocks that have not begun."""
 
 
-class _Piece(IORequest):
+class _Piece(StrictRequest):
     """A request of at most REQUEST_BYTES that moves a part of a block."""
 
-    __slots__ = ("block", "retries")
+    __slots__ = ("block",)
 
     def __init__(
         self, block: BlockMove, kind: IOKind, offset: int, buffers: list[memoryview], done: Callable[..., None]
     ) -> None:
         super().__init__(kind, block.fd, offset, buffers, done)
         self.block = block
-        self.retries = 0
+
+    def after(self, moved: int) -> _Piece:
+        return _Piece(self.block, self.kind, self.offset + moved, self.left(moved), self.done)
 
 
 @dataclass(frozen=True, slots=True)
 class LaneParts:
-    """What a lane works with, all handed in. `alignment` is what a short transfer must keep to go on, in bytes."""
+    """What a lane works with, all handed in. `depth` is how many requests the engine has under way at once."""
 
     loop: asyncio.AbstractEventLoop
-    engine: IOEngine
+    io: StrictIO
     threads: Executor
     clock: Callable[[], float]
     set_checksum: Callable[[int, bytes], None]
     counters: Counter[str]
     ledger: Ledger
     header_bytes: int
-    alignment: int
     depth: int
 
 
@@ -216,7 +216,7 @@ class Lane:
                 block.end(LATE)
             else:
                 requests.extend(self._begin(block))
-        self._parts.engine.submit(requests)
+        self._parts.io.engine.submit(requests)
         self._go_on_or_rest()
 
     def _go_on_or_rest(self) -> None:
@@ -250,11 +250,11 @@ class Lane:
 
     def _piece_done(self, piece: IORequest, result: int) -> None:
         assert isinstance(piece, _Piece)
+        error = self._parts.io.shortfall(piece, result)
+        if error is None:
+            return
         block = piece.block
-        if result != piece.length:
-            if self._go_on(piece, result):
-                return
-            block.errno = block.errno or (-result if result < 0 else errno.EIO)
+        block.errno = block.errno or error
         block.pieces -= 1
         if block.pieces:
             return
@@ -268,20 +268,6 @@ class Lane:
             if not self._unverified:
                 self._parts.loop.call_soon(self._verify)
             self._unverified.append(block)
-
-    def _go_on(self, piece: _Piece, result: int) -> bool:
-        """Continue a short transfer while it is aligned and progresses; ask again what was merely interrupted."""
-        if result in _AGAIN and piece.retries < _RETRIES:
-            piece.retries += 1
-            self._parts.engine.submit([piece])
-            return True
-        if result <= 0 or result > piece.length or result % self._parts.alignment:
-            return False
-        self._parts.counters["io.short"] += 1
-        rest = span(piece.buffers, result, piece.length)
-        following = _Piece(piece.block, piece.kind, piece.offset + result, rest, self._piece_done)
-        self._parts.engine.submit([following])
-        return True
 
     def _verify(self) -> None:
         batch, self._unverified = self._unverified, []
@@ -316,15 +302,3 @@ def split(total: int, alignment: int) -> list[tuple[int, int]]:
     pieces = -(-total // REQUEST_BYTES)
     size = min(-(-total // pieces // alignment) * alignment, REQUEST_BYTES)
     return [(start, min(start + size, total)) for start in range(0, total, size)]
-
-
-def span(buffers: Sequence[memoryview], start: int, end: int) -> list[memoryview]:
-    """Bytes `start` to `end` of buffers laid one after another."""
-    parts = []
-    for buffer in buffers:
-        part = buffer[max(start, 0) : max(end, 0)]
-        if len(part):
-            parts.append(part)
-        start -= len(buffer)
-        end -= len(buffer)
-    return parts

@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kvtier_fs.io.contract import IOEngine, IOKind, IORequest
-from kvtier_fs.transfer import span, split
+from kvtier_fs.strict import span
+from kvtier_fs.transfer import split
 
 _RETRIES = 8
 _AGAIN = (-errno.EAGAIN, -errno.EINTR)
