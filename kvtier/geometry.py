@@ -45,12 +45,16 @@ class TensorRef:
 
 @dataclass(frozen=True, slots=True)
 class GroupLayout:
-    """One KV cache group of one worker: its tensors and its tokens per GPU block."""
+    """One KV cache group of one worker: its tensors and its tokens per GPU block.
+
+    `padding_bytes` at the end of each page belong to no tensor: for engines that give every group pages of one size.
+    """
 
     refs: tuple[TensorRef, ...]
     block_size: int = 16
     kind: GroupKind = GroupKind.FULL
     window_tokens: int = 0
+    padding_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not self.refs:
@@ -59,11 +63,13 @@ class GroupLayout:
             raise GeometryError(f"block_size must be at least 1 token, got {self.block_size}")
         if (self.kind is GroupKind.SLIDING_WINDOW) != (self.window_tokens > 0):
             raise GeometryError("window_tokens goes with sliding_window groups, and only with them")
+        if self.padding_bytes < 0:
+            raise GeometryError(f"padding_bytes must be at least 0, got {self.padding_bytes}")
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one GPU block of this group on one worker, all its tensors together."""
-        return sum(ref.page_size_bytes for ref in self.refs)
+        """Bytes of one GPU block of this group on one worker, all its tensors together, and the padding."""
+        return sum(ref.page_size_bytes for ref in self.refs) + self.padding_bytes
 
 
 @dataclass(frozen=True, slots=True)

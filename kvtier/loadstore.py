@@ -62,6 +62,9 @@ class Rows(Protocol):
     def end_use(self, worker: int, rows: IntArray) -> None:
         """Worker `worker` has ended one use (either direction) of each of these rows."""
 
+    def uses_ended(self, worker: int, rows: IntArray) -> IntArray:
+        """How many uses of each row a worker has ended so far, shape (rows,)."""
+
     def checksum(self, row: int) -> bytes:
         """The 16-byte checksum that travels with the row (xxh3-128 of the group's aligned bytes)."""
 
@@ -221,3 +224,10 @@ class ProvidesRows(Protocol):
 
     @property
     def rows(self) -> Rows: ...
+
+
+@runtime_checkable
+class JoinsRows(Protocol):
+    """A tier whose region processes of other workers can map, without owning it, and close again."""
+
+    async def join(self, context: TierContext) -> Rows: ...

@@ -40,6 +40,9 @@ class MmapRows:
     def end_use(self, worker: int, rows: IntArray) -> None:
         np.add.at(self.uses[worker], rows, 1)
 
+    def uses_ended(self, worker: int, rows: IntArray) -> IntArray:
+        return self.uses[worker, rows]
+
     def checksum(self, row: int) -> bytes:
         return b""
 

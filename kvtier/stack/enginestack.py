@@ -19,9 +19,10 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from kvtier.control.board import CPU_TIER, Emission
 from kvtier.control.plane import ControlPlane, Question
 from kvtier.control.reservations import Reservation
-from kvtier.errors import ResourceError, UsageError
+from kvtier.errors import IntegrityError, ResourceError, UsageError
 from kvtier.events import OffloadingEvent
 from kvtier.geometry import Geometry
 from kvtier.jobs import GroupTransfer, JobKind, JobResult, TransferJob
@@ -178,6 +179,27 @@ class EngineStack:
         check_job(job, job.kind, self.geometry)
         self._plane().submit(job, time.monotonic(), request_id)
 
+    def place(self, job: TransferJob, request_id: RequestId | None = None) -> TransferJob | None:
+        """Begin a job whose copies the engine carries out itself, and say which rows: `slots` and `generations`.
+
+        For stacks whose workers are `EngineCopies`. Blocks that cannot be copied at once are not copied at all: they
+        end as cancelled (a store that found its rows taken, a load whose block is in no row). None if that is all of
+        them. The job returned has an id of its own, for `EngineCopies.end`. Its group positions are the job's.
+        """
+        self.submit(job, request_id)
+        copies = [emission.job for emission in self._send() if emission.position == CPU_TIER]
+        if sum(copy.num_blocks for copy in copies) < job.num_blocks:
+            self.cancel(job.job_id)
+            self._send()
+        if len(copies) > 1:
+            raise IntegrityError(f"job {job.job_id} was begun in {len(copies)} parts")
+        return copies[0] if copies else None
+
+    def storable(self, keys: Sequence[OffloadKey]) -> tuple[list[OffloadKey], int]:
+        """(the keys that are in no row and on their way into none, in their order; how many rows can be had now)."""
+        cpu = self._plane().board.cpu
+        return [key for key in dict.fromkeys(keys) if key not in cpu.directory], cpu.available
+
     def cancel(self, job_id: JobId) -> None:
         """End a job early; its result still comes, after the copies under way."""
         self._plane().cancel(job_id, time.monotonic())
@@ -206,7 +228,8 @@ class EngineStack:
         self._send()
         return plane.take_finished()
 
-    def _send(self) -> None:
+    def _send(self) -> Sequence[Emission]:
+        """Send what was decided to the loop; returns the jobs."""
         assert self._assembled is not None
         assert self._loop is not None
         jobs = self._assembled.plane.take_jobs()
@@ -215,6 +238,7 @@ class EngineStack:
             self._loop.call_soon_threadsafe(self._assembled.dispatcher.submit, jobs)
         for question in questions:
             asyncio.run_coroutine_threadsafe(self._ask(question), self._loop)
+        return jobs
 
     async def _ask(self, question: Question) -> None:
         assert self._assembled is not None

@@ -28,7 +28,7 @@ class TestRows:
         self._view = np.frombuffer(self._memory, dtype=np.uint8).reshape(num_rows, row_bytes)
         self._checksums = [bytes(CHECKSUM_BYTES)] * num_rows
         self._stamps = np.zeros((workers, num_rows), dtype=np.int64)
-        self.uses_ended = np.zeros((workers, num_rows), dtype=np.int64)
+        self._uses = np.zeros((workers, num_rows), dtype=np.int64)
 
     @property
     def num_rows(self) -> int:
@@ -52,8 +52,13 @@ class TestRows:
         return agreed
 
     def end_use(self, worker: int, rows: IntArray) -> None:
-        """Worker `worker` has ended one use of each of these rows; counted in `uses_ended[worker, row]`."""
-        np.add.at(self.uses_ended[worker], rows, 1)
+        """Worker `worker` has ended one use of each of these rows."""
+        np.add.at(self._uses[worker], rows, 1)
+
+    def uses_ended(self, worker: int, rows: IntArray) -> IntArray:
+        """How many uses of each row a worker has ended so far, shape (rows,)."""
+        ended: IntArray = self._uses[worker, rows]
+        return ended
 
     def checksum(self, row: int) -> bytes:
         """The 16-byte checksum that was set for a row; zeros before that."""

@@ -1,0 +1,1 @@
+"""Engine integrations, one package each; an engine is imported only there."""

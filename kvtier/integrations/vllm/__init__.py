@@ -1,0 +1,12 @@
+"""vLLM serves from a tier stack: `spec_name: KVTierSpec`, `spec_module_path: kvtier.integrations.vllm`.
+
+Needs vLLM of a supported generation; importing this package without one raises ConfigError with what is supported.
+"""
+
+from kvtier.integrations.vllm.generation import require_supported
+
+require_supported()
+
+from kvtier.integrations.vllm.spec import KVTierSpec  # noqa: E402
+
+__all__ = ["KVTierSpec"]
