@@ -17,7 +17,8 @@ from kvtier.registry import Backends
 class Access(StrEnum):
     """What a tool is about to do, and so whom it must keep out.
 
-    LOOK: read beside a live owner. CHECK: read, while nobody may own the store. CHANGE: own the store.
+    LOOK: read beside a live owner. CHECK: read, while nobody may own the store. CHANGE: own the store. A store that
+    several processes share is read and changed beside them, under the locks that they take themselves.
     """
 
     LOOK = "look"
@@ -28,7 +29,8 @@ class Access(StrEnum):
 class BlockState(StrEnum):
     """CURRENT counts when the store is opened again. Nothing else can be loaded any more.
 
-    OLD: of an epoch that a reset ended. ORPHANED: of an earlier cut of its region. FOREIGN: another store's.
+    OLD: of an epoch that a reset ended. ORPHANED: of an earlier cut of its region, or where nobody looks for it.
+    FOREIGN: another store's.
     """
 
     CURRENT = "current"
@@ -44,11 +46,16 @@ class FindingKind(StrEnum):
     TRUNCATED = "truncated"
     BAD_SUPERBLOCK = "bad_superblock"
     BAD_SNAPSHOT = "bad_snapshot"
+    BAD_EPOCH = "bad_epoch"
+    BAD_ACCOUNT = "bad_account"
+    BAD_LEASE = "bad_lease"
     STALE_SUPERBLOCK = "stale_superblock"
+    STALE_ACCOUNT = "stale_account"
     ORPHANED = "orphaned"
     FOREIGN = "foreign"
     OLD = "old"
     UNKNOWN_FILE = "unknown_file"
+    UNCHECKED = "unchecked"
 
     @property
     def is_damage(self) -> bool:
@@ -56,7 +63,15 @@ class FindingKind(StrEnum):
         return self in _DAMAGE
 
 
-_DAMAGE = (FindingKind.CORRUPT, FindingKind.TRUNCATED, FindingKind.BAD_SUPERBLOCK, FindingKind.BAD_SNAPSHOT)
+_DAMAGE = (
+    FindingKind.CORRUPT,
+    FindingKind.TRUNCATED,
+    FindingKind.BAD_SUPERBLOCK,
+    FindingKind.BAD_SNAPSHOT,
+    FindingKind.BAD_EPOCH,
+    FindingKind.BAD_ACCOUNT,
+    FindingKind.BAD_LEASE,
+)
 
 
 class Finding(NamedTuple):
@@ -73,7 +88,7 @@ class StoredBlock(NamedTuple):
 
     `region` is the part of the store it lies in, `slot` its number there. `stored_bytes` counts everything it takes up,
     `payload_bytes` the block alone. Of two copies of a key in one namespace the larger `generation` is the newer.
-    `stored_at` (seconds since 1970) and `hits` are None where the store does not keep them.
+    `stored_at` and `used_at` (seconds since 1970) and `hits` are None where the store does not keep them.
     """
 
     state: BlockState
@@ -87,6 +102,7 @@ class StoredBlock(NamedTuple):
     stored_bytes: int
     stored_at: float | None = None
     hits: int | None = None
+    used_at: float | None = None
 
 
 class Listed(NamedTuple):
@@ -108,11 +124,12 @@ class Checked(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredNamespace:
-    """A namespace the store knows. `opened_at` (seconds since 1970), `model`, `tag` are None where it cannot tell."""
+    """A namespace the store knows. `session`, `opened_at` (seconds since 1970), `model`, `tag`: None where it cannot
+    tell."""
 
     digest: bytes
     epoch: int
-    session: int
+    session: int | None
     opened_at: float | None = None
     model: str | None = None
     tag: str | None = None
@@ -122,8 +139,9 @@ class StoredNamespace:
 class StoreAbout:
     """One store as a whole.
 
-    `slots` is how many slots going through it or checking it will look at. `session` counts how often it was opened;
-    `clean` says that the last session closed in order. `owner` is who has it open now, in words; empty: nobody.
+    `slots` is how many slots going through it or checking it will look at; where others store meanwhile, about.
+    `region_bytes` 0: parts of no fixed size. `session` counts how often it was opened; `clean` says that the last
+    session closed in order; None where nobody counts. `owner` is who has it open now, in words; empty: nobody.
     """
 
     root: str
@@ -132,8 +150,8 @@ class StoreAbout:
     slots: int
     regions: int
     region_bytes: int
-    session: int
-    clean: bool
+    session: int | None
+    clean: bool | None
     owner: str
     namespaces: tuple[StoredNamespace, ...]
     notes: tuple[str, ...] = ()
@@ -173,8 +191,8 @@ class Inspects(Protocol):
     def inspect(cls, root: str, access: Access) -> Inspection | None:
         """The store in a folder (an absolute path); None if the folder holds none of this backend's.
 
-        Raises RootBusyError, naming the owner, if a live process has it open (unless access is LOOK), and RootError
-        for a place that cannot be looked at. Lets go of everything then.
+        Raises RootBusyError, naming the owner, if a live process has it for itself (unless access is LOOK), and
+        RootError for a place that cannot be looked at. Lets go of everything then.
         """
 
 

@@ -1,4 +1,4 @@
-"""Slab roots written by the real tier, then handled behind its back, for tests of the tools for stores on disk."""
+"""Roots written by the real tiers, then handled behind their backs, for tests of the tools for stores on disk."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner, Result
+from support_files import FilesTier, account_is_true, open_files
+from support_files import options as files_options
 from support_fs import Tier, keys, layout, open_tier, options, slot_place
 
 from kvtier.cli import main
+from kvtier.jobs import LOADED, STORED, BlockOutcome
 from kvtier.keys import OffloadKey
 from kvtier.namespace import Namespace
 from kvtier_fs.slot import SlotHeader, decode_slot_header, encode_slot_header
@@ -138,6 +141,73 @@ def loadable(path: Path, tag: str = "") -> list[OffloadKey]:
     return names
 
 
+@dataclass(frozen=True)
+class WrittenFiles:
+    """A root of layout `files` and the file of each of its blocks."""
+
+    path: Path
+    places: dict[OffloadKey, Path]
+
+    @property
+    def files(self) -> dict[str, bytes | None]:
+        """Everything in the folder, and in the folders in it."""
+        found = sorted(self.path.rglob("*"))
+        return {str(path.relative_to(self.path)): None if path.is_dir() else path.read_bytes() for path in found}
+
+    def flip(self, key: OffloadKey, bit: int) -> None:
+        """Flip one bit of a block's file."""
+        data = self.places[key].read_bytes()
+        overwrite(self.places[key], bit // 8, bytes([data[bit // 8] ^ 1 << bit % 8]))
+
+    def forge(self, name: OffloadKey, **changes: object) -> None:
+        """Change fields of a block's header under a checksum that holds."""
+        page = memoryview(bytearray(self.places[name].read_bytes()[:HEADER]))
+        header: SlotHeader | None = decode_slot_header(page)
+        assert header is not None
+        encode_slot_header(header._replace(**changes), page, bytes(HEADER))
+        overwrite(self.places[name], 0, bytes(page))
+
+    def bucket(self, key: OffloadKey) -> Path:
+        """The bucket a block lies in."""
+        return self.path / self.places[key].relative_to(self.path).parts[0]
+
+
+def run_files(path: Path, work: Any, tag: str = "", **changes: object) -> Any:
+    """Open a tier of layout `files`, do something with it, close it."""
+
+    async def opened() -> Any:
+        async with open_files(files_options(path, **changes), tag=tag) as tier:
+            return await work(tier)
+
+    return asyncio.run(opened())
+
+
+def write_files(
+    path: Path, names: Sequence[OffloadKey] | None = None, tag: str = "", **changes: object
+) -> WrittenFiles:
+    """A root of layout `files` with these blocks (8 by default), that nobody has open any more."""
+    names = keys(8) if names is None else names
+
+    async def work(tier: FilesTier) -> WrittenFiles:
+        assert await tier.store(names) == [STORED] * len(names)
+        return WrittenFiles(path, {key: tier.path(key) for key in names})
+
+    written: WrittenFiles = run_files(path, work, tag, **changes)
+    return written
+
+
+def files_loadable(path: Path, names: Sequence[OffloadKey], tag: str = "") -> list[OffloadKey]:
+    """Those of these keys that load, byte for byte; every account is true afterwards."""
+
+    async def work(tier: FilesTier) -> list[OffloadKey]:
+        outcomes: list[BlockOutcome] = await tier.load(names)
+        assert account_is_true(tier) or not names
+        return [key for key, outcome in zip(names, outcomes, strict=True) if outcome == LOADED]
+
+    loaded: list[OffloadKey] = run_files(path, work, tag)
+    return loaded
+
+
 def tool_as_ordinary_user(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run `kvtier` without capabilities, so permissions count for root as well."""
     code = """
@@ -149,6 +219,37 @@ main(sys.argv[1:], prog_name="kvtier")
 """
     command = [sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+_SHARER = """
+import asyncio, sys
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from support_files import open_files, options
+from support_fs import keys
+async def main():
+    async with open_files(options(Path(sys.argv[1]), capacity=int(sys.argv[3])), rows=32) as tier:
+        await tier.store(keys(4, start=1000))
+        print("open", flush=True)
+        for line in sys.stdin:
+            first = int(line)
+            print(sum(outcome.ok for outcome in await tier.store(keys(32, start=first))), flush=True)
+asyncio.run(main())
+"""
+
+
+@contextmanager
+def shared_elsewhere(path: Path, capacity: int = 8 << 20) -> Iterator[subprocess.Popen[str]]:
+    """A `files` root with 4 blocks more (from 1000 on) that another process has open.
+
+    For each line with a number it stores 32 blocks from there on, and says how many are there then.
+    """
+    command = [sys.executable, "-c", _SHARER, str(path), os.path.dirname(__file__), str(capacity)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sharer:
+        assert sharer.stdout is not None
+        assert sharer.stdout.readline() == "open\n"
+        yield sharer
+    assert sharer.returncode == 0
 
 
 _OWNER = """

@@ -34,6 +34,7 @@ BLOCK_KEYS = {
     "state",
     "stored_at",
     "hits",
+    "used_at",
 }
 USAGE_KEYS = {
     "blocks",

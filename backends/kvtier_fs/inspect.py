@@ -1,15 +1,9 @@
-"""A slab root for `kvtier fsck`, `ls`, `du` and `gc`: every slot read and judged offline, damaged ones made empty."""
+"""A root for `kvtier fsck`, `ls`, `du` and `gc`. Here layout slab: every slot judged offline, damaged ones emptied."""
 
 from __future__ import annotations
 
-import errno
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
-
-import xxhash
 
 from kvtier.errors import RootError
 from kvtier.inspection import (
@@ -23,32 +17,26 @@ from kvtier.inspection import (
     StoreAbout,
     StoredBlock,
 )
+from kvtier_fs.inspect_files import inspect_files
+from kvtier_fs.inspect_files_root import is_files_root
+from kvtier_fs.inspect_reading import LEFTOVERS, Readers, payload_fault, read_fault
 from kvtier_fs.inspect_records import check_records, lost_slots
 from kvtier_fs.inspect_root import InspectedRoot
 from kvtier_fs.inspect_slots import Cut, Judged, Run, judge
 from kvtier_fs.slot import SlotHeader
-from kvtier_fs.verify import Mismatch
 
-T = TypeVar("T")
-
-UNREADABLE = "unreadable"
-SHORT = "truncated"
-_THREADS = 4
-_RUNS_AHEAD = 2 * _THREADS
 _RUN_BYTES = 16 << 20
-_PIECE_BYTES = 1 << 20
 _KEPT_NOT = "when blocks were stored and how often they were hit is not kept on disk; generations order them"
 _UNCLEAN = "the last session did not close in order; a few torn slots are to be expected then"
 _NO_LOCK = "there is no lock file, so nobody can tell whether the root is in use"
-_KINDS = {
-    BlockState.OLD: FindingKind.OLD,
-    BlockState.ORPHANED: FindingKind.ORPHANED,
-    BlockState.FOREIGN: FindingKind.FOREIGN,
-}
 
 
 def inspect_root(path: str, access: Access) -> Inspection | None:
-    """The slab root in a folder; None if it holds none. Raises RootError, having let go of everything."""
+    """The root in a folder, of either layout; None if it holds none. Raises RootError, having let go of everything."""
+    return inspect_files(path, access) if is_files_root(path) else _inspect_slab(path, access)
+
+
+def _inspect_slab(path: str, access: Access) -> Inspection | None:
     root = InspectedRoot(path, access)
     found = False
     try:
@@ -64,7 +52,7 @@ class SlabInspection:
 
     def __init__(self, root: InspectedRoot) -> None:
         self._root = root
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvtier-fs-inspect")
+        self._readers = Readers()
         plan, block = root.plan, root.superblock
         notes = [_KEPT_NOT]
         if not block.clean and not root.owner:
@@ -87,19 +75,19 @@ class SlabInspection:
 
     def close(self) -> None:
         """End the reads under way and let go of the root. Idempotent."""
-        self._threads.shutdown(cancel_futures=True)
+        self._readers.close()
         self._root.close()
 
     def blocks(self) -> Iterator[Listed]:
         """Every block that has a whole header, in the order of their places. Payloads are not read."""
-        return self._in_order(self._list)
+        return self._readers.in_order(self._list, self._runs(list(self._root.cuts)))
 
     def check(self, repair: bool) -> Iterator[Checked]:
         """Verify the root's own records, then every slot with its payload; repair zeroes headers of damaged slots."""
         self._root.read_snapshot()
         for finding in check_records(self._root, repair):
             yield Checked(findings=(finding,))
-        yield from self._in_order(lambda run: self._check(run, repair))
+        yield from self._readers.in_order(lambda run: self._check(run, repair), self._runs(list(self._root.cuts)))
         if repair:
             self._root.sync()
 
@@ -127,16 +115,6 @@ class SlabInspection:
         for namespace in dropped - kept:
             self._root.remove_manifest(namespace)
 
-    def _in_order(self, work: Callable[[Run], T]) -> Iterator[T]:
-        """Do something with every run of slots, a few at once; results in the order of their places."""
-        waiting: deque[Future[T]] = deque()
-        for run in self._runs(list(self._root.cuts)):
-            waiting.append(self._threads.submit(work, run))
-            if len(waiting) >= _RUNS_AHEAD:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-
     def _runs(self, cuts: Iterable[Cut]) -> Iterator[Run]:
         for cut in cuts:
             slots, step = self._root.plan.slots(cut.slot_bytes), max(1, _RUN_BYTES // cut.slot_bytes)
@@ -153,7 +131,7 @@ class SlabInspection:
             try:
                 length = os.preadv(fd, [page], offset)
             except OSError as error:
-                yield index, Judged(fault=_read_fault(error))
+                yield index, Judged(fault=read_fault(error))
                 continue
             if length == header_bytes and page != zeros:
                 yield index, judge(page, index, run.cut, self._root.superblock)
@@ -171,7 +149,8 @@ class SlabInspection:
             where = f"slab-{self._root.plan.file_of(run.cut.region):05d}, region {run.cut.region}, slot {index}"
             fault = judged.fault
             if judged.state is BlockState.CURRENT and judged.header is not None:
-                fault = self._payload_fault(run.cut, index, judged.header)
+                fd, offset = self._root.place(run.cut, index)
+                fault = payload_fault(fd, offset + self._root.plan.header_bytes, judged.header)
                 if not fault:
                     whole[index] = judged.header.key
                     payload_bytes += judged.header.payload_bytes
@@ -180,7 +159,7 @@ class SlabInspection:
                 repaired = repair and self._empty(run.cut, index)
                 findings.append(Finding(FindingKind.CORRUPT, fault, where, repaired))
             elif judged.state is not None:
-                findings.append(Finding(_KINDS[judged.state], judged.state.value, where))
+                findings.append(Finding(LEFTOVERS[judged.state], judged.state.value, where))
         empty = run.slots - len(whole) - len(findings)
         corrupt = {finding.where for finding in findings if finding.kind is FindingKind.CORRUPT}
         lost = [finding for finding in lost_slots(self._root, run, whole, repair) if finding.where not in corrupt]
@@ -188,27 +167,6 @@ class SlabInspection:
 
     def _empty(self, cut: Cut, index: int) -> bool:
         return self._root.write(*self._root.place(cut, index), bytes(self._root.plan.header_bytes))
-
-    def _payload_fault(self, cut: Cut, index: int, header: SlotHeader) -> str:
-        """What is wrong with a payload; empty if it is what was stored. Read in pieces, whatever its size."""
-        fd, offset = self._root.place(cut, index)
-        offset += self._root.plan.header_bytes
-        piece = memoryview(bytearray(min(_PIECE_BYTES, header.payload_bytes)))
-        digest, left = xxhash.xxh3_128(), header.payload_bytes
-        while left:
-            try:
-                length = os.preadv(fd, [piece[:left]], offset)
-            except OSError as error:
-                return _read_fault(error)
-            if not length:
-                return SHORT
-            digest.update(piece[:length])
-            offset, left = offset + length, left - length
-        return "" if digest.digest() == header.payload_digest else Mismatch.PAYLOAD
-
-
-def _read_fault(error: OSError) -> str:
-    return f"{UNREADABLE}_{errno.errorcode.get(error.errno or 0, 'unknown')}"
 
 
 def _block(state: BlockState, header: SlotHeader, cut: Cut, index: int) -> StoredBlock:

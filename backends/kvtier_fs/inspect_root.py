@@ -15,6 +15,7 @@ from dataclasses import replace
 from kvtier.errors import RootBusyError, RootError
 from kvtier.inspection import Access, StoredNamespace
 from kvtier_fs.folder import LOCK_NAME, SUPERBLOCK_NAME, RootFolder
+from kvtier_fs.inspect_reading import read_manifest
 from kvtier_fs.inspect_slots import Cut
 from kvtier_fs.options import FSOptions
 from kvtier_fs.regions import RegionHeader, RegionPlan, decode_region_header
@@ -31,8 +32,6 @@ from kvtier_fs.texts import OWNER_BYTES_MAX, manifest_name, owner_in_words
 
 _SNAPSHOT_BYTES_PER_SLOT = 96
 _SNAPSHOT_SLACK_BYTES = 1 << 20
-_MANIFEST_BYTES_MAX = 256 << 10
-_TEXT_MAX = 64
 
 
 class InspectedRoot:
@@ -251,20 +250,6 @@ class InspectedRoot:
         """The namespaces of the superblock, the one opened last first, with what their manifests tell people."""
         known = sorted(self.superblock.namespaces, key=lambda item: item[1].session, reverse=True)
         return tuple(
-            StoredNamespace(digest, entry.epoch, entry.session, *self._manifest(digest)) for digest, entry in known
+            StoredNamespace(digest, entry.epoch, entry.session, *read_manifest(self.folder.fd, digest))
+            for digest, entry in known
         )
-
-    def _manifest(self, namespace: bytes) -> tuple[float | None, str | None, str | None]:
-        """When a namespace was opened last, its model and its tag; for people only, so nothing here ever fails."""
-        try:
-            fd = self.folder.open_file(manifest_name(namespace), os.O_RDONLY)
-        except (OSError, RootError):
-            return None, None, None
-        try:
-            opened_at = os.fstat(fd).st_mtime
-            fields = json.loads(os.pread(fd, _MANIFEST_BYTES_MAX, 0))
-            return opened_at, str(fields["model"])[:_TEXT_MAX], str(fields["tag"])[:_TEXT_MAX]
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):
-            return None, None, None
-        finally:
-            os.close(fd)

@@ -50,7 +50,10 @@ def judge(page: memoryview, index: int, cut: Cut, superblock: Superblock) -> Jud
     """
     header = decode_slot_header(page)
     if header is None:
-        return Judged(fault=fault) if (fault := _page_fault(page, cut)) else NOTHING
+        fault = page_fault(page)
+        if fault == MAGIC and not checksum_holds(page) and cut.generation > 1:
+            fault = ""
+        return Judged(fault=fault) if fault else NOTHING
     if header.root_uuid != superblock.root_uuid:
         return Judged(BlockState.FOREIGN, header)
     if header.region != cut.region:
@@ -66,13 +69,18 @@ def judge(page: memoryview, index: int, cut: Cut, superblock: Superblock) -> Jud
     return Judged(BlockState.CURRENT if header.epoch == epoch else BlockState.OLD, header)
 
 
-def _page_fault(page: memoryview, cut: Cut) -> str:
-    """Why a page is no whole header; empty if it never was one."""
+def page_fault(page: memoryview) -> str:
+    """Why a page is no whole header of this format; empty if it is all zeros."""
     if magic_holds(page):
         return Mismatch.VERSION if checksum_holds(page) else Mismatch.HEADER_CHECKSUM
-    if checksum_holds(page):
-        return MAGIC
-    return MAGIC if cut.generation == 1 and any(page) else ""
+    return MAGIC if any(page) else ""
+
+
+def key_fault(header: SlotHeader) -> str:
+    """Why a header's key is none; empty if it is one, of the group that the header names."""
+    if len(header.key) <= _GROUP_BYTES:
+        return Mismatch.KEY
+    return "" if key_group(OffloadKey(header.key)) == header.group else Mismatch.GROUP
 
 
 def _place_fault(header: SlotHeader, index: int, cut: Cut, header_bytes: int) -> str:
@@ -83,6 +91,4 @@ def _place_fault(header: SlotHeader, index: int, cut: Cut, header_bytes: int) ->
         return Mismatch.SLOT_SIZE
     if not 0 < header.payload_bytes <= cut.slot_bytes - header_bytes:
         return Mismatch.LENGTH
-    if len(header.key) <= _GROUP_BYTES:
-        return Mismatch.KEY
-    return "" if key_group(OffloadKey(header.key)) == header.group else Mismatch.GROUP
+    return key_fault(header)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import click
@@ -12,12 +11,14 @@ from kvtier.cli.stores import (
     about_json,
     json_option,
     note_owner,
+    parts_text,
     print_columns,
     print_json,
     printable,
     progress,
     root_argument,
     store_at,
+    time_text,
 )
 from kvtier.cli.text import count_text, size_text
 from kvtier.cli.usage import Usage
@@ -31,7 +32,7 @@ _BY = {
     "group": ("namespace", "group"),
     "region": ("region",),
 }
-_FIGURES = ("blocks", "payload", "on disk", "leftover", "generations")
+_FIGURES = ("blocks", "payload", "on disk", "leftover")
 _NONE = "-"
 
 
@@ -42,7 +43,7 @@ _NONE = "-"
 def du(root: str, by: str, as_json: bool) -> None:
     """Add up the blocks of ROOT by namespace, by KV cache group or by region.
 
-    A store in use is read beside its owner. Exits with 2 if the store cannot be read.
+    A store in use is read beside whoever uses it. Exits with 2 if the store cannot be read.
     """
     with store_at(root, Access.LOOK) as store:
         about = store.about
@@ -102,44 +103,41 @@ def _show(about: StoreAbout, by: str, usages: dict[Place, Usage], total: Usage) 
     known = {namespace.digest.hex(): namespace for namespace in about.namespaces}
     extra = ("last opened", "model", "tag") if by == "namespace" else ()
     hits = ("hits",) if total.hits is not None else ()
-    stored = ("oldest stored", "newest stored") if total.oldest_stored_at is not None else ()
+    timed = total.oldest_stored_at is not None
+    order = ("oldest stored", "newest stored") if timed else ("generations",)
     rows = []
     for place, usage in usages.items():
         names = map(str, _names(place, by))
         about_it = _about(known.get(place[0])) if extra else ()
-        rows.append([*names, *_figures(usage, bool(hits), bool(stored)), *about_it])
+        rows.append([*names, *_figures(usage, bool(hits), timed), *about_it])
     blanks = [""] * (len(_BY[by]) - 1)
-    rows.append(["total", *blanks, *_figures(total, bool(hits), bool(stored)), *[""] * len(extra)])
-    print_columns((*_BY[by], *_FIGURES, *hits, *stored, *extra), rows, left=len(_BY[by]))
+    rows.append(["total", *blanks, *_figures(total, bool(hits), timed), *[""] * len(extra)])
+    print_columns((*_BY[by], *_FIGURES, *hits, *order, *extra), rows, left=len(_BY[by]))
     click.echo(
-        f"{count_text(about.regions)} regions of {size_text(about.region_bytes)}; leftover: of an older epoch, of an "
-        f"earlier cut, or foreign, and never loaded again"
+        f"{parts_text(about)}; leftover: of an older epoch, where nobody looks for it, or foreign, "
+        f"and never loaded again"
     )
     for note in about.notes:
         click.echo(f"note: {note}")
 
 
-def _figures(usage: Usage, hits: bool, stored: bool) -> list[str]:
-    generations = _NONE if usage.blocks == 0 else f"{usage.oldest_generation}..{usage.newest_generation}"
+def _figures(usage: Usage, hits: bool, timed: bool) -> list[str]:
     cells = [
         count_text(usage.blocks),
         size_text(usage.payload_bytes),
         size_text(usage.stored_bytes),
         size_text(usage.leftover_bytes),
-        generations,
     ]
     if hits:
         cells.append(_NONE if usage.hits is None else count_text(usage.hits))
-    if stored:
-        cells += [_time(usage.oldest_stored_at), _time(usage.newest_stored_at)]
+    if timed:
+        cells += [time_text(usage.oldest_stored_at), time_text(usage.newest_stored_at)]
+    else:  # generations are all that tells the order
+        cells.append(_NONE if usage.blocks == 0 else f"{usage.oldest_generation}..{usage.newest_generation}")
     return cells
 
 
 def _about(namespace: StoredNamespace | None) -> list[str]:
     if namespace is None:
         return [_NONE] * 3
-    return [_time(namespace.opened_at), printable(namespace.model), printable(namespace.tag)]
-
-
-def _time(seconds: float | None) -> str:
-    return _NONE if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    return [time_text(namespace.opened_at), printable(namespace.model), printable(namespace.tag)]

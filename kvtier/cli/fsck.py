@@ -1,4 +1,4 @@
-"""`kvtier fsck`: verify every block of a store that nobody has open, and repair it on request."""
+"""`kvtier fsck`: verify every block of a store, and repair it on request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ from typing import Any
 import click
 
 from kvtier.cli.failing import OneLineErrors
-from kvtier.cli.stores import about_json, json_option, print_columns, print_json, progress, root_argument, store_at
+from kvtier.cli.stores import (
+    about_json,
+    json_option,
+    note_owner,
+    parts_text,
+    print_columns,
+    print_json,
+    progress,
+    root_argument,
+    store_at,
+)
 from kvtier.cli.text import count_text, size_text
 from kvtier.inspection import Access, Checked, Finding, FindingKind, StoreAbout
 
@@ -71,14 +81,16 @@ def _of_damage(counts: Counter[tuple[FindingKind, str]]) -> int:
 )
 @json_option
 def fsck(root: str, repair: bool, limit: int, as_json: bool) -> None:
-    """Verify every slot of ROOT: its header, its place, its key, its payload's checksum.
+    """Verify every block of ROOT: its header, its place, its key, its payload's checksum.
 
     Reads only, unless --repair is given. Exits with 0 if nothing is damaged (any more), with 1 if something is, with 2
-    if the store cannot be checked: in use, no permission, no store.
+    if the store cannot be checked: owned by a process, no permission, no store. A store that processes share is
+    checked beside them.
     """
     report = Report(limit)
     with store_at(root, Access.CHANGE if repair else Access.CHECK) as store:
         about = store.about
+        note_owner(about)
         with progress("checking", about.slots) as advance:
             for step in store.check(repair):
                 report.add(step)
@@ -127,10 +139,10 @@ def _sorted(counts: Counter[tuple[FindingKind, str]]) -> Iterable[tuple[tuple[Fi
 
 
 def _show(about: StoreAbout, report: Report) -> None:
-    click.echo(
-        f"{about.root}: {about.layout}, {count_text(about.regions)} regions of {size_text(about.region_bytes)}, "
-        f"session {about.session}, {'closed in order' if about.clean else 'not closed in order'}"
-    )
+    told = [f"{about.root}: {about.layout}", parts_text(about)]
+    if about.session is not None:
+        told += [f"session {about.session}", "closed in order" if about.clean else "not closed in order"]
+    click.echo(", ".join(told))
     click.echo(
         f"{count_text(report.slots)} slots: {count_text(report.whole)} whole ({size_text(report.payload_bytes)} "
         f"verified), {count_text(report.empty)} empty"

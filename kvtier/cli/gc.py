@@ -1,4 +1,4 @@
-"""`kvtier gc`: drop namespaces, or what can no longer be loaded, from a store that nobody has open."""
+"""`kvtier gc`: drop namespaces, or what can no longer be loaded, from a store."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from kvtier.cli.failing import OneLineErrors, fail
 from kvtier.cli.stores import (
     about_json,
     json_option,
+    note_owner,
     print_columns,
     print_json,
     progress,
@@ -36,13 +37,15 @@ Chosen = Callable[[StoredBlock], bool]
 def gc(root: str, dry_run: bool, as_json: bool, **asked: Any) -> None:
     """Drop blocks from ROOT for good, and say how many of which namespace.
 
-    A DIGEST is a namespace's digest, or how only that one begins. Slots become free; files keep their size, for they
-    are reserved as a whole. Exits with 2 if the store is in use or a digest is not known.
+    A DIGEST is a namespace's digest, or how only that one begins. Slots become free; slabs keep their size, for they
+    are reserved as a whole. A store that processes share is pruned beside them. Exits with 2 if a process owns the
+    store or a digest is not known.
     """
     if sum(map(bool, asked.values())) != 1:
         fail("give one of --namespace, --all-but and --old")
     with store_at(root, Access.CHECK if dry_run else Access.CHANGE) as store:
         about = store.about
+        note_owner(about)
         with progress("reading", about.slots) as advance:
             there = _by_namespace(store.blocks(), advance, lambda block: True)
         chosen = _choose(about, there, **asked)

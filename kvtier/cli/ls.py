@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice, repeat
 from typing import Any
@@ -11,14 +10,14 @@ from typing import Any
 import click
 
 from kvtier.cli.failing import OneLineErrors
-from kvtier.cli.stores import about_json, json_option, note_owner, progress, root_argument, store_at
+from kvtier.cli.stores import about_json, json_option, note_owner, progress, root_argument, store_at, time_text
 from kvtier.cli.text import size_text
 from kvtier.inspection import Access, BlockState, Inspection, StoredBlock
 from kvtier.keys import OffloadKey, key_hash
 
 PREFIX_DIGITS = 12
 _LINES_AT_ONCE = 1000
-_LINE = "{:<12}  {:>5}  {:<{key}}  {:>10}  {:>10}  {:>6}  {:>6}  {}"
+_LINE = "{:<12}  {:>5}  {:<{key}}  {:>10}  {:>{generation}}  {:>6}  {:>6}  {}"
 _HEADINGS = ("namespace", "group", "key", "size", "generation", "region", "slot", "state")
 
 SortKey = Callable[[StoredBlock], Any]
@@ -29,6 +28,7 @@ _SORTS: dict[str, SortKey] = {
     "size": lambda block: (block.payload_bytes, block.region, block.slot),
     "generation": lambda block: (block.generation, block.region, block.slot),
     "key": lambda block: block.key,
+    "used": lambda block: (block.used_at or 0.0, block.region, block.slot),
 }
 
 
@@ -46,7 +46,7 @@ _SORTS: dict[str, SortKey] = {
 def ls(root: str, as_json: bool, **asked: Any) -> None:
     """List the blocks of ROOT as their headers tell; payloads are neither read nor printed.
 
-    A store in use is read beside its owner. Exits with 2 if the store cannot be read.
+    A store in use is read beside whoever uses it. Exits with 2 if the store cannot be read.
     """
     with store_at(root, Access.LOOK) as store:
         note_owner(store.about)
@@ -82,9 +82,13 @@ def _hash(block: StoredBlock, full: bool) -> str:
 
 
 def _print(blocks: Iterable[StoredBlock], full: bool) -> None:
-    width = 64 if full else PREFIX_DIGITS
-    click.echo(_LINE.format(*_HEADINGS, key=width))
-    _echo(_LINE.format(*_cells(block, full), key=width) + _known(block) + "\n" for block in blocks)
+    blocks = iter(blocks)
+    first = next(blocks, None)
+    digits = len(str(first.generation)) if first is not None else 0  # where they are times, all have as many
+    widths = {"key": 64 if full else PREFIX_DIGITS, "generation": max(len("generation"), digits)}
+    click.echo(_LINE.format(*_HEADINGS, **widths))
+    listed = blocks if first is None else chain((first,), blocks)
+    _echo(_LINE.format(*_cells(block, full), **widths) + _known(block) + "\n" for block in listed)
 
 
 def _echo(pieces: Iterator[str]) -> None:
@@ -109,9 +113,9 @@ def _cells(block: StoredBlock, full: bool) -> tuple[str | int, ...]:
 def _known(block: StoredBlock) -> str:
     """What only some stores keep."""
     hits = "" if block.hits is None else f"  {block.hits} hits"
-    if block.stored_at is None:
-        return hits
-    return f"{hits}  stored {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(block.stored_at))}"
+    stored = "" if block.stored_at is None else f"  stored {time_text(block.stored_at)}"
+    used = "" if block.used_at is None else f"  used {time_text(block.used_at)}"
+    return f"{hits}{stored}{used}"
 
 
 def _print_json(store: Inspection, blocks: Iterable[StoredBlock], full: bool) -> None:
@@ -136,4 +140,5 @@ def _row(block: StoredBlock, full: bool) -> dict[str, Any]:
         "state": block.state.value,
         "stored_at": block.stored_at,
         "hits": block.hits,
+        "used_at": block.used_at,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,11 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from kvtier.cli.failing import fail
+from kvtier.cli.text import count_text, size_text
 from kvtier.errors import KVTierError
 from kvtier.inspection import Access, Inspection, StoreAbout, find_store
 from kvtier.registry import discover
-
-"""Exit status of a tool that could not do what it was asked to."""
 
 JSON_VERSION = 1
 _UNKNOWN = "-"
@@ -42,9 +42,14 @@ def store_at(root: str, access: Access) -> Iterator[Inspection]:
 def note_owner(about: StoreAbout) -> None:
     """Say on stderr that somebody is using the store that is looked at."""
     if about.owner:
-        click.echo(
-            f"note: in use by {about.owner}; read beside it, so what is just being stored may be missed", err=True
-        )
+        click.echo(f"note: in use by {about.owner}; what is stored or evicted meanwhile may be missed", err=True)
+
+
+def parts_text(about: StoreAbout) -> str:
+    """How many parts a store has, and how large they are if all are of one size: `12 regions of 664 KiB`."""
+    if about.region_bytes:
+        return f"{count_text(about.regions)} regions of {size_text(about.region_bytes)}"
+    return f"{count_text(about.regions)} buckets"
 
 
 @contextmanager
@@ -85,6 +90,14 @@ def print_columns(headings: Sequence[str], rows: Sequence[Sequence[str]], left: 
             for number, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         click.echo("  ".join(cells).rstrip())
+
+
+def time_text(seconds: float | None) -> str:
+    """A time of a disk as people read it, whatever its clock said."""
+    try:
+        return _UNKNOWN if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return _UNKNOWN
 
 
 def printable(text: str | None) -> str:
