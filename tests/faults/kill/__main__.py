@@ -1,0 +1,23 @@
+"""One kill row in a lean process of its own: `python -m tests.faults.kill ROW COUNT SEED FOLDER`; prints its tally."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from ..attack import Tally
+from .cycles import Cycles
+from .victim import die_with_parent
+
+
+def main(row: str, count: str, seed: str, folder: str) -> None:
+    """Run a row and print what came of it."""
+    die_with_parent()
+    tally = Tally()
+    Cycles(row, Path(folder), int(seed), tally).run(int(count))
+    print(json.dumps(tally.as_json()))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,299 @@
+"""Kill, damage, open again, compare: as often as asked, on worlds that are made anew every few dozen cycles."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from kvtier_fs.files.leases import LEASE_NAME
+from kvtier_fs.io.uring import probe_uring
+
+from ..attack import Tally
+from .board import Board, Word
+from .damage import SlabFiles, SlabLate, in_flight
+from .files_damage import BlockFiles, FilesLate
+from .files_life import FilesLife
+from .life import Plan, Target
+from .oracle import Oracle
+from .slab_life import SlabLife
+from .victim import Sign, Signals, Victim, pause_until, settle
+from .world import Tools, World
+
+CYCLES_OF_A_WORLD = 50
+LATE_SHARE = 0.18
+_WARM_LIVES = 6
+_WARM_BATCHES = 8
+POWER_SHARE = 0.1
+_LATE_SECONDS = 0.08
+_TARGETS = {Target.STORE: 72, Target.OPEN: 8, Target.LOAD: 8, Target.RESET: 6, Target.CLOSE: 6}
+_DELAY_SECONDS = {Target.STORE: 0.006, Target.LOAD: 0.004, Target.RESET: 0.008, Target.CLOSE: 0.012}
+_COUNTED = {
+    "blocks stored": Word.STORED,
+    "stores refused": Word.REFUSED,
+    "blocks evicted": Word.EVICTED,
+    "regions cut again": Word.RECUT,
+    "blocks checked by living victims": Word.CHECKED,
+    "misses of living victims": Word.MISSED,
+    "opened from a snapshot": Word.FROM_SNAPSHOT,
+}
+
+
+@dataclass(slots=True)
+class Scene:
+    """One world and everything that watches it."""
+
+    world: World
+    board: Board
+    oracle: Oracle
+    damage: SlabFiles | BlockFiles
+    late: SlabLate | FilesLate | None = None
+    left: set[str] = field(default_factory=set)
+    open_seconds: float = 0.02
+
+
+class Cycles:
+    """The kill rows for one layout. `tally` takes what is found."""
+
+    def __init__(self, layout: str, folder: Path, seed: int, tally: Tally) -> None:
+        self.layout, self.folder, self.tally = layout, folder, tally
+        self._life = SlabLife if layout == "slab" else FilesLife
+        self.rng = random.Random(f"{layout} {seed}")
+        self._tools = Tools(uring=not probe_uring())
+        self._signals = Signals()
+        self._scene: Scene
+        self._warm_up()
+        settle()
+
+    def run(self, kills: int) -> None:
+        """Go on until so many victims were killed."""
+        shared, files = shared_memory(), len(os.listdir("/proc/self/fd"))
+        while self.tally.iterations < kills:
+            self._scene = self._new_scene()
+            for _ in range(min(CYCLES_OF_A_WORLD, kills - self.tally.iterations)):
+                self._cycle()
+            self._last_life()
+            shutil.rmtree(self.folder / "world")
+            left = len(os.listdir("/proc/self/fd")) - files
+            self.tally.leaks += max(0, left)
+            self.tally.expect(left <= 0, f"{left} descriptors of the harness stay open")
+        self._signals.close()
+        new = shared_memory() - shared
+        self.tally.leaks += len(new)
+        self.tally.expect(not new, f"left in /dev/shm: {sorted(new)}")
+
+    def _warm_up(self) -> None:
+        """Live some lives in this very process, so that its children find imported and compiled what they use."""
+        for seed in range(_WARM_LIVES):
+            scene = self._new_scene()
+            plan = Plan(Target.CLOSE, seed, 0, _WARM_BATCHES)
+            for _ in range(2):
+                scene.board.clear()
+                asyncio.run(_live(self._life, scene.world, scene.board, plan, self._signals.write))
+                scene.oracle.absorb(scene.board)
+            self._signals.drain()
+            shutil.rmtree(self.folder / "world")
+
+    def _new_scene(self) -> Scene:
+        folder = self.folder / "world"
+        folder.mkdir(mode=0o700)
+        world = World(self.layout, folder, self.rng, self._tools)
+        damage = SlabFiles(world) if self.layout == "slab" else BlockFiles(world)
+        return Scene(world, Board(world.board_shape), Oracle(world), damage)
+
+    def _plan(self) -> Plan:
+        scene, rng = self._scene, self.rng
+        target = rng.choices(list(_TARGETS), list(_TARGETS.values()))[0]
+        if scene.late is not None:
+            target = Target.STORE
+        favourite = rng.randrange(scene.world.geometry.num_groups)
+        return Plan(target, rng.getrandbits(48), favourite, rng.randint(1, 12), scene.late is not None)
+
+    def _start(self, plan: Plan) -> Victim:
+        scene = self._scene
+        scene.board.clear()
+        work = partial(_live, self._life, scene.world, scene.board, plan, self._signals.write)
+        return Victim(work, scene.board, self._signals)
+
+    def _cycle(self) -> None:
+        scene, tally = self._scene, self.tally
+        plan = self._plan()
+        before = dict(scene.oracle.acknowledged)
+        victim = self._start(plan)
+        sign = victim.wait()
+        if sign is Sign.TOLD:
+            if scene.late is not None:
+                self._land_late(scene, scene.late)
+            self._wait(plan.target)
+        elif sign is Sign.NOTHING:
+            tally.hangs += 1
+            tally.expect(False, f"a victim that was to be killed during {plan.target.value} hangs")
+        killed = victim.kill()
+        tally.iterations += killed
+        if not killed:
+            tally.notes["ended before they were killed"] += 1
+            tally.expect(os.waitstatus_to_exitcode(victim.status) == 0, f"a victim failed: {scene.board.text}")
+        self._after(plan, killed, before)
+
+    def _land_late(self, scene: Scene, late: SlabLate | FilesLate) -> None:
+        """Let the old writes land once their places were used again, while the victim lives."""
+        until = time.perf_counter() + _LATE_SECONDS
+        while late.waiting and time.perf_counter() < until and not scene.board.words[Word.IDLE]:
+            late.look(scene.board)
+            time.sleep(0.0002)
+        late.finish()
+
+    def _wait(self, target: Target) -> None:
+        """The random moment of the kill; on the way the bound is looked at once."""
+        begun = time.perf_counter()
+        longest = _DELAY_SECONDS.get(target, self._scene.open_seconds)
+        moment = begun + self.rng.random() * longest
+        if self.rng.random() < 0.3:
+            pause_until(begun + self.rng.random() * (moment - begun))
+            self._look_at_bound("while a victim lives")
+        pause_until(moment)
+
+    def _look_at_bound(self, when: str) -> None:
+        world = self._scene.world
+        blocks, sizes = held(world.roots)
+        over = max(blocks, sizes) - world.capacity
+        self.tally.notes["looks at the bound"] += 1
+        self.tally.over_bound += over > 0
+        self.tally.expect(over <= 0, f"{over} bytes over the bound of {world.capacity} {when}")
+
+    # -- after a death -------------------------------------------------------------------------------------------
+
+    def _after(self, plan: Plan, killed: bool, before: dict[int, tuple[int, int]]) -> None:
+        scene, tally, board = self._scene, self.tally, self._scene.board
+        words = board.words
+        lost = in_flight(board)
+        self._judge(before)
+        complaint = scene.oracle.absorb(board)
+        tally.wrong_bytes += bool(complaint) + words[Word.WRONG]
+        tally.expect(not complaint, complaint)
+        tally.expect(not words[Word.WRONG], board.text)
+        for name, word in _COUNTED.items():
+            tally.notes[name] += words[word]
+        if killed:
+            tally.notes["kills with I/O in flight"] += words[Word.SUBMITTED] > words[Word.ENDED]
+            tally.notes["kills with writes in flight"] += bool(lost)
+            tally.notes[f"kills during {plan.target.value}"] += 1
+        tally.notes["resets acknowledged"] += bool(words[Word.RESET_DONE])
+        if words[Word.OPENED]:
+            scene.open_seconds = 0.8 * scene.open_seconds + 0.2 * words[Word.OPEN_NS] / 1e9
+        self._settle_late()
+        self._left_behind(killed)
+        self._damage(lost)
+        self._look_at_bound("after a kill")
+
+    def _judge(self, before: dict[int, tuple[int, int]]) -> None:
+        tally = self.tally
+        verdict = self._scene.oracle.judge(self._scene.board, before)
+        tally.wrong_bytes += len(verdict.complaints)
+        for complaint in verdict.complaints:
+            tally.expect(False, complaint)
+        tally.notes["blocks loaded after opening and compared"] += verdict.verified
+        tally.notes["blocks refused after opening"] += verdict.corrupt
+        tally.notes["blocks missing after opening"] += verdict.missing
+        tally.notes["blocks expected back"] += verdict.expected
+        tally.notes["expected blocks that were lost"] += verdict.lost
+
+    def _settle_late(self) -> None:
+        scene = self._scene
+        if scene.late is None:
+            return
+        scene.late.finish()
+        self.tally.notes["late writes"] += scene.late.landed
+        self.tally.notes["late writes into places used again"] += scene.late.landed_after_reuse
+        self.tally.notes["cycles with late writes"] += bool(scene.late.landed)
+        scene.late = None
+        scene.oracle.forget_all()
+
+    def _left_behind(self, killed: bool) -> None:
+        """What the victim before left must be gone once this one has swept; what this one left is the next one's."""
+        scene, tally = self._scene, self.tally
+        if self.layout != "files":
+            return
+        names = temporaries(scene.world.roots[0])
+        stayed = scene.left & names if scene.board.words[Word.SWEPT] else set()
+        tally.leaks += len(stayed)
+        tally.expect(not stayed, f"not swept: {sorted(stayed)}")
+        tally.notes["temporaries and leases left by the dead"] += len(names - scene.left)
+        scene.left = names - stayed
+
+    def _damage(self, lost: list) -> None:  # type: ignore[type-arg]
+        scene, rng = self._scene, self.rng
+        if rng.random() < POWER_SHARE:
+            self.tally.notes["acknowledged writes torn as by a power loss"] += scene.damage.tear_ended(scene.board, rng)
+            scene.oracle.forget_all()
+        scene.damage.note(scene.board)
+        if lost and rng.random() < LATE_SHARE:
+            scene.late = scene.damage.keep(lost)
+        self.tally.notes["torn slots"] += scene.damage.tear(lost, rng)
+
+    def _last_life(self) -> None:
+        """A victim that is left alone: it opens, loads, stores a little and closes; nothing of the dead is left."""
+        scene, tally = self._scene, self.tally
+        self._settle_late()
+        before = dict(scene.oracle.acknowledged)
+        victim = self._start(Plan(Target.CLOSE, self.rng.getrandbits(48), 0, 1))
+        sign = victim.wait_end()
+        tally.hangs += sign is Sign.NOTHING
+        if sign is Sign.NOTHING:
+            victim.kill()
+            return
+        victim.reap()
+        tally.expect(victim.status == 0, f"the last victim failed: {scene.board.text}")
+        self._judge(before)
+        self._left_behind(False)
+        self._look_at_bound("after a close")
+        if self.layout == "files":
+            left = temporaries(scene.world.roots[0])
+            tally.leaks += len(left)
+            tally.expect(not left, f"left after everybody is gone: {sorted(left)}")
+        else:
+            names = {name for root in scene.world.roots for name in os.listdir(root)}
+            tally.expect("snapshot.new" not in names, "a snapshot that was never finished is left")
+
+
+async def _live(life: type[SlabLife] | type[FilesLife], world: World, board: Board, plan: Plan, signal: int) -> None:
+    await life(world, board, plan, signal).run()
+
+
+def held(roots: list[Path]) -> tuple[int, int]:
+    """Bytes of disk of everything in these roots, as the file system counts them, and the sum of the files' sizes.
+
+    A file that is renamed meanwhile counts once.
+    """
+    blocks: dict[tuple[int, int], int] = {}
+    sizes: dict[tuple[int, int], int] = {}
+    for root in roots:
+        for folder, _, names in os.walk(root):
+            for path in [folder, *(os.path.join(folder, name) for name in names)]:
+                try:
+                    status = os.lstat(path)
+                except FileNotFoundError:
+                    continue
+                blocks[status.st_dev, status.st_ino] = status.st_blocks * 512
+                sizes[status.st_dev, status.st_ino] = status.st_size
+    return sum(blocks.values()), sum(sizes.values())
+
+
+def temporaries(root: Path) -> set[str]:
+    """Temporaries and leases in a root of layout `files`."""
+    return {
+        name
+        for folder, _, names in os.walk(root)
+        for name in names
+        if name.startswith("new-") or (LEASE_NAME.fullmatch(name) and os.path.basename(folder) == "leases")
+    }
+
+
+def shared_memory() -> set[str]:
+    """Names of ours in /dev/shm; other programs have theirs there, too."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith("kvtier")}
