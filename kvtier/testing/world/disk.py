@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from random import Random
 
 SECTOR_BYTES = 512
@@ -12,13 +14,13 @@ BLOCK_BYTES = 4096
 class DiskFile:
     """One file: what reads see, what earlier contents may survive a power loss, which sectors are misplaced.
 
-    `undo[s]` are the contents of sector s since the last flush, oldest first. `misplaced[s]` is where the write was
-    meant to go that put there what sector s holds, as (file, sector).
+    `undo` holds what every write since the last flush has overwritten, as (first sector, bytes), oldest first.
+    `misplaced[s]` is where the write was meant to go that put there what sector s holds, as (file, sector).
     """
 
     def __init__(self) -> None:
         self.data = bytearray()
-        self.undo: dict[int, list[bytes]] = {}
+        self.undo: list[tuple[int, bytes]] = []
         self.blocks: set[int] = set()
         self.misplaced: dict[int, tuple[DiskFile, int]] = {}
         self.mode = 0o600
@@ -32,9 +34,7 @@ class DiskFile:
         end = offset + len(data)
         self.grow(end)
         sectors = range(offset // SECTOR_BYTES, -(-end // SECTOR_BYTES))
-        for sector in sectors:
-            at = sector * SECTOR_BYTES
-            self.undo.setdefault(sector, []).append(bytes(self.data[at : at + SECTOR_BYTES]))
+        self.undo.append((sectors.start, bytes(self.data[sectors.start * SECTOR_BYTES : sectors.stop * SECTOR_BYTES])))
         if meant is not None:
             for sector in sectors:
                 self.misplaced[sector] = meant[0], meant[1] // SECTOR_BYTES + sector - sectors.start
@@ -58,7 +58,7 @@ class DiskFile:
         """Cut the file, durably."""
         del self.data[length:]
         last = -(-length // SECTOR_BYTES)
-        self.undo = {sector: old for sector, old in self.undo.items() if sector < last}
+        self.undo = [(first, old[: (last - first) * SECTOR_BYTES]) for first, old in self.undo if first < last]
         self.blocks = {block for block in self.blocks if block < -(-length // BLOCK_BYTES)}
         self.misplaced = {sector: meant for sector, meant in self.misplaced.items() if sector < last}
 
@@ -70,16 +70,27 @@ class DiskFile:
         """What was written is durable."""
         self.undo.clear()
 
-    def lose_power(self, dice: Random, share_kept: float) -> None:
-        """Any subset of unflushed sectors survives; of several writes to one sector any may be the last that did."""
-        for sector in sorted(self.undo):
+    def lose_power(self, dice: Random, share_kept: float) -> int:
+        """Any subset of unflushed sectors survives; of several writes to one sector any may be the last that did.
+
+        Returns how many sectors are as they were before.
+        """
+        before: dict[int, list[bytes]] = {}
+        for first, old in self.undo:
+            for at in range(0, len(old), SECTOR_BYTES):
+                before.setdefault(first + at // SECTOR_BYTES, []).append(old[at : at + SECTOR_BYTES])
+        lost = 0
+        for sector in sorted(before):
             if dice.random() >= share_kept:
-                old = self.undo[sector]
+                contents = before[sector]
                 at = sector * SECTOR_BYTES
-                survivor = old[0] if dice.random() < 0.7 else dice.choice(old)
-                self.data[at : at + SECTOR_BYTES] = survivor.ljust(len(self.data[at : at + SECTOR_BYTES]), b"\0")
+                size = min(SECTOR_BYTES, len(self.data) - at)
+                survivor = contents[0] if dice.random() < 0.7 else dice.choice(contents)
+                self.data[at : at + size] = survivor[:size].ljust(size, b"\0")
                 self.misplaced.pop(sector, None)
+                lost += 1
         self.undo.clear()
+        return lost
 
 
 class Folder:
@@ -102,20 +113,32 @@ class Folder:
     def flush(self) -> None:
         self.durable = dict(self.names)
 
-    def lose_power(self, dice: Random, share_kept: float) -> None:
-        """Names made or removed since the last flush may be as they were; every file loses some sectors."""
+    def lose_power(self, dice: Random, share_kept: float) -> int:
+        """Names made or removed since the last flush may be as they were; every file loses some sectors.
+
+        Returns how many names and sectors are as they were before.
+        """
+        lost = 0
         for name in sorted(self.names.keys() | self.durable.keys()):
             if self.names.get(name) is not self.durable.get(name) and dice.random() >= share_kept:
                 self.names.pop(name, None)
                 if name in self.durable:
                     self.names[name] = self.durable[name]
-        for name in sorted(self.names):
-            self.names[name].lose_power(dice, share_kept)
+                lost += 1
+        lost += sum(self.names[name].lose_power(dice, share_kept) for name in sorted(self.names))
         self.flush()
+        return lost
 
 
-Landing = tuple[DiskFile, int, bytes, tuple[DiskFile, int] | None]
-"""A write of a dead process that has yet to land: file, offset, bytes, where it was meant to go if elsewhere."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Landing:
+    """A write of a dead process that has yet to land; `before` is what was there when the process died."""
+
+    file: DiskFile
+    offset: int
+    data: bytes
+    meant: tuple[DiskFile, int] | None
+    before: bytes
 
 
 class Disks:
@@ -125,6 +148,7 @@ class Disks:
         self.folders = {folder.path: folder for folder in folders}
         self.orphans: list[Landing] = []
         self.files_made = 0
+        self.covered: Counter[str] = Counter()
 
     def new_file(self) -> DiskFile:
         self.files_made += 1
@@ -135,7 +159,7 @@ class Disks:
         share_kept = dice.choice((0.0, 0.2, 0.5, 0.8, 1.0))
         self.orphans.clear()
         for folder in self.folders.values():
-            folder.lose_power(dice, share_kept)
+            self.covered["lost sectors and names"] += folder.lose_power(dice, share_kept)
 
     def haunt(self, dice: Random, outside: Callable[[float, Callable[[], None]], None]) -> None:
         """Let the writes of dead processes land, each at a time of its own."""
@@ -143,11 +167,15 @@ class Disks:
             outside(dice.expovariate(1 / dice.choice((0.002, 0.2, 2.0))), lambda orphan=orphan: self._land(orphan))  # type: ignore[misc]
 
     def _land(self, orphan: Landing) -> None:
-        if any(orphan is other for other in self.orphans):
-            self.orphans = [other for other in self.orphans if other is not orphan]
-            file, offset, data, meant = orphan
-            if offset + len(data) <= len(file.data):
-                file.write(offset, data, meant)
+        """A power loss meanwhile leaves nothing to land."""
+        if orphan not in self.orphans:
+            return
+        self.orphans.remove(orphan)
+        end = orphan.offset + len(orphan.data)
+        if end <= len(orphan.file.data):
+            self.covered["landed after death"] += 1
+            self.covered["landed on what others wrote since"] += orphan.file.data[orphan.offset : end] != orphan.before
+            orphan.file.write(orphan.offset, orphan.data, orphan.meant)
 
     def over_bound(self) -> str:
         """Which folder takes more than it may; empty if none does."""

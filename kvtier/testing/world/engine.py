@@ -121,6 +121,8 @@ class SimulatedEngine:
             if system.dice.random() < 0.25:
                 system.loop.outside(system.dice.random() * seconds, lambda flight=flight: self._land_some(flight))  # type: ignore[misc]
             system.loop.outside(seconds, lambda flight=flight: self._arrive(flight))  # type: ignore[misc]
+            if not flight.reading:
+                system.writing(seconds)
 
     def _depart(self, request: Request) -> Flight:
         file = self._system.file(request.fd)
@@ -159,7 +161,9 @@ class SimulatedEngine:
     def _row(self, request: Request) -> int:
         """The row a request's payload lies in, -1 if in none."""
         buffer = request.buffers[-1]
-        return self._watch.row_at(int(np.frombuffer(buffer, np.uint8).ctypes.data)) if len(buffer) else -1
+        if not len(buffer):
+            return -1
+        return self._watch.row_at(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0])
 
     # -- landing -------------------------------------------------------------------------------------------------
 
@@ -169,8 +173,10 @@ class SimulatedEngine:
         self._land(flight, [sector for sector in flight.sectors if dice.random() < 0.5])
 
     def _land(self, flight: Flight, sectors: Sequence[int]) -> None:
-        fresh = [sector for sector in sectors if sector not in flight.landed]
-        if flight.fate is Fate.LOST or not fresh:
+        if flight.fate is Fate.LOST:
+            return
+        fresh = [sector for sector in sectors if sector not in flight.landed] if flight.landed else sectors
+        if not fresh:
             return
         flight.landed.update(fresh)
         if flight.reading and flight.row >= 0:
@@ -193,14 +199,17 @@ class SimulatedEngine:
             self._land_some(flight)
         else:
             self._land(flight, flight.sectors)
-        self._system.on_change()
+        if not flight.reading:
+            self._system.on_change()
         self._system.loop.call_soon(self._tell, flight)
 
     def _tell(self, flight: Flight) -> None:
         request = flight.request
         self._flights.remove(flight)
+        kind = "read" if flight.reading else "write"
+        self._watch.record.covered[f"{kind}s {flight.fate}"] += 1
         self._watch.note(
-            f"{self._folder.path} {'read' if flight.reading else 'write'} at {request.offset} of {request.length}, "
+            f"{self._folder.path} {kind} at {request.offset} of {request.length}, "
             f"row {flight.row}: {flight.fate} {flight.result}"
         )
         if flight.row >= 0 and flight.result > 0:
@@ -215,6 +224,7 @@ class SimulatedEngine:
         for flight in self._flights:
             if flight.reading or flight.fate is Fate.LOST:
                 continue
+            self._crash_finds(flight)
             for start, end in _runs([sector for sector in flight.sectors if sector not in flight.landed]):
                 first, last = start * SECTOR_BYTES, min(end * SECTOR_BYTES, flight.length)
                 data = bytes(_gather(flight.request.buffers, first, last))
@@ -222,7 +232,9 @@ class SimulatedEngine:
                 for piece_start, piece in ((0, data[:cut]), (cut, data[cut:])):
                     if piece:
                         at = first + piece_start
-                        landings.append((flight.file, flight.offset + at, piece, flight.meant(at)))
+                        place = flight.offset + at
+                        before = bytes(flight.file.data[place : place + len(piece)])
+                        landings.append(Landing(flight.file, place, piece, flight.meant(at), before))
         return landings
 
     def land_before_power_fails(self) -> None:
@@ -230,6 +242,12 @@ class SimulatedEngine:
         for flight in self._flights:
             if not flight.reading:
                 self._land_some(flight)
+                self._crash_finds(flight)
+
+    def _crash_finds(self, flight: Flight) -> None:
+        """A write is under way, perhaps with some of its sectors on the disk and some not."""
+        self._watch.record.covered["writes in flight at a crash"] += 1
+        self._watch.record.covered["writes torn by a crash"] += 0 < len(flight.landed) < len(flight.sectors)
 
     async def close(self, timeout_seconds: float) -> int:
         """Wait for every request. Returns how many have not ended at the deadline."""
@@ -243,6 +261,8 @@ class SimulatedEngine:
 
 def _runs(sectors: Sequence[int]) -> list[tuple[int, int]]:
     """Ascending numbers as stretches (first, behind the last)."""
+    if sectors and sectors[-1] - sectors[0] == len(sectors) - 1:
+        return [(sectors[0], sectors[-1] + 1)]
     runs: list[tuple[int, int]] = []
     for sector in sectors:
         if runs and runs[-1][1] == sector:

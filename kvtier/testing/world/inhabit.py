@@ -32,27 +32,32 @@ class Threads(Executor):
         self._idle.set()
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        future: Future[T] = Future()
+        """The future is the loop's own, which `asyncio.wrap_future` takes as it is; it is told by a callback."""
         system = self._system
+        future = system.loop.create_future()
+
+        def tell(settle: Callable[[Any], None], value: object) -> None:
+            if not future.done():
+                settle(value)
 
         def work() -> None:
             self._under_way -= 1
-            if future.set_running_or_notify_cancel():
+            if not future.done():
                 try:
                     result = fn(*args, **kwargs)
                 except Killed:
                     return
                 except BaseException as error:
-                    future.set_exception(error)
+                    system.loop.call_soon(tell, future.set_exception, error)
                 else:
-                    future.set_result(result)
+                    system.loop.call_soon(tell, future.set_result, result)
             if not self._under_way:
                 system.loop.call_soon(self._idle.set)
 
         self._under_way += 1
         self._idle.clear()
         system.loop.outside(system.weather.thread_seconds(system.dice), work)
-        return future
+        return future  # type: ignore[return-value]
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Nothing to let go of."""

@@ -16,7 +16,7 @@ from kvtier.loadstore import LoadStore
 from kvtier.stack.tierstack import TierStack
 from kvtier.testing.world.plan import GPU_BLOCKS, Plan
 from kvtier.testing.world.tiers import GPUPages
-from kvtier.testing.world.watch import Watch
+from kvtier.testing.world.watch import Bytes, Watch
 from kvtier.testing.world.weather import Weather
 
 ENDS_LATE_SECONDS = 40.0
@@ -36,6 +36,15 @@ class Surroundings:
     files_open: Callable[[], int]
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One group of a transfer, the GPU blocks lent to it, and ((sub-block, GPU block), key) for each page."""
+
+    group: GroupTransfer
+    gpu: list[int]
+    pages: list[tuple[tuple[int, int], OffloadKey]]
+
+
 class Life:
     """Uses one stack from open to close. `calm` lives have no faults and must find everything in order."""
 
@@ -50,6 +59,8 @@ class Life:
         self._requests = 0
         self._partial = self._dice.choice((0.0, 0.2))
         self.is_open = False
+        self._opened: ControlPlane | None = None
+        self._cuts: list[list[int]] = []
 
     @property
     def plane(self) -> ControlPlane:
@@ -59,7 +70,16 @@ class Life:
         return assembled.plane
 
     def bury(self) -> None:
-        """The process died: nobody misses that its stack was not closed."""
+        """Count what the stack has done. Nobody misses that a stack was not closed whose process died."""
+        if self._opened is not None:
+            covered, board = self._watch.record.covered, self._opened.board
+            covered["rows evicted"] += board.cpu.evictions
+            for lower, cuts in zip(board.lowers, self._cuts, strict=True):
+                covered["blocks late"] += lower.counters.late
+                if lower.owned is not None:
+                    covered["blocks evicted from disk"] += lower.owned.evictions
+                    now = lower.owned.placement.region_generation
+                    covered["regions cut again"] += sum(max(0, b - max(a, 1)) for a, b in zip(cuts, now, strict=True))
         self.stack._assembled = None
 
     async def run(self) -> None:
@@ -69,13 +89,17 @@ class Life:
             await self.stack.open()
         except ResourceError as error:
             self._watch.note(f"open failed: {type(error).__name__}")
+            self._watch.record.covered["opens that failed"] += 1
             if self.calm:
                 self._watch.complain(f"a stack did not open on a calm day: {error}")
             if self._around.files_open():
                 self._watch.complain(f"{self._around.files_open()} files are open after an open that failed")
             return
         self._watch.note("open")
-        self._watch.plane = self.plane
+        self._watch.plane = self._opened = self.plane
+        owned = [lower.owned for lower in self.plane.board.lowers]
+        self._cuts = [list(tier.placement.region_generation) if tier is not None else [] for tier in owned]
+        self._watch.record.covered["blocks recovered"] += sum(len(tier.directory) for tier in owned if tier is not None)
         self.is_open = True
         self.on_open()
         self._look()
@@ -123,71 +147,72 @@ class Life:
             picked.append(self._dice.sample(known, count) if self._dice.random() < 0.8 else [])
         return picked
 
-    def _groups(self, keys: list[list[OffloadKey]], partial: float) -> list[GroupTransfer]:
+    def _groups(self, keys: list[list[OffloadKey]], partial: float) -> list[Part]:
         """Transfers on GPU blocks that are free; `partial` is the chance that a block's first ones are left out."""
         factor = self._plan.layout.block_size_factor
-        groups = []
+        parts = []
         for own in keys:
             if not own:
                 continue
-            blocks, firsts, counts, gpu = [], [], [], []
-            for block in range(len(own)):
+            firsts, counts, gpu, pages = [], [], [], []
+            for key in own:
                 first = self._dice.randrange(factor) if self._dice.random() < partial else 0
-                blocks.append(block)
                 firsts.append(first)
                 counts.append(factor - first)
-                gpu += [self._free.pop(self._dice.randrange(len(self._free))) for _ in range(factor - first)]
-            runs = GPURuns(int_array(blocks), int_array(firsts), int_array(counts), int_array(gpu))
-            groups.append(GroupTransfer(key_group(own[0]), tuple(own), runs))
-        return groups
+                for sub in range(first, factor):
+                    gpu.append(self._free.pop(self._dice.randrange(len(self._free))))
+                    pages.append(((sub, gpu[-1]), key))
+            runs = GPURuns(int_array(range(len(own))), int_array(firsts), int_array(counts), int_array(gpu))
+            parts.append(Part(GroupTransfer(key_group(own[0]), tuple(own), runs), gpu, pages))
+        return parts
 
-    def _give_back(self, groups: list[GroupTransfer]) -> None:
-        for group in groups:
-            assert isinstance(group.staging, GPURuns)
-            self._free += group.staging.gpu_blocks.tolist()
+    def _give_back(self, parts: list[Part]) -> None:
+        for part in parts:
+            self._free += part.gpu
+
+    def _smear(self, parts: list[Part], value: int) -> None:
+        """Overwrite GPU blocks: what they held is gone."""
+        for part in parts:
+            for pages in self._around.gpu:
+                pages[part.group.group][part.gpu] = value
 
     def _timeout(self) -> float | None:
         return self._dice.choice((None, None, None, None, None, 0.5, 0.5, 0.01, 0.0))
 
     async def _store(self, cancel_after: float | None = None) -> None:
-        groups = self._groups(self._pick(), self._partial)
-        if not groups:
+        parts = self._groups(self._pick(), self._partial)
+        if not parts:
             return
-        job = self.stack.job(JobKind.STORE, groups, self._timeout())
+        job = self.stack.job(JobKind.STORE, [part.group for part in parts], self._timeout())
 
         async def store() -> JobResult:
-            self._compute(groups)
+            self._compute(parts)
             return await self.stack.store(job)
 
         try:
             result = await self._in_time(store(), job.deadline, cancel_after)
         finally:
-            self._give_back(groups)
-            for group in groups:
-                for (_, gpu), _ in _pages(group):
-                    for pages in self._around.gpu:
-                        pages[group.group][gpu] = 0xDB
-        self._tell("store", groups, result)
+            self._give_back(parts)
+            self._smear(parts, 0xDB)
+        self._tell("store", parts, result)
 
-    def _compute(self, groups: list[GroupTransfer]) -> None:
+    def _compute(self, parts: list[Part]) -> None:
         """The engine computes blocks with the weights of the moment."""
         record = self._watch.record
-        for group in groups:
-            for (sub, gpu), key in _pages(group):
+        for part in parts:
+            for (sub, gpu), key in part.pages:
                 for worker, pages in enumerate(self._around.gpu):
-                    page = pages[group.group][gpu]
+                    page = pages[part.group.group][gpu]
                     page[:] = record.contents(key, record.generation, (worker, sub), len(page))
-            self._watch.storing(group.keys)
+            self._watch.storing(part.group.keys)
 
     async def _load(self, cancel_after: float | None = None) -> None:
-        groups = self._groups(self._pick(self._dice.random() < 0.8), self._partial)
-        if not groups:
+        parts = self._groups(self._pick(self._dice.random() < 0.8), self._partial)
+        if not parts:
             return
-        blocks = [(int(group.group), gpu) for group in groups for (_, gpu), _ in _pages(group)]
-        for group, gpu in blocks:
-            for pages in self._around.gpu:
-                pages[group][gpu] = 0xEE
-        job = self.stack.job(JobKind.LOAD, groups, self._timeout())
+        blocks = [(int(part.group.group), gpu) for part in parts for gpu in part.gpu]
+        self._smear(parts, 0xEE)
+        job = self.stack.job(JobKind.LOAD, [part.group for part in parts], self._timeout())
         self._watch.gpu_lent(blocks, job)
         allowed: set[int] = set()
 
@@ -198,23 +223,22 @@ class Life:
         try:
             result = await self._in_time(load(), job.deadline, cancel_after)
             if result is not None:
-                self._compare(groups, result, allowed | self._watch.allowed)
+                self._compare(parts, result, allowed | self._watch.allowed)
         finally:
             self._watch.gpu_back(blocks)
-            self._give_back(groups)
-        self._tell("load", groups, result)
+            self._give_back(parts)
+        self._tell("load", parts, result)
 
-    def _compare(self, groups: list[GroupTransfer], result: JobResult, allowed: set[int]) -> None:
-        for group, outcomes in zip(groups, result.outcomes, strict=True):
-            ok = {key for key, outcome in zip(group.keys, outcomes, strict=True) if outcome.ok}
-            found: dict[OffloadKey, list[tuple[tuple[int, int], object]]] = {key: [] for key in group.keys if key in ok}
-            for (sub, gpu), key in _pages(group):
-                if key in ok:
-                    found[key] += [
-                        ((worker, sub), pages[group.group][gpu]) for worker, pages in enumerate(self._around.gpu)
-                    ]
+    def _compare(self, parts: list[Part], result: JobResult, allowed: set[int]) -> None:
+        for part, outcomes in zip(parts, result.outcomes, strict=True):
+            ok = [key for key, outcome in zip(part.group.keys, outcomes, strict=True) if outcome.ok]
+            found: dict[OffloadKey, list[tuple[tuple[int, int], Bytes]]] = {key: [] for key in ok}
+            for (sub, gpu), key in part.pages:
+                if key in found:
+                    for worker, pages in enumerate(self._around.gpu):
+                        found[key].append(((worker, sub), pages[part.group.group][gpu]))
             for key, pages_found in found.items():
-                self._watch.loaded(key, pages_found, allowed)  # type: ignore[arg-type]
+                self._watch.loaded(key, pages_found, allowed)
 
     async def _in_time(self, call: object, deadline: float | None, cancel_after: float | None) -> JobResult | None:
         """Await a call of the stack, perhaps cancel it. None if it was cancelled."""
@@ -225,13 +249,14 @@ class Life:
         try:
             result: JobResult = await task
         except asyncio.CancelledError:
+            self._watch.record.covered["calls cancelled"] += 1
             return None
         if deadline is not None and loop.time() > deadline + ENDS_LATE_SECONDS:
             self._watch.complain(f"a call went on for {loop.time() - deadline:.1f} s after its deadline")
         return result
 
-    def _tell(self, what: str, groups: list[GroupTransfer], result: JobResult | None) -> None:
-        keys = ",".join(key.hex()[:4] for group in groups for key in group.keys)
+    def _tell(self, what: str, parts: list[Part], result: JobResult | None) -> None:
+        keys = ",".join(key.hex()[:4] for part in parts for key in part.group.keys)
         outcomes = [outcome for group in result.outcomes for outcome in group] if result is not None else []
         said = ",".join(f"{one.status}:{one.reason}" if one.reason else str(one.status) for one in outcomes)
         self._watch.note(f"{what} {keys}: {said or 'cancelled'}")
@@ -266,12 +291,14 @@ class Life:
             await self.stack.reset()
         except (ResourceError, UsageError) as error:
             self._watch.note(f"reset failed: {type(error).__name__}")
+            self._watch.record.covered["resets that failed"] += 1
             if self.calm and self.is_open:
                 self._watch.complain(f"a reset failed on a calm day: {error}")
             if not self.is_open:
                 return
         else:
             self._watch.reset_returned(generation)
+            self._watch.record.covered["resets"] += 1
             self._watch.note(f"reset {generation} is done")
         self._look()
 
@@ -290,9 +317,10 @@ class Life:
             await self._move(keys[start : start + at_once], self._load)
         key = self._dice.choice(keys)
         await self._move([key], self._store)
-        before = self._watch.record.loaded
+        covered = self._watch.record.covered
+        before = covered["blocks loaded and compared"]
         await self._move([key], self._load)
-        if self._watch.record.loaded == before:
+        if covered["blocks loaded and compared"] == before:
             self._watch.complain(f"key {key.hex()[:8]} was stored on a calm day and could not be loaded")
 
     async def _move(self, keys: Sequence[OffloadKey], action: Callable[[], Awaitable[None]]) -> None:
@@ -332,10 +360,3 @@ class Life:
             await self._around.fs.close()
         if self._around.files_open():
             self._watch.complain(f"{self._around.files_open()} files are open after close")
-
-
-def _pages(group: GroupTransfer) -> list[tuple[tuple[int, int], OffloadKey]]:
-    """((sub-block, GPU block), key) for each page."""
-    assert isinstance(group.staging, GPURuns)
-    parts = zip(*(part.tolist() for part in group.staging.pages()), strict=True)
-    return [((sub, gpu), group.keys[block]) for block, sub, gpu in parts]

@@ -23,6 +23,7 @@ Ts = TypeVarTuple("Ts")
 STEP_SECONDS = 2e-6
 LATE_SECONDS = 5e-3
 STEPS_MAX = 200_000
+TURNS_BETWEEN_CHECKS = 16
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
@@ -42,7 +43,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.steps = 0
         self.hang = ""
         self.errors: list[str] = []
-        self.after_turn: Callable[[], None] = lambda: None
+        self.now_and_then: Callable[[], None] = lambda: None
+        self._turns = 0
         super().__init__()
 
     # -- running -------------------------------------------------------------------------------------------------
@@ -96,20 +98,28 @@ class VirtualLoop(asyncio.BaseEventLoop):
             timer = heapq.heappop(self._timers)[2]
             if not timer.cancelled():
                 self._queue.append(timer)
-        for _ in range(len(self._queue)):
-            handle = self._queue.popleft()
-            if handle.cancelled():
+        queue, outside = self._queue, self._outside
+        for _ in range(len(queue)):
+            handle = queue.popleft()
+            if handle._cancelled:
                 continue
-            handle._run()
+            try:  # what Handle._run does, without a call more for each callback
+                handle._context.run(handle._callback, *handle._args)  # type: ignore[attr-defined]
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:
+                self.call_exception_handler({"message": "an exception in a callback", "exception": error})
             self.steps += 1
             self._now += STEP_SECONDS
-            if self._outside and self._outside[0][0] <= self._now:
+            if outside and outside[0][0] <= self._now:
                 self._happen()
             if self._over:
                 return
         if self.steps > STEPS_MAX:
             self.hang = f"more than {STEPS_MAX} callbacks ran"
-        self.after_turn()
+        self._turns += 1
+        if not self._turns % TURNS_BETWEEN_CHECKS:
+            self.now_and_then()
 
     def _jump(self) -> bool:
         """Move the clock to the next thing that happens. False if that is nothing, or too far away."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
@@ -18,7 +19,7 @@ from kvtier.stack.assembly import StackParts
 from kvtier.stack.tierstack import TierStack
 from kvtier.testing.world.disk import Disks, Folder
 from kvtier.testing.world.engine import Places, SimulatedEngine
-from kvtier.testing.world.inhabit import inhabit, openings
+from kvtier.testing.world.inhabit import Opening, inhabit, openings
 from kvtier.testing.world.life import Life, Surroundings
 from kvtier.testing.world.loop import VirtualLoop
 from kvtier.testing.world.plan import GPU_BLOCKS, Ending, Plan, draw_plan
@@ -32,55 +33,82 @@ LIFE_SECONDS_MAX = 1000.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a seed. `digest` is that of the trace; `violations` is empty if every promise was kept."""
+    """What became of a seed. `violations` is empty if every promise was kept; `covered` counts what it went through."""
 
     seed: int
     violations: tuple[str, ...]
-    trace: tuple[str, ...]
-    digest: str
+    events: tuple[tuple[float, str], ...]
     steps: int
     virtual_seconds: float
-    loaded: int
-    crashes: int
+    covered: Counter[str]
+
+    @property
+    def trace(self) -> tuple[str, ...]:
+        """All that happened, with virtual times."""
+        return tuple(f"{when:12.6f} {text}" for when, text in self.events)
+
+    @property
+    def digest(self) -> str:
+        """Of the trace."""
+        return hashlib.sha256("\n".join(self.trace).encode()).hexdigest()[:16]
+
+
+class Simulator:
+    """Lives through seeds with one fs backend, the installed one unless another is given.
+
+    Raises ConfigError if none is installed.
+    """
+
+    def __init__(self, backend: type[LoadStore] | None = None) -> None:
+        self.backend = backend or discover().get("fs")
+        self._openings: list[Opening] = []
+        self._modules = 0
+
+    def openings(self) -> list[Opening]:
+        """Where the backend's package touches the machine; looked up again when more modules have been loaded."""
+        if len(sys.modules) != self._modules:
+            self._openings = openings(self.backend.__module__.partition(".")[0])
+            self._modules = len(sys.modules)
+        return self._openings
+
+    def run(self, seed: int) -> Outcome:
+        """Live through one seed. The log is silent meanwhile: what happens is in the trace."""
+        log = logging.getLogger("kvtier")
+        level = log.level
+        log.setLevel(logging.CRITICAL + 1)
+        try:
+            return World(seed, self).run()
+        finally:
+            log.setLevel(level)
 
 
 class World:
     """The disks, the record, and the process that lives at the moment."""
 
-    def __init__(self, seed: int, backend: type[LoadStore]) -> None:
+    def __init__(self, seed: int, simulator: Simulator) -> None:
         self.dice = Random(f"kvtier world {seed}")
         self.seed = seed
-        self.backend = backend
+        self.backend = simulator.backend
+        self.simulator = simulator
         self.plan: Plan = draw_plan(self.dice)
         self.disks = Disks(Folder(root, self.plan.share_bytes) for root in self.plan.roots)
         self.record = Record()
         self.places = Places()
         self.now = 0.0
         self.steps = 0
-        self.crashes = 0
         self._pid = 1
-        self._openings = openings(backend.__module__.partition(".")[0])
 
     def run(self) -> Outcome:
         """All lives, and a calm one."""
-        self.record.trace.append((0.0, f"seed {self.seed}: {self.plan}"))
+        record = self.record
+        record.trace.append((0.0, f"seed {self.seed}: {self.plan}"))
         for ending in self.plan.endings:
-            if not self.record.violations:
+            if not record.violations:
                 self._live(ending, draw_weather(self.dice), calm=False)
-        if not self.record.violations:
+        if not record.violations:
             self._live(Ending.CLOSE, Weather(), calm=True)
-        lines = tuple(f"{when:12.6f} {text}" for when, text in self.record.trace)
-        digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-        return Outcome(
-            self.seed,
-            tuple(self.record.violations),
-            lines,
-            digest,
-            self.steps,
-            self.now,
-            self.record.loaded,
-            self.crashes,
-        )
+        covered = record.covered + self.disks.covered
+        return Outcome(self.seed, tuple(record.violations), tuple(record.trace), self.steps, self.now, covered)
 
     def _live(self, ending: Ending, weather: Weather, calm: bool) -> None:
         self._pid += 1
@@ -89,7 +117,7 @@ class World:
         system = System(self.disks, loop, dice, self._pid)
         watch = Watch(self.record, loop)
         watch.note(f"a life begins that ends with {ending}; {weather}")
-        with inhabit(self._openings, system):
+        with inhabit(self.simulator.openings(), system):
             process = _Process(self, system, watch)
             life = process.born(weather, calm)
             self.disks.haunt(dice, loop.outside)
@@ -119,7 +147,7 @@ class World:
 
     def _crash(self, ending: Ending, process: _Process, watch: Watch) -> None:
         watch.note(f"{ending}")
-        self.crashes += 1
+        self.record.covered[f"crashes by {ending}" if process.crashed else f"{ending} after an orderly end"] += 1
         if ending is Ending.POWER_LOSS:
             for engine in process.engines:
                 engine.land_before_power_fails()
@@ -139,7 +167,8 @@ class _Process:
         self.watch = watch
         self.engines: list[SimulatedEngine] = []
         self.crashed = False
-        system.on_death = self._die
+        system.on_death = self._die_at_call
+        system.on_time = self._die
         system.on_change = self._check_bound
 
     def born(self, weather: Weather, calm: bool) -> Life:
@@ -164,15 +193,7 @@ class _Process:
 
         around = Surroundings(plan, self.dice, self.watch, gpu, fs, set_weather, lambda: len(self.system.fds))
         life = Life(TierStack(parts), around, weather, calm)
-        turns = 0
-
-        def after_turn() -> None:
-            nonlocal turns
-            turns += 1
-            if turns % 16 == 0:
-                life.check()
-
-        self.system.loop.after_turn = after_turn
+        self.system.loop.now_and_then = life.check
         return life
 
     def _fs(self) -> LoadStore:
@@ -189,17 +210,25 @@ class _Process:
         return engine
 
     def doom(self, life: Life) -> None:
-        """Decide when the process dies: at a system call, or at a moment of its life."""
-        dice = self.dice
-        if dice.random() < 0.3:
-            self.system.die_at_call = dice.randint(1, 120)
+        """Decide when the process dies: at a system call, with a write under way, or at a moment of its life."""
+        dice, system = self.dice, self.system
+        die = dice.random()
+        if die < 0.25:
+            system.die_at_call = dice.randint(1, 120)
+        elif die < 0.8:
+            system.die_at_write = dice.choice((1, 2, 3, 5, 8, 13))
+            return
         seconds = dice.choice((0.01, 0.1, 1.0, 5.0)) * dice.random()
-        life.on_open = lambda: self.system.loop.outside(seconds, self._die)
+        life.on_open = lambda: system.loop.outside(seconds, self._die)
 
     def _die(self) -> None:
         self.crashed = True
         self.system.kill()
         self.system.loop.stop()
+
+    def _die_at_call(self) -> None:
+        self.world.record.covered["crashes at a system call"] += 1
+        self._die()
 
     def _check_bound(self) -> None:
         over = self.world.disks.over_bound()
@@ -208,14 +237,5 @@ class _Process:
 
 
 def run_seed(seed: int, backend: type[LoadStore] | None = None) -> Outcome:
-    """Live through one seed with an fs backend, the installed one unless another is given.
-
-    Raises ConfigError if none is installed. The log is silent meanwhile: what happens is in the trace.
-    """
-    log = logging.getLogger("kvtier")
-    level = log.level
-    log.setLevel(logging.CRITICAL + 1)
-    try:
-        return World(seed, backend or discover().get("fs")).run()
-    finally:
-        log.setLevel(level)
+    """Live through one seed, as `Simulator` does."""
+    return Simulator(backend).run(seed)

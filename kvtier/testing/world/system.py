@@ -50,7 +50,10 @@ class System:
         self.fds: dict[int, OpenFile] = {}
         self.calls = 0
         self.die_at_call = 0
+        self.writes = 0
+        self.die_at_write = 0
         self.on_death: Callable[[], None] = lambda: None
+        self.on_time: Callable[[], None] = lambda: None
         self.on_change: Callable[[], None] = lambda: None
         self.alive = True
         self.path = _Paths(self)
@@ -70,6 +73,12 @@ class System:
             raise Killed
         if may_fail and self.dice.random() < self.weather.call_fails:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def writing(self, seconds: float) -> None:
+        """The engine begins a write that takes this long; the process may be planned to die while it is under way."""
+        self.writes += 1
+        if self.writes == self.die_at_write:
+            self.loop.outside(self.dice.random() * seconds, self.on_time)
 
     def kill(self) -> None:
         """The process dies here. Its locks go; what it wrote stays."""

@@ -43,6 +43,8 @@ def gpu_pages(layout: KVLayout, num_blocks: int) -> GPUPages:
 
 
 PARTIAL = dropped(DropReason.PARTIAL)
+PAUSES = 0.3
+"""How often a copy pauses before a page."""
 
 
 class SimulatedGPU(LoadStore):
@@ -115,16 +117,10 @@ class SimulatedCPU(LoadStore):
         outcomes = []
         for group in job.groups:
             assert isinstance(group.staging, GPURuns)
-            whole = group.staging.covers_whole(len(group.keys), self._geometry.factor)
-            pages = self._pages(group)
-            outcomes.append(
-                tuple(
-                    [
-                        await self._fill(group, i, pages[i]) if whole[i] else dropped(DropReason.PARTIAL)
-                        for i in range(len(whole))
-                    ]
-                )
-            )
+            pages, factor = self._pages(group), self._geometry.factor
+            whole = [len(own) == factor and {sub for sub, _ in own} == set(range(factor)) for own in pages]
+            filled = [await self._fill(group, i, pages[i]) if whole[i] else PARTIAL for i in range(len(whole))]
+            outcomes.append(tuple(filled))
         return JobResult(job.job_id, tuple(outcomes), sum(o.ok for group in outcomes for o in group))
 
     async def load(self, job: TransferJob) -> JobResult:
@@ -143,8 +139,11 @@ class SimulatedCPU(LoadStore):
         """For each block its pages: (sub-block, GPU block)."""
         assert isinstance(group.staging, GPURuns)
         pages: list[list[tuple[int, int]]] = [[] for _ in group.keys]
-        for block, sub, gpu in zip(*(part.tolist() for part in group.staging.pages()), strict=True):
-            pages[block].append((sub, gpu))
+        runs, at = group.staging, 0
+        gpu_blocks = runs.gpu_blocks.tolist()
+        for block, first, count in zip(runs.blocks.tolist(), runs.firsts.tolist(), runs.counts.tolist(), strict=True):
+            pages[block] += enumerate(gpu_blocks[at : at + count], first)
+            at += count
         return pages
 
     async def _fill(self, group: GroupTransfer, i: int, pages: list[tuple[int, int]]) -> BlockOutcome:
@@ -164,14 +163,16 @@ class SimulatedCPU(LoadStore):
     async def _copy_in(self, group: GroupTransfer, i: int, pages: list[tuple[int, int]]) -> BlockOutcome:
         row, geometry = int(group.slots[i]), self._geometry
         view = self.rows.view[row]
+        page_bytes = geometry.page_bytes(group.group)
         for worker in range(geometry.world_size):
             for sub, gpu in pages:
-                await self._pause()
+                if (die := self._dice.random()) < PAUSES:
+                    await self._pause(die)
                 if self._dice.random() < self.weather.copy_fails:
                     return failed(errno.EIO)
                 at = geometry.offset(group.group, worker, sub)
                 self._watch.row_written(row, "a copy from the GPU")
-                view[at : at + geometry.page_bytes(group.group)] = self._gpu[worker][group.group][gpu]
+                view[at : at + page_bytes] = self._gpu[worker][group.group][gpu]
             self.rows.stamp(worker, group.slots[i : i + 1], group.generations[i : i + 1])
         size = geometry.aligned_bytes(group.group)
         view[geometry.kv_bytes_per_offloaded_block(group.group) : size] = 0
@@ -184,23 +185,23 @@ class SimulatedCPU(LoadStore):
         if checksum(view[: geometry.aligned_bytes(group.group)].data) != self.rows.checksum(row):
             self._watch.complain(f"row {row} does not match the checksum that travels with it")
             return CORRUPT
+        page_bytes = geometry.page_bytes(group.group)
         for worker in range(geometry.world_size):
             for sub, gpu in pages:
-                await self._pause()
+                if (die := self._dice.random()) < PAUSES:
+                    await self._pause(die)
                 if self._dice.random() < self.weather.copy_fails:
                     return failed(errno.EIO)
                 at = geometry.offset(group.group, worker, sub)
                 self._watch.row_read(row, "a copy to the GPU")
                 self._watch.gpu_written(group.group, gpu)
-                self._gpu[worker][group.group][gpu] = view[at : at + geometry.page_bytes(group.group)]
+                self._gpu[worker][group.group][gpu] = view[at : at + page_bytes]
         return LOADED
 
-    async def _pause(self) -> None:
-        die = self._dice.random()
-        if die < self.weather.slow / 20:
-            await asyncio.sleep(self._dice.uniform(0.1, 4.0))
-        elif die < 0.3:
-            await asyncio.sleep(self._dice.random() * 1e-4)
+    async def _pause(self, die: float) -> None:
+        """Others go on between two pages, for long if the die is low."""
+        long = die < self.weather.slow / 20
+        await asyncio.sleep(self._dice.uniform(0.1, 4.0) if long else self._dice.random() * 1e-4)
 
 
 class Witness(LoadStore):
@@ -243,8 +244,9 @@ class Witness(LoadStore):
         self._watch.job_begins(reading, rows, job)
         result = await (self.inner.load(job) if reading else self.inner.store(job))
         self._watch.job_ended(reading, rows)
-        names = ",".join(str(outcome.status) for group in result.outcomes for outcome in group)
-        self._watch.note(f"fs job {job.job_id} {job.kind} rows {rows}: {names}")
+        names = [outcome.status.value for group in result.outcomes for outcome in group]
+        self._watch.record.covered.update(f"blocks of {'loads' if reading else 'stores'} {name}" for name in names)
+        self._watch.note(f"fs job {job.job_id} {job.kind} rows {rows}: {','.join(names)}")
         for group, outcomes in zip(job.groups, result.outcomes, strict=True):
             assert isinstance(group.staging, np.ndarray)
             for row, outcome in zip(group.staging.tolist(), outcomes, strict=True):

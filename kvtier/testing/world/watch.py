@@ -7,6 +7,7 @@ buffers.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -36,12 +37,21 @@ class Record:
         self.generation = 0
         self.confirmed = 0
         self.stored: dict[OffloadKey, set[int]] = {}
-        self.loaded = 0
-        self.lookups_hit = 0
+        self.covered: Counter[str] = Counter()
+        self._contents: dict[tuple[OffloadKey, int, tuple[int, int], int], Bytes] = {}
 
     def contents(self, key: OffloadKey, generation: int, page: tuple[int, int], length: int) -> Bytes:
-        """What one page of a block holds: a function of key, generation, and (worker, sub-block)."""
-        return content(OffloadKey(key + bytes(page)), generation, length)
+        """What one page of a block holds: a function of key, generation, and (worker, sub-block). Read-only."""
+        which = key, generation, page, length
+        known = self._contents.get(which)
+        if known is None:
+            known = self._contents[which] = content(OffloadKey(key + bytes(page)), generation, length)
+            known.flags.writeable = False
+        return known
+
+    def holds(self, found: Bytes, key: OffloadKey, generation: int, page: tuple[int, int]) -> bool:
+        """True if these bytes are just what a page of a block holds."""
+        return found.tobytes() == self.contents(key, generation, page, len(found)).tobytes()
 
 
 class Watch:
@@ -163,11 +173,9 @@ class Watch:
 
     def loaded(self, key: OffloadKey, pages: Sequence[tuple[tuple[int, int], Bytes]], allowed: set[int]) -> None:
         """A load reported this block: its pages ((worker, sub-block), bytes) must be of one allowed generation."""
-        self.record.loaded += 1
+        self.record.covered["blocks loaded and compared"] += 1
         for generation in sorted(allowed & self.record.stored.get(key, set())):
-            if all(
-                np.array_equal(found, self.record.contents(key, generation, page, len(found))) for page, found in pages
-            ):
+            if all(self.record.holds(found, key, generation, page) for page, found in pages):
                 return
         self.complain(f"key {key.hex()[:8]} was loaded with {self._owner(key, pages)}; allowed are {sorted(allowed)}")
 
@@ -175,7 +183,7 @@ class Watch:
         page, found = pages[0]
         for other, generations in self.record.stored.items():
             for generation in sorted(generations):
-                if np.array_equal(found, self.record.contents(other, generation, page, len(found))):
+                if self.record.holds(found, other, generation, page):
                     whose = "itself" if other == key else f"key {other.hex()[:8]}"
                     return f"the bytes of {whose} of generation {generation}"
         return "bytes that are no block's"
@@ -184,7 +192,7 @@ class Watch:
         """The stack says where keys are: only what was stored since the last reset may be anywhere."""
         for key, tier in zip(keys, where, strict=True):
             if tier is not None:
-                self.record.lookups_hit += 1
+                self.record.covered["keys found"] += 1
                 if not self.allowed & self.record.stored.get(key, set()):
                     self.complain(f"key {key.hex()[:8]} is in {tier}, but was not stored since the reset")
 
