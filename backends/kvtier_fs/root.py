@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
 
@@ -208,7 +209,8 @@ class Root:
 
     async def release(self, timeout_seconds: float) -> int:
         """Close the files, give the lock up, end the threads. Returns how many threads are stuck."""
-        await self.call(self.folder.leave)
+        with suppress(OSError):  # not one thread was to be had, so nothing was opened either
+            await self.call(self.folder.leave)
         self.fds = {}
         stuck = await self.io_threads.close(timeout_seconds)
         return stuck + await self.files.close(timeout_seconds)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any, ParamSpec, TypeVar
+
+from kvtier.errors import UsageError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -30,9 +34,16 @@ class RootThreads(Executor):
         self._lock = threading.Lock()
         self._unfinished = 0
         self._closed = False
+        self._pid = 0
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run `fn` on one of the threads. Raises RuntimeError once closed."""
+        """Run `fn` on one of the threads.
+
+        Raises RuntimeError once closed, UsageError in a forked child, which has none of the threads, and OSError if
+        the system grants not even one thread.
+        """
+        if self._pid not in (0, os.getpid()):
+            raise UsageError(f"the threads of {self._name} belong to process {self._pid}; this one was forked from it")
         future: Future[T] = Future()
 
         def task() -> bool:
@@ -48,14 +59,23 @@ class RootThreads(Executor):
         with self._lock:
             if self._closed:
                 raise RuntimeError(f"the threads of {self._name} are closed")
+            if self._unfinished >= len(self._threads) < self._limit:
+                self._start_thread()
             self._unfinished += 1
             self._tasks.put(task)
-            if self._unfinished > len(self._threads) < self._limit:
-                number = len(self._threads)
-                thread = threading.Thread(target=self._work, name=f"{self._name}-{number}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
         return future
+
+    def _start_thread(self) -> None:
+        """One thread more; where the system has none to give, those that are there have to do."""
+        thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            if not self._threads:
+                raise OSError(errno.EAGAIN, "the system has no thread to give") from error
+            return
+        self._pid = os.getpid()
+        self._threads.append(thread)
 
     def _work(self) -> None:
         while self._tasks.get()():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import ClassVar
@@ -42,6 +44,22 @@ class IORequest:
         self.buffers = buffers
         self.done = done
         self.length = sum(map(len, buffers))
+
+
+def hand_out(loop: asyncio.AbstractEventLoop, ended: deque[tuple[IORequest, int]], then: Callable[[], None]) -> None:
+    """Tell each request its result, and at last call `then`.
+
+    What a receiver raises is the loop's to report; those behind it are told in the next turn all the same.
+    """
+    try:
+        while ended:
+            request, result = ended.popleft()
+            request.done(request, result)
+    finally:
+        if ended:
+            loop.call_soon(hand_out, loop, ended, then)
+        else:
+            then()
 
 
 class IOEngine(ABC):

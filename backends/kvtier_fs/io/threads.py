@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections import deque
 from collections.abc import Sequence
 from typing import ClassVar
 
-from kvtier_fs.io.contract import COMPLETIONS_PER_TURN, IOEngine, IOKind, IORequest
+from kvtier_fs.io.contract import COMPLETIONS_PER_TURN, IOEngine, IOKind, IORequest, hand_out
 from kvtier_fs.threads import RootThreads
 
 
@@ -44,7 +45,14 @@ class ThreadsEngine(IOEngine):
     def _call_servers(self) -> None:
         for _ in range(min(len(self._queue), self._width - self._servers)):
             self._servers += 1
-            self._threads.submit(self._serve)
+            try:
+                self._threads.submit(self._serve)
+            except OSError as error:
+                # Not one thread is to be had: the requests end, as they would if the kernel had no room for them.
+                self._report(None, 0)
+                while self._queue:
+                    self._report(self._queue.popleft(), -(error.errno or errno.EAGAIN))
+                return
 
     def _serve(self) -> None:
         """On a thread: take requests until there are none."""
@@ -57,7 +65,9 @@ class ThreadsEngine(IOEngine):
             try:
                 result = move(request.fd, request.buffers, request.offset)
             except OSError as error:
-                result = -(error.errno or 1)
+                result = -(error.errno or errno.EIO)
+            except Exception:
+                result = -errno.EIO  # whatever it was: a request always ends
             self._report(request, result)
             del request
         self._report(None, 0)
@@ -73,7 +83,7 @@ class ThreadsEngine(IOEngine):
 
     def _hand_out(self) -> None:
         self._notified = False
-        ended: list[tuple[IORequest, int]] = []
+        ended: deque[tuple[IORequest, int]] = deque()
         while self._finished and len(ended) < COMPLETIONS_PER_TURN:
             request, result = self._finished.popleft()
             if request is None:
@@ -85,8 +95,9 @@ class ThreadsEngine(IOEngine):
             self._loop.call_soon(self._hand_out)
         self._in_flight -= len(ended)
         self._call_servers()
-        for request, result in ended:
-            request.done(request, result)
+        hand_out(self._loop, ended, self._rest)
+
+    def _rest(self) -> None:
         if not self._in_flight:
             self._idle.set()
 

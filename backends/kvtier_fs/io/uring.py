@@ -7,6 +7,7 @@ are there, and a turn of the loop submits about a millisecond's worth.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import importlib
 import os
 import select
@@ -15,8 +16,15 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from kvtier.errors import ResourceError
-from kvtier_fs.io.contract import COMPLETIONS_PER_TURN, SUBMIT_SECONDS_PER_TURN, IOEngine, IOKind, IORequest
+from kvtier.errors import ResourceError, UsageError
+from kvtier_fs.io.contract import (
+    COMPLETIONS_PER_TURN,
+    SUBMIT_SECONDS_PER_TURN,
+    IOEngine,
+    IOKind,
+    IORequest,
+    hand_out,
+)
 from kvtier_fs.io.vectors import Vector
 
 _SUBMIT_BYTES = 8 << 20
@@ -46,10 +54,15 @@ class _Ring:
             api.io_uring_queue_init(depth, ring)
         except OSError as error:
             raise ResourceError(f"the kernel offers no io_uring ({error.strerror})") from error
-        opened = _Ring(api, ring, os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        try:
+            eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        except OSError as error:
+            api.io_uring_queue_exit(ring)
+            raise ResourceError(f"the kernel offers no eventfd ({error.strerror})") from error
+        opened = _Ring(api, ring, eventfd)
         try:
             opened.vectors = [Vector(api.Iovec) for _ in range(depth)]
-            api.io_uring_register_eventfd(ring, opened.eventfd)
+            api.io_uring_register_eventfd(ring, eventfd)
         except OSError as error:
             opened.close()
             raise ResourceError(f"io_uring refuses an eventfd ({error.strerror})") from error
@@ -116,14 +129,18 @@ def probe_uring() -> str:
         ring = _Ring.open(4)
     except ResourceError as error:
         return str(error)
-    fd = os.memfd_create("kvtier-probe", os.MFD_CLOEXEC)
+    try:
+        fd = os.memfd_create("kvtier-probe", os.MFD_CLOEXEC)
+    except OSError as error:
+        ring.close()
+        return f"there is no file to try io_uring out on ({error.strerror})"
     try:
         written, read = memoryview(bytearray(b"kvtier" * 64)), memoryview(bytearray(384))
         for kind, buffer in ((IOKind.WRITE, written), (IOKind.READ, read)):
             kept = ring.prepare(IORequest(kind, fd, 0, [buffer], _ignore), 1)
             if kept is None or not ring.submit():
                 return "io_uring takes no request"
-            select.select([ring.eventfd], [], [], _PROBE_SECONDS)
+            _wait_readable(ring.eventfd)
             ring.acknowledge()
             if not ring.ready() or ring.take() != (1, len(buffer)):
                 return "io_uring does not complete a request"
@@ -133,12 +150,24 @@ def probe_uring() -> str:
         ring.close()
 
 
+def _wait_readable(fd: int) -> None:
+    """Wait for an eventfd. Not with `select`, which knows no descriptors from 1024 on."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    poll.poll(_PROBE_SECONDS * 1000)
+
+
 def _ignore(request: IORequest, result: int) -> None:
     """The probe looks at the ring itself."""
 
 
 class UringEngine(IOEngine):
-    """Up to `depth` requests in the kernel at once."""
+    """Up to `depth` requests in the kernel at once.
+
+    A ring is shared memory between the kernel and the process that made it: in a forked child every call raises
+    UsageError. While requests are in the kernel the engine keeps itself and their buffers alive, even if everybody
+    has forgotten it and its loop is gone: what the kernel yet writes, it writes into memory that is nobody else's.
+    """
 
     name: ClassVar[str] = "io_uring"
 
@@ -149,6 +178,8 @@ class UringEngine(IOEngine):
         self._queue: deque[IORequest] = deque()
         self._kernel: dict[int, tuple[IORequest, Vector]] = {}
         self._next = 0
+        self._pid = 0
+        self._kept = False
         self._unsubmitted = False
         self._pump_called = False
         self._reap_called = False
@@ -157,14 +188,27 @@ class UringEngine(IOEngine):
 
     def open(self) -> None:
         """Create the ring and watch it. Raises ResourceError."""
-        self._ring = _Ring.open(self._depth)
-        self._loop.add_reader(self._ring.eventfd, self._on_event)
+        ring = _Ring.open(self._depth)
+        try:
+            self._loop.add_reader(ring.eventfd, self._on_event)
+        except OSError as error:
+            ring.close()
+            raise ResourceError(f"the event loop cannot watch a ring ({error.strerror})") from error
+        self._ring, self._pid = ring, os.getpid()
+
+    def _check_process(self) -> None:
+        if self._pid not in (0, os.getpid()):
+            raise UsageError(
+                f"the ring belongs to process {self._pid}, and this is process {os.getpid()}, forked from it: "
+                f"open a tier of its own after the fork"
+            )
 
     @property
     def in_flight(self) -> int:
         return len(self._queue) + len(self._kernel)
 
     def submit(self, requests: Sequence[IORequest]) -> None:
+        self._check_process()
         self._queue.extend(requests)
         if self._queue:
             self._idle.clear()
@@ -178,12 +222,14 @@ class UringEngine(IOEngine):
     def _pump(self) -> None:
         """Hand queued requests to the kernel, for about a millisecond."""
         self._pump_called = False
+        self._check_process()
         ring = self._ring
         if ring is None:
             return
         until = time.perf_counter() + SUBMIT_SECONDS_PER_TURN
         while self._unsubmitted or (self._queue and len(self._kernel) < self._depth):
             self._fill(ring)
+            self._keep(bool(self._kernel))
             self._unsubmitted = not ring.submit()
             if self._unsubmitted:
                 self._loop.call_later(_RETRY_SECONDS, self._call_pump)
@@ -205,7 +251,16 @@ class UringEngine(IOEngine):
             self._next += 1
             batch_bytes += request.length
 
+    def _keep(self, needed: bool) -> None:
+        """Hold on to this engine while the kernel has requests of it, whoever else does or does not."""
+        if needed and not self._kept:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+        elif self._kept and not needed:
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(self))
+        self._kept = needed
+
     def _on_event(self) -> None:
+        self._check_process()
         if self._ring is not None:
             self._ring.acknowledge()
             self._reap()
@@ -220,25 +275,29 @@ class UringEngine(IOEngine):
         self._reap()
 
     def _reap(self) -> None:
+        self._check_process()
         ring = self._ring
         if ring is None:
             return
-        ended = []
+        ended: deque[tuple[IORequest, int]] = deque()
         for _ in range(min(ring.ready(), COMPLETIONS_PER_TURN)):
             number, result = ring.take()
             request, vector = self._kernel.pop(number)
             ring.vectors.append(vector)
             ended.append((request, result))
+        self._keep(bool(self._kernel))
         if ring.ready():
             self._call_reap()
         if self._queue:
             self._call_pump()
-        for request, result in ended:
-            request.done(request, result)
+        hand_out(self._loop, ended, self._rest)
+
+    def _rest(self) -> None:
         if not self.in_flight:
             self._idle.set()
 
     async def close(self, timeout_seconds: float) -> int:
+        self._check_process()
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_seconds)
         except TimeoutError:
