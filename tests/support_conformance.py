@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import os
 import sys
 import threading
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 from support_stack import PLAIN, Engine, fs, keys, load, parts_of, stack_file, store, whole
 
@@ -23,8 +24,9 @@ from kvtier_fs.testing import FaultyIO
 MISSES = {BlockStatus.MISSING, BlockStatus.LATE}
 TRANSFERS = ("pread", "pwrite")
 FALLIBLE = (
-    *("open", "unlink", "rename", "replace", "link", "truncate", "ftruncate", "listdir", "scandir", "mkdir", "rmdir"),
-    *("preadv", "pwritev", "fdatasync", "fsync", "statvfs", "fstatvfs", "utime", "posix_fallocate"),
+    *("open", "unlink", "rename", "replace", "link", "truncate", "ftruncate", "listdir", "scandir", "mkdir"),
+    *("rmdir", "chmod", "fchmod", "stat", "fstat", "access", "utime", "posix_fallocate", "flock"),
+    *("preadv", "pwritev", "fdatasync", "fsync", "statvfs", "fstatvfs"),
     *TRANSFERS,
 )
 
@@ -142,21 +144,29 @@ class FailingCalls:
 
     @contextmanager
     def in_modules(self, package: str, *spared: str):
-        """Put these calls in the place of `os` in every module of a package but the spared ones."""
+        """Put these calls in the place of `os` and `fcntl` in every module of a package but the spared ones."""
         patched = []
-        proxy = SimpleNamespace(**{name: getattr(os, name) for name in dir(os) if not name.startswith("__")})
-        for name in FALLIBLE if self.errno else TRANSFERS:
-            setattr(proxy, name, self._wrap(name, getattr(os, name)))
+        proxies = {real.__name__: (real, self._failing(real)) for real in (os, fcntl)}
         try:
             for name, module in list(sys.modules.items()):
-                own = name == package or name.startswith(f"{package}.")
-                if own and name not in spared and getattr(module, "os", None) is os:
-                    module.os = proxy
-                    patched.append(module)
+                if name in spared or not (name == package or name.startswith(f"{package}.")):
+                    continue
+                for called, (real, proxy) in proxies.items():
+                    if getattr(module, called, None) is real:
+                        setattr(module, called, proxy)
+                        patched.append((module, called, real))
             yield self
         finally:
-            for module in patched:
-                module.os = os
+            for module, called, real in patched:
+                setattr(module, called, real)
+
+    def _failing(self, real: ModuleType) -> SimpleNamespace:
+        """A module whose calls may fail."""
+        proxy = SimpleNamespace(**{name: getattr(real, name) for name in dir(real) if not name.startswith("__")})
+        for name in FALLIBLE if self.errno else TRANSFERS:
+            if hasattr(real, name):
+                setattr(proxy, name, self._wrap(name, getattr(real, name)))
+        return proxy
 
     def _wrap(self, name: str, call):
         def wrapped(*args, **kwargs):

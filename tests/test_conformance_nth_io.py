@@ -105,9 +105,9 @@ CALLS = {"EIO": errno.EIO, "ENOSPC": errno.ENOSPC, "EACCES": errno.EACCES, "shor
 def test_the_nth_file_call_fails(tmp_path, layout, name, size):
     """All that is no block: folders, locks, superblocks, allocation, renames. Opening may refuse, with a type.
 
-    The files layout makes hundreds of such calls; the small scenario fails every third of them, the large one all.
+    The files layout makes hundreds of such calls; the small scenario fails every fifth of them, the large one all.
     """
-    step = 3 if size is SMALL and layout == "files" else 1
+    step = 5 if size is SMALL and layout == "files" else 1
     for number in itertools.count(1, step):
         calls = FailingCalls(number, CALLS[name])
         run_scenario(Scenario(tmp_path / str(number), layout, size), FaultyIO(), calls)

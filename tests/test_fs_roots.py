@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import shutil
@@ -24,8 +25,10 @@ from kvtier.jobs import LOADED, STORED, DropReason, dropped
 from kvtier.loadstore import ProbesAlignment, Resettable, TierContext
 from kvtier.namespace import Namespace
 from kvtier.registry import Previews
+from kvtier.testing.trace import leaving_no_trace
 from kvtier_fs import FSBackend, FSOptions
 from kvtier_fs.folder import RootFolder
+from kvtier_fs.io.probe import probe_direct
 from kvtier_fs.io.uring import probe_uring
 from kvtier_fs.opening import Seams
 
@@ -494,3 +497,73 @@ async def test_the_bound_of_the_directory_s_memory_takes_slots_not_promises(tmp_
         assert tier.opened.space.num_slot_ids > 500
     async with open_tier(bounded) as tier:
         assert 100 < tier.opened.space.num_slot_ids <= 500
+
+
+def test_leaving_a_root_closes_and_unlocks_all_of_it_whatever_one_file_says(tmp_path, monkeypatch):
+    settings = options(tmp_path / "root")
+    folder, other = RootFolder(settings.roots[0], settings), RootFolder(settings.roots[0], settings)
+    close = os.close
+
+    def complaining(fd: int) -> None:
+        close(fd)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with leaving_no_trace():
+        assert folder.enter()
+        assert folder.try_lock()
+        assert folder.slab(0) != folder.slab(1)
+        monkeypatch.setattr("kvtier_fs.folder.os.close", complaining)
+        folder.leave()
+        monkeypatch.undo()
+    assert other.enter()
+    assert other.try_lock()
+    other.leave()
+
+
+@pytest.mark.parametrize("call", ["fstat", "fchmod"])
+def test_a_file_that_is_opened_and_then_cannot_be_used_is_closed(tmp_path, monkeypatch, call):
+    settings = options(tmp_path / "root")
+    folder = RootFolder(settings.roots[0], settings)
+    assert folder.enter()
+    (tmp_path / "root" / "lock").touch(mode=0o644)
+
+    def failing(*args: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(f"kvtier_fs.folder.os.{call}", failing)
+    with leaving_no_trace(), pytest.raises(RootError):
+        folder.try_lock()
+    monkeypatch.undo()
+    folder.leave()
+
+
+def test_a_folder_that_cannot_be_given_its_mode_is_not_left_behind(tmp_path, monkeypatch):
+    settings = options(tmp_path / "root")
+
+    def failing(*args: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr("kvtier_fs.folder.os.chmod", failing)
+    with leaving_no_trace(), pytest.raises(RootError, match="no permission"):
+        RootFolder(settings.roots[0], settings).enter()
+    assert not (tmp_path / "root").exists()
+
+
+def test_a_disk_without_nameless_files_is_probed_and_nothing_stays_open_if_that_fails(tmp_path, monkeypatch):
+    opened, fd = os.open, os.open(tmp_path, os.O_RDONLY)
+
+    def without(path: str, flags: int, *args: object, **more: object) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return opened(path, flags & ~os.O_DIRECT, *args, **more)
+
+    def failing(*args: object, **more: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("kvtier_fs.io.probe.os.open", without)
+    with leaving_no_trace():
+        assert probe_direct(fd).alignment >= PAGE
+        assert not list(tmp_path.iterdir())
+        monkeypatch.setattr("kvtier_fs.io.probe.os.unlink", failing)
+        assert "refused" in probe_direct(fd).reason
+    os.close(fd)

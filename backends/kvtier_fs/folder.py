@@ -74,11 +74,16 @@ class RootFolder:
     def _create(self) -> None:
         try:
             os.mkdir(self.path, 0o700)
-            os.chmod(self.path, 0o700)
         except FileExistsError:
             return
         except OSError as error:
             raise RootError(self.path, f"cannot be created ({error.strerror}); create it for this user") from error
+        try:
+            os.chmod(self.path, 0o700)  # whatever the umask left of it
+        except OSError as error:
+            with suppress(OSError):
+                os.rmdir(self.path)
+            raise self.refusal(error) from error
 
     def _check_folder(self) -> None:
         status = os.fstat(self._folder_fd)
@@ -116,12 +121,15 @@ class RootFolder:
             if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
                 raise RootError(self.path, f"{name} is not a plain file; remove it") from error
             raise
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            os.close(fd)
-            raise RootError(self.path, f"{name} is not a plain file; remove it")
-        if stat.S_IMODE(status.st_mode) != 0o600 and flags & os.O_CREAT:
-            os.fchmod(fd, 0o600)
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise RootError(self.path, f"{name} is not a plain file; remove it")
+            if stat.S_IMODE(status.st_mode) != 0o600 and flags & os.O_CREAT:
+                os.fchmod(fd, 0o600)
+        except BaseException:
+            self._close(fd)
+            raise
         return fd
 
     def try_lock(self) -> bool:

@@ -50,7 +50,11 @@ def _open_nameless(folder_fd: int) -> int:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
             raise
     fd = os.open(_PROBE_NAME, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=folder_fd)
-    os.unlink(_PROBE_NAME, dir_fd=folder_fd)
+    try:
+        os.unlink(_PROBE_NAME, dir_fd=folder_fd)
+    except BaseException:
+        os.close(fd)
+        raise
     return fd
 
 
