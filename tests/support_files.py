@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import stat
 import time
 from collections.abc import Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -143,20 +145,38 @@ def disk_bytes(root: Path) -> int:
     return total
 
 
-def accounts(tier: FilesTier) -> dict[Path, tuple[int | None, int]]:
-    """For each bucket that is there: what its account says, and what it holds (folders and account included)."""
+@contextmanager
+def bucket_locked(folder: Path):
+    """Nobody changes this bucket meanwhile."""
+    fd = os.open(folder / "lock", os.O_RDWR)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def account_errors(tier: FilesTier) -> dict[str, int]:
+    """For each bucket that has an account: by how many bytes that says more than the bucket holds.
+
+    Looked at under the bucket's lock. What its folders grew by since the last count has room set aside: no error.
+    """
     tree, found = tier.backend._root.tree, {}
     for folder in sorted(Path(tier.backend.options.roots[0]).glob("bucket-*")):
-        paths = [folder, *folder.rglob("*")]
-        held = sum(max(path.lstat().st_blocks * 512, 0) for path in paths)
-        if (folder / "account").exists():
-            number = int(folder.name.removeprefix("bucket-"), 16)
-            found[folder] = decode_account((folder / "account").read_bytes(), tree, number), held
+        with bucket_locked(folder):
+            statuses = [path.lstat() for path in [folder, *folder.rglob("*")]]
+            held = sum(status.st_blocks * 512 for status in statuses)
+            grown = sum(max(0, status.st_blocks * 512 - 4096) for status in statuses if stat.S_ISDIR(status.st_mode))
+            if not (folder / "account").exists():
+                continue
+            said = decode_account((folder / "account").read_bytes(), tree, int(folder.name[-2:], 16))
+        assert said is not None, f"{folder.name} has a damaged account"
+        found[folder.name] = min(0, said - held + grown) if said < held else said - held
     return found
 
 
 def account_is_true(tier: FilesTier) -> bool:
-    """True if every account says exactly what its bucket holds."""
-    stated = accounts(tier)
-    assert all(said == held for said, held in stated.values()), stated
-    return bool(stated)
+    """True if there are accounts and each says exactly what its bucket holds."""
+    errors = account_errors(tier)
+    assert not any(errors.values()), errors
+    return bool(errors)

@@ -121,8 +121,6 @@ INTRUDERS = {
 }
 
 
-# Known defect, see docs/format-files.md: an account may overstate for a while.
-@pytest.mark.long
 @pytest.mark.parametrize("intruder", INTRUDERS)
 async def test_anything_else_in_a_blocks_place_is_refused_removed_and_replaced(tmp_path, intruder):
     async with open_files(options(tmp_path / "root")) as tier:

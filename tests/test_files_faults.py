@@ -48,8 +48,6 @@ async def test_short_transfers_are_continued(tmp_path):
         assert tier.counters["io.short"] > 8
 
 
-# Known defect, see docs/format-files.md: an account may overstate for a while.
-@pytest.mark.long
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ECANCELED, 0])
 async def test_a_write_that_fails_leaves_nothing_behind(tmp_path, number):
     engine = FaultyEngine()
@@ -239,8 +237,6 @@ async def test_a_frozen_file_system_costs_jobs_at_their_deadline_and_close_at_it
     assert temporaries(tmp_path) == []
 
 
-# Known defect, see docs/format-files.md: on a busy machine an account may still overstate when this looks.
-@pytest.mark.long
 async def test_a_full_disk_drops_stores_and_goes_on_loading(tmp_path):
     names = keys(8)
     async with open_files(options(tmp_path / "root")) as tier:

@@ -105,7 +105,7 @@ class FilesBackend(LoadStore):
 
     async def _open(self, root: SharedRoot, context: TierContext, rows: Rows) -> Opened:
         stored = await opening.enter_root(root, self.options)
-        tree, share = await opening.settle(root, stored, self.options, context.geometry)
+        share = await opening.settle(root, stored, self.options, context.geometry)
         namespace = context.namespace.digest()
         begin = partial(root.folder.begin_epoch, namespace)
         epoch = await opening.until_free(root, lambda: root.call(begin, root.temporary()))
@@ -115,7 +115,7 @@ class FilesBackend(LoadStore):
         self._namespace, self._epoch = namespace, epoch
         self._presence = pruning.Presence(root.folder, namespace)
         self._steps = BlockSteps(root, rows.set_checksum)
-        root.start(tree, share, engine)
+        root.start(engine)
         self._in_background(root.keep_lease())
         return Opened(
             capacity_bytes=self.options.capacity,

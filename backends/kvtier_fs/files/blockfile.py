@@ -5,17 +5,31 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 
 from kvtier_fs.files.folder import TreeFolder, open_plain
-from kvtier_fs.files.places import BlockPlace
+from kvtier_fs.files.naming import rename_new
+from kvtier_fs.files.places import BlockPlace, occupied
 from kvtier_fs.slot import KEY_AT, SlotHeader, decode_slot_header
 from kvtier_fs.verify import Mismatch, ReadSlot, verify_slot
 
 GONE = (errno.ENOENT, errno.ESTALE, errno.ENOTDIR)
 """Errors that mean: evicted, here or on another host, also while it was open."""
+_NO_FILE = (*GONE, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV)
+"""Those, and what it is called when something that is no plain file came in between a look and the opening."""
+
+
+@contextmanager
+def vanished() -> Iterator[None]:
+    """For what is done to a file that anybody may remove at any moment: if it is gone, that was all."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in GONE:
+            raise
 
 
 class Absent(Enum):
@@ -60,7 +74,7 @@ def open_block(folder: TreeFolder, wanted: Wanted, direct: bool) -> OpenBlock | 
                 return Wrong(status.st_ino)
             fd = open_plain(leaf, place.name, os.O_RDONLY | (os.O_DIRECT if direct else 0))
     except OSError as error:
-        if error.errno in GONE:
+        if error.errno in _NO_FILE:
             return Absent.ABSENT
         raise
     try:
@@ -99,7 +113,7 @@ def header_now(leaf_fd: int, wanted: Wanted) -> SlotHeader | Wrong | Absent:
             return Wrong(status.st_ino)
         page = memoryview(read_front(leaf_fd, wanted))
     except OSError as error:
-        if error.errno in GONE:
+        if error.errno in _NO_FILE:
             return Absent.ABSENT
         raise
     stated = decode_slot_header(page) if len(page) == wanted.file_bytes - wanted.header.payload_bytes else None
@@ -151,34 +165,42 @@ class Temporary:
     charged_bytes: int
 
 
-def publish(folder: TreeFolder, wanted: Wanted, temporary: Temporary, now: float) -> bool:
-    """Close a whole temporary and give it its name. False, with it removed, if another process was faster.
+class Published(Enum):
+    """What became of a temporary that should become a block."""
 
-    Raises OSError, having removed the temporary. The file is closed in any case.
-    """
+    NAMED = "named"
+    """It is the block now."""
+    REPLACED = "replaced"
+    """It is the block now, in the place of something that was none; what that took is still charged."""
+    TAKEN = "taken"
+    """Another process was faster. The temporary is still there."""
+    GROWN = "grown"
+    """It is whole and closed but takes more of the disk than was charged, so it has no name yet."""
+
+
+def publish(folder: TreeFolder, wanted: Wanted, temporary: Temporary, now: float) -> Published:
+    """Close a whole temporary and give it its name. Raises OSError; then the temporary is still there, but closed."""
     try:
-        try:
-            os.utime(temporary.fd, (now, now))
-        finally:
-            os.close(temporary.fd)  # network file systems send the last bytes now, and say here if they could not
-        bucket = folder.bucket(wanted.place.bucket)
-        with folder.leaf(wanted.place.bucket, wanted.place.leaf) as leaf:
-            there = header_now(leaf, wanted)
-            if isinstance(there, SlotHeader) and there.epoch >= wanted.header.epoch:
-                os.unlink(temporary.name, dir_fd=bucket)
-                return False
-            os.rename(temporary.name, wanted.place.name, src_dir_fd=bucket, dst_dir_fd=leaf)
-    except OSError:
-        with suppress(OSError):
-            os.unlink(temporary.name, dir_fd=folder.bucket(wanted.place.bucket))
-        raise
-    return True
-
-
-def discard(folder: TreeFolder, wanted: Wanted, temporary: Temporary) -> None:
-    """Close and remove a temporary that will not be published. Raises OSError."""
-    try:
-        os.close(temporary.fd)
+        os.utime(temporary.fd, (now, now))
+        taken = occupied(os.fstat(temporary.fd))
     finally:
-        with suppress(FileNotFoundError):
-            os.unlink(temporary.name, dir_fd=folder.bucket(wanted.place.bucket))
+        os.close(temporary.fd)  # network file systems send the last bytes now, and say here if they could not
+    if taken > temporary.charged_bytes:
+        return Published.GROWN
+    return give_name(folder, wanted, temporary)
+
+
+def give_name(folder: TreeFolder, wanted: Wanted, temporary: Temporary) -> Published:
+    """Make a whole temporary the block. Raises OSError; then the temporary is still there."""
+    place, bucket = wanted.place, folder.bucket(wanted.place.bucket)
+    with folder.leaf(place.bucket, place.leaf) as leaf:
+        try:
+            if rename_new(temporary.name, place.name, bucket, leaf):
+                return Published.NAMED
+        except FileExistsError:
+            pass
+        there = header_now(leaf, wanted)
+        if isinstance(there, SlotHeader) and there.epoch >= wanted.header.epoch:
+            return Published.TAKEN
+        os.rename(temporary.name, place.name, src_dir_fd=bucket, dst_dir_fd=leaf)
+        return Published.NAMED if there is Absent.ABSENT else Published.REPLACED

@@ -21,11 +21,12 @@ from kvtier_fs.files.blockfile import (
     GONE,
     Absent,
     OpenBlock,
+    Published,
     Temporary,
     Wanted,
     Wrong,
     check_block,
-    discard,
+    give_name,
     open_block,
     publish,
 )
@@ -38,6 +39,7 @@ from kvtier_fs.transfer import JobRun, error_outcome
 from kvtier_fs.verify import Mismatch
 
 _log = logging.getLogger("kvtier.fs")
+_FULL = dropped(DropReason.DISK_FULL)
 
 
 @dataclass(slots=True, eq=False)
@@ -108,9 +110,25 @@ class BlockSteps:
     # -- storing -------------------------------------------------------------------------------------------------
 
     async def _store(self, block: Block) -> BlockOutcome:
+        """Store a block; where the disk is full, evict and try once more."""
+        outcome = await self._try(block)
+        if outcome != _FULL or block.let_down:
+            return outcome
+        wanted = block.wanted
+        if await self._root.make_room(wanted.place.bucket, wanted.file_bytes):
+            self._counters["full.retried"] += 1
+            outcome = await self._try(block)
+            if outcome == _FULL:
+                self._root.eviction_was_in_vain()
+        return outcome
+
+    async def _try(self, block: Block) -> BlockOutcome:
         root, wanted = self._root, block.wanted
         bucket = root.bucket(wanted.place.bucket)
-        reserved = await root.visit(bucket, partial(bucket.reserve, wanted, root.temporary()))
+        try:
+            reserved = await root.visit(bucket, partial(bucket.reserve, wanted, root.temporary()))
+        except OSError as error:
+            return self._failure(error, True)
         if isinstance(reserved, Busy):
             return dropped(DropReason.BACKLOG)
         if isinstance(reserved, DropReason):
@@ -118,21 +136,12 @@ class BlockSteps:
         if isinstance(reserved, SlotHeader):
             return PRESENT
         if block.let_down:
-            return await self._discarded(bucket, wanted, reserved, dropped(DropReason.BACKLOG))
+            return await self._discarded(bucket, reserved, dropped(DropReason.BACKLOG))
         number = await self._write(block, reserved)
         if number or block.let_down:  # let down by close: its row may have changed while it was written
             outcome = error_outcome(number) if number else dropped(DropReason.CLOSING)
-            return await self._discarded(bucket, wanted, reserved, outcome)
-        try:
-            first = await root.call(publish, root.folder, wanted, reserved, root.seams.wall())
-        except OSError as error:
-            outcome = self._failure(error, True)
-            await self._give_back(bucket, reserved.charged_bytes)
-            return outcome
-        if first:
-            return STORED
-        await self._give_back(bucket, reserved.charged_bytes)
-        return PRESENT
+            return await self._discarded(bucket, reserved, outcome)
+        return await self._publish(bucket, wanted, reserved)
 
     async def _write(self, block: Block, reserved: Temporary) -> int:
         gate = self._root.stores
@@ -146,21 +155,32 @@ class BlockSteps:
             gate.pages.release(number)
             block.touching = False
 
-    async def _discarded(
-        self, bucket: Bucket, wanted: Wanted, reserved: Temporary, outcome: BlockOutcome
-    ) -> BlockOutcome:
-        await self._root.call(discard, self._root.folder, wanted, reserved)
-        await self._give_back(bucket, reserved.charged_bytes)
+    async def _discarded(self, bucket: Bucket, reserved: Temporary, outcome: BlockOutcome) -> BlockOutcome:
+        with suppress(OSError):
+            await self._root.call(os.close, reserved.fd)
+        await self._root.discard(bucket, reserved)
         return outcome
 
-    async def _give_back(self, bucket: Bucket, freed_bytes: int) -> None:
-        """Correct the account. Failing that it says too much, which is safe, until the bucket is counted again."""
+    async def _publish(self, bucket: Bucket, wanted: Wanted, written: Temporary) -> BlockOutcome:
+        """Make a whole temporary the block. Whatever happens, it is closed, and it is the block or it goes."""
+        root, outcome = self._root, PRESENT
         try:
-            kept = await self._root.visit(bucket, partial(bucket.give_back, freed_bytes))
-        except OSError:
-            kept = Busy.BUSY
-        if isinstance(kept, Busy):
-            self._counters["account.overstated"] += 1
+            published = await root.call(publish, root.folder, wanted, written, root.seams.wall())
+            if published is Published.GROWN:
+                charged = await root.visit(bucket, bucket.charge_grown)
+                if not isinstance(charged, Busy):
+                    published = await root.call(give_name, root.folder, wanted, written)
+        except OSError as error:
+            published, outcome = None, self._failure(error, True)
+        if published is Published.REPLACED:
+            with suppress(OSError):
+                await root.visit(bucket, bucket.sweep)
+        if published in (Published.NAMED, Published.REPLACED):
+            return STORED
+        if published is Published.GROWN:
+            outcome = dropped(DropReason.BACKLOG)
+        await root.discard(bucket, written)
+        return outcome
 
     # -- loading -------------------------------------------------------------------------------------------------
 
@@ -205,9 +225,9 @@ class BlockSteps:
         return LOADED
 
     async def _touch(self, there: OpenBlock) -> None:
-        now = self._root.seams.wall()
-        if now - there.touched >= self._root.seams.touch_seconds:
-            self._counters["touched"] += 1
+        now = self._root.rules.touch_at(there.touched)
+        if now is not None:
+            self._root.rules.note("touched")
             with suppress(OSError):
                 await self._root.call(os.utime, there.fd, (now, now))
 

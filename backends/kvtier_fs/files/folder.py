@@ -32,6 +32,7 @@ from kvtier_fs.superblock import foreign_version
 EPOCHS_NAME = "epochs"
 LEASES_NAME = "leases"
 _SMALL_BYTES_MAX = 1 << 16
+_STALE_RETRIES = 3
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -60,13 +61,39 @@ def open_plain(folder_fd: int, name: str, flags: int) -> int:
 
 
 def read_small(folder_fd: int, name: str) -> bytes:
-    """A small file's bytes; empty if there is none. Raises OSError."""
+    """A small file's bytes; empty if there is none. Raises OSError.
+
+    Another host may replace it between its opening and the reading; then it is opened again, a few times.
+    """
+    for _ in range(_STALE_RETRIES):
+        try:
+            return _read_small(folder_fd, name)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+    return _read_small(folder_fd, name)
+
+
+def _read_small(folder_fd: int, name: str) -> bytes:
     try:
         fd = open_plain(folder_fd, name, os.O_RDONLY)
     except FileNotFoundError:
         return b""
     try:
         return os.pread(fd, _SMALL_BYTES_MAX, 0)
+    finally:
+        os.close(fd)
+
+
+def names_in(folder_fd: int) -> list[str]:
+    """The names in an open folder, each once. Raises OSError.
+
+    Through a descriptor of its own: all copies of one share the place a listing has come to, so that two threads that
+    list the same open folder would each find some names missing and others twice.
+    """
+    fd = os.open(".", _FOLDER, dir_fd=folder_fd)
+    try:
+        return os.listdir(fd)
     finally:
         os.close(fd)
 
@@ -104,7 +131,11 @@ def with_lock(folder_fd: int, work: Callable[[], T]) -> T | Busy:
         named = os.stat(LOCK_NAME, dir_fd=folder_fd, follow_symlinks=False)
         if named.st_ino != os.fstat(fd).st_ino:
             return Busy.BUSY  # the file was replaced under us: the lock that counts is another one
-        return work()
+        try:
+            return work()
+        finally:
+            with suppress(OSError):  # a child forked meanwhile has this descriptor too, so closing ours is not enough
+                fcntl.flock(fd, fcntl.LOCK_UN)
     finally:
         os.close(fd)
 
@@ -119,6 +150,7 @@ class TreeFolder:
         self._guard = threading.Lock()
         self._left = False
         self._buckets: dict[int, int] = {}
+        self._made: set[int] = set()
         self._epochs_fd = -1
         self.leases_fd = -1
         self.tree: Tree
@@ -140,11 +172,12 @@ class TreeFolder:
         """Close everything. Idempotent; no other call may be under way."""
         with self._guard:
             self._left = True
-            for fd in (*self._buckets.values(), self._epochs_fd, self.leases_fd):
-                if fd >= 0:
-                    os.close(fd)
-            self._buckets = {}
+            held = [fd for fd in (*self._buckets.values(), self._epochs_fd, self.leases_fd) if fd >= 0]
+            self._buckets, self._made = {}, set()
             self._epochs_fd = self.leases_fd = -1
+            for fd in held:
+                with suppress(OSError):
+                    os.close(fd)
         self._root.leave()
 
     def look(self) -> Tree | None:
@@ -200,9 +233,8 @@ class TreeFolder:
         if self.look() is None:
             os.rename(temporary, SUPERBLOCK_NAME, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
-    def settle(self, tree: Tree) -> None:
-        """Open the folders every process needs. Raises OSError."""
-        self.tree = tree
+    def join(self) -> None:
+        """Open the folders every process needs, made where they are not there. Raises OSError."""
         with self._guard:
             self._check_not_left()
             if self._epochs_fd < 0:
@@ -210,20 +242,36 @@ class TreeFolder:
             if self.leases_fd < 0:
                 self.leases_fd = make_folder(self.fd, LEASES_NAME)
 
+    def settle(self, tree: Tree) -> None:
+        """Join, and know how the root is laid out. Raises OSError."""
+        self.join()
+        self.tree = tree
+
     def _check_not_left(self) -> None:
         if self._left:
             raise OSError(errno.EBADF, "the folder was left")
 
     def bucket(self, number: int) -> int:
-        """The open folder of a bucket, made with the folders inside it if it is not there. Raises OSError."""
+        """The open folder of a bucket. Raises OSError; FileNotFoundError if nobody made it yet."""
         with self._guard:
             self._check_not_left()
             fd = self._buckets.get(number, -1)
             if fd < 0:
-                fd = make_folder(self.fd, bucket_name(number))
-                self._buckets[number] = fd
-                for leaf in leaves(self.tree):
-                    os.close(make_folder(fd, leaf))
+                fd = self._buckets[number] = os.open(bucket_name(number), _FOLDER, dir_fd=self.fd)
+            return fd
+
+    def make_bucket(self, number: int) -> int:
+        """The open folder of a bucket, made with the folders inside it where they are not there. Raises OSError."""
+        with self._guard:
+            self._check_not_left()
+            fd = self._buckets.get(number, -1)
+            if number in self._made:
+                return fd
+            if fd < 0:
+                fd = self._buckets[number] = make_folder(self.fd, bucket_name(number))
+            for leaf in leaves(self.tree):
+                os.close(make_folder(fd, leaf))
+            self._made.add(number)
             return fd
 
     @contextmanager
@@ -298,7 +346,7 @@ class TreeFolder:
         """Bytes of disk of everything in this root that lies in no bucket. Raises OSError."""
         total = occupied(os.fstat(self.fd))
         for folder_fd in self.small_folders():
-            for name in os.listdir(folder_fd):
+            for name in names_in(folder_fd):
                 with suppress(FileNotFoundError):
                     status = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
                     total += occupied(status) if not stat.S_ISDIR(status.st_mode) else 0

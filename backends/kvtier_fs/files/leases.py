@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-from kvtier_fs.files.folder import open_plain, write_all
+from kvtier_fs.files.folder import names_in, open_plain, write_all
 from kvtier_fs.files.records import LEASE_BYTES_MAX, decode_lease, encode_lease
 
 LEASE_NAME = re.compile(r"[0-9a-f]{16}")
@@ -38,13 +39,17 @@ def this_process() -> Holder:
 
 
 def _started(pid: int) -> int | None:
-    """When a process began, in ticks since boot; None if there is none, or if it has ended and waits to be reaped."""
+    """When a process began, in ticks since boot; None if there is none, or if it has ended and waits to be reaped.
+
+    A process whose first thread has ended is there as long as another one is in a system call it cannot be torn from.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+    ended = fields[0] == b"X" or (fields[0] == b"Z" and int(fields[17]) <= 1)
+    return None if ended else int(fields[19])
 
 
 def decode_holder(data: bytes) -> Holder | None:
@@ -104,12 +109,14 @@ class Leases:
             return False
         try:
             fd = open_plain(folder_fd, name, os.O_RDONLY)
-        except FileNotFoundError:
-            return True
-        try:
-            status, holder = os.fstat(fd), decode_holder(os.pread(fd, LEASE_BYTES_MAX, 0))
-        finally:
-            os.close(fd)
+            try:
+                status, holder = os.fstat(fd), decode_holder(os.pread(fd, LEASE_BYTES_MAX, 0))
+            finally:
+                os.close(fd)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ESTALE):
+                return True
+            raise
         ours = self._holder
         if holder is not None and (holder.boot, holder.pid_namespace) == (ours.boot, ours.pid_namespace):
             return _started(holder.pid) != holder.started
@@ -120,14 +127,25 @@ class Leases:
             return False
         return now - since >= self._seconds
 
-    def sweep(self, folder_fd: int) -> int:
-        """Remove expired leases; what they cover has expired with them. Returns how many. Raises OSError."""
-        removed = 0
-        names = [name for name in os.listdir(folder_fd) if LEASE_NAME.fullmatch(name)]
-        for name in names:
-            if self.expired(folder_fd, name):
-                with suppress(FileNotFoundError):
-                    os.unlink(name, dir_fd=folder_fd)
-                removed += 1
+    def dead(self, folder_fd: int) -> list[str]:
+        """The leases that are there but have expired; one that cannot be read is taken to be held. Raises OSError."""
+        names = [name for name in names_in(folder_fd) if LEASE_NAME.fullmatch(name)]
         self._seen = {name: seen for name, seen in self._seen.items() if name in names}
-        return removed
+        dead = []
+        for name in names:
+            with suppress(OSError):
+                if self.expired(folder_fd, name):
+                    dead.append(name)
+        return dead
+
+    def remove(self, folder_fd: int, name: str) -> None:
+        """Remove an expired lease: what it covers has expired with it. Raises OSError."""
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=folder_fd)
+
+    def sweep(self, folder_fd: int) -> int:
+        """Remove all expired leases. Returns how many. Raises OSError."""
+        dead = self.dead(folder_fd)
+        for name in dead:
+            self.remove(folder_fd, name)
+        return len(dead)

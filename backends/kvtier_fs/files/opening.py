@@ -7,13 +7,15 @@ import os
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 
 from kvtier.errors import GeometryError, ResourceError, RootError
 from kvtier.geometry import Geometry, round_up
+from kvtier_fs.files.account import FULL
 from kvtier_fs.files.folder import Busy
 from kvtier_fs.files.leases import Leases
 from kvtier_fs.files.places import Quota, choose_buckets, choose_fan_out, quota
-from kvtier_fs.files.records import Tree
+from kvtier_fs.files.records import LEASE_BYTES_MAX, Tree
 from kvtier_fs.files.root import FilesSeams, SharedRoot
 from kvtier_fs.io.contract import IOEngine
 from kvtier_fs.io.probe import probe_direct
@@ -80,21 +82,39 @@ def lay_out(path: str, stored: Tree | None, options: FSOptions, geometry: Geomet
     return tree, quota(tree, options.capacity, file_sizes(geometry, header))
 
 
-async def settle(root: SharedRoot, stored: Tree | None, options: FSOptions, geometry: Geometry) -> tuple[Tree, Quota]:
-    """Make the root unless it is made, and take a lease in it. Raises GeometryError, RootError, OSError."""
+async def settle(root: SharedRoot, stored: Tree | None, options: FSOptions, geometry: Geometry) -> Quota:
+    """Take a lease in the root, and make the root unless it is made. Raises GeometryError, RootError, OSError.
+
+    The lease comes first: a temporary without one may be swept by anybody, also that of a superblock.
+    """
     needed = root.probe.offset_alignment
     tree, share = lay_out(root.path, stored, options, geometry, needed)
+    await root.call(root.folder.join)
+    holder = await root.call(root.seams.holder)
+    root.leases = Leases(root.lease, holder, asyncio.get_running_loop().time, root.seams.lease_seconds)
+    await _take_lease(root, stored, share)
     if stored is None:
         made = new_tree(options, geometry, tree.header_bytes, root.seams.random_bytes(DIGEST_BYTES))
         stored = await root.call(root.folder.make, made, root.temporary())
         tree, share = lay_out(root.path, stored, options, geometry, needed)
     await root.call(root.folder.settle, tree)
-    holder = await root.call(root.seams.holder)
-    root.leases = Leases(root.lease, holder, asyncio.get_running_loop().time, root.seams.lease_seconds)
-    await root.call(root.leases.take, root.folder.leases_fd)
+    root.settle(tree, share)
+    return share
+
+
+async def _take_lease(root: SharedRoot, stored: Tree | None, share: Quota) -> None:
+    """Write our lease; on a full disk in the place of the oldest blocks, if there are any. Raises OSError."""
     root.leased = True
-    root.tree = tree
-    return tree, share
+    take = partial(root.leases.take, root.folder.leases_fd)
+    try:
+        await root.call(take)
+    except OSError as error:
+        if error.errno not in FULL or stored is None:
+            raise
+        await root.call(root.folder.settle, stored)
+        root.settle(stored, share)
+        await root.make_room(0, LEASE_BYTES_MAX)
+        await root.call(take)
 
 
 async def until_free(root: SharedRoot, attempt: Callable[[], Awaitable[int | Busy]]) -> int:
@@ -151,6 +171,8 @@ async def leave(root: SharedRoot, timeout_seconds: float) -> int:
     """Give the lease up, close everything, end the threads. Returns how many of them are stuck, at the deadline."""
     try:
         async with asyncio.timeout(timeout_seconds):
+            await root.clear(timeout_seconds / 2)
+            await root.calls_ended()  # a folder must not be closed under a call that works in it
             if root.leased:
                 with suppress(OSError):
                     await root.call(root.leases.release, root.folder.leases_fd)

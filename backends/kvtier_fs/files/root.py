@@ -9,13 +9,16 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
 
 from kvtier_fs.buffers import HeaderPages
+from kvtier_fs.files.blockfile import Temporary
 from kvtier_fs.files.bucket import Bucket, BucketRules
-from kvtier_fs.files.folder import Busy, TreeFolder
+from kvtier_fs.files.folder import Busy, TreeFolder, names_in
 from kvtier_fs.files.leases import Holder, Leases, this_process
 from kvtier_fs.files.moving import Mover
 from kvtier_fs.files.places import TEMPORARY_NAME, Quota
@@ -38,7 +41,8 @@ class FilesSeams:
     """What a simulator or a fault test replaces, and the times the layout keeps, in seconds.
 
     `engine` None: chosen by the options. `wall` gives the times that order evictions over all hosts. A store waits
-    `lock_seconds` for its bucket; recency is written at most once in `touch_seconds`; a lease lasts `lease_seconds`.
+    `lock_seconds` for its bucket; recency is written at most once in `touch_seconds`; a lease lasts `lease_seconds`;
+    when an eviction did not make a full disk take a block, none is tried for `full_seconds`.
     """
 
     folder: Callable[[str, FSOptions], TreeFolder] = TreeFolder
@@ -49,6 +53,7 @@ class FilesSeams:
     lock_seconds: float = 1.0
     touch_seconds: float = 60.0
     lease_seconds: float = 60.0
+    full_seconds: float = 1.0
 
 
 class Gate:
@@ -80,34 +85,55 @@ class SharedRoot:
         self.loads: Gate
         self.stores: Gate
         self.leases: Leases
+        self.rules: BucketRules
         self._options = options
         self._buckets: list[Bucket] = []
         self._temporaries = 0
+        self._calls: set[Future[Any]] = set()
+        self._full_until = float("-inf")
+        self._after_death: dict[str, set[int]] = {}
 
     async def call(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a file call on the root's threads. Raises what it raises."""
-        return await asyncio.wrap_future(self.files.submit(fn, *args, **kwargs))
+        future = self.files.submit(fn, *args, **kwargs)
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
+        return await asyncio.wrap_future(future)
+
+    async def calls_ended(self) -> None:
+        """Wait until no file call is under way, those included that nobody waits for any more."""
+        while calls := [asyncio.wrap_future(call) for call in list(self._calls) if not call.cancelled()]:
+            ended, _ = await asyncio.wait(calls)
+            for call in ended:
+                if not call.cancelled():
+                    call.exception()  # it is the caller's, if there still is one; nobody is to miss it here
 
     def temporary(self) -> str:
         """A name for a temporary that nobody else uses, and that says whose it is."""
         self._temporaries += 1
         return f"new-{self.lease}-{self._temporaries:x}"
 
-    def start(self, tree: Tree, quota: Quota, engine: IOEngine) -> None:
-        """From now on blocks can move."""
-        depth = self._options.io_depth
-        alignment = self.probe.offset_alignment if self.probe.direct else 1
-        self.engine = engine
-        self.mover = Mover(engine, tree.header_bytes, alignment, self.counters)
-        self.loads, self.stores = Gate(depth, tree.header_bytes), Gate(depth, tree.header_bytes)
-        rules = BucketRules(
+    def settle(self, tree: Tree, quota: Quota) -> None:
+        """From now on there are buckets."""
+        self.tree = tree
+        self.rules = BucketRules(
             quota.bucket_bytes,
             self._options.min_free_bytes,
             self.probe.direct,
             self._expired,
             self.counters,
+            self.seams.wall,
+            self.seams.touch_seconds,
         )
-        self._buckets = [Bucket(self.folder, number, rules) for number in range(tree.buckets)]
+        self._buckets = [Bucket(self.folder, number, self.rules) for number in range(tree.buckets)]
+
+    def start(self, engine: IOEngine) -> None:
+        """From now on blocks can move."""
+        depth, header_bytes = self._options.io_depth, self.tree.header_bytes
+        alignment = self.probe.offset_alignment if self.probe.direct else 1
+        self.engine = engine
+        self.mover = Mover(engine, header_bytes, alignment, self.counters)
+        self.loads, self.stores = Gate(depth, header_bytes), Gate(depth, header_bytes)
         self.started = True
 
     def _expired(self, lease: str) -> bool:
@@ -144,30 +170,92 @@ class SharedRoot:
             await asyncio.sleep(min(wait, deadline - loop.time() + _FIRST_WAIT_SECONDS))
             wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
 
+    async def discard(self, bucket: Bucket, temporary: Temporary) -> None:
+        """Remove a temporary, closed already, that will not become a block: now, or at the bucket's next visit."""
+        try:
+            discarded = await self.visit(bucket, partial(bucket.discard, temporary))
+        except OSError:
+            discarded = Busy.BUSY
+        if isinstance(discarded, Busy):
+            bucket.leave_over(temporary)
+
+    async def clear(self, timeout_seconds: float) -> None:
+        """Visit the buckets where something was left over, once; what is busy or fails stays."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_seconds):
+                for bucket in self._buckets:
+                    if bucket.has_leftovers:
+                        with suppress(OSError):
+                            await self.visit(bucket, lambda: None)
+
+    async def make_room(self, number: int, need: int) -> bool:
+        """The disk is full: evict blocks for so many bytes, from a bucket or, where it has none, from another.
+
+        False if there are none, or if that did not help just now: then blocks are not given up for nothing.
+        """
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._full_until:
+            return False
+        for bucket in [self._buckets[number], *await self._others(number)]:
+            with suppress(OSError):
+                if await self.visit(bucket, partial(bucket.make_room, need)) is True:
+                    return True
+        return False
+
+    async def _others(self, number: int) -> list[Bucket]:
+        with suppress(OSError):
+            return [self._buckets[other] for other in await self.call(self._existing_buckets) if other != number]
+        return []
+
+    def eviction_was_in_vain(self) -> None:
+        """Others took the room, or it was no help: do without evictions for a while."""
+        self._full_until = asyncio.get_running_loop().time() + self.seams.full_seconds
+
     async def sweep(self) -> None:
-        """Remove what dead processes left behind: temporaries, then their leases. Skips what is busy or fails."""
+        """Remove what dead processes left behind: temporaries, accounts they may have left wrong, then their leases.
+
+        Skips what is busy or fails; a lease stays until every bucket was seen to.
+        """
         try:
             numbers = await self.call(self._existing_buckets)
+            dead = await self.call(self.leases.dead, self.folder.leases_fd)
             await self.call(self._sweep_small)
         except OSError as error:
-            self.counters[f"sweep.{errno.errorcode.get(error.errno or 0, 'EIO')}"] += 1
+            self._note_failure("sweep", error)
             return
+        self._after_death = {lease: self._after_death.get(lease, set()) for lease in dead}
         for number in numbers:
-            bucket = self._buckets[number]
-            with suppress(OSError):
-                if await self.call(bucket.has_temporaries):
-                    await self.visit(bucket, bucket.sweep)
-        with suppress(OSError):
-            await self.call(self.leases.sweep, self.folder.leases_fd)
+            await self._sweep_bucket(number)
+        for lease, seen_to in self._after_death.items():
+            if seen_to.issuperset(numbers):
+                with suppress(OSError):
+                    await self.call(self.leases.remove, self.folder.leases_fd, lease)
+
+    async def _sweep_bucket(self, number: int) -> None:
+        bucket = self._buckets[number]
+        waiting = [seen_to for seen_to in self._after_death.values() if number not in seen_to]
+        try:
+            if not waiting and not bucket.has_leftovers and not await self.call(bucket.has_temporaries):
+                return
+            swept = await self.visit(bucket, bucket.sweep_after_death if waiting else bucket.sweep)
+        except OSError as error:
+            self._note_failure("sweep", error)
+            return
+        if not isinstance(swept, Busy):
+            for seen_to in waiting:
+                seen_to.add(number)
+
+    def _note_failure(self, where: str, error: OSError) -> None:
+        self.counters[f"{where}.{errno.errorcode.get(error.errno or 0, 'EIO')}"] += 1
 
     def _existing_buckets(self) -> list[int]:
-        matches = map(_BUCKET_NAME.fullmatch, sorted(os.listdir(self.folder.fd)))
+        matches = map(_BUCKET_NAME.fullmatch, sorted(names_in(self.folder.fd)))
         numbers = (int(match[1], 16) for match in matches if match)
         return [number for number in numbers if number < len(self._buckets)]
 
     def _sweep_small(self) -> None:
         for folder_fd in self.folder.small_folders():
-            for name in os.listdir(folder_fd):
+            for name in names_in(folder_fd):
                 match = TEMPORARY_NAME.fullmatch(name)
                 if match is not None and self._expired(match[1]):
                     with suppress(FileNotFoundError):
@@ -183,4 +271,4 @@ class SharedRoot:
                 try:
                     await self.call(self.leases.beat, self.folder.leases_fd)
                 except OSError as error:
-                    self.counters[f"lease.{errno.errorcode.get(error.errno or 0, 'EIO')}"] += 1
+                    self._note_failure("lease", error)
