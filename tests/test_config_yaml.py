@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.config.strict_yaml import MAX_BYTES, MAX_DEPTH, MAX_NODES, parse_text, read_text
+from kvtier.config import parse_stack, strict_yaml
+from kvtier.config.strict_yaml import (
+    MAX_BYTES,
+    MAX_BYTES_WITHOUT_LIBYAML,
+    MAX_DEPTH,
+    MAX_NODES,
+    parse_text,
+    read_text,
+)
 from kvtier.errors import ConfigError
 
 
@@ -98,9 +106,9 @@ REFUSED = {
     "mapping as key": ("? {a: 1}\n: b", "a key must be plain text"),
     "unbalanced": ("a: [1, 2", "not valid YAML"),
     "tab": ("a:\n\t- b", "not valid YAML"),
-    "control character": ("a: \x07", "not valid YAML"),
-    "lone surrogate": ("a: \ud800", "not valid YAML"),
-    "nul": ("a: \x00", "not valid YAML"),
+    "control character": ("a: \x07", "#x0007 is not accepted"),
+    "lone surrogate": ("a: \ud800", "#xd800 is not accepted"),
+    "nul": ("a: \x00", "#x0000 is not accepted"),
 }
 
 
@@ -112,6 +120,59 @@ def test_what_a_stack_file_may_not_hold_is_refused_in_one_line(case: str) -> Non
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_where_pyyaml_comes_without_libyaml_the_same_is_refused(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strict_yaml, "_LIBYAML", None)
+    text, reason = REFUSED[case]
+    if len(text) > MAX_BYTES_WITHOUT_LIBYAML:
+        reason = "larger than"
+    with pytest.raises(ConfigError, match=reason):
+        parse_text(text)
+
+
+def test_where_pyyaml_comes_without_libyaml_the_limits_are_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strict_yaml, "_LIBYAML", None)
+    assert parse_text("[" * MAX_DEPTH + "]" * MAX_DEPTH) is not None
+    long = "b" * (MAX_BYTES_WITHOUT_LIBYAML - 3)
+    assert parse_text(f"a: {long}") == {"a": long}
+    with pytest.raises(ConfigError, match="larger than 16 KiB"):
+        parse_text(f"a: {long}b")
+    # Brackets are refused while they are scanned: the parser never comes to the sign that follows them.
+    with pytest.raises(ConfigError, match="line 2: nested deeper than 16 levels"):
+        parse_text("a: 1\nb: " + "[" * (MAX_DEPTH + 1) + "@")
+
+
+def test_of_many_mistakes_the_first_are_reported() -> None:
+    text = "tiers:\n  - {type: cpu, cpu_bytes_to_use: 1GiB}\n" + "".join(f"key{n}: 1\n" for n in range(400))
+    with pytest.raises(ConfigError) as caught:
+        parse_stack(text)
+    lines = str(caught.value).splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        *(f"key{n}" for n in range(32)),
+        "... and more; mend these first",
+    ]
+    with pytest.raises(ConfigError, match=r"tiers\[64\]: 65 tiers; a stack has at most 64"):
+        parse_stack("tiers:\n" + "  - {type: cpu, cpu_bytes_to_use: 1GiB}\n" * 65)
+
+
+@pytest.mark.parametrize(
+    ("key", "shown"), [('"a\\nb"', r"'a\nb'"), ('"\\e[2J"', r"'\x1b[2J'"), ("k" * 99, "'" + "k" * 59 + "...")]
+)
+def test_a_key_can_neither_break_a_line_nor_reach_the_terminal(key: str, shown: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_stack(f"tiers:\n  - {{type: cpu, cpu_bytes_to_use: 1GiB}}\n{key}: 1\n")
+    assert str(caught.value).startswith(f"{shown}: unknown key")
+
+
+@pytest.mark.parametrize("parser", [strict_yaml._LIBYAML, None], ids=["libyaml", "in Python"])
+def test_a_character_that_is_not_accepted_is_named_with_its_line(parser, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strict_yaml, "_LIBYAML", parser)
+    with pytest.raises(ConfigError, match="line 2: the character #x0007 is not accepted"):
+        parse_text("a: \u00e9\u00e9\nb: \x07\n")
+    with pytest.raises(ConfigError, match="line 2: YAML directives"):
+        parse_text("\n%YAML 1.2\n---\na: 1")
 
 
 def test_limits_are_limits_and_not_one_less() -> None:

@@ -18,6 +18,7 @@ from kvtier.loadstore import LoadStore
 from kvtier.options import LowerTierOptions, TierOptions
 from kvtier.registry import Backends, discover, suggest
 
+MAX_TIERS = 64
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -82,6 +83,9 @@ def _tiers(document: Mapping[str, Value], backends: Backends, problems: list[Con
         return []
     if not isinstance(raw, list) or not raw:
         problems.append(ConfigError("must be a list of at least one tier, each with a type", "tiers"))
+        return []
+    if len(raw) > MAX_TIERS:
+        problems.append(ConfigError(f"{len(raw)} tiers; a stack has at most {MAX_TIERS}", f"tiers[{MAX_TIERS}]"))
         return []
     found = [_tier(value, f"tiers[{index}]", backends, problems) for index, value in enumerate(raw)]
     whole = [options for options in found if options is not None]

@@ -12,14 +12,18 @@ from kvtier.errors import ConfigError
 from kvtier.registry import suggest
 
 SHOWN = 60
+MAX_LINE = 400
+MAX_PROBLEMS = 32
+"""More lines than that help nobody, and each takes time: a hostile file can hold thousands of unknown keys."""
 
 
 def raise_all(problems: Sequence[ConfigError]) -> None:
-    """Raise one ConfigError for all problems, one line each; nothing when there are none."""
+    """Raise one ConfigError for all problems, one line each, the first few; nothing when there are none."""
     if len(problems) == 1:
         raise problems[0]
     if problems:
-        raise ConfigError("\n".join(str(problem) for problem in problems))
+        more = ["... and more; mend these first"] if len(problems) > MAX_PROBLEMS else []
+        raise ConfigError("\n".join([*(str(problem) for problem in problems[:MAX_PROBLEMS]), *more]))
 
 
 def shown(value: object) -> str:
@@ -29,9 +33,12 @@ def shown(value: object) -> str:
 
 
 def problems_of(error: ValidationError, model: type[BaseModel], data: object, at: str) -> list[ConfigError]:
-    """Every error of a validation. `data` is what was validated, `at` the path of `data` in its file."""
+    """The errors of a validation, one more than are shown at most. `data` is what was validated, `at` the path of
+    `data` in its file."""
     found: dict[str, ConfigError] = {}
     for detail in error.errors(include_url=False):
+        if len(found) > MAX_PROBLEMS:
+            break
         path = _path(detail["loc"], data, at)
         # A union reports each branch it tried; the first line for a key is enough to act on.
         found.setdefault(path, ConfigError(_reason(detail, _model_at(model, detail["loc"][:-1])), path))
@@ -62,8 +69,13 @@ def _path(loc: Iterable[int | str], data: object, at: str) -> str:
         if isinstance(part, int) and isinstance(data, list) and part < len(data):
             path, data = f"{path}[{part}]", data[part]
         elif isinstance(part, str) and isinstance(data, Mapping) and (part in data or index == len(parts) - 1):
-            path, data = f"{path}.{part}" if path else part, data.get(part)
+            path, data = f"{path}.{_key(part)}" if path else _key(part), data.get(part)
     return path
+
+
+def _key(key: str) -> str:
+    """A key as it can stand in an error line, whatever a hostile file calls it."""
+    return key if key.isprintable() and len(key) <= SHOWN else shown(key)
 
 
 def _reason(detail: ErrorDetails, model: type[BaseModel]) -> str:
@@ -87,7 +99,8 @@ def _reason(detail: ErrorDetails, model: type[BaseModel]) -> str:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    line = " ".join(text.split())
+    return line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]}..."
 
 
 def _kind(value: object) -> str:
