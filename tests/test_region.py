@@ -97,14 +97,24 @@ def test_rows_never_overlap_and_are_buffers_for_io(tmp_path: Path) -> None:
     "shape", [ControlShape(1, 4096, 1, 1), ControlShape(1001, 8192, 3, 4), ControlShape(8, 4096, 8, 9)]
 )
 def test_the_sections_of_the_control_area_never_overlap(shape: ControlShape) -> None:
-    mapped, digests, valid, ended, checksums, end = shape.offsets
+    mapped, digests, valid, ended, checksums, notes, end = shape.offsets
     sizes = (shape.participants * 8, shape.world_size * 32, *(shape.world_size * shape.row_stride * 8,) * 2)
-    starts = (mapped, digests, valid, ended, checksums, end)
-    for start, size, following in zip(starts, (*sizes, shape.num_rows * 16), starts[1:], strict=False):
+    starts = (mapped, digests, valid, ended, checksums, notes, end)
+    sizes = (*sizes, shape.num_rows * 16, shape.world_size * 8192)
+    for start, size, following in zip(starts, sizes, starts[1:], strict=False):
         assert start % 64 == 0
         assert start + size <= following
     assert shape.row_stride * 8 % 64 == 0
     assert shape.row_stride >= shape.num_rows
+
+
+def test_a_workers_note_is_read_back_and_a_long_one_refused() -> None:
+    region = open_region(anonymous(note="weights 7f3a, größer"))
+    assert [region.note(worker) for worker in range(2)] == ["weights 7f3a, größer"] * 2
+    with pytest.raises(UsageError, match="8184 bytes"):
+        region.control.write_note(0, "x" * 8185)
+    assert region.note(0) == "weights 7f3a, größer"
+    region.close()
 
 
 def test_rows_that_are_not_whole_pages_are_refused() -> None:

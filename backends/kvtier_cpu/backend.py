@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from kvtier.errors import IntegrityError, KVTierError, UsageError
+from kvtier.errors import IntegrityError, KVTierError, ResourceError, UsageError
 from kvtier.geometry import Geometry
 from kvtier.jobs import CANCELLED, LOADED, NO_IDS, STORED, BlockOutcome, JobResult, TransferJob, failed, int_array
 from kvtier.keys import CPU, OffloadKey
@@ -127,15 +127,24 @@ class CPUBackend(LoadStore):
             notes=notes,
         )
 
-    async def join(self, context: TierContext) -> Rows:
+    async def join(self, context: TierContext, note: str = "") -> Rows:
         """Map the region as worker `context.worker` in a process of its own, without owning it.
 
-        The processes may arrive in any order. Raises RegionError or SharedMemoryError; nothing is left behind.
+        The processes may arrive in any order; who comes later can read `note`, a short text.
+        Raises RegionError or SharedMemoryError; nothing is left behind.
         """
         if self._sharing(context.geometry.world_size) is not Sharing.NAMED:
             raise UsageError("a region without a name cannot be joined: set shared: named, and an engine_id")
-        spec = replace(self._spec(context, Sharing.NAMED), participant=context.worker, serves=(context.worker,))
+        here = {"participant": context.worker, "serves": (context.worker,), "note": note}
+        spec = replace(self._spec(context, Sharing.NAMED), **here)  # type: ignore[arg-type]
         return await self._map(context, spec)
+
+    def worker_notes(self) -> list[str]:
+        """What each worker said of itself. Raises ResourceError unless every worker has mapped the region."""
+        if not self.region.complete:
+            mapped = len(self.region.participants_mapped)
+            raise ResourceError(f"{mapped} of {self.region.spec.participants} processes have mapped the shared region")
+        return [self.region.note(worker) for worker in range(self.region.spec.geometry.world_size)]
 
     async def lookup(self, keys: Sequence[OffloadKey]) -> Sequence[LookupResult]:
         """An owned tier has no directory of its own: its control plane answers. Raises UsageError."""

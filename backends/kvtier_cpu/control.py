@@ -8,6 +8,7 @@ One small shared mapping of native 64-bit words, laid out as::
     valid generations  (world_size, rows) u64  generation + 1 of what worker w's slice of a row holds; 0: nothing
     uses ended         (world_size, rows) u64  counts up; only that worker writes it
     checksums          (rows, 16) u8           written by the coordinator
+    notes              (world_size, 8192) u8   what a worker says of itself, length first, before it counts itself in
 
 Every word has one writer, so none needs a lock. Sections and each worker's stretch begin on a cache line of their
 own: two workers never write the same line.
@@ -30,6 +31,7 @@ MAGIC = b"kvtierR\0"
 VERSION = 1
 DIGEST_BYTES = 32
 CHECKSUM_BYTES = 16
+NOTE_BYTES = 8192
 HEADER_BYTES = mmap.PAGESIZE
 CACHE_LINE_BYTES = 64
 WORD_BYTES = 8
@@ -69,8 +71,8 @@ class ControlShape:
         return round_up(self.num_rows, CACHE_LINE_BYTES // WORD_BYTES)
 
     @property
-    def offsets(self) -> tuple[int, int, int, int, int, int]:
-        """Where mapped, worker digests, valid generations, uses ended and checksums begin, and the whole size."""
+    def offsets(self) -> tuple[int, ...]:
+        """Where each section begins, in the order of the module's docstring, and the whole size."""
         per_worker = self.world_size * self.row_stride * WORD_BYTES
         sizes = (
             self.participants * WORD_BYTES,
@@ -78,12 +80,12 @@ class ControlShape:
             per_worker,
             per_worker,
             self.num_rows * CHECKSUM_BYTES,
+            self.world_size * NOTE_BYTES,
         )
         starts = [HEADER_BYTES]
         for size in sizes:
             starts.append(starts[-1] + round_up(size, CACHE_LINE_BYTES))
-        mapped, digests, valid, ended, checksums, end = starts
-        return mapped, digests, valid, ended, checksums, round_up(end, mmap.PAGESIZE)
+        return (*starts[:-1], round_up(starts[-1], mmap.PAGESIZE))
 
     @property
     def size_bytes(self) -> int:
@@ -97,7 +99,7 @@ class ControlArea:
     """
 
     def __init__(self, memory: npt.NDArray[np.uint8], shape: ControlShape) -> None:
-        mapped, digests, valid, ended, checksums, _ = shape.offsets
+        mapped, digests, valid, ended, checksums, notes, _ = shape.offsets
         self._shape = shape
         self._header: Any = memory[: HEADER.itemsize].view(HEADER)
         self._mapped: Words = _words(memory, mapped, shape.participants)
@@ -106,6 +108,7 @@ class ControlArea:
         self._valid: Words = _words(memory, valid, stretch).reshape(shape.world_size, -1)
         self._ended: Words = _words(memory, ended, stretch).reshape(shape.world_size, -1)
         self._checksums = memory[checksums : checksums + shape.num_rows * CHECKSUM_BYTES].reshape(-1, CHECKSUM_BYTES)
+        self._notes = memory[notes : notes + shape.world_size * NOTE_BYTES].reshape(-1, NOTE_BYTES)
 
     def write_identity(self, digest: bytes, incarnation: int) -> None:
         """Say what this region is. Nobody may use it before `set_ready`."""
@@ -187,6 +190,21 @@ class ControlArea:
     def publish_worker(self, worker: int, digest: bytes) -> None:
         """Worker `worker` says which geometry it was built for."""
         self._digests[self._worker(worker)] = np.frombuffer(digest, dtype=np.uint8)
+
+    def write_note(self, worker: int, note: str) -> None:
+        """What worker `worker` says of itself. Raises UsageError if it is too long."""
+        text = note.encode()
+        if len(text) > NOTE_BYTES - WORD_BYTES:
+            raise UsageError(f"a worker's note has at most {NOTE_BYTES - WORD_BYTES} bytes, this one {len(text)}")
+        line = self._notes[self._worker(worker)]
+        line[WORD_BYTES : WORD_BYTES + len(text)] = np.frombuffer(text, dtype=np.uint8)
+        line[:WORD_BYTES].view(np.uint64)[0] = len(text)
+
+    def note(self, worker: int) -> str:
+        """What a worker said of itself before it counted itself in; empty if nothing."""
+        line = self._notes[self._worker(worker)]
+        length = min(int(line[:WORD_BYTES].view(np.uint64)[0]), NOTE_BYTES - WORD_BYTES)
+        return bytes(line[WORD_BYTES : WORD_BYTES + length]).decode(errors="replace")
 
     def stamp(self, worker: int, rows: IntArray, generations: IntArray) -> None:
         self._valid[self._worker(worker), self._rows(rows)] = generations.astype(np.uint64) + np.uint64(1)

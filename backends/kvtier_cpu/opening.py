@@ -261,6 +261,8 @@ def _finish(spec: RegionSpec, host: RegionHost, area: ControlArea, rows_fd: int)
 
 
 def _count_in(spec: RegionSpec, area: ControlArea) -> None:
+    for worker in spec.serves:
+        area.write_note(worker, spec.note)
     area.count_in(spec.participant)
     for worker in spec.serves:
         area.publish_worker(worker, spec.digest)

@@ -37,6 +37,7 @@ class RegionSpec:
 
     `namespace_digest` is what the bytes mean; together with the geometry it decides who may join. `serves` are the
     workers whose slices this process writes. A region in a process of its own has one participant that serves all.
+    `note` is what those workers say of themselves, for the coordinator.
     """
 
     geometry: Geometry
@@ -51,6 +52,7 @@ class RegionSpec:
     populate: bool = True
     deadline_seconds: float = 300.0
     directory: str = "/dev/shm"
+    note: str = ""
 
     def __post_init__(self) -> None:
         if self.geometry.row_bytes % mmap.PAGESIZE:
@@ -194,6 +196,10 @@ class SharedRegion:
     def keep_descriptors(self, rows_fd: int, control_fd: int) -> None:
         """Own the descriptors of a memfd region until `close`."""
         self._descriptors = (rows_fd, control_fd)
+
+    def note(self, worker: int) -> str:
+        """What a worker said of itself when it mapped the region; empty if nothing."""
+        return self.control.note(worker)
 
     def stamp(self, worker: int, rows: IntArray, generations: IntArray) -> None:
         """Worker `worker` says: its whole slice of these rows holds these generations. Only that worker calls it."""

@@ -14,6 +14,7 @@ from kvtier.geometry import Geometry, stack_alignment
 from kvtier.keys import CPU, GPU
 from kvtier.loadstore import (
     Clock,
+    JoinsRows,
     KVCaches,
     LoadStore,
     LookupResult,
@@ -55,6 +56,9 @@ class StackSettings:
 class StackParts:
     """What an embedder hands over: tiers from the top down, the namespace, and the KV cache tensors or the workers.
 
+    `refine` completes the namespace of the lower tiers by what the workers in other processes said of themselves when
+    they mapped the CPU tier's region; it raises ConfigError where they contradict each other.
+
     `workers`, one for each worker of the layout, replace the GPU tier where other processes copy between GPU blocks
     and rows; a gpu tier among `tiers` is theirs then and is not opened here. `engine_id` names the shared region for
     processes that have to find it; random when empty.
@@ -66,6 +70,7 @@ class StackParts:
     workers: Sequence[LoadStore] = ()
     engine_id: str = ""
     settings: StackSettings = StackSettings()
+    refine: Callable[[Namespace, Sequence[str]], Namespace] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,9 +138,11 @@ async def _assemble(
     geometry = Geometry(parts.namespace.layout, await resolve_alignment([*copiers, cpu, *lowers]))
     engine_id = parts.engine_id or uuid.uuid4().hex
 
+    namespace = parts.namespace
+
     async def open_tier(tier: LoadStore, **more: object) -> Opened:
         name = tier.options.name or tier.options.type
-        context = TierContext(name, geometry, parts.namespace, clock, engine_id, **more)  # type: ignore[arg-type]
+        context = TierContext(name, geometry, namespace, clock, engine_id, **more)  # type: ignore[arg-type]
         result = await tier.open(context)
         to_close.append(tier)
         for note in result.notes:
@@ -147,6 +154,10 @@ async def _assemble(
         raise ConfigError("the cpu tier provides no rows", "tiers")
     for worker, copier in enumerate(copiers):
         await open_tier(copier, worker=worker, kv_caches=parts.kv_caches, rows=cpu.rows)
+    if parts.refine is not None:
+        if not isinstance(cpu, JoinsRows):
+            raise ConfigError("workers in processes of their own cannot map its region", "tiers")
+        namespace = parts.refine(namespace, cpu.worker_notes())
     for lower in lowers:
         opened.append(await open_tier(lower, rows=cpu.rows))
     plans = [_plan(tier, result, geometry, parts.settings) for tier, result in zip([cpu, *lowers], opened, strict=True)]

@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     LookupResult as Answer,
 )
@@ -25,6 +26,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvtier.config import stack_parts
 from kvtier.errors import IntegrityError, ResourceError
 from kvtier.integrations.vllm.asking import Asking, reserved_answer
+from kvtier.integrations.vllm.identity import refine
+from kvtier.integrations.vllm.metrics import Meter
 from kvtier.integrations.vllm.outstanding import Outstanding
 from kvtier.integrations.vllm.plan import EnginePlan
 from kvtier.integrations.vllm.transfers import RowsSpec, rows_spec
@@ -69,11 +72,14 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         settings = dataclasses.replace(
             parts.settings, store_seconds=STORE_SECONDS, events_max=parts.settings.events_max if events else 0
         )
-        self._stack = EngineStack(dataclasses.replace(parts, engine_id=plan.engine_id, settings=settings))
+        self._stack = EngineStack(
+            dataclasses.replace(parts, engine_id=plan.engine_id, settings=settings, refine=refine)
+        )
         self._requests: dict[str, Asking] = {}
         self._asking: dict[str, Asking] = {}
         self._reserved: dict[str, Asking] = {}
         self._in_step = False
+        self._meter = Meter()
         self._stack.open()
         cpu = parts.tiers[0]
         assert isinstance(cpu, ProvidesRows)
@@ -239,6 +245,10 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         for event in self._stack.take_events():
             medium = Medium.CPU if event.medium == CPU else Medium.STORAGE
             yield OffloadingEvent([self._to_vllm(key) for key in event.keys], medium, event.removed)
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """Figures of every tier, once a second."""
+        return self._meter.read(self._stack.stats()) if self._meter.due else None
 
     def reset_cache(self) -> None:
         """Nothing stored before is served any more, also after a crash. Rows that workers still use stay out of use

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec, OffloadingWorker
+from typing import Any
+
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    OffloadingManager,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+    OffloadingWorker,
+)
 from vllm.v1.kv_offload.config import OffloadingConfig
 
+from kvtier.integrations.vllm import metrics
 from kvtier.integrations.vllm.manager import KVTierManager
 from kvtier.integrations.vllm.plan import engine_plan
 from kvtier.integrations.vllm.worker import KVTierWorker
@@ -16,6 +25,11 @@ class KVTierSpec(OffloadingSpec):  # type: ignore[misc]
     Built in the scheduler and in every worker; nothing is opened before `get_manager` and `get_worker`. Raises
     ConfigError for a key or a stack that is wrong, and for a deployment that is not supported, by its name.
     """
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        """Every metric that the manager may report."""
+        return metrics.definitions()
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)

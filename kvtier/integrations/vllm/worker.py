@@ -16,7 +16,8 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec as VLLMBlocks
 
 from kvtier.config import build_tiers
 from kvtier.errors import ConfigError, UsageError
-from kvtier.geometry import Geometry
+from kvtier.geometry import Geometry, KVLayout
+from kvtier.integrations.vllm.identity import worker_note
 from kvtier.integrations.vllm.plan import EnginePlan
 from kvtier.integrations.vllm.settings import worker_layout
 from kvtier.integrations.vllm.transfers import RowsSpec, load_job, store_job
@@ -43,21 +44,22 @@ class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
         self._gpu = gpu(gpu.Options(type="gpu"))
         self._thread.start()
         try:
-            self._await(self._open(plan, rank, kv_caches), OPEN_SECONDS)
+            refs = [[(ref.tensor_idx, ref.page_size_bytes) for ref in group] for group in kv_caches.group_data_refs]
+            layout = worker_layout(plan.namespace.layout, refs)
+            tensors = KVCaches([entry.tensor for entry in kv_caches.tensors])
+            self._await(self._open(plan, rank, layout, tensors, worker_note(layout)), OPEN_SECONDS)
         except BaseException:
             self.shutdown()
             raise
 
-    async def _open(self, plan: EnginePlan, rank: int, kv_caches: CanonicalKVCaches) -> None:
+    async def _open(self, plan: EnginePlan, rank: int, layout: KVLayout, tensors: KVCaches, note: str) -> None:
         cpu = self._tiers[0]
         if not isinstance(cpu, JoinsRows):
             raise ConfigError("workers in processes of their own cannot map its region", "stack.tiers[0]")
         nominal = Geometry(plan.namespace.layout, await resolve_alignment(self._tiers))
         context = TierContext("cpu", nominal, plan.namespace, time.monotonic, plan.engine_id, worker=rank)
-        rows = await cpu.join(context)
-        refs = [[(ref.tensor_idx, ref.page_size_bytes) for ref in group] for group in kv_caches.group_data_refs]
-        geometry = Geometry(worker_layout(nominal.layout, refs), nominal.alignment)
-        tensors = KVCaches([entry.tensor for entry in kv_caches.tensors])
+        rows = await cpu.join(context, note)
+        geometry = replace(nominal, layout=layout)
         await self._gpu.open(replace(context, name="gpu", geometry=geometry, kv_caches=tensors, rows=rows))
 
     def submit_store(self, job_id: int, src_spec: VLLMBlocks, dst_spec: LoadStoreSpec) -> bool:

