@@ -7,6 +7,7 @@ from kvtier.integrations.vllm.generation import require_supported
 
 require_supported()
 
+from kvtier.integrations.vllm.secondary import KVTierFs  # noqa: E402
 from kvtier.integrations.vllm.spec import KVTierSpec  # noqa: E402
 
-__all__ = ["KVTierSpec"]
+__all__ = ["KVTierFs", "KVTierSpec"]
