@@ -1,0 +1,145 @@
+"""What a model's KV cache is like, learnt by running it on one token, and what its bytes mean."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvtier.errors import ConfigError
+from kvtier.geometry import GroupLayout, KVLayout, TensorRef
+from kvtier.integrations.transformers.chain import HASH_ALGORITHM, HASH_SEED
+from kvtier.integrations.transformers.generation import CacheClasses
+from kvtier.integrations.transformers.weights import fingerprint
+from kvtier.namespace import Namespace
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+WHOLE_PROMPT_ROPE = ("dynamic", "longrope", "su")
+"""Words in the names of rotary embeddings whose keys depend on how long the whole prompt is."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """One layer's part of a token: `(heads, head_dim)` of its keys and of its values."""
+
+    keys: tuple[int, int]
+    values: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelKV:
+    """A model's KV cache for one token: its layers in order, their element type, the device they are on."""
+
+    layers: tuple[LayerKV, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def token_elements(self) -> int:
+        """Elements of one token in all layers, keys and values."""
+        return sum(heads * dim for layer in self.layers for heads, dim in (layer.keys, layer.values))
+
+    def layout(self, block_size: int, factor: int = 1) -> KVLayout:
+        """One group of one tensor: a page holds the keys and values of `block_size` tokens in every layer."""
+        page = TensorRef(0, self.token_elements * block_size * self.dtype.itemsize)
+        return KVLayout((GroupLayout((page,), block_size),), block_size_factor=factor)
+
+
+def model_kv(model: PreTrainedModel, classes: CacheClasses) -> ModelKV:
+    """Run the model on one token and look at the cache it fills. Raises ConfigError, by its name, for a model whose
+    cache is not one K and one V tensor of every token in each layer, or whose bytes a prefix does not determine."""
+    _check_model(model, classes)
+    cache = classes.cache()
+    with torch.inference_mode(False), torch.no_grad():
+        token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+        # Not by calling the model: that would compile a compiled one for a shape nobody needs.
+        model.forward(input_ids=token, past_key_values=cache, use_cache=True)
+    tensors = [(layer.keys, layer.values) for layer in cache.layers]
+    if not tensors or any(tensor is None or tensor.dim() != 4 for pair in tensors for tensor in pair):
+        raise ConfigError(f"{type(model).__name__} does not keep its state in the layers of a DynamicCache", "model")
+    kinds = sorted({f"{tensor.dtype} on {tensor.device}" for pair in tensors for tensor in pair})
+    if len(kinds) != 1:
+        raise ConfigError(f"the KV cache must be of one type and on one device, it is {', '.join(kinds)}", "model")
+    first = tensors[0][0]
+    if first.dtype not in DTYPES:
+        raise ConfigError(f"a KV cache of {first.dtype} is not supported; bfloat16, float16, float32 are", "model")
+    return ModelKV(tuple(LayerKV(_heads(keys), _heads(values)) for keys, values in tensors), first.dtype, first.device)
+
+
+def namespace(model: PreTrainedModel, kv: ModelKV, layout: KVLayout, classes: CacheClasses, weights: str) -> Namespace:
+    """Everything that must match for stored bytes to mean the same. `weights` empty: their fingerprint.
+
+    The code that computes them and the attention kernels are among it: a new version of transformers starts afresh.
+    """
+    config = _text_config(model)
+    heads = ";".join(f"{layer.keys}{layer.values}" for layer in kv.layers)
+    return Namespace(
+        layout,
+        model=str(getattr(model.config, "_name_or_path", "") or ""),
+        weights=weights or f"xxh3-128:{fingerprint(model)}",
+        dtype=str(kv.dtype),
+        hash_algorithm=HASH_ALGORITHM,
+        hash_seed=HASH_SEED,
+        extra={
+            "engine": f"transformers {classes.version}",
+            "class": type(model).__name__,
+            "revision": str(getattr(model.config, "_commit_hash", "") or ""),
+            "attention": str(getattr(config, "_attn_implementation", "")),
+            "config": hashlib.sha256(model.config.to_json_string().encode()).hexdigest(),
+            "kv_heads": hashlib.sha256(heads.encode()).hexdigest(),
+        },
+    )
+
+
+def _heads(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.shape[1], tensor.shape[3]
+
+
+def _text_config(model: PreTrainedModel) -> Any:
+    return model.config.get_text_config(decoder=True)
+
+
+def _check_model(model: PreTrainedModel, classes: CacheClasses) -> None:
+    name = type(model).__name__
+    config = _text_config(model)
+    if model.training:
+        raise ConfigError(f"{name} is in training mode, where dropout changes its state; call model.eval()", "model")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ConfigError(f"{name} is an encoder-decoder; only decoders are supported", "model")
+    parameters = inspect.signature(model.forward).parameters.values()
+    if not any(each.name == "past_key_values" or each.kind is each.VAR_KEYWORD for each in parameters):
+        raise ConfigError(f"{name} takes no past_key_values", "model")
+    for kind in getattr(config, "layer_types", None) or ():
+        if kind not in LAYER_TYPES:
+            raise ConfigError(f"{name} has layers of type {kind}, whose state is not one K and V for a token", "model")
+    for layer in classes.cache(config=model.config).layers:
+        if type(layer) not in (classes.full_layer, classes.sliding_layer):
+            raise ConfigError(f"{name} uses {type(layer).__name__}, which is not supported", "model")
+    ropes = [getattr(config, field, None) for field in ("rope_parameters", "rope_scaling")]
+    for rope in _rope_types(ropes):
+        if any(word in rope for word in WHOLE_PROMPT_ROPE):
+            raise ConfigError(
+                f"{name} uses rope type {rope!r}: the keys of a prefix depend on the length of the whole prompt",
+                "model",
+            )
+
+
+def _rope_types(value: object) -> Iterator[str]:
+    """Every rope type in a config's value, which may be nested by layer type."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if name in ("rope_type", "type") and isinstance(inner, str):
+                yield inner
+            else:
+                yield from _rope_types(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _rope_types(inner)
