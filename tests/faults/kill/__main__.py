@@ -8,14 +8,25 @@ from pathlib import Path
 
 from ..attack import Tally
 from .cycles import Cycles
+from .late import LateWrites
+from .stale import StaleSnapshots
+from .steps import ResetSteps
 from .victim import die_with_parent
 
 
 def main(row: str, count: str, seed: str, folder: str) -> None:
     """Run a row and print what came of it."""
     die_with_parent()
-    tally = Tally()
-    Cycles(row, Path(folder), int(seed), tally).run(int(count))
+    tally, number, home = Tally(), int(seed), Path(folder)
+    match row.split():
+        case ["kill", layout]:
+            Cycles(layout, home, number, tally).run(int(count))
+        case ["late", layout]:
+            LateWrites(layout, home, number, tally).run(int(count))
+        case ["stale"]:
+            StaleSnapshots(home, number, tally).run(int(count))
+        case ["reset"]:
+            ResetSteps(home, number, tally).run(int(count))
     print(json.dumps(tally.as_json()))
 
 

@@ -45,6 +45,7 @@ class Word(IntEnum):
     FROM_SNAPSHOT = 20
     OPEN_NS = 21
     IDLE = 22
+    STEPS = 23
 
 
 WORDS = len(Word)

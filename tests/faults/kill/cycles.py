@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 import shutil
@@ -16,22 +15,17 @@ from kvtier_fs.io.uring import probe_uring
 
 from ..attack import Tally
 from .board import Board, Word
-from .damage import SlabFiles, SlabLate, in_flight
+from .damage import Lost, SlabFiles, SlabLate, in_flight
 from .files_damage import BlockFiles, FilesLate
-from .files_life import FilesLife
-from .life import Plan, Target
+from .life import Life, Plan, Target
 from .oracle import Oracle
-from .slab_life import SlabLife
-from .victim import Sign, Signals, Victim, pause_until, settle
+from .victim import Sign, Signals, Victim, pause_until
+from .warming import LIVES, warm_up
 from .world import Tools, World
 
 CYCLES_OF_A_WORLD = 50
-LATE_SHARE = 0.18
-_WARM_LIVES = 6
-_WARM_BATCHES = 8
-POWER_SHARE = 0.1
 _LATE_SECONDS = 0.08
-_TARGETS = {Target.STORE: 72, Target.OPEN: 8, Target.LOAD: 8, Target.RESET: 6, Target.CLOSE: 6}
+_CAUGHT_SECONDS = 0.01
 _DELAY_SECONDS = {Target.STORE: 0.006, Target.LOAD: 0.004, Target.RESET: 0.008, Target.CLOSE: 0.012}
 _COUNTED = {
     "blocks stored": Word.STORED,
@@ -42,6 +36,22 @@ _COUNTED = {
     "misses of living victims": Word.MISSED,
     "opened from a snapshot": Word.FROM_SNAPSHOT,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """What the cycles are made of: during what victims are killed (weights), how many deaths are followed by late
+    writes, how many by torn blocks as a power loss leaves them, how many of the kills must catch I/O (all shares)."""
+
+    targets: dict[Target, int]
+    late: float
+    power: float
+    caught: float
+
+
+ORDINARY = Mix({Target.STORE: 72, Target.OPEN: 8, Target.LOAD: 8, Target.RESET: 6, Target.CLOSE: 6}, 0.13, 0.1, 0.65)
+ALL_LATE = Mix({Target.STORE: 1}, 1.0, 0.0, 1.0)
+ONLY_TORN = Mix({Target.STORE: 1}, 0.0, 0.0, 1.0)
 
 
 @dataclass(slots=True)
@@ -58,25 +68,24 @@ class Scene:
 
 
 class Cycles:
-    """The kill rows for one layout. `tally` takes what is found."""
+    """Kills on one layout. `tally` takes what is found; an iteration is a kill."""
 
-    def __init__(self, layout: str, folder: Path, seed: int, tally: Tally) -> None:
+    def __init__(self, layout: str, folder: Path, seed: int, tally: Tally, mix: Mix = ORDINARY) -> None:
+        self.mix = mix
         self.layout, self.folder, self.tally = layout, folder, tally
-        self._life = SlabLife if layout == "slab" else FilesLife
+        self._life = LIVES[layout]
         self.rng = random.Random(f"{layout} {seed}")
         self._tools = Tools(uring=not probe_uring())
         self._signals = Signals()
         self._scene: Scene
-        self._warm_up()
-        settle()
+        warm_up(layout, folder, self._tools, self._signals)
 
     def run(self, kills: int) -> None:
         """Go on until so many victims were killed."""
         shared, files = shared_memory(), len(os.listdir("/proc/self/fd"))
         while self.tally.iterations < kills:
             self._scene = self._new_scene()
-            for _ in range(min(CYCLES_OF_A_WORLD, kills - self.tally.iterations)):
-                self._cycle()
+            self._cycles(kills)
             self._last_life()
             shutil.rmtree(self.folder / "world")
             left = len(os.listdir("/proc/self/fd")) - files
@@ -87,17 +96,11 @@ class Cycles:
         self.tally.leaks += len(new)
         self.tally.expect(not new, f"left in /dev/shm: {sorted(new)}")
 
-    def _warm_up(self) -> None:
-        """Live some lives in this very process, so that its children find imported and compiled what they use."""
-        for seed in range(_WARM_LIVES):
-            scene = self._new_scene()
-            plan = Plan(Target.CLOSE, seed, 0, _WARM_BATCHES)
-            for _ in range(2):
-                scene.board.clear()
-                asyncio.run(_live(self._life, scene.world, scene.board, plan, self._signals.write))
-                scene.oracle.absorb(scene.board)
-            self._signals.drain()
-            shutil.rmtree(self.folder / "world")
+    def _cycles(self, goal: int) -> None:
+        """Cycles on one world, until so many iterations are done."""
+        for _ in range(CYCLES_OF_A_WORLD):
+            if self.tally.iterations < goal:
+                self._cycle()
 
     def _new_scene(self) -> Scene:
         folder = self.folder / "world"
@@ -108,7 +111,7 @@ class Cycles:
 
     def _plan(self) -> Plan:
         scene, rng = self._scene, self.rng
-        target = rng.choices(list(_TARGETS), list(_TARGETS.values()))[0]
+        target = rng.choices(list(self.mix.targets), list(self.mix.targets.values()))[0]
         if scene.late is not None:
             target = Target.STORE
         favourite = rng.randrange(scene.world.geometry.num_groups)
@@ -134,11 +137,15 @@ class Cycles:
             tally.hangs += 1
             tally.expect(False, f"a victim that was to be killed during {plan.target.value} hangs")
         killed = victim.kill()
-        tally.iterations += killed
+        self._count(killed)
         if not killed:
             tally.notes["ended before they were killed"] += 1
             tally.expect(os.waitstatus_to_exitcode(victim.status) == 0, f"a victim failed: {scene.board.text}")
         self._after(plan, killed, before)
+
+    def _count(self, killed: bool) -> None:
+        self.tally.iterations += killed
+        self.tally.notes["kills"] += killed
 
     def _land_late(self, scene: Scene, late: SlabLate | FilesLate) -> None:
         """Let the old writes land once their places were used again, while the victim lives."""
@@ -157,6 +164,10 @@ class Cycles:
             pause_until(begun + self.rng.random() * (moment - begun))
             self._look_at_bound("while a victim lives")
         pause_until(moment)
+        notes, words = self.tally.notes, self._scene.board.words
+        if target is Target.STORE and notes["kills with I/O in flight"] < self.mix.caught * (notes["kills"] + 1):
+            while words[Word.SUBMITTED] == words[Word.ENDED] and time.perf_counter() < moment + _CAUGHT_SECONDS:
+                time.sleep(0.0001)
 
     def _look_at_bound(self, when: str) -> None:
         world = self._scene.world
@@ -210,7 +221,7 @@ class Cycles:
         scene.late.finish()
         self.tally.notes["late writes"] += scene.late.landed
         self.tally.notes["late writes into places used again"] += scene.late.landed_after_reuse
-        self.tally.notes["cycles with late writes"] += bool(scene.late.landed)
+        self.tally.notes["cycles with late writes"] += bool(scene.late.landed_after_reuse)
         scene.late = None
         scene.oracle.forget_all()
 
@@ -226,14 +237,15 @@ class Cycles:
         tally.notes["temporaries and leases left by the dead"] += len(names - scene.left)
         scene.left = names - stayed
 
-    def _damage(self, lost: list) -> None:  # type: ignore[type-arg]
+    def _damage(self, lost: list[Lost]) -> None:
         scene, rng = self._scene, self.rng
-        if rng.random() < POWER_SHARE:
+        if rng.random() < self.mix.power:
             self.tally.notes["acknowledged writes torn as by a power loss"] += scene.damage.tear_ended(scene.board, rng)
             scene.oracle.forget_all()
         scene.damage.note(scene.board)
-        if lost and rng.random() < LATE_SHARE:
-            scene.late = scene.damage.keep(lost)
+        notes = self.tally.notes
+        if lost and notes["cycles with late writes"] < self.mix.late * (notes["kills"] + 1):
+            scene.late = scene.damage.keep(lost, rng)
         self.tally.notes["torn slots"] += scene.damage.tear(lost, rng)
 
     def _last_life(self) -> None:
@@ -261,7 +273,7 @@ class Cycles:
             tally.expect("snapshot.new" not in names, "a snapshot that was never finished is left")
 
 
-async def _live(life: type[SlabLife] | type[FilesLife], world: World, board: Board, plan: Plan, signal: int) -> None:
+async def _live(life: type[Life], world: World, board: Board, plan: Plan, signal: int) -> None:
     await life(world, board, plan, signal).run()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .board import Board, Word
+from .board import Board
 from .slab_life import FILE_SHIFT
 from .world import World
 
@@ -100,12 +100,9 @@ class SlabFiles:
         lost = [Lost(write.file, write.offset, board.data(write)) for write in chosen]
         return self.tear(lost, rng)
 
-    def keep(self, lost: list[Lost]) -> SlabLate:
+    def keep(self, lost: list[Lost], rng: random.Random) -> SlabLate:
         """Writes that are to land during the next life."""
-        return SlabLate(self, list(lost))
-
-    def close(self) -> None:
-        """Nothing is held."""
+        return SlabLate(self, lost, rng)
 
     def write(self, where: Lost, data: bytes) -> None:
         """Write into a slab file, past everything that guards it."""
@@ -118,32 +115,31 @@ class SlabFiles:
 
 
 class SlabLate:
-    """Writes of a dead victim that have not landed yet; `look` lands those whose place the living one has reused."""
+    """Writes of a dead victim that have not landed yet; `look` lands those whose place the living one has reused.
 
-    def __init__(self, files: SlabFiles, lost: list[Lost]) -> None:
+    Some land while the living one's own write is under way, some only when that has ended.
+    """
+
+    def __init__(self, files: SlabFiles, lost: list[Lost], rng: random.Random) -> None:
         self._files = files
-        self._seen = 0
-        self.waiting = lost
+        self.waiting = [(one, rng.random() < 0.5) for one in lost]
         self.landed = self.landed_after_reuse = 0
 
     def look(self, board: Board) -> None:
-        """Land what the living victim has written over since the last look."""
-        if board.words[Word.WRITES] == self._seen or not self.waiting:
-            return
-        writes = board.writes()
-        fresh, self._seen = writes[self._seen :], len(writes)
-        kept = []
-        for one in self.waiting:
-            if any(one.overlaps(new.file, new.offset, new.length) for new in fresh):
+        """Land what the living victim has written over."""
+        kept, writes = [], board.writes() if self.waiting else []
+        for one, patient in self.waiting:
+            over = [new for new in writes if one.overlaps(new.file, new.offset, new.length)]
+            if over and (over[-1].ended or not patient):
                 self._files.write(one, one.data)
                 self.landed_after_reuse += 1
             else:
-                kept.append(one)
+                kept.append((one, patient))
         self.waiting = kept
 
     def finish(self) -> None:
         """Land the rest."""
         self.landed = self.landed_after_reuse + len(self.waiting)
-        for one in self.waiting:
+        for one, _ in self.waiting:
             self._files.write(one, one.data)
         self.waiting = []

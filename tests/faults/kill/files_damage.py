@@ -82,7 +82,7 @@ class BlockFiles:
         lost = [Lost(write.file, write.offset, board.data(write)) for write in chosen]
         return sum(self._tear(paths[one.file], one, rng) for one in lost)
 
-    def keep(self, lost: list[Lost]) -> FilesLate:
+    def keep(self, lost: list[Lost], rng: random.Random) -> FilesLate:
         """Writes that are to land during the next life, into the files as they are open now."""
         paths = self._by_inode()
         flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW

@@ -1,4 +1,4 @@
-"""A victim on layout `files`: placement and eviction are the backend's own; what is there is learned from the folder."""
+"""A victim on layout `files`: placement and eviction are the backend's own; the folder tells what is there."""
 
 from __future__ import annotations
 

@@ -104,12 +104,7 @@ class Life(ABC):
         """Live, until killed; returns only if it was to close, and could."""
         if self.plan.target is Target.OPEN:
             self.tell()
-        begun = time.monotonic_ns()
-        await self.open()
-        self.board.words[Word.OPEN_NS] = time.monotonic_ns() - begun
-        self.board.words[Word.OPENED] = 1
-        await self.load_all()
-        self.board.words[Word.LOADED] = 1
+        await self.begin()
         self._storing = True
         work = [asyncio.create_task(self._work(number)) for number in range(_WORKERS)]
         if self.plan.target in (Target.RESET, Target.CLOSE):
@@ -117,18 +112,27 @@ class Life(ABC):
             done, _ = await asyncio.wait((enough, *work), return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
-            await self._reset_or_close(work)
+            if self.plan.target is Target.RESET:
+                self.tell()
+                await self.raise_epoch()
+            self._stopping = self.plan.target is Target.CLOSE
         await asyncio.gather(*work)
         if self.plan.target is Target.CLOSE:
             self.tell()
             await self.close()
             self.board.words[Word.CLOSED] = 1
 
-    async def _reset_or_close(self, work: Sequence[asyncio.Task[None]]) -> None:
-        if self.plan.target is Target.CLOSE:
-            self._stopping = True
-            return
-        self.tell()
+    async def begin(self) -> None:
+        """Open, and load everything that is there."""
+        begun = time.monotonic_ns()
+        await self.open()
+        self.board.words[Word.OPEN_NS] = time.monotonic_ns() - begun
+        self.board.words[Word.OPENED] = 1
+        await self.load_all()
+        self.board.words[Word.LOADED] = 1
+
+    async def raise_epoch(self) -> None:
+        """Reset, as the stack does."""
         self.board.words[Word.RESET_BEGUN] = epoch = self.epoch + 1
         # What is stored from here on is of the new epoch, as in the stack; what is under way is not.
         self.epoch, self.era = epoch, self.world.next_era
@@ -155,10 +159,9 @@ class Life(ABC):
     def _submitted(self, requests: Sequence[IORequest]) -> None:
         if self._signalled or not requests:
             return
-        target, storing = self.plan.target, self._storing
-        if target is Target.STORE and storing and any(request.kind is IOKind.WRITE for request in requests):
-            self.tell()
-        elif target is Target.LOAD and self.board.words[Word.OPENED]:
+        writing = self._storing and any(request.kind is IOKind.WRITE for request in requests)
+        loading = bool(self.board.words[Word.OPENED])
+        if {Target.STORE: writing, Target.LOAD: loading}.get(self.plan.target, False):
             self.tell()
 
     def context(self) -> TierContext:
@@ -216,7 +219,7 @@ class Life(ABC):
             self._batches += 1
             if self._batches >= self.plan.batches:
                 self._enough.set()
-            if self.rng.random() < 0.15:
+            if self.rng.random() < (0.5 if self.plan.late else 0.15):
                 await self.load_some(rows[:4])
             await asyncio.sleep(0)
         if not self._stopping:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import gc
 import os
 import select
 import signal
@@ -108,13 +107,6 @@ def _live(work: Callable[[], Awaitable[None]], board: Board) -> None:
 
 async def _as_coroutine(work: Callable[[], Awaitable[None]]) -> None:
     await work()
-
-
-def settle() -> None:
-    """Before many forks: collect garbage once and never again, so that children share memory with their parent."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()
 
 
 def pause_until(moment: float) -> None:
