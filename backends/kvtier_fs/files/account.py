@@ -66,14 +66,15 @@ class Victim(NamedTuple):
 
 
 class Account:
-    """What one bucket holds, as far as this process knows. `victims`: the oldest blocks of the last count."""
+    """What one bucket holds, as far as this process knows. `victims`: the oldest blocks of the last count. `known`: it
+    was counted by this process, and stated since."""
 
     def __init__(self, folder: TreeFolder, number: int, rules: BucketRules) -> None:
         self.victims: deque[Victim] = deque()
         self._folder = folder
         self._number = number
         self._rules = rules
-        self._known = False
+        self.known = False
 
     def used(self) -> int:
         """Bytes of disk of everything here. Raises OSError.
@@ -83,7 +84,7 @@ class Account:
         """
         data = read_small(self._folder.bucket(self._number), ACCOUNT_NAME)
         stated = decode_account(data, self._folder.tree, self._number)
-        if stated is None or not self._known:
+        if stated is None or not self.known:
             return self.count()
         return stated
 
@@ -101,7 +102,7 @@ class Account:
 
     def forget(self) -> None:
         """State nothing any more: whoever comes next, in this process or another, counts the bucket anew."""
-        self._known = False
+        self.known = False
         with suppress(OSError):
             os.unlink(ACCOUNT_NAME, dir_fd=self._folder.bucket(self._number))
 
@@ -118,7 +119,7 @@ class Account:
                 used += self._count_blocks(leaf_fd, leaf, temporaries, found)
         found.sort()
         self.victims = deque(found[: max(_VICTIMS_MIN, len(found) // _VICTIMS_SHARE)])
-        self._known = True
+        self.known = True
         self._rules.note("bucket.scanned")
         try:
             self.write(used)

@@ -118,8 +118,7 @@ class BlockSteps:
         if await self._root.make_room(wanted.place.bucket, wanted.file_bytes):
             self._counters["full.retried"] += 1
             outcome = await self._try(block)
-            if outcome == _FULL:
-                self._root.eviction_was_in_vain()
+            self._root.made_room(outcome != _FULL)
         return outcome
 
     async def _try(self, block: Block) -> BlockOutcome:

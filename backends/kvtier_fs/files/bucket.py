@@ -178,6 +178,8 @@ class Bucket:
     def make_room(self, need: int) -> bool:
         """Evict the oldest blocks, for so many bytes. False if there was nothing to evict. Raises OSError."""
         before, used = self._evicted, self._account.used()
+        if not self._account.known:
+            need += DISK_BLOCK_BYTES  # for the account itself, for which there is no room either
         self._account.write(self._evict(used, used - need))
         return self._evicted > before
 

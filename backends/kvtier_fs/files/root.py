@@ -31,6 +31,7 @@ from kvtier_fs.threads import RootThreads
 _BUCKET_NAME = re.compile(r"bucket-([0-9a-f]{2})")
 _FIRST_WAIT_SECONDS = 0.001
 _LONGEST_WAIT_SECONDS = 0.05
+_IN_VAIN_MAX = 8
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -42,7 +43,7 @@ class FilesSeams:
 
     `engine` None: chosen by the options. `wall` gives the times that order evictions over all hosts. A store waits
     `lock_seconds` for its bucket; recency is written at most once in `touch_seconds`; a lease lasts `lease_seconds`;
-    when an eviction did not make a full disk take a block, none is tried for `full_seconds`.
+    when evictions did not make a full disk take blocks, none is tried for `full_seconds`.
     """
 
     folder: Callable[[str, FSOptions], TreeFolder] = TreeFolder
@@ -91,6 +92,7 @@ class SharedRoot:
         self._temporaries = 0
         self._calls: set[Future[Any]] = set()
         self._full_until = float("-inf")
+        self._in_vain = 0
         self._after_death: dict[str, set[int]] = {}
 
     async def call(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -191,7 +193,7 @@ class SharedRoot:
     async def make_room(self, number: int, need: int) -> bool:
         """The disk is full: evict blocks for so many bytes, from a bucket or, where it has none, from another.
 
-        False if there are none, or if that did not help just now: then blocks are not given up for nothing.
+        False if there are none, or if that was no help lately: blocks are not given up for nothing.
         """
         loop = asyncio.get_running_loop()
         if loop.time() < self._full_until:
@@ -207,9 +209,12 @@ class SharedRoot:
             return [self._buckets[other] for other in await self.call(self._existing_buckets) if other != number]
         return []
 
-    def eviction_was_in_vain(self) -> None:
-        """Others took the room, or it was no help: do without evictions for a while."""
-        self._full_until = asyncio.get_running_loop().time() + self.seams.full_seconds
+    def made_room(self, helped: bool) -> None:
+        """What came of an eviction for a full disk. Where several were no help, others take all there is: do without
+        for a while, then try one at a time."""
+        self._in_vain = 0 if helped else self._in_vain + 1
+        if self._in_vain >= _IN_VAIN_MAX:
+            self._full_until = asyncio.get_running_loop().time() + self.seams.full_seconds
 
     async def sweep(self) -> None:
         """Remove what dead processes left behind: temporaries, accounts they may have left wrong, then their leases.
