@@ -1,0 +1,43 @@
+"""What a process holds of the machine: open files, threads, mapped regions. To be counted before and after."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+_NUMBERS = re.compile(r"[0-9]+")
+_LINGER_SECONDS = 3.0
+
+
+def belongings() -> Counter[str]:
+    """Open files by what they are, threads by name, mapped regions of shared memory, each with its numbers left out."""
+    held: Counter[str] = Counter()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            held[f"file {_plain(os.readlink(f'/proc/self/fd/{fd}'))}"] += 1
+        except FileNotFoundError:
+            continue  # the listing's own
+    held.update(f"thread {_plain(thread.name)}" for thread in threading.enumerate())
+    maps = Path("/proc/self/maps").read_text()
+    held["mapped regions"] = maps.count("kvtier")
+    return +held
+
+
+def _plain(name: str) -> str:
+    return _NUMBERS.sub("N", name)
+
+
+def left_behind(before: Counter[str]) -> list[str]:
+    """What is held now and was not before. What is being let go of in the background has a moment."""
+    until = time.monotonic() + _LINGER_SECONDS
+    while left := belongings() - before:
+        gc.collect()
+        if time.monotonic() > until:
+            break
+        time.sleep(0.02)
+    return [f"{name} x{count}" for name, count in sorted(left.items())]
