@@ -12,6 +12,13 @@ def bit_flips(budget: Budget) -> Tally:
     return flips.bit_flips(budget)
 
 
+def wrong_file(budget: Budget) -> Tally:
+    """Something else in the place of a file; see `content/wrong_files.py`."""
+    from ..content import wrong_files
+
+    return wrong_files.wrong_file(budget)
+
+
 ATTACKS = (
     Attack(
         name="bit flips",
@@ -22,5 +29,13 @@ ATTACKS = (
         long=1_000_000,
         attack=bit_flips,
         shards=8,
+    ),
+    Attack(
+        name="wrong file",
+        how="superblock, slab, snapshot, lock, slot, block, epoch, account, folder: cut, extended, zeroed, gone, of "
+        "another root, key, namespace, epoch, format, owner, mode; a link, pipe, socket, folder: a miss or a refusal",
+        normal=126,
+        long=2_520,
+        attack=wrong_file,
     ),
 )

@@ -28,7 +28,7 @@ from kvtier_fs import FSBackend
 from kvtier_fs.files.backend import FilesBackend
 
 LAYOUTS = ("slab", "files")
-CAPACITY = 2 << 20
+CAPACITY = {"slab": 2 << 20, "files": 8 << 20}
 PAGE_BYTES = 10_000
 """Of one block; 2,288 bytes of padding follow it on the disk, and a header page of 4,096 bytes goes before it."""
 HEADER = 4096
@@ -116,9 +116,9 @@ async def opened(layout: str, root: Path, namespace: Namespace | None = None) ->
     geometry = Geometry(namespace.layout, support_fs.PAGE)
     rows = support_fs.TestRows(_ROWS, geometry.row_bytes)
     if layout == "slab":
-        backend: Any = FSBackend(support_fs.options(root, capacity=CAPACITY))
+        backend: Any = FSBackend(support_fs.options(root, capacity=CAPACITY[layout]))
     else:
-        backend = FilesBackend(support_files.options(root, capacity=CAPACITY, io_threads=2))
+        backend = FilesBackend(support_files.options(root, capacity=CAPACITY[layout], io_threads=2))
     try:
         told = await backend.open(TierContext("fs", geometry, namespace, time.monotonic, rows=rows))
         yield (SlabTier if layout == "slab" else FilesTier)(backend, told, rows, geometry)
@@ -197,13 +197,15 @@ class Stored:
     names: tuple[OffloadKey, ...]
     places: dict[OffloadKey, tuple[Path, int]]
     pristine: dict[str, bytes]
+    folders: tuple[str, ...]
 
     def restore(self, *paths: str) -> None:
         """Write files as they were; all of them where none is named."""
+        for name in self.folders:
+            (self.root / name).mkdir(mode=0o700, exist_ok=True)
         for name in paths or self.pristine:
             path = self.root / name
             if not path.exists() or path.read_bytes() != self.pristine[name]:
-                path.parent.mkdir(mode=0o700, exist_ok=True)
                 path.write_bytes(self.pristine[name])
 
     def name_of(self, path: Path) -> str:
@@ -213,6 +215,7 @@ class Stored:
 
 def stored(layout: str, root: Path, count: int) -> Stored:
     """A new root with some blocks of the base namespace."""
+    root.parent.mkdir(parents=True, exist_ok=True)
     names = tuple(support_fs.keys(count))
     places: dict[OffloadKey, tuple[Path, int]] = {}
 
@@ -224,7 +227,8 @@ def stored(layout: str, root: Path, count: int) -> Stored:
 
     asyncio.run(work())
     files = {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
-    return Stored(layout, root, names, places, files)
+    folders = tuple(str(path.relative_to(root)) for path in sorted(root.rglob("*")) if path.is_dir())
+    return Stored(layout, root, names, places, files, folders)
 
 
 def held() -> tuple[int, int]:
