@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
@@ -63,6 +63,15 @@ class TierOptions(Options):
         pattern=r"^[A-Za-z0-9_.-]*$",
         description="shown in tables and metrics; the type when empty",
     )
+
+    def share(self, index: int, count: int) -> Self:
+        """The options of engine `index` of `count` that are started from one stack file on one host.
+
+        Together they stay within the bounds of the file, and no two use the same place. Here: nothing to share.
+        """
+        if not 0 <= index < count:
+            raise ValueError(f"there is no engine {index} among {count}")
+        return self
 
 
 class LowerTierOptions(TierOptions):

@@ -182,6 +182,30 @@ async def test_a_root_has_one_owner_and_a_second_opener_is_told_who(tmp_path):
         await tier.store_all(keys(1))
 
 
+async def test_a_busy_root_is_waited_for(tmp_path):
+    first = open_tier(options(tmp_path / "root"))
+    await first.__aenter__()
+    async with asyncio.TaskGroup() as tasks:
+        second = open_tier(options(tmp_path / "root", owner_timeout_seconds=60.0))
+        opening = tasks.create_task(second.__aenter__())
+        await asyncio.wait([opening], timeout=0.3)
+        assert not opening.done()
+        await first.__aexit__(None, None, None)
+    await second.__aexit__(None, None, None)
+
+
+def test_engines_of_one_file_get_a_folder_and_a_part_each(tmp_path):
+    whole = options(tmp_path / "root", capacity=10 * MIB)
+    parts = [whole.share(index, 3) for index in range(3)]
+    assert sum(part.capacity for part in parts) <= whole.capacity
+    assert len({root for part in parts for root in part.roots}) == 3
+    assert whole.share(0, 1) == whole
+    shared = options(tmp_path / "root", layout="files")
+    assert shared.share(1, 2) == shared
+    with pytest.raises(ValueError, match="no engine 3 among 3"):
+        whole.share(3, 3)
+
+
 async def test_several_roots_share_blocks_and_a_missing_one_takes_only_its_own(tmp_path):
     roots = [tmp_path / name for name in ("a", "b", "c")]
     settings = options(*roots, capacity=12 * MIB)

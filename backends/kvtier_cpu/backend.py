@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import Field
@@ -52,6 +52,11 @@ class CPUOptions(TierOptions):
     join_timeout_seconds: float = Field(
         default=300.0, gt=0, allow_inf_nan=False, strict=False, description="how long to wait for the region's creator"
     )
+
+    def share(self, index: int, count: int) -> Self:
+        """An equal part of the memory."""
+        super().share(index, count)
+        return self.model_copy(update={"cpu_bytes_to_use": self.cpu_bytes_to_use // count})
 
 
 @dataclass(slots=True)

@@ -29,6 +29,7 @@ from kvtier_fs.snapshot import Snapshot, SnapshotOf, decode_snapshot
 from kvtier_fs.superblock import Superblock, decode_superblock, foreign_version
 from kvtier_fs.threads import RootThreads
 
+OWNER_POLL_SECONDS = 0.1
 MISSING = "is not there; mount the disk, or create the folder or the one it lies in"
 _FILE_THREADS = 2
 _NAMES_SHOWN, _NAME_SHOWN = 3, 64
@@ -74,9 +75,20 @@ async def enter_root(path: str, options: FSOptions, seams: Seams) -> Root | None
     return root if entered else None
 
 
+async def _become_owner(root: Root, patience_seconds: float) -> bool:
+    """Lock the root; False if another process still has it when the patience ends."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + patience_seconds
+    while not await root.call(root.folder.try_lock):
+        if loop.time() >= deadline:
+            return False
+        await asyncio.sleep(min(OWNER_POLL_SECONDS, max(0.0, deadline - loop.time())))
+    return True
+
+
 async def _own(root: Root, options: FSOptions) -> bool:
     folder = root.folder
-    if not await root.call(folder.try_lock):
+    if not await _become_owner(root, options.owner_timeout_seconds):
         raise RootBusyError(root.path, await texts.read_owner(folder, root.files))
     with suppress(OSError):
         await texts.write_owner(folder, root.files)  # for error messages only: a full disk must not keep us out

@@ -43,6 +43,21 @@ class FSOptions(LowerTierOptions):
     allow_network_fs: bool = Field(default=False, description="use a root on NFS, SMB, FUSE and the like all the same")
     create: bool = Field(default=True, description="create a missing root folder; its parent must exist")
     close_timeout_seconds: Seconds = Field(default=10.0, description="close waits this long for I/O under way")
+    owner_timeout_seconds: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        strict=False,
+        description="open waits this long for another process to let go of a root, as when a restart overlaps",
+    )
+
+    def share(self, index: int, count: int) -> Self:
+        """A folder beside each root and an equal part of the capacity; a root of layout `files` is shared as it is."""
+        super().share(index, count)
+        if count == 1 or self.layout == "files":
+            return self
+        roots = [f"{root}-{index}" for root in self.roots]
+        return self.model_copy(update={"roots": roots, "capacity": self.capacity // count})
 
     @field_validator("roots")
     @classmethod

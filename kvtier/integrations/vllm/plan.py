@@ -24,6 +24,6 @@ class EnginePlan:
 def engine_plan(config: OffloadingConfig) -> EnginePlan:
     """Derive the plan; no I/O but reading the stack file. Raises ConfigError."""
     settings.check_parallel(config)
-    stack = settings.stack_config(config.extra_config, config.cache.blocks_per_chunk)
+    stack = settings.stack_config(config)
     group_ids = tuple(group.group_id for group in config.groups)
     return EnginePlan(stack, settings.namespace(config, stack), config.engine_id, group_ids)

@@ -30,13 +30,16 @@ VLLM = frozenset(
 )
 CLOSE_SECONDS = 3.0
 """vLLM gives a process five seconds to end; a stack file that asks for less is obeyed."""
+OWNER_SECONDS = 30.0
 
 
-def stack_config(extra: Mapping[str, Any], blocks_per_chunk: int) -> StackConfig:
-    """The stack an operator named or wrote into `kv_connector_extra_config`.
+def stack_config(config: OffloadingConfig) -> StackConfig:
+    """The stack an operator named or wrote into `kv_connector_extra_config`, or this engine's share of it.
 
     Raises ConfigError for an unknown key, a missing or invalid stack, or one that contradicts vLLM's chunk.
     """
+    extra: Mapping[str, Any] = config.extra_config
+    blocks_per_chunk = config.cache.blocks_per_chunk
     unknown = sorted(set(extra) - OURS - VLLM)
     if unknown:
         raise ConfigError(
@@ -44,22 +47,23 @@ def stack_config(extra: Mapping[str, Any], blocks_per_chunk: int) -> StackConfig
         )
     stack = extra.get("stack")
     if isinstance(stack, str):
-        config = load_stack(stack)
+        described = load_stack(stack)
     elif isinstance(stack, Mapping):
-        config = parse_stack(yaml.safe_dump(dict(stack)))
+        described = parse_stack(yaml.safe_dump(dict(stack)))
     else:
         raise ConfigError("is required: the path of a stack file, or its content as a mapping", "stack")
-    if config.block_size_factor not in (None, blocks_per_chunk):
+    if described.block_size_factor not in (None, blocks_per_chunk):
         raise ConfigError(
-            f"is {config.block_size_factor} in the stack, but vLLM's blocks_per_chunk is {blocks_per_chunk}; "
+            f"is {described.block_size_factor} in the stack, but vLLM's blocks_per_chunk is {blocks_per_chunk}; "
             "leave it out of the stack",
             "stack.block_size_factor",
         )
-    return _for_engine(config)
+    return _for_engine(described, config.parallel.data_parallel_index, config.parallel.data_parallel_size)
 
 
-def _for_engine(config: StackConfig) -> StackConfig:
-    """The stack without its gpu tier, whose copies vLLM's workers make, and with a region they can find."""
+def _for_engine(config: StackConfig, engine: int, engines: int) -> StackConfig:
+    """The stack without its gpu tier, whose copies vLLM's workers make, with a region they can find, and with this
+    engine's share where several are started from one file. A root that is busy may belong to the engine before."""
     backends = discover()
     tiers = []
     for options in config.tiers:
@@ -70,7 +74,9 @@ def _for_engine(config: StackConfig) -> StackConfig:
             if getattr(options, "verify_loads", False):
                 raise ConfigError("vLLM cannot take back a hit; leave verify_loads out", "stack.tiers.verify_loads")
             options = options.model_copy(update={"shared": "named"})
-        tiers.append(options)
+        if "owner_timeout_seconds" in type(options).model_fields.keys() - options.model_fields_set:
+            options = options.model_copy(update={"owner_timeout_seconds": OWNER_SECONDS})
+        tiers.append(options.share(engine, engines))
     close_seconds = min(config.close_timeout_seconds, CLOSE_SECONDS)
     return config.model_copy(update={"tiers": tuple(tiers), "close_timeout_seconds": close_seconds})
 
