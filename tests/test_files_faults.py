@@ -10,10 +10,11 @@ import time
 
 import pytest
 from support_files import account_is_true, block_files, open_files, options, temporaries
-from support_fs import flat, keys, layout
+from support_fs import PAGE, TestRows, flat, keys, layout
 from support_fs_engine import FaultyEngine
 
 from kvtier.errors import UsageError
+from kvtier.geometry import Geometry
 from kvtier.jobs import (
     CORRUPT,
     LATE,
@@ -30,13 +31,33 @@ from kvtier.jobs import (
     failed,
 )
 from kvtier.keys import GroupIndex, JobId, make_key
+from kvtier.loadstore import TierContext
+from kvtier.namespace import Namespace
+from kvtier_fs import FSBackend
+from kvtier_fs.files.backend import FilesBackend
 from kvtier_fs.files.folder import TreeFolder
 from kvtier_fs.files.root import FilesSeams
 from kvtier_fs.io.contract import IOKind
+from kvtier_fs.testing import FaultyIO
 
 
 def seams(engine: FaultyEngine, **changes: object) -> FilesSeams:
     return FilesSeams(engine=lambda: engine, **changes)
+
+
+@pytest.mark.parametrize("kind", ["slab", "files"])
+async def test_one_call_makes_a_tier_of_either_layout_on_faulty_io(tmp_path, kind):
+    io, geometry = FaultyIO(), Geometry(layout(16384), PAGE)
+    backend = io.tier(options(tmp_path / "root", layout=kind))
+    assert isinstance(backend, FilesBackend if kind == "files" else FSBackend)
+    rows = TestRows(4, geometry.row_bytes)
+    try:
+        context = TierContext("fs", geometry, Namespace(geometry.layout), time.monotonic, rows=rows)
+        opened = await backend.open(context)
+        assert "faulty" in opened.mode
+        assert len(io.engines) == 1
+    finally:
+        await backend.close()
 
 
 async def test_short_transfers_are_continued(tmp_path):

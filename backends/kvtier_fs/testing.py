@@ -12,9 +12,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
 
+from kvtier.loadstore import LoadStore
+from kvtier_fs.backend import FSBackend
+from kvtier_fs.files.backend import FilesBackend
 from kvtier_fs.files.root import FilesSeams
 from kvtier_fs.io.contract import IOEngine, IOKind, IORequest
 from kvtier_fs.opening import Seams
+from kvtier_fs.options import FSOptions
 
 SECTOR_BYTES = 512
 
@@ -72,8 +76,8 @@ def seeded(seed: int, chances: Sequence[tuple[float, IOFault]]) -> IOPlan:
 class FaultyIO:
     """The faulty engines of one tier, all roots together: one plan, one count of requests.
 
-    FSBackend takes `slab()` as its seams, FilesBackend takes `files()`. `plan` may be changed at any time; `count` is
-    the number of requests so far, `injected` counts faults by kind. `holding` is set while requests are held.
+    `tier` makes a tier of either layout on it. `plan` may be changed at any time; `count` is the number of requests so
+    far, `injected` counts faults by kind. `holding` is set while requests are held.
     """
 
     def __init__(self, plan: IOPlan | None = None) -> None:
@@ -83,12 +87,18 @@ class FaultyIO:
         self.holding = asyncio.Event()
         self.engines: list[FaultyEngine] = []
 
+    def tier(self, options: FSOptions) -> LoadStore:
+        """A tier on this I/O, of the layout that its options name; not opened yet."""
+        if options.layout == "files":
+            return FilesBackend(options, self.files())
+        return FSBackend(options, self.slab())
+
     def slab(self) -> Seams:
-        """What a tier of layout `slab` needs to run on faulty engines."""
+        """What FSBackend needs to run a tier of layout `slab` on faulty engines."""
         return Seams(engine=lambda root: self.engine())
 
     def files(self) -> FilesSeams:
-        """What a tier of layout `files` needs to run on a faulty engine."""
+        """What FilesBackend needs to run a tier of layout `files` on a faulty engine."""
         return FilesSeams(engine=self.engine)
 
     def engine(self, inner: IOEngine | None = None) -> FaultyEngine:
