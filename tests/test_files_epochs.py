@@ -10,7 +10,7 @@ from support_files import block_files, open_files, options
 from support_fs import keys
 
 from kvtier.errors import RootError
-from kvtier.jobs import LOADED, MISSING, STORED, DropReason, dropped
+from kvtier.jobs import LOADED, MISSING, PRESENT, STORED, DropReason, dropped
 from kvtier_fs.files.root import FilesSeams
 
 
@@ -143,3 +143,55 @@ async def test_recency_is_written_at_most_once_a_minute_and_orders_eviction(tmp_
         assert tier.counters["evicted"] > 20
         assert await tier.present(names[:10]) == 10, "what was used last stays longest"
         assert await tier.present(names[10:]) < 30
+
+
+async def test_a_store_that_finds_its_block_there_counts_as_a_use_once_a_minute(tmp_path):
+    now = 1_000_000.0
+    seams = FilesSeams(wall=lambda: now)
+    settings, names = options(tmp_path / "root", capacity=2 << 20), keys(60)
+    used = names[:10]
+
+    def times():
+        return {os.stat(tier.path(key)).st_mtime for key in used}
+
+    async with open_files(settings, seams=seams) as tier:
+        assert await tier.store(names) == [STORED] * 60
+        now += 59
+        assert await tier.store(used) == [PRESENT] * 10
+        assert times() == {now - 59}, "too soon"
+        assert tier.counters["touched"] == 0
+        now += 1
+        for _ in range(3):
+            assert await tier.store(used) == [PRESENT] * 10
+        assert times() == {now}
+        assert tier.counters["touched"] == 10, "once, by whichever"
+        assert await tier.load(used) == [LOADED] * 10
+        assert tier.counters["touched"] == 10
+        await tier.store(keys(60, start=100))
+        assert tier.counters["evicted"] > 20
+        assert await tier.present(used) == 10, "what was asked to be stored again stays longest"
+        assert await tier.present(names[10:]) < 30
+
+
+async def test_a_time_from_a_host_whose_clock_is_ahead_is_put_right_by_the_next_use(tmp_path):
+    now, (first, second) = 1_000_000.0, keys(2)
+    async with open_files(options(tmp_path / "root"), seams=FilesSeams(wall=lambda: now)) as tier:
+        await tier.store([first, second])
+        for key in (first, second):
+            os.utime(tier.path(key), (now + 3600, now + 3600))
+        assert await tier.load([first]) == [LOADED]
+        assert await tier.store([second]) == [PRESENT]
+        assert {os.stat(tier.path(key)).st_mtime for key in (first, second)} == {now}
+
+
+async def test_a_store_of_an_epoch_that_is_over_does_not_claim_the_newer_block(tmp_path):
+    """Only a race can bring it so far: the epoch rose after the job had read it."""
+    async with open_files(options(tmp_path / "root")) as tier:
+        (key,) = keys(1)
+        await tier.backend.reset(1)
+        tier.epoch = 1
+        assert await tier.store([key]) == [STORED]
+        bucket = tier.backend._root.bucket(tier.backend._wanted(key, 0).place.bucket)
+        late = tier.backend._wanted(key, 0)
+        assert bucket.locked(lambda: bucket.reserve(late, tier.backend._root.temporary())) is DropReason.RESET
+        assert await tier.load([key]) == [LOADED]
