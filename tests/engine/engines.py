@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from support_models import VOCABULARY
-
 HERE = Path(__file__).parent
 BLOCK = 128
+VOCABULARY = 512
+SEED = 11
+KINDS: dict[str, dict[str, Any]] = {"llama": {}, "gemma3": {"disable_hybrid_kv_cache_manager": False}}
 START_SECONDS = 300.0
 ANSWER_SECONDS = 300.0
 

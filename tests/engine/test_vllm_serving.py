@@ -2,48 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-from engines import BLOCK, HERE, Answer, engine, prompts, stack
+from engines import BLOCK, KINDS, SEED, engine, prompts, stack
 
 pytestmark = pytest.mark.engine
-KINDS = {
-    "llama": {},
-    "gemma3": {"disable_hybrid_kv_cache_manager": False},
-}
-SEED = 11
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory) -> dict[str, Path]:
-    """The small models, each made once."""
-    folder = tmp_path_factory.mktemp("models")
-    for kind in KINDS:
-        subprocess.run([sys.executable, str(HERE / "support_models.py"), kind, str(folder / kind)], check=True)
-    return {kind: folder / kind for kind in KINDS}
-
-
-@pytest.fixture(scope="session")
-def plain(models, tmp_path_factory) -> dict[str, Answer]:
-    """What vLLM says without kvtier."""
-    folder = tmp_path_factory.mktemp("plain")
-    found = {}
-    for kind, config in KINDS.items():
-        with engine(models[kind], folder, **config) as vllm:
-            found[kind] = vllm.generate(prompts(SEED))
-        assert len({tuple(tokens) for tokens in found[kind].tokens}) == 24, "the model must tell prompts apart"
-    return found
-
-
-@pytest.fixture
-def root(tmp_path) -> Path:
-    """A folder for the filesystem tier."""
-    folder = tmp_path / "root"
-    folder.mkdir(mode=0o700)
-    return folder
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,3 +28,37 @@ def test_every_tier_gives_the_same_tokens(models, plain, root, tmp_path, kind):
     assert sum(small.cached) >= 0.95 * sum(restarted.cached)
     assert sum(again.cached) >= 0.95 * sum(restarted.cached)
     print(kind, [sum(a.cached) for a in (plain[kind], cold, from_cpu, restarted, small, again)], "of", everything)
+
+
+def test_two_workers_give_the_same_tokens(models, root, tmp_path):
+    config = {"tensor_parallel_size": 2}
+    with engine(models["llama"], tmp_path, **config) as vllm:
+        expected = vllm.generate(prompts(SEED))
+    with engine(models["llama"], tmp_path, stack(root, 600), **config) as vllm:
+        cold = vllm.generate(prompts(SEED))
+        vllm.reset()
+        from_cpu = vllm.generate(prompts(SEED))
+    with engine(models["llama"], tmp_path, stack(root, 32), **config) as vllm:
+        from_disk = vllm.generate(prompts(SEED))
+    for answer in (cold, from_cpu, from_disk):
+        assert answer.tokens == expected.tokens
+    assert sum(from_disk.cached) >= 0.95 * sum(from_cpu.cached) > sum(cold.cached)
+
+
+def test_larger_chunks_give_the_same_tokens(models, plain, root, tmp_path):
+    chunks = {"connector": {"blocks_per_chunk": 3}}
+    with engine(models["gemma3"], tmp_path, stack(root, 200, "gemma3"), **KINDS["gemma3"], **chunks) as vllm:
+        cold = vllm.generate(prompts(SEED))
+        vllm.reset()
+        from_cpu = vllm.generate(prompts(SEED))
+    assert cold.tokens == from_cpu.tokens == plain["gemma3"].tokens
+    assert sum(from_cpu.cached) > sum(cold.cached)
+
+
+def test_a_reset_of_the_tiers_forgets_everything(models, plain, root, tmp_path):
+    with engine(models["llama"], tmp_path, stack(root, 600)) as vllm:
+        cold = vllm.generate(prompts(SEED))
+        vllm.reset(tiers=True)
+        again = vllm.generate(prompts(SEED))
+    assert cold.tokens == again.tokens == plain["llama"].tokens
+    assert sum(again.cached) == sum(cold.cached)
