@@ -19,6 +19,13 @@ def wrong_file(budget: Budget) -> Tally:
     return wrong_files.wrong_file(budget)
 
 
+def namespace_skew(budget: Budget) -> Tally:
+    """Another namespace or format version; see `content/skew.py`."""
+    from ..content import skew
+
+    return skew.namespace_skew(budget)
+
+
 ATTACKS = (
     Attack(
         name="bit flips",
@@ -37,5 +44,13 @@ ATTACKS = (
         normal=126,
         long=2_520,
         attack=wrong_file,
+    ),
+    Attack(
+        name="namespace skew",
+        how="every field of the namespace changed, one at a time, and the version of every format: nothing is found, "
+        "what is stored under the same keys is kept apart, nothing is raised but a refusal of another format",
+        normal=133,
+        long=1_330,
+        attack=namespace_skew,
     ),
 )

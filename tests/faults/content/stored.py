@@ -44,20 +44,21 @@ def base() -> Namespace:
 
 
 class _Content:
-    """A block's bytes: a function of its key and generation, then zeros up to the alignment."""
+    """A block's bytes: a function of its namespace, key and generation, then zeros up to the alignment."""
 
     rows: Any
     geometry: Geometry
+    namespace_number = 0
 
     def fill(self, row: int, key: OffloadKey, generation: int = 0) -> None:
         length, aligned = self._lengths(key)
         self.rows.view[row] = 0
-        self.rows.view[row, :length] = content(key, generation, length)
+        self.rows.view[row, :length] = content(key, self.namespace_number + generation, length)
         self.rows.digests[row] = xxhash.xxh3_128(self.rows.view[row, :aligned]).digest()
 
     def holds(self, row: int, key: OffloadKey, generation: int = 0) -> bool:
         length, aligned = self._lengths(key)
-        whole = bool((self.rows.view[row, :length] == content(key, generation, length)).all())
+        whole = bool((self.rows.view[row, :length] == content(key, self.namespace_number + generation, length)).all())
         return whole and not self.rows.view[row, length:aligned].any()
 
     def _lengths(self, key: OffloadKey) -> tuple[int, int]:
@@ -121,7 +122,9 @@ async def opened(layout: str, root: Path, namespace: Namespace | None = None) ->
         backend = FilesBackend(support_files.options(root, capacity=CAPACITY[layout], io_threads=2))
     try:
         told = await backend.open(TierContext("fs", geometry, namespace, time.monotonic, rows=rows))
-        yield (SlabTier if layout == "slab" else FilesTier)(backend, told, rows, geometry)
+        tier = (SlabTier if layout == "slab" else FilesTier)(backend, told, rows, geometry)
+        tier.namespace_number = int.from_bytes(namespace.digest()[:3], "big") << 40
+        yield tier
     finally:
         await backend.close()
 
@@ -213,14 +216,14 @@ class Stored:
         return str(path.relative_to(self.root))
 
 
-def stored(layout: str, root: Path, count: int) -> Stored:
-    """A new root with some blocks of the base namespace."""
+def stored(layout: str, root: Path, count: int, namespace: Namespace | None = None) -> Stored:
+    """A new root with some blocks, of the base namespace unless told otherwise."""
     root.parent.mkdir(parents=True, exist_ok=True)
     names = tuple(support_fs.keys(count))
     places: dict[OffloadKey, tuple[Path, int]] = {}
 
     async def work() -> None:
-        async with opened(layout, root) as tier:
+        async with opened(layout, root, namespace) as tier:
             await store(tier, names)
             for key in names:
                 places[key] = support_fs.slot_place(tier, key) if layout == "slab" else (tier.path(key), 0)

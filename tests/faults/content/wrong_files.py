@@ -15,11 +15,10 @@ import xxhash
 
 from kvtier.jobs import JobKind
 from kvtier.keys import OffloadKey, make_key
-from kvtier.namespace import Namespace
 from kvtier_fs.slot import decode_slot_header, encode_slot_header
 
 from ..attack import Budget, Tally
-from .stored import HEADER, LAYOUTS, SLOT, Found, Stored, base, held, load, opened, run, stored
+from .stored import HEADER, LAYOUTS, SLOT, Found, Stored, held, load, opened, run, stored
 
 BLOCKS = 8
 PAGE = 4096
@@ -367,21 +366,25 @@ def wrong_file(budget: Budget) -> Tally:
     others = {layout: stored(layout, budget.folder / layout / "other", BLOCKS) for layout in LAYOUTS}
     for number in range(budget.count):
         case = CASES[number % len(CASES)]
-        victim = budget.folder / "victim"
-        _remove(victim)
-        victim.write_bytes(b"precious")
-        rng = random.Random(f"{number}/{budget.seed}")
-        scene = Scene(roots[case.layout], others[case.layout], victim, rng)
         if case.plant is _owner and os.geteuid() != 0:
             continue
-        _one(tally, case, scene)
+        rng = random.Random(f"{number}/{budget.seed}")
+        attack_with(tally, case, Scene(roots[case.layout], others[case.layout], budget.folder / "victim", rng))
         tally.iterations += 1
         tally.notes[f"{case.layout}: {case.missed}"] += 1
-        _renew(scene.root)
     return tally
 
 
-def _renew(root: Stored) -> None:
+def attack_with(tally: Tally, case: Case, scene: Scene) -> None:
+    """One case, in a root that is as it was written, before and afterwards."""
+    _remove(scene.victim)
+    scene.victim.write_bytes(b"precious")
+    _one(tally, case, scene)
+    renew(scene.root)
+
+
+def renew(root: Stored) -> None:
+    """Make a root anew as it was written."""
     with suppress(FileNotFoundError):
         os.chown(root.root, os.geteuid(), -1)
     _remove(root.root)
@@ -428,7 +431,7 @@ def _found(root: Stored) -> Found:
     extra = make_key(b"one more block of thirty-two bytes", 0)
 
     async def work() -> None:
-        async with opened(root.layout, root.root, _namespace()) as tier:
+        async with opened(root.layout, root.root) as tier:
             known = await tier.known(root.names)
             await load(tier, known if root.layout == "slab" else root.names, found)
             (outcome,) = await tier.moved(JobKind.STORE, [extra])
@@ -440,7 +443,3 @@ def _found(root: Stored) -> Found:
 
     run(found, work)
     return found
-
-
-def _namespace() -> Namespace:
-    return base()
