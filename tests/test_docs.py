@@ -72,8 +72,9 @@ def test_an_example_stack_is_valid_and_works_for_a_hybrid_layout(path: Path) -> 
     assert all(tier.num_blocks for tier in plan.tiers if tier.type != "gpu")
 
 
-def test_the_example_stacks_are_the_four() -> None:
-    assert [path.name for path in CONFIGS] == ["cpu-only.yaml", "gpu-cpu-fs.yaml", "gpu-cpu.yaml", "multi-root.yaml"]
+def test_the_example_stacks_are_these() -> None:
+    general = ["cpu-only.yaml", "gpu-cpu-fs.yaml", "gpu-cpu.yaml", "multi-root.yaml"]
+    assert [path.name for path in CONFIGS] == [*general, "vllm-cpu-disk.yaml", "vllm-shared-root.yaml"]
 
 
 def test_the_readme_holds_exactly_two_commands_that_install_from_a_clone() -> None:
