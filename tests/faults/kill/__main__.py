@@ -9,6 +9,7 @@ from pathlib import Path
 from ..attack import Tally
 from .cycles import Cycles
 from .late import LateWrites
+from .shared_region import RegionKills
 from .stale import StaleSnapshots
 from .steps import ResetSteps
 from .victim import die_with_parent
@@ -25,8 +26,10 @@ def main(row: str, count: str, seed: str, folder: str) -> None:
             LateWrites(layout, home, number, tally).run(int(count))
         case ["stale"]:
             StaleSnapshots(home, number, tally).run(int(count))
-        case ["reset"]:
-            ResetSteps(home, number, tally).run(int(count))
+        case ["region"]:
+            RegionKills(home, number, tally).run(int(count))
+        case ["reset", part]:
+            ResetSteps(home, number, tally).run(int(count), int(part))
     print(json.dumps(tally.as_json()))
 
 
