@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
+from vllm.v1.kv_offload.base import (  # noqa: F401
+    Locality,
+    LookupResult,
+    Medium,
+    ReqContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
     OffloadingConfig,
@@ -19,6 +26,7 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.base import TransferJob  # noqa: F401
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 ROW = 16 << 10
@@ -139,13 +147,14 @@ class Vllm:
         self.until(lambda: not self.manager.has_pending_work())
 
     def store(self, names: Sequence[bytes], settle: bool = True) -> None:
-        """Blocks from the GPU into the CPU tier, and what vLLM cascades."""
+        """Blocks from the GPU into the CPU tier, and what vLLM cascades; nothing if the CPU tier has no room."""
         context = self.request(names)
         prepared = self.manager.prepare_store(names, context)
-        assert prepared is not None
-        for name, chunk in zip(prepared.keys_to_store, prepared.store_spec.block_ids, strict=True):
-            self.write(int(chunk), content(name, self.row))
-        self.manager.complete_store(prepared.keys_to_store, context)
+        if prepared is not None:
+            for name, chunk in zip(prepared.keys_to_store, prepared.store_spec.block_ids, strict=True):
+                self.write(int(chunk), content(name, self.row))
+            if prepared.keys_to_store:
+                self.manager.complete_store(prepared.keys_to_store, context)
         self.manager.on_request_finished(context)
         if settle:
             self.settle()

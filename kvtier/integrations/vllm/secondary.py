@@ -25,8 +25,9 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from vllm.v1.kv_offload.tiering.base import TransferJob as VLLMJob
 
 from kvtier.control.board import LowerTier, TierPlan
+from kvtier.integrations.vllm.metrics import Meter, definitions
 from kvtier.integrations.vllm.secondary_driver import Answer, SecondaryDriver, Staged
-from kvtier.integrations.vllm.secondary_metrics import TierMetrics, metric_definitions
+from kvtier.integrations.vllm.secondary_metrics import tier_stats
 from kvtier.integrations.vllm.secondary_options import (
     GroupNames,
     SecondaryOptions,
@@ -40,6 +41,7 @@ from kvtier.integrations.vllm.secondary_transfers import Transfer
 from kvtier.jobs import JobKind, int_array
 from kvtier.keys import FS, OffloadKey
 from kvtier.loadstore import LookupResult
+from kvtier.stack import StackStats
 from kvtier.stack.dispatcher import Told
 
 PINNED_SHARE = 2
@@ -103,7 +105,8 @@ class KVTierFs(SecondaryTierManager):  # type: ignore[misc]
         lower = LowerTier(1, plan, staged.lane_rows)
         limits = PlaneLimits(staged.part_blocks, max(1, self._primary.num_rows // PINNED_SHARE), opened.epoch)
         self._plane = SecondaryPlane(lower, limits, self._driver.passages)
-        self._metrics = TierMetrics(self._label, lower, opened.capacity_bytes)
+        self._staged = staged
+        self._meter = Meter()
         if not self._events:
             self._plane.take_changes()
         for note in opened.notes:
@@ -236,11 +239,16 @@ class KVTierFs(SecondaryTierManager):  # type: ignore[misc]
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
         """The tier's metrics."""
-        return metric_definitions()
+        return definitions()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """What changed since the last call."""
-        return self._metrics.take()
+        """What changed since the last call; once a second."""
+        return self._meter.read(self.stats()) if self._meter.due else None
+
+    def stats(self) -> StackStats:
+        """Figures since the tier was opened; also after a shutdown."""
+        plane, staged = self._plane, self._staged
+        return tier_stats(plane.lower, staged.opened, staged.lanes, plane.backlog, time.monotonic())
 
     def shutdown(self) -> None:
         """Drain within the deadline, let go of vLLM's memory, then close the tier. Idempotent.

@@ -55,6 +55,7 @@ class Staged:
     """An open tier: what it said, and how many rows of how many bytes its blocks pass through in each direction."""
 
     opened: Opened
+    lanes: Sequence[Lane]
     lane_rows: int
     row_bytes: int
 
@@ -133,7 +134,7 @@ class SecondaryDriver:
         lanes = [Lane(tier, lane_rows * row_bytes) for _ in range(2)]
         self._tier = tier
         self._dispatcher = Dispatcher(lanes, row_bytes, time.monotonic, self._deliver)
-        return Staged(opened, lane_rows, row_bytes)
+        return Staged(opened, lanes, lane_rows, row_bytes)
 
     def close(self) -> None:
         """End I/O within the tier's own deadline and let go of everything. Idempotent; nothing in a forked child.
@@ -167,7 +168,7 @@ class SecondaryDriver:
             self._thread.join(GRACE_SECONDS)
         if not self._thread.is_alive():
             self._loop.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(cancel_futures=True)  # copies take moments
 
     def _await(self, work: Coroutine[Any, Any, T], timeout_seconds: float) -> T:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)

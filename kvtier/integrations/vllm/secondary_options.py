@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pydantic import Field, create_model
@@ -16,6 +17,7 @@ from kvtier.config.load import validate
 from kvtier.errors import ConfigError
 from kvtier.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier.integrations.vllm import settings
+from kvtier.integrations.vllm.identity import weights_identity
 from kvtier.keys import GROUP_BYTES, OffloadKey
 from kvtier.namespace import Namespace
 from kvtier.options import ByteSize, LowerTierOptions, Seconds
@@ -29,10 +31,10 @@ class SecondaryOptions(LowerTierOptions):
     """The keys that are not the filesystem backend's own, and those whose default differs here."""
 
     namespace: str = Field(
-        min_length=1,
+        default="",
         max_length=256,
         description="what vLLM does not tell a secondary tier: revision of the weights, quantisation; "
-        "stores with different tags never share a block",
+        "stores with different tags never share a block; required for a model that is not a local folder",
     )
     inflight_bytes: ByteSize = Field(
         default=256 << 20, description="memory that blocks pass through on their way, a half for each direction"
@@ -91,9 +93,18 @@ def rows_geometry(num_groups: int, row_bytes: int, alignment: int) -> Geometry:
 
 
 def tier_namespace(config: OffloadingConfig, options: SecondaryOptions, row_bytes: int) -> Namespace:
-    """Everything vLLM tells a secondary tier about what its rows mean. Raises ConfigError if vLLM has no KV cache."""
+    """Everything a secondary tier can know about what vLLM's rows mean.
+
+    Raises ConfigError if nothing tells the weights apart, or if vLLM has no KV cache.
+    """
     if config.worker_kv_bytes_per_block < 1:
         raise ConfigError("vLLM reports no KV cache blocks; KVTierFs needs at least one", "worker_kv_bytes_per_block")
+    weights = weights_identity(Path(config.model.name))
+    if not weights and not options.namespace:
+        raise ConfigError(
+            "is required: nothing tells these weights from others of the same model, so name them yourself",
+            "secondary_tiers.KVTierFs.namespace",
+        )
     known = settings.namespace(config, StackConfig(namespace=options.namespace, tiers=(options,)))
     parallel = config.parallel
     canonical = canonical_format_id(config.kv_cache_layout) if config.canonical_layout else False
@@ -106,7 +117,7 @@ def tier_namespace(config: OffloadingConfig, options: SecondaryOptions, row_byte
         "prefill_context_parallel_size": str(parallel.pcp_size),
         "decode_context_parallel_size": str(parallel.dcp_size),
     }
-    return dataclasses.replace(known, extra=extra)
+    return dataclasses.replace(known, weights=weights, extra=extra)
 
 
 class GroupNames:

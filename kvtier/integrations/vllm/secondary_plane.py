@@ -323,14 +323,15 @@ class SecondaryPlane:
             self.lower.shared.answer(keys, answers, now)
 
     def relieve(self, now: float) -> None:
-        """Stores that hold too many of vLLM's rows for too long go without, the youngest first: a slow disk must not
-        take vLLM's CPU tier away. What was copied out of vLLM's rows by then is stored all the same."""
-        for transfer in reversed(list(self._transfers.values())):
-            if self._pinned <= self.limits.pinned_max:
-                return
-            if transfer.kind is JobKind.STORE and now >= transfer.started + PATIENCE_SECONDS:
-                count = self._cut_short(transfer, dropped(DropReason.BACKLOG), now)
-                self.lower.counters.drop(DropReason.BACKLOG, count)
+        """While stores hold too many of vLLM's rows and the oldest has waited long, the youngest go without: a slow
+        disk must not take vLLM's CPU tier away. What was copied out of vLLM's rows by then is stored all the same."""
+        stores = [transfer for transfer in self._transfers.values() if transfer.kind is JobKind.STORE]
+        if not stores or now < stores[0].started + PATIENCE_SECONDS:
+            return
+        while self._pinned > self.limits.pinned_max:
+            self.lower.counters.drop(
+                DropReason.BACKLOG, self._cut_short(stores.pop(), dropped(DropReason.BACKLOG), now)
+            )
 
     def give_up(self, now: float) -> int:
         """End every job of vLLM now; nothing touches its rows any more. Returns how many blocks that cuts short.
@@ -425,6 +426,11 @@ class SecondaryPlane:
     def busy(self) -> bool:
         """True while a job of vLLM has not ended."""
         return bool(self._transfers)
+
+    @property
+    def backlog(self) -> int:
+        """Blocks of vLLM's jobs that have not ended."""
+        return sum(len(transfer.keys) for transfer in self._transfers.values())
 
     @property
     def io_under_way(self) -> int:
