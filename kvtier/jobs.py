@@ -256,9 +256,9 @@ class RegionCut:
 class TransferJob:
     """A unit of work for one tier: groups of blocks, one direction, one deadline (seconds on the stack's clock).
 
-    `cuts` are the regions that must be cut before the job's first write into them; a cut may be told more than once, and
-    a generation a region already has is no new cut. `epoch` is the namespace's epoch
-    the stored blocks belong to.
+    `cuts` are the regions that must be cut before the job's first write into them; one may be told more than once, and
+    a generation that a region already has is no new cut. `epoch` is the namespace's epoch that the stored blocks
+    belong to.
     """
 
     job_id: JobId
