@@ -6,6 +6,7 @@ through, and flipped back; some go through a whole tier; some through a root tha
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import os
 import random
@@ -27,7 +28,7 @@ from kvtier_fs.verify import Mismatch, ReadSlot, verify_slot
 
 from ..attack import Budget, Tally
 from .openings import opened_anew
-from .stored import HEADER, LAYOUTS, PAGE_BYTES, SLOT, Found, Stored, held, load, opened, run, stored
+from .stored import DEADLINE_SECONDS, HEADER, LAYOUTS, PAGE_BYTES, SLOT, Found, Stored, held, load, opened, run, stored
 
 BLOCKS = 64
 KEY_BYTES = 36
@@ -250,12 +251,13 @@ def _through_a_tier(tally: Tally, rng: random.Random, root: Stored, rounds: int)
                 for key in flipped:
                     _damage(rng, root, key)
                 now = Found()
-                await load(tier, root.names, now)
+                async with asyncio.timeout(DEADLINE_SECONDS):
+                    await load(tier, root.names, now)
                 _judge_round(tally, root, set(flipped), now)
                 for key in flipped:
                     _mend(root, key)
 
-    run(found, work)
+    run(found, work, rounds + 2)
     tally.hangs += found.hung
     tally.expect(not (found.refused or found.broken or found.hung), f"a tier ended with {found}")
 

@@ -174,11 +174,11 @@ def found_in(layout: str, root: Path, names: Sequence[OffloadKey], namespace: Na
     return found
 
 
-def run(found: Found, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run something under a deadline, and tell how it ended."""
+def run(found: Found, work: Callable[[], Coroutine[Any, Any, None]], times: int = 1) -> None:
+    """Run something that may take the deadline so many times, and tell how it ended."""
 
     async def limited() -> None:
-        async with asyncio.timeout(DEADLINE_SECONDS):
+        async with asyncio.timeout(DEADLINE_SECONDS * times):
             await work()
 
     try:
