@@ -12,6 +12,7 @@ import torch
 
 from kvtier.errors import UsageError
 from kvtier.integrations.transformers.loopthread import LoopThread
+from kvtier.integrations.transformers.model import ModelKV
 from kvtier.integrations.transformers.prefix import AsyncPrefixCache, StackSource, TokenIds
 from kvtier.stack import StackStats
 
@@ -81,6 +82,11 @@ class PrefixCache:
     def restore(self, token_ids: TokenIds, salt: bytes = b"") -> tuple[DynamicCache, int]:
         """As `AsyncPrefixCache.restore`."""
         return self._run(lambda: self._inner.restore(token_ids, salt))
+
+    @property
+    def kv(self) -> ModelKV:
+        """What the model's KV cache is like."""
+        return self._inner.kv
 
     def settle(self, timeout_seconds: float) -> bool:
         """As `AsyncPrefixCache.settle`."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from concurrent.futures import CancelledError, Future
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from kvtier.errors import UsageError
 from kvtier.stack.forking import OwnerProcess
@@ -39,56 +39,69 @@ class LoopThread:
 
         Raises UsageError after `stop`, or when that ended the coroutine; never waits for a loop that has gone.
         """
-        with self._submitting:
-            if self._stopping:
-                work.close()
-                raise UsageError("the prefix cache is closed")
-            ended, cancel = self._submit(work)
+        call = _Call(work)
         try:
-            return ended.result()
+            with self._submitting:
+                if self._stopping:
+                    raise UsageError("the prefix cache is closed")
+                self._loop.call_soon_threadsafe(call.begin)
+            return call.ended.result()
+        except UsageError:
+            call.forget()
+            raise
         except BaseException as error:
-            if not ended.done():
-                self._loop.call_soon_threadsafe(cancel)
-                _wait(ended)
+            if not call.ended.done():
+                self._loop.call_soon_threadsafe(call.cancel)
+                _wait(call.ended)
             elif self._stopping and isinstance(error, CancelledError):
                 raise UsageError("the prefix cache was closed before the call ended") from error
             raise
-
-    def _submit(self, work: Coroutine[Any, Any, T]) -> tuple[Future[T], Callable[[], None]]:
-        """Begin a coroutine in the loop; its end, and what cancels it when called in the loop."""
-        ended: Future[T] = Future()
-        tasks: list[asyncio.Task[T]] = []
-
-        def begin() -> None:
-            tasks.append(self._loop.create_task(work))
-            tasks[0].add_done_callback(pass_on)
-
-        def cancel() -> None:
-            tasks[0].cancel()
-
-        def pass_on(task: asyncio.Task[T]) -> None:
-            if task.cancelled():
-                ended.cancel()
-            elif (error := task.exception()) is not None:
-                ended.set_exception(error)
-            else:
-                ended.set_result(task.result())
-
-        self._loop.call_soon_threadsafe(begin)
-        return ended, cancel
 
     def stop(self) -> None:
         """End what is left, then the loop and its thread. Called once; in a forked child it does nothing."""
         if self._owner.elsewhere:
             return
+        last = _Call(_end_tasks())
         with self._submitting:
             self._stopping = True
-            ended, _ = self._submit(_end_tasks())
-        _wait(ended)
+            self._loop.call_soon_threadsafe(last.begin)
+        _wait(last.ended)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(STOP_SECONDS)
         if not self._thread.is_alive():
             self._loop.close()
+
+
+class _Call(Generic[T]):
+    """A coroutine on its way through a loop; `begin` and `cancel` are called in the loop, in any order."""
+
+    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
+        self.ended: Future[T] = Future()
+        self._work = work
+        self._task: asyncio.Task[T] | None = None
+
+    def begin(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._work)
+        self._task.add_done_callback(self._pass_on)
+
+    def cancel(self) -> None:
+        if self._task is None:
+            self.forget()
+        else:
+            self._task.cancel()
+
+    def forget(self) -> None:
+        """It never began, or has ended."""
+        self._work.close()
+        self.ended.cancel()
+
+    def _pass_on(self, task: asyncio.Task[T]) -> None:
+        if task.cancelled():
+            self.ended.cancel()
+        elif (error := task.exception()) is not None:
+            self.ended.set_exception(error)
+        else:
+            self.ended.set_result(task.result())
 
 
 def _wait(future: Future[T]) -> None:

@@ -73,6 +73,7 @@ class AsyncPrefixCache:
         self._block_size = block_size
         self._weights = weights
         self._prepared: Prepared | None = None
+        self._room: int | None = None
         self._turn = asyncio.Lock()
 
     # -- life ----------------------------------------------------------------------------------------------------
@@ -105,6 +106,7 @@ class AsyncPrefixCache:
             raise UsageError("a prefix cache is opened once")
         self._prepared = prepared
         await prepared.stack.open()
+        self._room = _room(prepared.stack.stats())
 
     async def close(self) -> None:
         """Write what is still on its way to the lower tiers, until the stack's closing deadline; close every tier.
@@ -129,13 +131,15 @@ class AsyncPrefixCache:
         tokens = token_array(token_ids)
         if cached > len(tokens):
             raise UsageError(f"the cache holds {cached} tokens, but only {len(tokens)} are named")
-        keys = block_keys(tokens[:cached], opened.unit, salt)
+        keys = block_keys(tokens[:cached], opened.unit, salt)[: self._room]
         async with self._turn:
-            held = [name is not None for name in opened.stack.locate(keys)]
-            hits = [key for key, there in zip(keys, held, strict=True) if there]
-            await self._store(opened, keys, held, tensors)
+            where = opened.stack.locate(keys)
+            hits = [key for key, name in zip(keys, where, strict=True) if name is not None]
+            # Before: or the new blocks would push them out. After: so that no block ages before those it precedes.
             opened.stack.touch(hits)
-        return _front(held) * opened.unit
+            await self._store(opened, keys, [index for index, name in enumerate(where) if name is None], tensors)
+            opened.stack.touch(hits)
+            return _front([name is not None for name in opened.stack.locate(keys)]) * opened.unit
 
     async def restore(self, token_ids: TokenIds, salt: bytes = b"") -> tuple[DynamicCache, int]:
         """The longest prefix the stack can vouch for: a cache of it, and its number of tokens; empty and 0 for a miss.
@@ -158,6 +162,11 @@ class AsyncPrefixCache:
 
     # -- knowing and steering ------------------------------------------------------------------------------------
 
+    @property
+    def kv(self) -> ModelKV:
+        """What the model's KV cache is like."""
+        return self._opened().kv
+
     async def settle(self, timeout_seconds: float) -> bool:
         """Wait until everything saved is in the lower tiers too; False when the time ran out."""
         return await self._opened().stack.settle(timeout_seconds)
@@ -177,19 +186,13 @@ class AsyncPrefixCache:
             raise UsageError("the prefix cache is not open")
         return self._prepared
 
-    async def _store(self, opened: Prepared, keys: list[OffloadKey], held: list[bool], tensors: Tensors) -> None:
-        """Store the blocks that are not held, a staging pool at a time, and mark those that are now.
-
-        Stops after a batch of which nothing was kept: the next would fare no better.
-        """
+    async def _store(self, opened: Prepared, keys: list[OffloadKey], missing: list[int], tensors: Tensors) -> None:
+        """Store the missing blocks, a staging pool at a time, from the end of the sequence to its beginning: so the
+        beginning is the youngest, and what is left in tiers too small for all of it. Stops when nothing is kept."""
         deadline = self._now() + opened.config.store_timeout_seconds
-        missing = [position for position, there in enumerate(held) if not there]
-        for batch in _batches(missing, opened.staging.capacity):
+        for batch in reversed(list(_batches(missing, opened.staging.capacity))):
             opened.staging.pack(tensors, batch)
-            kept = await self._move(opened, JobKind.STORE, [keys[position] for position in batch], deadline)
-            for position, ok in zip(batch, kept, strict=True):
-                held[position] = ok
-            if not any(kept):
+            if not any(await self._move(opened, JobKind.STORE, [keys[position] for position in batch], deadline)):
                 return
 
     async def _load(self, opened: Prepared, keys: list[OffloadKey], tensors: Tensors) -> int:
@@ -223,6 +226,13 @@ T = TypeVar("T")
 
 def _batches(items: list[T], size: int) -> Iterator[list[T]]:
     return (items[start : start + size] for start in range(0, len(items), size))
+
+
+def _room(stats: StackStats) -> int | None:
+    """How many blocks of one sequence are worth storing: as many as the largest tier holds, or more would push out
+    their own beginning. None where a shared tier does not say how many it holds."""
+    sizes = [sum(tier.slots.values()) for tier in stats.tiers.values()]
+    return max(sizes) if all(sizes) else None
 
 
 def _front(flags: Sequence[bool]) -> int:
