@@ -348,13 +348,13 @@ def test_partial_success_is_kept_in_any_order():
     world.run_tier(0)
     (demotion,) = world.under_way(1, STORE)
     assert world.numbers(demotion) == [4, 3, 2, 1]
-    world.end(demotion, failed(5), STORED, dropped(DropReason.DISK_FULL), STORED)
+    world.end(demotion, failed(5), STORED, dropped(DropReason.KEY_TOO_LONG), STORED)
     owned = world.plane.board.lowers[0].owned
     assert [owned.ready(key(n)) is not None for n in (1, 2, 3, 4)] == [True, False, True, False]
     assert (owned.table.counts[READY], owned.table.counts[FREE]) == (2, 2)
     assert world.plane.owed == 0, "what failed is given up, not tried for ever"
     assert world.plane.counters(1).failed == 1
-    assert world.plane.counters(1).dropped == {DropReason.DISK_FULL: 1}
+    assert world.plane.counters(1).dropped == {DropReason.KEY_TOO_LONG: 1}
     world.check()
 
 
@@ -443,7 +443,7 @@ def test_how_many_jobs_are_kept_in_order_is_bounded():
     stuck, *others = world.under_way(1, STORE)
     for job in others:
         world.finish(job)
-        assert len(world.plane._demotions.sent[0]) <= 16
+        assert len(world.plane._demotions.orders[0]._line) <= 16
     world.finish(stuck)
     world.check()
 

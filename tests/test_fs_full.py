@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import os
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support_fs import Tier, bytes_on_disk, keys, layout, open_tier, options
+from support_stack import Engine, fs, load, opened, parts_of, stack_file, statuses, store, whole
+from support_stack import keys as engine_keys
 
 from kvtier.errors import RootError
 from kvtier.jobs import LOADED, STORED, DropReason, dropped
-from kvtier_fs import FSOptions
+from kvtier.keys import OffloadKey
+from kvtier.stack import StackParts, TierStack
+from kvtier_fs import FSBackend, FSOptions
 from kvtier_fs.folder import RootFolder
 from kvtier_fs.opening import Seams
 
@@ -198,3 +205,73 @@ async def test_without_inodes_stores_are_dropped_until_there_are_some(disk):
         assert bytes_on_disk(mount / "root") <= 8 * MIB
     async with open_tier(options(mount / "root", capacity=8 * MIB)) as tier:
         assert list(tier.opened.recovered.keys) == keys(3)
+
+
+def stack_on(mount: Path, engine: Engine, seams: Seams | None, **more: object) -> StackParts:
+    """A stack whose fs tier may take more than the disk has."""
+    lower = fs(mount / "root", capacity=256 * MIB, region_bytes="4MiB", **more)
+    parts = parts_of(stack_file(engine.layout, 64, lower), engine)
+    tiers = [*parts.tiers[:-1], FSBackend(parts.tiers[-1].options, seams)]
+    return replace(parts, tiers=tiers)
+
+
+async def stored(stack: TierStack, engine: Engine, first: int, batches: int) -> list[OffloadKey]:
+    """Store batches of blocks, each on the disk before the next; returns their keys."""
+    names: list[OffloadKey] = []
+    for number in range(batches):
+        batch = engine_keys(32, start=first + 32 * number)
+        await store(stack, engine, whole(batch))
+        assert await stack.settle(20)
+        names += batch
+    return names
+
+
+async def loadable(stack: TierStack, engine: Engine, names: list[OffloadKey]) -> int:
+    """How many of these can be loaded, every byte right."""
+    good = 0
+    for start in range(0, len(names), 32):
+        good += statuses(await load(stack, engine, whole(names[start : start + 32], 32))).count("loaded")
+    return good
+
+
+@pytest.mark.parametrize("seams", [None, Seams(folder=no_support)], ids=["preallocated", "not preallocated"])
+async def test_a_full_disk_keeps_what_is_new_and_evicts_what_is_old(disk, monkeypatch, seams):
+    """First full up to `min_free_bytes`, then filled up by others, then with room again: no store is ever dropped."""
+    monkeypatch.setattr("kvtier.control.full.PAUSE_SECONDS", 0.2)
+    mount, engine = disk(), Engine(layout(65536), 64)
+    async with opened(stack_on(mount, engine, seams, min_free_bytes=24 * MIB)) as stack:
+        names = await stored(stack, engine, 0, 30)
+        tier = stack.stats().tiers["fs"]
+        assert (tier.dropped, tier.failed, tier.breaker) == ({}, 0, "closed")
+        assert tier.evictions > 300
+        assert free_bytes(mount) >= 24 * MIB - 64 * 1024
+        assert await loadable(stack, engine, names[-320:]) == 320
+        ballast = fill_up(mount)
+        names = await stored(stack, engine, 10_000, 30)
+        assert await loadable(stack, engine, names[-320:]) == 320
+        ballast.unlink()
+        before = stack.stats().tiers["fs"].evictions
+        assert stack.stats().tiers["fs"].dropped == {}
+    async with opened(stack_on(mount, engine, seams, min_free_bytes=0)) as stack:
+        names += await stored(stack, engine, 20_000, 10)
+        assert stack.stats().tiers["fs"].evictions == 0 < before, "there is room again, and it is used"
+        assert await loadable(stack, engine, names[-640:]) == 640
+
+
+async def test_a_disk_full_from_the_start_drops_with_the_reason_and_recovers(disk, monkeypatch):
+    monkeypatch.setattr("kvtier.control.full.PAUSE_SECONDS", 0.2)
+    mount, engine = disk(), Engine(layout(65536), 64)
+    async with opened(stack_on(mount, engine, None)) as stack:
+        ballast = fill_up(mount)
+        lost = await stored(stack, engine, 0, 4)
+        tier = stack.stats().tiers["fs"]
+        assert (tier.dropped, tier.stored, tier.breaker) == ({"disk_full": 128}, 0, "closed")
+        ballast.unlink()
+        number = itertools.count(1)
+        async with asyncio.timeout(20):
+            while not stack.stats().tiers["fs"].stored:
+                await stored(stack, engine, 10_000 * next(number), 1)
+        names = await stored(stack, engine, 5_000, 4)
+        assert set(stack.locate(names[:64])) == {"fs"}
+        assert await loadable(stack, engine, names) == 128
+        assert await loadable(stack, engine, lost) == 0

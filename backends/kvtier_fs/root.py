@@ -180,6 +180,8 @@ class Root:
             number = errno.EIO
         except OSError as error:
             number = error.errno or errno.EIO
+        if number:
+            self.io.count_error(number)
         if state.generation == generation:
             state.ready, state.errno = not number, number
 

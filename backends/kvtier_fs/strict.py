@@ -70,6 +70,10 @@ class StrictIO:
             return None
         return -result if result < 0 else errno.EIO
 
+    def count_error(self, number: int) -> None:
+        """Count an operation of the disk that failed for good."""
+        self._counters[f"errno.{errno.errorcode.get(number, number)}"] += 1
+
     async def move(self, kind: IOKind, buffers: Sequence[memoryview], places: Sequence[Place]) -> list[int]:
         """Move each buffer from or to its place. Returns an errno for each, 0 when all of it moved."""
         results = [0] * len(places)

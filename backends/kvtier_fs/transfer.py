@@ -259,7 +259,7 @@ class Lane:
         if block.pieces:
             return
         if block.errno:
-            self._parts.counters[f"errno.{errno.errorcode.get(block.errno, block.errno)}"] += 1
+            self._parts.io.count_error(block.errno)
             self._end(block, error_outcome(block.errno))
         elif piece.kind is IOKind.WRITE:
             self._parts.ledger.record(block.header)

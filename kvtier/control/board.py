@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from kvtier.control.breaker import Breaker
+from kvtier.control.breaker import Breaker, BreakerState
 from kvtier.control.shared import SharedTier
 from kvtier.control.tier import OwnedTier
 from kvtier.jobs import BlockOutcome, BlockStatus, DropReason, GroupTransfer, JobKind, JobResult, RegionCut, TransferJob
@@ -60,6 +60,7 @@ class LowerTier:
 
     Its transfers hold at most `rows_max` CPU rows at once: under way (`rows_held`), those whose job is late and has
     not really ended included (`rows_stuck`). So a frozen tier never takes more of the CPU tier than that.
+    `room_breaker` opens when even the places of evicted blocks are refused because the disk is full.
     """
 
     def __init__(self, position: int, plan: TierPlan, rows_max: int) -> None:
@@ -80,6 +81,7 @@ class LowerTier:
             self.owned.restore(plan.opened.recovered)
         self.load_breaker = Breaker()
         self.store_breaker = Breaker()
+        self.room_breaker = Breaker(threshold=1)
         self.counters = TierCounters()
 
     @property
@@ -90,6 +92,28 @@ class LowerTier:
     def may_load(self, now: float) -> bool:
         """True if the tier may be asked for blocks, as far as its health goes."""
         return not self.stuck and self.load_breaker.allows(now)
+
+    def may_store(self, now: float) -> bool:
+        """True if the tier may be sent blocks, as far as its health and the room on its disk go."""
+        healthy, roomy = self.store_breaker.allows(now), self.room_breaker.allows(now)
+        return healthy and roomy and not self.stuck
+
+    @property
+    def refusal(self) -> DropReason | None:
+        """Why stores are given up at once; None if they may go, or wait for one that tries the tier out."""
+        if self.stuck or self.store_breaker.state is BreakerState.OPEN:
+            return DropReason.TIER_DOWN
+        return DropReason.DISK_FULL if self.room_breaker.state is BreakerState.OPEN else None
+
+    @property
+    def disk_full(self) -> bool:
+        """True while some disk of the tier has no room for more regions or slots."""
+        return self.owned is not None and self.owned.placement.full.any
+
+    def store_sent(self) -> None:
+        """A store was sent."""
+        self.store_breaker.sent()
+        self.room_breaker.sent()
 
     def holds_key(self, key: OffloadKey, now: float) -> bool:
         """True if a load of this key from here may be tried."""

@@ -10,12 +10,14 @@ CPU tier for long: stores that waited long enough make duties give way (`backlog
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvtier.control.board import Board, InFlight, LowerTier
 from kvtier.control.breaker import BreakerState
+from kvtier.control.order import StoreOrder
 from kvtier.control.slots import READY
 from kvtier.jobs import (
+    BlockOutcome,
     DropReason,
     GroupTransfer,
     JobKind,
@@ -27,9 +29,6 @@ from kvtier.keys import OffloadKey, key_group
 
 JOB_BLOCKS = 128
 
-ORDER_JOBS = 16
-"""Demotions of one tier that are kept in the order they were sent, however they end."""
-
 
 class Demotions:
     """Plans and ends demotions to all lower tiers. In flight and quarantined, a tier holds a quarter of the rows."""
@@ -40,8 +39,9 @@ class Demotions:
         self.closing = False
         self.duty = bytearray(board.num_rows)
         self.demoting = bytearray(board.num_rows)
+        self.retried = bytearray(board.num_rows)
         self.queues: list[deque[tuple[int, int]]] = [deque() for _ in board.lowers]
-        self.sent: list[deque[DemotionJob]] = [deque() for _ in board.lowers]
+        self.orders = [StoreOrder(lower.owned) for lower in board.lowers]
         self.inflight = [0] * len(board.lowers)
         self._num_owing = 0
         self._on_evict_bits = sum(lower.bit for lower in board.lowers if lower.on_evict)
@@ -98,6 +98,7 @@ class Demotions:
         """The row owes nothing to this tier (to any) any more: it is below, or was given up."""
         if self.duty[row]:
             self.duty[row] &= ~lower.bit if lower is not None else 0
+            self.retried[row] &= self.duty[row]
             if not self.duty[row]:
                 self.board.cpu.release((row,))
                 self._num_owing -= 1
@@ -151,9 +152,9 @@ class Demotions:
     def plan(self, now: float) -> None:
         """Emit what may go now: queued rows, and cold rows with a duty where free rows are short."""
         for lower in self.board.lowers:
-            allowed = lower.store_breaker.allows(now)
-            if lower.stuck or lower.store_breaker.state is BreakerState.OPEN:
-                self._give_up(lower)
+            allowed = lower.may_store(now)
+            if lower.refusal is not None:
+                self._give_up(lower, lower.refusal)
             elif allowed and lower.on_evict:
                 self._plan_cold(lower, now)
             elif allowed:
@@ -163,15 +164,15 @@ class Demotions:
         """How many more blocks may be under way to this tier: within its share of the rows and its own limit."""
         return min(lower.rows_max - lower.rows_held, lower.plan.inflight_blocks - self.inflight[lower.position - 1])
 
-    def _give_up(self, lower: LowerTier) -> None:
-        """The tier is down: what waits in line goes without, and of the cold rows as many as are needed."""
+    def _give_up(self, lower: LowerTier, reason: DropReason) -> None:
+        """The tier takes nothing: what waits in line goes without, and of the cold rows as many as are needed."""
         queue = self.queues[lower.position - 1]
         rows = [row for row, generation in queue if self._owes(lower, row, generation)]
         queue.clear()
         if lower.on_evict:
             rows = self._cold_rows(self._rows_needed(lower), lower.bit)
         for row in rows:
-            lower.counters.drop(DropReason.TIER_DOWN)
+            lower.counters.drop(reason)
             self.end_duty(row, lower)
 
     def _owes(self, lower: LowerTier, row: int, generation: int) -> bool:
@@ -181,7 +182,7 @@ class Demotions:
 
     def _plan_queue(self, lower: LowerTier, now: float) -> None:
         queue = self.queues[lower.position - 1]
-        while queue and (room := min(JOB_BLOCKS, self._room(lower))) > 0 and lower.store_breaker.allows(now):
+        while queue and (room := min(JOB_BLOCKS, self._room(lower))) > 0 and lower.may_store(now):
             rows: list[int] = []
             while queue and len(rows) < room:
                 row, generation = queue.popleft()
@@ -191,8 +192,8 @@ class Demotions:
                     self.end_duty(row, lower)
                 else:
                     rows.append(row)
-            if rows and not self._send(lower, rows, now):
-                return
+            if rows and not self._send(lower, rows, now) and not lower.disk_full:
+                return  # the others wait until slots are free: nobody knows when a full disk has some
 
     def _key(self, row: int) -> OffloadKey:
         key = self.board.cpu.table.keys[row]
@@ -225,8 +226,7 @@ class Demotions:
     def _send_cold(self, lower: LowerTier, count: int, now: float) -> None:
         rows = self._cold_rows(count, lower.bit)
         for start in range(0, len(rows), JOB_BLOCKS):
-            allowed = lower.store_breaker.allows(now)
-            if not allowed or not self._send(lower, rows[start : start + JOB_BLOCKS], now):
+            if not lower.may_store(now) or not self._send(lower, rows[start : start + JOB_BLOCKS], now):
                 return
 
     def flush(self, now: float) -> None:
@@ -241,6 +241,8 @@ class Demotions:
         slots: list[int] | None = None
         cuts: tuple[RegionCut, ...] = ()
         if lower.owned is not None:
+            if not any(self.retried[row] & lower.bit for row in rows):
+                lower.owned.placement.try_full_disks(now)
             slots = lower.owned.reserve(keys)
             cuts = lower.owned.placement.cuts_for(slots)
             if len(slots) < len(rows):
@@ -250,7 +252,7 @@ class Demotions:
                 return False
         job = DemotionJob(self, lower, rows, keys, slots)
         job.cuts = cuts
-        self._queue_up(job)
+        self.orders[lower.position - 1].sent(job)
         groups: dict[int, list[int]] = {}
         for i, key in enumerate(keys):
             groups.setdefault(key_group(key), []).append(i)
@@ -270,30 +272,34 @@ class Demotions:
             self.demoting[row] |= lower.bit
         self.inflight[lower.position - 1] += len(rows)
         lower.rows_held += len(rows)
-        lower.store_breaker.sent()
+        lower.store_sent()
         deadline = now + lower.plan.timeout_seconds
         self.board.emit(lower.position, JobKind.STORE, transfers, deadline, job, cuts)
         return True
 
-    def _queue_up(self, job: DemotionJob) -> None:
-        line = self.sent[job.lower.position - 1]
-        line.append(job)
-        if len(line) > ORDER_JOBS:
-            line.popleft()
+    def disk_full(self, job: DemotionJob, blocks: Sequence[int], now: float) -> set[int]:
+        """The disk had no room for these blocks of a job. Returns those that are tried once more, in other places.
 
-    def keep_order(self, job: DemotionJob) -> None:
-        """The job is over. Jobs that were sent after it and ended before it hold what is more recent all the same."""
-        line, owned = self.sent[job.lower.position - 1], job.lower.owned
-        if owned is not None and job in line:
-            for later in list(line)[line.index(job) + 1 :]:
-                owned.reorder([slot for slot, generation in later.stored if owned.has(slot, generation)])
-        job.over = True
-        while line and line[0].over:
-            line.popleft()
+        That is where blocks are evicted for them. None while it is being tried whether there is room again.
+        """
+        lower, bit, table = job.lower, job.lower.bit, self.board.cpu.table
+        if lower.owned is None or job.slots is None or not blocks:
+            return set()
+        lower.owned.placement.disk_full([job.slots[i] for i in blocks], now)
+        if lower.room_breaker.state is not BreakerState.CLOSED:
+            return set()
+        again = [i for i in blocks if self.duty[job.rows[i]] & bit & ~self.retried[job.rows[i]]]
+        for i in again:
+            self.retried[job.rows[i]] |= bit
+        if not lower.on_evict:
+            line = ((job.rows[i], table.generation[job.rows[i]]) for i in reversed(again))
+            self.queues[lower.position - 1].extendleft(line)
+        return set(again)
 
     def _no_slot(self, lower: LowerTier, rows: Sequence[int]) -> None:
         assert lower.owned is not None
         reason = DropReason.NO_SLOT if lower.owned.placement.one_size else DropReason.NO_REGION
+        reason = DropReason.DISK_FULL if lower.disk_full else reason
         lower.counters.drop(reason, len(rows))
         for row in rows:
             self.end_duty(row, lower)
@@ -325,11 +331,14 @@ class DemotionJob(InFlight):
         lower, board = self.lower, self.demotions.board
         outcomes = [outcome for group in result.outcomes for outcome in group]
         good: list[int] = []
-        bad: list[int] = []
+        bad: dict[int, BlockOutcome] = {}
         for i, outcome in zip(self.order, outcomes, strict=True):
-            (good if outcome.ok else bad).append(i)
-            board.count(lower.position, outcome)
-            if lower.shared is not None and outcome.ok and self.epoch == board.epoch:
+            if outcome.ok:
+                good.append(i)
+            else:
+                bad[i] = outcome
+        if lower.shared is not None and self.epoch == board.epoch:
+            for i in good:
                 lower.shared.learn(self.keys[i], True, now)
         if lower.owned is not None and self.slots is not None:
             stored = [self.slots[i] for i in sorted(good)]
@@ -339,17 +348,28 @@ class DemotionJob(InFlight):
             self.stored = [(slot, generation[slot]) for slot in stored]
             if stored:
                 lower.owned.placement.told(self.cuts)
-        self.demotions.keep_order(self)
+        full = sorted(i for i, outcome in bad.items() if outcome.reason is DropReason.DISK_FULL)
+        again = self.demotions.disk_full(self, full, now)
+        for i, outcome in bad.items():
+            if i not in again:
+                board.count(lower.position, outcome)
+        if good or not full:
+            lower.room_breaker.succeeded()
+        elif lower.owned is not None and len(again) < len(full):
+            lower.room_breaker.failed(now)
+        self.demotions.orders[self.lower.position - 1].ended(self)
         lower.counters.stored += len(good)
         lower.counters.store_bytes += result.bytes_moved
         lower.judge(lower.store_breaker, outcomes, now)
-        self._let_go()
+        self._let_go(again)
 
-    def _let_go(self) -> None:
+    def _let_go(self, again: Collection[int] = ()) -> None:
+        """The rows are read no more, and owe nothing any more but those of blocks that are tried again."""
         demotions, bit = self.demotions, self.lower.bit
-        for row in self.rows:
+        for i, row in enumerate(self.rows):
             demotions.demoting[row] &= ~bit
-            demotions.end_duty(row, self.lower)
+            if i not in again:
+                demotions.end_duty(row, self.lower)
         demotions.inflight[self.lower.position - 1] -= len(self.rows)
         self.lower.rows_held -= len(self.rows)
         demotions.board.cpu.release(self.rows)
@@ -357,8 +377,9 @@ class DemotionJob(InFlight):
     def late(self, now: float) -> None:
         self.lower.counters.late += len(self.rows)
         self.lower.store_breaker.failed(now)
+        self.lower.room_breaker.succeeded()  # whatever it was, it says nothing of room
         self.lower.rows_stuck += len(self.rows)
-        self.demotions.keep_order(self)
+        self.demotions.orders[self.lower.position - 1].ended(self)
         if self.lower.on_evict:
             self.lower.counters.drop(DropReason.TIER_DOWN, len(self.rows))
         if self.lower.owned is not None and self.slots is not None:

@@ -2,7 +2,8 @@
 
 A size without a free slot takes a region that was never cut; then what other namespaces left, the oldest first; else
 it evicts within its own regions, unless a region of another size is colder as a whole than all of its own: then that
-region is evicted and cut again. Each size keeps at least one region.
+region is evicted and cut again. Each size keeps at least one region. While a root's disk is full it is left at the
+regions and slots that have their room.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from array import array
 from collections.abc import Sequence
 
 from kvtier.control.foreign import ForeignLayer, ForeignSlots
+from kvtier.control.full import FullDisks
 from kvtier.control.slots import ABSENT, FREE, READY, SlotTable
 from kvtier.errors import IntegrityError
 from kvtier.jobs import RegionCut
@@ -38,6 +40,7 @@ class Placement:
         self._free = [[array("q") for _ in roots] for _ in self.sizes]
         self.free_count = [0] * len(self.sizes)
         self.foreign = ForeignSlots(len(self.sizes))
+        self.full = FullDisks(len(self.sizes), len(space.regions_by_root))
         self._turn = 0
         self._uncut: list[list[int]] = [[] for _ in roots]
         for region in reversed(range(space.num_regions)):
@@ -46,8 +49,9 @@ class Placement:
 
     @property
     def has_uncut(self) -> bool:
-        """True while a region is left that no size has taken."""
-        return any(self._uncut) or self.foreign.has_regions
+        """True while a region is left that no size has taken, on a disk that has room for it."""
+        uncut = any(regions and not self.full.is_full(root) for root, regions in enumerate(self._uncut))
+        return uncut or self.foreign.has_regions
 
     @property
     def fewest_slots(self) -> int:
@@ -162,15 +166,34 @@ class Placement:
     def _open_roots(self, size: int) -> None:
         """Every root with uncut regions offers slots of this size, so blocks spread over all roots from the start."""
         for root, uncut in enumerate(self._uncut):
-            if uncut and not self._free[size][root]:
+            if uncut and not self._free[size][root] and not self.full.is_full(root):
                 self._cut(uncut.pop(), size)
 
     def _cut_uncut(self, size: int) -> bool:
-        fullest = max(self._uncut, key=len)
-        if not fullest:
+        roots = [regions for root, regions in enumerate(self._uncut) if not self.full.is_full(root)]
+        most = max(roots, key=len, default=[])
+        if not most:
             return False
-        self._cut(fullest.pop(), size)
+        self._cut(most.pop(), size)
         return True
+
+    def disk_full(self, slots: Sequence[int], now: float) -> None:
+        """These slots' disks had no room for them: keep their regions' free slots apart, for a while."""
+        for region in dict.fromkeys(slot // self.per_region for slot in slots):
+            root, size = self.root_of_region[region], self.region_size[region]
+            self.full.found(region, root, now)
+            stack = self._free[size][root]
+            apart = array("q", [slot for slot in stack if slot // self.per_region == region])
+            if apart:
+                stack[:] = array("q", [slot for slot in stack if slot // self.per_region != region])
+                self.full.slots[size][root].extend(apart)
+                self.free_count[size] -= len(apart)
+
+    def try_full_disks(self, now: float) -> None:
+        """Disks that were full a while ago may have room again: what was kept apart is free as before."""
+        for size, root, slots in self.full.take_due(now):
+            self._free[size][root].extend(slots)
+            self.free_count[size] += len(slots)
 
     def cut_all(self) -> None:
         """Cut every region for the only size there is, without telling the backend: memory that is born with us."""
@@ -200,15 +223,16 @@ class Placement:
         """An idle region of another size that may be cut for this one, or None."""
         if self.one_size:
             return None
-        own = [self.region_used[r] for r, s in enumerate(self.region_size) if s == size]
+        sizes = [UNCUT if region in self.full.regions else size for region, size in enumerate(self.region_size)]
+        own = [self.region_used[r] for r, s in enumerate(sizes) if s == size]
         limit = min(own) if own else None
         counts = [0] * len(self.sizes)
-        for owner in self.region_size:
+        for owner in sizes:
             if owner != UNCUT:
                 counts[owner] += 1
         candidates = [
             (self.region_used[region], region)
-            for region, owner in enumerate(self.region_size)
+            for region, owner in enumerate(sizes)
             if owner not in (UNCUT, size)
             and counts[owner] > 1
             and (limit is None or self.region_used[region] < limit)
@@ -248,7 +272,7 @@ class Placement:
             stacks = [*free, *(layer.slots[size] for layer in self.foreign.layers)]
             if sum(map(len, stacks)) != self.free_count[size]:
                 raise IntegrityError(f"size {size} has {sum(map(len, stacks))} free slots, counted {self.free_count}")
-            for stack in stacks:
+            for stack in (*stacks, *self.full.slots[size]):
                 for slot in stack:
                     if slot in seen or self.table.state[slot] != FREE:
                         raise IntegrityError(f"slot {slot} is on a free list twice or is not free")

@@ -310,9 +310,10 @@ class OwnedTier:
             self.peak_bytes = max(self.peak_bytes, self._cut_bytes())
 
     def _cut_bytes(self) -> int:
-        slots_in, sizes, free = self.placement.slots_in_region, self.placement.sizes, self.placement.free_count
+        slots_in, sizes, full = self.placement.slots_in_region, self.placement.sizes, self.placement.full
         cut = sum(slots_in[size] * sizes[size] for size in self.placement.region_size if size >= 0)
-        return cut - sum(count * size for count, size in zip(free, sizes, strict=True))
+        free = enumerate(self.placement.free_count)
+        return cut - sum((count + full.count(size)) * sizes[size] for size, count in free)
 
     def index_bytes(self) -> int:
         """Bytes of the arrays of this tier that grow with slots, without the dict and its keys."""
