@@ -7,7 +7,7 @@ import os
 import stat
 import time
 from collections.abc import Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,7 @@ from kvtier.namespace import Namespace
 from kvtier_fs import FSOptions
 from kvtier_fs.files.backend import FilesBackend
 from kvtier_fs.files.places import BLOCK_NAME
-from kvtier_fs.files.records import decode_account
+from kvtier_fs.files.records import Tree, decode_account, decode_tree
 from kvtier_fs.files.root import FilesSeams
 
 
@@ -148,7 +148,7 @@ def disk_bytes(root: Path) -> int:
 @contextmanager
 def bucket_locked(folder: Path):
     """Nobody changes this bucket meanwhile."""
-    fd = os.open(folder / "lock", os.O_RDWR)
+    fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield
@@ -156,27 +156,46 @@ def bucket_locked(folder: Path):
         os.close(fd)
 
 
-def account_errors(tier: FilesTier) -> dict[str, int]:
-    """For each bucket that has an account: by how many bytes that says more than the bucket holds.
+def _looked_at(folder: Path) -> dict[int, os.stat_result]:
+    """Everything in a bucket that nobody else has the lock of: temporaries may get their names, no more than that."""
+    seen: list[dict[int, os.stat_result]] = [{}]
+    while len(seen) < 2 or seen[-1].keys() != seen[-2].keys():
+        found = {}
+        for path in [folder, *folder.rglob("*")]:
+            with suppress(FileNotFoundError):
+                status = path.lstat()
+                found[status.st_ino] = status
+        seen.append(found)
+    return seen[-1]
+
+
+def account_error(folder: Path, tree: Tree) -> int | None:
+    """By how many bytes a bucket's account says more than the bucket holds, None if it has none.
 
     Looked at under the bucket's lock. What its folders grew by since the last count has room set aside: no error.
     """
-    tree, found = tier.backend._root.tree, {}
-    for folder in sorted(Path(tier.backend.options.roots[0]).glob("bucket-*")):
-        with bucket_locked(folder):
-            statuses = [path.lstat() for path in [folder, *folder.rglob("*")]]
-            held = sum(status.st_blocks * 512 for status in statuses)
-            grown = sum(max(0, status.st_blocks * 512 - 4096) for status in statuses if stat.S_ISDIR(status.st_mode))
-            if not (folder / "account").exists():
-                continue
-            said = decode_account((folder / "account").read_bytes(), tree, int(folder.name[-2:], 16))
-        assert said is not None, f"{folder.name} has a damaged account"
-        found[folder.name] = min(0, said - held + grown) if said < held else said - held
-    return found
+    with bucket_locked(folder):
+        try:
+            data = (folder / "account").read_bytes()
+        except FileNotFoundError:
+            return None
+        statuses = _looked_at(folder).values()
+    said = decode_account(data, tree, int(folder.name[-2:], 16))
+    assert said is not None, f"{folder.name} has a damaged account"
+    held = sum(status.st_blocks * 512 for status in statuses)
+    grown = sum(max(0, status.st_blocks * 512 - 4096) for status in statuses if stat.S_ISDIR(status.st_mode))
+    return said - held if said > held else min(0, said - held + grown)
+
+
+def account_errors(root: Path) -> dict[str, int]:
+    """`account_error` of every bucket of a root that has an account."""
+    tree = decode_tree((root / "superblock").read_bytes())
+    errors = {folder.name: account_error(folder, tree) for folder in sorted(root.glob("bucket-*"))}
+    return {name: error for name, error in errors.items() if error is not None}
 
 
 def account_is_true(tier: FilesTier) -> bool:
     """True if there are accounts and each says exactly what its bucket holds."""
-    errors = account_errors(tier)
+    errors = account_errors(Path(tier.backend.options.roots[0]))
     assert not any(errors.values()), errors
     return bool(errors)

@@ -214,14 +214,14 @@ async def test_after_a_death_accounts_are_true_from_each_buckets_first_store_aft
     root = tmp_path / "root"
     async with open_files(options(root)) as tier:
         await tier.store(keys(100))
-        assert len(account_errors(tier)) > 1, "several buckets"
+        assert len(account_errors(tmp_path / "root")) > 1, "several buckets"
         lease, more = leave_wrong(root, tier, FILE_BYTES)
-        assert set(account_errors(tier).values()) == {more}, "overstated until the sweep"
+        assert set(account_errors(tmp_path / "root").values()) == {more}, "overstated until the sweep"
         await tier.backend.sweep()
         assert not (root / "leases" / lease).exists()
         for start in range(200, 300):
             await tier.store(keys(1, start=start))
-            errors = account_errors(tier)
+            errors = account_errors(tmp_path / "root")
             assert not any(errors.values()), "a bucket has a true account or none"
         assert account_is_true(tier)
         assert len(errors) == len(list(root.glob("bucket-*")))
@@ -235,10 +235,10 @@ async def test_the_lease_of_the_dead_stays_until_every_bucket_was_seen_to(tmp_pa
         with bucket_locked(root / "bucket-00"):
             await tier.backend.sweep()
             assert (root / "leases" / lease).exists(), "its account is still wrong"
-        assert account_errors(tier) == {"bucket-00": more}
+        assert account_errors(tmp_path / "root") == {"bucket-00": more}
         await tier.backend.sweep()
         assert not (root / "leases" / lease).exists()
-        assert account_errors(tier) == {}
+        assert account_errors(tmp_path / "root") == {}
 
 
 async def test_a_corrupt_block_that_was_removed_is_counted_out_by_the_next_store(tmp_path):
@@ -247,7 +247,7 @@ async def test_a_corrupt_block_that_was_removed_is_counted_out_by_the_next_store
         await tier.store([first, *rest])
         os.truncate(tier.path(first), 7777)
         assert await tier.load([first]) == [CORRUPT]
-        assert account_errors(tier) == {}, "no account is better than a wrong one"
+        assert account_errors(tmp_path / "root") == {}, "no account is better than a wrong one"
         assert await tier.store(rest) == [PRESENT] * 3
         assert account_is_true(tier)
 
@@ -261,7 +261,7 @@ async def test_an_error_in_the_middle_of_a_visit_makes_the_next_one_count(tmp_pa
 
         monkeypatch.setattr(bucket_module, "fallocate", broken)
         assert await tier.store(keys(2, start=100)) == [failed(errno.EIO)] * 2
-        assert account_errors(tier) == {}, "no account is better than a wrong one"
+        assert account_errors(tmp_path / "root") == {}, "no account is better than a wrong one"
         monkeypatch.undo()
         assert await tier.store(keys(1, start=200)) == [STORED]
         assert account_is_true(tier)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -13,14 +12,13 @@ from pathlib import Path
 
 import pytest
 from support_files import account_is_true, block_files, disk_bytes, open_files, options, temporaries
-from support_files_peer import CAPACITY
+from support_files_peer import CAPACITY, ForkServer
 from support_fs import keys
 
 from kvtier.jobs import LOADED
 from kvtier_fs.files.leases import Holder, Leases, this_process
 from kvtier_fs.files.root import FilesSeams
 
-PEER = Path(__file__).with_name("support_files_peer.py")
 ME = this_process()
 
 
@@ -152,36 +150,6 @@ async def test_temporaries_count_until_they_are_swept(tmp_path):
         await tier.store(keys(30, start=200))
         assert disk_bytes(root) <= 2 << 20
         assert await tier.present(keys(100) + keys(30, start=200)) <= before - 19
-
-
-class ForkServer:
-    """Processes that store into a root until they are killed, one after another, without starting Python anew."""
-
-    def __init__(self, root: Path) -> None:
-        command = [sys.executable, str(PEER), "fork", str(root)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def start(self, first: int) -> int:
-        """A new process that stores keys from `first` on. Returns its pid once it has submitted I/O."""
-        self.process.stdin.write(f"{first}\n")
-        self.process.stdin.flush()
-        told = {self.process.stdout.readline().strip() for _ in range(2)}
-        assert "storing" in told, told
-        return int((told - {"storing"}).pop())
-
-    def kill(self, pid: int) -> None:
-        """SIGKILL; returns when the process is gone."""
-        os.kill(pid, signal.SIGKILL)
-        assert self.process.stdout.readline() == "ended 9\n"
-
-    def __enter__(self) -> ForkServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.stdin.close()
-        self.process.stdout.close()
-        self.process.kill()
-        self.process.wait()
 
 
 @pytest.mark.parametrize("rounds", [10, pytest.param(2000, marks=pytest.mark.long)])
