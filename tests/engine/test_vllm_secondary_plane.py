@@ -1,0 +1,289 @@
+"""What decides in `KVTierFs`, under every order of events a disk can think of: no I/O, no clock, no vLLM manager."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from kvtier.control.board import LowerTier, TierPlan
+from kvtier.jobs import (
+    CANCELLED,
+    CORRUPT,
+    LOADED,
+    MISSING,
+    STORED,
+    BlockOutcome,
+    DropReason,
+    GroupTransfer,
+    JobKind,
+    JobResult,
+    TransferJob,
+    dropped,
+    failed,
+    int_array,
+)
+from kvtier.keys import FS, OffloadKey, make_key
+from kvtier.loadstore import LookupResult, Opened, SlotSpace
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
+SLOT = 8192
+
+
+@pytest.fixture(scope="session")
+def adapter() -> Any:
+    """The modules under test; importing them imports vLLM."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from kvtier.integrations.vllm import secondary_plane, secondary_staging, secondary_transfers
+    return secondary_plane, secondary_staging, secondary_transfers
+
+
+def key(number: int) -> OffloadKey:
+    return make_key(number.to_bytes(16, "big"), number % 2)
+
+
+@dataclass
+class Disk:
+    """Slots, and jobs under way on them: a job's bytes move at any moment between its start and its end."""
+
+    rng: random.Random
+    slots: dict[int, tuple[OffloadKey, int]] = field(default_factory=dict)
+    running: list[TransferJob] = field(default_factory=list)
+    late: list[TransferJob] = field(default_factory=list)
+    wrong: int = 0
+
+    def blocks(self, job: TransferJob) -> list[tuple[OffloadKey, int, int]]:
+        return [
+            (name, slot, generation)
+            for group in job.groups
+            for name, slot, generation in zip(group.keys, group.slots.tolist(), group.generations.tolist(), strict=True)
+        ]
+
+    def move(self, job: TransferJob) -> JobResult:
+        """The job's bytes move now, block by block with one's own luck."""
+        outcomes = iter([self._block(job.kind, *block) for block in self.blocks(job)])
+        return JobResult(job.job_id, tuple(tuple(next(outcomes) for _ in group.keys) for group in job.groups))
+
+    def _block(self, kind: JobKind, name: OffloadKey, slot: int, generation: int) -> BlockOutcome:
+        luck = self.rng.random()
+        if kind is JobKind.STORE:
+            if luck < 0.1:
+                return dropped(DropReason.DISK_FULL) if luck < 0.05 else failed(5)
+            self.slots[slot] = (name, generation)
+            return STORED
+        if luck < 0.1:
+            return CORRUPT if luck < 0.05 else failed(5)
+        found = self.slots.get(slot) == (name, generation)
+        self.wrong += not found
+        return LOADED if found else MISSING
+
+
+class World:
+    """A plane above such a disk, below somebody who asks at random."""
+
+    def __init__(self, adapter: Any, seed: int) -> None:
+        planes, staging, self.transfers = adapter
+        self.rng = random.Random(seed)
+        space = SlotSpace(8 * SLOT, (2, 1), (SLOT, SLOT))
+        policy = self.rng.choice(["lru", "arc"])
+        plan = TierPlan("fs", FS, Opened(24 * SLOT, space), policy, timeout_seconds=5.0)
+        self.lower = LowerTier(1, plan, rows_max=6)
+        self.passages = staging.Passages()
+        self.plane = planes.SecondaryPlane(self.lower, planes.PlaneLimits(part_blocks=3, pinned_max=8), self.passages)
+        self.disk = Disk(self.rng)
+        self.now = 0.0
+        self.begun: set[int] = set()
+        self.ended: list[int] = []
+        self.good = 0
+
+    def transfer(self, kind: JobKind, names: list[OffloadKey], request: str) -> Any:
+        job_id = len(self.begun)
+        self.begun.add(job_id)
+        return self.transfers.Transfer(job_id, kind, names, int_array(range(len(names))), request, self.now)
+
+    def take(self) -> None:
+        for emission in self.plane.take_jobs():
+            self.passages.of(emission.job.job_id)  # raises unless it is open
+            self.disk.running.append(emission.job)
+        for transfer in self.plane.take_ended():
+            self.ended.append(transfer.job_id)
+            if transfer.kind is JobKind.LOAD:
+                self.good += len(transfer.good_keys)
+
+    def ask(self) -> None:
+        """A request looks a prefix up and loads what it is promised, with stores in between."""
+        request, start = f"r{self.rng.randrange(4)}", self.rng.randrange(60)
+        self.plane.begin_request(request)
+        names = [key(number) for number in range(start, start + self.rng.randrange(1, 8))]
+        hits = [name for name in names if self.plane.lookup(name, request, self.now) is LookupResult.HIT]
+        if self.rng.random() < 0.5:
+            self.store()
+        if hits and self.rng.random() < 0.9:
+            transfer = self.transfer(JobKind.LOAD, hits, request)
+            self.plane.load(transfer, self.now)
+            owned = self.lower.owned
+            assert owned is not None
+            kept = [name for name in hits if owned.ready(name) is not None]
+            assert kept == hits, "a promise of this step was evicted"
+        self.plane.end_step()
+        if self.rng.random() < 0.5:
+            self.plane.end_request(request)
+
+    def store(self) -> None:
+        start = self.rng.randrange(60)
+        names = [key(number) for number in range(start, start + self.rng.randrange(1, 12))]
+        self.plane.store(self.transfer(JobKind.STORE, names, "writer"), self.now)
+
+    def deliver(self) -> None:
+        """Something ends, or passes its deadline; a late job's bytes may move before and after that."""
+        if self.disk.late and self.rng.random() < 0.4:
+            job = self.disk.late.pop(self.rng.randrange(len(self.disk.late)))
+            if self.rng.random() < 0.5:
+                self.disk.move(job)
+            self.plane.ended(job.job_id, self.now)
+        elif self.disk.running:
+            job = self.disk.running.pop(self.rng.randrange(len(self.disk.running)))
+            luck = self.rng.random()
+            if luck < 0.1:
+                self.plane.late(job.job_id, self.now)
+                self.disk.late.append(job)
+            elif luck < 0.15:
+                self.plane.finish(JobResult.uniform(job, CANCELLED), self.now)
+            else:
+                self.plane.finish(self.disk.move(job), self.now)
+
+    def turn(self) -> None:
+        choice = self.rng.random()
+        if choice < 0.3:
+            self.ask()
+        elif choice < 0.5:
+            self.store()
+        elif choice < 0.95:
+            self.deliver()
+        elif choice < 0.97:
+            self.plane.give_up(self.now)
+        else:
+            self.plane.relieve(self.now)
+        self.now += self.rng.random() * 0.4
+        self.take()
+        self.plane.check()
+        owned = self.lower.owned
+        assert owned is not None
+        assert owned.used_bytes <= 24 * SLOT
+
+    def end(self) -> None:
+        self.take()
+        while self.disk.running or self.disk.late:
+            self.deliver()
+            self.take()
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_every_job_ends_once_and_nothing_is_left_whatever_the_disk_does(adapter, seed, number):
+    world = World(adapter, seed + number)
+    for _ in range(300):
+        world.turn()
+    world.end()
+    owned = world.lower.owned
+    assert owned is not None
+    assert sorted(world.ended) == sorted(world.begun), "each job is reported exactly once"
+    assert world.disk.wrong == 0, "no load was sent to a slot that held something else"
+    assert world.good > 0
+    assert not world.plane.busy
+    assert not world.plane.io_under_way
+    assert not world.plane.backlog
+    assert not any(owned.table.holds)
+    assert world.lower.rows_stuck == 0
+    assert not world.passages._of
+    world.plane.check()
+
+
+def test_a_late_store_is_not_loadable_and_its_slot_waits_for_the_end_of_its_io(adapter):
+    world = World(adapter, 1)
+    names = [key(number) for number in range(3)]
+    world.plane.store(world.transfer(JobKind.STORE, names, "writer"), 0.0)
+    world.take()
+    (job,) = world.disk.running
+    world.plane.late(job.job_id, 5.0)
+    world.take()
+    assert world.ended == [0]
+    assert {world.plane.lookup(name, "reader", 5.0) for name in names} == {LookupResult.MISS}
+    owned = world.lower.owned
+    assert owned is not None
+    for number in range(100, 124):
+        world.plane.store(world.transfer(JobKind.STORE, [key(number)], "writer"), 5.0)
+    taken = {slot for emission in world.plane.take_jobs() for _, slot, _ in world.disk.blocks(emission.job)}
+    assert taken.isdisjoint({slot for _, slot, _ in world.disk.blocks(job)})
+    assert len(taken) == 21
+    world.plane.ended(job.job_id, 6.0)
+    world.plane.store(world.transfer(JobKind.STORE, names, "writer"), 6.0)
+    assert len(world.plane.take_jobs()[0].job.groups) == 2
+
+
+def test_a_key_that_failed_is_a_miss_for_its_request_until_it_is_finished(adapter):
+    world = World(adapter, 1)
+    world.plane.store(world.transfer(JobKind.STORE, [key(0)], "writer"), 0.0)
+    job = world.plane.take_jobs()[0].job
+    world.plane.finish(JobResult.uniform(job, STORED), 0.0)
+    world.plane.begin_request("a")
+    world.plane.begin_request("b")
+    assert world.plane.lookup(key(0), "a", 0.0) is LookupResult.HIT
+    world.plane.load(world.transfer(JobKind.LOAD, [key(0)], "a"), 0.0)
+    world.plane.late(world.plane.take_jobs()[0].job.job_id, 5.0)
+    assert world.plane.lookup(key(0), "a", 5.0) is LookupResult.MISS
+    assert world.plane.lookup(key(0), "b", 5.0) is LookupResult.HIT
+    world.plane.end_request("a")
+    world.plane.begin_request("a")
+    assert world.plane.lookup(key(0), "a", 5.0) is LookupResult.HIT
+
+
+def test_a_tier_that_erred_again_and_again_is_left_alone_then_probed_with_one_job(adapter):
+    world = World(adapter, 1)
+    for number in range(5):
+        world.plane.store(world.transfer(JobKind.STORE, [key(number)], "writer"), 0.0)
+        job = world.plane.take_jobs()[0].job
+        world.plane.finish(JobResult.uniform(job, failed(5)), 0.0)
+    world.plane.store(world.transfer(JobKind.STORE, [key(9)], "writer"), 1.0)
+    assert not world.plane.take_jobs()
+    assert world.lower.counters.dropped == {DropReason.TIER_DOWN: 1}
+    many = [key(2 * number) for number in range(10, 18)]
+    world.plane.store(world.transfer(JobKind.STORE, many, "writer"), 6.0)
+    (probe,) = world.plane.take_jobs()
+    assert probe.job.num_blocks == 3
+    world.plane.store(world.transfer(JobKind.STORE, [key(50)], "writer"), 6.0)
+    assert not world.plane.take_jobs(), "one probe at a time"
+    world.plane.finish(JobResult.uniform(probe.job, CANCELLED), 6.0)
+    world.plane.store(world.transfer(JobKind.STORE, [key(51)], "writer"), 12.0)
+    (probe,) = world.plane.take_jobs()
+    world.plane.finish(JobResult.uniform(probe.job, STORED), 12.0)
+    world.plane.store(world.transfer(JobKind.STORE, many, "writer"), 12.0)
+    assert len(world.plane.take_jobs()) == 3
+
+
+def test_parts_that_end_out_of_order_age_in_the_order_of_the_prefix(adapter):
+    world = World(adapter, 1)
+    names = [key(2 * number) for number in range(9)]
+    world.plane.store(world.transfer(JobKind.STORE, names, "writer"), 0.0)
+    for emission in reversed(world.plane.take_jobs()):
+        world.plane.finish(JobResult.uniform(emission.job, STORED), 0.0)
+    owned = world.lower.owned
+    assert owned is not None
+    assert [owned.table.keys[slot] for slot in owned.policy.coldest()] == names[::-1]
+
+
+def test_the_groups_of_a_job_keep_their_rows(adapter):
+    world = World(adapter, 1)
+    names = [key(number) for number in (4, 7, 1)]
+    world.plane.store(world.transfer(JobKind.STORE, names, "writer"), 0.0)
+    (emission,) = world.plane.take_jobs()
+    row_of = {
+        name: int(row)
+        for group in emission.job.groups
+        for name, row in zip(group.keys, group.staging, strict=True)  # type: ignore[arg-type]
+    }
+    assert row_of == {names[0]: 0, names[1]: 1, names[2]: 2}
+    assert all(isinstance(group, GroupTransfer) for group in emission.job.groups)
