@@ -69,6 +69,8 @@ class EventKind(IntEnum):
     """It was acknowledged."""
     EVICTED = 2
     """This key was taken out of the directory; its slot may be used again."""
+    MET = 3
+    """A load found whole the block that this word names (`slot`), which the victim does not know; it is another's."""
 
 
 class Event(NamedTuple):

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from kvtier_fs.files.leases import LEASE_NAME, decode_holder
 from kvtier_fs.io.uring import probe_uring
 
 from ..attack import Tally
 from .board import Board, Word
+from .companion import Companion, leases
 from .damage import Lost, SlabFiles, SlabLate, in_flight
 from .files_damage import BlockFiles, FilesLate
 from .life import Life, Plan, Target
@@ -42,15 +42,19 @@ _COUNTED = {
 @dataclass(frozen=True, slots=True)
 class Mix:
     """What the cycles are made of: during what victims are killed (weights), how many deaths are followed by late
-    writes, how many by torn blocks as a power loss leaves them, how many of the kills must catch I/O (all shares)."""
+    writes, how many by torn blocks as a power loss leaves them, how many of the kills must catch I/O, after how many
+    a companion begins (all shares)."""
 
     targets: dict[Target, int]
     late: float
     power: float
     caught: float
+    companions: float = 0.0
 
 
-ORDINARY = Mix({Target.STORE: 72, Target.OPEN: 8, Target.LOAD: 8, Target.RESET: 6, Target.CLOSE: 6}, 0.13, 0.1, 0.65)
+ORDINARY = Mix(
+    {Target.STORE: 72, Target.OPEN: 8, Target.LOAD: 8, Target.RESET: 6, Target.CLOSE: 6}, 0.13, 0.1, 0.65, 0.05
+)
 ALL_LATE = Mix({Target.STORE: 1}, 1.0, 0.0, 1.0)
 ONLY_TORN = Mix({Target.STORE: 1}, 0.0, 0.0, 1.0)
 
@@ -66,6 +70,7 @@ class Scene:
     late: SlabLate | FilesLate | None = None
     left: set[str] = field(default_factory=set)
     open_seconds: float = 0.02
+    companion: Companion | None = None
 
 
 class Cycles:
@@ -99,6 +104,32 @@ class Cycles:
         for _ in range(CYCLES_OF_A_WORLD):
             if self.tally.iterations < goal:
                 self._cycle()
+                self._accompany()
+        self._part()
+
+    def _accompany(self) -> None:
+        """Layout files, now and then: another process on the root, which sees some victims die, and then dies."""
+        scene, rng = self._scene, self.rng
+        if scene.companion is not None:
+            scene.companion.years -= 1
+            if scene.companion.years < 0:
+                self._part()
+        elif self.layout == "files" and rng.random() < self.mix.companions:
+            scene.companion = Companion(scene.world, rng.getrandbits(48), rng.randint(1, 8))
+
+    def _part(self) -> None:
+        """The companion dies, if there is one, and is judged as any victim."""
+        scene, tally = self._scene, self.tally
+        companion, scene.companion = scene.companion, None
+        if companion is None:
+            return
+        killed = companion.kill()
+        tally.expect(killed, f"a companion failed: {companion.board.text}")
+        self._count(killed)
+        tally.notes["companions killed"] += killed
+        lost = self._note_death(companion.board, companion.plan, killed, {})
+        tally.notes["torn slots"] += scene.damage.tear(lost, self.rng)
+        scene.left = leftovers(scene.world.roots[0])
 
     def _new_scene(self) -> Scene:
         folder = self.folder / "world"
@@ -110,8 +141,8 @@ class Cycles:
     def _plan(self) -> Plan:
         scene, rng = self._scene, self.rng
         target = rng.choices(list(self.mix.targets), list(self.mix.targets.values()))[0]
-        if scene.late is not None:
-            target = Target.STORE
+        if scene.late is not None or (scene.companion is not None and target is Target.RESET):
+            target = Target.STORE  # two processes that share a root are reset both or not at all
         favourite = rng.randrange(scene.world.geometry.num_groups)
         return Plan(target, rng.getrandbits(48), favourite, rng.randint(1, 12), scene.late is not None)
 
@@ -183,11 +214,22 @@ class Cycles:
     # -- after a death -------------------------------------------------------------------------------------------
 
     def _after(self, plan: Plan, killed: bool, before: dict[int, tuple[int, int]]) -> None:
-        scene, tally, board = self._scene, self.tally, self._scene.board
-        words = board.words
-        lost = in_flight(board)
-        self._judge(before)
-        complaint = scene.oracle.absorb(board)
+        scene = self._scene
+        if scene.companion is not None:
+            scene.oracle.learn(scene.companion.board)
+        lost = self._note_death(scene.board, plan, killed, before)
+        if scene.board.words[Word.OPENED]:
+            scene.open_seconds = 0.8 * scene.open_seconds + 0.2 * scene.board.words[Word.OPEN_NS] / 1e9
+        self._settle_late()
+        self._left_behind(scene.board)
+        self._damage(lost)
+        self._look_at_bound("after a kill")
+
+    def _note_death(self, board: Board, plan: Plan, killed: bool, before: dict[int, tuple[int, int]]) -> list[Lost]:
+        """Judge what a dead process loaded and did. Returns its writes that had not ended."""
+        tally, words, lost = self.tally, board.words, in_flight(board)
+        self._judge(board, before)
+        complaint = self._scene.oracle.absorb(board)
         tally.wrong_bytes += bool(complaint) + words[Word.WRONG]
         tally.expect(not complaint, complaint)
         tally.expect(not words[Word.WRONG], board.text)
@@ -198,16 +240,11 @@ class Cycles:
             tally.notes["kills with writes in flight"] += bool(lost)
             tally.notes[f"kills during {plan.target.value}"] += 1
         tally.notes["resets acknowledged"] += bool(words[Word.RESET_DONE])
-        if words[Word.OPENED]:
-            scene.open_seconds = 0.8 * scene.open_seconds + 0.2 * words[Word.OPEN_NS] / 1e9
-        self._settle_late()
-        self._left_behind(killed)
-        self._damage(lost)
-        self._look_at_bound("after a kill")
+        return lost
 
-    def _judge(self, before: dict[int, tuple[int, int]]) -> None:
+    def _judge(self, board: Board, before: dict[int, tuple[int, int]]) -> None:
         tally = self.tally
-        verdict = self._scene.oracle.judge(self._scene.board, before)
+        verdict = self._scene.oracle.judge(board, before)
         tally.wrong_bytes += len(verdict.complaints)
         for complaint in verdict.complaints:
             tally.expect(False, complaint)
@@ -228,13 +265,17 @@ class Cycles:
         scene.late = None
         scene.oracle.forget_all()
 
-    def _left_behind(self, killed: bool) -> None:
-        """What the victim before left must be gone once this one has swept; what this one left is the next one's."""
+    def _left_behind(self, board: Board) -> None:
+        """What had been left by the dead must be gone once this process has swept; what it left itself is the next
+        one's to remove. What a companion has is its own."""
         scene, tally = self._scene, self.tally
         if self.layout != "files":
             return
         names = leftovers(scene.world.roots[0])
-        stayed = scene.left & names if scene.board.words[Word.SWEPT] else set()
+        if scene.companion is not None:
+            lease = scene.companion.owns()
+            names = {name for name in names if lease is not None and lease not in name}
+        stayed = scene.left & names if board.words[Word.SWEPT] else set()
         tally.leaks += len(stayed)
         tally.expect(not stayed, f"not swept: {sorted(stayed)}")
         tally.notes["temporaries and leases left by the dead"] += len(names - scene.left)
@@ -264,8 +305,8 @@ class Cycles:
             return
         victim.reap()
         tally.expect(victim.status == 0, f"the last victim failed: {scene.board.text}")
-        self._judge(before)
-        self._left_behind(False)
+        self._judge(scene.board, before)
+        self._left_behind(scene.board)
         self._look_at_bound("after a close")
         if self.layout == "files":
             left = leftovers(scene.world.roots[0])
@@ -300,10 +341,5 @@ def held(roots: list[Path]) -> tuple[int, int]:
 
 
 def leftovers(root: Path) -> set[str]:
-    """Temporaries in a root of layout `files`, and leases that name a process.
-
-    A lease whose holder died before it had written its name expires by time; until then it may stay.
-    """
-    leases = [path for path in (root / "leases").iterdir() if LEASE_NAME.fullmatch(path.name)]
-    whole = {path.name for path in leases if decode_holder(path.read_bytes()) is not None}
-    return whole | {name for _, _, names in os.walk(root) for name in names if name.startswith("new-")}
+    """Temporaries in a root of layout `files`, and leases that name a process."""
+    return leases(root) | {name for _, _, names in os.walk(root) for name in names if name.startswith("new-")}

@@ -17,11 +17,12 @@ from kvtier_fs.threads import RootThreads
 
 from .board import EventKind, Word
 from .life import JUNK, Life
-from .oracle import base_of, first_word
+from .oracle import base_of, first_word, whole
 from .world import era_of, tag_of
 
 _LOADS_AT_ONCE = 24
 _STRANGERS = 4
+_COMPANION = 1 << 32
 
 
 class FilesLife(Life):
@@ -40,7 +41,7 @@ class FilesLife(Life):
         self.board.words[Word.SWEPT] = 1
         self.present: set[int] = set()
         self._own: dict[int, tuple[int, int]] = {}
-        self._serial = len(self.world.stored)
+        self._serial = len(self.world.stored) + (_COMPANION if self.plan.companion else 0)
         self._evicted = 0
 
     def _engine(self) -> IOEngine:
@@ -119,14 +120,17 @@ class FilesLife(Life):
                 self.present.discard(number)
 
     def _check(self, row: int, number: int, era: int) -> None:
-        """The bytes name a store; it must be one of this key and of this era."""
-        base = first_word(self.board.rows.view[row])
+        """The bytes name a store; it must be one of this key and of this era, as far as this process knows them."""
+        found = self.board.rows.view[row, : self.world.block_bytes(number)]
+        base = first_word(found)
         stored = self._own.get(base) or self.world.stored.get(base)
-        if stored is None or stored[0] != number or era_of(stored[1]) != era:
+        if stored is None and whole(found):
+            self.board.event(EventKind.MET, number, tag_of(era, 0), base)
+        elif stored is None or stored[0] != number or era_of(stored[1]) != era:
             self.board.add(Word.WRONG)
             self.board.say(f"a row for key number {number} in era {era} holds the bytes of {stored}")
-            return
-        self.check_row(row, number, stored[1])
+        else:
+            self.check_row(row, number, stored[1])
 
     async def reset(self, epoch: int) -> None:
         self.present.clear()

@@ -26,6 +26,7 @@ from .world import STORE_ROWS, World
 
 JUNK = 0xEE
 _WORKERS = 2
+_PACE_SECONDS = 0.01
 
 
 class Target(Enum):
@@ -41,13 +42,14 @@ class Target(Enum):
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What is meant to happen to a victim. `batches`: stores before it resets or closes. `late`: writes of the dead
-    victim before it land while this one lives."""
+    victim before it land while this one lives. `companion`: it lives at a slower pace beside others."""
 
     target: Target
     seed: int
     favourite: int
     batches: int
     late: bool = False
+    companion: bool = False
 
 
 class Noted(IOEngine):
@@ -221,7 +223,7 @@ class Life(ABC):
                 self._enough.set()
             if self.rng.random() < (0.5 if self.plan.late else 0.15):
                 await self.load_some(rows[:4])
-            await asyncio.sleep(0)
+            await asyncio.sleep(self.rng.random() * _PACE_SECONDS if self.plan.companion else 0)
         if not self._stopping:
             self.board.words[Word.IDLE] = 1
             self._enough.set()

@@ -22,6 +22,12 @@ def first_word(found: Bytes) -> int:
     return int.from_bytes(found[:WORD_BYTES].tobytes(), "little")
 
 
+def whole(found: Bytes) -> bool:
+    """True if these bytes are all of one block's content, whosever it is."""
+    words = found.view("<u8")
+    return bool((words == words[0] + np.arange(len(words), dtype=np.uint64) * np.uint64(STEP)).all())
+
+
 def base_of(key: OffloadKey, tag: int) -> int:
     """The first word of a block's content."""
     return first_word(content(key, tag, WORD_BYTES))
@@ -50,17 +56,27 @@ class Oracle:
 
     # -- what a victim did ---------------------------------------------------------------------------------------
 
+    def learn(self, board: Board) -> None:
+        """Take over what a living process has submitted so far."""
+        for kind, number, tag, _ in board.events():
+            if kind == EventKind.STORE:
+                self.world.stored[base_of(self.world.keys[number], tag)] = number, tag
+
     def absorb(self, board: Board) -> str:
-        """Take over what a dead victim noted. Returns what is wrong with the epoch it opened at, empty if nothing."""
+        """Take over what a dead victim noted. Returns what is wrong with it, empty if nothing."""
         complaint = self._epochs(board)
         world = self.world
         era = world.next_era - 1 if board.words[Word.RESET_BEGUN] else world.eras.get(board.words[Word.EPOCH], 0)
+        self.learn(board)
         for kind, number, tag, slot in board.events():
             if kind == EventKind.STORE:
-                world.stored[base_of(world.keys[number], tag)] = number, tag
                 self.forget_slot(slot)
             elif kind == EventKind.EVICTED:
                 self.acknowledged.pop(number, None)
+            elif kind == EventKind.MET:
+                stored = world.stored.get(slot)
+                if stored is None or stored[0] != number or era_of(stored[1]) != era_of(tag):
+                    complaint = f"a load of key number {number} in era {era_of(tag)} brought the bytes of {stored}"
             elif era_of(tag) == era:
                 self.acknowledged[number] = tag, slot
                 self._slots[slot] = number

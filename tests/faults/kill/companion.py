@@ -1,0 +1,48 @@
+"""Layout `files`: another process on the same root, which lives on while victims die beside it, and dies later."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvtier_fs.files.leases import LEASE_NAME, decode_holder
+
+from .board import Board
+from .files_life import FilesLife
+from .life import Plan, Target
+from .victim import Signals, Victim
+from .world import World
+
+
+class Companion:
+    """A life of a slower pace, with a board and a pipe of its own. `years` are the cycles it has left."""
+
+    def __init__(self, world: World, seed: int, years: int) -> None:
+        self.board, self.years = Board(world.board_shape), years
+        self.plan = Plan(Target.STORE, seed, 0, 1, companion=True)
+        self._world, self._signals = world, Signals()
+        life = FilesLife
+        self._victim = Victim(lambda: life(world, self.board, self.plan, self._signals.write).run(),
+                              self.board, self._signals)  # fmt: skip
+
+    def owns(self) -> str | None:
+        """The lease it holds; None while it has none, and whose is whose cannot be told."""
+        for path in self._world.roots[0].glob("leases/*"):
+            holder = decode_holder(path.read_bytes()) if LEASE_NAME.fullmatch(path.name) else None
+            if holder is not None and holder.pid == self._victim.pid:
+                return path.name
+        return None
+
+    def kill(self) -> bool:
+        """SIGKILL. True if that was what ended it."""
+        killed = self._victim.kill()
+        self._signals.close()
+        return killed
+
+
+def leases(root: Path) -> set[str]:
+    """The leases in a root that name a process.
+
+    One whose holder died before it had written its name expires by time; until then it may stay.
+    """
+    paths = [path for path in root.glob("leases/*") if LEASE_NAME.fullmatch(path.name)]
+    return {path.name for path in paths if decode_holder(path.read_bytes()) is not None}
