@@ -73,10 +73,12 @@ class DiskFile:
     def lose_power(self, dice: Random, share_kept: float) -> int:
         """Any subset of unflushed sectors survives; of several writes to one sector any may be the last that did.
 
-        Returns how many sectors are as they were before.
+        Some of the writes, in the order they were made, may have become durable by themselves before. Returns how
+        many sectors are as they were before.
         """
         before: dict[int, list[bytes]] = {}
-        for first, old in self.undo:
+        settled = dice.randint(0, len(self.undo)) if dice.random() < 0.5 else 0
+        for first, old in self.undo[settled:]:
             for at in range(0, len(old), SECTOR_BYTES):
                 before.setdefault(first + at // SECTOR_BYTES, []).append(old[at : at + SECTOR_BYTES])
         lost = 0

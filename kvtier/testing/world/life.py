@@ -52,6 +52,7 @@ class Life:
         self.stack = stack
         self.calm = calm
         self.on_open: Callable[[], None] = lambda: None
+        self.on_reset: Callable[[], None] = lambda: None
         self._weather = weather
         self._around = around
         self._plan, self._dice, self._watch = around.plan, around.dice, around.watch
@@ -287,6 +288,7 @@ class Life:
     async def _reset(self) -> None:
         generation = self._watch.reset_begins()
         self._watch.note(f"reset to {generation}")
+        self.on_reset()
         try:
             await self.stack.reset()
         except (ResourceError, UsageError) as error:

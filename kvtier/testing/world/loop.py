@@ -40,6 +40,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._over = False
         self._running = False
         self._gone = False
+        self._main: asyncio.Task[Any] | None = None
         self.steps = 0
         self.hang = ""
         self.errors: list[str] = []
@@ -55,7 +56,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         events._set_running_loop(self)
         self._running = True
         try:
-            task = self.create_task(main)
+            task = self._main = self.create_task(main)  # kept, so that `close` finds it
             while not (task.done() or self._over or self.hang):
                 self._turn()
             if not task.done():

@@ -210,13 +210,17 @@ class _Process:
         return engine
 
     def doom(self, life: Life) -> None:
-        """Decide when the process dies: at a system call, with a write under way, or at a moment of its life."""
+        """Decide when the process dies: at a system call, with a write under way, in or after a reset, or just so."""
         dice, system = self.dice, self.system
         die = dice.random()
         if die < 0.25:
             system.die_at_call = dice.randint(1, 120)
-        elif die < 0.8:
+        elif die < 0.7:
             system.die_at_write = dice.choice((1, 2, 3, 5, 8, 13))
+            return
+        elif die < 0.85:
+            after = dice.choice((0.001, 0.1)) * dice.random()
+            life.on_reset = lambda: system.loop.outside(after, self._die)
             return
         seconds = dice.choice((0.01, 0.1, 1.0, 5.0)) * dice.random()
         life.on_open = lambda: system.loop.outside(seconds, self._die)
