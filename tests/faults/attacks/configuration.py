@@ -248,8 +248,8 @@ ATTACKS = (
     Attack(
         name="hostile configuration",
         how="stack files made from seeds (YAML bombs, nesting, duplicate keys, tags, 10 MB, NaN, ../, not UTF-8, ...), "
-        "with libyaml and in Python: a typed error that names the place, the median of three below 100 ms in one of four "
-        "tries; where others keep the machine busy, below 100 ms of processor time, and counted as late",
+        "with libyaml and in Python: a typed error that names the place, the median of three below 100 ms in one of "
+        "four tries; where others keep the machine busy, below 100 ms of processor time, and counted as late",
         normal=210,
         long=5_000,
         attack=hostile_configuration,
