@@ -193,7 +193,7 @@ class Cycles:
                 time.sleep(0.0002)
         begun = time.perf_counter()
         longest = _DELAY_SECONDS.get(target, self._scene.open_seconds)
-        moment = begun + self.rng.random() * longest
+        moment = begun + self.rng.random() ** (3 if target is Target.CLOSE else 1) * longest  # a close may be quick
         if self.rng.random() < 0.3:
             pause_until(begun + self.rng.random() * (moment - begun))
             self._look_at_bound("while a victim lives")
