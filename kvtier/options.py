@@ -29,7 +29,7 @@ def parse_size(text: object) -> int:
 ByteSize = Annotated[
     int,
     BeforeValidator(parse_size),
-    Field(gt=0),
+    Field(gt=0, lt=1 << 63),
     WithJsonSchema(
         {
             "anyOf": [

@@ -19,6 +19,8 @@ LARGE_REGION_BYTES = 256 << 20
 SMALL_REGION_BYTES = 64 << 20
 WANTED_SLOTS = 16
 WANTED_REGIONS = 8
+PLANS_TRIED = 512
+"""At most about so many numbers of regions are compared, however large the capacity."""
 
 _FIXED_RESERVE_BYTES = 32 << 10
 _RESERVE_BYTES_PER_SLOT = 112
@@ -206,7 +208,7 @@ def _best_plan(demand: RegionDemand) -> RegionPlan:
     wanted = max(demand.regions_needed, -(-WANTED_REGIONS // demand.roots))
     fewest = min(max(demand.room // max(target, wanted_slots), wanted), most)
     plans = []
-    for regions in range(fewest, min(2 * fewest, most) + 1):
+    for regions in range(fewest, min(2 * fewest, most) + 1, max(1, fewest // PLANS_TRIED)):
         stride = demand.room // regions // demand.alignment * demand.alignment
         slots = max(1, (stride - demand.header_bytes) // largest)
         plans.append(RegionPlan(demand.header_bytes + slots * largest, demand.header_bytes, regions))
