@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 import random
 import subprocess
 import sys
+import threading
 import time
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +19,8 @@ from support_files import account_is_true, block_files, disk_bytes, open_files, 
 from support_files_peer import CAPACITY, ForkServer
 from support_fs import keys
 
-from kvtier.jobs import LOADED
+from kvtier.jobs import LOADED, STORED
+from kvtier_fs.files.folder import TreeFolder
 from kvtier_fs.files.leases import Holder, Leases, this_process
 from kvtier_fs.files.root import FilesSeams
 
@@ -68,6 +73,32 @@ def test_processes_of_this_boot_are_asked_for_by_pid_and_start_time(folder):
     assert not ours.expired(folder, alive.name), "a live process needs no heartbeat here"
 
 
+ONE_THREAD_LEFT = """
+import ctypes, sys, threading
+threading.Thread(target=sys.stdin.read).start()
+print("ready", flush=True)
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_a_process_lives_until_its_last_thread_has_ended(folder):
+    """A killed process may have a thread in a system call that it cannot be torn from, and that still changes files."""
+    ours = lease(folder, 1, ME, Clock())
+    command = [sys.executable, "-c", ONE_THREAD_LEFT]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "ready\n"
+            stat = Path(f"/proc/{process.pid}/stat")
+            while (fields := stat.read_text().rpartition(")")[2].split())[0] != "Z":
+                pass
+            other = lease(folder, 2, replace(ME, pid=process.pid, started=int(fields[19])), Clock())
+            assert not ours.expired(folder, other.name)
+        finally:
+            process.kill()
+            process.wait()
+    assert ours.expired(folder, other.name)
+
+
 @pytest.mark.parametrize("elsewhere", [{"boot": "another"}, {"pid_namespace": 1}, {"boot": "another", "host": "b"}])
 def test_other_hosts_and_containers_are_judged_by_their_heartbeat(folder, elsewhere):
     clock = Clock()
@@ -82,6 +113,17 @@ def test_other_hosts_and_containers_are_judged_by_their_heartbeat(folder, elsewh
     clock.now += 59
     assert not ours.expired(folder, other.name), "seen anew 59 seconds ago"
     clock.now += 1
+    assert ours.expired(folder, other.name)
+
+
+def test_a_lease_that_another_host_removes_while_it_is_read_is_none(folder, monkeypatch):
+    ours, other = (lease(folder, number, ME, Clock()) for number in (1, 2))
+    assert not ours.expired(folder, other.name)
+
+    def stale(fd, length, offset):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr("os.pread", stale)
     assert ours.expired(folder, other.name)
 
 
@@ -136,6 +178,48 @@ async def test_only_the_temporaries_of_dead_processes_are_swept(tmp_path):
         assert account_is_true(tier), "the temporaries that stayed count"
         assert await tier.load(keys(4)) == [LOADED] * 4
     assert len(os.listdir(root / "leases")) == 2
+
+
+class SlowToPublish(TreeFolder):
+    """Waits between the writing of a superblock and its publishing."""
+
+    written, go_on = threading.Event(), threading.Event()
+
+    def _publish_once(self, temporary):
+        self.written.set()
+        assert self.go_on.wait(60)
+        super()._publish_once(temporary)
+
+
+async def test_a_root_that_is_made_by_two_at_once_is_not_swept_from_under_the_slower(tmp_path):
+    """Every temporary has a lease, that of a superblock too."""
+    async with AsyncExitStack() as stack:
+        slow = asyncio.create_task(
+            stack.enter_async_context(open_files(options(tmp_path / "root"), seams=FilesSeams(folder=SlowToPublish)))
+        )
+        assert await asyncio.get_running_loop().run_in_executor(None, SlowToPublish.written.wait, 60)
+        async with open_files(options(tmp_path / "root")) as fast:
+            await fast.backend.sweep()
+            assert len(temporaries(tmp_path)) == 1
+            await fast.store(keys(4))
+            SlowToPublish.go_on.set()
+            tier = await slow
+            assert await tier.load(keys(4)) == [LOADED] * 4
+            assert temporaries(tmp_path) == []
+
+
+async def test_what_belongs_to_a_lease_that_cannot_be_read_stays_and_is_in_nobodys_way(tmp_path):
+    root = tmp_path / "root"
+    async with open_files(options(root, capacity=2 << 20)) as tier:
+        await tier.store(keys(4))
+        (root / "leases" / ("e" * 16)).mkdir()
+        dead = leave_temporary(root, replace(ME, pid=ended_process()), 1)
+        unknown = root / "bucket-00" / f"new-{'e' * 16}-1"
+        unknown.write_bytes(bytes(8192))
+        await tier.backend.sweep()
+        assert (dead.exists(), unknown.exists()) == (False, True)
+        assert await tier.store(keys(4, start=10)) == [STORED] * 4
+        assert account_is_true(tier)
 
 
 async def test_temporaries_count_until_they_are_swept(tmp_path):

@@ -145,7 +145,7 @@ class Account:
             with vanished():
                 match = TEMPORARY_NAME.fullmatch(name)
                 status = os.stat(name, dir_fd=folder, follow_symlinks=False)
-                if match is not None and self._rules.expired(match[1]):
+                if match is not None and not stat.S_ISDIR(status.st_mode) and self._rules.expired(match[1]):
                     os.unlink(name, dir_fd=folder)
                     self._rules.note("temporary.swept")
                     continue

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 
-from kvtier_fs.files.folder import TreeFolder, open_plain
+from kvtier_fs.files.folder import TreeFolder, let_go, open_plain
 from kvtier_fs.files.naming import rename_new
 from kvtier_fs.files.places import BlockPlace, occupied
 from kvtier_fs.slot import KEY_AT, SlotHeader, decode_slot_header
@@ -80,7 +80,7 @@ def open_block(folder: TreeFolder, wanted: Wanted, direct: bool) -> OpenBlock | 
     try:
         status = os.fstat(fd)
     except OSError:
-        os.close(fd)
+        let_go(fd)
         raise
     return OpenBlock(fd, status.st_ino, status.st_mtime)
 
@@ -130,7 +130,7 @@ def read_front(leaf_fd: int, wanted: Wanted) -> bytes:
     try:
         return os.pread(fd, wanted.file_bytes - wanted.header.payload_bytes, 0)
     finally:
-        os.close(fd)
+        let_go(fd)
 
 
 def remove_if(leaf_fd: int, wanted: Wanted, wrong: Wrong) -> bool:

@@ -31,7 +31,7 @@ from kvtier_fs.files.blockfile import (
     publish,
 )
 from kvtier_fs.files.bucket import Bucket
-from kvtier_fs.files.folder import Busy
+from kvtier_fs.files.folder import Busy, let_go
 from kvtier_fs.files.root import SharedRoot
 from kvtier_fs.io.contract import IOKind
 from kvtier_fs.slot import SlotHeader, encode_slot_header
@@ -155,8 +155,7 @@ class BlockSteps:
             block.touching = False
 
     async def _discarded(self, bucket: Bucket, reserved: Temporary, outcome: BlockOutcome) -> BlockOutcome:
-        with suppress(OSError):
-            await self._root.call(os.close, reserved.fd)
+        await self._root.call(let_go, reserved.fd)
         await self._root.discard(bucket, reserved)
         return outcome
 
@@ -195,7 +194,7 @@ class BlockSteps:
         try:
             return MISSING if block.let_down else await self._read(block, there)
         finally:
-            await root.call(os.close, there.fd)
+            await root.call(let_go, there.fd)
 
     async def _read(self, block: Block, there: OpenBlock) -> BlockOutcome:
         gate = self._root.loads

@@ -17,7 +17,7 @@ from kvtier.geometry import round_up
 from kvtier.jobs import DropReason
 from kvtier_fs.files.account import ACCOUNT_NAME, FULL, Account, BucketRules, Victim
 from kvtier_fs.files.blockfile import GONE, Absent, Temporary, Wanted, Wrong, header_now, remove_if, vanished
-from kvtier_fs.files.folder import Busy, TreeFolder, names_in, open_plain, with_lock
+from kvtier_fs.files.folder import Busy, TreeFolder, let_go, names_in, open_plain, with_lock
 from kvtier_fs.files.places import BLOCK_NAME, DISK_BLOCK_BYTES, TEMPORARY_NAME, occupied
 from kvtier_fs.slot import SlotHeader
 from kvtier_fs.syscalls import fallocate
@@ -101,10 +101,8 @@ class Bucket:
         try:
             return Temporary(name, fd, self._charge(fd, used, need))
         except OSError:
-            try:
-                os.close(fd)
-            finally:
-                os.unlink(name, dir_fd=self._folder.bucket(self._number))
+            let_go(fd)
+            os.unlink(name, dir_fd=self._folder.bucket(self._number))
             raise
 
     def _charge(self, fd: int, used: int, need: int) -> int:
@@ -127,10 +125,8 @@ class Bucket:
                     raise
                 os.ftruncate(fd, file_bytes)
         except OSError:
-            try:
-                os.close(fd)
-            finally:
-                os.unlink(name, dir_fd=folder)
+            let_go(fd)
+            os.unlink(name, dir_fd=folder)
             raise
         return fd
 

@@ -33,6 +33,8 @@ EPOCHS_NAME = "epochs"
 LEASES_NAME = "leases"
 _SMALL_BYTES_MAX = 1 << 16
 _STALE_RETRIES = 3
+_LOCK_IS_ELSEWHERE = (errno.EAGAIN, errno.EACCES, errno.ENOENT)
+"""Somebody holds the lock (EACCES where locks go by way of fcntl), or its file was removed just now."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -45,6 +47,15 @@ class Busy(Enum):
     BUSY = "busy"
 
 
+def let_go(fd: int) -> None:
+    """Close what was only read, or is on the disk already, or is given up: that closing fails says nothing then."""
+    try:
+        os.close(fd)
+    except OSError as error:
+        if error.errno == errno.EBADF:
+            raise
+
+
 def open_plain(folder_fd: int, name: str, flags: int) -> int:
     """Open a plain file in an open folder. Raises OSError; ELOOP for anything that is no plain file."""
     fd = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600, dir_fd=folder_fd)
@@ -55,7 +66,10 @@ def open_plain(folder_fd: int, name: str, flags: int) -> int:
         if flags & os.O_CREAT and stat.S_IMODE(status.st_mode) != 0o600:
             os.fchmod(fd, 0o600)
     except OSError:
-        os.close(fd)
+        let_go(fd)
+        if flags & os.O_EXCL:
+            with suppress(OSError):
+                os.unlink(name, dir_fd=folder_fd)
         raise
     return fd
 
@@ -82,7 +96,7 @@ def _read_small(folder_fd: int, name: str) -> bytes:
     try:
         return os.pread(fd, _SMALL_BYTES_MAX, 0)
     finally:
-        os.close(fd)
+        let_go(fd)
 
 
 def names_in(folder_fd: int) -> list[str]:
@@ -95,7 +109,7 @@ def names_in(folder_fd: int) -> list[str]:
     try:
         return os.listdir(fd)
     finally:
-        os.close(fd)
+        let_go(fd)
 
 
 def write_all(fd: int, data: bytes) -> None:
@@ -115,7 +129,7 @@ def make_folder(folder_fd: int, name: str) -> int:
     try:
         os.fchmod(fd, 0o700)
     except OSError:
-        os.close(fd)
+        let_go(fd)
         raise
     return fd
 
@@ -126,9 +140,11 @@ def with_lock(folder_fd: int, work: Callable[[], T]) -> T | Busy:
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return Busy.BUSY
-        named = os.stat(LOCK_NAME, dir_fd=folder_fd, follow_symlinks=False)
+            named = os.stat(LOCK_NAME, dir_fd=folder_fd, follow_symlinks=False)
+        except OSError as error:
+            if error.errno in _LOCK_IS_ELSEWHERE:
+                return Busy.BUSY
+            raise
         if named.st_ino != os.fstat(fd).st_ino:
             return Busy.BUSY  # the file was replaced under us: the lock that counts is another one
         try:
@@ -137,7 +153,7 @@ def with_lock(folder_fd: int, work: Callable[[], T]) -> T | Busy:
             with suppress(OSError):  # a child forked meanwhile has this descriptor too, so closing ours is not enough
                 fcntl.flock(fd, fcntl.LOCK_UN)
     finally:
-        os.close(fd)
+        let_go(fd)
 
 
 class TreeFolder:
@@ -176,8 +192,7 @@ class TreeFolder:
             self._buckets, self._made = {}, set()
             self._epochs_fd = self.leases_fd = -1
             for fd in held:
-                with suppress(OSError):
-                    os.close(fd)
+                let_go(fd)
         self._root.leave()
 
     def look(self) -> Tree | None:
@@ -201,13 +216,13 @@ class TreeFolder:
 
     def make(self, tree: Tree, temporary: str) -> Tree:
         """Write the superblock, by way of a temporary, unless somebody was faster. Returns the tree that counts."""
-        fd = open_plain(self.fd, temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
-            write_all(fd, encode_tree(tree))
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        try:
+            fd = open_plain(self.fd, temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            try:
+                write_all(fd, encode_tree(tree))
+                os.fsync(fd)
+            finally:
+                let_go(fd)
             self._publish_once(temporary)
         finally:
             with suppress(FileNotFoundError):
@@ -270,7 +285,7 @@ class TreeFolder:
             if fd < 0:
                 fd = self._buckets[number] = make_folder(self.fd, bucket_name(number))
             for leaf in leaves(self.tree):
-                os.close(make_folder(fd, leaf))
+                let_go(make_folder(fd, leaf))
             self._made.add(number)
             return fd
 
@@ -285,7 +300,7 @@ class TreeFolder:
         try:
             yield fd
         finally:
-            os.close(fd)
+            let_go(fd)
 
     def epoch(self, namespace: bytes) -> int | None:
         """The epoch of a namespace now; None if its file is missing or damaged, so that nothing counts."""
@@ -335,7 +350,7 @@ class TreeFolder:
                 os.unlink(temporary, dir_fd=folder_fd)
             raise
         finally:
-            os.close(fd)
+            let_go(fd)
         os.fsync(folder_fd)
 
     def small_folders(self) -> tuple[int, ...]:

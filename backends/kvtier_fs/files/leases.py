@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-from kvtier_fs.files.folder import names_in, open_plain, write_all
+from kvtier_fs.files.folder import let_go, names_in, open_plain, write_all
 from kvtier_fs.files.records import LEASE_BYTES_MAX, decode_lease, encode_lease
 
 LEASE_NAME = re.compile(r"[0-9a-f]{16}")
@@ -112,7 +112,7 @@ class Leases:
             try:
                 status, holder = os.fstat(fd), decode_holder(os.pread(fd, LEASE_BYTES_MAX, 0))
             finally:
-                os.close(fd)
+                let_go(fd)
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ESTALE):
                 return True

@@ -7,7 +7,7 @@ import os
 from kvtier.errors import GeometryError, RootError
 from kvtier.geometry import Geometry
 from kvtier.registry import Preview
-from kvtier_fs.files.folder import TreeFolder
+from kvtier_fs.files.folder import TreeFolder, let_go
 from kvtier_fs.files.opening import lay_out
 from kvtier_fs.files.records import Tree
 from kvtier_fs.io.probe import DirectProbe, probe_direct
@@ -71,7 +71,7 @@ def _look_beside(path: str, options: FSOptions) -> DirectProbe:
     try:
         return _probe(path, fd, options)
     finally:
-        os.close(fd)
+        let_go(fd)
 
 
 def _probe(path: str, folder_fd: int, options: FSOptions) -> DirectProbe:

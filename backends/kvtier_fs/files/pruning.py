@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from kvtier_fs.files.blockfile import Wanted, header_now
-from kvtier_fs.files.folder import Busy, TreeFolder, open_plain
+from kvtier_fs.files.folder import Busy, TreeFolder, let_go, open_plain
 from kvtier_fs.files.root import SharedRoot
 from kvtier_fs.slot import SlotHeader, decode_slot_header
 
@@ -64,7 +64,7 @@ def outdated(folder_fd: int, name: str, header_bytes: int, namespace: bytes, epo
     except OSError:
         return False
     finally:
-        os.close(fd)
+        let_go(fd)
     return header is not None and header.namespace == namespace and header.epoch < epoch
 
 

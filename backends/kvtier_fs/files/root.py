@@ -139,7 +139,11 @@ class SharedRoot:
         self.started = True
 
     def _expired(self, lease: str) -> bool:
-        return self.leases.expired(self.folder.leases_fd, lease)
+        """True if nobody holds a lease any more; one that cannot be read is taken to be held."""
+        try:
+            return self.leases.expired(self.folder.leases_fd, lease)
+        except OSError:
+            return False
 
     def bucket(self, number: int) -> Bucket:
         return self._buckets[number]
@@ -263,7 +267,7 @@ class SharedRoot:
             for name in names_in(folder_fd):
                 match = TEMPORARY_NAME.fullmatch(name)
                 if match is not None and self._expired(match[1]):
-                    with suppress(FileNotFoundError):
+                    with suppress(OSError):  # one that cannot go must not keep the others
                         os.unlink(name, dir_fd=folder_fd)
 
     async def keep_lease(self) -> None:
