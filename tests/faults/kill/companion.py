@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from kvtier_fs.files.leases import LEASE_NAME, decode_holder
@@ -26,11 +27,8 @@ class Companion:
 
     def owns(self) -> str | None:
         """The lease it holds; None while it has none, and whose is whose cannot be told."""
-        for path in self._world.roots[0].glob("leases/*"):
-            holder = decode_holder(path.read_bytes()) if LEASE_NAME.fullmatch(path.name) else None
-            if holder is not None and holder.pid == self._victim.pid:
-                return path.name
-        return None
+        found = holders(self._world.roots[0])
+        return next((name for name, pid in found.items() if pid == self._victim.pid), None)
 
     def kill(self) -> bool:
         """SIGKILL. True if that was what ended it."""
@@ -39,10 +37,15 @@ class Companion:
         return killed
 
 
-def leases(root: Path) -> set[str]:
-    """The leases in a root that name a process.
+def holders(root: Path) -> dict[str, int]:
+    """The leases in a root that name a process, and that process.
 
     One whose holder died before it had written its name expires by time; until then it may stay.
     """
-    paths = [path for path in root.glob("leases/*") if LEASE_NAME.fullmatch(path.name)]
-    return {path.name for path in paths if decode_holder(path.read_bytes()) is not None}
+    found = {}
+    for path in root.glob("leases/*"):
+        with suppress(FileNotFoundError):  # swept meanwhile
+            holder = decode_holder(path.read_bytes()) if LEASE_NAME.fullmatch(path.name) else None
+            if holder is not None:
+                found[path.name] = holder.pid
+    return found

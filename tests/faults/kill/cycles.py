@@ -14,7 +14,7 @@ from kvtier_fs.io.uring import probe_uring
 
 from ..attack import Tally
 from .board import Board, Word
-from .companion import Companion, leases
+from .companion import Companion, holders
 from .damage import Lost, SlabFiles, SlabLate, in_flight
 from .files_damage import BlockFiles, FilesLate
 from .life import Life, Plan, Target
@@ -342,4 +342,4 @@ def held(roots: list[Path]) -> tuple[int, int]:
 
 def leftovers(root: Path) -> set[str]:
     """Temporaries in a root of layout `files`, and leases that name a process."""
-    return leases(root) | {name for _, _, names in os.walk(root) for name in names if name.startswith("new-")}
+    return holders(root).keys() | {name for _, _, names in os.walk(root) for name in names if name.startswith("new-")}

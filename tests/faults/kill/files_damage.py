@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from contextlib import suppress
 from pathlib import Path
 
 from kvtier_fs.files.places import BLOCK_NAME
@@ -51,7 +52,8 @@ class BlockFiles:
             for folder, _, names in os.walk(bucket):
                 for name in names:
                     path = Path(folder, name)
-                    found[path.lstat().st_ino] = path
+                    with suppress(FileNotFoundError):  # a companion may sweep and evict meanwhile
+                        found[path.lstat().st_ino] = path
         return found
 
     def note(self, board: Board) -> None:
@@ -65,7 +67,9 @@ class BlockFiles:
     def _tear(self, path: Path, one: Lost, rng: random.Random) -> bool:
         empty = bytes(len(one.data))
         now = mixed(empty, one.data, rng)
-        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = _open(path)
+        if fd is None:
+            return False
         try:
             times = os.fstat(fd)
             os.pwrite(fd, now, one.offset)
@@ -85,5 +89,13 @@ class BlockFiles:
     def keep(self, lost: list[Lost], rng: random.Random) -> FilesLate:
         """Writes that are to land during the next life, into the files as they are open now."""
         paths = self._by_inode()
-        flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-        return FilesLate([(os.open(paths[one.file], flags), one) for one in lost if one.file in paths])
+        opened = [(_open(paths[one.file]), one) for one in lost if one.file in paths]
+        return FilesLate([(fd, one) for fd, one in opened if fd is not None])
+
+
+def _open(path: Path) -> int | None:
+    """The file for writing, None if it is gone."""
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
