@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -66,7 +67,7 @@ def offloading_config(tier: dict[str, Any], *, chunks: int = 32, row: int = ROW,
             "cpu_bytes_to_use": chunks * -(-row // 4096) * 4096,
             "secondary_tiers": [{"type": "KVTierFs", "module_path": "kvtier.integrations.vllm", **tier}],
         },
-        "engine_id": f"test-{uuid.uuid4().hex}",
+        "engine_id": f"test-{os.getpid()}-{uuid.uuid4().hex}",
         "model": OffloadingModelConfig("a/model", "bfloat16"),
         "cache": OffloadingCacheConfig(16, 1),
         "parallel": OffloadingParallelConfig(**parallel),

@@ -7,6 +7,7 @@ import random
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def nothing_left_behind() -> Iterator[None]:
     """No named memory, no thread and no descriptor outlives an engine."""
     before = len(os.listdir("/proc/self/fd"))
     yield
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith("vllm_offload_test-")]
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"vllm_offload_test-{os.getpid()}-")]
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kvtier-secondary")]
     assert len(os.listdir("/proc/self/fd")) <= before + 1  # torch and vLLM open one of their own at first use
 
@@ -47,10 +48,18 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> list[FaultyBackend]:
     made: list[FaultyBackend] = []
     backend = discover().get("fs")
 
+    def make(options: Any) -> FaultyBackend:
+        inner = backend(options)
+        for name in ("load", "store"):  # what is held is I/O that has begun: it is done, however late
+            move = getattr(inner, name)
+            setattr(inner, name, lambda job, move=move: move(replace(job, deadline=None)))
+        made.append(FaultyBackend(inner))
+        return made[-1]
+
     class Planned:
         def get(self, name: str) -> Callable[..., FaultyBackend]:
             assert name == "fs"
-            return lambda options: made.append(FaultyBackend(backend(options))) or made[-1]
+            return make
 
     monkeypatch.setattr(DRIVER, Planned)
     return made
@@ -135,28 +144,56 @@ def test_two_workers_and_chunks_of_several_blocks_are_one_row(tiering, tmp_path)
         assert vllm.hits(names) == names
 
 
-def test_rows_of_any_size_at_any_address_are_stored_as_they_are(tiering, tmp_path):
+@pytest.fixture
+def odd(tiering: Any, tmp_path: Path) -> Iterator[Any]:
+    """A tier over rows of an odd size at an odd address, the first six of which hold what their keys say."""
     from kvtier.integrations.vllm import KVTierFs
 
-    names = tiering.keys(6)
     memory = np.zeros(12 * 5000 + 7, dtype=np.int8)
     rows = memory[7:].reshape(12, 5000)
-    for row, name in enumerate(names):
+    for row, name in enumerate(tiering.keys(6)):
         rows[row] = tiering.content(name, 5000)
-    spec = tiering.TieringOffloadingSpec(tiering.offloading_config({}))
     view = memoryview(rows)
-    tier = KVTierFs(spec, view, "KVTierFs", **tiering.tier_config(tmp_path / "root"))
-    context = tiering.ReqContext("request")
-    tier.submit_store(tiering.TransferJob(0, names, np.arange(6), False, context))
-    tier.drain_jobs()
-    tier.submit_load(tiering.TransferJob(1, names, np.arange(6, 12), True, context))
-    tier.drain_jobs()
-    done = {result.job_id: result for result in tier.get_finished_jobs()}
-    assert done[0].success
-    assert done[1].success
-    assert np.array_equal(rows[:6], rows[6:])
+    spec = tiering.TieringOffloadingSpec(tiering.offloading_config({}))
+    tier = KVTierFs(spec, view, "KVTierFs", **tiering.tier_config(tmp_path / "root", inflight_bytes="64KiB"))
+
+    def move(job_id: int, chunks: list[int], loads: bool) -> Any:
+        job = tiering.TransferJob(job_id, tiering.keys(6), np.array(chunks), loads, tiering.ReqContext("request"))
+        (tier.submit_load if loads else tier.submit_store)(job)
+        tier.drain_jobs()
+        (result,) = tier.get_finished_jobs()
+        assert result.job_id == job_id
+        return result
+
+    tier.rows, tier.move = rows, move
+    yield tier
     tier.shutdown()
     view.release()  # raises while anybody refers to the rows
+
+
+def test_rows_of_any_size_at_any_address_are_stored_as_they_are(odd):
+    assert odd.move(0, [0, 1, 2, 3, 4, 5], loads=False).success
+    assert odd.move(1, [11, 10, 9, 8, 7, 6], loads=True).success
+    assert np.array_equal(odd.rows[:6], odd.rows[:5:-1])
+
+
+def test_nothing_of_an_earlier_block_lies_behind_a_row_on_the_disk(odd, tiering, tmp_path):
+    odd._driver._tier._staging.view[:] = 0x55
+    assert odd.move(0, [0, 1, 2, 3, 4, 5], loads=False).success
+    data = b"".join(path.read_bytes() for path in (tmp_path / "root").iterdir())
+    for name in tiering.keys(6):
+        assert tiering.content(name, 5000).tobytes() + bytes(8192 - 5000) in data
+
+
+def test_bytes_that_were_refused_never_reach_vllms_rows(odd, tiering, tmp_path):
+    assert odd.move(0, [0, 1, 2, 3, 4, 5], loads=False).success
+    damage(tmp_path / "root", [tiering.content(name, 5000).tobytes() for name in tiering.keys(6)[2:4]])
+    odd.rows[6:] = 77
+    result = odd.move(1, [6, 7, 8, 9, 10, 11], loads=True)
+    assert not result.success
+    assert list(result.successful_keys) == [*tiering.keys(2), *tiering.keys(2, start=4)]
+    assert (odd.rows[8:10] == 77).all()
+    assert np.array_equal(odd.rows[[6, 7, 10, 11]], odd.rows[[0, 1, 4, 5]])
 
 
 # -- what is wrong is a miss -------------------------------------------------------------------------------------------
@@ -377,6 +414,17 @@ def test_the_root_of_a_prefix_outlives_its_leaf(tiering, tmp_path):
         assert totals(vllm).evictions > 0
         assert left == first[: len(left)]
         assert 0 < len(left) < 70
+
+
+def test_blocks_age_in_the_order_of_the_prefix_in_whatever_order_they_are_handed_over(tiering, tmp_path):
+    names = tiering.keys(12)
+    with tiering.Vllm(tiering.offloading_config(tiering.tier_config(tmp_path / "root"))) as vllm:
+        context = vllm.request(names)
+        vllm.manager.prepare_store(names[5:] + names[:5], context)
+        vllm.manager.complete_store(names[5:] + names[:5], context)
+        vllm.settle()
+        owned = vllm.tier._plane.lower.owned
+        assert [owned.table.keys[slot] for slot in owned.policy.coldest()] == names[::-1]
 
 
 def test_a_slow_disk_does_not_keep_vllms_rows(tiering, tmp_path, faulty, monkeypatch):

@@ -85,11 +85,11 @@ class Disk:
 class World:
     """A plane above such a disk, below somebody who asks at random."""
 
-    def __init__(self, adapter: Any, seed: int) -> None:
+    def __init__(self, adapter: Any, seed: int, policy: str = "") -> None:
         planes, staging, self.transfers = adapter
         self.rng = random.Random(seed)
         space = SlotSpace(8 * SLOT, (2, 1), (SLOT, SLOT))
-        policy = self.rng.choice(["lru", "arc"])
+        policy = policy or self.rng.choice(["lru", "arc"])
         plan = TierPlan("fs", FS, Opened(24 * SLOT, space), policy, timeout_seconds=5.0)
         self.lower = LowerTier(1, plan, rows_max=6)
         self.passages = staging.Passages()
@@ -264,6 +264,17 @@ def test_a_tier_that_erred_again_and_again_is_left_alone_then_probed_with_one_jo
     assert len(world.plane.take_jobs()) == 3
 
 
+def test_nothing_is_promised_from_a_tier_that_cannot_be_read(adapter):
+    world = World(adapter, 1)
+    stored(world, [key(number) for number in range(6)])
+    for number in range(5):
+        assert world.plane.lookup(key(5), "r", 0.0) is LookupResult.HIT
+        world.plane.load(world.transfer(JobKind.LOAD, [key(number)], "r"), 0.0)
+        world.plane.finish(JobResult.uniform(world.plane.take_jobs()[0].job, failed(5)), 0.0)
+    assert world.plane.lookup(key(5), "r", 1.0) is LookupResult.MISS
+    assert world.plane.lookup(key(5), "r", 6.0) is LookupResult.HIT, "to be probed"
+
+
 def test_parts_that_end_out_of_order_age_in_the_order_of_the_prefix(adapter):
     world = World(adapter, 1)
     names = [key(2 * number) for number in range(9)]
@@ -273,6 +284,34 @@ def test_parts_that_end_out_of_order_age_in_the_order_of_the_prefix(adapter):
     owned = world.lower.owned
     assert owned is not None
     assert [owned.table.keys[slot] for slot in owned.policy.coldest()] == names[::-1]
+
+
+def stored(world: World, names: list[OffloadKey]) -> list[TransferJob]:
+    """Store keys, all well; the tier's jobs for that."""
+    world.plane.store(world.transfer(JobKind.STORE, names, "writer"), world.now)
+    jobs = [emission.job for emission in world.plane.take_jobs()]
+    for job in jobs:
+        world.plane.finish(JobResult.uniform(job, STORED), world.now)
+    return jobs
+
+
+def test_what_was_loaded_or_offered_again_is_kept_longest(adapter):
+    world = World(adapter, 1, "lru")
+    for number in range(24):
+        stored(world, [key(number)])
+    world.plane.load(world.transfer(JobKind.LOAD, [key(0)], "reader"), 0.0)
+    world.plane.finish(JobResult.uniform(world.plane.take_jobs()[0].job, LOADED), 0.0)
+    assert not stored(world, [key(1)]), "it is there: nothing is written"
+    for number in range(100, 122):
+        stored(world, [key(number)])
+    found = [number for number in range(24) if world.plane.lookup(key(number), "r", 0.0) is LookupResult.HIT]
+    assert found == [0, 1]
+
+
+def test_a_region_is_cut_by_the_first_job_that_writes_into_it_and_by_no_later_one(adapter):
+    world = World(adapter, 1)
+    cuts = [job.cuts for number in range(24) for job in stored(world, [key(number)])]
+    assert len([cut for each in cuts for cut in each]) == 3
 
 
 def test_the_groups_of_a_job_keep_their_rows(adapter):
