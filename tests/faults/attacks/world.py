@@ -122,7 +122,7 @@ ATTACKS = (
     Attack(
         "simulated world",
         "a seeded scheduler, a virtual clock and disks that fail, lie, lose, tear and reorder; crashes anywhere",
-        300, 200_000, simulated_world, minutes=4, shards=8,
+        200, 200_000, simulated_world, minutes=4, shards=8,
     ),
     Attack(
         "the harness itself",
