@@ -35,6 +35,7 @@ from kvtier.loadstore import TierContext
 from kvtier.namespace import Namespace
 from kvtier_fs import FSBackend
 from kvtier_fs.files.backend import FilesBackend
+from kvtier_fs.files.bucket import Bucket
 from kvtier_fs.files.folder import TreeFolder
 from kvtier_fs.files.root import FilesSeams
 from kvtier_fs.io.contract import IOKind
@@ -256,6 +257,37 @@ async def test_a_frozen_file_system_costs_jobs_at_their_deadline_and_close_at_it
         assert tier.counters["close.stuck"] == 0
     assert len(block_files(tmp_path)) == 4
     assert temporaries(tmp_path) == []
+
+
+async def test_close_closes_no_folder_under_a_call_that_works_in_it(tmp_path, monkeypatch):
+    """A descriptor's number may belong to another folder of this process by then."""
+    order, began, go_on = [], threading.Event(), threading.Event()
+    leave = TreeFolder.leave
+
+    def stands_still(bucket):
+        began.set()
+        go_on.wait()
+        order.append("the call ends")
+        return False
+
+    def leaves(folder):
+        order.append("folders are closed")
+        leave(folder)
+
+    async with open_files(options(tmp_path / "root")) as tier:
+        await tier.store(keys(4))
+        monkeypatch.setattr(Bucket, "has_temporaries", stands_still)
+        monkeypatch.setattr(TreeFolder, "leave", leaves)
+        sweeping = asyncio.create_task(tier.backend.sweep())
+        assert await asyncio.get_running_loop().run_in_executor(None, began.wait, 60)
+        sweeping.cancel()
+        closing = asyncio.create_task(tier.backend.close())
+        done, _ = await asyncio.wait([closing], timeout=0.05)
+        go_on.set()
+        assert not done
+        await closing
+        assert order[-1] == "folders are closed"
+        assert "the call ends" in order
 
 
 async def test_a_full_disk_drops_stores_and_goes_on_loading(tmp_path):
