@@ -37,17 +37,30 @@ BLOCKS = 48
 ROWS = 48
 STAMPED_ROWS = 16
 _BATCH = 6
-_READS_EACH_SECOND = 400
+_READS_EACH_SECOND = 60
 _KILL_SECONDS = 0.06
+_BEGIN_SECONDS = 5.0
+_WORKERS, _FOR_EVER = 4, 1 << 30
 _QUIET_SECONDS = 0.04
 _UNKNOWN, _FILLING, _READY = range(3)
 
 
 class Claims:
-    """What the coordinator says of each row, in memory that outlives it: nothing, being filled with, or ready with."""
+    """What the coordinator says of each row, in memory that outlives it: nothing, being filled with, or ready with.
+
+    The word behind them is the watching process's: the disk is slow now, go on.
+    """
 
     def __init__(self) -> None:
-        self._words = memoryview(mmap.mmap(-1, ROWS * 24)).cast("Q")
+        self._words = memoryview(mmap.mmap(-1, (ROWS + 1) * 24)).cast("Q")
+
+    @property
+    def begun(self) -> bool:
+        return self._words[3 * ROWS] == 1
+
+    def begin(self) -> None:
+        """Let the coordinator load."""
+        self._words[3 * ROWS] = 1
 
     def say(self, row: int, state: int, block: int = 0, generation: int = 0) -> None:
         """A claim is void while it is being changed."""
@@ -67,6 +80,7 @@ class Claims:
         """No row is anything."""
         for row in range(ROWS):
             self.say(row, _UNKNOWN)
+        self._words[3 * ROWS] = 0
 
 
 class Engine:
@@ -148,15 +162,18 @@ class Coordinator:
         found = opened.recovered
         places = zip(found.keys, found.slots.tolist(), found.generations.tolist(), strict=True)
         self._stored = [(self.engine.keys.index(key), slot, generation) for key, slot, generation in places]
-        os.write(self._signals.write, b".")
         free = list(range(STAMPED_ROWS, ROWS))
         self.rng.shuffle(free)
-        each = len(free) // 4
-        await asyncio.gather(*(self._work(backend, region, free[at::4][:each]) for at in range(4)))
+        shares = [free[at::_WORKERS] for at in range(_WORKERS)]
+        await asyncio.gather(*(self._work(backend, region, rows, 2) for rows in shares))
+        os.write(self._signals.write, b".")
+        while not self.claims.begun:  # noqa: ASYNC110 - another process sets it
+            await asyncio.sleep(0.0005)
+        await asyncio.gather(*(self._work(backend, region, rows, _FOR_EVER) for rows in shares))
 
-    async def _work(self, backend: FSBackend, region: SharedRegion, rows: list[int]) -> None:
-        """Load into some of these rows and fill the others, again and again."""
-        while True:
+    async def _work(self, backend: FSBackend, region: SharedRegion, rows: list[int], times: int) -> None:
+        """Load into some of these rows and fill the others, so many times."""
+        for _ in range(times):
             self.rng.shuffle(rows)
             chosen = rows[:_BATCH]
             blocks = self.rng.sample(self._stored, len(chosen))
@@ -223,7 +240,11 @@ class RegionKills:
         self._stamp(engine, region)
         sign = victim.wait()
         disk.slow_down(_READS_EACH_SECOND)
-        time.sleep(self._rng.uniform(0.01, _KILL_SECONDS))
+        claims.begin()
+        until = time.perf_counter() + _BEGIN_SECONDS
+        while not claims.rows(_FILLING) and time.perf_counter() < until:
+            time.sleep(0.0005)
+        time.sleep(self._rng.uniform(0.0, _KILL_SECONDS))
         os.kill(victim.pid, signal.SIGKILL)
         hangs = sign is Sign.NOTHING or victim.wait_end() is Sign.NOTHING
         killed = victim.reap()
