@@ -208,6 +208,21 @@ async def test_holes_that_eviction_left_are_filled_again(monkeypatch: pytest.Mon
             assert same_bytes(cache, whole)
 
 
+@pytest.mark.parametrize("way", ["saved at once", "saved in two steps", "restored since"])
+async def test_what_is_pushed_out_goes_from_the_end_of_a_prompt(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.integrations.transformers.staging.STAGING_BYTES", 4 * 4096)
+    async with AsyncPrefixCache(stack(cpu="64KiB"), llama()) as prefixes:  # 16 blocks
+        tokens, other = prompt(16 * 12, seed=1), prompt(16 * 9, seed=2)
+        for end in (6, 12) if way == "saved in two steps" else (12,):
+            assert await prefixes.save(tokens[: 16 * end], content(tokens[: 16 * end], prefixes.kv)) == 16 * end
+        if way == "restored since":
+            await prefixes.restore([*tokens, 0])
+        assert await prefixes.save(other, content(other, prefixes.kv)) == 16 * 9
+        cache, count = await prefixes.restore(tokens)
+        assert count == 16 * 7
+        assert same_bytes(cache, content(tokens[:count], prefixes.kv))
+
+
 @pytest.mark.parametrize("pool_blocks", [4, 100])
 async def test_of_a_prompt_longer_than_all_tiers_the_beginning_is_kept(
     pool_blocks: int, monkeypatch: pytest.MonkeyPatch
