@@ -27,6 +27,7 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory  # noqa: F401
 from vllm.v1.kv_offload.tiering.base import TransferJob  # noqa: F401
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 

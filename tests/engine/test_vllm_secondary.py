@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import threading
@@ -472,6 +473,22 @@ def test_a_changed_field_of_vllms_is_a_clean_miss(tiering, tmp_path):
         assert vllm.hits(names) == []
     with tiering.Vllm(tiering.offloading_config(config)) as vllm:
         assert vllm.hits(names) == names, "nothing else was touched"
+
+
+def test_the_configuration_that_is_shown_is_one_that_works(tiering, tmp_path):
+    top = Path(__file__).parents[2]
+    shown = (top / "configs" / "vllm-secondary.json").read_text()
+    assert f"```json\n{shown}```" in (top / "docs" / "vllm-secondary.md").read_text()
+    extra = json.loads(shown)["kv_connector_extra_config"]
+    extra["cpu_bytes_to_use"] = 1 << 20
+    (tier,) = extra["secondary_tiers"]
+    assert tier["roots"] == ["/mnt/nvme0/kvtier"]
+    tier |= {"roots": [str(tmp_path / "root")], "capacity": "16MiB"}
+    assert tiering.OffloadingSpecFactory.get_spec_cls(extra) is tiering.TieringOffloadingSpec
+    with tiering.Vllm(tiering.offloading_config({}, extra_config=extra)) as vllm:
+        vllm.store(tiering.keys(4))
+        vllm.forget()
+        assert vllm.hits(tiering.keys(4)) == tiering.keys(4)
 
 
 WRONG = {

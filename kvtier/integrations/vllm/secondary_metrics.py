@@ -4,12 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier.control.board import LowerTier
+from kvtier.control.board import LowerTier, TierCounters
 from kvtier.control.slots import SlotState
-from kvtier.jobs import JobKind
+from kvtier.jobs import BlockOutcome, BlockStatus, DropReason, JobKind
 from kvtier.loadstore import Opened
 from kvtier.stack import StackStats, TierStats
 from kvtier.stack.dispatcher import Lane
+
+
+def count_outcome(counters: TierCounters, outcome: BlockOutcome) -> None:
+    """Count what became of a block, if it did not go well."""
+    match outcome.status:
+        case BlockStatus.FAILED:
+            counters.failed += 1
+        case BlockStatus.CORRUPT:
+            counters.corrupt += 1
+        case BlockStatus.MISSING:
+            counters.missing += 1
+        case BlockStatus.LATE:
+            counters.late += 1
+        case BlockStatus.DROPPED:
+            counters.drop(outcome.reason or DropReason.BACKLOG)
+        case _:
+            pass
 
 
 def tier_stats(lower: LowerTier, opened: Opened, lanes: Sequence[Lane], backlog: int, now: float) -> StackStats:

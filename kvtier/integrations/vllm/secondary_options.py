@@ -37,7 +37,7 @@ class SecondaryOptions(LowerTierOptions):
         "stores with different tags never share a block; required for a model that is not a local folder",
     )
     inflight_bytes: ByteSize = Field(
-        default=256 << 20, description="memory that blocks pass through on their way, a half for each direction"
+        default=128 << 20, description="memory that blocks pass through on their way, a half for each direction"
     )
     copy_threads: int = Field(default=2, ge=1, le=64, description="threads that copy and hash, at most")
     busy_root_seconds: float = Field(

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvtier.control.board import Emission, LowerTier
 from kvtier.control.breaker import Breaker, BreakerState
 from kvtier.errors import UsageError
+from kvtier.integrations.vllm.secondary_metrics import count_outcome
 from kvtier.integrations.vllm.secondary_staging import Passages
 from kvtier.integrations.vllm.secondary_transfers import Part, Transfer
 from kvtier.jobs import (
@@ -25,15 +24,13 @@ from kvtier.jobs import (
     BlockOutcome,
     BlockStatus,
     DropReason,
-    GroupTransfer,
     JobKind,
     JobResult,
     RegionCut,
     TransferJob,
     dropped,
-    int_array,
 )
-from kvtier.keys import JobId, OffloadKey, key_group
+from kvtier.keys import JobId, OffloadKey
 from kvtier.loadstore import LookupResult
 
 LOADS, STORES = 0, 1
@@ -193,10 +190,7 @@ class SecondaryPlane:
         lower, storing = self.lower, transfer.kind is JobKind.STORE
         job_id = JobId(self._next_job)
         self._next_job += 1
-        groups: dict[int, list[int]] = {}
-        for i in members:
-            groups.setdefault(key_group(transfer.keys[i]), []).append(i)
-        part = Part(transfer, [i for group in groups.values() for i in group], list(members))
+        part = Part(transfer, members)
         cuts: tuple[RegionCut, ...] = ()
         if lower.owned is not None:
             part.take_slots(lower.owned.table.generation)
@@ -204,15 +198,8 @@ class SecondaryPlane:
                 cuts = part.cuts = lower.owned.placement.cuts_for(part.slots)
             else:
                 lower.owned.hold(part.slots)
-        transfers = []
-        for group in groups.values():
-            slots = [transfer.slots[i] for i in group] if lower.owned is not None else []
-            generations = [lower.owned.table.generation[slot] for slot in slots] if lower.owned is not None else []
-            keys = tuple(transfer.keys[i] for i in group)
-            chunks = int_array(transfer.chunks[np.array(group, dtype=np.int64)])
-            transfers.append(GroupTransfer(key_group(keys[0]), keys, chunks, int_array(slots), int_array(generations)))
         deadline = now + lower.plan.timeout_seconds
-        job = TransferJob(job_id, transfer.kind, tuple(transfers), deadline, self.limits.epoch, cuts)
+        job = TransferJob(job_id, transfer.kind, part.groups(), deadline, self.limits.epoch, cuts)
         (lower.store_breaker if storing else lower.load_breaker).sent()
         self._passages.open(job_id)
         self._parts[job_id] = part
@@ -229,7 +216,7 @@ class SecondaryPlane:
         lower, storing = self.lower, part.transfer.kind is JobKind.STORE
         outcomes = [outcome for group in result.outcomes for outcome in group]
         for outcome in outcomes:
-            self._count(outcome)
+            count_outcome(lower.counters, outcome)
         self._judge(lower.store_breaker if storing else lower.load_breaker, outcomes, now)
         good = [i for i, outcome in zip(part.order, outcomes, strict=True) if outcome.ok]
         if storing:
@@ -248,22 +235,6 @@ class SecondaryPlane:
             self.lower.judge(breaker, outcomes, now)
         elif breaker.state is BreakerState.HALF_OPEN:
             breaker.failed(now)
-
-    def _count(self, outcome: BlockOutcome) -> None:
-        counters = self.lower.counters
-        match outcome.status:
-            case BlockStatus.FAILED:
-                counters.failed += 1
-            case BlockStatus.CORRUPT:
-                counters.corrupt += 1
-            case BlockStatus.MISSING:
-                counters.missing += 1
-            case BlockStatus.LATE:
-                counters.late += 1
-            case BlockStatus.DROPPED:
-                counters.drop(outcome.reason or DropReason.BACKLOG)
-            case _:
-                pass
 
     def _stored(self, part: Part, good: set[int], now: float) -> None:
         owned, shared = self.lower.owned, self.lower.shared

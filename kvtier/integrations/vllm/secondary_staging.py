@@ -9,6 +9,7 @@ import mmap
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar
@@ -115,10 +116,15 @@ class Passages:
 
 
 class StagingRows:
-    """Rows of our own, page-aligned, one after another: `count` of `row_bytes` bytes. Used by the loop's thread."""
+    """Rows of our own, page-aligned, one after another: `count` of `row_bytes` bytes. Used by the loop's thread.
+
+    The row given back last is taken first: what is not needed is never touched, and what is stays in the caches.
+    """
 
     def __init__(self, count: int, row_bytes: int) -> None:
         self._memory = mmap.mmap(-1, count * row_bytes)
+        with suppress(OSError):  # a kernel without huge pages
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._view = np.frombuffer(self._memory, dtype=np.uint8).reshape(count, row_bytes)
         self._checksums = [bytes(CHECKSUM_BYTES)] * count
         self._free = list(range(count))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvtier.jobs import BlockOutcome, IntArray, JobKind, RegionCut
-from kvtier.keys import JobId, OffloadKey
+from kvtier.jobs import BlockOutcome, GroupTransfer, IntArray, JobKind, RegionCut, int_array
+from kvtier.keys import GroupIndex, JobId, OffloadKey, key_group
 
 
 @dataclass(slots=True, eq=False)
@@ -61,21 +61,39 @@ class Transfer:
         return [key for block, key in enumerate(self.keys) if not self.succeeded(block)]
 
 
-@dataclass(slots=True, eq=False)
 class Part:
-    """One job of the tier: `members` of a transfer, in the order of eviction, and in the `order` of the job's groups.
+    """One job of the tier: `members` of a transfer as they age, and in `order` as the job names them, group by group.
 
-    `slots` and `generations` stand in `order`.
+    `slots` and `generations` stand in `order`; they are empty in a shared tier.
     """
 
-    transfer: Transfer
-    order: list[int]
-    members: list[int]
-    slots: list[int] = field(default_factory=list)
-    generations: list[int] = field(default_factory=list)
-    cuts: tuple[RegionCut, ...] = ()
+    __slots__ = ("_by_group", "cuts", "generations", "members", "order", "slots", "transfer")
+
+    def __init__(self, transfer: Transfer, members: Sequence[int]) -> None:
+        self.transfer = transfer
+        self.members = members
+        self._by_group: dict[GroupIndex, list[int]] = {}
+        for i in members:
+            self._by_group.setdefault(key_group(transfer.keys[i]), []).append(i)
+        self.order = [i for group in self._by_group.values() for i in group]
+        self.slots: list[int] = []
+        self.generations: list[int] = []
+        self.cuts: tuple[RegionCut, ...] = ()
 
     def take_slots(self, generation_of: Sequence[int]) -> None:
         """Note where the blocks are, and under which generations."""
         self.slots = [self.transfer.slots[i] for i in self.order]
         self.generations = [generation_of[slot] for slot in self.slots]
+
+    def groups(self) -> tuple[GroupTransfer, ...]:
+        """The job's groups, with vLLM's rows as their staging."""
+        found = []
+        start = 0
+        for group, members in self._by_group.items():
+            end = start + len(members)
+            keys = tuple(self.transfer.keys[i] for i in members)
+            chunks = self.transfer.chunks[int_array(members)]
+            slots, generations = int_array(self.slots[start:end]), int_array(self.generations[start:end])
+            found.append(GroupTransfer(group, keys, chunks, slots, generations))
+            start = end
+        return tuple(found)
