@@ -23,10 +23,10 @@ from .victim import Sign, Signals, Victim, pause_until
 from .warming import LIVES, warm_up
 from .world import Tools, World
 
-CYCLES_OF_A_WORLD = 50
+CYCLES_OF_A_WORLD = 80
 _LATE_SECONDS = 0.08
 _CAUGHT_SECONDS = 0.01
-_DELAY_SECONDS = {Target.STORE: 0.006, Target.LOAD: 0.004, Target.RESET: 0.008, Target.CLOSE: 0.012}
+_DELAY_SECONDS = {Target.STORE: 0.004, Target.LOAD: 0.004, Target.RESET: 0.008, Target.CLOSE: 0.012}
 _RESET_SECONDS = 0.5
 _COUNTED = {
     "blocks stored": Word.STORED,

@@ -26,7 +26,7 @@ from .world import STORE_ROWS, World
 
 JUNK = 0xEE
 _WORKERS = 2
-_PACE_SECONDS = 0.01
+_PACE_SECONDS = 0.03
 
 
 class Target(Enum):

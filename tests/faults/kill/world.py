@@ -45,12 +45,12 @@ class Shape:
 
 SHAPES = {
     "slab": (
-        Shape((4 * KIB, 8 * KIB, 20 * KIB), 1 * MIB, 64 * KIB, 20),
+        Shape((4 * KIB, 8 * KIB, 20 * KIB), 768 * KIB, 64 * KIB, 40),
         Shape((12 * KIB, 60 * KIB), 3 * MIB, 260 * KIB, 4),
         Shape((60 * KIB, 1500 * KIB), 8 * MIB, 1600 * KIB, 1),  # requests of more than a MiB are cut
     ),
     "files": (
-        Shape((4 * KIB, 8 * KIB, 20 * KIB), 640 * KIB, 0, 20),
+        Shape((4 * KIB, 8 * KIB, 20 * KIB), 480 * KIB, 0, 40),
         Shape((12 * KIB, 28 * KIB), 1280 * KIB, 0, 4),
         Shape((4 * KIB, 1500 * KIB), 6 * MIB, 0, 1),
     ),
