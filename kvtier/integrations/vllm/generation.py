@@ -9,31 +9,39 @@ import inspect
 from kvtier.errors import ConfigError
 
 SUPPORTED = "vLLM 0.32"
-_MODULE = "vllm.v1.kv_offload.base"
+_BASE = "vllm.v1.kv_offload.base"
 _NEEDED = {
-    "OffloadingManager": ("lookup", "prepare_load", "prepare_store", "on_schedule_end", "has_pending_work"),
-    "OffloadingWorker": ("submit_store", "submit_load", "get_finished", "wait"),
-    "OffloadingSpec": ("get_manager", "get_worker", "build_metric_definitions"),
+    _BASE: {
+        "OffloadingManager": ("lookup", "prepare_load", "prepare_store", "on_schedule_end", "has_pending_work"),
+        "OffloadingWorker": ("submit_store", "submit_load", "get_finished", "wait"),
+        "OffloadingSpec": ("get_manager", "get_worker", "build_metric_definitions"),
+        "ScheduleEndContext": ("new_req_ids",),
+    },
+    "vllm.v1.kv_offload.tiering.base": {
+        "SecondaryTierManager": ("lookup", "submit_store", "submit_load", "get_finished_jobs", "drain_jobs"),
+        "JobResult": (),
+        "TransferJob": (),
+    },
 }
 
 
 def require_supported() -> None:
     """Raise ConfigError unless the installed vLLM has the interfaces this adapter was written for."""
     try:
-        base = importlib.import_module(_MODULE)
+        modules = {name: importlib.import_module(name) for name in _NEEDED}
     except ImportError as error:
         raise ConfigError(f"kvtier.integrations.vllm needs {SUPPORTED}; {_version()}: {error}") from error
-    lacking = [
-        f"{name}.{member}"
-        for name, members in _NEEDED.items()
-        for member in members
-        if not hasattr(getattr(base, name, None), member)
-    ]
-    lookup = getattr(getattr(base, "OffloadingManager", None), "lookup", None)
-    if not lacking and list(inspect.signature(lookup).parameters)[1:] != ["key", "req_context"]:  # type: ignore[arg-type]
-        lacking.append("OffloadingManager.lookup(key, req_context)")
-    if not hasattr(base, "ScheduleEndContext"):
-        lacking.append("ScheduleEndContext")
+    lacking = []
+    for module, classes in _NEEDED.items():
+        for name, members in classes.items():
+            found = getattr(modules[module], name, None)
+            if found is None:
+                lacking.append(name)
+            lacking += [f"{name}.{member}" for member in members if found is not None and not hasattr(found, member)]
+    if not lacking:
+        lookup = modules[_BASE].OffloadingManager.lookup
+        if list(inspect.signature(lookup).parameters)[1:] != ["key", "req_context"]:
+            lacking.append("OffloadingManager.lookup(key, req_context)")
     if lacking:
         raise ConfigError(
             f"kvtier.integrations.vllm needs {SUPPORTED}; {_version()} has another offloading interface: "

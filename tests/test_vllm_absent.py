@@ -1,0 +1,36 @@
+"""Without vLLM, or beside another generation of it, the adapter says what it needs."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import types
+
+import pytest
+
+from kvtier.errors import ConfigError
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
+
+
+def test_without_vllm_the_error_names_the_supported_generation():
+    with pytest.raises(ConfigError, match=r"needs vLLM 0\.32; no vLLM is installed"):
+        importlib.import_module("kvtier.integrations.vllm")
+
+
+def test_another_generation_is_refused_by_what_it_lacks(monkeypatch):
+    class OffloadingManager:
+        def lookup(self, keys): ...
+
+    for name in ("vllm", "vllm.v1", "vllm.v1.kv_offload", "vllm.v1.kv_offload.tiering"):
+        package = types.ModuleType(name)
+        package.__path__ = []
+        monkeypatch.setitem(sys.modules, name, package)
+    base = types.ModuleType("vllm.v1.kv_offload.base")
+    base.OffloadingManager = OffloadingManager
+    monkeypatch.setitem(sys.modules, base.__name__, base)
+    tiering = types.ModuleType("vllm.v1.kv_offload.tiering.base")
+    monkeypatch.setitem(sys.modules, tiering.__name__, tiering)
+    with pytest.raises(ConfigError, match=r"needs vLLM 0\.32.*OffloadingManager\.prepare_load.*SecondaryTierManager"):
+        importlib.import_module("kvtier.integrations.vllm")
