@@ -163,7 +163,7 @@ def _error_round(
     with engine, Bound(root) as bound:
         engine.fill()
         recovered(tally, engine, f"{what}: before any error")
-        struck = [breaker for bit, breaker in zip((READS, WRITES), engine.breakers, strict=True) if mode & bit]
+        struck = engine.breakers  # which one depends on what the layout reads before it writes
         for breaker in engine.breakers:
             breaker.pause_seconds = pause or breaker.pause_seconds
         failed = engine.fs.failed
