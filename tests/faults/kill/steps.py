@@ -35,7 +35,7 @@ _CALLS = (
 )  # fmt: skip
 _MODULES = (kvtier_fs.folder, kvtier_fs.files.bucket)
 _CHANGES = os.O_CREAT | os.O_WRONLY | os.O_RDWR
-_ROWS_BEFORE, _ROWS_AFTER = 5, 2
+_ROWS_BEFORE, _ROWS_AFTER = 3, 1
 _STEPS_MAX = 2000
 _SECTOR = 512
 _open = os.open
