@@ -11,8 +11,11 @@ import pytest
 
 from kvtier.checksum import checksum
 from kvtier.control import promotion
+from kvtier.jobs import BlockOutcome
 from kvtier.testing.world.disk import DiskFile
 from kvtier_fs import ledger, scan, slot, transfer, verify
+from kvtier_fs.files import blockfile, blocks, moving
+from kvtier_fs.files.folder import TreeFolder
 
 
 def _verify_without(monkeypatch: pytest.MonkeyPatch, *fields: str) -> None:
@@ -26,7 +29,13 @@ def _verify_without(monkeypatch: pytest.MonkeyPatch, *fields: str) -> None:
         expected = read.expected._replace(**{field: getattr(found, field) for field in fields})
         return verified(verify.ReadSlot(read.page, read.payload, expected))
 
+    _verify_by(monkeypatch, verify_slot)
+
+
+def _verify_by(monkeypatch: pytest.MonkeyPatch, verify_slot: Callable[..., verify.Mismatch | bytes]) -> None:
+    """In both layouts."""
     monkeypatch.setattr(verify, "verify_slot", verify_slot)
+    monkeypatch.setattr(blockfile, "verify_slot", verify_slot)
 
 
 def without_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +46,7 @@ def without_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
         found = verified(read)
         return checksum(read.payload) if found is verify.Mismatch.PAYLOAD else found
 
-    monkeypatch.setattr(verify, "verify_slot", verify_slot)
+    _verify_by(monkeypatch, verify_slot)
 
 
 def without_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,18 +114,49 @@ def without_flush(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DiskFile, "flush", flush_once)
 
 
+def without_epoch_of_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files from before a reset count as well."""
+    _verify_without(monkeypatch, "epoch")
+    monkeypatch.setattr(TreeFolder, "epoch", lambda self, namespace: 0)
+
+
+def without_short_check_of_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transfer that moved less than it was to counts as whole."""
+    part_done = moving._Transfer.part_done
+
+    def whatever_moved(self: moving._Transfer, request: transfer.IORequest, result: int) -> None:
+        part_done(self, request, request.length if 0 <= result < request.length else result)
+
+    monkeypatch.setattr(moving._Transfer, "part_done", whatever_moved)
+
+
+def without_waiting_for_io(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that is late or cancelled gives its rows back although their I/O goes on."""
+
+    def give_up_at_once(self: blocks.Block, outcome: BlockOutcome) -> None:
+        self.let_down = True
+        self.end(outcome)
+
+    monkeypatch.setattr(blocks.Block, "give_up", give_up_at_once)
+
+
 WRONG_BYTES = "was loaded with"
 
-SWITCHES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
-    "checksum": (without_checksum, WRONG_BYTES),
-    "key compare": (without_key, WRONG_BYTES),
-    "place compare": (without_place, f"was loaded from another place|{WRONG_BYTES}"),
-    "epoch": (without_epoch, f"not stored since the reset|{WRONG_BYTES}"),
-    "quarantine": (without_quarantine, "wrote into row|is filled by two jobs"),
-    "short-read check": (without_short_check, "with .* of .* bytes"),
-    "flush": (without_flush, f"not stored since the reset|{WRONG_BYTES}"),
+SWITCHES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
+    "checksum": (without_checksum, WRONG_BYTES, "slab"),
+    "key compare": (without_key, WRONG_BYTES, "slab"),
+    "place compare": (without_place, f"was loaded from another place|{WRONG_BYTES}", "slab"),
+    "epoch": (without_epoch, f"not stored since the reset|{WRONG_BYTES}", "slab"),
+    "quarantine": (without_quarantine, "wrote into row|is filled by two jobs", "slab"),
+    "short-read check": (without_short_check, "with .* of .* bytes", "slab"),
+    "flush": (without_flush, f"not stored since the reset|{WRONG_BYTES}", "slab"),
+    "checksum (files)": (without_checksum, WRONG_BYTES, "files"),
+    "key compare (files)": (without_key, f"was loaded from another place|{WRONG_BYTES}", "files"),
+    "epoch (files)": (without_epoch_of_files, f"not stored since the reset|{WRONG_BYTES}", "files"),
+    "short-read check (files)": (without_short_check_of_files, "with .* of .* bytes", "files"),
+    "waiting for I/O (files)": (without_waiting_for_io, "wrote into row|is filled by two jobs|read row", "files"),
 }
-"""Name of a protection: how to turn it off, and what the simulator says then (a regular expression)."""
+"""Name of a protection: how to turn it off, what the simulator says then (a regular expression), over which layout."""
 
-RARE = ("flush",)
+RARE = ("flush", "waiting for I/O (files)")
 """What takes hundreds of seeds to be noticed."""

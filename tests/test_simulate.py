@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 
+import pytest
 from click.testing import CliRunner
 
 from kvtier.testing.simulate import simulate
@@ -15,7 +16,10 @@ from kvtier.testing.world.scenario import Simulator, run_seed
 
 
 def test_a_seed_is_the_same_under_any_hash_seed():
-    code = "from kvtier.testing.world.scenario import run_seed; print([run_seed(s).digest for s in range(12)])"
+    code = (
+        "from kvtier.testing.world.scenario import run_seed; "
+        "print([run_seed(s, layout).digest for s in range(6) for layout in ('slab', 'files')])"
+    )
     digests = set()
     for hash_seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
@@ -28,8 +32,15 @@ def test_a_seed_is_the_same_under_any_hash_seed():
     assert len(set(json.loads(digests.pop().replace("'", '"')))) == 12, "seeds differ from each other"
 
 
-def test_a_seed_is_the_same_when_it_is_run_again():
-    assert [run_seed(seed).trace for seed in (3, 4)] == [run_seed(seed).trace for seed in (3, 4)]
+@pytest.mark.parametrize("layout", ["slab", "files"])
+def test_a_seed_is_the_same_when_it_is_run_again(layout):
+    assert [run_seed(seed, layout).trace for seed in (3, 4)] == [run_seed(seed, layout).trace for seed in (3, 4)]
+
+
+def test_a_seed_of_the_other_layout_names_it_in_its_replay():
+    ran = CliRunner().invoke(simulate, ["--seed", "5", "--layout", "files"])
+    assert ran.exit_code == 0
+    assert "replay: python -m kvtier.testing.simulate --layout files --seed 5 --trace" in ran.output
 
 
 def test_the_command_prints_a_trace_and_counts():

@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from kvtier.testing.world.disk import SECTOR_BYTES, DiskFile, Disks, Folder
+from kvtier.testing.world.disk import SECTOR_BYTES, DiskFile, Disks, RootFolder
 from kvtier.testing.world.loop import VirtualLoop
 from kvtier.testing.world.system import Killed, System
 
@@ -80,7 +80,7 @@ def test_what_is_flushed_survives_a_power_loss_and_of_the_rest_any_subset():
 def test_names_not_flushed_may_be_lost_and_removed_ones_may_be_back():
     seen = set()
     for seed in range(100):
-        folder = Folder("/root", 1 << 20)
+        folder = RootFolder("/root", 1 << 20)
         folder.names["old"] = DiskFile()
         folder.flush()
         del folder.names["old"]
@@ -93,7 +93,7 @@ def test_names_not_flushed_may_be_lost_and_removed_ones_may_be_back():
 @pytest.fixture
 def system() -> Iterator[System]:
     """A process on a folder that is there and empty."""
-    folder = Folder("/root", 1 << 20)
+    folder = RootFolder("/root", 1 << 20)
     folder.exists = True
     loop = loop_of()
     yield System(Disks([folder]), loop, Random(0), pid=7)
@@ -122,7 +122,7 @@ def test_a_dead_process_calls_nothing_and_holds_no_lock(system):
 
 
 def test_a_folder_over_its_bound_is_named():
-    folder = Folder("/root", 8192)
+    folder = RootFolder("/root", 8192)
     disks = Disks([folder])
     folder.names["a"] = file = DiskFile()
     file.reserve(0, 4096)

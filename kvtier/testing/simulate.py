@@ -21,16 +21,17 @@ import click
 
 from kvtier.testing.world.scenario import Outcome, Simulator
 
+LAYOUTS = ("slab", "files")
 STRETCH_SEEDS = 20
 """How many seeds a process runs before it reports."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """What came of consecutive seeds: `broken` ones in words, and what all of them went through."""
+    """What came of consecutive seeds: the `broken` ones, and what all of them went through."""
 
     seeds: int
-    broken: tuple[str, ...]
+    broken: tuple[Outcome, ...]
     covered: Counter[str]
     cpu_seconds: float
 
@@ -38,19 +39,22 @@ class Stretch:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--seeds", default=200, show_default=True, type=click.IntRange(min=1), help="How many seeds to run.")
 @click.option("--start", default=0, show_default=True, type=click.IntRange(min=0), help="The first seed.")
+@click.option("--layout", default="slab", show_default=True, type=click.Choice(LAYOUTS), help="Of the fs tier.")
 @click.option("--jobs", default=1, show_default=True, type=click.IntRange(1, 256), help="Processes to use.")
 @click.option("--seed", "single", type=click.IntRange(min=0), help="Run this one seed.")
 @click.option("--trace", "with_trace", is_flag=True, help="With --seed: print all that happened, with virtual times.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object for each broken seed, and one at the end.")
-def simulate(seeds: int, start: int, jobs: int, single: int | None, with_trace: bool, as_json: bool) -> None:
+def simulate(
+    seeds: int, start: int, layout: str, jobs: int, single: int | None, with_trace: bool, as_json: bool
+) -> None:
     """Run seeded simulations of the whole stack over simulated disks that fail, lie and crash."""
     if single is not None:
-        sys.exit(_replay(single, with_trace, as_json))
+        sys.exit(_replay(single, layout, with_trace, as_json))
     began = time.perf_counter()
     done, broken, cpu_seconds, covered = 0, 0, 0.0, Counter[str]()
-    for stretch in run_stretches(start, seeds, jobs, as_json):
-        for words in stretch.broken:
-            click.echo(words)
+    for stretch in run_stretches(range(start, start + seeds), layout, jobs):
+        for outcome in stretch.broken:
+            click.echo(_words(outcome, layout, as_json))
         done += stretch.seeds
         broken += len(stretch.broken)
         cpu_seconds += stretch.cpu_seconds
@@ -69,28 +73,27 @@ def simulate(seeds: int, start: int, jobs: int, single: int | None, with_trace: 
     sys.exit(1 if broken else 0)
 
 
-def run_stretches(start: int, seeds: int, jobs: int, as_json: bool = False) -> Iterator[Stretch]:
-    """Run `seeds` seeds from `start` on in this process, or in `jobs` others; stretches come in order of seeds."""
-    firsts = range(start, start + seeds, STRETCH_SEEDS)
-    counts = [min(STRETCH_SEEDS, start + seeds - first) for first in firsts]
+def run_stretches(seeds: range, layout: str, jobs: int) -> Iterator[Stretch]:
+    """Run seeds over one layout in this process, or in `jobs` others; stretches come in order of seeds."""
+    stretches = [seeds[at : at + STRETCH_SEEDS] for at in range(0, len(seeds), STRETCH_SEEDS)]
     if jobs == 1:
-        yield from map(run_stretch, firsts, counts, repeat(as_json))
+        yield from map(run_stretch, stretches, repeat(layout))
         return
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_settle) as pool:
-        yield from pool.map(run_stretch, firsts, counts, repeat(as_json))
+        yield from pool.map(run_stretch, stretches, repeat(layout))
 
 
-def run_stretch(first: int, count: int, as_json: bool = False) -> Stretch:
-    """Run consecutive seeds in this process."""
-    simulator = Simulator()
+def run_stretch(seeds: range, layout: str) -> Stretch:
+    """Run seeds in this process."""
+    simulator = Simulator(layout=layout)
     began = time.process_time()
     broken, covered = [], Counter[str]()
-    for seed in range(first, first + count):
+    for seed in seeds:
         outcome = simulator.run(seed)
         covered.update(outcome.covered)
         if outcome.violations:
-            broken.append(_words(outcome, as_json))
-    return Stretch(count, tuple(broken), covered, time.process_time() - began)
+            broken.append(outcome)
+    return Stretch(len(seeds), tuple(broken), covered, time.process_time() - began)
 
 
 def _settle() -> None:
@@ -99,17 +102,18 @@ def _settle() -> None:
     gc.freeze()
 
 
-def _replay(seed: int, with_trace: bool, as_json: bool) -> int:
-    outcome = Simulator().run(seed)
+def _replay(seed: int, layout: str, with_trace: bool, as_json: bool) -> int:
+    outcome = Simulator(layout=layout).run(seed)
     if with_trace:
         click.echo("\n".join(outcome.trace))
-    click.echo(_words(outcome, as_json))
+    click.echo(_words(outcome, layout, as_json))
     return 1 if outcome.violations else 0
 
 
-def _words(outcome: Outcome, as_json: bool) -> str:
+def _words(outcome: Outcome, layout: str, as_json: bool) -> str:
     """A seed's outcome, for people or for scripts."""
-    replay = f"python -m kvtier.testing.simulate --seed {outcome.seed} --trace"
+    other = "" if layout == LAYOUTS[0] else f" --layout {layout}"
+    replay = f"python -m kvtier.testing.simulate{other} --seed {outcome.seed} --trace"
     if as_json:
         fields = {"seed": outcome.seed, "violations": outcome.violations, "trace": outcome.digest, "replay": replay}
         return json.dumps(fields)

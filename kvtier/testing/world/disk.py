@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from random import Random
 
@@ -18,13 +18,16 @@ class DiskFile:
     `misplaced[s]` is where the write was meant to go that put there what sector s holds, as (file, sector).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, inode: int = 0, now: float = 0.0) -> None:
+        self.inode = inode
+        self.touched = now
         self.data = bytearray()
         self.undo: list[tuple[int, bytes]] = []
         self.blocks: set[int] = set()
         self.misplaced: dict[int, tuple[DiskFile, int]] = {}
+        self.flushed = False
         self.mode = 0o600
-        self.owner = 0
+        self.owner: tuple[int, int] | None = None
 
     def write(self, offset: int, data: bytes | memoryview, meant: tuple[DiskFile, int] | None = None) -> None:
         """Change bytes in place, growing the file; what was there may come back at a power loss.
@@ -69,12 +72,13 @@ class DiskFile:
     def flush(self) -> None:
         """What was written is durable."""
         self.undo.clear()
+        self.flushed = True
 
     def lose_power(self, dice: Random, share_kept: float) -> int:
         """Any subset of unflushed sectors survives; of several writes to one sector any may be the last that did.
 
-        Some of the writes, in the order they were made, may have become durable by themselves before. Returns how
-        many sectors are as they were before.
+        Some of the writes, in the order they were made, may have become durable by themselves before. A file that was
+        never flushed may have lost its end, or all. Returns how many sectors are as they were before.
         """
         before: dict[int, list[bytes]] = {}
         settled = dice.randint(0, len(self.undo)) if dice.random() < 0.5 else 0
@@ -92,27 +96,37 @@ class DiskFile:
                 self.misplaced.pop(sector, None)
                 lost += 1
         self.undo.clear()
+        if not self.flushed and dice.random() < 0.2:
+            self.truncate(dice.randint(0, len(self.data) // BLOCK_BYTES) * BLOCK_BYTES)
         return lost
 
 
 class Folder:
-    """One root's folder: names now, and names as they were when the folder was last flushed."""
+    """A folder: names now, and names as they were when it was last flushed. It takes one block of the disk."""
 
-    def __init__(self, path: str, bound_bytes: int) -> None:
-        self.path = path
-        self.bound_bytes = bound_bytes
-        self.exists = False
+    def __init__(self, inode: int = 0) -> None:
+        self.inode = inode
         self.mode = 0o700
-        self.names: dict[str, DiskFile] = {}
-        self.durable: dict[str, DiskFile] = {}
-        self.peak_bytes = 0
+        self.names: dict[str, DiskFile | Folder] = {}
+        self.durable: dict[str, DiskFile | Folder] = {}
+
+    def all_names(self) -> Iterator[str]:
+        """Every name in here and in the folders inside."""
+        for name, entry in self.names.items():
+            yield name
+            if isinstance(entry, Folder):
+                yield from entry.all_names()
 
     @property
     def used_bytes(self) -> int:
         """Bytes on the disk, the folder's own block included."""
-        return BLOCK_BYTES + BLOCK_BYTES * sum(len(file.blocks) for file in self.names.values())
+        used = 1
+        for entry in self.names.values():
+            used += entry.used_bytes // BLOCK_BYTES if isinstance(entry, Folder) else len(entry.blocks)
+        return used * BLOCK_BYTES
 
     def flush(self) -> None:
+        """The names are durable, not what they lead to."""
         self.durable = dict(self.names)
 
     def lose_power(self, dice: Random, share_kept: float) -> int:
@@ -132,6 +146,17 @@ class Folder:
         return lost
 
 
+class RootFolder(Folder):
+    """The folder of one root, by its path, and the bytes it may take."""
+
+    def __init__(self, path: str, bound_bytes: int) -> None:
+        super().__init__()
+        self.path = path
+        self.bound_bytes = bound_bytes
+        self.exists = False
+        self.peak_bytes = 0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Landing:
     """A write of a dead process that has yet to land; `before` is what was there when the process died."""
@@ -146,15 +171,19 @@ class Landing:
 class Disks:
     """All folders of a world. What is on them outlives every process of it."""
 
-    def __init__(self, folders: Iterable[Folder]) -> None:
+    def __init__(self, folders: Iterable[RootFolder]) -> None:
         self.folders = {folder.path: folder for folder in folders}
         self.orphans: list[Landing] = []
         self.files_made = 0
         self.covered: Counter[str] = Counter()
 
-    def new_file(self) -> DiskFile:
+    def new_file(self, now: float) -> DiskFile:
         self.files_made += 1
-        return DiskFile()
+        return DiskFile(self.files_made, now)
+
+    def new_folder(self) -> Folder:
+        self.files_made += 1
+        return Folder(self.files_made)
 
     def lose_power(self, dice: Random) -> None:
         """Everything in flight is gone; of what is not flushed a random part survives."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvtier.testing.world.disk import BLOCK_BYTES, SECTOR_BYTES, DiskFile, Folder, Landing
+from kvtier.testing.world.disk import BLOCK_BYTES, SECTOR_BYTES, DiskFile, Landing, RootFolder
 from kvtier.testing.world.system import System
 from kvtier.testing.world.watch import Watch
 
@@ -98,7 +98,7 @@ class SimulatedEngine:
 
     name = "simulated"
 
-    def __init__(self, system: System, folder: Folder, places: Places, watch: Watch) -> None:
+    def __init__(self, system: System, folder: RootFolder, places: Places, watch: Watch) -> None:
         self._system = system
         self._folder = folder
         self._places = places
@@ -213,7 +213,7 @@ class SimulatedEngine:
             f"row {flight.row}: {flight.fate} {flight.result}"
         )
         if flight.row >= 0 and flight.result > 0:
-            self._watch.moved(flight.reading, flight.row, flight.result, flight.foreign)
+            self._watch.moved(flight.reading, flight.row, flight.result, flight.headed, flight.foreign)
         request.done(request, flight.result)
         if not self._flights:
             self._idle.set()

@@ -107,7 +107,7 @@ _MODULES: dict[int, str] = {
     id(socket): "socket",
     id(aiofiles): "aio",
 }
-_FUNCTIONS = ("fallocate", "filesystem_magic", "statx_direct", "RootThreads")
+_FUNCTIONS = ("fallocate", "rename_new", "filesystem_magic", "statx_direct", "RootThreads")
 
 Opening = tuple[dict[str, Any], str, str]
 """A module's names, one of them, and what stands in for it."""
@@ -132,7 +132,7 @@ def openings(package: str) -> list[Opening]:
 def inhabit(places: Iterable[Opening], system: System) -> Iterator[None]:
     """Let the modules that `openings` listed run on a simulated system, until the block ends."""
     clock = SimpleNamespace(
-        time=lambda: 1.7e9 + system.loop.time(),
+        time=system.wall,
         monotonic=system.loop.time,
         perf_counter=system.loop.time,
         strftime=time.strftime,
@@ -147,6 +147,7 @@ def inhabit(places: Iterable[Opening], system: System) -> Iterator[None]:
         "aio": _aiofiles(system),
         "open": system.open_object,
         "fallocate": system.fallocate,
+        "rename_new": system.rename_new,
         "filesystem_magic": lambda fd: 0xEF53,
         "statx_direct": lambda fd: None,
         "RootThreads": lambda name, limit: Threads(system),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -12,7 +12,7 @@ from kvtier.control.slots import SlotState
 from kvtier.errors import ResourceError, UsageError
 from kvtier.jobs import GPURuns, GroupTransfer, JobKind, JobResult, int_array
 from kvtier.keys import OffloadKey, RequestId, key_group
-from kvtier.loadstore import LoadStore
+from kvtier.loadstore import LoadStore, LookupResult
 from kvtier.stack.tierstack import TierStack
 from kvtier.testing.world.plan import GPU_BLOCKS, Plan
 from kvtier.testing.world.tiers import GPUPages
@@ -21,6 +21,10 @@ from kvtier.testing.world.weather import Weather
 
 ENDS_LATE_SECONDS = 40.0
 """How long after its deadline a call may go on: a copy that is under way is never cut short."""
+
+
+LEASES_EXPIRE_SECONDS = 200.0
+"""Time enough for a process to see that a lease is not renewed, and to sweep."""
 
 
 @dataclass(slots=True)
@@ -34,6 +38,8 @@ class Surroundings:
     fs: LoadStore
     set_weather: Callable[[Weather], None]
     files_open: Callable[[], int]
+    temporaries: Callable[[], list[str]]
+    counters: Callable[[], Mapping[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,11 @@ class Life:
         return assembled.plane
 
     def bury(self) -> None:
-        """Count what the stack has done. Nobody misses that a stack was not closed whose process died."""
+        """The process died: nobody misses that its stack was not closed."""
+        self.stack._assembled = None
+
+    def sum_up(self) -> None:
+        """Count what the stack has done."""
         if self._opened is not None:
             covered, board = self._watch.record.covered, self._opened.board
             covered["rows evicted"] += board.cpu.evictions
@@ -81,7 +91,9 @@ class Life:
                     covered["blocks evicted from disk"] += lower.owned.evictions
                     now = lower.owned.placement.region_generation
                     covered["regions cut again"] += sum(max(0, b - max(a, 1)) for a, b in zip(cuts, now, strict=True))
-        self.stack._assembled = None
+            covered.update({f"fs {name}": count for name, count in self._around.counters().items()})
+            if self._around.counters().get("defect"):
+                self._watch.complain("something was raised in the tier below that nobody expected")
 
     async def run(self) -> None:
         """Open, use, close. What the stack must not do is told to the watch."""
@@ -93,8 +105,7 @@ class Life:
             self._watch.record.covered["opens that failed"] += 1
             if self.calm:
                 self._watch.complain(f"a stack did not open on a calm day: {error}")
-            if self._around.files_open():
-                self._watch.complain(f"{self._around.files_open()} files are open after an open that failed")
+            await self._let_go("an open that failed")
             return
         self._watch.note("open")
         self._watch.plane = self._opened = self.plane
@@ -111,12 +122,16 @@ class Life:
             await asyncio.gather(*tasks)
         if self.calm:
             await self._prove()
+            if self._plan.shares_root:
+                await self._sweep()
         await self._close()
         await asyncio.gather(*tasks)
 
     async def _task(self, number: int) -> None:
         actions = (self._store, self._store, self._load, self._load, self._load_cancelled, self._store_cancelled)
-        rare = (self._reset, self._settle, self._reserve, self._pause)
+        rare = [self._reset, self._settle, self._reserve, self._pause]
+        if not self._plan.shares_root:  # lookups of a shared tier: see docs/simulator.md, "Not covered"
+            rare.append(self._lookup)
         for _ in range(self._plan.actions):
             action = self._dice.choice(actions if self._dice.random() < 0.8 else rare)
             try:
@@ -304,8 +319,18 @@ class Life:
             self._watch.note(f"reset {generation} is done")
         self._look()
 
+    async def _lookup(self) -> None:
+        """Ask where keys are; a shared tier is asked in turn."""
+        keys = self._dice.sample(self._plan.keys, min(len(self._plan.keys), 6))
+        allowed = set(self._watch.allowed)
+        found = await self.stack.lookup(keys)
+        self._watch.found(keys, ["a row" if one is LookupResult.HIT else None for one in found], allowed)
+
     def _look(self) -> None:
-        self._watch.found(self._plan.keys, self.stack.locate(self._plan.keys))
+        """What a shared tier is said to hold is a hint, and may be wrong for a while; loads tell."""
+        hinted = "fs" if self._plan.shares_root else None
+        where = [None if one == hinted else one for one in self.stack.locate(self._plan.keys)]
+        self._watch.found(self._plan.keys, where)
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -324,6 +349,14 @@ class Life:
         await self._move([key], self._load)
         if covered["blocks loaded and compared"] == before:
             self._watch.complain(f"key {key.hex()[:8]} was stored on a calm day and could not be loaded")
+
+    async def _sweep(self) -> None:
+        """What dead processes left in a shared root is gone once their leases have expired."""
+        await self.stack.settle(60)
+        await asyncio.sleep(LEASES_EXPIRE_SECONDS)
+        left = self._around.temporaries()
+        if left:
+            self._watch.complain(f"{', '.join(left)} are there {LEASES_EXPIRE_SECONDS} s after a calm open")
 
     async def _move(self, keys: Sequence[OffloadKey], action: Callable[[], Awaitable[None]]) -> None:
         """Load or store just these keys."""
@@ -348,17 +381,19 @@ class Life:
                 self._watch.complain(f"{report.unfinished_jobs} jobs had not ended at the close of a calm day")
             return
         for lower in (self.plane.board.cpu, *(lower.owned for lower in self.plane.board.lowers)):
-            assert lower is not None
+            if lower is None:
+                continue
             counts = lower.table.counts
             if counts[SlotState.FILLING] or counts[SlotState.QUARANTINED]:
                 self._watch.complain(f"{lower.name} closed with slots not accounted for: {counts}")
-        await self._let_go()
+        await self._let_go("close")
 
-    async def _let_go(self) -> None:
+    async def _let_go(self, what: str) -> None:
         """A tier whose I/O outlived its close lets go of everything when it is closed again after that has ended."""
         self._watch.plane = None  # nobody is given a row any more, so what is stuck may go on
         if self._around.files_open() and not self.calm:
+            self._around.set_weather(Weather())
             await asyncio.sleep(ENDS_LATE_SECONDS)
             await self._around.fs.close()
         if self._around.files_open():
-            self._watch.complain(f"{self._around.files_open()} files are open after close")
+            self._watch.complain(f"{self._around.files_open()} files are open after {what}")

@@ -12,6 +12,7 @@ from kvtier.stack.assembly import StackSettings
 
 PAGE_BYTES = 4096
 GPU_BLOCKS = 48
+FILES_OWN_BYTES = 160 << 10
 
 
 class Ending(StrEnum):
@@ -39,19 +40,26 @@ class Plan:
     actions: int
 
     @property
+    def shares_root(self) -> bool:
+        """True for the layout of one file a block, whose placement is the backend's own."""
+        return self.fs["layout"] == "files"
+
+    @property
     def roots(self) -> list[str]:
         roots = self.fs["roots"]
         assert isinstance(roots, list)
         return roots
 
 
-def draw_plan(dice: Random) -> Plan:
-    """A small stack, a few keys, one to three lives."""
+def draw_plan(dice: Random, disk_layout: str = "slab") -> Plan:
+    """A small stack over one of the backend's layouts, a few keys, one to three lives."""
     layout = _layout(dice)
-    roots = [f"/simulated/root{i}" for i in range(dice.choice((1, 1, 2)))]
-    share, region = _sizes(dice, layout, len(roots))
+    files = disk_layout == "files"
+    roots = [f"/simulated/root{i}" for i in range(1 if files else dice.choice((1, 1, 2)))]
+    share, region = (_files_bytes(dice, layout), 1 << 20) if files else _sizes(dice, layout, len(roots))
     fs: dict[str, object] = {
         "type": "fs",
+        "layout": disk_layout,
         "roots": roots,
         "capacity": share * len(roots),
         "region_bytes": region,
@@ -107,3 +115,10 @@ def _sizes(dice: Random, layout: KVLayout, roots: int) -> tuple[int, int]:
     region = PAGE_BYTES + max(slots) * dice.randint(1, 3)
     regions = -(-len(set(slots)) // roots) + dice.randint(0, 3)
     return (region * regions + 15 * PAGE_BYTES) // PAGE_BYTES * PAGE_BYTES, region
+
+
+def _files_bytes(dice: Random, layout: KVLayout) -> int:
+    """Bytes of a root of one file a block: what it needs for itself, and a few blocks."""
+    geometry = Geometry(layout, PAGE_BYTES)
+    largest = PAGE_BYTES + max(geometry.aligned_bytes(group) for group in range(geometry.num_groups))
+    return FILES_OWN_BYTES + largest * dice.randint(2, 10)

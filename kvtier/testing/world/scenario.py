@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
+from types import SimpleNamespace
 
 from kvtier.errors import KVTierError
 from kvtier.loadstore import LoadStore
@@ -17,7 +18,7 @@ from kvtier.options import TierOptions
 from kvtier.registry import discover
 from kvtier.stack.assembly import StackParts
 from kvtier.stack.tierstack import TierStack
-from kvtier.testing.world.disk import Disks, Folder
+from kvtier.testing.world.disk import Disks, RootFolder
 from kvtier.testing.world.engine import Places, SimulatedEngine
 from kvtier.testing.world.inhabit import Opening, inhabit, openings
 from kvtier.testing.world.life import Life, Surroundings
@@ -54,13 +55,14 @@ class Outcome:
 
 
 class Simulator:
-    """Lives through seeds with one fs backend, the installed one unless another is given.
+    """Lives through seeds with one fs backend, the installed one unless another is given, in one of its layouts.
 
     Raises ConfigError if none is installed.
     """
 
-    def __init__(self, backend: type[LoadStore] | None = None) -> None:
+    def __init__(self, backend: type[LoadStore] | None = None, layout: str = "slab") -> None:
         self.backend = backend or discover().get("fs")
+        self.layout = layout
         self._openings: list[Opening] = []
         self._modules = 0
 
@@ -86,16 +88,17 @@ class World:
     """The disks, the record, and the process that lives at the moment."""
 
     def __init__(self, seed: int, simulator: Simulator) -> None:
-        self.dice = Random(f"kvtier world {seed}")
+        self.dice = Random(f"kvtier world {seed}" if simulator.layout == "slab" else f"{simulator.layout} world {seed}")
         self.seed = seed
         self.backend = simulator.backend
         self.simulator = simulator
-        self.plan: Plan = draw_plan(self.dice)
-        self.disks = Disks(Folder(root, self.plan.share_bytes) for root in self.plan.roots)
+        self.plan: Plan = draw_plan(self.dice, simulator.layout)
+        self.disks = Disks(RootFolder(root, self.plan.share_bytes) for root in self.plan.roots)
         self.record = Record()
         self.places = Places()
         self.now = 0.0
         self.steps = 0
+        self.boots = 0
         self._pid = 1
 
     def run(self) -> Outcome:
@@ -132,6 +135,7 @@ class World:
             self._judge(loop, watch, ended, crashing=process.crashed)
             if not ended or process.crashed or ending is not Ending.CLOSE:
                 self._crash(ending, process, watch)
+            life.sum_up()
             watch.deaf = True
             loop.close()
             life.bury()
@@ -152,6 +156,7 @@ class World:
             for engine in process.engines:
                 engine.land_before_power_fails()
             self.disks.lose_power(self.dice)
+            self.boots += 1
         else:
             for engine in process.engines:
                 self.disks.orphans += engine.orphans()
@@ -191,17 +196,48 @@ class _Process:
         def set_weather(new: Weather) -> None:
             self.system.weather = cpu.weather = new
 
-        around = Surroundings(plan, self.dice, self.watch, gpu, fs, set_weather, lambda: len(self.system.fds))
+        around = Surroundings(
+            plan=plan,
+            dice=self.dice,
+            watch=self.watch,
+            gpu=gpu,
+            fs=fs,
+            set_weather=set_weather,
+            files_open=lambda: len(self.system.fds),
+            temporaries=self._temporaries,
+            counters=lambda: getattr(fs.inner, "counters", {}),
+        )
         life = Life(TierStack(parts), around, weather, calm)
         self.system.loop.now_and_then = life.check
         return life
 
+    def _temporaries(self) -> list[str]:
+        folders = self.world.disks.folders.values()
+        return sorted(name for folder in folders for name in folder.all_names() if name.startswith("new-"))
+
     def _fs(self) -> LoadStore:
         """The production backend on simulated seams."""
-        backend = self.world.backend
-        seams = sys.modules[backend.__module__].Seams(engine=self._engine, random_bytes=self.dice.randbytes)
-        make: Callable[..., LoadStore] = backend
-        return make(backend.Options.model_validate(self.world.plan.fs), seams)
+        backend, system = self.world.backend, self.system
+        options = backend.Options.model_validate(self.world.plan.fs)
+        if not self.world.plan.shares_root:
+            seams = sys.modules[backend.__module__].Seams(engine=self._engine, random_bytes=self.dice.randbytes)
+            make: Callable[..., LoadStore] = backend
+            return make(options, seams)
+        files = sys.modules[f"{backend.__module__.partition('.')[0]}.files.backend"]
+        root = self.world.plan.roots[0]
+        holder = sys.modules[f"{backend.__module__.partition('.')[0]}.files.leases"].Holder(
+            "simulated", f"boot {self.world.boots}", 1, system.pid, system.pid
+        )
+        made: LoadStore = files.FilesBackend(
+            options,
+            files.FilesSeams(
+                engine=lambda: self._engine(SimpleNamespace(path=root)),
+                wall=system.wall,
+                holder=lambda: holder,
+                random_bytes=self.dice.randbytes,
+            ),
+        )
+        return made
 
     def _engine(self, root: object) -> SimulatedEngine:
         path = getattr(root, "path", "")
@@ -240,6 +276,6 @@ class _Process:
             self.watch.complain(over)
 
 
-def run_seed(seed: int, backend: type[LoadStore] | None = None) -> Outcome:
+def run_seed(seed: int, layout: str = "slab") -> Outcome:
     """Live through one seed, as `Simulator` does."""
-    return Simulator(backend).run(seed)
+    return Simulator(layout=layout).run(seed)

@@ -16,12 +16,14 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-from kvtier.testing.world.disk import BLOCK_BYTES, DiskFile, Disks, Folder
+from kvtier.testing.world.disk import BLOCK_BYTES, DiskFile, Disks, Folder, RootFolder
+from kvtier.testing.world.fileobjects import Paths, RawFile
 from kvtier.testing.world.loop import VirtualLoop
 from kvtier.testing.world.weather import Weather
 
 FIRST_FD = 1_000_000
 DISK_BYTES = 1 << 40
+NAMES_FAIL = 0.25
 
 
 class Killed(BaseException):
@@ -56,23 +58,25 @@ class System:
         self.on_time: Callable[[], None] = lambda: None
         self.on_change: Callable[[], None] = lambda: None
         self.alive = True
-        self.path = _Paths(self)
+        self.renames_new = dice.random() < 0.8
+        self.path = Paths(self)
         self._next_fd = FIRST_FD
 
     def __getattr__(self, name: str) -> Any:
-        if name.isupper() or name in ("strerror", "fspath", "stat_result", "PathLike"):
+        if name.isupper() or name in ("strerror", "fspath", "fsencode", "stat_result", "PathLike"):
             return getattr(os, name)
         raise AttributeError(f"the simulated system has no os.{name}")
 
-    def _call(self, may_fail: bool = False) -> None:
+    def _call(self, may_fail: float = 0.0) -> None:
+        """Every call begins here. `may_fail` weighs the chance of an error; looking names up fails more rarely."""
         self.calls += 1
         if self.alive and self.calls == self.die_at_call:
             self.kill()
             self.on_death()
         if not self.alive:
             raise Killed
-        if may_fail and self.dice.random() < self.weather.call_fails:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if may_fail and self.dice.random() < may_fail * self.weather.call_fails:
+            raise _error(errno.EIO)
 
     def writing(self, seconds: float) -> None:
         """The engine begins a write that takes this long; the process may be planned to die while it is under way."""
@@ -83,28 +87,35 @@ class System:
     def kill(self) -> None:
         """The process dies here. Its locks go; what it wrote stays."""
         self.alive = False
-        for open_file in self.fds.values():
-            if open_file.file is not None and open_file.file.owner == self.pid:
-                open_file.file.owner = 0
+        for fd, open_file in self.fds.items():
+            if open_file.file is not None and open_file.file.owner == (self.pid, fd):
+                open_file.file.owner = None
 
     def _of(self, fd: int) -> OpenFile:
         try:
             return self.fds[fd]
         except KeyError:
-            raise OSError(errno.EBADF, os.strerror(errno.EBADF)) from None
+            raise _error(errno.EBADF) from None
 
     def file(self, fd: int) -> DiskFile:
         """The file behind a descriptor. Raises OSError for a folder or a closed one."""
         file = self._of(fd).file
         if file is None:
-            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+            raise _error(errno.EISDIR)
         return file
 
-    def _folder(self, path: str) -> Folder:
+    def _root(self, path: str) -> RootFolder:
         folder = self.disks.folders.get(path)
         if folder is None or not folder.exists:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+            raise _error(errno.ENOENT, path)
         return folder
+
+    def _entry(self, name: str, dir_fd: int) -> DiskFile | Folder:
+        folder = self._of(dir_fd).folder
+        entry = folder if name == "." else folder.names.get(name)
+        if entry is None:
+            raise _error(errno.ENOENT, name)
+        return entry
 
     def _add(self, open_file: OpenFile) -> int:
         self._next_fd += 1
@@ -114,63 +125,91 @@ class System:
     # -- names ---------------------------------------------------------------------------------------------------
 
     def open(self, path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        self._call()
+        self._call(may_fail=NAMES_FAIL if dir_fd is not None else 0)
         if dir_fd is None:
-            return self._add(OpenFile(self._folder(path), None, path))
+            return self._add(OpenFile(self._root(path), None, path))
         folder = self._of(dir_fd).folder
-        file = folder.names.get(path)
-        if file is None:
+        entry = folder if path == "." else folder.names.get(path)
+        if entry is None:
             if not flags & os.O_CREAT:
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-            file = folder.names[path] = self.disks.new_file()
-            file.mode = mode & 0o777
+                raise _error(errno.ENOENT, path)
+            entry = folder.names[path] = self.disks.new_file(self.loop.time())
+            entry.mode = mode & 0o777
         elif flags & os.O_EXCL and flags & os.O_CREAT:
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+            raise _error(errno.EEXIST, path)
+        if isinstance(entry, Folder):
+            return self._add(OpenFile(entry, None, path))
+        if flags & os.O_DIRECTORY:
+            raise _error(errno.ENOTDIR, path)
         if flags & os.O_TRUNC:
-            file.truncate(0)
-        return self._add(OpenFile(folder, file, path))
+            entry.truncate(0)
+        return self._add(OpenFile(folder, entry, path))
 
     def close(self, fd: int) -> None:
         self._call()
         gone = self._of(fd)
         del self.fds[fd]
-        if (
-            gone.file is not None
-            and gone.file.owner == self.pid
-            and gone.file not in [o.file for o in self.fds.values()]
-        ):
-            gone.file.owner = 0
+        if gone.file is not None and gone.file.owner == (self.pid, fd):
+            gone.file.owner = None
 
-    def mkdir(self, path: str, mode: int = 0o777) -> None:
-        self._call()
-        self.disks.folders[path].exists = True
+    def mkdir(self, path: str, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        self._call(may_fail=NAMES_FAIL if dir_fd is not None else 0)
+        if dir_fd is None:
+            self.disks.folders[path].exists = True
+            return
+        names = self._of(dir_fd).folder.names
+        if path in names:
+            raise _error(errno.EEXIST, path)
+        names[path] = self.disks.new_folder()
 
     def chmod(self, path: str, mode: int) -> None:
         self._call()
 
     def fchmod(self, fd: int, mode: int) -> None:
         self._call()
-        self.file(fd).mode = mode
+        open_file = self._of(fd)
+        (open_file.file or open_file.folder).mode = mode
 
     def listdir(self, fd: int) -> list[str]:
-        self._call()
+        self._call(may_fail=NAMES_FAIL)
         return sorted(self._of(fd).folder.names)
 
     def unlink(self, name: str, *, dir_fd: int) -> None:
-        self._call()
-        if self._of(dir_fd).folder.names.pop(name, None) is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+        self._call(may_fail=NAMES_FAIL)
+        if isinstance(self._entry(name, dir_fd), Folder):
+            raise _error(errno.EISDIR, name)
+        del self._of(dir_fd).folder.names[name]
 
     remove = unlink
 
     def replace(self, source: str, target: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
-        self._call()
-        names = self._of(src_dir_fd).folder.names
-        if source not in names:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), source)
-        self._of(dst_dir_fd).folder.names[target] = names.pop(source)
+        self._call(may_fail=NAMES_FAIL)
+        entry = self._entry(source, src_dir_fd)
+        del self._of(src_dir_fd).folder.names[source]
+        self._of(dst_dir_fd).folder.names[target] = entry
 
     rename = replace
+
+    def link(self, source: str, target: str, *, src_dir_fd: int, dst_dir_fd: int, follow_symlinks: bool = True) -> None:
+        self._call(may_fail=NAMES_FAIL)
+        if not self.renames_new:
+            raise _error(errno.EPERM, target)
+        self._give(self._entry(source, src_dir_fd), target, dst_dir_fd)
+
+    def rename_new(self, old: str, new: str, old_folder_fd: int, new_folder_fd: int) -> bool:
+        """Stands in for the backend's own system call: False where the file system has no such promise."""
+        self._call(may_fail=NAMES_FAIL)
+        if not self.renames_new:
+            return False
+        self._give(self._entry(old, old_folder_fd), new, new_folder_fd)
+        del self._of(old_folder_fd).folder.names[old]
+        return True
+
+    def _give(self, entry: DiskFile | Folder, name: str, dir_fd: int) -> None:
+        names = self._of(dir_fd).folder.names
+        if name in names:
+            raise _error(errno.EEXIST, name)
+        names[name] = entry
 
     # -- what files are ------------------------------------------------------------------------------------------
 
@@ -182,13 +221,28 @@ class System:
     def stat(self, name: str | int, *, dir_fd: int | None = None, follow_symlinks: bool = True) -> SimpleNamespace:
         if isinstance(name, int):
             return self.fstat(name)
-        self._call()
+        self._call(may_fail=NAMES_FAIL if dir_fd is not None else 0)
         if dir_fd is None:
-            return _status(self._folder(name), None)
-        folder = self._of(dir_fd).folder
-        if name not in folder.names:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
-        return _status(folder, folder.names[name])
+            return _status(self._root(name), None)
+        entry = self._entry(name, dir_fd)
+        return _status(entry, None) if isinstance(entry, Folder) else _status(self._of(dir_fd).folder, entry)
+
+    def utime(
+        self,
+        path: str | int,
+        times: tuple[float, float] | None = None,
+        *,
+        dir_fd: int | None = None,
+        follow_symlinks: bool = True,
+    ) -> None:
+        self._call(may_fail=NAMES_FAIL)
+        if isinstance(path, int):
+            entry: DiskFile | Folder = self.file(path)
+        else:
+            assert dir_fd is not None
+            entry = self._entry(path, dir_fd)
+        if isinstance(entry, DiskFile):
+            entry.touched = self.wall() if times is None else times[1]
 
     def fstatvfs(self, fd: int) -> SimpleNamespace:
         self._call()
@@ -202,14 +256,14 @@ class System:
             file.truncate(length)
         file.grow(length)
 
-    def access(self, path: str, mode: int, **more: object) -> bool:
+    def access(self, path: str, mode: int, *, dir_fd: int | None = None, **more: object) -> bool:
         self._call()
-        return self.path.isdir(path)
+        return self.path.isdir(path) if dir_fd is None else path in self._of(dir_fd).folder.names
 
     # -- bytes ---------------------------------------------------------------------------------------------------
 
     def pread(self, fd: int, length: int, offset: int) -> bytes:
-        self._call(may_fail=True)
+        self._call(may_fail=1.0)
         return bytes(self.file(fd).data[offset : offset + length])
 
     def preadv(self, fd: int, buffers: list[memoryview], offset: int) -> int:
@@ -222,8 +276,10 @@ class System:
         return done
 
     def pwrite(self, fd: int, data: bytes | memoryview, offset: int) -> int:
-        self._call(may_fail=True)
-        self.file(fd).write(offset, data)
+        self._call(may_fail=1.0)
+        file = self.file(fd)
+        file.write(offset, data)
+        file.touched = self.wall()
         self.on_change()
         return len(data)
 
@@ -243,15 +299,25 @@ class System:
         open_file.position += written
         return written
 
-    def open_object(self, fd: int, mode: str = "rb", buffering: int = -1, closefd: bool = True) -> io.BufferedIOBase:
-        """Stands in for the built-in `open` of a descriptor."""
-        raw = _RawFile(self, fd, closefd)
+    def open_object(
+        self, fd: int | str, mode: str = "rb", buffering: int = -1, closefd: bool = True
+    ) -> io.BufferedIOBase:
+        """Stands in for the built-in `open`: of a descriptor, or of what the kernel says of a process."""
+        if isinstance(fd, str):
+            return io.BytesIO(self._told_of(fd))
+        raw = RawFile(self, fd, closefd)
         return io.BufferedReader(raw) if mode == "rb" else io.BufferedWriter(raw)
 
     fdopen = open_object
 
+    def _told_of(self, path: str) -> bytes:
+        """/proc/PID/stat of this process, the only one there is; its pid is also when it began."""
+        if path != f"/proc/{self.pid}/stat":
+            raise _error(errno.ENOENT, path)
+        return b"%d (simulated) S " % self.pid + b"0 " * 18 + b"%d 0" % self.pid
+
     def fsync(self, fd: int) -> None:
-        self._call(may_fail=True)
+        self._call(may_fail=1.0)
         open_file = self._of(fd)
         if open_file.file is None:
             open_file.folder.flush()
@@ -264,7 +330,7 @@ class System:
         """Stands in for the backend's own raw system call."""
         self._call()
         if self.dice.random() < self.weather.disk_full:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise _error(errno.ENOSPC)
         self.file(fd).reserve(offset, length)
         self.on_change()
 
@@ -281,71 +347,39 @@ class System:
     def urandom(self, count: int) -> bytes:
         return self.dice.randbytes(count)
 
+    def wall(self) -> float:
+        """The time of day."""
+        return 1.7e9 + self.loop.time()
+
     def flock(self, fd: int, operation: int) -> None:
-        """Stands in for `fcntl.flock`; a lock is given up with the process."""
+        """Stands in for `fcntl.flock`; a lock goes with the open file that took it, or with the process."""
         self._call()
         file = self.file(fd)
         if operation & fcntl.LOCK_UN:
-            file.owner = 0 if file.owner == self.pid else file.owner
-        elif file.owner not in (0, self.pid):
-            raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK))
+            if file.owner == (self.pid, fd):
+                file.owner = None
+        elif file.owner not in (None, (self.pid, fd)):
+            raise _error(errno.EWOULDBLOCK)
         else:
-            file.owner = self.pid
+            file.owner = self.pid, fd
 
 
-class _RawFile(io.RawIOBase):
-    """A descriptor as a file object."""
-
-    def __init__(self, system: System, fd: int, closefd: bool) -> None:
-        self._system, self._fd, self._closefd = system, fd, closefd
-
-    def readable(self) -> bool:
-        return True
-
-    def writable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._system.read(self._fd, len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-    def write(self, data: Any) -> int:
-        return self._system.write(self._fd, bytes(data))
-
-    def close(self) -> None:
-        if not self.closed and self._closefd and self._system.alive:
-            self._system.close(self._fd)
-        super().close()
-
-
-class _Paths:
-    """What `os.path` is asked."""
-
-    def __init__(self, system: System) -> None:
-        self._system = system
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("dirname", "basename", "join", "normpath", "isabs", "split"):
-            return getattr(os.path, name)
-        raise AttributeError(f"the simulated system has no os.path.{name}")
-
-    def isdir(self, path: str) -> bool:
-        folders = self._system.disks.folders
-        if path in folders:
-            return folders[path].exists
-        return any(os.path.dirname(known) == path for known in folders)
-
-    exists = isdir
-
-    def islink(self, path: str) -> bool:
-        return False
+def _error(number: int, *about: str) -> OSError:
+    return OSError(number, os.strerror(number), *about)
 
 
 def _status(folder: Folder, file: DiskFile | None) -> SimpleNamespace:
     if file is None:
-        return SimpleNamespace(st_mode=stat.S_IFDIR | folder.mode, st_size=BLOCK_BYTES, st_uid=0, st_blocks=8)
-    blocks = len(file.blocks) * (BLOCK_BYTES // 512)
+        return SimpleNamespace(
+            st_mode=stat.S_IFDIR | folder.mode, st_size=BLOCK_BYTES, st_uid=0, st_blocks=8, st_ino=folder.inode
+        )
     return SimpleNamespace(
-        st_mode=stat.S_IFREG | file.mode, st_size=len(file.data), st_uid=0, st_blocks=blocks, st_nlink=1, st_mtime=0.0
+        st_mode=stat.S_IFREG | file.mode,
+        st_size=len(file.data),
+        st_uid=0,
+        st_blocks=len(file.blocks) * (BLOCK_BYTES // 512),
+        st_nlink=1,
+        st_ino=file.inode,
+        st_mtime=file.touched,
+        st_mtime_ns=int(file.touched * 1e9),
     )

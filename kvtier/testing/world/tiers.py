@@ -211,13 +211,13 @@ class Witness(LoadStore):
         self.options = inner.options
         self.inner = inner
         self.medium = inner.medium  # type: ignore[misc]
+        self.ownership = inner.ownership  # type: ignore[misc]
         self.BLOCK_SIZE_ALIGNMENT = inner.BLOCK_SIZE_ALIGNMENT  # type: ignore[misc]
         self._watch = watch
         self._lengths: tuple[int, ...] = ()
 
     async def open(self, context: TierContext) -> Opened:
         opened = await self.inner.open(context)
-        assert opened.space is not None
         geometry = context.geometry
         self._lengths = tuple(4096 + geometry.aligned_bytes(group) for group in range(geometry.num_groups))
         return opened

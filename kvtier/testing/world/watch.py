@@ -8,7 +8,7 @@ buffers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 import numpy as np
 import numpy.typing as npt
@@ -132,10 +132,12 @@ class Watch:
             for row in rows:
                 self._fills.pop(row, None)
 
-    def moved(self, reading: bool, row: int, count: int, foreign: bool) -> None:
-        """Bytes between a row and a disk were reported as moved; `foreign`: their header is of another place."""
+    def moved(self, reading: bool, row: int, count: int, begins: bool, foreign: bool) -> None:
+        """Bytes between a row and a disk were reported as moved; with `begins` from the block's first byte on, perhaps
+        once more. `foreign`: their header is of another place.
+        """
         if (reading, row) in self._moved:
-            self._moved[reading, row] += count
+            self._moved[reading, row] = count + (0 if begins else self._moved[reading, row])
         if foreign:
             self._foreign.add(row)
 
@@ -188,12 +190,16 @@ class Watch:
                     return f"the bytes of {whose} of generation {generation}"
         return "bytes that are no block's"
 
-    def found(self, keys: Sequence[OffloadKey], where: Sequence[str | None]) -> None:
-        """The stack says where keys are: only what was stored since the last reset may be anywhere."""
+    def found(self, keys: Sequence[OffloadKey], where: Sequence[str | None], before: Set[int] = frozenset()) -> None:
+        """The stack says where keys are: only what was stored since the last reset may be anywhere.
+
+        `before` are the generations that were allowed when it was asked.
+        """
+        allowed = self.allowed | before
         for key, tier in zip(keys, where, strict=True):
             if tier is not None:
                 self.record.covered["keys found"] += 1
-                if not self.allowed & self.record.stored.get(key, set()):
+                if not allowed & self.record.stored.get(key, set()):
                     self.complain(f"key {key.hex()[:8]} is in {tier}, but was not stored since the reset")
 
     def reset_begins(self) -> int:

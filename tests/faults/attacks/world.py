@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from kvtier.testing.world.scenario import Simulator
 
@@ -33,22 +34,34 @@ ALWAYS_COVERED = (
 )
 """What a few hundred seeds go through, whichever they are."""
 
+ONLY_SLABS = ("blocks evicted from disk", "blocks recovered", "regions cut again")
+"""What the control plane does with slots; a shared root is placed and evicted by its backend."""
+
 
 # -- simulated worlds -------------------------------------------------------------------------------------------
 
 
 def simulated_world(budget: Budget) -> Tally:
-    """Live through seeds; the number in the table replays any of them."""
-    tally, simulator = Tally(), Simulator()
+    """Live through seeds over slabs; the number in the table replays any of them."""
+    return _simulated(budget, "slab", ALWAYS_COVERED)
+
+
+def simulated_shared_root(budget: Budget) -> Tally:
+    """Live through seeds over a root of one file a block."""
+    return _simulated(budget, "files", [name for name in ALWAYS_COVERED if name not in ONLY_SLABS])
+
+
+def _simulated(budget: Budget, layout: str, expected: Sequence[str]) -> Tally:
+    tally, simulator = Tally(), Simulator(layout=layout)
     first = budget.seed * SEEDS_APART
     for seed in range(first, first + budget.count):
         outcome = simulator.run(seed)
         tally.iterations += 1
         tally.notes.update(outcome.covered)
         for violation in outcome.violations:
-            _judge(tally, f"seed {seed}: {violation}")
+            _judge(tally, f"--layout {layout} --seed {seed}: {violation}")
     if budget.count >= 200:
-        for name in ALWAYS_COVERED:
+        for name in expected:
             tally.expect(tally.notes[name] > 0, f"no seed covered: {name}")
     return tally
 
@@ -74,12 +87,13 @@ def harness_itself(budget: Budget) -> Tally:
     import pytest
     from support_protections import RARE, SWITCHES
 
-    tally, simulator = Tally(), Simulator()
+    tally = Tally()
     first = budget.seed * SEEDS_APART
-    for name, (switch, broken) in SWITCHES.items():
+    for name, (switch, broken, layout) in SWITCHES.items():
         if name in RARE and not budget.long:
             continue
         tally.iterations += 1
+        simulator = Simulator(layout=layout)
         with pytest.MonkeyPatch.context() as monkeypatch:
             switch(monkeypatch)
             red = _first_red(simulator, range(first, first + budget.count))
@@ -123,6 +137,11 @@ ATTACKS = (
         "simulated world",
         "a seeded scheduler, a virtual clock and disks that fail, lie, lose, tear and reorder; crashes anywhere",
         200, 200_000, simulated_world, minutes=4, shards=8,
+    ),
+    Attack(
+        "simulated shared root",
+        "the same over layout files: one file a block, leases, accounts, its own eviction",
+        60, 50_000, simulated_shared_root, minutes=4, shards=8,
     ),
     Attack(
         "the harness itself",
