@@ -108,10 +108,10 @@ async def open_files(
     seams: FilesSeams | None = None,
     alignment: int = PAGE,
 ):
-    """An open tier, closed at the end."""
+    """An open tier, closed at the end. A busy machine is no reason for it to give up on a lock."""
     geometry = Geometry(shape or layout(16384), alignment)
     region = TestRows(rows, geometry.row_bytes)
-    backend = FilesBackend(settings, seams)
+    backend = FilesBackend(settings, seams or FilesSeams(lock_seconds=60))
     context = TierContext("fs", geometry, Namespace(geometry.layout, tag=tag), time.monotonic, rows=region)
     try:
         opened = await backend.open(context)

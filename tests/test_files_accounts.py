@@ -35,9 +35,9 @@ def one_bucket(tmp_path: Path):
     return options(tmp_path / "root", capacity=2 << 20)
 
 
-def quick(engine: FaultyEngine | None = None) -> FilesSeams:
-    """A store waits a tenth of a second for its bucket."""
-    return FilesSeams(engine=(lambda: engine) if engine else None, lock_seconds=0.1)
+def on(engine: FaultyEngine | None = None, lock_seconds: float = 60) -> FilesSeams:
+    """On an engine; a store waits so long for its bucket."""
+    return FilesSeams(engine=(lambda: engine) if engine else None, lock_seconds=lock_seconds)
 
 
 async def held(engine: FaultyEngine, count: int) -> None:
@@ -76,7 +76,7 @@ async def test_a_file_system_that_cannot_keep_names_apart_is_told_by_a_look(tmp_
     monkeypatch.setattr(blockfile, "rename_new", lambda *args: False)
     engine, names = FaultyEngine(), keys(6)
     settings = one_bucket(tmp_path)
-    async with open_files(settings, seams=quick(engine)) as slow, open_files(settings) as fast:
+    async with open_files(settings, seams=on(engine)) as slow, open_files(settings) as fast:
         engine.hold = lambda request: request.kind is IOKind.WRITE
         storing = asyncio.create_task(slow.store(names))
         await held(engine, 6)
@@ -90,7 +90,7 @@ async def test_a_file_system_that_cannot_keep_names_apart_is_told_by_a_look(tmp_
 
 async def test_what_lies_in_a_blocks_place_when_it_is_published_is_replaced_and_given_back(tmp_path):
     engine, (key,) = FaultyEngine(), keys(1)
-    async with open_files(one_bucket(tmp_path), seams=quick(engine)) as tier:
+    async with open_files(one_bucket(tmp_path), seams=on(engine)) as tier:
         await tier.store(keys(3, start=10))
         engine.hold = lambda request: request.kind is IOKind.WRITE
         storing = asyncio.create_task(tier.store([key]))
@@ -106,7 +106,7 @@ async def test_what_lies_in_a_blocks_place_when_it_is_published_is_replaced_and_
 
 async def test_a_temporary_that_gets_its_name_while_its_bucket_is_counted_counts_once(tmp_path, monkeypatch):
     engine, (key,) = FaultyEngine(), keys(1)
-    async with open_files(one_bucket(tmp_path), seams=quick(engine)) as tier:
+    async with open_files(one_bucket(tmp_path), seams=on(engine)) as tier:
         await tier.store(keys(3, start=10))
         engine.hold = lambda request: request.kind is IOKind.WRITE
         storing = asyncio.create_task(tier.store([key]))
@@ -136,18 +136,48 @@ async def test_a_block_that_takes_more_of_the_disk_than_was_charged_is_charged_a
         if request.kind is IOKind.WRITE:
             assert libc.fallocate(request.fd, KEEP_SIZE, ctypes.c_int64(FILE_BYTES), ctypes.c_int64(8192)) == 0
 
-    async with open_files(one_bucket(tmp_path), seams=quick(FaultyEngine(grow))) as tier:
+    async with open_files(one_bucket(tmp_path), seams=on(FaultyEngine(grow))) as tier:
         assert await tier.store([key]) == [STORED]
         assert tier.path(key).stat().st_blocks * 512 > FILE_BYTES, "the test's own growth"
         assert account_is_true(tier)
         assert await tier.load([key]) == [LOADED]
 
 
+@pytest.mark.parametrize("noticed", ["when it is created", "when it is written"])
+async def test_a_block_that_turns_out_too_large_for_its_bucket_is_dropped(tmp_path, monkeypatch, noticed):
+    """There is nothing to evict for what it takes beyond its size: no bucket exceeds its share for that."""
+    libc, engine = ctypes.CDLL(None, use_errno=True), FaultyEngine()
+    more = ctypes.c_int64(1 << 20)
+
+    def grow(fd):
+        assert libc.fallocate(fd, KEEP_SIZE, ctypes.c_int64(FILE_BYTES), more) == 0
+
+    async with open_files(options(tmp_path / "root", capacity=600 << 10), seams=on(engine)) as tier:
+        assert tier.backend._root.rules.budget_bytes < more.value
+        if noticed == "when it is written":
+            engine.fault = lambda request: grow(request.fd) if request.kind is IOKind.WRITE else None
+        else:
+            allocate = bucket_module.fallocate
+
+            def generous(fd, offset, length):
+                allocate(fd, offset, length)
+                grow(fd)
+
+            monkeypatch.setattr(bucket_module, "fallocate", generous)
+        assert await tier.store(keys(2)) == [dropped(DropReason.NO_SLOT)] * 2
+        assert temporaries(tmp_path) == []
+        assert not any(account_errors(tmp_path / "root").values())
+        engine.fault = lambda request: None
+        monkeypatch.undo()
+        assert await tier.store(keys(2)) == [STORED] * 2
+        assert account_is_true(tier)
+
+
 async def test_what_cannot_be_given_back_now_stays_and_stays_charged(tmp_path):
     """The lock is not to be had when a store fails: its temporary is there until the next visit, and is counted."""
     engine, settings = FaultyEngine(), one_bucket(tmp_path)
     failing, names = keys(2), keys(3, start=10)
-    async with open_files(settings, seams=quick(engine)) as tier:
+    async with open_files(settings, seams=on(engine, lock_seconds=0.1)) as tier:
         await tier.store(names)
         for goes_by in ("the next store", "a sweep", "close"):
             engine.hold = lambda request: request.kind is IOKind.WRITE
@@ -175,7 +205,7 @@ async def test_what_cannot_be_given_back_now_stays_and_stays_charged(tmp_path):
 async def test_a_temporary_that_others_swept_is_not_given_back_twice(tmp_path, monkeypatch):
     """A process that stood still too long finds its temporaries gone, and the bucket counted without them."""
     engine, settings = FaultyEngine(), one_bucket(tmp_path)
-    async with open_files(settings, seams=quick(engine)) as slow, open_files(settings) as other:
+    async with open_files(settings, seams=on(engine)) as slow, open_files(settings) as other:
         await slow.store(keys(8, start=10))
         engine.hold = lambda request: request.kind is IOKind.WRITE
         storing = asyncio.create_task(slow.store(keys(4)))
@@ -185,8 +215,10 @@ async def test_a_temporary_that_others_swept_is_not_given_back_twice(tmp_path, m
         )
         await other.backend.sweep()
         assert temporaries(tmp_path) == []
+        assert not (tmp_path / "root" / "leases" / slow.backend._root.lease).exists()
         engine.let_go()
         assert not any(outcome.ok for outcome in await storing)
+        assert (tmp_path / "root" / "leases" / slow.backend._root.lease).exists(), "taken anew at once"
         assert account_is_true(slow)
         assert await slow.load(keys(8, start=10)) == [LOADED] * 8
         monkeypatch.undo()
@@ -229,7 +261,7 @@ async def test_after_a_death_accounts_are_true_from_each_buckets_first_store_aft
 
 async def test_the_lease_of_the_dead_stays_until_every_bucket_was_seen_to(tmp_path):
     root = tmp_path / "root"
-    async with open_files(options(root), seams=quick()) as tier:
+    async with open_files(options(root), seams=on(lock_seconds=0.1)) as tier:
         await tier.store(keys(100))
         lease, more = leave_wrong(root, tier, FILE_BYTES)
         with bucket_locked(root / "bucket-00"):

@@ -7,15 +7,17 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support_files import account_is_true, block_files, open_files, options, temporaries
+from support_files import account_is_true, block_files, bucket_locked, open_files, options, temporaries
 from support_fs import flat, keys
 
 from kvtier.errors import RootError
 from kvtier.jobs import CORRUPT, LATE, LOADED, PRESENT, STORED, DropReason, JobKind, dropped
+from kvtier_fs.files.bucket import Bucket
 from kvtier_fs.files.root import FilesSeams
 
 PEER = Path(__file__).with_name("support_files_peer.py")
@@ -75,6 +77,24 @@ async def test_a_store_waits_for_the_lock_no_longer_than_its_deadline(tmp_path):
         # What was let down goes away by itself once it gets its turn.
         assert await tier.store(names) == [STORED] * 4
     assert temporaries(tmp_path) == []
+
+
+async def test_waiting_for_the_other_stores_of_this_process_is_no_reason_to_drop(tmp_path, monkeypatch):
+    """A slow server makes each visit slow; only time in which others keep the lock counts."""
+    reserve = Bucket.reserve
+
+    def slowly(bucket, wanted, name):
+        time.sleep(0.03)
+        return reserve(bucket, wanted, name)
+
+    async with open_files(one_bucket(tmp_path), seams=FilesSeams(lock_seconds=0.02)) as tier:
+        assert await tier.store(keys(1)) == [STORED]
+        with bucket_locked(tmp_path / "root" / "bucket-00"):
+            assert await tier.store(keys(2, start=50)) == [BACKLOG] * 2
+        monkeypatch.setattr(Bucket, "reserve", slowly)
+        assert await tier.store(keys(12)) == [PRESENT] + [STORED] * 11
+        assert tier.counters["lock.timeout"] == 2
+        assert tier.backend._root.bucket(0).refused is None, "what was is forgotten once the lock was had"
 
 
 async def test_a_reset_that_cannot_be_written_says_so(tmp_path):

@@ -107,8 +107,7 @@ class FilesBackend(LoadStore):
         stored = await opening.enter_root(root, self.options)
         share = await opening.settle(root, stored, self.options, context.geometry)
         namespace = context.namespace.digest()
-        begin = partial(root.folder.begin_epoch, namespace)
-        epoch = await opening.until_free(root, lambda: root.call(begin, root.temporary()))
+        epoch = await opening.change_epoch(root, partial(root.folder.begin_epoch, namespace))
         note = await opening.describe(root, namespace, context.namespace.manifest(), share)
         engine, engine_note = await opening.start_engine(root, self.options)
         self._context, self._rows, self._memory = context, rows, rows.view.reshape(-1).data
@@ -265,9 +264,8 @@ class FilesBackend(LoadStore):
         root = self._open_root()
         if self._closing:
             raise UsageError("this tier is not open")
-        raise_epoch = partial(root.folder.raise_epoch, self._namespace, epoch)
         try:
-            await opening.until_free(root, lambda: root.call(raise_epoch, root.temporary()))
+            await opening.change_epoch(root, partial(root.folder.raise_epoch, self._namespace, epoch))
         except OSError as error:
             raise RootError(root.path, f"the epoch cannot be written ({error.strerror})") from error
         self._epoch = max(self._epoch, epoch)

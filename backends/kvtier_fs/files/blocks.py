@@ -166,8 +166,10 @@ class BlockSteps:
             published = await root.call(publish, root.folder, wanted, written, root.seams.wall())
             if published is Published.GROWN:
                 charged = await root.visit(bucket, bucket.charge_grown)
-                if not isinstance(charged, Busy):
+                outcome = dropped(DropReason.BACKLOG if isinstance(charged, Busy) else DropReason.NO_SLOT)
+                if charged is True:
                     published = await root.call(give_name, root.folder, wanted, written)
+                    outcome = PRESENT
         except OSError as error:
             published, outcome = None, self._failure(error, True)
         if published is Published.REPLACED:
@@ -175,8 +177,6 @@ class BlockSteps:
                 await root.visit(bucket, bucket.sweep)
         if published in (Published.NAMED, Published.REPLACED):
             return STORED
-        if published is Published.GROWN:
-            outcome = dropped(DropReason.BACKLOG)
         await root.discard(bucket, written)
         return outcome
 

@@ -30,10 +30,12 @@ T = TypeVar("T")
 
 
 class Bucket:
-    """A bucket as this process knows it. `turn` keeps this process to one visit at a time."""
+    """A bucket as this process knows it. `turn` keeps this process to one visit at a time; `refused` is when
+    others first and last kept the lock from it, None once it was had again."""
 
     def __init__(self, folder: TreeFolder, number: int, rules: BucketRules) -> None:
         self.turn = asyncio.Lock()
+        self.refused: tuple[float, float] | None = None
         self._folder = folder
         self._number = number
         self._rules = rules
@@ -99,19 +101,23 @@ class Bucket:
             self._account.write(used)
             return DropReason.DISK_FULL
         try:
-            return Temporary(name, fd, self._charge(fd, used, need))
+            charged = max(need, occupied(os.fstat(fd)))  # file systems may need blocks of their own for it
+            total = used + charged
+            if charged > need:
+                total = self._evict(total, self._rules.budget_bytes)
+                self._account.write(total)
         except OSError:
-            let_go(fd)
-            os.unlink(name, dir_fd=self._folder.bucket(self._number))
+            self._remove(name, fd)
             raise
+        if total <= self._rules.budget_bytes:
+            return Temporary(name, fd, charged)
+        self._remove(name, fd)
+        self._account.write(total - charged)
+        return DropReason.NO_SLOT
 
-    def _charge(self, fd: int, used: int, need: int) -> int:
-        """What a new file really takes, charged: file systems may need blocks of their own for it."""
-        charged = max(need, occupied(os.fstat(fd)))
-        if charged > need:
-            used = self._evict(used, self._rules.budget_bytes - charged)
-            self._account.write(used + charged)
-        return charged
+    def _remove(self, name: str, fd: int) -> None:
+        let_go(fd)
+        os.unlink(name, dir_fd=self._folder.bucket(self._number))
 
     def _create(self, name: str, file_bytes: int) -> int:
         folder = self._folder.bucket(self._number)
@@ -125,20 +131,23 @@ class Bucket:
                     raise
                 os.ftruncate(fd, file_bytes)
         except OSError:
-            let_go(fd)
-            os.unlink(name, dir_fd=folder)
+            self._remove(name, fd)
             raise
         return fd
 
-    def charge_grown(self) -> None:
-        """A temporary takes more than it was charged for: count it as it is, and make room. Raises OSError."""
-        used = self._account.count()
-        self._account.write(self._evict(used, self._rules.budget_bytes))
+    def charge_grown(self) -> bool:
+        """A temporary takes more than it was charged for: count it as it is, and make room. False if there is none.
 
-    def discard(self, temporary: Temporary) -> None:
+        Raises OSError.
+        """
+        used = self._evict(self._account.count(), self._rules.budget_bytes)
+        self._account.write(used)
+        return used <= self._rules.budget_bytes
+
+    def discard(self, temporary: Temporary) -> bool:
         """Remove a temporary, closed already, that will not become a block, and give back what it was charged.
 
-        One that is not there any more was swept by somebody who counted the bucket without it. Raises OSError.
+        False if it is not there any more: somebody swept it, and counted the bucket without it. Raises OSError.
         """
         folder, used = self._folder.bucket(self._number), self._account.used()
         try:
@@ -146,12 +155,13 @@ class Bucket:
             os.unlink(temporary.name, dir_fd=folder)
         except OSError as error:
             if error.errno in GONE:
-                return
+                return False
             raise
         if freed == temporary.charged_bytes:
             self._account.write(used - freed)
         else:
             self._account.forget()
+        return True
 
     def leave_over(self, temporary: Temporary) -> None:
         """Discard a temporary at the next visit: it was not to be done now. It stays charged until then."""

@@ -7,15 +7,13 @@ import os
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from functools import partial
 
 from kvtier.errors import GeometryError, ResourceError, RootError
 from kvtier.geometry import Geometry, round_up
-from kvtier_fs.files.account import FULL
 from kvtier_fs.files.folder import Busy
 from kvtier_fs.files.leases import Leases
 from kvtier_fs.files.places import Quota, choose_buckets, choose_fan_out, quota
-from kvtier_fs.files.records import LEASE_BYTES_MAX, Tree
+from kvtier_fs.files.records import Tree
 from kvtier_fs.files.root import FilesSeams, SharedRoot
 from kvtier_fs.io.contract import IOEngine
 from kvtier_fs.io.probe import probe_direct
@@ -92,29 +90,24 @@ async def settle(root: SharedRoot, stored: Tree | None, options: FSOptions, geom
     await root.call(root.folder.join)
     holder = await root.call(root.seams.holder)
     root.leases = Leases(root.lease, holder, asyncio.get_running_loop().time, root.seams.lease_seconds)
-    await _take_lease(root, stored, share)
+    if stored is not None:
+        await root.call(root.folder.settle, tree)
+        root.settle(tree, share)
+    root.leased = True
+    await root.with_room(lambda: root.call(root.leases.take, root.folder.leases_fd))
     if stored is None:
         made = new_tree(options, geometry, tree.header_bytes, root.seams.random_bytes(DIGEST_BYTES))
         stored = await root.call(root.folder.make, made, root.temporary())
         tree, share = lay_out(root.path, stored, options, geometry, needed)
-    await root.call(root.folder.settle, tree)
-    root.settle(tree, share)
+        await root.call(root.folder.settle, tree)
+        root.settle(tree, share)
     return share
 
 
-async def _take_lease(root: SharedRoot, stored: Tree | None, share: Quota) -> None:
-    """Write our lease; on a full disk in the place of the oldest blocks, if there are any. Raises OSError."""
-    root.leased = True
-    take = partial(root.leases.take, root.folder.leases_fd)
-    try:
-        await root.call(take)
-    except OSError as error:
-        if error.errno not in FULL or stored is None:
-            raise
-        await root.call(root.folder.settle, stored)
-        root.settle(stored, share)
-        await root.make_room(0, LEASE_BYTES_MAX)
-        await root.call(take)
+async def change_epoch(root: SharedRoot, change: Callable[[str], int | Busy]) -> int:
+    """Begin or raise an epoch, also where the disk is full. `change` takes the name of a temporary. Raises RootError
+    where another process keeps the lock, OSError for what the disk does."""
+    return await root.with_room(lambda: until_free(root, lambda: root.call(change, root.temporary())))
 
 
 async def until_free(root: SharedRoot, attempt: Callable[[], Awaitable[int | Busy]]) -> int:

@@ -8,7 +8,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,12 +16,13 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from kvtier_fs.buffers import HeaderPages
+from kvtier_fs.files.account import FULL, BucketRules
 from kvtier_fs.files.blockfile import Temporary
-from kvtier_fs.files.bucket import Bucket, BucketRules
+from kvtier_fs.files.bucket import Bucket
 from kvtier_fs.files.folder import Busy, TreeFolder, names_in
 from kvtier_fs.files.leases import Holder, Leases, this_process
 from kvtier_fs.files.moving import Mover
-from kvtier_fs.files.places import TEMPORARY_NAME, Quota
+from kvtier_fs.files.places import DISK_BLOCK_BYTES, TEMPORARY_NAME, Quota
 from kvtier_fs.files.records import Tree
 from kvtier_fs.io.contract import IOEngine
 from kvtier_fs.io.probe import DirectProbe
@@ -42,8 +43,8 @@ class FilesSeams:
     """What a simulator or a fault test replaces, and the times the layout keeps, in seconds.
 
     `engine` None: chosen by the options. `wall` gives the times that order evictions over all hosts. A store waits
-    `lock_seconds` for its bucket; recency is written at most once in `touch_seconds`; a lease lasts `lease_seconds`;
-    when evictions did not make a full disk take blocks, none is tried for `full_seconds`.
+    `lock_seconds` while others have its bucket; recency is written at most once in `touch_seconds`; a lease lasts
+    `lease_seconds`; when evictions did not make a full disk take blocks, none is tried for `full_seconds`.
     """
 
     folder: Callable[[str, FSOptions], TreeFolder] = TreeFolder
@@ -149,41 +150,66 @@ class SharedRoot:
         return self._buckets[number]
 
     async def visit(self, bucket: Bucket, work: Callable[[], T]) -> T | Busy:
-        """Do some work on the threads while holding a bucket's lock. BUSY, with nothing done, if it was not to be had
-        within `lock_seconds`, because of this process or another. Raises OSError."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self.seams.lock_seconds
-        try:
-            async with asyncio.timeout_at(deadline):
-                await bucket.turn.acquire()
-        except TimeoutError:
-            self.counters["lock.timeout"] += 1
+        """Do some work on the threads while holding a bucket's lock. Raises OSError.
+
+        BUSY, with nothing done, if others kept the lock from this process for `lock_seconds`. Time that visits of this
+        process take, one after another, is not counted.
+        """
+        began = asyncio.get_running_loop().time()
+        if not await self._turn(bucket, began):
             return Busy.BUSY
         try:
-            return await self._visit(bucket, work, deadline)
+            return await self._visit(bucket, work, began)
         finally:
             bucket.turn.release()
 
-    async def _visit(self, bucket: Bucket, work: Callable[[], T], deadline: float) -> T | Busy:
+    async def _turn(self, bucket: Bucket, began: float) -> bool:
+        while True:
+            try:
+                async with asyncio.timeout(self.seams.lock_seconds):
+                    return await bucket.turn.acquire()
+            except TimeoutError:
+                if self._refused_long(bucket, began):
+                    return False
+
+    async def _visit(self, bucket: Bucket, work: Callable[[], T], began: float) -> T | Busy:
         loop, wait = asyncio.get_running_loop(), _FIRST_WAIT_SECONDS
         while True:
-            result = await self.call(bucket.locked, work)
+            try:
+                result = await self.call(bucket.locked, work)
+            except OSError:
+                bucket.refused = None
+                raise
             if not isinstance(result, Busy):
+                bucket.refused = None
                 return result
-            if loop.time() >= deadline:
-                self.counters["lock.timeout"] += 1
+            now = loop.time()
+            bucket.refused = (bucket.refused[0] if bucket.refused else now, now)
+            if self._refused_long(bucket, began):
                 return result
-            await asyncio.sleep(min(wait, deadline - loop.time() + _FIRST_WAIT_SECONDS))
+            await asyncio.sleep(wait)
             wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
 
+    def _refused_long(self, bucket: Bucket, began: float) -> bool:
+        """True if this process was refused a bucket's lock, time and again, for long enough since somebody began."""
+        if bucket.refused is None or bucket.refused[1] - max(bucket.refused[0], began) < self.seams.lock_seconds:
+            return False
+        self.counters["lock.timeout"] += 1
+        return True
+
     async def discard(self, bucket: Bucket, temporary: Temporary) -> None:
-        """Remove a temporary, closed already, that will not become a block: now, or at the bucket's next visit."""
+        """Remove a temporary, closed already, that will not become a block: now, or at the bucket's next visit.
+
+        If others swept it, they have taken our lease for one that expired: we take it anew.
+        """
         try:
             discarded = await self.visit(bucket, partial(bucket.discard, temporary))
         except OSError:
             discarded = Busy.BUSY
         if isinstance(discarded, Busy):
             bucket.leave_over(temporary)
+        elif not discarded:
+            await self._beat()
 
     async def clear(self, timeout_seconds: float) -> None:
         """Visit the buckets where something was left over, once; what is busy or fails stays."""
@@ -199,14 +225,29 @@ class SharedRoot:
 
         False if there are none, or if that was no help lately: blocks are not given up for nothing.
         """
-        loop = asyncio.get_running_loop()
-        if loop.time() < self._full_until:
+        if asyncio.get_running_loop().time() < self._full_until:
             return False
-        for bucket in [self._buckets[number], *await self._others(number)]:
+        return await self._evict(number, need)
+
+    async def _evict(self, number: int, need: int) -> bool:
+        for bucket in [*self._buckets[number : number + 1], *await self._others(number)]:
             with suppress(OSError):
                 if await self.visit(bucket, partial(bucket.make_room, need)) is True:
                     return True
         return False
+
+    async def with_room(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Write something small that is more than a block: on a full disk once more, in the place of the oldest blocks.
+
+        Raises what the attempt raises.
+        """
+        try:
+            return await attempt()
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+        await self._evict(0, DISK_BLOCK_BYTES)
+        return await attempt()
 
     async def _others(self, number: int) -> list[Bucket]:
         with suppress(OSError):
@@ -277,7 +318,10 @@ class SharedRoot:
             await self.sweep()
             for _ in range(5):
                 await asyncio.sleep(beat_seconds)
-                try:
-                    await self.call(self.leases.beat, self.folder.leases_fd)
-                except OSError as error:
-                    self._note_failure("lease", error)
+                await self._beat()
+
+    async def _beat(self) -> None:
+        try:
+            await self.call(self.leases.beat, self.folder.leases_fd)
+        except OSError as error:
+            self._note_failure("lease", error)
