@@ -19,7 +19,7 @@ from .damage import Lost, SlabFiles, SlabLate, in_flight
 from .files_damage import BlockFiles, FilesLate
 from .life import Life, Plan, Target
 from .oracle import Oracle
-from .victim import Sign, Signals, Victim, pause_until
+from .victim import Sign, Signals, Stacks, Victim, pause_until
 from .warming import LIVES, warm_up
 from .world import Tools, World
 
@@ -82,7 +82,7 @@ class Cycles:
         self._life = LIVES[layout]
         self.rng = random.Random(f"{layout} {seed}")
         self._tools = Tools(uring=not probe_uring())
-        self._signals = Signals()
+        self._signals, self._stacks = Signals(), Stacks()
         self._scene: Scene
         warm_up(layout, folder, self._tools, self._signals)
 
@@ -98,6 +98,7 @@ class Cycles:
             self.tally.leaks += max(0, left)
             self.tally.expect(left <= 0, f"{left} descriptors of the harness stay open")
         self._signals.close()
+        self._stacks.close()
 
     def _cycles(self, goal: int) -> None:
         """Cycles on one world, until so many iterations are done."""
@@ -164,7 +165,9 @@ class Cycles:
             self._wait(plan.target)
         elif sign is Sign.NOTHING:
             tally.hangs += 1
-            tally.expect(False, f"a victim that was to be killed during {plan.target.value} hangs")
+            tally.expect(
+                False, f"to be killed during {plan.target.value}, a victim hangs: {self._stacks.of(victim.pid)}"
+            )
         killed = victim.kill()
         self._count(killed)
         if not killed:
@@ -299,8 +302,9 @@ class Cycles:
         before = dict(scene.oracle.acknowledged)
         victim = self._start(Plan(Target.CLOSE, self.rng.getrandbits(48), 0, 1))
         sign = victim.wait_end()
-        tally.hangs += sign is Sign.NOTHING
         if sign is Sign.NOTHING:
+            tally.hangs += 1
+            tally.expect(False, f"a victim that was left alone hangs: {self._stacks.of(victim.pid)}")
             victim.kill()
             return
         victim.reap()

@@ -96,7 +96,7 @@ class Life(ABC):
         self.epoch = self.era = 0
         self._signal = signal
         self._signalled = False
-        self._stopping = False
+        self._stop = asyncio.Event()
         self._jobs = 0
         self._batches = 0
         self._enough = asyncio.Event()
@@ -117,7 +117,8 @@ class Life(ABC):
             if self.plan.target is Target.RESET:
                 self.tell()
                 await self.raise_epoch()
-            self._stopping = self.plan.target is Target.CLOSE
+            else:
+                self._stop.set()
         await asyncio.gather(*work)
         if self.plan.target is Target.CLOSE:
             self.tell()
@@ -216,7 +217,7 @@ class Life(ABC):
         first = self.board.shape.load_rows + worker * each
         rows = range(first, first + each)
         largest = each * (max(self.world.shape.block_bytes) + 8192)
-        while not self._stopping and self.board.room_for(largest):
+        while not self._stop.is_set() and self.board.room_for(largest):
             await self.batch(rows[: self.rng.randint(1, each)])
             self._batches += 1
             if self._batches >= self.plan.batches:
@@ -224,10 +225,10 @@ class Life(ABC):
             if self.rng.random() < (0.5 if self.plan.late else 0.15):
                 await self.load_some(rows[:4])
             await asyncio.sleep(self.rng.random() * _PACE_SECONDS if self.plan.companion else 0)
-        if not self._stopping:
+        if not self._stop.is_set():
             self.board.words[Word.IDLE] = 1
             self._enough.set()
-            await asyncio.sleep(3600)
+            await self._stop.wait()
 
     def pick_group(self) -> int:
         """The group of the next batch: mostly this life's favourite, so that regions of others grow cold."""

@@ -40,7 +40,7 @@ class SlabLife(Life):
                 names.update({own: number << FILE_SHIFT | file for file, own in root.fds.items()})
             return names[fd]
 
-        return self.noted(make_engine(self.world.options.io_engine, root, self.world.options), file_of)
+        return self.noted(make_engine(self.world.engine, root, self.world.options), file_of)
 
     def _take_over(self, opened: Opened) -> None:
         assert opened.space is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import faulthandler
 import os
 import select
 import signal
@@ -15,6 +16,7 @@ from enum import Enum
 from .board import Board
 
 HANG_SECONDS = 60.0
+_DUMP_SECONDS, _DUMP_BYTES = 0.5, 1500
 _SET_PARENT_DEATH_SIGNAL = 1
 
 
@@ -48,6 +50,25 @@ class Signals:
     def close(self) -> None:
         os.close(self.read)
         os.close(self.write)
+
+
+class Stacks:
+    """Tells where the threads of a victim are that does not answer. One for a process and all its children."""
+
+    def __init__(self) -> None:
+        self._file = os.fdopen(os.memfd_create("stacks"), "w+b")
+        faulthandler.register(signal.SIGUSR1, file=self._file)
+
+    def of(self, pid: int) -> str:
+        """The stacks of a child, as far as they fit into a report."""
+        start = os.lseek(self._file.fileno(), 0, os.SEEK_END)
+        os.kill(pid, signal.SIGUSR1)
+        time.sleep(_DUMP_SECONDS)
+        return os.pread(self._file.fileno(), _DUMP_BYTES, start).decode(errors="replace")
+
+    def close(self) -> None:
+        faulthandler.unregister(signal.SIGUSR1)
+        self._file.close()
 
 
 class Victim:
