@@ -164,6 +164,22 @@ def forked(root: str, io_engine: str, how: str) -> None:
     say(results=results, unfinished=stack.close_report.unfinished_jobs)
 
 
+def waiting_child() -> int:
+    """Fork a child that waits for signals, and return once it can take one.
+
+    Python forgets the signals that reach a child before it has set itself up after the fork, and `signal.pause` sleeps
+    on after one that came just before it.
+    """
+    ready, tell = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(tell, b"1")
+        while True:
+            time.sleep(0.05)
+    os.read(ready, 1)
+    return child
+
+
 def signalled(root: str, io_engine: str, how: str) -> None:
     """Waits for a signal that closes its stack; `how` is what was there before: default, ignore, handler or child.
 
@@ -176,9 +192,7 @@ def signalled(root: str, io_engine: str, how: str) -> None:
         before = {"ignore": signal.SIG_IGN, "handler": lambda *_: heard.set()}.get(how, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, before)
         stack.close_on(signal.SIGTERM)
-        child = os.fork() if how == "child" else 0
-        if how == "child" and not child:
-            signal.pause()
+        child = waiting_child() if how == "child" else 0
         say(pid=os.getpid(), child=child, tasks=len(tasks))
         if how == "ignore":
             await until(lambda: stack.close_report is not None)
