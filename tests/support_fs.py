@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import mmap
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from kvtier.errors import RootBusyError
 from kvtier.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier.jobs import BlockOutcome, GroupTransfer, JobKind, JobResult, RegionCut, TransferJob, int_array
 from kvtier.keys import GroupIndex, JobId, OffloadKey, key_group, make_key
@@ -213,6 +215,23 @@ async def open_tier(
         await backend.close()
 
 
+@asynccontextmanager
+async def open_when_free(settings: FSOptions, shape: KVLayout | None = None):
+    """An open tier, as soon as whoever has the roots lets go of them."""
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                tier = open_tier(settings, shape)
+                opened = await tier.__aenter__()
+                break
+            except RootBusyError:
+                await asyncio.sleep(0.01)
+    try:
+        yield opened
+    finally:
+        await tier.__aexit__(None, None, None)
+
+
 def bytes_on_disk(*roots: Path) -> int:
     """What roots occupy, as the file system counts it, folders included."""
     total = 0
@@ -226,7 +245,7 @@ def slot_place(tier: Tier, key: OffloadKey) -> tuple[Path, int]:
     """The file and the offset of the slot a key is in (its header page comes first)."""
     slot, _ = tier.directory[key]
     region, index = divmod(slot, tier.space.slots_per_region)
-    root, local = tier.backend._locate(region)
+    root, local = tier.backend._router.locate(region)
     plan = root.plan
     offset = plan.slot_offset(local, index, tier.region_sizes[region])
     return Path(root.path) / f"slab-{plan.file_of(local):05d}", offset

@@ -213,9 +213,10 @@ class NoThreads:
         monkeypatch.setattr(threading.Thread, "start", limited)
 
 
-async def test_a_root_that_gets_no_thread_does_not_open_and_says_so(tmp_path, monkeypatch):
+@pytest.mark.parametrize("threads", [0, 1])
+async def test_a_root_that_gets_too_few_threads_does_not_open_and_says_so(tmp_path, monkeypatch, threads):
     with leaving_no_trace():
-        NoThreads(monkeypatch, 0)
+        NoThreads(monkeypatch, threads)
         with pytest.raises(RootError, match="no thread"):
             async with open_tier(options(tmp_path / "root")):
                 pass
@@ -224,7 +225,7 @@ async def test_a_root_that_gets_no_thread_does_not_open_and_says_so(tmp_path, mo
 async def test_fewer_threads_than_wished_do_the_same_work(tmp_path, monkeypatch):
     names = keys(20)
     with leaving_no_trace():
-        limit = NoThreads(monkeypatch, 3)
+        limit = NoThreads(monkeypatch, 4)
         async with open_tier(options(tmp_path / "root", io_threads=8)) as tier:
             await tier.store_all(names)
             assert await tier.load(names) == [LOADED] * 20

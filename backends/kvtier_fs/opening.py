@@ -15,6 +15,7 @@ from kvtier.errors import GeometryError, ResourceError, RootBusyError, RootError
 from kvtier.geometry import Geometry, round_up
 from kvtier.options import INDEX_BYTES_PER_SLOT
 from kvtier_fs import texts
+from kvtier_fs.closing import RootEnd
 from kvtier_fs.folder import RootFolder
 from kvtier_fs.io.contract import IOEngine
 from kvtier_fs.io.probe import DirectProbe, probe_direct
@@ -27,11 +28,10 @@ from kvtier_fs.root import Root
 from kvtier_fs.slot import DIGEST_BYTES, MIN_HEADER_BYTES
 from kvtier_fs.snapshot import Snapshot, SnapshotOf, decode_snapshot
 from kvtier_fs.superblock import Superblock, decode_superblock, foreign_version
-from kvtier_fs.threads import RootThreads
+from kvtier_fs.threads import RootCrew
 
 OWNER_POLL_SECONDS = 0.1
 MISSING = "is not there; mount the disk, or create the folder or the one it lies in"
-_FILE_THREADS = 2
 _NAMES_SHOWN, _NAME_SHOWN = 3, 64
 
 T = TypeVar("T")
@@ -60,18 +60,17 @@ async def enter_root(path: str, options: FSOptions, seams: Seams) -> Root | None
 
     Raises RootError, having let go of everything.
     """
-    name = f"kvtier-fs-{os.path.basename(path)}"
-    files, io_threads = RootThreads(f"{name}-files", _FILE_THREADS), RootThreads(f"{name}-io", options.io_threads)
     folder = seams.folder(path, options)
-    root = Root(folder, files, io_threads, DirectProbe(False, reason="turned off"))
+    root = Root(folder, RootCrew.of(path, options.io_threads), DirectProbe(False, reason="turned off"))
     entered = False
     try:
+        await root.crew.begin()
         entered = await root.call(folder.enter) and await _own(root, options)
     except OSError as error:
         raise folder.refusal(error) from error
     finally:
         if not entered:
-            await root.release(options.close_timeout_seconds)
+            await RootEnd(root, Counter(), None).within(options.close_timeout_seconds)
     return root if entered else None
 
 
@@ -89,9 +88,9 @@ async def _become_owner(root: Root, patience_seconds: float) -> bool:
 async def _own(root: Root, options: FSOptions) -> bool:
     folder = root.folder
     if not await _become_owner(root, options.owner_timeout_seconds):
-        raise RootBusyError(root.path, await texts.read_owner(folder, root.files))
+        raise RootBusyError(root.path, await texts.read_owner(folder, root.crew.files))
     with suppress(OSError):
-        await texts.write_owner(folder, root.files)  # for error messages only: a full disk must not keep us out
+        await texts.write_owner(folder, root.crew.files)  # for error messages only: a full disk must not keep us out
     if options.direct != "off":
         root.probe = await root.call(probe_direct, folder.fd)
     if options.direct == "required" and not root.probe.direct:
@@ -271,7 +270,7 @@ async def describe(root: Root, session: Session) -> str:
     if not await root.call(texts.make_room_for_manifest, root.folder, order, own, room):
         return f"{root.path}: no room for the readable manifest ({own} bytes)"
     try:
-        await texts.write_manifest(root.folder, session.namespace, session.manifest, root.files)
+        await texts.write_manifest(root.folder, session.namespace, session.manifest, root.crew.files)
     except OSError as error:
         return f"{root.path}: the readable manifest could not be written ({error.strerror})"
     return ""
@@ -304,4 +303,4 @@ def make_engine(name: str, root: Root, options: FSOptions) -> IOEngine:
                 raise
         else:
             return engine
-    return ThreadsEngine(loop, root.io_threads, options.io_threads)
+    return ThreadsEngine(loop, root.crew.io, options.io_threads)

@@ -17,7 +17,7 @@ from kvtier_fs.options import FSOptions
 from kvtier_fs.root import Root
 from kvtier_fs.superblock import decode_superblock, foreign_version
 from kvtier_fs.texts import OWNER_BYTES_MAX, owner_in_words
-from kvtier_fs.threads import RootThreads
+from kvtier_fs.threads import RootCrew
 
 
 def preview(options: FSOptions, geometry: Geometry, look: bool) -> Preview:
@@ -56,7 +56,7 @@ def preview(options: FSOptions, geometry: Geometry, look: bool) -> Preview:
 def _unopened(path: str, options: FSOptions) -> Root:
     """A root without a lock, whose threads never start."""
     folder = RootFolder(path, options.model_copy(update={"create": False}))
-    return Root(folder, RootThreads("preview", 1), RootThreads("preview", 1), DirectProbe(False))
+    return Root(folder, RootCrew.of(path, 1), DirectProbe(False))
 
 
 def _engine(options: FSOptions, look: bool) -> tuple[str, list[str], list[str]]:

@@ -6,7 +6,6 @@ import asyncio
 import errno
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
 
@@ -14,14 +13,14 @@ from kvtier.errors import RootError
 from kvtier.jobs import DropReason, dropped
 from kvtier_fs.buffers import HeaderPages
 from kvtier_fs.folder import RootFolder
-from kvtier_fs.io.contract import IOEngine, IOKind
+from kvtier_fs.io.contract import IOKind
 from kvtier_fs.io.probe import DirectProbe
 from kvtier_fs.ledger import Ledger
 from kvtier_fs.regions import RegionHeader, RegionPlan, encode_region_header
 from kvtier_fs.snapshot import RegionCutAs, Snapshot, SnapshotOf, encode_snapshot
 from kvtier_fs.strict import StrictIO
 from kvtier_fs.superblock import Superblock, encode_superblock
-from kvtier_fs.threads import RootThreads
+from kvtier_fs.threads import RootCrew
 from kvtier_fs.transfer import Lane
 
 P = ParamSpec("P")
@@ -45,10 +44,9 @@ class RegionState:
 class Root:
     """A root from the moment its lock is held. All methods run on the event loop; file calls go to its threads."""
 
-    def __init__(self, folder: RootFolder, files: RootThreads, io_threads: RootThreads, probe: DirectProbe) -> None:
+    def __init__(self, folder: RootFolder, crew: RootCrew, probe: DirectProbe) -> None:
         self.folder = folder
-        self.files = files
-        self.io_threads = io_threads
+        self.crew = crew
         self.probe = probe
         self.stored: Superblock | None = None
         self.unreadable = False
@@ -66,10 +64,6 @@ class Root:
         self._superblock_lock = asyncio.Lock()
         self._sequence = 0
         self._durable: Superblock | None = None
-
-    @property
-    def engine(self) -> IOEngine:
-        return self.io.engine
 
     @property
     def path(self) -> str:
@@ -91,8 +85,8 @@ class Root:
         self._started = True
 
     async def call(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a file call on the root's threads. Raises what it raises."""
-        return await asyncio.wrap_future(self.files.submit(fn, *args, **kwargs))
+        """Run a file call on the root's threads. Raises what it raises, or OSError if there is no thread to be had."""
+        return await asyncio.wrap_future(self.crew.files.submit(fn, *args, **kwargs))
 
     async def write_superblock(self, block: Superblock) -> None:
         """Make a superblock durable; it is the current one from then on. Raises RootError."""
@@ -193,26 +187,21 @@ class Root:
         (number,) = await self.io.move(IOKind.WRITE, pages.pages, [(fd, offset)])
         return number
 
-    async def drained(self, timeout_seconds: float) -> int:
-        """Drop what has not begun, let the rest end, stop the engine.
+    async def drained(self) -> None:
+        """Drop what has not begun, and wait for the blocks and the cuts under way, however long they take."""
+        if self._started:
+            self.lane.withdraw(dropped(DropReason.CLOSING))
+            await self.lane.idle()
+            if self._cutting:
+                await asyncio.wait(self._cutting.values())
 
-        Returns how many requests are stuck at the deadline; then their jobs are told, and files, memory and lock stay.
-        """
+    async def stop_engine(self, timeout_seconds: float) -> int:
+        """Release the I/O engine. Returns how many requests have not ended at the deadline; then it is as it was."""
+        return await self.io.engine.close(timeout_seconds) if self._started else 0
+
+    def give_up(self) -> int:
+        """Tell the jobs whose I/O has not ended that it is late. Returns how many requests that is."""
         if not self._started:
             return 0
-        self.lane.withdraw(dropped(DropReason.CLOSING))
-        idle = asyncio.create_task(self.lane.drained(timeout_seconds))
-        _, unfinished = await asyncio.wait([idle, *self._cutting.values()], timeout=timeout_seconds + 1)
-        stuck = 0 if unfinished or not idle.result() else await self.engine.close(timeout_seconds)
-        if not unfinished and idle.result() and not stuck:
-            return 0
         self.lane.give_up()
-        return max(1, self.engine.in_flight)
-
-    async def release(self, timeout_seconds: float) -> int:
-        """Close the files, give the lock up, end the threads. Returns how many threads are stuck."""
-        with suppress(OSError):  # not one thread was to be had, so nothing was opened either
-            await self.call(self.folder.leave)
-        self.fds = {}
-        stuck = await self.io_threads.close(timeout_seconds)
-        return stuck + await self.files.close(timeout_seconds)
+        return self.io.engine.in_flight

@@ -9,13 +9,15 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from typing import Any, ParamSpec, TypeVar
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 from kvtier.errors import UsageError
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_FILE_THREADS = _CHECK_THREADS = 2
 _Task = Callable[[], bool]
 
 
@@ -34,6 +36,7 @@ class RootThreads(Executor):
         self._lock = threading.Lock()
         self._unfinished = 0
         self._closed = False
+        self._goodbyes: list[Future[None]] = []
         self._pid = 0
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -86,27 +89,65 @@ class RootThreads(Executor):
         """Let the threads end once their work is done; never waits."""
         self._dismiss()
 
-    def _dismiss(self) -> list[Future[None]]:
+    def _dismiss(self) -> None:
         with self._lock:
             if self._closed:
-                return []
+                return
             self._closed = True
-            goodbyes: list[Future[None]] = [Future() for _ in self._threads]
-        for goodbye in goodbyes:
+            self._goodbyes = [Future() for _ in self._threads]
+        for goodbye in self._goodbyes:
             self._tasks.put(_leave(goodbye))
-        return goodbyes
 
     async def close(self, timeout_seconds: float) -> int:
-        """Let the threads finish their work and end. Returns how many are stuck at the deadline."""
-        goodbyes: list[asyncio.Future[Any]] = [asyncio.wrap_future(future) for future in self._dismiss()]
-        if not goodbyes:
+        """Let the threads finish their work and end. Returns how many are stuck at the deadline; then call again."""
+        self._dismiss()
+        if not self._goodbyes:
             return 0
-        _, stuck = await asyncio.wait(goodbyes, timeout=timeout_seconds)
+        _, stuck = await asyncio.wait(map(asyncio.wrap_future, self._goodbyes), timeout=timeout_seconds)
         if stuck:
             return len(stuck)
         for thread in self._threads:
             thread.join()
         return 0
+
+
+@dataclass(frozen=True, slots=True)
+class RootCrew:
+    """The threads of one root: for calls on files, for reading and writing blocks, for checking what was read.
+
+    Each kind has its own, so that calls that a disk does not answer hold up none of the others.
+    """
+
+    files: RootThreads
+    io: RootThreads
+    checks: RootThreads
+
+    @staticmethod
+    def of(path: str, io_threads: int) -> RootCrew:
+        """The threads of a root; none of them is started yet."""
+        name = f"kvtier-fs-{os.path.basename(path)}"
+        return RootCrew(
+            RootThreads(f"{name}-files", _FILE_THREADS),
+            RootThreads(f"{name}-io", io_threads),
+            RootThreads(f"{name}-checks", _CHECK_THREADS),
+        )
+
+    async def begin(self) -> None:
+        """Have a thread for calls on files and one for checks, so that it is known early if there is none to be had.
+
+        Raises OSError. An engine that finds no thread later says so request by request.
+        """
+        for threads in (self.files, self.checks):
+            await asyncio.wrap_future(threads.submit(_nothing))
+
+    async def close(self, timeout_seconds: float) -> int:
+        """Let all of them end. Returns how many are stuck at the deadline."""
+        each = (self.io, self.checks, self.files)
+        return sum(await asyncio.gather(*(threads.close(timeout_seconds) for threads in each)))
+
+
+def _nothing() -> None:
+    """What a thread does to be there."""
 
 
 def _leave(goodbye: Future[None]) -> _Task:

@@ -178,13 +178,9 @@ class Lane:
                 for block in blocks:
                     block.end(outcome)
 
-    async def drained(self, timeout_seconds: float) -> bool:
-        """Wait for the blocks under way. False if some have not ended at the deadline."""
-        try:
-            await asyncio.wait_for(self._idle.wait(), timeout_seconds)
-        except TimeoutError:
-            return False
-        return True
+    async def idle(self) -> None:
+        """Wait until no block is under way."""
+        await self._idle.wait()
 
     def give_up(self) -> None:
         """Report the jobs whose I/O did not end in time."""
@@ -202,22 +198,24 @@ class Lane:
         requests: list[IORequest] = []
         now = self._parts.clock()
         starts = 0
-        while starts < STARTS_PER_TURN and self._pages.free:
-            queue = self._loads or self._stores
-            if not queue:
-                break
-            run, blocks = queue[0]
-            block = next(blocks, None)
-            if block is None:
-                queue.popleft()
-                continue
-            starts += 1
-            if run.job.deadline is not None and now > run.job.deadline:
-                block.end(LATE)
-            else:
-                requests.extend(self._begin(block))
-        self._parts.io.engine.submit(requests)
-        self._go_on_or_rest()
+        try:
+            while starts < STARTS_PER_TURN and self._pages.free:
+                queue = self._loads or self._stores
+                if not queue:
+                    break
+                run, blocks = queue[0]
+                block = next(blocks, None)
+                if block is None:
+                    queue.popleft()
+                    continue
+                starts += 1
+                if run.job.deadline is not None and now > run.job.deadline:
+                    block.end(LATE)
+                else:
+                    requests.extend(self._begin(block))
+        finally:
+            self._parts.io.engine.submit(requests)
+            self._go_on_or_rest()
 
     def _go_on_or_rest(self) -> None:
         if self._loads or self._stores:
@@ -272,14 +270,21 @@ class Lane:
     def _verify(self) -> None:
         batch, self._unverified = self._unverified, []
         reads = [ReadSlot(self._pages.pages[block.page], block.payload, block.header) for block in batch]
-        checked = self._parts.loop.run_in_executor(self._parts.threads, verify_slots, reads)
-        checked.add_done_callback(partial(self._verified, batch))
+        try:
+            checked = self._parts.loop.run_in_executor(self._parts.threads, verify_slots, reads)
+        except OSError as error:  # not one thread is to be had: nothing was checked, so nothing was loaded
+            self._unchecked(batch, error.errno or errno.EAGAIN)
+        else:
+            checked.add_done_callback(partial(self._verified, batch))
+
+    def _unchecked(self, batch: list[BlockMove], number: int) -> None:
+        self._parts.counters["verify.failed"] += len(batch)
+        for block in batch:
+            self._end(block, failed(number))
 
     def _verified(self, batch: list[BlockMove], checked: asyncio.Future[list[Mismatch | bytes]]) -> None:
         if checked.cancelled() or checked.exception() is not None:
-            self._parts.counters["verify.failed"] += len(batch)
-            for block in batch:
-                self._end(block, failed(errno.EIO))
+            self._unchecked(batch, errno.EIO)
             return
         for block, found in zip(batch, checked.result(), strict=True):
             if isinstance(found, Mismatch):

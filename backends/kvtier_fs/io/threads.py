@@ -7,6 +7,7 @@ import errno
 import os
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import ClassVar
 
 from kvtier_fs.io.contract import COMPLETIONS_PER_TURN, IOEngine, IOKind, IORequest, hand_out
@@ -102,8 +103,9 @@ class ThreadsEngine(IOEngine):
             self._idle.set()
 
     async def close(self, timeout_seconds: float) -> int:
-        try:
-            await asyncio.wait_for(self._idle.wait(), timeout_seconds)
-        except TimeoutError:
-            return self._in_flight
+        if self.in_flight:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), timeout_seconds)
+        if self.in_flight:
+            return self.in_flight
         return 0

@@ -14,6 +14,7 @@ import select
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from kvtier.errors import ResourceError, UsageError
@@ -298,9 +299,10 @@ class UringEngine(IOEngine):
 
     async def close(self, timeout_seconds: float) -> int:
         self._check_process()
-        try:
-            await asyncio.wait_for(self._idle.wait(), timeout_seconds)
-        except TimeoutError:
+        if self.in_flight:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), timeout_seconds)
+        if self.in_flight:
             return self.in_flight
         if self._ring is not None:
             self._loop.remove_reader(self._ring.eventfd)
