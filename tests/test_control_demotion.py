@@ -388,6 +388,20 @@ def test_a_late_demotion_quarantines_its_slot_and_pins_its_row_until_it_has_ende
     world.check()
 
 
+def test_a_late_demotion_is_no_backlog_and_nobody_waits_for_it():
+    world = World(cpu_plan(8), [fs_plan(8, regions=1)])
+    world.store(1)
+    world.run_tier(0)
+    (demotion,) = world.under_way(1, STORE)
+    assert (world.plane.backlog, world.plane.under_way) == (1, 1)
+    world.make_late(demotion)
+    assert (world.plane.backlog, world.plane.under_way) == (0, 1)
+    assert not world.plane.idle, "its I/O goes on"
+    world.end_late(demotion, True)
+    assert (world.plane.backlog, world.plane.under_way) == (0, 0)
+    assert world.plane.idle
+
+
 def test_a_row_whose_bytes_were_refused_while_it_is_demoted_is_pinned_until_the_demotion_ends():
     world = World(cpu_plan(4), [fs_plan(8)])
     world.store(1)

@@ -43,13 +43,19 @@ class Demotions:
         self.queues: list[deque[tuple[int, int]]] = [deque() for _ in board.lowers]
         self.orders = [StoreOrder(lower.owned) for lower in board.lowers]
         self.inflight = [0] * len(board.lowers)
+        self.late = 0
         self._num_owing = 0
         self._on_evict_bits = sum(lower.bit for lower in board.lowers if lower.on_evict)
 
     @property
-    def backlog(self) -> int:
-        """Rows queued for or under way to lower tiers."""
+    def under_way(self) -> int:
+        """Rows queued for or under way to lower tiers, those of late transfers included."""
         return sum(len(queue) for queue in self.queues) + sum(self.inflight)
+
+    @property
+    def backlog(self) -> int:
+        """Rows that may still reach lower tiers; those of late transfers were given up for good."""
+        return self.under_way - self.late
 
     @property
     def owing(self) -> int:
@@ -379,6 +385,7 @@ class DemotionJob(InFlight):
         self.lower.store_breaker.failed(now)
         self.lower.room_breaker.succeeded()  # whatever it was, it says nothing of room
         self.lower.rows_stuck += len(self.rows)
+        self.demotions.late += len(self.rows)
         self.demotions.orders[self.lower.position - 1].ended(self)
         if self.lower.on_evict:
             self.lower.counters.drop(DropReason.TIER_DOWN, len(self.rows))
@@ -389,6 +396,7 @@ class DemotionJob(InFlight):
 
     def ended(self, now: float) -> None:
         self.lower.rows_stuck -= len(self.rows)
+        self.demotions.late -= len(self.rows)
         if self.lower.owned is not None and self.slots is not None:
             self.lower.owned.release(self.slots)
         self._let_go()

@@ -362,8 +362,13 @@ class ControlPlane:
 
     @property
     def backlog(self) -> int:
-        """Blocks queued for or under way to lower tiers."""
+        """Blocks that may still reach lower tiers; those that are late were given up."""
         return self._demotions.backlog
+
+    @property
+    def under_way(self) -> int:
+        """Blocks queued for or under way to lower tiers, late ones included."""
+        return self._demotions.under_way
 
     @property
     def owed(self) -> int:

@@ -61,7 +61,7 @@ class Abandoned:
 def abandon(assembled: Assembled) -> Abandoned:
     """Give up what is owed to lower tiers and not under way. Call where the control plane lives."""
     given_up = assembled.plane.abandon()
-    return Abandoned(given_up, assembled.plane.backlog, _stored(assembled))
+    return Abandoned(given_up, assembled.plane.under_way, _stored(assembled))
 
 
 async def end_tiers(assembled: Assembled, timeout_seconds: float) -> None:
