@@ -299,7 +299,8 @@ class RootFolder:
     def _keep_free(self, fd: int, growth: int) -> None:
         """Raise OSError (ENOSPC) if the file system would be left with less than `min_free_bytes`."""
         status = os.fstatvfs(fd)
-        if status.f_bavail * status.f_frsize - growth < self._options.min_free_bytes:
+        # No blocks at all: the file system does not say how large it is (ramfs, a tmpfs without a limit).
+        if status.f_blocks and status.f_bavail * status.f_frsize - growth < self._options.min_free_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def unknown(self) -> list[str]:

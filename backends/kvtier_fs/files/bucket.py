@@ -256,7 +256,8 @@ class Bucket:
 
     def _leaves_free(self, need: int) -> bool:
         status = os.fstatvfs(self._folder.bucket(self._number))
-        return status.f_bavail * status.f_frsize - need >= self._rules.min_free_bytes
+        # No blocks at all: the file system does not say how large it is (ramfs, a tmpfs without a limit).
+        return not status.f_blocks or status.f_bavail * status.f_frsize - need >= self._rules.min_free_bytes
 
 
 def _wrong(leaf_fd: int, wanted: Wanted, there: SlotHeader | Wrong) -> Wrong:
