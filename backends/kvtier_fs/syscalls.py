@@ -14,6 +14,8 @@ _STATX_BYTES = 256
 _DIO_MEM_ALIGN_AT = 0x98
 _DIO_OFFSET_ALIGN_AT = 0x9C
 _STATFS_BYTES = 256
+_IO_URING_REGISTER = 427
+_REGISTER_IOWQ_MAX_WORKERS = 19
 
 EXT4_MAGIC = 0xEF53
 XFS_MAGIC = 0x58465342
@@ -40,6 +42,18 @@ NETWORK_MAGICS = {
 @cache
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
+
+
+def add_ring_workers(ring_fd: int, count: int) -> None:
+    """Allow `count` more kernel threads for requests that have to wait, on top of what this thread's rings may have.
+
+    All rings of a thread share these threads, a few at first: requests stuck on one disk would take all of them, and
+    those for a healthy disk would wait for ever. Nothing happens where the kernel does not know how (before 5.15).
+    """
+    limits = (ctypes.c_uint * 2)(0, 0)  # zeros: only tell what they are
+    if not _libc().syscall(_IO_URING_REGISTER, ring_fd, _REGISTER_IOWQ_MAX_WORKERS, limits, 2):
+        limits[0], limits[1] = limits[0] + count, 0
+        _libc().syscall(_IO_URING_REGISTER, ring_fd, _REGISTER_IOWQ_MAX_WORKERS, limits, 2)
 
 
 def fallocate(fd: int, offset: int, length: int) -> None:

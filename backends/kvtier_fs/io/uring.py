@@ -27,6 +27,7 @@ from kvtier_fs.io.contract import (
     hand_out,
 )
 from kvtier_fs.io.vectors import Vector
+from kvtier_fs.syscalls import add_ring_workers
 
 _SUBMIT_BYTES = 8 << 20
 _PROBE_SECONDS = 1.0
@@ -63,6 +64,7 @@ class _Ring:
         opened = _Ring(api, ring, eventfd)
         try:
             opened.vectors = [Vector(api.Iovec) for _ in range(depth)]
+            add_ring_workers(ring.ring_fd, depth)
             api.io_uring_register_eventfd(ring, eventfd)
         except OSError as error:
             opened.close()
