@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from kvtier.control.breaker import Breaker, BreakerState
+from kvtier.control.roots import Roots
 from kvtier.control.shared import SharedTier
 from kvtier.control.tier import OwnedTier
 from kvtier.jobs import BlockOutcome, BlockStatus, DropReason, GroupTransfer, JobKind, JobResult, RegionCut, TransferJob
@@ -72,6 +73,7 @@ class LowerTier:
         self.rows_max = rows_max
         self.rows_held = 0
         self.rows_stuck = 0
+        self.roots = Roots(plan.opened.space, rows_max)
         self.owned: OwnedTier | None = None
         self.shared: SharedTier | None = None
         if plan.opened.space is None:
@@ -118,9 +120,36 @@ class LowerTier:
     def holds_key(self, key: OffloadKey, now: float) -> bool:
         """True if a load of this key from here may be tried."""
         if self.owned is not None:
-            return self.owned.ready(key) is not None
+            slot = self.owned.ready(key)
+            return slot is not None and not self.roots.silent(slot)
         assert self.shared is not None
         return self.shared.presence(key, now) is not False
+
+    def root_of(self, slots: Sequence[int] | None) -> int:
+        """The root that a transfer over these slots belongs to: all of them lie in one."""
+        return self.roots.of(slots[0]) if slots else 0
+
+    def late_in(self, breaker: Breaker, root: int, count: int, now: float) -> None:
+        """A transfer is late. That speaks against the tier unless another of its roots is not silent."""
+        self.rows_stuck += count
+        self.roots.begin_late(root, count)
+        if not self.roots.speaks:
+            breaker.failed(now)
+
+    def ended_in(self, root: int, count: int) -> None:
+        """A late transfer has really ended."""
+        self.rows_stuck -= count
+        self.roots.end_late(root, count)
+
+    def begin_in(self, root: int, count: int) -> None:
+        """A transfer begins to hold rows."""
+        self.rows_held += count
+        self.roots.begin(root, count)
+
+    def end_in(self, root: int, count: int) -> None:
+        """A transfer no longer holds its rows."""
+        self.rows_held -= count
+        self.roots.end(root, count)
 
     def judge(self, breaker: Breaker, outcomes: Sequence[BlockOutcome], now: float) -> None:
         """Tell a breaker how a job ended: errors, and lateness before it even began, speak against the tier."""

@@ -168,7 +168,8 @@ class Demotions:
 
     def _room(self, lower: LowerTier) -> int:
         """How many more blocks may be under way to this tier: within its share of the rows and its own limit."""
-        return min(lower.rows_max - lower.rows_held, lower.plan.inflight_blocks - self.inflight[lower.position - 1])
+        room = min(lower.rows_max - lower.rows_held, lower.plan.inflight_blocks - self.inflight[lower.position - 1])
+        return min(room, lower.roots.room) if lower.roots.several else room
 
     def _give_up(self, lower: LowerTier, reason: DropReason) -> None:
         """The tier takes nothing: what waits in line goes without, and of the cold rows as many as are needed."""
@@ -242,22 +243,35 @@ class Demotions:
                 self._send_cold(lower, self._room(lower), now)
 
     def _send(self, lower: LowerTier, rows: list[int], now: float) -> bool:
-        """Emit one demotion job; False when the lower tier has no slot at all for now."""
+        """Emit demotion jobs, one for each root; False when the lower tier has no slot at all for now."""
         keys = [self._key(row) for row in rows]
-        slots: list[int] | None = None
-        cuts: tuple[RegionCut, ...] = ()
-        if lower.owned is not None:
-            if not any(self.retried[row] & lower.bit for row in rows):
-                lower.owned.placement.try_full_disks(now)
-            slots = lower.owned.reserve(keys)
-            cuts = lower.owned.placement.cuts_for(slots)
-            if len(slots) < len(rows):
-                self._no_slot(lower, rows[len(slots) :])
-                rows, keys = rows[: len(slots)], keys[: len(slots)]
-            if not rows:
-                return False
-        job = DemotionJob(self, lower, rows, keys, slots)
-        job.cuts = cuts
+        if lower.owned is None:
+            self._emit(DemotionJob(self, lower, rows, keys, None), now)
+            return True
+        if not any(self.retried[row] & lower.bit for row in rows):
+            lower.owned.placement.try_full_disks(now)
+        limits = lower.roots.limits(len(keys))
+        slots = lower.owned.reserve(keys, limits)
+        if len(slots) < len(rows):
+            self._put_off(lower, rows[len(slots) :], limited=limits is not None)
+        for part in lower.roots.split(slots) if slots else ():
+            chosen = [slots[i] for i in part]
+            job = DemotionJob(self, lower, [rows[i] for i in part], [keys[i] for i in part], chosen)
+            job.root = lower.root_of(chosen)
+            job.cuts = lower.owned.placement.cuts_for(chosen)
+            self._emit(job, now)
+        return bool(slots)
+
+    def _put_off(self, lower: LowerTier, rows: list[int], limited: bool) -> None:
+        """No slot was to be had for these rows. Where only some roots may be used they wait for those, else they go."""
+        if not limited or lower.disk_full or lower.rows_held == lower.rows_stuck:
+            self._no_slot(lower, rows)
+        elif not lower.on_evict:
+            generation = self.board.cpu.table.generation
+            self.queues[lower.position - 1].extendleft((row, generation[row]) for row in reversed(rows))
+
+    def _emit(self, job: DemotionJob, now: float) -> None:
+        lower, rows, keys, slots = job.lower, job.rows, job.keys, job.slots
         self.orders[lower.position - 1].sent(job)
         groups: dict[int, list[int]] = {}
         for i, key in enumerate(keys):
@@ -277,11 +291,10 @@ class Demotions:
         for row in rows:
             self.demoting[row] |= lower.bit
         self.inflight[lower.position - 1] += len(rows)
-        lower.rows_held += len(rows)
+        lower.begin_in(job.root, len(rows))
         lower.store_sent()
         deadline = now + lower.plan.timeout_seconds
-        self.board.emit(lower.position, JobKind.STORE, transfers, deadline, job, cuts)
-        return True
+        self.board.emit(lower.position, JobKind.STORE, transfers, deadline, job, job.cuts)
 
     def disk_full(self, job: DemotionJob, blocks: Sequence[int], now: float) -> set[int]:
         """The disk had no room for these blocks of a job. Returns those that are tried once more, in other places.
@@ -327,6 +340,7 @@ class DemotionJob(InFlight):
         self.rows = rows
         self.keys = keys
         self.slots = slots
+        self.root = 0
         self.order: list[int] = []
         self.cuts: tuple[RegionCut, ...] = ()
         self.stored: list[tuple[int, int]] = []
@@ -377,14 +391,13 @@ class DemotionJob(InFlight):
             if i not in again:
                 demotions.end_duty(row, self.lower)
         demotions.inflight[self.lower.position - 1] -= len(self.rows)
-        self.lower.rows_held -= len(self.rows)
+        self.lower.end_in(self.root, len(self.rows))
         demotions.board.cpu.release(self.rows)
 
     def late(self, now: float) -> None:
         self.lower.counters.late += len(self.rows)
-        self.lower.store_breaker.failed(now)
+        self.lower.late_in(self.lower.store_breaker, self.root, len(self.rows), now)
         self.lower.room_breaker.succeeded()  # whatever it was, it says nothing of room
-        self.lower.rows_stuck += len(self.rows)
         self.demotions.late += len(self.rows)
         self.demotions.orders[self.lower.position - 1].ended(self)
         if self.lower.on_evict:
@@ -395,7 +408,7 @@ class DemotionJob(InFlight):
             self.demotions.end_duty(row, self.lower)
 
     def ended(self, now: float) -> None:
-        self.lower.rows_stuck -= len(self.rows)
+        self.lower.ended_in(self.root, len(self.rows))
         self.demotions.late -= len(self.rows)
         if self.lower.owned is not None and self.slots is not None:
             self.lower.owned.release(self.slots)

@@ -7,7 +7,7 @@ both always end. So any number of loads longer than the CPU tier get through any
 from __future__ import annotations
 
 from kvtier.control.board import CPU_TIER, Board, InFlight
-from kvtier.control.promotion import Promotions, Want
+from kvtier.control.promotion import Promotions, Rooms, Want
 from kvtier.control.requests import StackRequest
 from kvtier.control.slots import READY
 from kvtier.jobs import CANCELLED, CORRUPT, LOADED, MISSING, BlockOutcome, BlockStatus, JobKind, JobResult, TransferJob
@@ -68,7 +68,7 @@ class LoadRequest(StackRequest):
 
     def take_rows(self, now: float) -> None:
         """Send on what is in rows already. That takes no row from anybody, so it waits for nobody."""
-        self._collect(0, [0] * len(self.loads.board.lowers), now)
+        self._collect(0, Rooms.none(self.loads.board.lowers), now)
         self.copy_arrived()
 
     def advance(self, now: float) -> int:
@@ -87,11 +87,11 @@ class LoadRequest(StackRequest):
             if not started:
                 break
         self.copy_arrived()
-        if board.cpu.available or not any(rooms):
+        if board.cpu.available or not rooms:
             return 0
         return max(0, min(len(self.todo), window - self.moving))
 
-    def _collect(self, room: int, rooms: list[int], now: float) -> list[Want]:
+    def _collect(self, room: int, rooms: Rooms, now: float) -> list[Want]:
         """Walk the blocks to do: hold those in rows, wait for those on their way, list up to `room` to promote.
 
         `rooms` says how many each lower tier may be asked for, and is used up.
@@ -120,8 +120,7 @@ class LoadRequest(StackRequest):
                 if lower is None:
                     self.settle(index, MISSING)
                     continue
-                if rooms[lower.position - 1] > 0:
-                    rooms[lower.position - 1] -= 1
+                if rooms.take(lower, key):
                     wanted[key] = index
                     wants.append(Want(key, lower, self, index))
                     continue

@@ -114,6 +114,26 @@ class Placement:
             taken += more
         return taken
 
+    def take_within(self, size: int, count: int, limits: list[int]) -> list[int]:
+        """As `take`, but at most `limits[r]` slots of root r, which uses these up; takes nothing that holds blocks of
+        other namespaces."""
+        stacks: list[array[int]] = self._free[size]
+        taken: list[int] = []
+        for _ in range(count):
+            roots = [root for root, limit in enumerate(limits) if limit > 0 and (stacks[root] or self._may_cut(root))]
+            if not roots:
+                break
+            self._turn = next((root for root in roots if root > self._turn), roots[0])
+            if not stacks[self._turn]:
+                self._cut(self._uncut[self._turn].pop(), size)
+            taken.append(stacks[self._turn].pop())
+            limits[self._turn] -= 1
+        self.free_count[size] -= len(taken)
+        return taken
+
+    def _may_cut(self, root: int) -> bool:
+        return bool(self._uncut[root]) and not self.full.is_full(root)
+
     def _unused(self, size: int) -> int:
         """Free slots of a size that hold nothing of another namespace."""
         return self.free_count[size] - self.foreign.counts[size]

@@ -98,7 +98,7 @@ class ControlPlane:
         unknown = False
         for lower in self.board.lowers:
             if lower.owned is not None:
-                if lower.owned.ready(key) is not None and lower.may_load(now):
+                if lower.holds_key(key, now) and lower.may_load(now):
                     return LookupResult.HIT_PENDING
             elif lower.shared is not None and lower.may_load(now):
                 presence = lower.shared.presence(key, now)

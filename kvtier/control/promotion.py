@@ -25,6 +25,42 @@ class Want:
     index: int
 
 
+class Rooms:
+    """How many blocks each lower tier may be asked for now, and each of its roots where it has several.
+
+    `waits`: some block found no room in its root although its tier has some.
+    """
+
+    def __init__(self, tiers: list[int], roots: list[list[int] | None]) -> None:
+        self._tiers = tiers
+        self._roots = roots
+        self.waits = False
+
+    @staticmethod
+    def none(lowers: Sequence[LowerTier]) -> Rooms:
+        """No room at all."""
+        return Rooms([0] * len(lowers), [None] * len(lowers))
+
+    def __bool__(self) -> bool:
+        """True if more can be asked for, as far as the tiers go."""
+        return not self.waits and any(self._tiers)
+
+    def take(self, lower: LowerTier, key: OffloadKey) -> bool:
+        """Use up the room of one block that this tier holds. False if there is none."""
+        position = lower.position - 1
+        if self._tiers[position] <= 0:
+            return False
+        rooms = self._roots[position]
+        if rooms is not None and lower.owned is not None:
+            root = lower.roots.of(lower.owned.directory[key])
+            if rooms[root] <= 0:
+                self.waits = True
+                return False
+            rooms[root] -= 1
+        self._tiers[position] -= 1
+        return True
+
+
 class Promotions:
     """Starts promotions in batches and ends them block by block: partial success is kept."""
 
@@ -39,14 +75,14 @@ class Promotions:
                 return lower
         return None
 
-    def rooms(self, now: float) -> list[int]:
+    def rooms(self, now: float) -> Rooms:
         """How many blocks each lower tier may be asked for now; one job's worth from a tier that is being probed."""
         rooms = []
         for lower in self.board.lowers:
             probing = lower.load_breaker.allows(now) and lower.load_breaker.state is BreakerState.HALF_OPEN
             room = lower.rows_max - lower.rows_held
             rooms.append(min(room, JOB_BLOCKS, lower.plan.inflight_blocks) if probing else room)
-        return rooms
+        return Rooms(rooms, [lower.roots.rooms() if lower.roots.several else None for lower in self.board.lowers])
 
     def start(self, wants: Sequence[Want], now: float) -> int:
         """Reserve rows for the front of `wants` (distinct keys, none in the CPU tier) and emit the jobs.
@@ -61,10 +97,17 @@ class Promotions:
         for position, members in by_tier.items():
             lower = self.board.lowers[position - 1]
             size = min(JOB_BLOCKS, lower.plan.inflight_blocks)
-            for start in range(0, len(members), size):
-                chunk = members[start : start + size]
-                self._send(lower, [(wants[i].key, rows[i]) for i in chunk], now)
+            for part in self._by_root(lower, wants, members):
+                for start in range(0, len(part), size):
+                    self._send(lower, [(wants[i].key, rows[i]) for i in part[start : start + size]], now)
         return len(rows)
+
+    @staticmethod
+    def _by_root(lower: LowerTier, wants: Sequence[Want], members: list[int]) -> list[list[int]]:
+        if lower.owned is None or not lower.roots.several:
+            return [members]
+        parts = lower.roots.split([lower.owned.directory[wants[i].key] for i in members])
+        return [[members[i] for i in part] for part in parts]
 
     def _send(self, lower: LowerTier, blocks: list[tuple[OffloadKey, int]], now: float) -> None:
         groups: dict[int, list[tuple[OffloadKey, int]]] = {}
@@ -86,7 +129,8 @@ class Promotions:
             transfers.append(GroupTransfer(key_group(keys[0]), keys, rows, int_array(slots), int_array(generations)))
         job.keys = [key for transfer in transfers for key in transfer.keys]
         lower.load_breaker.sent()
-        lower.rows_held += len(blocks)
+        job.root = lower.root_of(job.slots)
+        lower.begin_in(job.root, len(blocks))
         self.board.emit(lower.position, JobKind.LOAD, transfers, now + lower.plan.timeout_seconds, job)
 
 
@@ -100,6 +144,7 @@ class PromotionJob(InFlight):
         self.rows = rows
         self.keys: list[OffloadKey] = []
         self.slots: list[int] = []
+        self.root = 0
         self.generations: list[int] = []
         self.epoch = promotions.board.epoch
 
@@ -110,7 +155,7 @@ class PromotionJob(InFlight):
         bad = [i for i, outcome in enumerate(outcomes) if not outcome.ok]
         for outcome in outcomes:
             self.board.count(lower.position, outcome)
-        lower.rows_held -= len(self.rows)
+        lower.end_in(self.root, len(self.rows))
         lower.counters.loaded += len(good)
         lower.counters.load_bytes += result.bytes_moved
         lower.judge(lower.load_breaker, outcomes, now)
@@ -143,14 +188,13 @@ class PromotionJob(InFlight):
     def late(self, now: float) -> None:
         """What waited goes on without; the entry stays, the rows wait for their I/O."""
         self.lower.counters.late += len(self.rows)
-        self.lower.load_breaker.failed(now)
-        self.lower.rows_stuck += len(self.rows)
+        self.lower.late_in(self.lower.load_breaker, self.root, len(self.rows), now)
         self.board.cpu.quarantine(self.rows)
         self.board.fill_ended(self.rows, False, self.lower.position, now)
 
     def ended(self, now: float) -> None:
-        self.lower.rows_stuck -= len(self.rows)
-        self.lower.rows_held -= len(self.rows)
+        self.lower.ended_in(self.root, len(self.rows))
+        self.lower.end_in(self.root, len(self.rows))
         if self.lower.owned is not None:
             self.lower.owned.release(self.slots)
         self.board.cpu.release(self.rows)

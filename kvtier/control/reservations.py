@@ -106,8 +106,7 @@ class Reservation:
             lower = promotions.source(self.keys[index], self.tried.get(index, 0), now)
             if lower is None:
                 self._miss(index)
-            elif len(wants) < room and rooms[lower.position - 1] > 0:
-                rooms[lower.position - 1] -= 1
+            elif len(wants) < room and rooms.take(lower, self.keys[index]):
                 wants.append(Want(self.keys[index], lower, self, index))
             elif self.walked:
                 left += self.todo[done:]
@@ -119,7 +118,7 @@ class Reservation:
         for want in wants[:started]:
             self.state[want.index] = KeyState.FILLING
         self.todo = [want.index for want in wants[started:]] + left
-        return 0 if board.cpu.available or not any(rooms) else len(self.todo)
+        return 0 if board.cpu.available or not rooms else len(self.todo)
 
     def truncate(self) -> None:
         """What is still wanted is a miss for the lifetime of the request."""

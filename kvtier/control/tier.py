@@ -63,14 +63,15 @@ class OwnedTier:
 
     # -- filling -------------------------------------------------------------------------------------------------
 
-    def reserve(self, keys: Sequence[OffloadKey]) -> list[int]:
+    def reserve(self, keys: Sequence[OffloadKey], limits: list[int] | None = None) -> list[int]:
         """FILLING slots for the front of `keys`, as many as can be had; none of the keys may be in the directory.
 
         Evicts what the policy offers, all that this needs or nothing. With several slot sizes a run of one size at a
-        time is served, so the result is always for a contiguous front.
+        time is served, so the result is always for a contiguous front. `limits`: at most so many slots of each root,
+        used up; then it evicts in those roots what it can.
         """
         if self.placement.one_size:
-            return self._reserve_run(0, keys)
+            return self._reserve_run(0, keys, limits)
         slots: list[int] = []
         start = 0
         while start < len(keys):
@@ -78,23 +79,28 @@ class OwnedTier:
             end = start + 1
             while end < len(keys) and self._size_of(keys[end]) == size:
                 end += 1
-            got = self._reserve_run(size, keys[start:end])
+            got = self._reserve_run(size, keys[start:end], limits)
             slots += got
             if len(got) < end - start:
                 break
             start = end
         return slots
 
-    def _reserve_run(self, size: int, keys: Sequence[OffloadKey]) -> list[int]:
+    def _reserve_run(self, size: int, keys: Sequence[OffloadKey], limits: list[int] | None) -> list[int]:
         room = self.placement.free_count[size] + self.table.evictable
         if len(keys) > room and self.placement.one_size and not self.placement.has_uncut:
             keys = keys[:room]
         if not keys:
             return []
         self.policy.admit(keys[::-1])
-        slots = self.placement.take(size, len(keys))
-        if len(slots) < len(keys):
-            slots += self._make_room(size, len(keys) - len(slots))
+        if limits is None:
+            slots = self.placement.take(size, len(keys))
+            if len(slots) < len(keys):
+                slots += self._make_room(size, len(keys) - len(slots))
+        else:
+            slots = self.placement.take_within(size, len(keys), limits)
+            if len(slots) < len(keys) and self._evict_of_size(size, len(keys) - len(slots), list(limits)):
+                slots += self.placement.take_within(size, len(keys) - len(slots), limits)
         if len(slots) < len(keys):
             keys = keys[: len(slots)]
         self.table.begin_fill(slots, keys)
@@ -127,14 +133,22 @@ class OwnedTier:
         self._free_evicted(victims)
         return len(victims)
 
-    def _evict_of_size(self, size: int, count: int) -> int:
+    def _evict_of_size(self, size: int, count: int, limits: list[int] | None = None) -> int:
+        """Evict the coldest slots of a size, at most `limits[r]` of root r."""
         placement, holds = self.placement, self.table.holds
         victims: list[int] = []
         for slot in self.policy.coldest():
-            if not holds[slot] and placement.region_size[placement.region_of(slot)] == size:
-                victims.append(slot)
-                if len(victims) == count:
-                    break
+            region = placement.region_of(slot)
+            if holds[slot] or placement.region_size[region] != size:
+                continue
+            if limits is not None:
+                root = placement.root_of_region[region]
+                if limits[root] <= 0:
+                    continue
+                limits[root] -= 1
+            victims.append(slot)
+            if len(victims) == count:
+                break
         self.policy.forget(victims)
         self._free_evicted(victims)
         return len(victims)

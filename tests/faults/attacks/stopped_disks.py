@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 from kvtier.jobs import JobKind
 
 from ..attack import Attack, Budget, Tally
-from ..driven import CLOSE_SECONDS, LOAD_SECONDS, Neighbours, driven, replay
+from ..driven import CAPACITY_BYTES, CLOSE_SECONDS, LOAD_SECONDS, Engine, Neighbours, driven, replay
 from ..machine.child import Child, Line
 from ..machine.fuse import HANGS, READS, WRITES, ext4_behind_a_switch, without_bad_disks
 from ..machine.loops import Disk, ext4, frozen, throttled, without_loops, without_throttle
@@ -187,6 +189,53 @@ async def _beside(
     return statistics.median(beside) / statistics.median(alone)
 
 
+def neighbour_in_a_stack(budget: Budget) -> Tally:
+    """The same through a whole stack: what the healthy root's device moves for an engine, with and without."""
+    tally, dice = Tally(), random.Random(budget.seed)
+    with Machine() as machine:
+        for number in range(budget.count):
+            folder, seed = budget.folder / str(number), dice.randrange(1 << 30)
+            with small_round(tally, folder), ext4(machine, folder / "a") as bad, ext4(machine, folder / "b") as good:
+                shares = []
+                for attempt in range(ATTEMPTS):
+                    roots = bad.mount / str(attempt), good.mount / str(attempt)
+                    shares.append(_beside_in_a_stack(tally, machine, (bad, good), roots, seed))
+                    if shares[-1] >= SHARE:
+                        break
+                    for root in roots:
+                        shutil.rmtree(root)
+                tally.expect(max(shares) >= SHARE, f"beside a frozen root {shares} of what its device moved before")
+                tally.notes["per cent of the device's traffic beside a frozen root, summed"] += int(max(shares) * 100)
+    return tally
+
+
+def _beside_in_a_stack(
+    tally: Tally, machine: Machine, disks: tuple[Disk, Disk], roots: tuple[Path, Path], seed: int
+) -> float:
+    capacity = 2 * CAPACITY_BYTES
+    engine = driven(*roots, rows=64, seed=seed, sessions=80, capacity=capacity, job_timeout_seconds=2 * LOAD_SECONDS)
+    alone, beside = [], []
+    with Bound(*roots) as bound, engine:
+        engine.fill()
+        for _ in range(3):
+            alone.append(_traffic(engine, disks[1]))
+            late = engine.fs.late
+            with frozen(machine, disks[0]):
+                noticed = engine.run_until(lambda late=late: engine.fs.late > late, RECOVER_SECONDS)
+                tally.expect(noticed is not None, "nothing was late in the frozen root")
+                beside.append(_traffic(engine, disks[1]))
+            recovered(tally, engine, "the neighbour thawed")
+    judge(tally, engine, bound, capacity)
+    return statistics.median(beside) / statistics.median(alone)
+
+
+def _traffic(engine: Engine, disk: Disk) -> float:
+    """Bytes a second that a disk's device reads and writes while an engine is driven for a while."""
+    before, begun = disk.moved_bytes, time.monotonic()
+    engine.run(seconds=4 * WINDOW_SECONDS)
+    return (disk.moved_bytes - before) / (time.monotonic() - begun)
+
+
 # ---- replays
 
 REPLAY_REQUESTS = 40
@@ -263,5 +312,13 @@ def _replay_round(
 ATTACKS = (
     Attack("slow disk", "fsfreeze, a hung device, blkio.throttle", 2, 100, slow_disks, missing=without_slow_disks),
     Attack("frozen neighbour", "fsfreeze of one of two roots", 1, 20, frozen_neighbour, missing=without_loops),
+    Attack(
+        "frozen neighbour in a stack",
+        "fsfreeze of one of two roots of a tier",
+        1,
+        20,
+        neighbour_in_a_stack,
+        missing=without_loops,
+    ),
     Attack("replay on a bad disk", "frozen, erring, full, hung", 2, 40, replays, missing=without_slow_disks),
 )
