@@ -200,6 +200,7 @@ class FilesBackend(LoadStore):
         run = JobRun(job, kind, asyncio.get_running_loop())
         blocks = self._blocks(run)
         current = asyncio.ensure_future(root.call(root.folder.epoch, self._namespace))
+        current.add_done_callback(_seen)  # every block that is still waited for sees what it raised
         for block in blocks:
             task = asyncio.create_task(self._steps.run(block, current))
             self._moving[task] = block
@@ -314,3 +315,8 @@ class FilesBackend(LoadStore):
             block.run.give_up()
         requests = await root.engine.close(timeout) if root.started else 0
         return max(len(stuck), requests)
+
+
+def _seen(ended: asyncio.Future[int | None]) -> None:
+    if not ended.cancelled():
+        ended.exception()

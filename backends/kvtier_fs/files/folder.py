@@ -36,6 +36,7 @@ _STALE_RETRIES = 3
 _LOCK_IS_ELSEWHERE = (errno.EAGAIN, errno.EACCES, errno.ENOENT)
 """Somebody holds the lock (EACCES where locks go by way of fcntl), or its file was removed just now."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NO_PLAIN_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENOTDIR)
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 T = TypeVar("T")
@@ -303,11 +304,16 @@ class TreeFolder:
             let_go(fd)
 
     def epoch(self, namespace: bytes) -> int | None:
-        """The epoch of a namespace now; None if its file is missing or damaged, so that nothing counts."""
+        """The epoch of a namespace now; None if its file is missing, damaged or no plain file, so that nothing counts.
+
+        Raises OSError: a disk that cannot be read says nothing of a reset.
+        """
         try:
             return decode_epoch(read_small(self._epochs_fd, namespace.hex()), namespace)
-        except OSError:
-            return None
+        except OSError as error:
+            if error.errno in _NO_PLAIN_FILE:
+                return None
+            raise
 
     def begin_epoch(self, namespace: bytes, temporary: str) -> int | Busy:
         """The epoch of a namespace, its file made if there is none. Raises RootError if it is damaged, OSError."""

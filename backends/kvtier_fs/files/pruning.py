@@ -29,7 +29,10 @@ class Presence:
         All False where the namespace has a newer epoch than the one asked for. A file that cannot be looked at is not
         there.
         """
-        current = self._folder.epoch(self._namespace)
+        try:
+            current = self._folder.epoch(self._namespace)
+        except OSError:
+            return [False] * len(wanted)
         if current is None or current > epoch:
             return [False] * len(wanted)
         return [one is not None and self._present(one) for one in wanted]
