@@ -92,8 +92,11 @@ def _plan(stack: str, question: Question) -> StackPlan:
 
 
 async def _probe(tiers: Sequence[LoadStore], problems: list[ConfigError]) -> Probed:
-    """Each tier's alignment, asked of its device where the backend can; its class's floor where it cannot."""
-    alignments = []
+    """Each tier's alignment, asked of its device where the backend can; its class's floor where it cannot.
+
+    With a device that does not answer, no device is looked at any further: that would not answer either.
+    """
+    alignments, hung = [], False
     for index, tier in enumerate(tiers):
         alignment = tier.BLOCK_SIZE_ALIGNMENT
         if isinstance(tier, ProbesAlignment):
@@ -101,12 +104,13 @@ async def _probe(tiers: Sequence[LoadStore], problems: list[ConfigError]) -> Pro
                 async with asyncio.timeout(PROBE_TIMEOUT_SECONDS):
                     alignment = max(alignment, await tier.probe_alignment())
             except TimeoutError:
+                hung = True
                 reason = f"does not answer within {PROBE_TIMEOUT_SECONDS:g} seconds; look at its device"
                 problems.append(ConfigError(reason, f"tiers[{index}]"))
             except (ResourceError, ConfigError) as error:
                 problems.append(ConfigError(" ".join(str(error).split()), f"tiers[{index}]"))
         alignments.append(alignment)
-    return Probed(tuple(alignments), look=True)
+    return Probed(tuple(alignments), look=not hung)
 
 
 def _show(plan: StackPlan, question: Question) -> None:
