@@ -212,7 +212,7 @@ class TierStack(LoadStore):
         while LookupResult.RETRY in results and self._loop.time() < deadline:
             await self._wait_progress(deadline)
             results = plane.lookup(keys, self._loop.time())
-            self._turn()
+            self._send()
         return [LookupResult.MISS if result is LookupResult.RETRY else result for result in results]
 
     # -- knowing and steering ------------------------------------------------------------------------------------
@@ -261,11 +261,13 @@ class TierStack(LoadStore):
         Raises ResourceError if a tier could not make the reset durable; in memory it holds all the same.
         """
         epoch = self._open_plane().reset(self._loop.time())
-        self._turn()
         assert self._assembled is not None
-        await asyncio.gather(
+        # before anything else is sent, so that no tier answers for the new epoch what it knows of the old one
+        resets = asyncio.gather(
             *(lane.tier.reset(epoch) for lane in self._assembled.lanes if isinstance(lane.tier, Resettable))
         )
+        self._turn()
+        await resets
 
     def stats(self) -> StackStats:
         """Figures of every tier since the stack opened; also after it closed."""
@@ -309,6 +311,11 @@ class TierStack(LoadStore):
         self._turn()
 
     def _turn(self) -> None:
+        """Send what the plane decided, and let everybody who waits look again."""
+        self._send()
+        self._progress.set()
+
+    def _send(self) -> None:
         """Send what the plane decided, resolve what has ended, set the alarm for the next deadline."""
         assert self._assembled is not None
         plane = self._assembled.plane
@@ -323,7 +330,6 @@ class TierStack(LoadStore):
             future = self._waiting.get(result.job_id)
             if future is not None and not future.done():
                 future.set_result(result)
-        self._progress.set()
         self._set_alarm(plane.next_deadline(self._loop.time()))
 
     def _set_alarm(self, deadline: float | None) -> None:

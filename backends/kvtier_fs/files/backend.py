@@ -265,11 +265,11 @@ class FilesBackend(LoadStore):
         root = self._open_root()
         if self._closing:
             raise UsageError("this tier is not open")
+        self._epoch = max(self._epoch, epoch)  # at once: a lookup from here on is one of the new epoch
         try:
             await opening.change_epoch(root, partial(root.folder.raise_epoch, self._namespace, epoch))
         except OSError as error:
             raise RootError(root.path, f"the epoch cannot be written ({error.strerror})") from error
-        self._epoch = max(self._epoch, epoch)
         self._in_background(pruning.prune(root, self._namespace, epoch))
 
     async def sweep(self) -> None:
