@@ -24,7 +24,7 @@ def belongings() -> Counter[str]:
             continue  # the listing's own
     held.update(f"thread {_plain(thread.name)}" for thread in threading.enumerate())
     maps = Path("/proc/self/maps").read_text()
-    held["mapped regions"] = maps.count("kvtier")
+    held["mapped regions"] = maps.count("/memfd:kvtier") + maps.count("/dev/shm/kvtier")
     return +held
 
 
