@@ -189,6 +189,7 @@ async def test_a_store_of_an_epoch_that_is_over_does_not_claim_the_newer_block(t
     async with open_files(options(tmp_path / "root")) as tier:
         (key,) = keys(1)
         await tier.backend.reset(1)
+        await until_pruned(tier)  # it has the buckets' locks meanwhile
         tier.epoch = 1
         assert await tier.store([key]) == [STORED]
         bucket = tier.backend._root.bucket(tier.backend._wanted(key, 0).place.bucket)
