@@ -17,6 +17,7 @@ from . import guard
 
 _JOURNALS = Path(tempfile.gettempdir()) / "kvtier-faults"
 _CLONE_NEWNS = 0x00020000
+_CAP_SYS_ADMIN = 21
 
 
 def run(*command: str | os.PathLike[str]) -> str:
@@ -29,7 +30,11 @@ def run(*command: str | os.PathLike[str]) -> str:
 
 def without_root() -> str | None:
     """Why this process may not change the machine, if so."""
-    return "needs root" if os.geteuid() else None
+    if os.geteuid():
+        return "needs root"
+    status = Path("/proc/self/status").read_text()
+    may = int(status.partition("CapEff:")[2].split()[0], 16)
+    return None if may >> _CAP_SYS_ADMIN & 1 else "needs the right to mount (CAP_SYS_ADMIN)"
 
 
 class Machine:
