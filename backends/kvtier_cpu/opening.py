@@ -18,7 +18,7 @@ from kvtier.errors import RegionError, SharedMemoryError
 from kvtier.loadstore import Clock
 from kvtier_cpu.control import ControlArea
 from kvtier_cpu.limits import MemoryLimits, SystemLimits, require
-from kvtier_cpu.populate import Plan, huge_pages_on_advice, reserve
+from kvtier_cpu.populate import Plan, reserve
 from kvtier_cpu.region import RegionMaps, RegionSpec, SharedRegion, Sharing
 from kvtier_cpu.rendezvous import (
     Claim,
@@ -274,7 +274,6 @@ def _plan(spec: RegionSpec, host: RegionHost) -> Plan:
         where=directory or "anonymous shared memory",
         populate=spec.populate,
         huge_pages=spec.huge_pages,
-        huge_on_advice=spec.huge_pages and huge_pages_on_advice(directory),
         stop=host.stop,
     )
 

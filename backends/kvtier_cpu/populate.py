@@ -10,7 +10,6 @@ import os
 import threading
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 
 import numpy as np
 
@@ -24,7 +23,6 @@ RESERVE_PIECE_BYTES = 256 << 20
 MAX_THREADS = 4
 
 _NO_MEMORY = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG, errno.EFAULT})
-_SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
 class Populated(StrEnum):
@@ -42,7 +40,6 @@ class Plan:
     where: str
     populate: bool
     huge_pages: bool
-    huge_on_advice: bool
     stop: threading.Event
 
 
@@ -67,19 +64,16 @@ def reserve(fd: int, size_bytes: int, plan: Plan) -> None:
 def make_resident(fd: int, pages: mmap.mmap, plan: Plan) -> Populated:
     """Reserve the memory of a fresh region, still all zero, and fill its page table from a few threads.
 
-    Keeps no view of `pages`, so a caller can unmap them whatever happened. Huge pages that a mount gives only on
-    advice are lost once `posix_fallocate` has put small ones in place, so there the advised mapping is populated
-    first: MADV_POPULATE_WRITE reports a full mount as an error where a touch would be a SIGBUS. Raises
-    SharedMemoryError.
+    Keeps no view of `pages`, so a caller can unmap them whatever happened. MADV_POPULATE_WRITE does both at once, each
+    thread its own part, and reports a full mount as an error where a touch would be a SIGBUS; `posix_fallocate` works
+    on one thread, and puts small pages in place where a mount gives huge ones only on advice. Raises SharedMemoryError.
     """
     if plan.huge_pages:
         _madvise(pages, 0, len(pages), mmap.MADV_HUGEPAGE)  # refused where there are none; then small pages serve
-    if plan.populate and plan.huge_pages and plan.huge_on_advice and _populate_write_works():
-        how = _populate(pages, plan)
+    writes = plan.populate and _populate_write_works()
+    if not writes:
         reserve(fd, len(pages), plan)
-        return how
-    reserve(fd, len(pages), plan)
-    return _populate(pages, plan) if plan.populate else Populated.SKIPPED
+    return _populate(pages, plan, writes) if plan.populate else Populated.SKIPPED
 
 
 def map_populated(pages: mmap.mmap) -> Populated:
@@ -91,21 +85,11 @@ def map_populated(pages: mmap.mmap) -> Populated:
     return Populated.SKIPPED if refused else Populated.POPULATE_WRITE
 
 
-def huge_pages_on_advice(directory: str | None, proc: Path = Path("/proc")) -> bool:
-    """True where shared memory in `directory` (None: memfd) gets huge pages only if the mapping asks for them."""
-    try:
-        if directory is None:
-            return "[advise]" in _SHMEM_ENABLED.read_text(encoding="ascii")
-        mounts = (proc / "self" / "mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return False
-    here = [line for line in mounts if line.split()[4:5] == [directory]]
-    return bool(here) and "huge=advise" in here[-1].rpartition(" ")[2].split(",")
+def _populate(pages: mmap.mmap, plan: Plan, writes: bool) -> Populated:
+    """Fill in parallel, piece by piece: by MADV_POPULATE_WRITE, or by touching pages unless `writes`.
 
-
-def _populate(pages: mmap.mmap, plan: Plan) -> Populated:
-    """Fill in parallel, piece by piece. Raises SharedMemoryError if the kernel finds no memory after all."""
-    writes = _populate_write_works()
+    Raises SharedMemoryError if the kernel finds no memory after all.
+    """
     pieces = itertools.count()
     errors: list[int] = []
 

@@ -90,7 +90,7 @@ def foreign(roots: Sequence[Root], space: SlotSpace) -> tuple[ForeignBlocks, ...
         names = [owner.namespace for owner in root.ledger.owners]
         for region, slots in root.ledger.regions():
             numbered = root.first_region + region
-            others = [at for at in np.unique(slots.owner_array).tolist() if at not in (NOBODY, root.ledger.own)]
+            others = [at for at in sorted(set(slots.owners)) if at not in (NOBODY, root.ledger.own)]
             if others and root.regions[region].slot_bytes not in space.slot_bytes:
                 youngest = min((names[at] for at in others), key=lambda name: (unused[name], name))
                 found.setdefault(youngest, _Blocks()).regions.append(numbered)

@@ -20,6 +20,7 @@ from kvtier.jobs import (
     IntArray,
     JobKind,
     TransferJob,
+    distinct,
     dropped,
     failed,
 )
@@ -82,7 +83,7 @@ class SlotRouter:
             root, region = self.locate(cut.region)
             root.cut(region, cut.slot_bytes, cut.generation)
         slots = [group.slots // self._slots_per_region for group in job.groups]
-        regions = np.unique(np.concatenate(slots)).tolist() if slots else []
+        regions = distinct(np.concatenate(slots)).tolist() if slots else []
         pending = [root.cut_pending(local) for root, local in map(self.locate, regions)]
         cuts = [cut for cut in pending if cut is not None]
         if cuts:
@@ -93,7 +94,7 @@ class SlotRouter:
         for number, group in enumerate(run.job.groups):
             order = np.argsort(group.slots, kind="stable")
             owners = np.searchsorted(self._first_regions, group.slots[order] // self._slots_per_region, "right") - 1
-            for owner in np.unique(owners).tolist():
+            for owner in distinct(owners).tolist():
                 root = self._roots[owner]
                 root.lane.enqueue(run, self._moves(root, run, number, order[owners == owner]))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
@@ -29,13 +29,16 @@ from kvtier.jobs import (
     failed,
 )
 from kvtier_fs.buffers import HeaderPages
-from kvtier_fs.io.contract import IOKind, IORequest
+from kvtier_fs.io.contract import MAX_BUFFERS, IOKind, IORequest
 from kvtier_fs.ledger import Ledger
 from kvtier_fs.slot import SlotHeader, encode_slot_header
 from kvtier_fs.strict import StrictIO, StrictRequest, span
 from kvtier_fs.verify import Mismatch, ReadSlot, verify_slots
 
 REQUEST_BYTES = 1 << 20
+JOINED_BYTES = 512 << 10
+"""Neighbouring slots go in one request up to here: fewer calls for the kernel and the disk, still several in flight."""
+JOINED_MAX = MAX_BUFFERS // 2
 STARTS_PER_TURN = 64
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -116,18 +119,19 @@ _Share = tuple[JobRun, Iterator[BlockMove]]
 
 
 class _Piece(StrictRequest):
-    """A request of at most REQUEST_BYTES that moves a part of a block."""
+    """A request of at most REQUEST_BYTES that moves neighbouring blocks, or a part of one."""
 
-    __slots__ = ("block",)
+    __slots__ = ("blocks",)
 
     def __init__(
-        self, block: BlockMove, kind: IOKind, offset: int, buffers: list[memoryview], done: Callable[..., None]
-    ) -> None:
-        super().__init__(kind, block.fd, offset, buffers, done)
-        self.block = block
+        self, blocks: Sequence[BlockMove], kind: IOKind, offset: int, buffers: list[memoryview],
+        done: Callable[..., None],
+    ) -> None:  # fmt: skip
+        super().__init__(kind, blocks[0].fd, offset, buffers, done)
+        self.blocks = blocks
 
     def after(self, moved: int) -> _Piece:
-        return _Piece(self.block, self.kind, self.offset + moved, self.left(moved), self.done)
+        return _Piece(self.blocks, self.kind, self.offset + moved, self.left(moved), self.done)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +200,7 @@ class Lane:
         """Begin blocks while there are header pages for them, some in each turn of the loop."""
         self._fill_called = False
         requests: list[IORequest] = []
+        neighbours: list[BlockMove] = []
         now = self._parts.clock()
         starts = 0
         try:
@@ -207,13 +212,20 @@ class Lane:
                 block = next(blocks, None)
                 if block is None:
                     queue.popleft()
+                    requests.extend(self._requests(neighbours))
+                    neighbours = []
                     continue
                 starts += 1
                 if run.job.deadline is not None and now > run.job.deadline:
                     block.end(LATE)
-                else:
-                    requests.extend(self._begin(block))
+                    continue
+                if neighbours and not self._joins(neighbours, block):
+                    requests.extend(self._requests(neighbours))
+                    neighbours = []
+                self._begin(block)
+                neighbours.append(block)
         finally:
+            requests.extend(self._requests(neighbours))
             self._parts.io.engine.submit(requests)
             self._go_on_or_rest()
 
@@ -224,34 +236,58 @@ class Lane:
         elif not self._running:
             self._idle.set()
 
-    def _begin(self, block: BlockMove) -> list[IORequest]:
+    def _joins(self, neighbours: Sequence[BlockMove], block: BlockMove) -> bool:
+        """True if a block lies right behind these, in the same file, and there is room for it in their request."""
+        last, slot_bytes = neighbours[-1], self._parts.header_bytes + len(block.payload)
+        behind = last.offset + self._parts.header_bytes + len(last.payload)
+        return (
+            block.fd == last.fd
+            and block.offset == behind
+            and (len(neighbours) + 1) * slot_bytes <= JOINED_BYTES
+            and len(neighbours) < JOINED_MAX
+        )
+
+    def _begin(self, block: BlockMove) -> None:
         block.page = self._pages.acquire()
         self._running[block.page] = block
         self._idle.clear()
         page = self._pages.pages[block.page]
         if block.place.run.kind is JobKind.STORE:
-            kind = IOKind.WRITE
             self._parts.ledger.begin(block.header)
             encode_slot_header(block.header, page, self._zeros)
-        else:
-            kind = IOKind.READ
-        total = len(page) + len(block.payload)
-        if total <= REQUEST_BYTES:
+
+    def _requests(self, blocks: Sequence[BlockMove]) -> list[_Piece]:
+        """The requests that move blocks which lie one behind the other: one for all of them, or several for one."""
+        if not blocks:
+            return []
+        first = blocks[0]
+        kind = IOKind.WRITE if first.place.run.kind is JobKind.STORE else IOKind.READ
+        buffers: list[memoryview] = []
+        for block in blocks:
             block.pieces = 1
-            return [_Piece(block, kind, block.offset, [page, block.payload], self._piece_done)]
-        requests: list[IORequest] = []
-        for start, end in split(total, self._parts.header_bytes):
-            buffers = span([page, block.payload], start, end)
-            requests.append(_Piece(block, kind, block.offset + start, buffers, self._piece_done))
-        block.pieces = len(requests)
-        return requests
+            buffers += self._pages.pages[block.page], block.payload
+        total = self._parts.header_bytes + len(first.payload)
+        if total <= REQUEST_BYTES:
+            return [_Piece(blocks, kind, first.offset, buffers, self._piece_done)]
+        spans = split(total, self._parts.header_bytes)
+        first.pieces = len(spans)
+        return [
+            _Piece(blocks, kind, first.offset + start, span(buffers, start, end), self._piece_done)
+            for start, end in spans
+        ]
 
     def _piece_done(self, piece: IORequest, result: int) -> None:
         assert isinstance(piece, _Piece)
         error = self._parts.io.shortfall(piece, result)
         if error is None:
             return
-        block = piece.block
+        if error and len(piece.blocks) > 1:  # one bad place must not cost its neighbours
+            self._parts.io.engine.submit([alone for block in piece.blocks for alone in self._requests([block])])
+            return
+        for block in piece.blocks:
+            self._part_done(block, piece.kind, error)
+
+    def _part_done(self, block: BlockMove, kind: IOKind, error: int) -> None:
         block.errno = block.errno or error
         block.pieces -= 1
         if block.pieces:
@@ -259,7 +295,7 @@ class Lane:
         if block.errno:
             self._parts.io.count_error(block.errno)
             self._end(block, error_outcome(block.errno))
-        elif piece.kind is IOKind.WRITE:
+        elif kind is IOKind.WRITE:
             self._parts.ledger.record(block.header)
             self._end(block, STORED)
         else:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvtier.errors import UsageError
 from kvtier.geometry import Geometry
-from kvtier.jobs import GPURuns, GroupTransfer, IntArray, TransferJob, int_array
+from kvtier.jobs import GPURuns, GroupTransfer, IntArray, TransferJob, distinct, int_array
 from kvtier_gpu.surfaces import Surface
 
 
@@ -103,7 +103,7 @@ def plan_job(job: TransferJob, tables: Sequence[GroupTable], shape: RegionShape,
     """
     groups = tuple(_plan_group(transfer, tables, shape, to_gpu=to_gpu) for transfer in job.groups)
     rows = np.concatenate([int_array(transfer.slots) for transfer in job.groups]) if job.groups else int_array(())
-    if len(np.unique(rows)) != len(rows):
+    if len(distinct(rows)) != len(rows):
         raise UsageError(f"job {job.job_id} names a row twice")
     return CopyPlan(groups, rows)
 
@@ -126,7 +126,7 @@ def _plan_group(
     _within(int_array(runs.firsts + runs.counts), shape.factor + 1, f"{where}: end of a run")
     blocks, subs, ids = (int_array(part) for part in runs.pages())
     _within(ids, table.num_blocks, f"{where}: GPU block")
-    if to_gpu and len(np.unique(ids)) != len(ids):
+    if to_gpu and len(distinct(ids)) != len(ids):
         raise UsageError(f"{where}: a GPU block is to be written twice")
     return GroupPages(table, ids, rows[blocks] * shape.row_bytes + table.worker_offset + subs * table.page_bytes)
 
@@ -175,8 +175,8 @@ class Extents:
     region: IntArray
     lengths: IntArray
 
-    def select(self, mask: npt.NDArray[np.bool_]) -> Extents:
-        return Extents(self.gpu[mask], self.region[mask], self.lengths[mask])
+    def select(self, chosen: npt.NDArray[np.bool_] | IntArray) -> Extents:
+        return Extents(self.gpu[chosen], self.region[chosen], self.lengths[chosen])
 
 
 def extents(span: Span) -> Extents:
@@ -215,7 +215,7 @@ def batches(found: Extents, piece_bytes: int, min_pieces: int) -> Iterator[Batch
     The last piece of an extent ends where the extent ends and may overlap the one before it: the same bytes go to
     the same place twice, which is harmless and spares a remainder.
     """
-    for length in np.unique(found.lengths).tolist():
+    for length in distinct(found.lengths).tolist():
         same = found.select(found.lengths == length)
         total = length * len(same.gpu)
         count = -(-length // max(1024, min(piece_bytes, total // min_pieces)))

@@ -8,10 +8,9 @@ import mmap
 from collections import Counter
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import ClassVar
 
-from kvtier.errors import RootError, UsageError
+from kvtier.errors import UsageError
 from kvtier.geometry import Geometry
 from kvtier.jobs import CANCELLED, LATE, DropReason, GPURuns, JobKind, JobResult, TransferJob, dropped
 from kvtier.keys import FS, Medium, OffloadKey, key_group
@@ -22,6 +21,7 @@ from kvtier.registry import Preview
 from kvtier_fs.files import opening, pruning
 from kvtier_fs.files.blockfile import Wanted
 from kvtier_fs.files.blocks import Block, BlockSteps
+from kvtier_fs.files.epochs import Epoch
 from kvtier_fs.files.places import place_of
 from kvtier_fs.files.preview import preview
 from kvtier_fs.files.root import FilesSeams, SharedRoot
@@ -41,7 +41,7 @@ class FilesBackend(LoadStore):
 
     `counters` counts what happened by place and reason: `mismatch.<field>` for loads refused by verification (`file`:
     not even a plain file of the right length), `errno.<name>` for failed I/O, `lock.timeout` for buckets whose lock
-    was not to be had, `evicted`, `temporary.swept`, `close.stuck`.
+    was not to be had, `evicted`, `temporary.swept`, `reset.failed` (the disk did not take an epoch), `close.stuck`.
     """
 
     medium: ClassVar[Medium] = FS
@@ -66,7 +66,8 @@ class FilesBackend(LoadStore):
         self._rows: Rows
         self._memory = memoryview(b"")
         self._namespace = b""
-        self._epoch = 0
+        self._epoch: Epoch
+        self._asking: set[asyncio.Task[int | None]] = set()
         self._generation = 0
         self._presence: pruning.Presence
 
@@ -107,11 +108,12 @@ class FilesBackend(LoadStore):
         stored = await opening.enter_root(root, self.options)
         share = await opening.settle(root, stored, self.options, context.geometry)
         namespace = context.namespace.digest()
-        epoch = await opening.change_epoch(root, partial(root.folder.begin_epoch, namespace))
+        self._epoch = Epoch(root, namespace, self.counters)
+        epoch = await self._epoch.begin()
         note = await opening.describe(root, namespace, context.namespace.manifest(), share)
         engine, engine_note = await opening.start_engine(root, self.options)
         self._context, self._rows, self._memory = context, rows, rows.view.reshape(-1).data
-        self._namespace, self._epoch = namespace, epoch
+        self._namespace = namespace
         self._presence = pruning.Presence(root.folder, namespace)
         self._steps = BlockSteps(root, rows.set_checksum)
         root.start(engine)
@@ -141,8 +143,9 @@ class FilesBackend(LoadStore):
         root = self._open_root()
         if self._closing:
             return [LookupResult.MISS] * len(keys)
-        wanted = [self._wanted(key, self._epoch) if self._known(key) else None for key in keys]
-        found = await root.call(self._presence.look, wanted, self._epoch)
+        epoch = self._epoch.now
+        wanted = [self._wanted(key, epoch) if self._known(key) else None for key in keys]
+        found = await root.call(self._presence.look, wanted, epoch)
         return [LookupResult.HIT if there else LookupResult.MISS for there in found]
 
     def _known(self, key: OffloadKey) -> bool:
@@ -189,17 +192,18 @@ class FilesBackend(LoadStore):
         return await self._run(job, JobKind.LOAD)
 
     async def _run(self, job: TransferJob, kind: JobKind) -> JobResult:
-        root = self._open_root()
+        self._open_root()
         self._check_job(job)
         started = self._context.clock()
         if self._closing:
             return JobResult.uniform(job, dropped(DropReason.CLOSING))
         if job.deadline is not None and started > job.deadline:
             return JobResult.uniform(job, LATE)
-        self._epoch = max(self._epoch, job.epoch)
         run = JobRun(job, kind, asyncio.get_running_loop())
         blocks = self._blocks(run)
-        current = asyncio.ensure_future(root.call(root.folder.epoch, self._namespace))
+        current = asyncio.create_task(self._epoch.on_disk(job.epoch, kind is JobKind.STORE))
+        self._asking.add(current)
+        current.add_done_callback(self._asking.discard)
         current.add_done_callback(_seen)  # every block that is still waited for sees what it raised
         for block in blocks:
             task = asyncio.create_task(self._steps.run(block, current))
@@ -260,16 +264,13 @@ class FilesBackend(LoadStore):
     async def reset(self, epoch: int) -> None:
         """Raise the namespace's epoch for everybody, durably before this returns. Raises RootError if that failed.
 
-        Processes that have not reset to this epoch themselves hit nothing and store nothing from here on.
+        Processes that have not reset to this epoch themselves hit nothing and store nothing from here on. If it failed
+        that holds for this process only, which stores nothing before the disk has taken the epoch.
         """
         root = self._open_root()
         if self._closing:
             raise UsageError("this tier is not open")
-        self._epoch = max(self._epoch, epoch)  # at once: a lookup from here on is one of the new epoch
-        try:
-            await opening.change_epoch(root, partial(root.folder.raise_epoch, self._namespace, epoch))
-        except OSError as error:
-            raise RootError(root.path, f"the epoch cannot be written ({error.strerror})") from error
+        await self._epoch.reset(epoch)
         self._in_background(pruning.prune(root, self._namespace, epoch))
 
     async def sweep(self) -> None:

@@ -77,7 +77,7 @@ class BlockSteps:
         self._counters: Counter[str] = root.counters
 
     async def run(self, block: Block, current: asyncio.Future[int | None]) -> None:
-        """Take a block through all its steps; whatever happens, it ends. `current` is the namespace's epoch now."""
+        """Take a block through all its steps; whatever happens, it ends. `current`: the epoch the root states now."""
         storing = block.run.kind is JobKind.STORE
         gate = self._root.stores if storing else self._root.loads
         async with gate.permits:
@@ -85,7 +85,7 @@ class BlockSteps:
                 if block.let_down:
                     return
                 epoch = await asyncio.shield(current)
-                if epoch is None or epoch > block.wanted.header.epoch:
+                if epoch != block.wanted.header.epoch:
                     self._counters["epoch.outdated"] += 1
                     block.end(dropped(DropReason.RESET) if storing else MISSING)
                 elif storing:

@@ -316,9 +316,14 @@ class TreeFolder:
             raise
 
     def begin_epoch(self, namespace: bytes, temporary: str) -> int | Busy:
-        """The epoch of a namespace, its file made if there is none. Raises RootError if it is damaged, OSError."""
+        """The epoch of a namespace, its file made if there is none, durable when this returns.
+
+        Raises RootError if it is damaged, OSError.
+        """
         if read_small(self._epochs_fd, namespace.hex()):
-            return self._sound_epoch(namespace)
+            epoch = self._sound_epoch(namespace)
+            os.fsync(self._epochs_fd)  # whoever raised it may not have come to this yet
+            return epoch
         return self.raise_epoch(namespace, 0, temporary)
 
     def _sound_epoch(self, namespace: bytes) -> int:

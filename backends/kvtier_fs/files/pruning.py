@@ -26,14 +26,14 @@ class Presence:
     def look(self, wanted: Sequence[Wanted | None], epoch: int) -> list[bool]:
         """For each block: True if its file is there, of the right length, with a header that is right.
 
-        All False where the namespace has a newer epoch than the one asked for. A file that cannot be looked at is not
+        All False where the root states another epoch for the namespace. A file that cannot be looked at is not
         there.
         """
         try:
             current = self._folder.epoch(self._namespace)
         except OSError:
             return [False] * len(wanted)
-        if current is None or current > epoch:
+        if current != epoch:
             return [False] * len(wanted)
         return [one is not None and self._present(one) for one in wanted]
 

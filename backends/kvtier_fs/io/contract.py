@@ -12,6 +12,9 @@ from typing import ClassVar
 COMPLETIONS_PER_TURN = 64
 """Completions handed out in one turn of the event loop, at most."""
 
+MAX_BUFFERS = 64
+"""Buffers of one request, at most."""
+
 SUBMIT_SECONDS_PER_TURN = 0.001
 """Time spent submitting in one turn of the event loop, about."""
 

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvtier.errors import ResourceError
-
-MAX_BUFFERS = 4
+from kvtier_fs.io.contract import MAX_BUFFERS
 
 
 class _Part(ctypes.Structure):

@@ -1,9 +1,10 @@
 """Copies in host memory, on a few threads of its own.
 
-A call per page would hand the GIL back and ask for it again each time; next to a busy Python thread each request can
-wait a whole switch interval (5 ms), which makes small pages a thousand times slower. So pages are moved in batches:
-one numpy gather and one numpy scatter over thousands of equal pieces, each one GIL-free call. Long extents, where one
-call is worth its wait, go by memmove without the extra pass.
+One memmove for each extent is the fastest, but hands the GIL back and asks for it again each time. Next to a thread
+that is busy in Python each request waits a whole switch interval (5 ms), which makes small extents a thousand times
+slower. So while calls are seen to wait, and for extents that are too small to be worth a call, pieces are moved in
+batches: one numpy gather and one numpy scatter over thousands of equal pieces, each one GIL-free call. Long extents
+always go by memmove: one call is worth its wait there.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 import numpy as np
@@ -22,8 +24,17 @@ from kvtier_gpu.engines.contract import CopyEngine, Direction, Done
 from kvtier_gpu.plan import Batch, CopyPlan, Extents, Span, batches, cut, extents
 from kvtier_gpu.surfaces import Surface
 
+CALL_BYTES = 48 << 10
+"""Extents from here on are worth a call each while nobody else wants the GIL."""
 MEMMOVE_BYTES = 512 << 10
-"""Extents from here on go by memmove: slower pieces would cost more than the hand-over of the GIL."""
+"""Extents from here on go by memmove in any case: slower pieces would cost more than the hand-over of the GIL."""
+WAIT_SECONDS = 1e-3
+WAITS = 3
+"""So many calls of one share that took WAIT_SECONDS longer than copying can take: somebody keeps the GIL. Fewer may be
+the scheduler's doing."""
+AVOID_SECONDS = 0.25
+"""How long calls are then avoided before they are tried again."""
+SLOWEST_BYTES_PER_SECOND = 256 << 20
 PIECE_BYTES = 8 << 10
 BATCH_BYTES = 4 << 20
 MIN_PIECES = 512
@@ -65,7 +76,15 @@ class _Ticket:
 class MemmoveEngine(CopyEngine):
     """Copies between KV tensors in host memory and the region, on `threads` daemon threads."""
 
-    def __init__(self, region: Bytes, surfaces: Sequence[Surface], threads: int) -> None:
+    def __init__(
+        self,
+        region: Bytes,
+        surfaces: Sequence[Surface],
+        threads: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._clock = clock
+        self._avoid_until = 0.0
         self._surfaces = tuple(surfaces)  # keeps the tensors alive
         self._low = min(surface.address for surface in surfaces)
         self._tensors = _window(self._low, max(surface.end for surface in surfaces))
@@ -127,8 +146,14 @@ class MemmoveEngine(CopyEngine):
         for span in share:
             found = extents(span)
             long = found.lengths >= MEMMOVE_BYTES
-            self._move(found.select(long), region, direction)
-            for batch in batches(found.select(~long), PIECE_BYTES, MIN_PIECES):
+            self._call_each(found.select(long), region, direction, patient=True)
+            found = found.select(~long)
+            if self._clock() >= self._avoid_until:
+                found = found.select(np.argsort(found.lengths < CALL_BYTES, kind="stable"))
+                worth = int(np.count_nonzero(found.lengths >= CALL_BYTES))
+                done = self._call_each(found.select(np.arange(worth)), region, direction, patient=False)
+                found = found.select(np.arange(done, len(found.lengths)))
+            for batch in batches(found, PIECE_BYTES, MIN_PIECES):
                 self._gather(batch, region, direction)
 
     def _gather(self, batch: Batch, region: Bytes, direction: Direction) -> None:
@@ -142,8 +167,20 @@ class MemmoveEngine(CopyEngine):
             else:
                 gpu[at_gpu] = rows[at_rows]
 
-    def _move(self, found: Extents, region: Bytes, direction: Direction) -> None:
+    def _call_each(self, found: Extents, region: Bytes, direction: Direction, patient: bool) -> int:
+        """Copy extents by a call each. Returns how many: all, or, unless patient, those before calls had to wait."""
         rows = found.region + region.ctypes.data
         targets, sources = (rows, found.gpu) if direction is Direction.TO_ROWS else (found.gpu, rows)
-        for target, source, length in zip(targets.tolist(), sources.tolist(), found.lengths.tolist(), strict=True):
-            ctypes.memmove(target, source, length)
+        calls = zip(targets.tolist(), sources.tolist(), found.lengths.tolist(), strict=True)
+        waits, clock, memmove = 0, self._clock, ctypes.memmove
+        before = clock()
+        for number, (target, source, length) in enumerate(calls, start=1):
+            memmove(target, source, length)
+            after = clock()
+            if after - before > WAIT_SECONDS + length / SLOWEST_BYTES_PER_SECOND:
+                waits += 1
+                if waits == WAITS and not patient:
+                    self._avoid_until = after + AVOID_SECONDS
+                    return number
+            before = after
+        return len(found.lengths)
