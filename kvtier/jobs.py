@@ -25,6 +25,20 @@ def int_array(values: Sequence[int] | IntArray) -> IntArray:
     return np.ascontiguousarray(values, dtype=np.int64)
 
 
+FEW = 64
+"""Up to so many numbers, a list of them is looked at faster than an array."""
+
+
+def distinct(values: IntArray) -> IntArray:
+    """The distinct values, ascending.
+
+    Not `np.unique`: from 2.3 on that lets the GIL go inside C++, and a daemon thread that is in it when the interpreter
+    ends aborts the whole process ("terminate called without an active exception").
+    """
+    ordered = np.sort(values)
+    return ordered[np.concatenate(([True], ordered[1:] != ordered[:-1]))] if len(ordered) else ordered
+
+
 NO_IDS: IntArray = int_array(())
 
 

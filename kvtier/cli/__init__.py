@@ -6,7 +6,7 @@ import importlib
 
 import click
 
-COMMANDS = ("check", "du", "fsck", "gc", "ls", "replay")
+COMMANDS = ("bench", "check", "du", "fsck", "gc", "ls", "replay")
 
 
 class _Commands(click.Group):

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +10,11 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from kvtier.cli.failing import OneLineErrors, fail
-from kvtier.errors import ConfigError, IntegrityError, KVTierError
-from kvtier.options import parse_size
+from kvtier.cli.failing import OneLineErrors
+from kvtier.cli.running import report, size, until_signalled
 from kvtier.replay.report import ReplayReport
 from kvtier.replay.run import Replay
 from kvtier.replay.setup import ReplayOptions
-
-INTERRUPTED = 130
-
-
-def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    """A size such as `64KiB`, as in stack files."""
-    if value is None:
-        return None
-    try:
-        size = parse_size(int(value) if value.isdecimal() else value)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
-    if size < 1:
-        raise click.BadParameter("must be at least one byte")
-    return size
 
 
 @click.command(cls=OneLineErrors)
@@ -48,7 +28,7 @@ def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int 
 @click.option("--requests", type=click.IntRange(1), metavar="N", help="Serve N requests, of a trace the first N.")
 @click.option(
     "--block-bytes",
-    callback=_size,
+    callback=size,
     metavar="SIZE",
     help="Bytes of a GPU block of the full-attention group. [default: 64KiB, hybrid 16KiB]",
 )
@@ -83,22 +63,7 @@ def replay(json_file: Path | None, **asked: Any) -> None:
     Without a stack file: a GPU pool, a CPU tier and a filesystem tier in a temporary folder. Exits with 1 if a single
     byte was wrong, with 2 and one line for each error if the stack, the trace or an option is.
     """
-    try:
-        if json_file is not None:
-            _check_writable(json_file)
-        report = _run(ReplayOptions(**asked))
-    except IntegrityError:
-        raise
-    except KVTierError as error:
-        fail(str(error))
-    except KeyboardInterrupt:
-        click.echo("interrupted; temporary storage is removed", err=True)
-        raise click.exceptions.Exit(INTERRUPTED) from None
-    report.show(Console())
-    if json_file is not None:
-        _write(json_file, json.dumps(report.to_json(), indent=2) + "\n")
-    if not report.ok:
-        raise click.exceptions.Exit(1)
+    report(lambda: _run(ReplayOptions(**asked)), json_file)
 
 
 def _run(options: ReplayOptions) -> ReplayReport:
@@ -114,40 +79,4 @@ def _run(options: ReplayOptions) -> ReplayReport:
     console = Console(stderr=True)
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task(prepared.source.name, total=prepared.shape.num_requests)
-        return asyncio.run(_until_signalled(prepared, lambda: bar.advance(task)))
-
-
-async def _until_signalled(prepared: Replay, progress: Callable[[], None]) -> ReplayReport:
-    """Run; SIGTERM ends it as Ctrl-C does, with everything closed and removed."""
-    task = asyncio.current_task()
-    assert task is not None
-    loop = asyncio.get_running_loop()
-    terminated = False
-
-    def terminate() -> None:
-        nonlocal terminated
-        terminated = True
-        task.cancel()
-
-    loop.add_signal_handler(signal.SIGTERM, terminate)
-    try:
-        return await prepared.run(progress)
-    except asyncio.CancelledError:
-        if terminated:
-            raise KeyboardInterrupt from None
-        raise
-    finally:
-        loop.remove_signal_handler(signal.SIGTERM)
-
-
-def _check_writable(path: Path) -> None:
-    """A bad path is told before the run, not after a long wait."""
-    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise ConfigError(f"cannot write {os.fspath(path)}: not a file in a folder that can be written", "--json")
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        fail(str(ConfigError(f"cannot write {os.fspath(path)}: {error.strerror}", "--json")))
+        return asyncio.run(until_signalled(prepared.run(lambda: bar.advance(task))))

@@ -101,6 +101,8 @@ class LoadRequest(StackRequest):
         """
         board = self.loads.board
         directory, state = board.cpu.directory, board.cpu.table.state
+        if not self.walked and self._collect_ready():
+            return []
         wants: list[Want] = []
         wanted: dict[OffloadKey, int] = {}
         skipped: list[int] = []
@@ -138,6 +140,26 @@ class LoadRequest(StackRequest):
         self.todo.extendleft(reversed(skipped))
         return wants
 
+    def _collect_ready(self) -> bool:
+        """The usual case in a few batch calls: every block is in a row. False when there is more to look at.
+
+        They are told as used when they have been copied, not now: until then they are held.
+        """
+        board = self.loads.board
+        if len(self.todo) < len(self.keys):
+            return False
+        rows = list(map(board.cpu.directory.get, self.keys))
+        state = board.cpu.table.state
+        found = [row for row in rows if row is not None and state[row] == READY]
+        if len(found) < len(rows):
+            return False
+        board.cpu.hold(found)
+        board.cpu_counters.hits += len(found)
+        self.arrived = list(enumerate(found))
+        self.todo.clear()
+        self.walked = True
+        return True
+
     def copy_arrived(self) -> None:
         """Send the blocks that are held in rows on to the GPU."""
         if not self.arrived:
@@ -145,7 +167,8 @@ class LoadRequest(StackRequest):
         arrived, self.arrived = self.arrived, []
         indices = [index for index, _ in arrived]
         rows = [row for _, row in arrived]
-        generations = [self.loads.board.cpu.table.generation[row] for row in rows]
+        generation = self.loads.board.cpu.table.generation
+        generations = [generation[row] for row in rows]
         self.copying += len(rows)
         for index in indices:
             self.in_copy[index] = 1
@@ -185,6 +208,9 @@ class CopyJob(InFlight):
         request.copying -= len(self.rows)
         request.bytes_moved += result.bytes_moved
         board.cpu_counters.load_bytes += result.bytes_moved
+        if outcomes.count(LOADED) == len(self.indices) == len(outcomes) and request.epoch == board.epoch:
+            self._finish_whole()
+            return
         refused: list[int] = []
         for m, outcome in zip(self.order, outcomes, strict=True):
             index = self.indices[m]
@@ -207,6 +233,15 @@ class CopyJob(InFlight):
                 request.todo.appendleft(self.indices[m])
             else:
                 request.settle(self.indices[m], CORRUPT)
+
+    def _finish_whole(self) -> None:
+        """The usual case in a few batch calls: every block was copied."""
+        request, board = self.request, self.request.loads.board
+        for index in self.indices:
+            request.in_copy[index] = 0
+        request.settle_all(self.indices, LOADED)
+        board.cpu_counters.loaded += len(self.indices)
+        board.cpu.release(self.rows)
 
     def late(self, now: float) -> None:
         """Not reached: these jobs carry no deadline."""

@@ -10,8 +10,9 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 
-from kvtier.control.board import Board, Emission, InFlight, TierCounters, TierPlan
+from kvtier.control.board import Board, Emission, InFlight, LowerTier, TierCounters, TierPlan
 from kvtier.control.claims import Claims
 from kvtier.control.demotion import Demotions
 from kvtier.control.loads import LoadRequest, Loads
@@ -82,25 +83,34 @@ class ControlPlane:
     def lookup(self, keys: Sequence[OffloadKey], now: float) -> list[LookupResult]:
         """For each key: HIT (in a row), HIT_PENDING (lower down or on its way), RETRY (unknown yet) or MISS."""
         cpu = self.board.cpu
-        directory, state = cpu.directory, cpu.table.state
-        results = []
-        for key in keys:
-            row = directory.get(key)
-            if row is None:
-                results.append(self._lookup_below(key, now))
-            elif state[row] == READY:
-                results.append(LookupResult.HIT)
-            else:
-                results.append(LookupResult.HIT_PENDING)
-        return results
+        state = cpu.table.state
+        hit, pending = LookupResult.HIT, LookupResult.HIT_PENDING
+        rows = list(map(cpu.directory.get, keys))
+        if None not in rows:
+            return [hit if state[row] == READY else pending for row in rows]  # type: ignore[index]
+        below = iter(self._lookup_below([key for key, row in zip(keys, rows, strict=True) if row is None], now))
+        return [next(below) if row is None else hit if state[row] == READY else pending for row in rows]
 
-    def _lookup_below(self, key: OffloadKey, now: float) -> LookupResult:
+    def _lookup_below(self, keys: Sequence[OffloadKey], now: float) -> list[LookupResult]:
+        """Presence in the tiers below the CPU: of each key in the highest tier that has it and may be asked."""
+        lowers = [lower for lower in self.board.lowers if lower.may_load(now)]
+        if not lowers:
+            return [LookupResult.MISS] * len(keys)
+        if len(lowers) == 1 and lowers[0].owned is not None and not lowers[0].roots.any_silent:
+            tier = lowers[0].owned
+            state, pending, miss = tier.table.state, LookupResult.HIT_PENDING, LookupResult.MISS
+            slots = map(tier.directory.get, keys)
+            return [miss if slot is None or state[slot] != READY else pending for slot in slots]
+        return [self._lookup_in(lowers, key, now) for key in keys]
+
+    @staticmethod
+    def _lookup_in(lowers: Sequence[LowerTier], key: OffloadKey, now: float) -> LookupResult:
         unknown = False
-        for lower in self.board.lowers:
+        for lower in lowers:
             if lower.owned is not None:
-                if lower.holds_key(key, now) and lower.may_load(now):
+                if lower.holds_key(key, now):
                     return LookupResult.HIT_PENDING
-            elif lower.shared is not None and lower.may_load(now):
+            elif lower.shared is not None:
                 presence = lower.shared.presence(key, now)
                 if presence:
                     return LookupResult.HIT_PENDING
@@ -133,7 +143,9 @@ class ControlPlane:
         """These keys, in prefix order, were used by one request: told leaf to root, so no parent ages first."""
         owned = [self.board.cpu, *(lower.owned for lower in self.board.lowers if lower.owned is not None)]
         for tier in owned:
-            slots = [slot for slot in map(tier.ready, reversed(keys)) if slot is not None]
+            state = tier.table.state
+            found = map(tier.directory.get, reversed(keys))
+            slots = [slot for slot in found if slot is not None and state[slot] == READY]
             if slots:
                 tier.touch(slots)
 
@@ -247,11 +259,17 @@ class ControlPlane:
                         request.stop(LATE_OUTCOME)
 
     def _finish_requests(self, now: float) -> None:
-        for job_id in [job_id for job_id, load in self._open_loads.items() if not load.open]:
+        ended = [job_id for job_id, load in self._open_loads.items() if not load.open]
+        for job_id in ended:
             load = self._open_loads.pop(job_id)
-            self.touch([key for key, outcome in zip(load.keys, load.outcomes, strict=True) if outcome and outcome.ok])
+            if load.outcomes.count(LOADED) == len(load.keys):
+                self.touch(load.keys)
+            else:
+                good = (outcome is not None and outcome.ok for outcome in load.outcomes)
+                self.touch(list(compress(load.keys, good)))
             self.board.finished.append(load.result(now))
-        self._claims.drop_ended_loads()
+        if ended:
+            self._claims.drop_ended_loads()
         for job_id in [job_id for job_id, store in self._open_stores.items() if not store.open]:
             self.board.finished.append(self._open_stores.pop(job_id).result(now))
 

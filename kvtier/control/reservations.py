@@ -68,13 +68,15 @@ class Reservation:
             self.todo.insert(0, index)
         else:
             board.counters(position).hits += 1
-            self._lease(index, row)
+            self._lease({index: row})
 
-    def _lease(self, index: int, row: int) -> None:
-        self.owner.board.cpu.hold((row,))
-        self.rows[index] = row
-        self.state[index] = KeyState.LEASED
-        self.open -= 1
+    def _lease(self, ready: dict[int, int]) -> None:
+        """These keys, by index, are in these ready rows, which are held from now on."""
+        self.owner.board.cpu.hold(list(ready.values()))
+        self.rows.update(ready)
+        for index in ready:
+            self.state[index] = KeyState.LEASED
+        self.open -= len(ready)
 
     def _miss(self, index: int) -> None:
         self.state[index] = KeyState.MISSING
@@ -89,16 +91,18 @@ class Reservation:
         rooms = promotions.rooms(now)
         wants: list[Want] = []
         room = board.cpu.available
+        directory, state, holds = board.cpu.directory, board.cpu.table.state, board.cpu.table.holds
+        ready: dict[int, int] = {}
         left: list[int] = []
         for done, index in enumerate(self.todo):
             if len(wants) >= room and self.walked:
                 left += self.todo[done:]
                 break
-            row = board.cpu.directory.get(self.keys[index])
+            row = directory.get(self.keys[index])
             if row is not None:
-                if board.cpu.table.state[row] == READY:
-                    room -= not board.cpu.table.holds[row]
-                    self._lease(index, row)
+                if state[row] == READY:
+                    room -= not holds[row]
+                    ready[index] = row
                 else:
                     self.state[index] = KeyState.FILLING
                     board.wait_for_fill(row, self, index)
@@ -114,6 +118,7 @@ class Reservation:
             else:
                 left.append(index)
         self.walked = True
+        self._lease(ready)  # before rows are made free for the others
         started = promotions.start(wants, now) if wants else 0
         for want in wants[:started]:
             self.state[want.index] = KeyState.FILLING

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 
+import numpy as np
+
 from kvtier.control.board import CPU_TIER, Board, InFlight
 from kvtier.control.demotion import Demotions
 from kvtier.control.requests import StackRequest
-from kvtier.control.slots import READY
-from kvtier.errors import UsageError
+from kvtier.control.slots import FILLING, READY
 from kvtier.jobs import (
+    FEW,
     LATE,
     PRESENT,
     STORED,
@@ -40,17 +42,18 @@ class StoreRequest(StackRequest):
         super().__init__(job, now)
         self.stores = stores
         self.in_copy = bytearray(len(self.keys))
-        start = 0
-        for group in job.groups:
-            if not isinstance(group.staging, GPURuns):
-                raise UsageError("a job for the whole stack names its GPU blocks by runs")
-            whole = group.staging.covers_whole(len(group.keys), stores.factor)
-            for position in range(len(group.keys)):
-                if not whole[position]:
-                    self.settle(start + position, dropped(DropReason.PARTIAL))
-                    stores.board.cpu_counters.drop(DropReason.PARTIAL)
-            start += len(group.keys)
-        self.todo = deque(i for i in self.todo if self.outcomes[i] is None)
+        partial = False
+        for start, group in zip(self.starts, job.groups, strict=True):
+            runs, count = group.staging, len(group.keys)
+            assert isinstance(runs, GPURuns)
+            if _plainly_whole(runs, count, stores.factor):
+                continue
+            for position in np.flatnonzero(~runs.covers_whole(count, stores.factor)).tolist():
+                self.settle(start + position, dropped(DropReason.PARTIAL))
+                stores.board.cpu_counters.drop(DropReason.PARTIAL)
+                partial = True
+        if partial:
+            self.todo = deque(i for i in self.todo if self.outcomes[i] is None)
 
     def filled(self, index: int, row: int | None, position: int, now: float) -> None:
         """Another fill of the same key ended: with success the block is present, else it is still to be stored."""
@@ -131,6 +134,17 @@ class StoreRequest(StackRequest):
         )
 
 
+def _plainly_whole(runs: GPURuns, count: int, factor: int) -> bool:
+    """True for runs that name each of `count` offloaded blocks once, in order, with all its sub-blocks."""
+    if len(runs.blocks) != count or len(runs.gpu_blocks) != count * factor:
+        return False
+    if count <= FEW:
+        told = (runs.blocks.tolist(), runs.firsts.tolist(), runs.counts.tolist())
+        return bool(told == (list(range(count)), [0] * count, [factor] * count))
+    everything = bool((runs.counts == factor).all()) and not runs.firsts.any()
+    return everything and bool((runs.blocks == np.arange(count)).all())
+
+
 class FillJob(InFlight):
     """GPU blocks to filling rows for one store."""
 
@@ -145,6 +159,8 @@ class FillJob(InFlight):
         outcomes = [outcome for group in result.outcomes for outcome in group]
         request.bytes_moved += result.bytes_moved
         board.cpu_counters.store_bytes += result.bytes_moved
+        if outcomes.count(STORED) == len(outcomes) == len(self.rows) and self._finish_whole(now):
+            return
         in_order = list(outcomes)
         for m, outcome in zip(self.order, outcomes, strict=True):
             in_order[m] = outcome
@@ -174,6 +190,22 @@ class FillJob(InFlight):
         if board.fills:
             board.fill_ended([row for row in self.rows if state[row] == READY], True, CPU_TIER, now)
             board.fill_ended([row for row in self.rows if state[row] != READY], False, CPU_TIER, now)
+
+    def _finish_whole(self, now: float) -> bool:
+        """The usual case in a few batch calls: every block was stored. False, and nothing done, after a reset."""
+        request, board = self.request, self.request.stores.board
+        rows, state = self.rows[::-1], board.cpu.table.state
+        if any(state[row] != FILLING for row in rows):
+            return False
+        board.cpu.commit(rows)
+        board.cpu_counters.stored += len(rows)
+        request.settle_all(self.indices, STORED)
+        for index in self.indices:
+            request.in_copy[index] = 0
+        request.stores.demotions.row_ready(rows, CPU_TIER, now)
+        if board.fills:
+            board.fill_ended(self.rows, True, CPU_TIER, now)
+        return True
 
     def late(self, now: float) -> None:
         """The copy goes on, but whatever it reads no longer matters: its rows are unreachable until it ends."""

@@ -23,7 +23,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import ConfigError
-from kvtier.jobs import BlockOutcome, BlockStatus, GroupTransfer, IntArray, JobKind, JobResult, TransferJob, int_array
+from kvtier.jobs import (
+    BlockOutcome,
+    BlockStatus,
+    GroupTransfer,
+    IntArray,
+    JobKind,
+    JobResult,
+    TransferJob,
+    distinct,
+    int_array,
+)
 from kvtier.keys import OffloadKey, RequestId
 from kvtier.loadstore import LookupResult
 from kvtier.planner import GroupLoad, StoreMode, StorePlan, StorePlanner, plan_load, usable_prefix
@@ -285,7 +295,7 @@ class Server:
         counts.loaded += loaded
         counts.verified += loaded
         counts.load_failed += len(came) - loaded
-        self._note_wrong(wrong, len(np.unique(positions[bad] // self._factor)))
+        self._note_wrong(wrong, len(distinct(positions[bad] // self._factor)))
         work.missing[group][good] = False
         self._publish(work, group, good)
         if not group:
@@ -354,7 +364,7 @@ class Server:
         used = [
             (row, group)
             for group, table in enumerate(work.tables)
-            for row in np.unique(np.flatnonzero(table != NO_BLOCK) // self._factor).tolist()
+            for row in distinct(np.flatnonzero(table != NO_BLOCK) // self._factor).tolist()
             if row < len(work.offload[group])
         ]
         return [work.offload[group][row] for row, group in sorted(used)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvtier.errors import UsageError
 from kvtier.geometry import Geometry
-from kvtier.jobs import GPURuns, GroupTransfer, JobKind, TransferJob
+from kvtier.jobs import FEW, GPURuns, GroupTransfer, IntArray, JobKind, TransferJob
 
 
 def check_job(job: TransferJob, kind: JobKind, geometry: Geometry) -> None:
@@ -26,11 +26,20 @@ def _check_group(group: GroupTransfer, geometry: Geometry) -> None:
         raise UsageError(f"there is no group {group.group} among {geometry.num_groups}")
     if not len(runs.blocks):
         return
-    if int(runs.blocks.min()) < 0 or int(runs.blocks.max()) >= len(group.keys):
+    least, most = _ends(runs.blocks)
+    if least < 0 or most >= len(group.keys):
         raise UsageError(f"group {group.group}: a run names an offloaded block beyond its {len(group.keys)} keys")
-    if int(runs.firsts.min()) < 0 or int(runs.counts.min()) < 0:
+    if _ends(runs.firsts)[0] < 0 or _ends(runs.counts)[0] < 0:
         raise UsageError(f"group {group.group}: a run begins before its offloaded block")
-    if int((runs.firsts + runs.counts).max()) > geometry.factor:
+    if _ends(runs.firsts + runs.counts)[1] > geometry.factor:
         raise UsageError(f"group {group.group}: a run ends beyond the {geometry.factor} GPU blocks of its block")
-    if len(runs.gpu_blocks) and int(runs.gpu_blocks.min()) < 0:
+    if len(runs.gpu_blocks) and _ends(runs.gpu_blocks)[0] < 0:
         raise UsageError(f"group {group.group}: a run names a negative GPU block")
+
+
+def _ends(numbers: IntArray) -> tuple[int, int]:
+    """(the least, the greatest); a few numbers are looked at faster in a list than in an array."""
+    if len(numbers) <= FEW:
+        listed = numbers.tolist()
+        return min(listed), max(listed)
+    return int(numbers.min()), int(numbers.max())

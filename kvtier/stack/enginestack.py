@@ -30,6 +30,7 @@ from kvtier.keys import JobId, OffloadKey, RequestId
 from kvtier.loadstore import LookupResult, Resettable
 from kvtier.stack import closing
 from kvtier.stack.assembly import Assembled, StackParts, ask, assemble
+from kvtier.stack.bell import Bell
 from kvtier.stack.checking import check_job
 from kvtier.stack.closing import CloseReport
 from kvtier.stack.dispatcher import Delivery, Told
@@ -55,6 +56,9 @@ class EngineStack:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._inbox: deque[Delivery | tuple[Question, Sequence[LookupResult]]] = deque()
+        self._outbox: deque[tuple[Sequence[Emission], Sequence[Question]]] = deque()
+        self._bell = Bell(self._take_out)
+        self._asking: set[asyncio.Task[None]] = set()
         self._arrived = threading.Event()
         self._next_job = 1
         self._closed = False
@@ -86,7 +90,7 @@ class EngineStack:
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvtier-stack", daemon=True)
         self._thread.start()
         try:
-            self._assembled = self._await(assemble(self._parts, time.monotonic, self._delivered), OPEN_SECONDS)
+            self._assembled = self._await(self._assemble(), OPEN_SECONDS)
         except TimeoutError as error:
             self._stop_loop()
             raise ResourceError(f"the stack did not open within {OPEN_SECONDS:g} s") from error
@@ -94,6 +98,10 @@ class EngineStack:
             self._stop_loop()
             raise
         atexit.register(self._at_exit)
+
+    async def _assemble(self) -> Assembled:
+        self._bell.hang()
+        return await assemble(self._parts, time.monotonic, self._delivered)
 
     def close(self) -> CloseReport:
         """Drain lower tiers until the closing deadline, drop the rest, close every tier. Idempotent.
@@ -148,11 +156,14 @@ class EngineStack:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_GRACE_SECONDS)
         if not self._thread.is_alive():
+            self._bell.take_down()
             self._loop.close()
 
     def _await(self, work: Coroutine[Any, Any, T], timeout_seconds: float) -> T:
-        """Run a coroutine in the loop and wait for it; whatever ends the waiting early cancels it."""
+        """Run a coroutine in the loop, after what was sent before, and wait for it; whatever ends the waiting early
+        cancels it."""
         assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._take_out)
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(timeout_seconds)
@@ -231,14 +242,24 @@ class EngineStack:
     def _send(self) -> Sequence[Emission]:
         """Send what was decided to the loop; returns the jobs."""
         assert self._assembled is not None
-        assert self._loop is not None
         jobs = self._assembled.plane.take_jobs()
         questions = self._assembled.plane.take_questions()
-        if jobs:
-            self._loop.call_soon_threadsafe(self._assembled.dispatcher.submit, jobs)
-        for question in questions:
-            asyncio.run_coroutine_threadsafe(self._ask(question), self._loop)
+        if jobs or questions:
+            self._outbox.append((jobs, questions))
+            self._bell.ring()
         return jobs
+
+    def _take_out(self) -> None:
+        """In the loop's thread: begin what was sent, in its order."""
+        while self._outbox:
+            jobs, questions = self._outbox.popleft()
+            assert self._assembled is not None
+            if jobs:
+                self._assembled.dispatcher.submit(jobs)
+            for question in questions:
+                task = asyncio.get_running_loop().create_task(self._ask(question))
+                self._asking.add(task)
+                task.add_done_callback(self._asking.discard)
 
     async def _ask(self, question: Question) -> None:
         assert self._assembled is not None

@@ -15,11 +15,13 @@ class DiskFile:
     """One file: what reads see, what earlier contents may survive a power loss, which sectors are misplaced.
 
     `undo` holds what every write since the last flush has overwritten, as (first sector, bytes), oldest first.
-    `misplaced[s]` is where the write was meant to go that put there what sector s holds, as (file, sector).
+    `misplaced[s]` is where the write was meant to go that put there what sector s holds, as (file, sector). `called` is
+    the name it was given by a rename: files that replace each other under one name are one place.
     """
 
     def __init__(self, inode: int = 0, now: float = 0.0) -> None:
         self.inode = inode
+        self.called = ""
         self.touched = now
         self.data = bytearray()
         self.undo: list[tuple[int, bytes]] = []
@@ -68,6 +70,11 @@ class DiskFile:
     def meant_for(self, sector: int) -> tuple[DiskFile, int]:
         """The place that what a sector holds was written for."""
         return self.misplaced.get(sector, (self, sector))
+
+    def is_place(self, sector: int, meant: tuple[DiskFile, int]) -> bool:
+        """True if a (file, sector) is this sector, of this file or of one that replaced it or that it replaced."""
+        file, number = meant
+        return number == sector and (file is self or bool(self.called and self.called == file.called))
 
     def flush(self) -> None:
         """What was written is durable."""

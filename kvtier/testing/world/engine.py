@@ -41,10 +41,25 @@ _ERRORS = (errno.EIO, errno.EIO, errno.EAGAIN, errno.EINTR, errno.ENOMEM)
 
 
 @dataclass(slots=True, eq=False)
+class Part:
+    """What a request moves of one block: bytes `start` to `end` of it, payload in `row` (-1: none).
+
+    `headed`: it begins with a slot's header page, and does not merely go on with what came short. `foreign`: the header
+    that was read was written for another place.
+    """
+
+    row: int
+    start: int
+    end: int
+    headed: bool
+    foreign: bool = False
+
+
+@dataclass(slots=True, eq=False)
 class Flight:
     """A request under way: where it really goes, how much of it, and which sectors have landed.
 
-    `aim` is the file it was meant for; `foreign`: the header that it read was written for another place.
+    `aim` is the file it was meant for; `parts` what it moves of each block.
     """
 
     request: Request
@@ -55,19 +70,12 @@ class Flight:
     length: int
     result: int
     fate: Fate
-    row: int
+    parts: list[Part]
     landed: set[int] = field(default_factory=set)
-    foreign: bool = False
 
     def meant(self, first: int) -> tuple[DiskFile, int] | None:
         """Where the bytes from `first` on were to be written, if that is not where they go."""
         return (self.aim, self.request.offset + first) if self.fate is Fate.MISPLACED else None
-
-    @property
-    def headed(self) -> bool:
-        """True if it begins with a slot's header page, and does not merely go on with what came short."""
-        buffers = self.request.buffers
-        return len(buffers) > 1 and len(buffers[0]) == BLOCK_BYTES
 
     @property
     def sectors(self) -> range:
@@ -129,7 +137,7 @@ class SimulatedEngine:
         reading = request.kind.value == "read"
         fate = self._draw(reading)
         at, length = request.offset, request.length
-        flight = Flight(request, reading, file, file, at, length, length, fate, self._row(request))
+        flight = Flight(request, reading, file, file, at, length, length, fate, self._parts(request))
         dice = self._system.dice
         if fate is Fate.FAILED:
             flight.result = -(dice.choice(_ERRORS) if reading or dice.random() < 0.7 else errno.ENOSPC)
@@ -158,12 +166,24 @@ class SimulatedEngine:
             die -= chance
         return Fate.WHOLE
 
-    def _row(self, request: Request) -> int:
-        """The row a request's payload lies in, -1 if in none."""
-        buffer = request.buffers[-1]
-        if not len(buffer):
-            return -1
-        return self._watch.row_at(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0])
+    def _parts(self, request: Request) -> list[Part]:
+        """The blocks of a request: each is a header page and a payload in a row, or what is left of them."""
+        parts: list[Part] = []
+        start = at = 0
+        headed = False
+        for buffer in request.buffers:
+            row = self._row(buffer)
+            if row < 0:
+                start, headed = at, len(buffer) == BLOCK_BYTES and len(request.buffers) > 1
+            at += len(buffer)
+            if row >= 0:
+                parts.append(Part(row, start, at, headed))
+                start, headed = at, False
+        return parts
+
+    def _row(self, buffer: memoryview) -> int:
+        """The row a buffer lies in, -1 if in none."""
+        return self._watch.row_at(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]) if len(buffer) else -1
 
     # -- landing -------------------------------------------------------------------------------------------------
 
@@ -179,16 +199,22 @@ class SimulatedEngine:
         if not fresh:
             return
         flight.landed.update(fresh)
-        if flight.reading and flight.row >= 0:
-            self._watch.row_written(flight.row, "a read of the disk")
+        if flight.reading:
+            for part in flight.parts:
+                if any(
+                    part.start < (sector + 1) * SECTOR_BYTES and sector * SECTOR_BYTES < part.end for sector in fresh
+                ):
+                    self._watch.row_written(part.row, "a read of the disk")
         for start, end in _runs(fresh):
             first, last = start * SECTOR_BYTES, min(end * SECTOR_BYTES, flight.length)
             if flight.reading:
                 at = flight.offset + first
                 _scatter(flight.request.buffers, first, memoryview(flight.file.data)[at : at + last - first])
-                if not first and flight.headed:
-                    meant = flight.file.meant_for(at // SECTOR_BYTES)
-                    flight.foreign = meant != (flight.aim, flight.request.offset // SECTOR_BYTES)
+                for part in flight.parts:
+                    if part.headed and first <= part.start < last:
+                        meant = flight.file.meant_for((flight.offset + part.start) // SECTOR_BYTES)
+                        sector = (flight.request.offset + part.start) // SECTOR_BYTES
+                        part.foreign = not flight.aim.is_place(sector, meant)
             else:
                 data = _gather(flight.request.buffers, first, last)
                 flight.file.write(flight.offset + first, data, flight.meant(first))
@@ -210,10 +236,12 @@ class SimulatedEngine:
         self._watch.record.covered[f"{kind}s {flight.fate}"] += 1
         self._watch.note(
             f"{self._folder.path} {kind} at {request.offset} of {request.length}, "
-            f"row {flight.row}: {flight.fate} {flight.result}"
+            f"rows {[part.row for part in flight.parts]}: {flight.fate} {flight.result}"
         )
-        if flight.row >= 0 and flight.result > 0:
-            self._watch.moved(flight.reading, flight.row, flight.result, flight.headed, flight.foreign)
+        for part in flight.parts:
+            if flight.result > part.start:
+                moved = min(flight.result, part.end) - part.start
+                self._watch.moved(flight.reading, part.row, moved, part.headed, part.foreign)
         request.done(request, flight.result)
         if not self._flights:
             self._idle.set()

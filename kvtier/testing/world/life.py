@@ -129,9 +129,7 @@ class Life:
 
     async def _task(self, number: int) -> None:
         actions = (self._store, self._store, self._load, self._load, self._load_cancelled, self._store_cancelled)
-        rare = [self._reset, self._settle, self._reserve, self._pause]
-        if not self._plan.shares_root:  # lookups of a shared tier: see docs/simulator.md, "Not covered"
-            rare.append(self._lookup)
+        rare = [self._reset, self._settle, self._reserve, self._pause, self._lookup]
         for _ in range(self._plan.actions):
             action = self._dice.choice(actions if self._dice.random() < 0.8 else rare)
             try:
@@ -327,10 +325,8 @@ class Life:
         self._watch.found(keys, ["a row" if one is LookupResult.HIT else None for one in found], allowed)
 
     def _look(self) -> None:
-        """What a shared tier is said to hold is a hint, and may be wrong for a while; loads tell."""
-        hinted = "fs" if self._plan.shares_root else None
-        where = [None if one == hinted else one for one in self.stack.locate(self._plan.keys)]
-        self._watch.found(self._plan.keys, where)
+        """What is said to be somewhere was stored since the last reset."""
+        self._watch.found(self._plan.keys, self.stack.locate(self._plan.keys))
 
     # -- the end -------------------------------------------------------------------------------------------------
 

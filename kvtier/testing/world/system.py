@@ -186,7 +186,7 @@ class System:
         self._call(may_fail=NAMES_FAIL)
         entry = self._entry(source, src_dir_fd)
         del self._of(src_dir_fd).folder.names[source]
-        self._of(dst_dir_fd).folder.names[target] = entry
+        self._name(entry, target, dst_dir_fd)
 
     rename = replace
 
@@ -206,10 +206,14 @@ class System:
         return True
 
     def _give(self, entry: DiskFile | Folder, name: str, dir_fd: int) -> None:
-        names = self._of(dir_fd).folder.names
-        if name in names:
+        if name in self._of(dir_fd).folder.names:
             raise _error(errno.EEXIST, name)
-        names[name] = entry
+        self._name(entry, name, dir_fd)
+
+    def _name(self, entry: DiskFile | Folder, name: str, dir_fd: int) -> None:
+        self._of(dir_fd).folder.names[name] = entry
+        if isinstance(entry, DiskFile):
+            entry.called = name
 
     # -- what files are ------------------------------------------------------------------------------------------
 
