@@ -1,6 +1,6 @@
 """Control plane on one core: lookups, store-complete-evict cycles, a step with many waiting requests, memory a slot.
 
-    python benchmarks/control.py [--slots 1000000] [--batch 256] [--json FILE]
+    python -m benchmarks.control [--slots 1000000] [--batch 256] [--json FILE]
 
 No I/O is done: jobs are told finished at once, so only decisions are timed. Figures are medians over repetitions.
 """

@@ -1,6 +1,6 @@
 """What an eviction policy costs: nanoseconds a slot in batches, bytes a slot, and hit rates on a trace.
 
-    python benchmarks/policies.py [--slots N] [--trace FILE] [POLICY ...]
+    python -m benchmarks.policies [--slots N] [--trace FILE] [POLICY ...]
 
 One core, the policy alone: a full tier, every cycle admits, evicts, inserts and touches one batch of new keys. The
 trace is one JSON object a line with `hash_ids`; blocks of a request are used one by one from leaf to root.

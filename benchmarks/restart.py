@@ -1,6 +1,6 @@
 """How long a filesystem tier takes to open again: by scan after kill -9, and from the snapshot of a clean close.
 
-    python benchmarks/restart.py [--slots N] [--block-bytes N] [--folder DIR]
+    python -m benchmarks.restart [--slots N] [--block-bytes N] [--folder DIR]
 
 A child process really writes every slot and is killed with SIGKILL; the parent reopens, closes in order, reopens. After
 each open some blocks are loaded and compared. The page cache is as warm as the machine leaves it; with --cold it is
@@ -33,6 +33,7 @@ from kvtier.loadstore import Opened, TierContext
 from kvtier.namespace import Namespace
 from kvtier_fs import FSBackend, FSOptions
 
+ROOT = Path(__file__).resolve().parent.parent
 BATCH = 256
 SAMPLE = 256
 
@@ -157,7 +158,8 @@ def write_and_kill(root: Path, slots: int, block_bytes: int) -> float:
     """Fill a root in a child process and kill it. Returns the seconds it took to write."""
     arguments = ["--slots", str(slots), "--block-bytes", str(block_bytes), "--child", str(root)]
     start = time.perf_counter()
-    with subprocess.Popen([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True) as child:
+    command = [sys.executable, "-m", "benchmarks.restart", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as child:
         assert child.stdout is not None
         word = child.stdout.readline().strip()
         seconds = time.perf_counter() - start
@@ -179,7 +181,7 @@ def main(slots: int, block_bytes: int, folder: str | None, cold: bool, child: st
         asyncio.run(be_killed(Store(Path(child), slots, block_bytes)))
         return
     with tempfile.TemporaryDirectory(dir=folder) as name:
-        root = Path(name) / "root"
+        root = Path(name).resolve() / "root"
         seconds = write_and_kill(root, slots, block_bytes)
         print(f"wrote {slots:,} slots of {block_bytes:,} bytes in {seconds:.1f} s, then kill -9")
         store = Store(root, slots, block_bytes)

@@ -1,6 +1,6 @@
 """Time to first token of 1,400 tokens in a real vLLM: computed, from its own cache, from the CPU tier, from disk.
 
-    python benchmarks/vllm_ttft.py MODEL [--prompts N] [--json]
+    python -m benchmarks.vllm_ttft MODEL [--prompts N] [--json]
 
 One engine, one prompt at a time, the four cases interleaved; medians. The output's first token is compared between the
 cases. `MODEL` is a folder; `python tests/engine/support_models.py llama FOLDER` makes a small random one.

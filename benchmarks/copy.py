@@ -1,0 +1,301 @@
+"""Copies between GPU blocks and rows beside one plain copy of the same bytes in the same memory.
+
+    python -m benchmarks.copy [--device cpu|cuda] [--json FILE] [--quick]
+
+Jobs of several KV cache groups go through `kvtier_gpu`, planning included: a full-attention group of two tensors and a
+sliding-window group of one, all pages of one size. `contiguous`: neighbouring blocks in neighbouring rows;
+`scattered`: both in random order, as they are after a while. The yardstick on a CPU is `memmove` of one long stretch by
+as many threads as the tier copies with; on CUDA one `cudaMemcpyAsync` of one pinned buffer. `both` moves half of the
+bytes each way at the same time, and so does its yardstick. Every byte is compared after each direction. Medians of
+interleaved repetitions; a ratio is the median over the pairs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+
+from benchmarks.report import ABSENT, GIB, Report, median, paired_ratio, table
+from kvtier.geometry import Geometry, GroupKind, GroupLayout, KVLayout, TensorRef
+from kvtier.jobs import GPURuns, GroupTransfer, JobKind, JobResult, TransferJob, int_array
+from kvtier.keys import GroupIndex, JobId, make_key
+from kvtier.loadstore import KVCaches, TierContext
+from kvtier.namespace import Namespace
+from kvtier_cpu import CPUBackend, CPUOptions
+from kvtier_gpu import GPUBackend, GPUOptions
+
+PAGES = tuple(size << 10 for size in (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048))
+QUICK_PAGES = (16 << 10, 64 << 10)
+PAGES_OF_ROUND = 3
+"""A block of the first group has two pages, one of the second has one: of each as many."""
+JOBS = 4
+WIPED = 0x5A
+TO_ROWS, TO_GPU, BOTH = "to rows", "to GPU", "both"
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What is measured: pages of one size, bytes in all, where the tensors are, threads that copy on a CPU."""
+
+    page_bytes: int
+    num_bytes: int
+    device: str
+    threads: int
+
+
+class Tiers:
+    """KV tensors, a region of rows, and the GPU tier between them."""
+
+    def __init__(self, setup: Setup) -> None:
+        page = setup.page_bytes
+        self.per_group = max(JOBS * 2, setup.num_bytes // page // PAGES_OF_ROUND)
+        first, second = (
+            GroupLayout((TensorRef(0, page), TensorRef(1, page))),
+            GroupLayout((TensorRef(2, page),), kind=GroupKind.SLIDING_WINDOW, window_tokens=64),
+        )
+        self.setup = setup
+        self.geometry = Geometry(KVLayout((first, second)), 4096)
+        random = np.random.default_rng(page)
+        shape = (self.per_group, page)
+        self.content = [torch.from_numpy(random.integers(0, 256, shape, dtype=np.uint8)) for _ in range(3)]
+        self.tensors = [one.clone().to(setup.device).view(torch.int8) for one in self.content]
+        self.gpu = GPUBackend(GPUOptions(copy_threads=setup.threads))
+        rows = self.per_group * 2
+        self.cpu = CPUBackend(CPUOptions(cpu_bytes_to_use=rows * self.geometry.row_bytes, shared="memfd"))
+        self.payload_bytes = self.per_group * PAGES_OF_ROUND * page
+
+    async def open(self) -> None:
+        """Make the region and start the copy engine."""
+        context = {"geometry": self.geometry, "namespace": Namespace(self.geometry.layout), "clock": time.monotonic}
+        await self.cpu.open(TierContext("cpu", workers=[self.gpu], **context))  # type: ignore[arg-type]
+        gpu = TierContext("gpu", kv_caches=KVCaches(self.tensors), rows=self.cpu.rows, **context)  # type: ignore[arg-type]
+        self.mode = (await self.gpu.open(gpu)).mode
+
+    async def close(self) -> None:
+        """Let go of everything."""
+        await self.gpu.close()
+        await self.cpu.close()
+
+    def places(self, scattered: bool) -> tuple[np.ndarray, np.ndarray]:
+        """GPU blocks and rows (of the first group; the second has the rows after them) that belong together."""
+        plain = np.arange(self.per_group, dtype=np.int64)
+        if not scattered:
+            return plain, plain
+        random = np.random.default_rng(7)
+        return random.permutation(plain), random.permutation(plain)
+
+    def jobs(self, blocks: np.ndarray, rows: np.ndarray) -> list[TransferJob]:
+        """JOBS jobs over all the blocks, each of both groups."""
+        parts = zip(np.array_split(blocks, JOBS), np.array_split(rows, JOBS), strict=True)
+        return [
+            TransferJob(JobId(number), JobKind.LOAD, (self._group(0, *part), self._group(1, *part)))
+            for number, part in enumerate(parts)
+        ]
+
+    def _group(self, group: int, blocks: np.ndarray, rows: np.ndarray) -> GroupTransfer:
+        keys = tuple(make_key(int(row).to_bytes(8, "big"), group) for row in rows)
+        at = int_array(rows + group * self.per_group)
+        return GroupTransfer(GroupIndex(group), keys, GPURuns.whole(blocks), at, at + 1)
+
+    def wipe(self, rows: bool) -> None:
+        """Overwrite one side."""
+        if rows:
+            self.cpu.rows.view[:] = WIPED
+        else:
+            for tensor in self.tensors:
+                tensor.fill_(WIPED)
+            self.settle()
+
+    def check(self, blocks: np.ndarray, rows: np.ndarray) -> None:
+        """Compare both sides with what they must hold. Raises AssertionError."""
+        page, view = self.setup.page_bytes, self.cpu.rows.view
+        for tensor, (group, offset) in enumerate(((0, 0), (0, page), (1, 0))):
+            found = torch.from_numpy(view[group * self.per_group :, offset : offset + page][rows])
+            if not torch.equal(found, self.content[tensor][blocks]):
+                raise AssertionError(f"rows of tensor {tensor} are wrong")
+            if not torch.equal(self.tensors[tensor].cpu().view(torch.uint8), self.content[tensor]):
+                raise AssertionError(f"tensor {tensor} is wrong")
+
+    def settle(self) -> None:
+        """Wait for the device."""
+        if self.setup.device == "cuda":
+            torch.cuda.synchronize()
+
+
+Move = Callable[[], Awaitable[None]]
+
+
+def kvtier(tiers: Tiers, jobs: Sequence[TransferJob], direction: str) -> Move:
+    """All jobs at once; with `both`, half of them the other way."""
+
+    async def one(number: int, job: TransferJob) -> JobResult:
+        to_rows = direction == TO_ROWS or (direction == BOTH and number % 2 == 0)
+        return await (tiers.gpu.load if to_rows else tiers.gpu.store)(job)
+
+    async def move() -> None:
+        results = await asyncio.gather(*(one(number, job) for number, job in enumerate(jobs)))
+        if not all(result.ok for result in results):
+            raise AssertionError("a block was not copied")
+
+    return move
+
+
+def memcpy(tiers: Tiers, direction: str, pool: ThreadPoolExecutor) -> Move:
+    """The same bytes in one stretch for each thread, in the very memory the tier copies in."""
+    stretches = []
+    at = tiers.cpu.rows.view.ctypes.data
+    for tensor in tiers.tensors:
+        stretches.append([tensor.data_ptr(), at, tensor.numel()])
+        at += tensor.numel()
+    threads = tiers.setup.threads
+
+    def share(number: int) -> None:
+        for gpu, row, length in stretches:
+            first, last = length * number // threads, length * (number + 1) // threads
+            to_rows = direction == TO_ROWS or (direction == BOTH and number % 2 == 0)
+            target, source = (row, gpu) if to_rows else (gpu, row)
+            ctypes.memmove(target + first, source + first, last - first)
+
+    async def move() -> None:
+        loop = asyncio.get_running_loop()
+        await asyncio.gather(*(loop.run_in_executor(pool, share, number) for number in range(threads)))
+
+    return move
+
+
+def cuda_memcpy(tiers: Tiers, direction: str) -> Move:
+    """One `cudaMemcpyAsync` of one pinned buffer, or of its halves on two streams."""
+    size = tiers.payload_bytes
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(size, dtype=torch.uint8, device="cuda")
+    ways = {TO_ROWS: [(host, device)], TO_GPU: [(device, host)]}
+    half = size // 2
+    ways[BOTH] = [(host[:half], device[:half]), (device[half:], host[half:])]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+
+    async def move() -> None:
+        for (target, source), stream in zip(ways[direction], streams, strict=False):
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+        for stream in streams:
+            stream.synchronize()
+
+    return move
+
+
+async def measure(setup: Setup, repetitions: int, report: Report) -> None:
+    """Every order and direction at one page size."""
+    tiers = Tiers(setup)
+    await tiers.open()
+    report.settings["tier"] = tiers.mode
+    try:
+        with ThreadPoolExecutor(setup.threads) as pool:
+            for scattered in (False, True):
+                blocks, rows = tiers.places(scattered)
+                jobs = tiers.jobs(blocks, rows)
+                for direction in (TO_ROWS, TO_GPU, BOTH):
+                    yardstick = (
+                        cuda_memcpy(tiers, direction) if setup.device == "cuda" else memcpy(tiers, direction, pool)
+                    )
+                    rates = await _interleave(tiers, kvtier(tiers, jobs, direction), yardstick, repetitions)
+                    await _verify(tiers, jobs, direction, blocks, rows)
+                    report.results.append(_row(setup, "scattered" if scattered else "contiguous", direction, rates))
+    finally:
+        await tiers.close()
+
+
+async def _interleave(tiers: Tiers, ours: Move, yardstick: Move, repetitions: int) -> tuple[list[float], list[float]]:
+    """GiB/s of both, one after the other in turns; a first round of each is not counted."""
+    found: tuple[list[float], list[float]] = ([], [])
+    for repetition in range(-1, repetitions):
+        order = ((0, ours), (1, yardstick))
+        for number, move in order if repetition % 2 == 0 else order[::-1]:
+            started = time.perf_counter()
+            await move()
+            if repetition >= 0:
+                found[number].append(tiers.payload_bytes / (time.perf_counter() - started) / GIB)
+    return found
+
+
+async def _verify(
+    tiers: Tiers, jobs: Sequence[TransferJob], direction: str, blocks: np.ndarray, rows: np.ndarray
+) -> None:
+    """Once more with one side wiped before it is filled, and both compared."""
+    for tensor, content in zip(tiers.tensors, tiers.content, strict=True):
+        tensor.copy_(content.view(torch.int8))
+    tiers.settle()
+    tiers.wipe(rows=True)
+    await kvtier(tiers, jobs, TO_ROWS)()
+    tiers.check(blocks, rows)
+    if direction != TO_ROWS:
+        tiers.wipe(rows=False)
+        await kvtier(tiers, jobs, TO_GPU)()
+        tiers.settle()
+        tiers.check(blocks, rows)
+        await kvtier(tiers, jobs, direction)()
+        tiers.settle()
+        tiers.check(blocks, rows)
+
+
+def _row(setup: Setup, order: str, direction: str, rates: tuple[list[float], list[float]]) -> dict[str, Any]:
+    return {
+        "page_kib": setup.page_bytes >> 10,
+        "order": order,
+        "direction": direction,
+        "device": setup.device,
+        "kvtier": median(rates[0]),
+        "memcpy": median(rates[1]),
+        "ratio": paired_ratio(*rates),
+        "all": {"kvtier": rates[0], "memcpy": rates[1]},
+    }
+
+
+@click.command()
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--mib", default=256, show_default=True, help="MiB that are copied in each round.")
+@click.option("--threads", default=2, show_default=True, help="Threads that copy on a CPU.")
+@click.option("--pages", default=",".join(str(page >> 10) for page in PAGES), show_default=True, help="KiB of a page.")
+@click.option("--repetitions", default=7, show_default=True)
+@click.option("--quick", is_flag=True, help="A toy size.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")
+def main(
+    device: str, mib: int, threads: int, pages: str, repetitions: int, quick: bool, json_file: Path | None
+) -> None:
+    """Measure copies."""
+    sizes = [int(page) << 10 for page in pages.split(",")]
+    if quick:
+        sizes, mib, repetitions = list(QUICK_PAGES), 6, 2
+    cuda = torch.cuda.is_available()
+    devices = [name for name in ("cpu", "cuda") if device in (name, "auto") and (name == "cpu" or cuda)]
+    settings = {"mib": mib, "threads": threads, "repetitions": repetitions}
+    report = Report("copy", settings)
+    report.head()
+    if not cuda and device != "cpu":
+        report.notes.append(f"CUDA: {ABSENT}")
+    for name in devices:
+        for page in sizes:
+            asyncio.run(measure(Setup(page, mib << 20, name, threads), repetitions, report))
+    report.verified = True
+    table(
+        "GiB/s of payload",
+        ("device", "page KiB", "order", "direction", "kvtier", "one copy", "ratio"),
+        [
+            [row[name] for name in ("device", "page_kib", "order", "direction", "kvtier", "memcpy", "ratio")]
+            for row in report.results
+        ],
+    )
+    report.end(json_file)
+
+
+if __name__ == "__main__":
+    main()
