@@ -16,6 +16,8 @@ from kvtier.testing.machine import TierMachine, run_machine
 from kvtier_fs import FSBackend, FSOptions
 
 EXAMPLES_AT_ONCE = 50
+ENOUGH_EXAMPLES = 50
+"""From here on examples must load blocks; a handful may happen to hold none that do."""
 
 
 class _SlabSuite(ConformanceBase):
@@ -54,7 +56,8 @@ def random_operations(budget: Any, tally: Any) -> Any:
                 tally.expect(False, f"{type(suite).__name__}, round {number}: {broken} {notes}"[:2000])
             shutil.rmtree(place)
     tally.iterations = tally.notes["examples"]
-    tally.expect(tally.notes["blocks loaded"] > tally.iterations, "hardly a block was loaded")
+    if tally.iterations >= ENOUGH_EXAMPLES:
+        tally.expect(tally.notes["blocks loaded"] > tally.iterations, "hardly a block was loaded")
     return tally
 
 

@@ -5,7 +5,9 @@ Each switch belongs to the test build alone: the suite proves itself by what it 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
@@ -14,8 +16,7 @@ from kvtier.control import promotion
 from kvtier.jobs import BlockOutcome
 from kvtier.testing.world.disk import DiskFile
 from kvtier_fs import ledger, scan, slot, transfer, verify
-from kvtier_fs.files import blockfile, blocks, moving
-from kvtier_fs.files.folder import TreeFolder
+from kvtier_fs.files import blockfile, blocks, epochs, moving, pruning
 
 
 def _verify_without(monkeypatch: pytest.MonkeyPatch, *fields: str) -> None:
@@ -117,7 +118,22 @@ def without_flush(monkeypatch: pytest.MonkeyPatch) -> None:
 def without_epoch_of_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files from before a reset count as well."""
     _verify_without(monkeypatch, "epoch")
-    monkeypatch.setattr(TreeFolder, "epoch", lambda self, namespace: 0)
+
+    async def on_disk(self: epochs.Epoch, epoch: int, storing: bool) -> int:
+        return epoch
+
+    def look(self: pruning.Presence, wanted: Sequence[blockfile.Wanted | None], epoch: int) -> list[bool]:
+        return [one is not None and self._present(replace(one, header=in_any_epoch(self, one))) for one in wanted]
+
+    def in_any_epoch(self: pruning.Presence, wanted: blockfile.Wanted) -> slot.SlotHeader:
+        with suppress(OSError), self._folder.leaf(wanted.place.bucket, wanted.place.leaf) as leaf:
+            there = blockfile.header_now(leaf, wanted)
+            if isinstance(there, slot.SlotHeader):
+                return wanted.header._replace(epoch=there.epoch)
+        return wanted.header
+
+    monkeypatch.setattr(epochs.Epoch, "on_disk", on_disk)
+    monkeypatch.setattr(pruning.Presence, "look", look)
 
 
 def without_short_check_of_files(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from support_region import named
 
 from kvtier.errors import KVTierError
+from kvtier.jobs import distinct
 from kvtier_cpu import RegionHost, SharedRegion, open_region
 
 
@@ -55,7 +56,7 @@ def serve() -> None:
             case "write" if region is not None:
                 region.view[request["row"]] = request["value"]
             case "read" if region is not None:
-                reply = {"values": np.unique(region.view[request["row"]]).tolist()}
+                reply = {"values": distinct(region.view[request["row"]]).tolist()}
             case "stamp" if region is not None:
                 rows = np.array(request["rows"], dtype=np.int64)
                 region.stamp(request["worker"], rows, np.array(request["generations"], dtype=np.int64))

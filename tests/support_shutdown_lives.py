@@ -207,6 +207,7 @@ def signalled(root: str, io_engine: str, how: str) -> None:
 
 def interrupted(root: str, io_engine: str, how: str) -> None:
     """Ctrl-C while loads go on without end."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
     names = batches()
 
     async def main() -> None:

@@ -250,7 +250,7 @@ def test_memory_of_a_failed_population_can_be_unmapped_at_once(monkeypatch: pyte
     fd = os.memfd_create("rows")
     os.ftruncate(fd, 16 * mmap.PAGESIZE)
     pages = mmap.mmap(fd, 16 * mmap.PAGESIZE)
-    plan = Plan("a cup", populate=True, huge_pages=False, huge_on_advice=False, stop=threading.Event())
+    plan = Plan("a cup", populate=True, huge_pages=False, stop=threading.Event())
     with pytest.raises(SharedMemoryError, match="a cup"):
         make_resident(fd, pages, plan)
     pages.close()  # a view kept anywhere would make this a BufferError

@@ -17,6 +17,7 @@ def main(config: dict[str, Any], answers: int) -> None:
     os.environ.update(
         VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_NO_USAGE_STATS="1"
     )
+    from prometheus_client import REGISTRY
     from vllm import LLM, SamplingParams
 
     llm = LLM(enforce_eager=True, dtype="float32", **config)
@@ -33,10 +34,11 @@ def main(config: dict[str, Any], answers: int) -> None:
 
     def metrics() -> dict[str, float]:
         found: dict[str, float] = {}
-        for metric in llm.get_metrics():
-            if "kvtier" in metric.name or "offload" in metric.name:
-                labels = ",".join(f"{key}={value}" for key, value in sorted(metric.labels.items()) if key != "engine")
-                found[f"{metric.name}{{{labels}}}"] = getattr(metric, "value", getattr(metric, "sum", 0.0))
+        for metric in REGISTRY.collect():  # what /metrics shows; get_metrics() shows vLLM's own names alone
+            for sample in metric.samples:
+                if sample.name.startswith("kvtier:") or "offload" in sample.name:
+                    labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
+                    found[f"{sample.name}{{{labels}}}"] = sample.value
         return found
 
     with os.fdopen(answers, "w") as out:

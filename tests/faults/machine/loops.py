@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -56,10 +58,16 @@ class Disk:
 
     def take_inodes(self, leave: int = 0) -> list[Path]:
         """Somebody else takes every inode that is left, but for some."""
-        taken = []
+        taken: list[Path] = []
         while self.free_inodes > leave:
-            taken.append(self.mount / f"taken-{len(taken)}")
-            taken[-1].touch()
+            path = self.mount / f"taken-{len(taken)}"
+            try:
+                path.touch()
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                continue  # the store was faster
+            taken.append(path)
         return taken
 
 
@@ -98,9 +106,10 @@ def mounted(kind: str, source: str | Path, folder: Path, options: str = "") -> I
 def unmount(folder: Path) -> None:
     """Unmount a file system. Raises RuntimeError if it stays in use; it is out of sight all the same then.
 
-    A ring lets go of its files in the background, so a moment may be needed.
+    A ring lets go of its files in the background, and a disk may have ended nothing yet when a store was closed.
     """
-    for _ in range(100):
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
         try:
             run("umount", folder)
         except RuntimeError as error:

@@ -1,0 +1,130 @@
+"""The copy engine for host memory moves the same bytes whichever means it takes, and leaves calls that have to wait."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from support_gpu import MmapRows, job, make_worker, naive_copy, transfer
+
+from kvtier.geometry import Geometry, GroupLayout, KVLayout, TensorRef
+from kvtier.jobs import GPURuns
+from kvtier_gpu.engines.contract import Direction
+from kvtier_gpu.engines.memmove import AVOID_SECONDS, WAITS, MemmoveEngine
+from kvtier_gpu.plan import RegionShape, group_tables, plan_job
+from kvtier_gpu.surfaces import surfaces
+
+SIZES = (1000, 4096, 40_000, 64 << 10, 600 << 10)
+LAYOUT = KVLayout(
+    (
+        GroupLayout(tuple(TensorRef(index, size) for index, size in enumerate(SIZES))),
+        GroupLayout((TensorRef(len(SIZES), 30_000),)),
+    )
+)
+BLOCKS = 12
+
+Clock = Callable[[], float]
+
+
+def still() -> Clock:
+    """No call ever takes any time."""
+    return lambda: 0.0
+
+
+def slow() -> Clock:
+    """Every call had to wait."""
+    ticks = itertools.count()
+    return lambda: next(ticks) * 0.1
+
+
+def now_and_then(seed: int) -> Clock:
+    """Some calls had to wait, and some time passes anyhow."""
+    random, at = np.random.default_rng(seed), 0.0
+
+    def clock() -> float:
+        nonlocal at
+        at += float(random.choice([0.0, 1e-5, 0.01, 0.2], p=[0.5, 0.2, 0.2, 0.1]))
+        return at
+
+    return clock
+
+
+CLOCKS = [pytest.param(still, id="still"), pytest.param(slow, id="slow")]
+CLOCKS += [pytest.param(lambda seed=seed: now_and_then(seed), id=f"seed {seed}") for seed in range(6)]
+
+
+@pytest.mark.parametrize("make_clock", CLOCKS)
+@pytest.mark.parametrize("style", ["plain", "strided", "packed"])
+@pytest.mark.parametrize("direction", list(Direction))
+def test_whatever_calls_have_to_wait_every_byte_arrives_and_no_other_changes(
+    make_clock: Callable[[], Clock], style: str, direction: Direction
+) -> None:
+    geometry, random = Geometry(LAYOUT, 4096), np.random.default_rng(1)
+    rows, worker = MmapRows(geometry, 2 * BLOCKS), make_worker(geometry, BLOCKS + 1, style, random)
+    rows.view[:] = random.integers(0, 256, rows.view.shape, dtype=np.uint8)
+    places = random.permutation(2 * BLOCKS)
+    groups = []
+    for group, part in enumerate(np.array_split(places, 2)):
+        blocks = np.sort(random.permutation(BLOCKS + 1)[:BLOCKS]) if group else random.permutation(BLOCKS)
+        groups.append(transfer(group, GPURuns.whole(blocks), np.sort(part) if group else part))
+    work = job(*groups)
+
+    found = surfaces(worker.tensors, geometry)
+    shape = RegionShape(rows.num_rows, rows.row_bytes, 1)
+    plan = plan_job(work, group_tables(geometry, 0, found), shape, to_gpu=direction is Direction.TO_GPU)
+    before_rows, before_tensors = rows.view.copy(), worker.bytes()
+    engine, ended = MemmoveEngine(rows.view.reshape(-1), found, 1, make_clock()), threading.Event()
+    errors: list[Exception | None] = []
+    engine.start()
+    engine.submit(plan, direction, lambda error: (errors.append(error), ended.set()))  # type: ignore[func-returns-value]
+    assert ended.wait(20)
+    assert engine.stop(20)
+    assert errors == [None]
+    after_rows, after_tensors = rows.view.copy(), worker.bytes()
+
+    rows.view[:] = before_rows
+    for storage, content in zip(worker.storages, before_tensors, strict=True):
+        storage.numpy()[:] = content
+    naive_copy(geometry, work, 0, worker.tensors, rows.view, to_gpu=direction is Direction.TO_GPU)
+    assert np.array_equal(after_rows, rows.view)
+    assert all(np.array_equal(after, now) for after, now in zip(after_tensors, worker.bytes(), strict=True))
+    rows.close()
+
+
+def test_calls_that_have_to_wait_are_left_and_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    geometry = Geometry(KVLayout((GroupLayout((TensorRef(0, 64 << 10),)),)), 4096)
+    rows, worker = MmapRows(geometry, 64), make_worker(geometry, 64, "plain", np.random.default_rng(1))
+    found, order = surfaces(worker.tensors, geometry), np.random.default_rng(2).permutation(64)
+    work = job(transfer(0, GPURuns.whole(order), range(64)))
+    plan = plan_job(work, group_tables(geometry, 0, found), RegionShape(64, rows.row_bytes, 1), to_gpu=False)
+    at, waiting, calls = 0.0, True, 0
+
+    def clock() -> float:
+        nonlocal at, calls
+        calls += 1
+        at += 0.02 if waiting else 0.0
+        return at
+
+    engine = MemmoveEngine(rows.view.reshape(-1), found, 1, clock)
+
+    def calls_of_one_copy() -> int:
+        """How often the clock was asked: once before, once for the first call, once after each."""
+        nonlocal calls
+        calls = 0
+        ended = threading.Event()
+        engine.submit(plan, Direction.TO_ROWS, lambda error: ended.set())
+        assert ended.wait(20)
+        return calls
+
+    engine.start()
+    while_waiting = calls_of_one_copy()
+    avoided = calls_of_one_copy()
+    at, waiting = at + AVOID_SECONDS, False
+    later = calls_of_one_copy()
+    assert engine.stop(20)
+    assert WAITS < while_waiting < avoided + WAITS + 4
+    assert avoided < WAITS < later
+    rows.close()
