@@ -21,33 +21,31 @@ from kvtier_fs.files import blockfile, blocks, epochs, moving, pruning
 
 def _verify_without(monkeypatch: pytest.MonkeyPatch, *fields: str) -> None:
     """Loads take these fields as the header states them."""
-    verified = verify.verify_slot
+    verified = verify.verify_block
 
-    def verify_slot(read: verify.ReadSlot) -> verify.Mismatch | bytes:
-        found = slot.decode_slot_header(read.page)
+    def verify_block(
+        page: memoryview, payload: memoryview, fixed: bytes, key: bytes
+    ) -> verify.Mismatch | bytes:  # fmt: skip
+        found = slot.decode_slot_header(page)
         if found is None:
-            return verified(read)
-        expected = read.expected._replace(**{field: getattr(found, field) for field in fields})
-        return verified(verify.ReadSlot(read.page, read.payload, expected))
+            return verified(page, payload, fixed, key)
+        wanted = slot.unpack_fixed(fixed, key)._replace(**{field: getattr(found, field) for field in fields})
+        return verified(page, payload, slot.pack_fixed(wanted, len(page)), wanted.key)
 
-    _verify_by(monkeypatch, verify_slot)
-
-
-def _verify_by(monkeypatch: pytest.MonkeyPatch, verify_slot: Callable[..., verify.Mismatch | bytes]) -> None:
-    """In both layouts."""
-    monkeypatch.setattr(verify, "verify_slot", verify_slot)
-    monkeypatch.setattr(blockfile, "verify_slot", verify_slot)
+    monkeypatch.setattr(verify, "verify_block", verify_block)
 
 
 def without_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
     """The payload is what it is."""
-    verified = verify.verify_slot
+    verified = verify.verify_block
 
-    def verify_slot(read: verify.ReadSlot) -> verify.Mismatch | bytes:
-        found = verified(read)
-        return checksum(read.payload) if found is verify.Mismatch.PAYLOAD else found
+    def verify_block(
+        page: memoryview, payload: memoryview, fixed: bytes, key: bytes
+    ) -> verify.Mismatch | bytes:  # fmt: skip
+        found = verified(page, payload, fixed, key)
+        return checksum(payload) if found is verify.Mismatch.PAYLOAD else found
 
-    _verify_by(monkeypatch, verify_slot)
+    monkeypatch.setattr(verify, "verify_block", verify_block)
 
 
 def without_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import replace
 
 import pytest
+import xxhash
 from support_fs import Tier, counted, flat, keys, layout, open_tier, options, slot_place
 
 from kvtier.jobs import CORRUPT, LOADED, BlockStatus, JobKind, failed
+from kvtier_fs import transfer
+from kvtier_fs.opening import Seams
 from kvtier_fs.slot import decode_slot_header, encode_slot_header
 
 HEADER = 4096
@@ -44,7 +48,7 @@ def forge(tier: Tier, name, **changes: object) -> None:
     page = memoryview(bytearray(peek(path, offset, HEADER)))
     header = decode_slot_header(page)
     assert header is not None
-    encode_slot_header(header._replace(**changes), page, bytes(HEADER))
+    encode_slot_header(header._replace(**changes), page, memoryview(bytes(HEADER)))
     poke(path, offset, bytes(page))
 
 
@@ -95,6 +99,32 @@ async def test_the_bytes_of_another_slot_do_not_pass(tmp_path):
         target, to = slot_place(tier, second)
         poke(source, at, header + peek(target, to + HEADER, PAYLOAD))
         assert await tier.load(names) == [CORRUPT, LOADED]
+
+
+@pytest.mark.parametrize("wrong", [(), (0,), (3, 4), (7,), tuple(range(8))])
+@pytest.mark.parametrize("here", [0, PAYLOAD], ids=["on threads", "on the loop"])
+async def test_one_request_of_neighbours_is_judged_block_by_block(tmp_path, monkeypatch, here, wrong):
+    names, elsewhere = keys(8), []
+    verify_blocks = transfer.verify_blocks
+
+    def watched(checks):
+        elsewhere.append(threading.current_thread() is not threading.main_thread())
+        return verify_blocks(checks)
+
+    monkeypatch.setattr(transfer, "verify_blocks", watched)
+    async with open_tier(options(tmp_path / "root"), seams=Seams(checked_here_bytes=here)) as tier:
+        await tier.store_all(names)
+        for position in wrong:
+            path, offset = slot_place(tier, names[position])
+            poke(path, offset + HEADER + 100, bytes(8))
+        tier.rows.digests[:] = [b""] * len(tier.rows.digests)
+        wanted = [CORRUPT if position in wrong else LOADED for position in range(8)]
+        assert await tier.load(names) == wanted
+        assert counted(tier) == ({"mismatch.payload": len(wrong)} if wrong else {})
+        digests = [xxhash.xxh3_128(row).digest() for row in tier.rows.view[:8]]
+        expected = [digest if outcome.ok else b"" for digest, outcome in zip(digests, wanted, strict=True)]
+        assert tier.rows.digests[:8] == expected
+    assert set(elsewhere) == {not here}
 
 
 async def test_the_slab_of_another_root_does_not_count(tmp_path):

@@ -54,11 +54,11 @@ async def test_short_transfers_are_continued_to_the_last_byte(tmp_path, kind, pa
     async with open_tier(
         options(tmp_path / "root", capacity="64MiB"), layout(page_bytes), seams=engine.seams()
     ) as tier:
-        engine.fault = lambda io: rng.randrange(1, io.length + 1) if of_slots(kind)(io) else None
+        engine.fault = lambda io: rng.randrange(1, io.length) if of_slots(kind)(io) else None
         names = keys(4)
         await tier.store_all(names)
         assert await tier.load(names) == [LOADED] * 4, f"replay with --seed {seed}"
-        assert tier.backend.counters["io.short"] > 1
+        assert tier.backend.counters["io.short"] >= 1, f"replay with --seed {seed}"
 
 
 async def test_a_transfer_without_progress_fails_and_the_others_of_its_job_do_not(tmp_path):

@@ -19,6 +19,7 @@ from kvtier.options import TierOptions
 from kvtier.outlast import outlast
 from kvtier.registry import Preview
 from kvtier_fs import opening
+from kvtier_fs.batches import JobRun
 from kvtier_fs.closing import RootEnd
 from kvtier_fs.directory import recovered
 from kvtier_fs.files.backend import FilesBackend
@@ -32,7 +33,7 @@ from kvtier_fs.router import RouterParts, SlotRouter
 from kvtier_fs.scan import Wanted, recover_root
 from kvtier_fs.strict import StrictIO
 from kvtier_fs.threads import RootThreads
-from kvtier_fs.transfer import JobRun, Lane, LaneParts
+from kvtier_fs.transfer import Lane, LaneParts
 
 
 class FSBackend(LoadStore):
@@ -186,6 +187,7 @@ class FSBackend(LoadStore):
                 ledger=root.ledger,
                 header_bytes=self._layout.header_bytes,
                 depth=self.options.io_depth,
+                checked_here_bytes=self._seams.checked_here_bytes,
             )
             root.start(io, Lane(parts))
         return " and ".join(sorted({root.io.engine.name for root in self._roots}))
@@ -238,17 +240,20 @@ class FSBackend(LoadStore):
             router.check(job)
             started = self._context.clock()
             if kind is JobKind.STORE and not self._closing:
-                await router.cut(job)
+                cuts = router.cut(job)
+                if cuts:
+                    await asyncio.wait(cuts)
         if router is None or self._closing:
             return JobResult.uniform(job, dropped(DropReason.CLOSING))
         run = JobRun(job, kind, asyncio.get_running_loop())
         router.send(run)
         try:
-            await asyncio.shield(run.finished)
+            await run.finished
         except asyncio.CancelledError:
+            left = run.going_on()
             router.withdraw(run, CANCELLED)
             with suppress(asyncio.CancelledError):
-                await outlast(run.finished)
+                await outlast(left)
             raise
         return run.result(self._context.clock() - started)
 

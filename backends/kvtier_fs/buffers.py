@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -31,6 +32,16 @@ class HeaderPages:
     def release(self, number: int) -> None:
         """Give a page back, once no I/O uses it any more."""
         self._free.append(number)
+
+    def acquire_all(self, count: int) -> list[int]:
+        """The numbers of `count` free pages; there must be so many."""
+        taken = self._free[-count:]
+        del self._free[-count:]
+        return taken
+
+    def release_all(self, numbers: Sequence[int]) -> None:
+        """Give pages back, once no I/O uses them any more."""
+        self._free.extend(numbers)
 
 
 def _address(view: memoryview) -> int:

@@ -19,6 +19,9 @@ from kvtier_fs.slot import SlotHeader
 NOBODY = 0xFF
 """The owner of a slot that holds no block that counts."""
 
+SlotPlace = tuple[int, int, int]
+"""A region, the generation it is cut as, and a slot's number in it."""
+
 
 class RegionSlots:
     """The slots of one region as it is cut now: key, generation and owner by slot number."""
@@ -64,6 +67,10 @@ class Ledger:
         number = self._numbers.get(namespace, NOBODY)
         return number if number != NOBODY and self.owners[number].epoch == epoch else NOBODY
 
+    def own_number(self, epoch: int) -> int:
+        """Our number, NOBODY if our blocks of this epoch do not count."""
+        return self.number_of(self.owners[self.own].namespace, epoch)
+
     def cut(self, region: int, generation: int, count: int) -> RegionSlots:
         """A region has `count` empty slots from now on."""
         slots = self._regions[region] = RegionSlots(generation, count)
@@ -77,28 +84,33 @@ class Ledger:
         """The regions that are cut, in order."""
         return iter(sorted(self._regions.items()))
 
-    def begin(self, header: SlotHeader) -> None:
+    def begin(self, region: int, index: int) -> None:
         """A slot is about to be written: what it held is gone."""
-        slots = self._regions.get(header.region)
+        slots = self._regions.get(region)
         if slots is not None:
-            slots.owners[header.slot_index] = NOBODY
-            slots.keys[header.slot_index] = None
+            slots.owners[index] = NOBODY
+            slots.keys[index] = None
 
     def record(self, header: SlotHeader) -> None:
         """A slot holds what its header says, unless the region was cut or the namespace reset meanwhile."""
-        slots = self._regions.get(header.region)
         number = self.number_of(header.namespace, header.epoch)
-        if slots is None or slots.cut != header.region_generation or number == NOBODY:
-            return
-        slots.owners[header.slot_index] = number
-        slots.keys[header.slot_index] = header.key
-        slots.generations[header.slot_index] = header.generation
+        place = header.region, header.region_generation, header.slot_index
+        self.hold(number, place, header.key, header.generation)
 
-    def refuse(self, header: SlotHeader) -> None:
+    def hold(self, number: int, place: SlotPlace, key: bytes, generation: int) -> None:
+        """A slot holds a block of the owner of a number, unless that is nobody or the region was cut meanwhile."""
+        region, cut, index = place
+        slots = self._regions.get(region)
+        if slots is not None and slots.cut == cut and number != NOBODY:
+            slots.owners[index] = number
+            slots.keys[index] = key
+            slots.generations[index] = generation
+
+    def refuse(self, region: int, index: int, generation: int) -> None:
         """A slot was read and does not hold what was expected: nothing that counts, unless it moved on meanwhile."""
-        slots = self._regions.get(header.region)
-        if slots is not None and slots.generations[header.slot_index] == header.generation:
-            self.begin(header)
+        slots = self._regions.get(region)
+        if slots is not None and slots.generations[index] == generation:
+            self.begin(region, index)
 
     def reset(self, epoch: int) -> None:
         """Our namespace goes on with another epoch; nothing it stored before counts any more."""

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from kvtier.checksum import ONE_SHOT_BYTES
 from kvtier.errors import GeometryError, ResourceError, RootBusyError, RootError
 from kvtier.geometry import Geometry, round_up
 from kvtier.options import INDEX_BYTES_PER_SLOT
@@ -48,11 +49,13 @@ async def side_by_side(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 @dataclass(frozen=True, slots=True)
 class Seams:
-    """What a simulator or a fault test replaces: the files, the I/O engine (None: chosen by the options), the dice."""
+    """What a simulator or a fault test replaces: the files, the I/O engine (None: chosen by the options), the dice,
+    and how large a payload may be that is verified on the event loop."""
 
     folder: Callable[[str, FSOptions], RootFolder] = RootFolder
     engine: Callable[[Root], IOEngine] | None = None
     random_bytes: Callable[[int], bytes] = os.urandom
+    checked_here_bytes: int = ONE_SHOT_BYTES
 
 
 async def enter_root(path: str, options: FSOptions, seams: Seams) -> Root | None:

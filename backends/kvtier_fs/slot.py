@@ -14,6 +14,8 @@ MIN_HEADER_BYTES = 4096
 
 _FRONT = struct.Struct("<8s16s")
 _FIXED = struct.Struct("<II16sQ16sIIQQQQIHH")
+_SHARED = struct.Struct("<II16sQ16s")
+_OWN = struct.Struct("<IIQQQQIHH")
 _CHECKED_FROM = _FRONT.size
 _PAYLOAD_DIGEST_AT = _CHECKED_FROM + _FIXED.size
 KEY_AT = _PAYLOAD_DIGEST_AT + DIGEST_BYTES
@@ -51,22 +53,18 @@ def header_checksum(page: memoryview) -> bytes:
 
 def pack_fixed(header: SlotHeader, header_bytes: int) -> bytes:
     """The fixed fields that a reader can foretell, in one string: everything between checksum and payload digest."""
-    return _FIXED.pack(
-        FORMAT_VERSION,
-        header_bytes,
-        header.namespace,
-        header.epoch,
-        header.root_uuid,
-        header.region,
-        header.slot_index,
-        header.region_generation,
-        header.slot_bytes,
-        header.payload_bytes,
-        header.generation,
-        header.group,
-        len(header.key),
-        0,
-    )
+    shared = pack_shared(header_bytes, header.namespace, header.epoch, header.root_uuid)
+    return shared + pack_own(*header[3:10], len(header.key))
+
+
+def pack_shared(header_bytes: int, namespace: bytes, epoch: int, root_uuid: bytes) -> bytes:
+    """The first of the fixed fields: those that all blocks of a job on one root have in common."""
+    return _SHARED.pack(FORMAT_VERSION, header_bytes, namespace, epoch, root_uuid)
+
+
+def pack_own(*fields: int) -> bytes:
+    """The other fixed fields: `SlotHeader`'s own from `region` to `group`, and the length of the key in bytes."""
+    return _OWN.pack(*fields, 0)
 
 
 def fixed_bytes(page: memoryview) -> memoryview:
@@ -74,14 +72,18 @@ def fixed_bytes(page: memoryview) -> memoryview:
     return page[_CHECKED_FROM:_PAYLOAD_DIGEST_AT]
 
 
-def encode_slot_header(header: SlotHeader, page: memoryview, zeros: bytes) -> None:
+def encode_slot_header(header: SlotHeader, page: memoryview, zeros: memoryview) -> None:
     """Fill a header page. `zeros` is a page of zero bytes: whatever the header does not use is zero on disk."""
-    key_end = KEY_AT + len(header.key)
-    page[_CHECKED_FROM:_PAYLOAD_DIGEST_AT] = pack_fixed(header, len(page))
-    page[_PAYLOAD_DIGEST_AT:KEY_AT] = header.payload_digest
-    page[KEY_AT:key_end] = header.key
-    page[key_end:] = zeros[key_end:]
-    _FRONT.pack_into(page, 0, SLOT_MAGIC, header_checksum(page))
+    write_slot_header(page, pack_fixed(header, len(page)), header.payload_digest, header.key, zeros)
+
+
+def write_slot_header(page: memoryview, fixed: bytes, payload_digest: bytes, key: bytes, zeros: memoryview) -> None:
+    """Fill a header page of which the fixed fields are packed already."""
+    said = fixed + payload_digest + key
+    end = _CHECKED_FROM + len(said)
+    page[_CHECKED_FROM:end] = said
+    page[end:] = zeros[end:]
+    page[:_CHECKED_FROM] = SLOT_MAGIC + xxhash.xxh3_128_digest(page[_CHECKED_FROM:])
 
 
 def checksum_holds(page: memoryview) -> bool:
@@ -103,9 +105,12 @@ def decode_slot_header(page: memoryview) -> SlotHeader | None:
     """The header a page holds; None if it is no whole slot header of this format."""
     if not magic_holds(page) or not checksum_holds(page):
         return None
-    fields = _FIXED.unpack_from(page, _CHECKED_FROM)
-    version, header_bytes, key_bytes = fields[0], fields[1], fields[12]
+    version, header_bytes, *_, key_bytes, _ = _FIXED.unpack_from(page, _CHECKED_FROM)
     if (version, header_bytes) != (FORMAT_VERSION, len(page)) or key_bytes > max_key_bytes(len(page)):
         return None
-    key = bytes(page[KEY_AT : KEY_AT + key_bytes])
-    return SlotHeader._make((*fields[2:12], key, payload_digest(page)))
+    return unpack_fixed(fixed_bytes(page), bytes(page[KEY_AT : KEY_AT + key_bytes]), payload_digest(page))
+
+
+def unpack_fixed(fixed: bytes | memoryview, key: bytes, payload_digest: bytes = b"") -> SlotHeader:
+    """The header whose fixed fields were packed so."""
+    return SlotHeader._make((*_FIXED.unpack(fixed)[2:12], key, payload_digest))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from kvtier.checksum import checksum
 from kvtier_fs.slot import (
@@ -16,6 +17,7 @@ from kvtier_fs.slot import (
     magic_holds,
     pack_fixed,
     payload_digest,
+    unpack_fixed,
 )
 
 
@@ -64,18 +66,17 @@ class ReadSlot:
 
 def verify_slot(read: ReadSlot) -> Mismatch | bytes:
     """The payload's checksum if everything holds, else the first thing that does not."""
-    page, expected = read.page, read.expected
+    return verify_block(read.page, read.payload, pack_fixed(read.expected, len(read.page)), read.expected.key)
+
+
+def verify_block(page: memoryview, payload: memoryview, fixed: bytes, key: bytes) -> Mismatch | bytes:
+    """`verify_slot` where the fixed fields that are expected are packed already."""
     if not checksum_holds(page):
         return Mismatch.HEADER_CHECKSUM
-    key_end = KEY_AT + len(expected.key)
-    if not (
-        magic_holds(page)
-        and fixed_bytes(page) == pack_fixed(expected, len(page))
-        and page[KEY_AT:key_end] == expected.key
-    ):
-        return _first_difference(page, expected)
+    if not (magic_holds(page) and fixed_bytes(page) == fixed and page[KEY_AT : KEY_AT + len(key)] == key):
+        return _first_difference(page, unpack_fixed(fixed, key))
     stated = payload_digest(page)
-    return stated if checksum(read.payload) == stated else Mismatch.PAYLOAD
+    return stated if checksum(payload) == stated else Mismatch.PAYLOAD
 
 
 def _first_difference(page: memoryview, expected: SlotHeader) -> Mismatch:
@@ -86,6 +87,15 @@ def _first_difference(page: memoryview, expected: SlotHeader) -> Mismatch:
     return next(differing, Mismatch.KEY)
 
 
-def verify_slots(reads: Sequence[ReadSlot]) -> list[Mismatch | bytes]:
-    """`verify_slot` for each of a batch."""
-    return [verify_slot(read) for read in reads]
+class Check(NamedTuple):
+    """What `verify_block` is asked about one block."""
+
+    page: memoryview
+    payload: memoryview
+    fixed: bytes
+    key: bytes
+
+
+def verify_blocks(checks: Sequence[Check]) -> list[Mismatch | bytes]:
+    """`verify_block` for each of a batch."""
+    return [verify_block(*check) for check in checks]

@@ -18,6 +18,7 @@ from kvtier.loadstore import LoadStore, LookupResult, Opened, Ownership, Rows, T
 from kvtier.options import TierOptions
 from kvtier.outlast import outlast
 from kvtier.registry import Preview
+from kvtier_fs.batches import JobRun
 from kvtier_fs.files import opening, pruning
 from kvtier_fs.files.blockfile import Wanted
 from kvtier_fs.files.blocks import Block, BlockSteps
@@ -29,7 +30,6 @@ from kvtier_fs.io.probe import probe_path
 from kvtier_fs.options import FSOptions
 from kvtier_fs.slot import SlotHeader, max_key_bytes
 from kvtier_fs.threads import RootThreads
-from kvtier_fs.transfer import JobRun
 
 _log = logging.getLogger("kvtier.fs")
 _NANOSECONDS = 1_000_000_000

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvtier.jobs import CORRUPT, LOADED, MISSING, PRESENT, STORED, BlockOutcome, DropReason, JobKind, dropped, failed
+from kvtier_fs.batches import JobRun, error_outcome
 from kvtier_fs.files.blockfile import (
     GONE,
     Absent,
@@ -35,7 +36,6 @@ from kvtier_fs.files.folder import Busy, let_go
 from kvtier_fs.files.root import SharedRoot
 from kvtier_fs.io.contract import IOKind
 from kvtier_fs.slot import SlotHeader, encode_slot_header
-from kvtier_fs.transfer import JobRun, error_outcome
 from kvtier_fs.verify import Mismatch
 
 _log = logging.getLogger("kvtier.fs")
@@ -73,7 +73,7 @@ class BlockSteps:
     def __init__(self, root: SharedRoot, set_checksum: Callable[[int, bytes], None]) -> None:
         self._root = root
         self._set_checksum = set_checksum
-        self._zeros = bytes(root.tree.header_bytes)
+        self._zeros = memoryview(bytes(root.tree.header_bytes))
         self._counters: Counter[str] = root.counters
 
     async def run(self, block: Block, current: asyncio.Future[int | None]) -> None:

@@ -220,7 +220,11 @@ class _Process:
         backend, system = self.world.backend, self.system
         options = backend.Options.model_validate(self.world.plan.fs)
         if not self.world.plan.shares_root:
-            seams = sys.modules[backend.__module__].Seams(engine=self._engine, random_bytes=self.dice.randbytes)
+            seams = sys.modules[backend.__module__].Seams(
+                engine=self._engine,
+                random_bytes=self.dice.randbytes,
+                checked_here_bytes=self.dice.choice((0, 4096, 1 << 20)),
+            )
             make: Callable[..., LoadStore] = backend
             return make(options, seams)
         files = sys.modules[f"{backend.__module__.partition('.')[0]}.files.backend"]
