@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import mmap
 import os
 import sys
 
 import pytest
+from support_fs import keys, open_tier, options
+from support_fs_engine import FaultyEngine
 
 from kvtier.errors import ResourceError
+from kvtier.jobs import LOADED
+from kvtier_fs.buffers import HeaderPages
 from kvtier_fs.io.contract import IOKind, IORequest
 from kvtier_fs.io.uring import UringEngine, probe_uring
-from kvtier_fs.io.vectors import Vector
+from kvtier_fs.io.vectors import Vector, _address
 
 needs_uring = pytest.mark.skipif(bool(probe_uring()), reason=f"no io_uring: {probe_uring()}")
 
@@ -53,3 +58,28 @@ async def test_buffers_are_let_go_when_their_request_has_ended(tmp_path) -> None
     assert sys.getrefcount(view) == before
     view.release()
     memory.close()
+
+
+@needs_uring
+def test_known_places_point_a_vector_as_the_buffers_themselves_do() -> None:
+    iovec = importlib.import_module("liburing").Iovec
+    pages = HeaderPages(6, 4096)
+    for chosen in ([0], [5, 1], [2, 0, 4, 1]):
+        looked, told = Vector(iovec), Vector(iovec)
+        buffers = [pages.pages[i][: 4096 - 512 * i] for i in chosen]
+        places = [word for i, buffer in zip(chosen, buffers, strict=True) for word in (pages.addresses[i], len(buffer))]
+        looked.point(buffers)
+        told.point(buffers, places)
+        assert told._object.length == looked._object.length == len(chosen)
+        assert told._words[: 2 * len(chosen)].tolist() == looked._words[: 2 * len(chosen)].tolist() == places
+
+
+async def test_a_lane_tells_places_that_are_its_buffers(tmp_path) -> None:
+    engine = FaultyEngine()
+    async with open_tier(options(tmp_path / "root"), seams=engine.seams()) as tier:
+        await tier.store_all(keys(8))
+        assert set(await tier.load(keys(8))) == {LOADED}
+    told = [io for io in engine.seen if io.places]
+    assert {io.kind for io in told} == {IOKind.READ, IOKind.WRITE}
+    for io in told:
+        assert list(io.places) == [word for buffer in io.buffers for word in (_address(buffer), len(buffer))]

@@ -72,9 +72,9 @@ class JobRun:
 class Batch:
     """Blocks of one group of a job that began together, in the order of their places; entry i of each list is block i.
 
-    `payloads` are the rows' own memory, `fds` and `offsets` say where the slots begin. `regions`, `indices` and `cuts`
-    name the slots; `fixed` is what their headers say or should, `digests` the payloads' checksums (of a store).
-    `left` counts the blocks that have not ended.
+    `payloads` are the rows' own memory, at `addresses`; `fds` and `offsets` say where the slots begin. `regions`,
+    `indices` and `cuts` name the slots; `fixed` is what their headers say or should, `digests` the payloads' checksums
+    (of a store). `left` counts the blocks that have not ended.
     """
 
     run: JobRun
@@ -82,6 +82,7 @@ class Batch:
     positions: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     payloads: list[memoryview] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
     regions: list[int] = field(default_factory=list)

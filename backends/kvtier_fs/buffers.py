@@ -17,7 +17,9 @@ class HeaderPages:
     def __init__(self, count: int, page_bytes: int) -> None:
         view = memoryview(mmap.mmap(-1, (count + 1) * page_bytes))
         start = -_address(view) % page_bytes
-        self.pages = [view[at : at + page_bytes] for at in range(start, start + count * page_bytes, page_bytes)]
+        places = range(start, start + count * page_bytes, page_bytes)
+        self.pages = [view[at : at + page_bytes] for at in places]
+        self.addresses = [_address(view) + at for at in places]
         self._free = list(range(count))
 
     @property

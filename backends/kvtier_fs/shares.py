@@ -21,6 +21,7 @@ class TierSide:
         self.rows, self.layout, self.namespace, self.counters = rows, layout, namespace, counters
         self.row_bytes = rows.row_bytes
         self.memory = rows.view.reshape(-1).data
+        self.address = int(rows.view.ctypes.data)
         self.slots_per_region = space.slots_per_region
         self.max_key_bytes = max_key_bytes(layout.header_bytes)
 
@@ -78,6 +79,7 @@ class RootShare:
             batch.positions.append(position)
             batch.rows.append(row)
             batch.payloads.append(memory[row * row_bytes : row * row_bytes + length])
+            batch.addresses.append(side.address + row * row_bytes)
             batch.keys.append(key)
             if self._storing:
                 batch.digests.append(side.rows.checksum(row))

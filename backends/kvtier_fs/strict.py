@@ -28,8 +28,9 @@ class StrictRequest(IORequest):
         offset: int,
         buffers: list[memoryview],
         done: Callable[[IORequest, int], None],
+        places: Sequence[int] = (),
     ) -> None:
-        super().__init__(kind, fd, offset, buffers, done)
+        super().__init__(kind, fd, offset, buffers, done, places)
         self.retries = 0
 
     def after(self, moved: int) -> StrictRequest:

@@ -41,9 +41,9 @@ class _Piece(StrictRequest):
 
     def __init__(
         self, batch: Batch, first: int, last: int, kind: IOKind, offset: int, buffers: list[memoryview],
-        done: Callable[..., None],
+        done: Callable[..., None], places: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        super().__init__(kind, batch.fds[first], offset, buffers, done)
+        super().__init__(kind, batch.fds[first], offset, buffers, done, places)
         self.batch, self.first, self.last = batch, first, last
 
     def after(self, moved: int) -> _Piece:
@@ -192,14 +192,18 @@ class Lane:
     def _piece(self, batch: Batch, first: int, last: int, part: tuple[int, int] | None = None) -> _Piece:
         """The request for some blocks, or for bytes `part[0]` to `part[1]` of one block and its header."""
         kind = IOKind.WRITE if batch.run.kind is JobKind.STORE else IOKind.READ
-        pages = self._pages.pages
+        pages, headers, header_bytes = self._pages.pages, self._pages.addresses, self._parts.header_bytes
+        length = len(batch.payloads[first])
         buffers: list[memoryview] = []
+        places: list[int] = []
         for i in range(first, last):
-            buffers += pages[batch.pages[i]], batch.payloads[i]
+            page = batch.pages[i]
+            buffers += pages[page], batch.payloads[i]
+            places += headers[page], header_bytes, batch.addresses[i], length
         offset = batch.offsets[first]
         if part is not None:
-            buffers, offset = span(buffers, *part), offset + part[0]
-        return _Piece(batch, first, last, kind, offset, buffers, self._piece_done)
+            return _Piece(batch, first, last, kind, offset + part[0], span(buffers, *part), self._piece_done)
+        return _Piece(batch, first, last, kind, offset, buffers, self._piece_done, places)
 
     def _piece_done(self, piece: IORequest, result: int) -> None:
         assert isinstance(piece, _Piece)

@@ -28,10 +28,11 @@ class IORequest:
     """One vectored read or write at an offset of an open file.
 
     `done(request, result)` is called once, on the event loop: bytes moved (0 at a file's end) or a negative errno.
-    Until then the engine holds `buffers`, whatever becomes of those who wait for them.
+    Until then the engine holds `buffers`, whatever becomes of those who wait for them. `places` says where they lie
+    in memory, address and length in turn, for an engine that tells the kernel; empty where it has to find out.
     """
 
-    __slots__ = ("buffers", "done", "fd", "kind", "length", "offset")
+    __slots__ = ("buffers", "done", "fd", "kind", "length", "offset", "places")
 
     def __init__(
         self,
@@ -40,6 +41,7 @@ class IORequest:
         offset: int,
         buffers: list[memoryview],
         done: Callable[[IORequest, int], None],
+        places: Sequence[int] = (),
     ) -> None:
         self.kind = kind
         self.fd = fd
@@ -47,6 +49,7 @@ class IORequest:
         self.buffers = buffers
         self.done = done
         self.length = sum(map(len, buffers))
+        self.places = places
 
 
 def hand_out(loop: asyncio.AbstractEventLoop, ended: deque[tuple[IORequest, int]], then: Callable[[], None]) -> None:

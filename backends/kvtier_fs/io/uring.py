@@ -80,7 +80,7 @@ class _Ring:
         if entry is None:
             return None
         vector = self.vectors.pop() if self.vectors else Vector(self.api.Iovec)
-        vector.point(request.buffers)
+        vector.point(request.buffers, request.places)
         if request.kind is IOKind.READ:
             self.api.io_uring_prep_readv(entry, request.fd, vector.iovec, request.offset)
         else:

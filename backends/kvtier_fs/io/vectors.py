@@ -9,6 +9,7 @@ way to do that, so the object is written through ctypes, after checking that it 
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ def _address(buffer: memoryview) -> int:
 class Vector:
     """One `Iovec` for one request at a time. Whoever points it keeps the buffers alive until the request ended."""
 
-    __slots__ = ("_memory", "_object", "_parts", "iovec")
+    __slots__ = ("_memory", "_object", "_parts", "_words", "iovec")
 
     def __init__(self, iovec_type: Any) -> None:
         """Raises ResourceError if the package's object is not laid out as expected."""
@@ -51,12 +52,19 @@ class Vector:
         self._parts = (_Part * MAX_BUFFERS).from_address(self._object.parts)
         if any((part.base, part.length) != (_address(self._memory), 8) for part in self._parts):
             raise ResourceError("the liburing package lays its vectors out in an unknown way")
+        self._words = memoryview(self._parts).cast("B").cast("Q")
 
-    def point(self, buffers: Sequence[memoryview]) -> None:
-        """Let the vector name these writable buffers, at most MAX_BUFFERS."""
+    def point(self, buffers: Sequence[memoryview], places: Sequence[int] = ()) -> None:
+        """Let the vector name these writable buffers, at most MAX_BUFFERS.
+
+        `places` are their addresses and lengths in turn, where they are known: then nobody has to look.
+        """
+        self._object.length = len(buffers)
+        if places:
+            self._words[: len(places)] = memoryview(array("Q", places))
+            return
         parts = self._parts
         for i, buffer in enumerate(buffers):
             part = parts[i]
             part.base = _address(buffer)
             part.length = buffer.nbytes
-        self._object.length = len(buffers)
