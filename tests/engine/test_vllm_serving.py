@@ -30,15 +30,16 @@ def test_every_tier_gives_the_same_tokens(models, plain, root, tmp_path, kind):
     print(kind, [sum(a.cached) for a in (plain[kind], cold, from_cpu, restarted, small, again)], "of", everything)
 
 
-def test_two_workers_give_the_same_tokens(models, root, tmp_path):
-    config = {"tensor_parallel_size": 2}
-    with engine(models["llama"], tmp_path, **config) as vllm:
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_workers_give_the_same_tokens(models, root, tmp_path, kind):
+    config = {"tensor_parallel_size": 2, **KINDS[kind]}
+    with engine(models[kind], tmp_path, **config) as vllm:
         expected = vllm.generate(prompts(SEED))
-    with engine(models["llama"], tmp_path, stack(root, 600), **config) as vllm:
+    with engine(models[kind], tmp_path, stack(root, 600, kind), **config) as vllm:
         cold = vllm.generate(prompts(SEED))
         vllm.reset()
         from_cpu = vllm.generate(prompts(SEED))
-    with engine(models["llama"], tmp_path, stack(root, 32), **config) as vllm:
+    with engine(models[kind], tmp_path, stack(root, 32, kind), **config) as vllm:
         from_disk = vllm.generate(prompts(SEED))
     for answer in (cold, from_cpu, from_disk):
         assert answer.tokens == expected.tokens
