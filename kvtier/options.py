@@ -74,6 +74,10 @@ class TierOptions(Options):
         return self
 
 
+MAX_LOWER_TIERS = 8
+"""Tiers below the CPU tier, at most: what a row is owed to is kept as bits of a byte."""
+
+
 class LowerTierOptions(TierOptions):
     """What every tier below the CPU can be told."""
 

@@ -170,6 +170,10 @@ MISTAKES = {
         "tiers[1]: a stack has exactly one CPU tier",
     ),
     "cpu below the disk": (f"tiers: [{{{DISK}}}, {CPU}]", "tiers[1]: the CPU tier comes before every lower tier"),
+    "nine below the cpu": (
+        f"tiers: [{CPU}, {', '.join(f'{{{DISK}, name: d{i}}}' for i in range(9))}]",
+        "tiers[9]: a stack has at most 8 tiers below the CPU tier",
+    ),
     "one name twice": (
         f"tiers: [{CPU}, {{{DISK}}}, {{{DISK}}}]",
         "tiers[2].name: 'disk' is already the name of tiers[1]; give one its own",

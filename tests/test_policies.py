@@ -120,7 +120,7 @@ class PolicyContract:
         assert place[7] < place[6] < place[5] < place[4]
         assert place[3] < place[2] < place[5]
 
-    @pytest.mark.parametrize("call", ["insert", "touch", "remove"])
+    @pytest.mark.parametrize("call", ["insert", "touch", "renew", "remove"])
     def test_a_slot_in_the_wrong_state_is_our_bug_and_says_so(self, call):
         policy, _ = filled(self.name, 4)
         policy.evict(1, bytearray(4))
@@ -257,6 +257,9 @@ class LRUModel:
         for slot in slots:
             self.order.move_to_end(slot)
 
+    def renew(self, slots) -> None:
+        self.touch(slots)
+
     def remove(self, slots) -> None:
         for slot in slots:
             del self.order[slot]
@@ -315,6 +318,10 @@ class ARCModel:
             self.t1.pop(slot, None)
             self.t2.pop(slot, None)
             self.t2[slot] = None
+
+    def renew(self, slots) -> None:
+        for slot in slots:
+            (self.t1 if slot in self.t1 else self.t2).move_to_end(slot)
 
     def remove(self, slots) -> None:
         for slot in slots:
@@ -427,6 +434,11 @@ class PolicyMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def touch(self, data):
         self.both("touch", data.draw(st.lists(st.sampled_from(sorted(self.ready.values())), max_size=8)))
+
+    @precondition(lambda self: self.ready)
+    @rule(data=st.data())
+    def renew(self, data):
+        self.both("renew", data.draw(st.lists(st.sampled_from(sorted(self.ready.values())), max_size=8)))
 
     @precondition(lambda self: self.ready)
     @rule(data=st.data())

@@ -21,6 +21,7 @@ def stack_parts(
     kv_caches: KVCaches | None = None,
     workers: Sequence[LoadStore] = (),
     backends: Backends | None = None,
+    engine_id: str = "",
 ) -> StackParts:
     """What TierStack and EngineStack are made of. Opens nothing.
 
@@ -43,11 +44,18 @@ def stack_parts(
         lookup_seconds=config.lookup_timeout_seconds,
         close_seconds=config.close_timeout_seconds,
     )
-    return StackParts(tiers, namespace, kv_caches, workers, settings=settings)
+    return StackParts(tiers, namespace, kv_caches, workers, engine_id, settings)
 
 
 def open_stack(
-    config: StackConfig, namespace: Namespace, kv_caches: KVCaches | None = None, workers: Sequence[LoadStore] = ()
+    config: StackConfig,
+    namespace: Namespace,
+    kv_caches: KVCaches | None = None,
+    workers: Sequence[LoadStore] = (),
+    engine_id: str = "",
 ) -> TierStack:
-    """A stack for `async with`, from a stack file and an engine's namespace and KV cache tensors (or its workers)."""
-    return TierStack(stack_parts(config, namespace, kv_caches, workers))
+    """A stack for `async with`, from a stack file and an engine's namespace and KV cache tensors (or its workers).
+
+    `engine_id` names the shared region for processes that have to find it; random when empty.
+    """
+    return TierStack(stack_parts(config, namespace, kv_caches, workers, engine_id=engine_id))

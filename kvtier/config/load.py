@@ -15,7 +15,7 @@ from kvtier.config.strict_yaml import Value, parse_text, read_text
 from kvtier.errors import ConfigError
 from kvtier.keys import CPU, GPU
 from kvtier.loadstore import LoadStore
-from kvtier.options import LowerTierOptions, TierOptions
+from kvtier.options import MAX_LOWER_TIERS, LowerTierOptions, TierOptions
 from kvtier.registry import Backends, discover, suggest
 
 MAX_TIERS = 64
@@ -142,6 +142,9 @@ def _order_problems(media: Sequence[str]) -> list[ConfigError]:
             problems.append(ConfigError("a stack has exactly one CPU tier; remove this one", at))
         elif medium == CPU and any(above != GPU for above in media[:index]):
             problems.append(ConfigError("the CPU tier comes before every lower tier; move it up", at))
+        elif index - (GPU in media[:1]) > MAX_LOWER_TIERS:
+            problems.append(ConfigError(f"a stack has at most {MAX_LOWER_TIERS} tiers below the CPU tier", at))
+            break
     if CPU not in media:
         reason = "a stack needs a CPU tier; add `- type: cpu` with cpu_bytes_to_use after the GPU tier"
         problems.append(ConfigError(reason, "tiers"))

@@ -238,8 +238,7 @@ class OwnedTier:
 
     def reorder(self, slots: Sequence[int]) -> None:
         """These ready slots are the most recent, the last one most of all, as if they had become ready just now."""
-        self.policy.remove(slots)
-        self.policy.insert(slots)
+        self.policy.renew(slots)
 
     def ready(self, key: OffloadKey) -> int | None:
         """The slot that holds this key's bytes, or None."""

@@ -93,6 +93,11 @@ class ARC(EvictionPolicy):
         self._sizes[ONCE] -= promoted
         self._sizes[AGAIN] += promoted
 
+    def renew(self, slots: Sequence[int]) -> None:
+        """Each stays in the list it is in."""
+        for slot in slots:
+            self._lists.heat(self._where[slot], (slot,))
+
     def remove(self, slots: Sequence[int]) -> None:
         self._lists.unlink(slots)
         for slot in slots:

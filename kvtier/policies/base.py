@@ -31,6 +31,10 @@ class EvictionPolicy(ABC):
         """These ready slots were used; the last one is the most recent."""
 
     @abstractmethod
+    def renew(self, slots: Sequence[int]) -> None:
+        """These ready slots are the most recent after all, the last one most of all; nobody has used them again."""
+
+    @abstractmethod
     def remove(self, slots: Sequence[int]) -> None:
         """These slots' content is gone for good (corrupt, reset): nothing about it is remembered."""
 

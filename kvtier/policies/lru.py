@@ -26,6 +26,9 @@ class LRU(EvictionPolicy):
     def touch(self, slots: Sequence[int]) -> None:
         self._lists.heat(0, slots)
 
+    def renew(self, slots: Sequence[int]) -> None:
+        self._lists.heat(0, slots)
+
     def remove(self, slots: Sequence[int]) -> None:
         self._lists.unlink(slots)
 

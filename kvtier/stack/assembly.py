@@ -21,10 +21,11 @@ from kvtier.loadstore import (
     Opened,
     ProbesAlignment,
     ProvidesRows,
+    Resettable,
     TierContext,
 )
 from kvtier.namespace import Namespace
-from kvtier.options import LowerTierOptions
+from kvtier.options import MAX_LOWER_TIERS, LowerTierOptions
 from kvtier.stack.closing import close_each
 from kvtier.stack.dispatcher import Delivery, Dispatcher, Lane
 
@@ -96,6 +97,8 @@ def split_tiers(parts: StackParts) -> tuple[Sequence[LoadStore], LoadStore, list
         raise ConfigError("a stack needs a cpu tier, right below the gpu tier if there is one", "tiers")
     if any(tier.medium in (GPU, CPU) for tier in tiers[1:]):
         raise ConfigError("a stack has one gpu tier at the top and one cpu tier below it", "tiers")
+    if len(tiers) - 1 > MAX_LOWER_TIERS:
+        raise ConfigError(f"a stack has at most {MAX_LOWER_TIERS} tiers below the cpu tier", "tiers")
     if parts.workers and parts.kv_caches is not None:
         raise UsageError("a stack has kv_caches of its own or workers that have them, not both")
     if not parts.workers and not gpu:
@@ -160,6 +163,9 @@ async def _assemble(
         namespace = parts.refine(namespace, cpu.worker_notes())
     for lower in lowers:
         opened.append(await open_tier(lower, rows=cpu.rows))
+        if opened[-1].space is None and not isinstance(lower, Resettable):
+            name = lower.options.name or lower.options.type
+            raise ConfigError(f"tier {name} is shared and has no reset(epoch): it would serve old weights", "tiers")
     plans = [_plan(tier, result, geometry, parts.settings) for tier, result in zip([cpu, *lowers], opened, strict=True)]
     plane = ControlPlane(plans[0], plans[1:], geometry.factor, _limits(cpu, cpu.rows.num_rows, parts.settings))
     lanes = [Lane(cpu, UNBOUNDED_BYTES)] + [Lane(lower, _inflight_bytes(lower)) for lower in lowers]
