@@ -35,7 +35,8 @@ def main(files: tuple[Path, ...]) -> None:
         notes: dict[str, int] = {}
         for result in results:
             for note, count in result["notes"].items():
-                notes[note] = notes.get(note, 0) + count
+                before = notes.get(note, 0)
+                notes[note] = max(before, count) if note.endswith("at most") else before + count
         if notes:
             print(f"- **{name}**: " + ", ".join(f"{note} {count:,}" for note, count in sorted(notes.items())) + ".")
 
