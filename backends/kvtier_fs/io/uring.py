@@ -215,7 +215,8 @@ class UringEngine(IOEngine):
         self._queue.extend(requests)
         if self._queue:
             self._idle.clear()
-            self._call_pump()
+            if not self._pump_called:
+                self._pump()
 
     def _call_pump(self) -> None:
         if not self._pump_called:
@@ -291,12 +292,12 @@ class UringEngine(IOEngine):
         self._keep(bool(self._kernel))
         if ring.ready():
             self._call_reap()
-        if self._queue:
-            self._call_pump()
-        hand_out(self._loop, ended, self._rest)
+        hand_out(self._loop, ended, self._go_on_or_rest)
 
-    def _rest(self) -> None:
-        if not self.in_flight:
+    def _go_on_or_rest(self) -> None:
+        if self._queue and not self._pump_called:
+            self._pump()
+        elif not self.in_flight:
             self._idle.set()
 
     async def close(self, timeout_seconds: float) -> int:
