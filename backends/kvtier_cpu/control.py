@@ -107,7 +107,7 @@ class ControlArea:
         stretch = shape.world_size * shape.row_stride
         self._valid: Words = _words(memory, valid, stretch).reshape(shape.world_size, -1)
         self._ended: Words = _words(memory, ended, stretch).reshape(shape.world_size, -1)
-        self._checksums = memory[checksums : checksums + shape.num_rows * CHECKSUM_BYTES].reshape(-1, CHECKSUM_BYTES)
+        self._checksums = memory[checksums : checksums + shape.num_rows * CHECKSUM_BYTES].data
         self._notes = memory[notes : notes + shape.world_size * NOTE_BYTES].reshape(-1, NOTE_BYTES)
 
     def write_identity(self, digest: bytes, incarnation: int) -> None:
@@ -225,12 +225,14 @@ class ControlArea:
         return ended
 
     def checksum(self, row: int) -> bytes:
-        return bytes(self._checksums[self._row(row)])
+        start = self._row(row) * CHECKSUM_BYTES
+        return bytes(self._checksums[start : start + CHECKSUM_BYTES])
 
     def set_checksum(self, row: int, digest: bytes) -> None:
         if len(digest) != CHECKSUM_BYTES:
             raise UsageError(f"a row's checksum has {CHECKSUM_BYTES} bytes, got {len(digest)}")
-        self._checksums[self._row(row)] = np.frombuffer(digest, dtype=np.uint8)
+        start = self._row(row) * CHECKSUM_BYTES
+        self._checksums[start : start + CHECKSUM_BYTES] = digest
 
     def _worker(self, worker: int) -> int:
         if not 0 <= worker < self._shape.world_size:

@@ -6,7 +6,6 @@ import errno
 from collections import Counter
 
 from kvtier.jobs import MISSING, BlockOutcome, DropReason, GPURuns, IntArray, JobKind, dropped, failed
-from kvtier.keys import OffloadKey
 from kvtier.loadstore import Rows, SlotSpace
 from kvtier_fs.batches import Batch, JobRun, error_outcome
 from kvtier_fs.opening import Layout
@@ -57,42 +56,40 @@ class RootShare:
         if first == last:
             return None
         self._begun = last
-        side, root = self._side, self._root
-        memory, row_bytes, length = side.memory, side.row_bytes, self._payload_bytes
+        side, root, slot_bytes, length = self._side, self._root, self._slot_bytes, self._payload_bytes
         batch = Batch(self.run, self._number)
+        slots_fit = root.plan.region_bytes // slot_bytes
         ahead = self._storing and not root.takes_epoch(side.namespace, self.run.job.epoch)
-        region, fd, start, state, refused = -1, -1, 0, RegionState(), None
+        region, fd, start, cut, refused = -1, -1, 0, 0, None
         for i in range(first, last):
             numbered, index = divmod(self._slots[i], side.slots_per_region)
-            position, row, generation = self._positions[i], self._rows[i], self._generations[i]
-            key = self._keys[position]
             if numbered - root.first_region != region:
                 region = numbered - root.first_region
                 state = root.regions[region]
+                cut, start = state.generation, root.plan.slot_offset(region, 0, slot_bytes)
                 fd = root.fds.get(root.plan.file_of(region), -1)
-                start = root.plan.slot_offset(region, 0, self._slot_bytes)
                 refused = dropped(DropReason.RESET) if ahead else self._refuse_region(state, fd)
-            outcome = refused or self._refuse_block(index, key)
-            if outcome is not None:
-                self.run.end(self._number, position, outcome)
+            position = self._positions[i]
+            key, generation = self._keys[position], self._generations[i]
+            if refused or index >= slots_fit or len(key) > side.max_key_bytes:
+                self.run.end(self._number, position, refused or self._refusal(index >= slots_fit))
                 continue
             batch.positions.append(position)
-            batch.rows.append(row)
-            batch.payloads.append(memory[row * row_bytes : row * row_bytes + length])
-            batch.addresses.append(side.address + row * row_bytes)
+            batch.rows.append(self._rows[i])
             batch.keys.append(key)
-            if self._storing:
-                batch.digests.append(side.rows.checksum(row))
             batch.regions.append(region)
             batch.indices.append(index)
-            batch.cuts.append(state.generation)
+            batch.cuts.append(cut)
             batch.generations.append(generation)
             batch.fds.append(fd)
-            batch.offsets.append(start + index * self._slot_bytes)
-            own = pack_own(
-                region, index, state.generation, self._slot_bytes, length, generation, self._group, len(key)
-            )  # fmt: skip
+            batch.offsets.append(start + index * slot_bytes)
+            own = pack_own(region, index, cut, slot_bytes, length, generation, self._group, len(key))
             batch.fixed.append(self._shared + own)
+        starts = [row * side.row_bytes for row in batch.rows]
+        batch.payloads = [side.memory[begin : begin + length] for begin in starts]
+        batch.addresses = [side.address + begin for begin in starts]
+        if self._storing:
+            batch.digests = [side.rows.checksum(row) for row in batch.rows]
         batch.left = len(batch)
         return batch
 
@@ -110,9 +107,9 @@ class RootShare:
             return error_outcome(state.errno or errno.EIO)
         return MISSING if fd < 0 and not self._storing else None
 
-    def _refuse_block(self, index: int, key: OffloadKey) -> BlockOutcome | None:
-        """Why a block cannot move, if so: its slot does not exist, or its key fits no header."""
-        if (index + 1) * self._slot_bytes > self._root.plan.region_bytes:
+    def _refusal(self, no_slot: bool) -> BlockOutcome:
+        """Why a block cannot move whose slot does not exist, or whose key fits no header."""
+        if no_slot:
             self._side.counters["refused.no_slot"] += 1
             return failed(errno.EINVAL)
-        return dropped(DropReason.KEY_TOO_LONG) if len(key) > self._side.max_key_bytes else None
+        return dropped(DropReason.KEY_TOO_LONG)

@@ -30,7 +30,7 @@ JOINED_MAX = MAX_BUFFERS // 2
 STARTS_PER_TURN = 64
 STARTS_AT_ONCE = 16
 """While blocks are under way, others begin when so many can: each batch has a price of its own."""
-CHECKED_PER_TURN = 1 << 20
+CHECKED_PER_TURN = 4 << 20
 """Bytes verified in a turn of the event loop; what comes beyond them goes to the root's threads."""
 
 
