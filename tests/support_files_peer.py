@@ -37,17 +37,6 @@ def hold(root: Path, lock: str) -> None:
     sys.stdin.read()
 
 
-async def store_forever(root: Path, start: str) -> None:
-    """Store blocks until killed, evicting on the way; say so when the first I/O was submitted."""
-    settings = options(root, capacity=CAPACITY)
-    async with open_files(settings, rows=32) as tier:
-        first = int(start)
-        say_at_first_io(tier)
-        while True:
-            await tier.store(keys(32, start=first))
-            first += 32
-
-
 def say_at_first_io(tier: FilesTier) -> None:
     """Say `storing` once, when the tier submits I/O."""
     engine = tier.backend._root.engine
@@ -82,14 +71,13 @@ async def churn_forever(root: Path, argument: str) -> None:
             os.pwrite(note, PROGRESS.pack(rounds, loaded, tier.counters["evicted"]), 0)
 
 
-def fork_workers(root: Path, what: str) -> None:
-    """For each line fork a child that works on its argument until it is killed, and wait for its end."""
-    work = {"store": store_forever, "churn": churn_forever}[what]
+def fork_workers(root: Path, _: str) -> None:
+    """For each line fork a child that churns with it as its argument until it is killed, and wait for its end."""
     while line := sys.stdin.readline().strip():
         child = os.fork()
         if child == 0:
             try:
-                asyncio.run(work(root, line))
+                asyncio.run(churn_forever(root, line))
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -100,10 +88,10 @@ def fork_workers(root: Path, what: str) -> None:
 
 
 class ForkServer:
-    """Processes that work on a root until they are killed, one after another, without starting Python anew."""
+    """Processes that churn on a root until they are killed, one after another, without starting Python anew."""
 
-    def __init__(self, root: Path, what: str = "store") -> None:
-        command = [sys.executable, __file__, "fork", str(root), what]
+    def __init__(self, root: Path) -> None:
+        command = [sys.executable, __file__, "fork", str(root)]
         self.child = 0
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -166,7 +154,7 @@ def main() -> None:
     if what in ("hold", "fork"):
         (hold if what == "hold" else fork_workers)(root, argument)
     else:
-        asyncio.run({"store": store_forever, "serve": serve}[what](root, argument))
+        asyncio.run(serve(root, argument))
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ async def test_two_processes_that_evict_and_are_killed_stay_within_the_bound(tmp
         root.mkdir(mode=0o700)
         bound, rounds, loaded, evicted, caught = Bound(root, disk), 0, 0, [0, 0], 0
         with ExitStack() as stack:
-            servers = [stack.enter_context(ForkServer(root, "churn")) for _ in range(PROCESSES)]
+            servers = [stack.enter_context(ForkServer(root)) for _ in range(PROCESSES)]
             for life in range(lives):
                 notes = [tmp_path / f"progress-{life}-{number}" for number in range(PROCESSES)]
                 pids = [

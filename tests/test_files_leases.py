@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import random
 import subprocess
 import sys
 import threading
-import time
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support_files import account_is_true, block_files, disk_bytes, open_files, options, temporaries
-from support_files_peer import CAPACITY, ForkServer
+from support_files import account_is_true, disk_bytes, open_files, options, temporaries
 from support_fs import keys
 
 from kvtier.jobs import LOADED, STORED
@@ -234,34 +231,6 @@ async def test_temporaries_count_until_they_are_swept(tmp_path):
         await tier.store(keys(30, start=200))
         assert disk_bytes(root) <= 2 << 20
         assert await tier.present(keys(100) + keys(30, start=200)) <= before - 19
-
-
-@pytest.mark.parametrize("rounds", [10, pytest.param(2000, marks=pytest.mark.long)])
-async def test_kill_9_during_stores_shows_nothing_partial_and_keeps_the_bound(tmp_path, seed, rounds):
-    rng, root = random.Random(seed), tmp_path / "root"
-    root.mkdir(mode=0o700)
-    caught, names = 0, keys(4096)
-    with ForkServer(root) as server:
-        for number in range(rounds):
-            pid = server.start(rng.randrange(4) * 256)
-            deadline = time.perf_counter() + rng.random() * 0.1
-            while time.perf_counter() < deadline:
-                assert disk_bytes(root) <= CAPACITY
-            server.kill(pid)
-            caught += bool(temporaries(root))
-            assert disk_bytes(root) <= CAPACITY
-            async with open_files(options(root, capacity=CAPACITY), rows=32) as tier:
-                await tier.backend.sweep()
-                assert temporaries(root) == [], f"left behind by the process killed in round {number}"
-                there = [key for key in names if tier.path(key).exists()]
-                assert len(there) == len(block_files(root))
-                assert await tier.load(there) == [LOADED] * len(there), f"round {number} shows a partial block"
-                assert {outcome.status for outcome in await tier.store(keys(8, start=4000))} <= {"stored", "present"}
-                assert account_is_true(tier)
-            for path in block_files(root)[::2]:
-                path.unlink()  # so that the next round finds room as well as eviction
-    assert caught >= rounds // 4, f"only {caught} of {rounds} kills caught a store in flight"
-    assert len(os.listdir(root / "leases")) == 0
 
 
 async def test_a_heartbeat_is_written_and_the_lease_given_up(tmp_path):

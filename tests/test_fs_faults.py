@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import itertools
-import os
 import random
-import resource
-import signal
 from dataclasses import replace
 from itertools import pairwise
 
@@ -238,27 +235,6 @@ async def test_a_store_waits_for_the_cut_that_another_job_carries(tmp_path):
         assert not any(of_slots(IOKind.WRITE)(request) for request in engine.seen)
         engine.let_go()
         assert await first + await second == [STORED] * 4
-
-
-async def test_real_short_writes_of_the_kernel_end_as_failures(tmp_path):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        async with open_tier(options(tmp_path / "root")) as tier:
-            await tier.store_all(keys(2))
-            slab = tmp_path / "root" / "slab-00000"
-            os.truncate(slab, 100_000)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-            outcomes = await tier.store(keys(20, start=10))
-            statuses = {outcome.status for outcome in outcomes}
-            assert statuses == {BlockStatus.STORED, BlockStatus.FAILED}
-            assert failed(errno.EFBIG) in outcomes
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-            stored = [key for key in keys(20, start=10) if key in tier.directory]
-            assert await tier.load(stored) == [LOADED] * len(stored)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 async def test_late_bytes_of_an_older_generation_do_not_pass(tmp_path):

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from support_fs import Tier, bytes_on_disk, counted, keys, layout, open_tier, options
@@ -188,57 +184,3 @@ async def test_without_room_for_a_snapshot_the_close_is_clean_all_the_same(tmp_p
         assert how(tier) == "open.scan"
         assert list(tier.opened.recovered.keys) == long_keys
         assert bytes_on_disk(tmp_path / "root") <= 1 * MIB
-
-
-WRITER = """
-import asyncio, sys
-sys.path.insert(0, sys.argv[2])
-from pathlib import Path
-from support_fs import keys, open_tier, options
-async def main():
-    async with open_tier(options(Path(sys.argv[1]))) as tier:
-        print(len(tier.opened.recovered.keys), tier.backend.counters["open.snapshot"], flush=True)
-        for start in range(10**9):
-            tier.directory.clear()
-            await tier.store_all(keys(32, start=int(sys.argv[3]) + 32 * (start % 4)))
-            print("stored", flush=True)
-asyncio.run(main())
-"""
-
-
-async def stale_rounds(root: Path, rounds: int, rng: random.Random) -> int:
-    """Clean close, reopen, write, SIGKILL, the old snapshot put back, reopen. Returns the blocks that were compared."""
-    compared = 0
-    for number in range(rounds):
-        async with open_tier(options(root)) as tier:
-            if sum(1 for _ in tier.free_slots(0)) < 8 and len(tier.region_sizes) == tier.space.num_regions:
-                tier.directory.clear()
-            await tier.store_all(keys(8, start=1000 * number))
-        old = (root / "snapshot").read_bytes()
-        command = [sys.executable, "-c", WRITER, str(root), os.path.dirname(__file__), str(1000 * number + 500)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:  # noqa: ASYNC220
-            assert writer.stdout is not None
-            assert writer.stdout.readline().split()[1] == "1", "the writer began from the snapshot"
-            for _ in range(rng.randrange(1, 12)):
-                assert writer.stdout.readline() == "stored\n"
-            writer.send_signal(signal.SIGKILL)
-        assert writer.returncode == -signal.SIGKILL
-        assert not (root / "snapshot").exists()
-        if rng.random() < 0.5:
-            (root / "snapshot").write_bytes(old)  # as if its removal had never reached the disk
-        async with open_tier(options(root)) as tier:
-            assert how(tier) == "open.scan"
-            found = list(tier.opened.recovered.keys)
-            assert set(keys(128, start=1000 * number + 500)) & set(found), "what the killed session wrote is found"
-            outcomes = await tier.load_all(found)
-            compared += sum(outcome.ok for outcome in outcomes)
-    return compared
-
-
-async def test_a_snapshot_from_before_a_kill_is_not_used(tmp_path, seed):
-    assert await stale_rounds(tmp_path / "root", 10, random.Random(seed)) > 100
-
-
-@pytest.mark.long
-async def test_a_snapshot_from_before_a_kill_is_not_used_often(tmp_path, seed):
-    assert await stale_rounds(tmp_path / "root", 50, random.Random(seed)) > 500
