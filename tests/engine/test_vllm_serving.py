@@ -30,7 +30,7 @@ def test_every_tier_gives_the_same_tokens(models, plain, root, tmp_path, kind):
     print(kind, [sum(a.cached) for a in (plain[kind], cold, from_cpu, restarted, small, again)], "of", everything)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gemma3", marks=pytest.mark.long)])
 def test_two_workers_give_the_same_tokens(models, root, tmp_path, kind):
     config = {"tensor_parallel_size": 2, **KINDS[kind]}
     with engine(models[kind], tmp_path, **config) as vllm:
