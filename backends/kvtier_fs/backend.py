@@ -29,8 +29,9 @@ from kvtier_fs.opening import Layout, Seams, Session, side_by_side
 from kvtier_fs.options import FSOptions
 from kvtier_fs.preview import preview
 from kvtier_fs.root import Root
-from kvtier_fs.router import RouterParts, SlotRouter
+from kvtier_fs.router import SlotRouter
 from kvtier_fs.scan import Wanted, recover_root
+from kvtier_fs.shares import TierSide
 from kvtier_fs.strict import StrictIO
 from kvtier_fs.threads import RootThreads
 from kvtier_fs.transfer import Lane, LaneParts
@@ -127,8 +128,8 @@ class FSBackend(LoadStore):
         space = self._number_regions()
         wanted = Wanted(self._namespace, session.epoch, layout.slot_bytes, layout.payload_bytes)
         await side_by_side(self._recover(root, wanted) for root in self._roots)
-        parts = RouterParts(list(self._roots), space, layout, rows, self._namespace, self.counters)
-        self._router, self._opened = SlotRouter(parts), True
+        side = TierSide(rows, space, layout, self._namespace, self.counters)
+        self._router, self._opened = SlotRouter(list(self._roots), side), True
         direct = all(root.probe.direct for root in self._roots)
         return Opened(
             capacity_bytes=layout.share * len(self._roots),

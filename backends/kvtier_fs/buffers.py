@@ -16,10 +16,11 @@ class HeaderPages:
 
     def __init__(self, count: int, page_bytes: int) -> None:
         view = memoryview(mmap.mmap(-1, (count + 1) * page_bytes))
-        start = -_address(view) % page_bytes
+        base = _address(view)
+        start = -base % page_bytes
         places = range(start, start + count * page_bytes, page_bytes)
         self.pages = [view[at : at + page_bytes] for at in places]
-        self.addresses = [_address(view) + at for at in places]
+        self.addresses = [base + at for at in places]
         self._free = list(range(count))
 
     @property
@@ -36,10 +37,8 @@ class HeaderPages:
         self._free.append(number)
 
     def acquire_all(self, count: int) -> list[int]:
-        """The numbers of `count` free pages; there must be so many."""
-        taken = self._free[-count:]
-        del self._free[-count:]
-        return taken
+        """The numbers of `count` free pages. IndexError if there are not so many."""
+        return [self._free.pop() for _ in range(count)]
 
     def release_all(self, numbers: Sequence[int]) -> None:
         """Give pages back, once no I/O uses them any more."""

@@ -4,42 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from kvtier.errors import UsageError
 from kvtier.jobs import FEW, NO_IDS, BlockOutcome, GPURuns, IntArray, TransferJob, distinct
-from kvtier.loadstore import Rows, SlotSpace
 from kvtier_fs.batches import JobRun
-from kvtier_fs.opening import Layout
 from kvtier_fs.root import Root
 from kvtier_fs.shares import RootShare, TierSide
-
-
-@dataclass(frozen=True, slots=True)
-class RouterParts:
-    """What jobs are routed by: the open roots in order, how their slots are numbered, the rows on the other side."""
-
-    roots: Sequence[Root]
-    space: SlotSpace
-    layout: Layout
-    rows: Rows
-    namespace: bytes
-    counters: Counter[str]
 
 
 class SlotRouter:
     """Sends the blocks of jobs to the lanes of the roots that their slots lie in."""
 
-    def __init__(self, parts: RouterParts) -> None:
-        self._roots, self._space, self._layout = parts.roots, parts.space, parts.layout
-        self._num_rows = parts.rows.num_rows
-        self._side = TierSide(parts.rows, parts.space, parts.layout, parts.namespace, parts.counters)
-        self._first_regions = [root.first_region for root in parts.roots]
-        self._slots_per_region = parts.space.slots_per_region
+    def __init__(self, roots: Sequence[Root], side: TierSide) -> None:
+        self._roots, self._side = roots, side
+        self._space, self._layout = side.space, side.layout
+        self._num_rows = side.rows.num_rows
+        self._first_regions = [root.first_region for root in roots]
+        self._slots_per_region = side.slots_per_region
 
     def check(self, job: TransferJob) -> None:
         """Raise UsageError for a job that makes no sense."""

@@ -17,7 +17,8 @@ class TierSide:
     """What all shares of a tier have in common: rows on one side, numbered slots on the other."""
 
     def __init__(self, rows: Rows, space: SlotSpace, layout: Layout, namespace: bytes, counters: Counter[str]) -> None:
-        self.rows, self.layout, self.namespace, self.counters = rows, layout, namespace, counters
+        self.rows, self.space, self.layout = rows, space, layout
+        self.namespace, self.counters = namespace, counters
         self.row_bytes = rows.row_bytes
         self.memory = rows.view.reshape(-1).data
         self.address = int(rows.view.ctypes.data)
