@@ -7,6 +7,9 @@ import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
 
+WIPED = 0xEE
+"""What rows and tensors are overwritten with before blocks come back."""
+
 _STEP = 0x9E3779B97F4A7C15
 _WORD = 8
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvtier.bench.content import Bytes
+from kvtier.bench.content import WIPED, Bytes
 from kvtier.bench.figures import SCATTERED, Figure
-from kvtier.bench.moving import Course, Move, Timing
+from kvtier.bench.moving import CHUNK_BLOCKS, KEY_BYTES, SINGLE_JOBS, Course, Move, Timing
 from kvtier.geometry import Geometry
 from kvtier.jobs import GPURuns, GroupTransfer, IntArray, JobKind, TransferJob, int_array
 from kvtier.keys import GroupIndex, JobId, make_key
@@ -20,12 +20,8 @@ from kvtier.loadstore import KVCaches, Rows
 if TYPE_CHECKING:
     import torch
 
-CHUNK_BLOCKS = 32
 LANES = 4
-SINGLE_JOBS = 256
 MEMCPY_PIECE_BYTES = 64 << 20
-WIPED = 0xEE
-_KEY_BYTES = 16
 
 
 class Blocks:
@@ -76,7 +72,7 @@ class Blocks:
         factor = self.geometry.factor
         rows = np.arange(first, first + len(blocks), dtype=np.int64) + group * self.per_group
         pages = (blocks[:, None] * factor + np.arange(factor)).ravel()
-        keys = tuple(make_key(row.to_bytes(_KEY_BYTES, "little"), group) for row in rows.tolist())
+        keys = tuple(make_key(row.to_bytes(KEY_BYTES, "little"), group) for row in rows.tolist())
         return GroupTransfer(GroupIndex(group), keys, GPURuns.whole(pages, factor), rows, rows + 1)
 
     def wrong_rows(self, rows: Rows, order: IntArray) -> int:

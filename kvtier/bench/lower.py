@@ -8,18 +8,13 @@ from itertools import zip_longest
 
 import numpy as np
 
-from kvtier.bench.content import Pattern
+from kvtier.bench.content import WIPED, Pattern
 from kvtier.bench.figures import Figure
-from kvtier.bench.moving import Course, Timing
+from kvtier.bench.moving import CHUNK_BLOCKS, KEY_BYTES, SINGLE_JOBS, Course, Timing
 from kvtier.checksum import checksum
 from kvtier.jobs import NO_IDS, GroupTransfer, IntArray, JobKind, RegionCut, TransferJob, distinct, int_array
 from kvtier.keys import GroupIndex, JobId, OffloadKey, make_key
 from kvtier.loadstore import LoadStore, Opened, Rows, SlotSpace
-
-CHUNK_BLOCKS = 32
-SINGLE_JOBS = 256
-WIPED = 0xEE
-_KEY_BYTES = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -122,7 +117,7 @@ class LowerTierBench:
 
     @staticmethod
     def _key(row: int, number: int) -> OffloadKey:
-        return make_key((number << 64 | row).to_bytes(_KEY_BYTES, "little"), 0)
+        return make_key((number << 64 | row).to_bytes(KEY_BYTES, "little"), 0)
 
 
 def _slots_in_turn(space: SlotSpace) -> IntArray:

@@ -12,6 +12,12 @@ from itertools import chain
 from kvtier.errors import ResourceError
 from kvtier.jobs import BlockStatus, JobResult, TransferJob
 
+CHUNK_BLOCKS = 32
+"""Blocks of one job of many, at most."""
+SINGLE_JOBS = 256
+"""Jobs of one block that are timed, at most."""
+KEY_BYTES = 16
+
 Move = Callable[[TransferJob], Awaitable[JobResult]]
 
 
