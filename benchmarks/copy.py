@@ -25,6 +25,7 @@ import click
 import numpy as np
 import torch
 
+from benchmarks.options import JSON_FILE
 from benchmarks.report import ABSENT, GIB, Report, median, paired_ratio, table
 from kvtier.geometry import Geometry, GroupKind, GroupLayout, KVLayout, TensorRef
 from kvtier.jobs import GPURuns, GroupTransfer, JobKind, JobResult, TransferJob, int_array
@@ -267,7 +268,7 @@ def _row(setup: Setup, order: str, direction: str, rates: tuple[list[float], lis
 @click.option("--pages", default=",".join(str(page >> 10) for page in PAGES), show_default=True, help="KiB of a page.")
 @click.option("--repetitions", default=7, show_default=True)
 @click.option("--quick", is_flag=True, help="A toy size.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")
+@JSON_FILE
 def main(
     device: str, mib: int, threads: int, pages: str, repetitions: int, quick: bool, json_file: Path | None
 ) -> None:

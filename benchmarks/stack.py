@@ -27,6 +27,7 @@ import click
 import numpy as np
 import torch
 
+from benchmarks.options import JSON_FILE
 from benchmarks.report import ABSENT, GIB, Report, percentile, table
 from kvtier.config import parse_stack, stack_parts
 from kvtier.control.reservations import Reservation
@@ -292,7 +293,7 @@ def engine_steps(folder: Path, steps: int, warm: int, sleep_seconds: float, page
 @click.option("--sleep-ms", default=5.0, show_default=True, help="How long a step of the engine takes without us.")
 @click.option("--folder", default=None, help="Where the fs tier's root is made; a temporary folder by default.")
 @click.option("--quick", is_flag=True, help="A toy size.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")
+@JSON_FILE
 def main(folder: str | None, quick: bool, json_file: Path | None, **given: Any) -> None:
     """Replay traces, and measure an engine's steps."""
     report = Report("stack", dict(given))
