@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from kvtier.testing.world.disk import SECTOR_BYTES, DiskFile, Disks, RootFolder
+from kvtier.testing.world.disk import BLOCK_BYTES, SECTOR_BYTES, DiskFile, Disks, RootFolder
 from kvtier.testing.world.loop import VirtualLoop
 from kvtier.testing.world.system import Killed, System
 
@@ -129,3 +129,20 @@ def test_a_folder_over_its_bound_is_named():
     assert disks.over_bound() == ""
     file.write(4096, b"x")
     assert disks.over_bound() == "/root takes 12288 bytes of 8192"
+
+
+def test_a_temporary_of_the_same_block_is_its_place_and_no_other_is():
+    def file(called: str, payload: bytes) -> DiskFile:
+        made = DiskFile()
+        made.called = called
+        made.write(0, bytes(BLOCK_BYTES) + payload)
+        return made
+
+    named, first = file("block", b"a" * 512), BLOCK_BYTES // SECTOR_BYTES
+    assert named.is_place(first, (named, first))
+    assert named.is_place(first, (file("block", b"b" * 512), first)), "replaced under one name"
+    assert named.is_place(first, (file("", b"a" * 512), first)), "never got its name"
+    assert not named.is_place(first, (file("", b"b" * 512), first))
+    assert not named.is_place(first, (file("other", b"a" * 512), first))
+    assert not named.is_place(first, (named, 0))
+    assert not file("", b"a" * 512).is_place(first, (file("", b"a" * 512), first)), "a slab has no name of a block"

@@ -72,9 +72,15 @@ class DiskFile:
         return self.misplaced.get(sector, (self, sector))
 
     def is_place(self, sector: int, meant: tuple[DiskFile, int]) -> bool:
-        """True if a (file, sector) is this sector, of this file or of one that replaced it or that it replaced."""
+        """True if a (file, sector) is this sector, of this file or of one that replaced it or that it replaced.
+
+        A temporary that never got its name is one of those if it holds the same block: the same payload.
+        """
         file, number = meant
-        return number == sector and (file is self or bool(self.called and self.called == file.called))
+        return number == sector and (file is self or bool(self.called and self._same_block(file)))
+
+    def _same_block(self, file: DiskFile) -> bool:
+        return file.called == self.called if file.called else file.data[BLOCK_BYTES:] == self.data[BLOCK_BYTES:]
 
     def flush(self) -> None:
         """What was written is durable."""
