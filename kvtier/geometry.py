@@ -3,14 +3,14 @@
 For one worker the page of a group is the sum of its tensor references. With `world_size` workers and
 `block_size_factor` f::
 
-    kv_bytes_per_block           = page bytes * world_size
+    kv_bytes_per_block           = page bytes * copies        (world_size; 1 if the layout is replicated)
     kv_bytes_per_offloaded_block = kv_bytes_per_block * f
     aligned                      = round_up(kv_bytes_per_offloaded_block, BLOCK_SIZE_ALIGNMENT)
     num_blocks                   = cpu_bytes_to_use // aligned
 
 A row is as long as the largest group needs. Inside a row worker w's slice of group g starts at
-`w * page bytes * f`; inside a slice the f pages follow each other, and inside a page the group's tensors. Padding
-sits once, at the row's end.
+`w * page bytes * f`, at 0 for every worker of a replicated layout; inside a slice the f pages follow each other, and
+inside a page the group's tensors. Padding sits once, at the row's end.
 """
 
 from __future__ import annotations
@@ -74,11 +74,16 @@ class GroupLayout:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """What an engine's KV cache looks like: its groups, its workers, and GPU blocks per offloaded block."""
+    """What an engine's KV cache looks like: its groups, its workers, and GPU blocks per offloaded block.
+
+    `replicated`: the workers' pages hold the same bytes, as the latents of MLA do. A row then keeps one copy, which
+    worker 0 stores and every worker loads.
+    """
 
     groups: tuple[GroupLayout, ...]
     world_size: int = 1
     block_size_factor: int = 1
+    replicated: bool = False
 
     def __post_init__(self) -> None:
         if not self.groups:
@@ -88,6 +93,11 @@ class KVLayout:
                 f"world_size and block_size_factor must be at least 1, "
                 f"got {self.world_size} and {self.block_size_factor}"
             )
+
+    @property
+    def num_copies(self) -> int:
+        """Workers with a slice of their own in a row, the ones that store: workers 0 to num_copies - 1."""
+        return 1 if self.replicated else self.world_size
 
 
 def round_up(value: int, alignment: int) -> int:
@@ -123,6 +133,11 @@ class Geometry:
         return self.layout.world_size
 
     @property
+    def num_copies(self) -> int:
+        """`KVLayout.num_copies` of the layout."""
+        return self.layout.num_copies
+
+    @property
     def factor(self) -> int:
         """GPU blocks per offloaded block."""
         return self.layout.block_size_factor
@@ -132,12 +147,12 @@ class Geometry:
         return self.layout.groups[group].page_bytes
 
     def worker_bytes(self, group: int) -> int:
-        """Bytes one worker contributes to an offloaded block of a group."""
+        """Bytes of one worker's slice of an offloaded block of a group."""
         return self.page_bytes(group) * self.factor
 
     def kv_bytes_per_block(self, group: int) -> int:
-        """Bytes of one GPU block of a group over all workers."""
-        return self.page_bytes(group) * self.world_size
+        """Bytes of one GPU block of a group over all workers, what they hold in common once."""
+        return self.page_bytes(group) * self.num_copies
 
     def kv_bytes_per_offloaded_block(self, group: int) -> int:
         """Bytes of one offloaded block of a group over all workers, without padding."""
@@ -162,7 +177,7 @@ class Geometry:
         if not (0 <= worker < self.world_size and 0 <= sub_block < self.factor and 0 <= ref < len(refs)):
             raise GeometryError(f"no page at group {group}, worker {worker}, sub-block {sub_block}, tensor {ref}")
         before = sum(refs[i].page_size_bytes for i in range(ref))
-        return worker * self.worker_bytes(group) + sub_block * self.page_bytes(group) + before
+        return worker % self.num_copies * self.worker_bytes(group) + sub_block * self.page_bytes(group) + before
 
     def tokens_per_offloaded_block(self, group: int) -> int:
         """Tokens one offloaded block of a group covers."""

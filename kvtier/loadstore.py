@@ -44,7 +44,8 @@ class Rows(Protocol):
     """The shared region as lower tiers and workers see it.
 
     `view` is a writable zero-copy buffer of shape (num_rows, row_bytes), uint8. Stamps make a fill visible: a row may
-    become ready only when every worker has stamped it with the generation the fill was issued for.
+    become ready only when every worker with a slice of its own has stamped it with the generation the fill was issued
+    for.
     """
 
     @property
@@ -57,7 +58,7 @@ class Rows(Protocol):
         """Worker `worker` says: its whole slice of these rows holds these generations. Only that worker calls it."""
 
     def stamped(self, rows: IntArray, generations: IntArray) -> npt.NDArray[np.bool_]:
-        """For each row: True if every worker stamped it with that generation."""
+        """For each row: True if every worker with a slice of its own stamped it with that generation."""
 
     def end_use(self, worker: int, rows: IntArray) -> None:
         """Worker `worker` has ended one use (either direction) of each of these rows."""

@@ -15,13 +15,13 @@ from kvtier_cpu import RegionSpec, Sharing
 PEER = Path(__file__).with_name("support_region_peer.py")
 
 
-def geometry(world_size: int = 2, factor: int = 2) -> Geometry:
+def geometry(world_size: int = 2, factor: int = 2, *, replicated: bool = False) -> Geometry:
     """Two groups of different page sizes, one with two tensors; rows of whole pages."""
     groups = (
         GroupLayout((TensorRef(0, 1000), TensorRef(1, 504))),
         GroupLayout((TensorRef(2, 700),)),
     )
-    return Geometry(KVLayout(groups, world_size=world_size, block_size_factor=factor), mmap.PAGESIZE)
+    return Geometry(KVLayout(groups, world_size, factor, replicated), mmap.PAGESIZE)
 
 
 def named(directory: Path | str, engine_id: str, participants: int, participant: int = 0, **more: Any) -> RegionSpec:

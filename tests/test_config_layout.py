@@ -37,6 +37,17 @@ def test_a_page_follows_from_the_shape_of_the_model() -> None:
     assert group.page_bytes == 2 * 3 * 2 * 5 * 1 * 7
 
 
+def test_latents_are_kept_once_for_all_workers(tmp_path: Path) -> None:
+    latent = "full:layers=61,latent_dim=576,dtype=bfloat16,block=64"
+    layout = read_layout(latent).layout(8)
+    assert layout.groups[0].page_bytes == 61 * 576 * 2 * 64
+    assert (layout.world_size, layout.num_copies, layout.replicated) == (8, 1, True)
+    assert not read_layout(f"{latent};full:page=1KiB,block=64").layout(8).replicated
+    for said in (True, False):
+        (tmp_path / "layout.json").write_text(json.dumps({"groups": [{"page": "1KiB"}], "replicated": said}))
+        assert read_layout(str(tmp_path / "layout.json")).layout(2).replicated is said
+
+
 @pytest.mark.parametrize(("world_size", "heads"), [(1, 8), (2, 4), (3, 3), (8, 1), (16, 1)])
 def test_workers_share_the_heads_and_copy_the_last_one(world_size: int, heads: int) -> None:
     layout = read_layout("full:layers=1,kv_heads=8,head_dim=1,dtype=int8,block=1").layout(world_size)
@@ -74,8 +85,10 @@ def test_a_file_says_the_same_in_yaml_and_in_json(tmp_path: Path) -> None:
         ("full:page=1KiB;half:page=1KiB", "layout.groups[1].kind: 'half' is not known; write 'full'"),
         ("full:page=1KiB,block=0", "layout.groups[0].block: 0 is not accepted"),
         ("full:page=1KiB,block=x", "layout.groups[0].block: 'x' is not accepted"),
-        ("full:block=16", "layout.groups[0]: give either page, or layers, kv_heads and head_dim"),
+        ("full:block=16", "layout.groups[0]: give either page, or layers, kv_heads and head_dim, or layers"),
         ("full:page=1,layers=1", "layout.groups[0]: give page or the shape of the layers, not both"),
+        ("full:page=1,latent_dim=1", "layout.groups[0]: give page or the shape of the layers, not both"),
+        ("full:layers=1,latent_dim=1,head_dim=1", "layout.groups[0]: give latent_dim, or kv_heads and head_dim"),
         ("full:page=1,window=5", "layout.groups[0]: window goes with sliding_window groups"),
         ("sliding_window:page=1", "layout.groups[0]: window goes with sliding_window groups"),
         ("absent.yaml", "absent.yaml does not exist"),

@@ -49,8 +49,8 @@ ROWS = 16
 class Tier:
     """A CPU tier of 16 rows whose two workers live in this process."""
 
-    def __init__(self, **options: object) -> None:
-        self.geometry = geometry(world_size=2, factor=FACTOR)
+    def __init__(self, *, replicated: bool = False, **options: object) -> None:
+        self.geometry = geometry(world_size=2, factor=FACTOR, replicated=replicated)
         self.workers = [ArrayWorker(self.geometry, worker) for worker in range(2)]
         self.ticks = itertools.count()
         given = {"cpu_bytes_to_use": ROWS * self.geometry.row_bytes, "shared": "memfd", **options}
@@ -240,6 +240,25 @@ async def test_a_job_of_partial_blocks_only_asks_no_worker(tier: Tier) -> None:
     assert result.outcomes == ((dropped(DropReason.PARTIAL),),)
     assert result.bytes_moved == 0
     assert [worker.seen for worker in tier.workers] == [[], []]
+
+
+async def test_what_all_workers_hold_in_common_is_stored_once_by_worker_0_and_loaded_by_each() -> None:
+    tier = await Tier(replicated=True).open()
+    first, second = tier.workers
+    kept = [pages.copy() for pages in first.pages]
+    runs = GPURuns.whole([4, 5, 6, 7], FACTOR)
+    assert tier.geometry.row_bytes < geometry(world_size=2, factor=FACTOR).row_bytes
+    stored = await tier.backend.store(job(JobKind.STORE, transfer(0, runs, [3, 9])))
+    assert stored.outcomes == ((STORED, STORED),)
+    assert stored.bytes_moved == 4 * tier.geometry.page_bytes(0)
+    assert (len(first.seen), len(second.seen)) == (1, 0)
+    whole = b"".join(kept[0][block].tobytes() for block in (4, 5)).ljust(tier.geometry.aligned_bytes(0), b"\0")
+    assert bytes(tier.region.row(3)) == whole.ljust(tier.geometry.row_bytes, b"\0")
+    loaded = await tier.backend.load(job(JobKind.LOAD, transfer(0, GPURuns.whole([20, 21, 22, 23], FACTOR), [3, 9])))
+    assert loaded.outcomes == ((LOADED, LOADED),)
+    for worker in tier.workers:
+        assert (worker.pages[0][20:24] == kept[0][4:8]).all()
+    await tier.backend.close()
 
 
 async def test_a_row_one_worker_did_not_stamp_is_a_failure_and_the_others_are_kept(tier: Tier) -> None:

@@ -24,13 +24,13 @@ ALIGNMENTS = st.sampled_from([1, 2, 3, 512, 4096, 12288])
 
 @st.composite
 def layouts(draw: st.DrawFn, largest_page: int = 2000) -> KVLayout:
-    """Layouts of up to four groups of up to three tensors, up to three workers, factors up to five."""
+    """Layouts of up to four groups of up to three tensors, up to three workers, alike or not, factors up to five."""
     groups = []
     for _ in range(draw(st.integers(1, 4))):
         pages = draw(st.lists(st.integers(1, largest_page), min_size=1, max_size=3))
         refs = tuple(TensorRef(tensor, page) for tensor, page in enumerate(pages))
         groups.append(GroupLayout(refs, draw(st.integers(1, 64))))
-    return KVLayout(tuple(groups), draw(st.integers(1, 3)), draw(st.integers(1, 5)))
+    return KVLayout(tuple(groups), draw(st.integers(1, 3)), draw(st.integers(1, 5)), draw(st.booleans()))
 
 
 @st.composite
@@ -39,11 +39,11 @@ def geometries(draw: st.DrawFn) -> Geometry:
 
 
 def places(geometry: Geometry, group: int) -> list[tuple[int, int]]:
-    """(start, end) in the row of every page of a group, in the order worker, sub-block, tensor."""
+    """(start, end) in the row of every page of a group, in the order worker with a slice, sub-block, tensor."""
     refs = geometry.layout.groups[group].refs
     return [
         (start, start + ref.page_size_bytes)
-        for worker in range(geometry.world_size)
+        for worker in range(geometry.num_copies)
         for sub_block in range(geometry.factor)
         for index, ref in enumerate(refs)
         for start in [geometry.offset(group, worker, sub_block, index)]
@@ -106,8 +106,15 @@ def test_no_page_reaches_into_the_next_row(geometry: Geometry, rows: int) -> Non
 def test_a_worker_holds_factor_pages_side_by_side(geometry: Geometry) -> None:
     for group in range(geometry.num_groups):
         assert geometry.worker_bytes(group) == geometry.page_bytes(group) * geometry.factor
-        for worker in range(geometry.world_size):
+        for worker in range(geometry.num_copies):
             assert geometry.offset(group, worker) == worker * geometry.worker_bytes(group)
+
+
+@given(geometries())
+def test_workers_that_hold_the_same_share_one_slice_and_the_others_have_one_each(geometry: Geometry) -> None:
+    for group in range(geometry.num_groups):
+        starts = [geometry.offset(group, worker) for worker in range(geometry.world_size)]
+        assert len(set(starts)) == geometry.num_copies == (1 if geometry.layout.replicated else geometry.world_size)
 
 
 @given(geometries())

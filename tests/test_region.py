@@ -94,11 +94,12 @@ def test_rows_never_overlap_and_are_buffers_for_io(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [ControlShape(1, 4096, 1, 1), ControlShape(1001, 8192, 3, 4), ControlShape(8, 4096, 8, 9)]
+    "shape", [ControlShape(1, 4096, 1, 1, 1), ControlShape(1001, 8192, 3, 4, 3), ControlShape(8, 4096, 8, 9, 1)]
 )
 def test_the_sections_of_the_control_area_never_overlap(shape: ControlShape) -> None:
     mapped, digests, valid, ended, checksums, notes, end = shape.offsets
-    sizes = (shape.participants * 8, shape.world_size * 32, *(shape.world_size * shape.row_stride * 8,) * 2)
+    words = shape.row_stride * 8
+    sizes = (shape.participants * 8, shape.world_size * 32, shape.copies * words, shape.world_size * words)
     starts = (mapped, digests, valid, ended, checksums, notes, end)
     sizes = (*sizes, shape.num_rows * 16, shape.world_size * 8192)
     for start, size, following in zip(starts, sizes, starts[1:], strict=False):
@@ -136,6 +137,18 @@ def test_a_row_counts_as_stamped_only_with_the_issued_generation_of_every_worker
     assert region.stamped(rows, int_array([0, 5, 9])).tolist() == [True, True, False]
     assert region.stamped(rows, int_array([1, 6, 9])).tolist() == [False] * 3
     assert not region.stamped(int_array([3]), int_array([5])).any()
+    region.close()
+
+
+def test_one_copy_for_all_workers_is_stamped_by_worker_0_alone_and_used_by_each() -> None:
+    region = open_region(anonymous(geometry=geometry(replicated=True)))
+    rows = int_array([2, 7])
+    with pytest.raises(UsageError, match="worker 0 stores"):
+        region.stamp(1, rows, rows)
+    region.stamp(0, rows, rows)
+    assert region.stamped(rows, rows).all()
+    region.end_use(1, rows)
+    assert [region.uses_ended(worker, rows).tolist() for worker in range(2)] == [[0, 0], [1, 1]]
     region.close()
 
 

@@ -76,7 +76,7 @@ class CPUBackend(LoadStore):
     """Owns the shared region. The workers in its context move the bytes; it decides what became whole.
 
     A store reports STORED only for blocks that every worker stamped with the issued generation, whose unused bytes
-    have been cleared, and whose checksum is recorded.
+    have been cleared, and whose checksum is recorded. Where the layout is replicated, worker 0 stores for all.
     """
 
     medium = CPU
@@ -202,7 +202,7 @@ class CPUBackend(LoadStore):
         geometry, started = context.geometry, context.clock()
         outcomes, shares = whole_blocks(job, geometry)
         self.counters.partial_blocks += job.num_blocks - sum(len(share.positions) for share in shares)
-        reports = await self._ask(context.workers, "load", job, shares)
+        reports = await self._ask(context.workers[: geometry.num_copies], "load", job, shares)
         if self._region is not region:
             return JobResult.uniform(job, CANCELLED)
         sealed = []

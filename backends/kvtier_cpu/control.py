@@ -5,7 +5,7 @@ One small shared mapping of native 64-bit words, laid out as::
     header             one page: identity of the region, written once; `ready` is written last
     mapped             (participants,) u64     1 once a participant has mapped the rows
     worker digests     (world_size, 32) u8     the geometry each worker was built for, published by that worker
-    valid generations  (world_size, rows) u64  generation + 1 of what worker w's slice of a row holds; 0: nothing
+    valid generations  (copies, rows) u64      generation + 1 of what worker w's slice of a row holds; 0: nothing
     uses ended         (world_size, rows) u64  counts up; only that worker writes it
     checksums          (rows, 16) u8           written by the coordinator
     notes              (world_size, 8192) u8   what a worker says of itself, length first, before it counts itself in
@@ -28,7 +28,7 @@ from kvtier.geometry import round_up
 from kvtier.jobs import IntArray
 
 MAGIC = b"kvtierR\0"
-VERSION = 1
+VERSION = 2
 DIGEST_BYTES = 32
 CHECKSUM_BYTES = 16
 NOTE_BYTES = 8192
@@ -44,6 +44,7 @@ HEADER = np.dtype(
         ("num_rows", "u8"),
         ("row_bytes", "u8"),
         ("world_size", "u8"),
+        ("copies", "u8"),
         ("participants", "u8"),
         ("digest", "u1", (DIGEST_BYTES,)),
         ("incarnation", "u8"),
@@ -64,6 +65,7 @@ class ControlShape:
     row_bytes: int
     world_size: int
     participants: int
+    copies: int
 
     @property
     def row_stride(self) -> int:
@@ -73,12 +75,12 @@ class ControlShape:
     @property
     def offsets(self) -> tuple[int, ...]:
         """Where each section begins, in the order of the module's docstring, and the whole size."""
-        per_worker = self.world_size * self.row_stride * WORD_BYTES
+        words = self.row_stride * WORD_BYTES
         sizes = (
             self.participants * WORD_BYTES,
             self.world_size * DIGEST_BYTES,
-            per_worker,
-            per_worker,
+            self.copies * words,
+            self.world_size * words,
             self.num_rows * CHECKSUM_BYTES,
             self.world_size * NOTE_BYTES,
         )
@@ -104,9 +106,8 @@ class ControlArea:
         self._header: Any = memory[: HEADER.itemsize].view(HEADER)
         self._mapped: Words = _words(memory, mapped, shape.participants)
         self._digests = memory[digests : digests + shape.world_size * DIGEST_BYTES].reshape(-1, DIGEST_BYTES)
-        stretch = shape.world_size * shape.row_stride
-        self._valid: Words = _words(memory, valid, stretch).reshape(shape.world_size, -1)
-        self._ended: Words = _words(memory, ended, stretch).reshape(shape.world_size, -1)
+        self._valid: Words = _words(memory, valid, shape.copies * shape.row_stride).reshape(shape.copies, -1)
+        self._ended: Words = _words(memory, ended, shape.world_size * shape.row_stride).reshape(shape.world_size, -1)
         self._checksums = memory[checksums : checksums + shape.num_rows * CHECKSUM_BYTES].data
         self._notes = memory[notes : notes + shape.world_size * NOTE_BYTES].reshape(-1, NOTE_BYTES)
 
@@ -119,6 +120,7 @@ class ControlArea:
         header["num_rows"] = shape.num_rows
         header["row_bytes"] = shape.row_bytes
         header["world_size"] = shape.world_size
+        header["copies"] = shape.copies
         header["participants"] = shape.participants
         header["digest"] = np.frombuffer(digest, dtype=np.uint8)
         header["incarnation"] = incarnation
@@ -136,6 +138,7 @@ class ControlArea:
             "num_rows": shape.num_rows,
             "row_bytes": shape.row_bytes,
             "world_size": shape.world_size,
+            "copies": shape.copies,
             "participants": shape.participants,
         }
         for name, value in expected.items():
@@ -207,7 +210,9 @@ class ControlArea:
         return bytes(line[WORD_BYTES : WORD_BYTES + length]).decode(errors="replace")
 
     def stamp(self, worker: int, rows: IntArray, generations: IntArray) -> None:
-        self._valid[self._worker(worker), self._rows(rows)] = generations.astype(np.uint64) + np.uint64(1)
+        if self._worker(worker) >= self._shape.copies:
+            raise UsageError(f"worker {worker} has no slice of its own: worker 0 stores what all hold in common")
+        self._valid[worker, self._rows(rows)] = generations.astype(np.uint64) + np.uint64(1)
 
     def stamped(self, rows: IntArray, generations: IntArray) -> npt.NDArray[np.bool_]:
         agree = (self._digests == self._header["digest"][0]).all()

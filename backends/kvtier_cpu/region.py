@@ -74,7 +74,10 @@ class RegionSpec:
     @property
     def shape(self) -> ControlShape:
         """The sizes of the control area."""
-        return ControlShape(self.num_rows, self.geometry.row_bytes, self.geometry.world_size, self.participants)
+        geometry = self.geometry
+        return ControlShape(
+            self.num_rows, geometry.row_bytes, geometry.world_size, self.participants, geometry.num_copies
+        )
 
     @property
     def digest(self) -> bytes:
@@ -137,7 +140,10 @@ class SharedRegion:
         return memoryview(self.view[row])
 
     def worker_array(self, worker: int, group: int) -> npt.NDArray[np.uint8]:
-        """A worker's slice of every row for one group: shape (num_rows, worker_bytes), strided by row_bytes."""
+        """A worker's slice of every row for one group: shape (num_rows, worker_bytes), strided by row_bytes.
+
+        All workers have the same one where the layout is replicated.
+        """
         start = self._spec.geometry.offset(group, worker)
         return self.view[:, start : start + self._spec.geometry.worker_bytes(group)]
 
@@ -206,7 +212,8 @@ class SharedRegion:
         self.control.stamp(worker, rows, generations)
 
     def stamped(self, rows: IntArray, generations: IntArray) -> npt.NDArray[np.bool_]:
-        """For each row: True if every worker, built for this very geometry, stamped it with that generation."""
+        """For each row: True if every worker with a slice of its own stamped it with that generation, and all were
+        built for this very geometry."""
         return self.control.stamped(rows, generations)
 
     def end_use(self, worker: int, rows: IntArray) -> None:

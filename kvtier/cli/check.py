@@ -36,8 +36,8 @@ _NONE = "-"
     show_default=True,
     metavar="LAYOUT",
     help="KV cache groups separated by ';', each KIND:key=value,... with KIND full, sliding_window or mamba and the "
-    "keys page (bytes on one worker) or layers, kv_heads, head_dim, dtype; block (tokens); window. Or a YAML or JSON "
-    "file of the same.",
+    "keys page (bytes on one worker) or layers, kv_heads, head_dim, dtype (MLA: layers, latent_dim, dtype); block "
+    "(tokens); window. Or a YAML or JSON file of the same.",
 )
 @click.option("--world-size", type=click.IntRange(1, 65536), help="Workers that hold a slice of each block.")
 @click.option("--factor", type=click.IntRange(1, 4096), help="GPU blocks in one offloaded block.")
@@ -115,8 +115,9 @@ async def _probe(tiers: Sequence[LoadStore], problems: list[ConfigError]) -> Pro
 
 def _show(plan: StackPlan, question: Question) -> None:
     console = Console()
+    once = " with one copy for all" if plan.num_copies < plan.world_size else ""
     console.print(
-        f"[bold]Layout[/bold] {escape(question.layout)}, {plan.world_size} worker(s), "
+        f"[bold]Layout[/bold] {escape(question.layout)}, {plan.world_size} worker(s){once}, "
         f"{plan.block_size_factor} GPU block(s) in an offloaded block",
         soft_wrap=True,
     )

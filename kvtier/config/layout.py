@@ -5,7 +5,12 @@ the shape of the model may be given, `full:layers=32,kv_heads=8,head_dim=128,dty
 
     page bytes = 2 (K and V) * layers * ceil(kv_heads / world_size) * head_dim * bytes of dtype * block
 
-The same keys make a YAML or JSON file with `groups`, `world_size` and `block_size_factor`.
+or that of a model with latent attention (MLA), `full:layers=61,latent_dim=576,dtype=bfloat16,block=64`; then::
+
+    page bytes = layers * latent_dim * bytes of dtype * block
+
+and where all groups are latent, a block is kept once, whatever the number of workers. The same keys make a YAML or JSON
+file with `groups`, `world_size`, `block_size_factor` and `replicated`.
 """
 
 from __future__ import annotations
@@ -36,15 +41,21 @@ class GroupOptions(Options):
     layers: int | None = Field(default=None, ge=1, description="layers in the group")
     kv_heads: int | None = Field(default=None, ge=1, description="KV heads of the model, over all workers")
     head_dim: int | None = Field(default=None, ge=1, description="elements of one head")
+    latent_dim: int | None = Field(
+        default=None, ge=1, description="elements of one token's latent in one layer (MLA: kv_lora_rank and rope)"
+    )
     dtype: Literal["float32", "float16", "bfloat16", "fp8", "int8"] = "bfloat16"
 
     @model_validator(mode="after")
     def _consistent(self) -> GroupOptions:
-        shape = (self.layers, self.kv_heads, self.head_dim)
-        if self.page is None and None in shape:
-            raise ValueError("give either page, or layers, kv_heads and head_dim")
-        if self.page is not None and any(part is not None for part in shape):
-            raise ValueError("give page or the shape of the layers, not both")
+        heads, latent = (self.kv_heads, self.head_dim), self.latent_dim
+        if self.page is not None:
+            if any(part is not None for part in (self.layers, latent, *heads)):
+                raise ValueError("give page or the shape of the layers, not both")
+        elif latent is not None and any(part is not None for part in heads):
+            raise ValueError("give latent_dim, or kv_heads and head_dim, not both")
+        elif self.layers is None or (latent is None and None in heads):
+            raise ValueError("give either page, or layers, kv_heads and head_dim, or layers and latent_dim")
         if (self.kind == "sliding_window") != (self.window > 0):
             raise ValueError("window goes with sliding_window groups, and only with them")
         return self
@@ -54,6 +65,8 @@ class GroupOptions(Options):
         if self.page is not None:
             return self.page
         assert self.layers is not None
+        if self.latent_dim is not None:
+            return self.layers * self.latent_dim * DTYPE_BYTES[self.dtype] * self.block
         assert self.kv_heads is not None
         assert self.head_dim is not None
         heads = -(-self.kv_heads // world_size)
@@ -66,6 +79,11 @@ class LayoutOptions(Options):
     groups: tuple[GroupOptions, ...] = Field(min_length=1)
     world_size: int = Field(default=1, ge=1, le=65536, description="workers that hold a slice of each block")
     block_size_factor: int = Field(default=1, ge=1, le=4096, description="GPU blocks in one offloaded block")
+    replicated: bool | None = Field(
+        default=None,
+        description="whether the workers' pages hold the same bytes, so that one copy is kept; if left out, whether "
+        "every group is described by latent_dim",
+    )
 
     def layout(self, world_size: int | None = None, factor: int | None = None) -> KVLayout:
         """The layout for the geometry; the arguments go before what the options say."""
@@ -76,7 +94,10 @@ class LayoutOptions(Options):
             )
             for index, group in enumerate(self.groups)
         )
-        return KVLayout(groups, workers, factor or self.block_size_factor)
+        replicated = self.replicated
+        if replicated is None:
+            replicated = all(group.latent_dim is not None for group in self.groups)
+        return KVLayout(groups, workers, factor or self.block_size_factor, replicated)
 
 
 def read_layout(spec: str) -> LayoutOptions:

@@ -54,11 +54,13 @@ class TierPlan:
 
 @dataclass(frozen=True, slots=True)
 class StackPlan:
-    """What a stack means for a layout. `alignment` is the least common multiple of the tiers'."""
+    """What a stack means for a layout. `alignment` is the least common multiple of the tiers'; `num_copies` are the
+    workers with a slice of their own in a row."""
 
     alignment: int
     row_bytes: int
     world_size: int
+    num_copies: int
     block_size_factor: int
     groups: tuple[GroupPlan, ...]
     tiers: tuple[TierPlan, ...]
@@ -96,10 +98,9 @@ def plan_stack(
             problems.append(ConfigError(_too_small(capacity or 0, geometry), f"tiers[{index}].{key}"))
         plans.append(plan)
     groups = tuple(_group_plan(geometry, group) for group in range(geometry.num_groups))
-    return (
-        StackPlan(geometry.alignment, geometry.row_bytes, geometry.world_size, geometry.factor, groups, tuple(plans)),
-        problems,
-    )
+    workers = (geometry.world_size, geometry.num_copies)
+    plan_of_all = StackPlan(geometry.alignment, geometry.row_bytes, *workers, geometry.factor, groups, tuple(plans))
+    return plan_of_all, problems
 
 
 def _budget(options: TierOptions, medium: Medium) -> tuple[str, int | None]:

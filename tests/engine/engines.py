@@ -25,8 +25,8 @@ ANSWER_SECONDS = 300.0
 
 
 def block_bytes(kind: str) -> int:
-    """Bytes of a row: 2 layers of K and V, 2 heads of 32 values of 4 bytes, 128 tokens; both alike."""
-    return {"llama": 2, "gemma3": 2}[kind] * 2 * 2 * 32 * 4 * BLOCK
+    """Bytes of a row, 128 tokens of 2 layers: K and V, 2 heads of 32 values of 4 bytes; or 576 values of 2 bytes."""
+    return 2 * (576 * 2 if kind == "deepseek" else 2 * 2 * 32 * 4) * BLOCK
 
 
 @dataclass

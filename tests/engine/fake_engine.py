@@ -125,6 +125,7 @@ class FakeEngine:
         self.config, self.random, self.window = config, random.Random(seed), window
         self.factor = config.cache.blocks_per_chunk
         self.num_groups = len(config.groups)
+        self.replicated = config.replicated_layout
         self.tensors = [torch.zeros((num_blocks, PAGE), dtype=torch.int8) for _ in range(config.parallel.world_size)]
         self.workers = []
         for rank, tensor in enumerate(self.tensors):
@@ -260,7 +261,7 @@ class FakeEngine:
                 for sub in range(self.factor):
                     block = request.blocks[group][chunk * self.factor + sub]
                     for worker, tensor in enumerate(self.tensors):
-                        tensor[block] = content(names[chunk], worker, sub)
+                        tensor[block] = self._content(names[chunk], worker, sub)
         request.state = "computed"
 
     def _offer(self, request: Request, batch: list[Job]) -> None:
@@ -305,8 +306,10 @@ class FakeEngine:
 
     def _submit(self, job: Job) -> None:
         self.running[job.number] = job
-        for worker in self.workers:
-            if job.stores:
+        for rank, worker in enumerate(self.workers):
+            if job.stores and self.replicated and rank:
+                job.pending -= 1  # vLLM acknowledges for the ranks that do not write
+            elif job.stores:
                 assert worker.submit_store(job.number, job.blocks, job.rows)
             else:
                 assert worker.submit_load(job.number, job.rows, job.blocks)
@@ -342,8 +345,11 @@ class FakeEngine:
                 for sub in range(self.factor):
                     block = request.blocks[group][chunk * self.factor + sub]
                     for worker, tensor in enumerate(self.tensors):
-                        self.wrong += int((tensor[block] != content(names[chunk], worker, sub)).sum())
+                        self.wrong += int((tensor[block] != self._content(names[chunk], worker, sub)).sum())
                         self.counts["pages checked"] += 1
+
+    def _content(self, key: bytes, worker: int, sub: int) -> torch.Tensor:
+        return content(key, 0 if self.replicated else worker, sub)
 
     # -- the rest ------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ def main(config: dict[str, Any], answers: int) -> None:
     from prometheus_client import REGISTRY
     from vllm import LLM, SamplingParams
 
-    llm = LLM(enforce_eager=True, dtype="float32", **config)
+    llm = LLM(**{"enforce_eager": True, "dtype": "float32", **config})
 
     def generate(prompts: list[list[int]], tokens: int) -> dict[str, Any]:
         settings = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)

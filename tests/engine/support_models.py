@@ -10,6 +10,8 @@ import sys
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
@@ -53,7 +55,25 @@ def gemma3() -> Gemma3ForCausalLM:
     return Gemma3ForCausalLM(config)
 
 
-MODELS = {"llama": llama, "gemma3": gemma3}
+def deepseek() -> DeepseekV2ForCausalLM:
+    """Two layers of latent attention (MLA): every worker holds the same latents of 512 + 64 values."""
+    shape = {**SHAPE, "num_key_value_heads": 4, "dtype": "bfloat16", "initializer_range": 0.2}
+    config = DeepseekV2Config(
+        num_hidden_layers=2,
+        first_k_dense_replace=2,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        **shape,
+    )
+    return DeepseekV2ForCausalLM(config).to(torch.bfloat16)
+
+
+MODELS = {"llama": llama, "gemma3": gemma3, "deepseek": deepseek}
 
 
 def main(kind: str, folder: str) -> None:

@@ -29,6 +29,7 @@ SHAPES = {
     "one group": {},
     "two groups with ids of vLLM's own": {"group_ids": (1, 4)},
     "two workers": {"world_size": 2},
+    "one copy for two workers": {"world_size": 2, "replicated_layout": True},
     "chunks of three blocks": {"factor": 3},
     "everything": {"group_ids": (0, 2), "world_size": 2, "factor": 2},
 }
@@ -38,7 +39,8 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_loaded_byte_is_its_keys_and_every_request_ends(root, seed, shape, rows):
     changes = SHAPES[shape]
-    row = PAGE * changes.get("world_size", 1) * changes.get("factor", 1)
+    copies = 1 if "replicated_layout" in changes else changes.get("world_size", 1)
+    row = PAGE * copies * changes.get("factor", 1)
     rng = random.Random(seed)
     config = offloading_config(stack(root, rows, row_bytes=row), **changes)
     with FakeEngine(config, seed, num_blocks=256) as engine:

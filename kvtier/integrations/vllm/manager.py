@@ -28,7 +28,7 @@ from kvtier.errors import IntegrityError, ResourceError
 from kvtier.integrations.vllm.asking import Asking, reserved_answer
 from kvtier.integrations.vllm.identity import refine
 from kvtier.integrations.vllm.metrics import Meter
-from kvtier.integrations.vllm.outstanding import Outstanding
+from kvtier.integrations.vllm.outstanding import HandedOver, Outstanding
 from kvtier.integrations.vllm.plan import EnginePlan
 from kvtier.integrations.vllm.transfers import RowsSpec, rows_spec
 from kvtier.jobs import GPURuns, GroupTransfer, JobKind, TransferJob
@@ -83,7 +83,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         self._stack.open()
         cpu = parts.tiers[0]
         assert isinstance(cpu, ProvidesRows)
-        self._outstanding = Outstanding(cpu.rows, layout.world_size)
+        self._outstanding = Outstanding(cpu.rows, layout.world_size, layout.num_copies)
 
     # -- questions -----------------------------------------------------------------------------------------------
 
@@ -182,10 +182,10 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         ]
         return self._stack.place(self._stack.job(kind, groups), request_id)
 
-    def _end(self, job_ids: Sequence[Any]) -> None:
-        if job_ids:
-            for copier in self._copiers:
-                copier.end(job_ids)
+    def _end(self, copies: Sequence[HandedOver]) -> None:
+        for handed in copies:
+            for copier in self._copiers[: handed.workers]:
+                copier.end((handed.job_id,))
 
     # -- the step ------------------------------------------------------------------------------------------------
 

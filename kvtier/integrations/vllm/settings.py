@@ -104,7 +104,7 @@ def nominal_layout(config: OffloadingConfig) -> KVLayout:
     """
     page = TensorRef(0, config.worker_kv_bytes_per_block)
     groups = tuple(GroupLayout((page,), group.tokens_per_block) for group in config.groups)
-    return KVLayout(groups, config.parallel.world_size, config.cache.blocks_per_chunk)
+    return KVLayout(groups, config.parallel.world_size, config.cache.blocks_per_chunk, config.replicated_layout)
 
 
 def worker_layout(nominal: KVLayout, group_refs: list[list[tuple[int, int]]]) -> KVLayout:
@@ -136,6 +136,5 @@ def namespace(config: OffloadingConfig, stack: StackConfig) -> Namespace:
             "tensor_parallel_size": str(parallel.tp_size),
             "tokens_per_hash": str(config.cache.tokens_per_hash),
             "groups": ";".join(",".join(group.layer_names) for group in config.groups),
-            "replicated_layout": str(config.replicated_layout),
         },
     )

@@ -33,6 +33,7 @@ class KVTierSpec(OffloadingSpec):  # type: ignore[misc]
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
+        self.replicated_layout = config.replicated_layout  # vLLM then has rank 0 alone store
         self._plan = engine_plan(config)
         self._manager: OffloadingManager | None = None
         self._worker: OffloadingWorker | None = None
