@@ -2,7 +2,7 @@
 
     python -m benchmarks.region [--vllm-python PYTHON] [--gib 4] [--json FILE] [--quick]
 
-kvtier: `open_region`, by memfd and by name; memory is checked against every limit before any is touched. vLLM:
+kvtier: `open_region`, private, by memfd and by name; memory is checked against every limit before any is touched. vLLM:
 `SharedOffloadRegion` as its scheduler makes it (one call populates it) and as a worker does (a call for each row). One
 region at a time, each in a process that has made one before; afterwards every page is written, and must not fault.
 Medians of interleaved repetitions; a ratio is theirs over ours, the median over the pairs.
@@ -79,6 +79,7 @@ def main(
     report = Report("region", {"bytes": num_bytes, "row_bytes": row_bytes, "repetitions": repetitions})
     report.head()
     makers = {
+        "kvtier private": ours(num_bytes, row_bytes, Sharing.PRIVATE),
         "kvtier memfd": ours(num_bytes, row_bytes, Sharing.MEMFD),
         "kvtier named": ours(num_bytes, row_bytes, Sharing.NAMED),
     }

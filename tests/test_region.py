@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import mmap
 import os
@@ -21,7 +22,9 @@ from support_region import geometry, named
 from kvtier.errors import GeometryError, RegionError, UsageError
 from kvtier.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier.jobs import int_array
-from kvtier_cpu import RegionSpec, attach_region, open_region
+from kvtier.loadstore import TierContext
+from kvtier.namespace import Namespace
+from kvtier_cpu import CPUBackend, CPUOptions, RegionSpec, Sharing, attach_region, open_region, populate
 from kvtier_cpu.control import ControlShape
 from kvtier_cpu.opening import RegionHost
 from kvtier_cpu.rendezvous import Names, Patience, open_claim, sweep_leftovers
@@ -227,6 +230,61 @@ def test_close_gives_memory_and_descriptors_back() -> None:
     assert "memfd:kvtier" not in maps
     assert "/dev/shm/kvtier" not in maps
     assert set(os.listdir("/proc/self/fd")) <= descriptors
+
+
+# ---- memory of one process
+
+
+def test_private_memory_holds_rows_for_this_process_and_zeros_for_a_forked_child() -> None:
+    region = open_region(anonymous(sharing=Sharing.PRIVATE))
+    rows = int_array([3])
+    region.view[:] = 7
+    region.stamp(0, rows, rows)
+    region.stamp(1, rows, rows)
+    child = os.fork()
+    if not child:
+        empty = not region.view.any() and not region.stamped(rows, rows).any()
+        region.view[:] = 9
+        os._exit(0 if empty else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (region.view == 7).all()
+    assert region.stamped(rows, rows).all()
+    assert region.complete
+    assert region.view.ctypes.data % mmap.PAGESIZE == 0
+    with pytest.raises(UsageError, match="memfd"):
+        _ = region.descriptors
+    region.close()
+
+
+def test_private_memory_that_a_fork_would_copy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def old_kernel(pages: mmap.mmap, start: int, length: int, advice: int) -> int:
+        return errno.EINVAL if advice == populate.MADV_WIPEONFORK else 0
+
+    monkeypatch.setattr(populate, "_madvise", old_kernel)
+    assert not populate.private_works()
+    with pytest.raises(RegionError, match="kept from a fork"):
+        open_region(anonymous(sharing=Sharing.PRIVATE))
+
+
+@pytest.mark.parametrize(("world_size", "options", "kernel", "expected"), [
+    (1, {}, True, Sharing.PRIVATE),
+    (1, {}, False, Sharing.MEMFD),
+    (1, {"huge_pages": False}, True, Sharing.MEMFD),
+    (1, {"populate": False}, True, Sharing.MEMFD),
+    (1, {"shared": "memfd"}, True, Sharing.MEMFD),
+    (2, {}, True, Sharing.NAMED),
+])  # fmt: skip
+async def test_one_process_alone_gets_private_memory_where_that_has_huge_pages(
+    monkeypatch: pytest.MonkeyPatch, world_size: int, options: dict[str, object], kernel: bool, expected: Sharing
+) -> None:
+    monkeypatch.setattr("kvtier_cpu.backend.private_works", lambda: kernel)
+    layout = geometry(world_size)
+    tier = CPUBackend(CPUOptions(cpu_bytes_to_use=4 * layout.row_bytes, **options))
+    engine_id = f"auto-{os.getpid()}"
+    opened = await tier.open(TierContext("cpu", layout, Namespace(layout.layout), time.monotonic, engine_id))
+    assert tier.region.spec.sharing is expected
+    assert opened.mode.startswith(expected)
+    await tier.close()
 
 
 # ---- descriptors passed on

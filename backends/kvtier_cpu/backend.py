@@ -22,6 +22,7 @@ from kvtier.keys import CPU, OffloadKey
 from kvtier.loadstore import LoadStore, LookupResult, Opened, Rows, SlotSpace, TierContext
 from kvtier.options import ByteSize, PolicyName, TierOptions
 from kvtier_cpu.opening import RegionHost, open_region
+from kvtier_cpu.populate import private_works
 from kvtier_cpu.region import RegionSpec, SharedRegion, Sharing
 from kvtier_cpu.seal import intact_rows, pieces, seal_rows
 from kvtier_cpu.shares import UNSEEN, Share, all_blocks, as_tuples, whole_blocks, worst
@@ -44,10 +45,11 @@ class CPUOptions(TierOptions):
     huge_pages: bool = Field(default=True, description="ask for huge pages where the system offers them")
     populate: bool = Field(default=True, description="touch all memory at start instead of at first use")
     verify_loads: bool = Field(default=False, description="check a row's checksum again before it goes to the GPU")
-    shared: Literal["auto", "memfd", "named"] = Field(
+    shared: Literal["auto", "private", "memfd", "named"] = Field(
         default="auto",
-        description="memfd: workers live in this process; named: workers in other processes find the region by "
-        "engine id; auto: named as soon as there is more than one worker",
+        description="private: memory of this process alone, in huge pages; memfd: workers live in this process or are "
+        "handed descriptors; named: workers in other processes find the region by engine id; auto: named as soon as "
+        "there is more than one worker, else private where huge_pages and populate allow it",
     )
     join_timeout_seconds: float = Field(
         default=300.0, gt=0, allow_inf_nan=False, strict=False, description="how long to wait for the region's creator"
@@ -293,9 +295,12 @@ class CPUBackend(LoadStore):
         return region
 
     def _sharing(self, world_size: int) -> Sharing:
-        if self.options.shared == "auto":
-            return Sharing.NAMED if world_size > 1 else Sharing.MEMFD
-        return Sharing(self.options.shared)
+        options = self.options
+        if options.shared != "auto":
+            return Sharing(options.shared)
+        if world_size > 1:
+            return Sharing.NAMED
+        return Sharing.PRIVATE if options.huge_pages and options.populate and private_works() else Sharing.MEMFD
 
     def _spec(self, context: TierContext, sharing: Sharing) -> RegionSpec:
         geometry, options = context.geometry, self.options

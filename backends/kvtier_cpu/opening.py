@@ -72,6 +72,8 @@ def open_region(spec: RegionSpec, host: RegionHost | None = None) -> SharedRegio
     host = host or RegionHost()
     patience = Patience(host.clock, host.clock() + spec.deadline_seconds, host.stop)
     sweep_leftovers(spec.directory, patience)
+    if spec.sharing is Sharing.PRIVATE:
+        return _create_private(spec, host)
     if spec.sharing is Sharing.MEMFD:
         return _create_anonymous(spec, host)
     names = Names.of(spec.directory, spec.engine_id)
@@ -108,6 +110,21 @@ def attach_region(spec: RegionSpec, rows_fd: int, control_fd: int) -> SharedRegi
     return region
 
 
+def _create_private(spec: RegionSpec, host: RegionHost) -> SharedRegion:
+    """A region in memory of this process alone. Raises RegionError where the kernel cannot keep it from a fork."""
+    require(host.limits, spec.size_bytes + spec.shape.size_bytes, None)
+    region = SharedRegion(spec, RegionMaps(_map(-1, spec.size_bytes), _map(-1, spec.shape.size_bytes)))
+    try:
+        region.control.write_identity(spec.digest, _new_incarnation())
+        region.make_private_resident(_plan(spec, host))
+        host.observe(Step.RESIDENT)
+        _finish(spec, host, region.control, (0, 0))
+    except BaseException:
+        region.close()
+        raise
+    return region
+
+
 def _create_anonymous(spec: RegionSpec, host: RegionHost) -> SharedRegion:
     """A memfd region. Whatever goes wrong, closing the descriptors gives everything back."""
     require(host.limits, spec.size_bytes + spec.shape.size_bytes, None)
@@ -122,7 +139,7 @@ def _create_anonymous(spec: RegionSpec, host: RegionHost) -> SharedRegion:
         region.control.write_identity(spec.digest, _new_incarnation())
         region.make_resident(rows_fd, _plan(spec, host))
         host.observe(Step.RESIDENT)
-        _finish(spec, host, region.control, rows_fd)
+        _finish(spec, host, region.control, _file(rows_fd))
     except BaseException:
         if region is not None:
             region.close()
@@ -166,7 +183,7 @@ def _create_named(spec: RegionSpec, host: RegionHost, names: Names, patience: Pa
                     raise RegionError(f"{names.control} was removed while the region was being created")
                 link_rows(rows_fd, names)
                 host.observe(Step.LINKED)
-                _finish(spec, host, region.control, rows_fd)
+                _finish(spec, host, region.control, _file(rows_fd))
                 if region.complete:
                     claim.unlink()
         finally:
@@ -251,13 +268,17 @@ def _map_ready(spec: RegionSpec, host: RegionHost, claim: Claim, area: ControlAr
     return region
 
 
-def _finish(spec: RegionSpec, host: RegionHost, area: ControlArea, rows_fd: int) -> None:
+def _finish(spec: RegionSpec, host: RegionHost, area: ControlArea, rows_file: tuple[int, int]) -> None:
     """Count the creator in and declare the region ready, last of all."""
     _count_in(spec, area)
     host.observe(Step.COUNTED)
-    found = os.fstat(rows_fd)
-    area.set_ready(found.st_dev, found.st_ino)
+    area.set_ready(*rows_file)
     host.observe(Step.READY)
+
+
+def _file(fd: int) -> tuple[int, int]:
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino
 
 
 def _count_in(spec: RegionSpec, area: ControlArea) -> None:
@@ -271,7 +292,7 @@ def _count_in(spec: RegionSpec, area: ControlArea) -> None:
 def _plan(spec: RegionSpec, host: RegionHost) -> Plan:
     directory = spec.directory if spec.sharing is Sharing.NAMED else None
     return Plan(
-        where=directory or "anonymous shared memory",
+        where=directory or "anonymous memory",
         populate=spec.populate,
         huge_pages=spec.huge_pages,
         stop=host.stop,
@@ -283,8 +304,10 @@ def _maps(spec: RegionSpec, rows_fd: int, control_fd: int) -> RegionMaps:
 
 
 def _map(fd: int, size_bytes: int) -> mmap.mmap:
+    """A mapping of a file; of memory of this process alone for fd -1."""
+    flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     try:
-        return mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        return mmap.mmap(fd, size_bytes, flags, mmap.PROT_READ | mmap.PROT_WRITE)
     except OSError as error:
         raise SharedMemoryError(size_bytes, 0, f"the address space of this process ({error.strerror})") from error
 

@@ -15,6 +15,8 @@ import numpy as np
 
 from kvtier.errors import RegionError, SharedMemoryError
 
+MADV_WIPEONFORK = 18
+"""Linux 4.14; the mmap module does not name it."""
 MADV_POPULATE_WRITE = 23
 """Linux 5.14; the mmap module does not name it."""
 PIECE_BYTES = 64 << 20
@@ -74,6 +76,26 @@ def make_resident(fd: int, pages: mmap.mmap, plan: Plan) -> Populated:
     if not writes:
         reserve(fd, len(pages), plan)
     return _populate(pages, plan, writes) if plan.populate else Populated.SKIPPED
+
+
+def private_works() -> bool:
+    """True if the kernel can keep private pages from a fork and make them resident, tried on one page."""
+    with mmap.mmap(-1, mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as page:
+        return not any(_madvise(page, 0, len(page), advice) for advice in (MADV_WIPEONFORK, MADV_POPULATE_WRITE))
+
+
+def make_private_resident(pages: mmap.mmap, control: mmap.mmap, plan: Plan) -> Populated:
+    """Fill the page table of private memory, in huge pages where there are any.
+
+    A fork would share the pages until one side writes, and direct reads under way would land in the wrong copy: the
+    child gets zeros instead. Keeps no view. Raises SharedMemoryError, or RegionError if the kernel cannot do that.
+    """
+    for memory in (pages, control):
+        if code := _madvise(memory, 0, len(memory), MADV_WIPEONFORK):
+            raise RegionError(f"{plan.where} cannot be kept from a fork: {os.strerror(code)}")
+    if plan.huge_pages:
+        _madvise(pages, 0, len(pages), mmap.MADV_HUGEPAGE)  # refused where there are none; then small pages serve
+    return _populate(pages, plan, writes=True)
 
 
 def map_populated(pages: mmap.mmap) -> Populated:

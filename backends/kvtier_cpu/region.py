@@ -17,7 +17,7 @@ from kvtier.errors import GeometryError, UsageError
 from kvtier.geometry import Geometry
 from kvtier.jobs import IntArray
 from kvtier_cpu.control import ControlArea, ControlShape
-from kvtier_cpu.populate import Plan, Populated, make_resident, map_populated
+from kvtier_cpu.populate import Plan, Populated, make_private_resident, make_resident, map_populated
 from kvtier_cpu.rendezvous import Claim
 
 if TYPE_CHECKING:
@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
 
 class Sharing(StrEnum):
-    """MEMFD: no name, for one process or those handed the descriptors. NAMED: a name until all have mapped."""
+    """PRIVATE: this process alone, in huge pages; a forked child finds zeros. MEMFD: no name, for one process or those
+    handed the descriptors. NAMED: a name until all have mapped."""
 
+    PRIVATE = "private"
     MEMFD = "memfd"
     NAMED = "named"
 
@@ -190,6 +192,10 @@ class SharedRegion:
     def make_resident(self, rows_fd: int, plan: Plan) -> None:
         """Reserve and populate the rows of a region nobody else has mapped yet. Raises SharedMemoryError."""
         self._populated = make_resident(rows_fd, self._maps.rows, plan)
+
+    def make_private_resident(self, plan: Plan) -> None:
+        """Keep rows and control area from a fork, and populate the rows. Raises SharedMemoryError or RegionError."""
+        self._populated = make_private_resident(self._maps.rows, self._maps.control, plan)
 
     def map_populated(self) -> None:
         """Fill this process's page table; changes no byte."""

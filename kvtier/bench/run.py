@@ -127,7 +127,8 @@ class Bench:
     def _cpu(self, num_bytes: int) -> LoadStore:
         """The stack's CPU tier with other bytes, of this process alone."""
         options = next(one for one in self._config.tiers if self._medium(one) == CPU)
-        return self._with(options, {"cpu_bytes_to_use": num_bytes, "shared": "memfd"})
+        alone = "auto" if self._layout.world_size == 1 else "memfd"
+        return self._with(options, {"cpu_bytes_to_use": num_bytes, "shared": alone})
 
     # -- the tiers below -----------------------------------------------------------------------------------------
 
