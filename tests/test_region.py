@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from faults.machine.belongings import private_regions
 from support_region import geometry, named
 
 from kvtier.errors import GeometryError, RegionError, UsageError
@@ -222,13 +223,16 @@ def test_close_twice_and_views_outlive_it() -> None:
 
 def test_close_gives_memory_and_descriptors_back() -> None:
     descriptors = set(os.listdir("/proc/self/fd"))
-    for spec in (anonymous(), named("/dev/shm", f"back-{os.getpid()}", 2)):
+    before = private_regions()
+    for spec in (anonymous(), anonymous(sharing=Sharing.PRIVATE), named("/dev/shm", f"back-{os.getpid()}", 2)):
         region = open_region(spec)
+        assert private_regions() == before + (spec.sharing is Sharing.PRIVATE)
         assert f"{region.view.ctypes.data:x}-" in Path("/proc/self/maps").read_text()
         region.close()
     maps = Path("/proc/self/maps").read_text()
     assert "memfd:kvtier" not in maps
     assert "/dev/shm/kvtier" not in maps
+    assert private_regions() == before
     assert set(os.listdir("/proc/self/fd")) <= descriptors
 
 

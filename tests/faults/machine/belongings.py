@@ -24,8 +24,14 @@ def belongings() -> Counter[str]:
             continue  # the listing's own
     held.update(f"thread {_plain(thread.name)}" for thread in threading.enumerate())
     maps = Path("/proc/self/maps").read_text()
-    held["mapped regions"] = maps.count("/memfd:kvtier") + maps.count("/dev/shm/kvtier")
+    held["mapped regions"] = maps.count("/memfd:kvtier") + maps.count("/dev/shm/kvtier") + private_regions()
     return +held
+
+
+def private_regions() -> int:
+    """Mappings of this process that a fork finds empty and that ask for huge pages: regions of one process alone."""
+    flags = (line.split() for line in Path("/proc/self/smaps").read_text().splitlines() if line.startswith("VmFlags"))
+    return sum("wf" in line and "hg" in line for line in flags)
 
 
 def _plain(name: str) -> str:
