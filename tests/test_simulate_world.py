@@ -7,10 +7,12 @@ import errno
 import os
 from collections.abc import Iterator
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 
 from kvtier.testing.world.disk import BLOCK_BYTES, SECTOR_BYTES, DiskFile, Disks, RootFolder
+from kvtier.testing.world.engine import Fate, Flight
 from kvtier.testing.world.loop import VirtualLoop
 from kvtier.testing.world.system import Killed, System
 
@@ -146,3 +148,25 @@ def test_a_temporary_of_the_same_block_is_its_place_and_no_other_is():
     assert not named.is_place(first, (file("other", b"a" * 512), first))
     assert not named.is_place(first, (named, 0))
     assert not file("", b"a" * 512).is_place(first, (file("", b"a" * 512), first)), "a slab has no name of a block"
+
+
+def test_a_read_of_another_file_is_foreign_unless_it_brings_the_page_that_stands_in_its_place():
+    def file(at: int, page: bytes) -> DiskFile:
+        made = DiskFile()
+        made.write(at, page * BLOCK_BYTES + b"payload" * 10)
+        return made
+
+    def read(aim: DiskFile, got: DiskFile, at: int, fate: Fate = Fate.MISPLACED) -> bool:
+        request = SimpleNamespace(offset=BLOCK_BYTES)
+        length = 2 * BLOCK_BYTES
+        return Flight(request, True, aim, got, at, length, length, fate, []).is_foreign(0)
+
+    aim = file(BLOCK_BYTES, b"a")
+    assert not read(aim, aim, BLOCK_BYTES, Fate.WHOLE)
+    assert not read(aim, file(BLOCK_BYTES, b"a"), BLOCK_BYTES), "the file whose name a power loss took"
+    assert read(aim, file(BLOCK_BYTES, b"b"), BLOCK_BYTES)
+    assert read(aim, file(2 * BLOCK_BYTES, b"b"), 2 * BLOCK_BYTES)
+    hit = file(BLOCK_BYTES, b"a")
+    hit.write(BLOCK_BYTES, b"a" * BLOCK_BYTES, (aim, 7 * BLOCK_BYTES))
+    assert read(hit, hit, BLOCK_BYTES, Fate.WHOLE), "what stands there was written for another place"
+    assert read(hit, file(BLOCK_BYTES, b"a"), BLOCK_BYTES)

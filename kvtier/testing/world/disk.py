@@ -82,6 +82,10 @@ class DiskFile:
     def _same_block(self, file: DiskFile) -> bool:
         return file.called == self.called if file.called else file.data[BLOCK_BYTES:] == self.data[BLOCK_BYTES:]
 
+    def page(self, offset: int) -> bytearray:
+        """The page from an offset on."""
+        return self.data[offset : offset + BLOCK_BYTES]
+
     def flush(self) -> None:
         """What was written is durable."""
         self.undo.clear()

@@ -77,6 +77,17 @@ class Flight:
         """Where the bytes from `first` on were to be written, if that is not where they go."""
         return (self.aim, self.request.offset + first) if self.fate is Fate.MISPLACED else None
 
+    def is_foreign(self, first: int) -> bool:
+        """True if the header page at `first` was written for another place, and is not the very page that stands where
+        the read was meant to go: a file that replaced another may hold the same block, and who reads cannot tell.
+        """
+        aim, sector = self.aim, (self.request.offset + first) // SECTOR_BYTES
+        if aim.is_place(sector, self.file.meant_for((self.offset + first) // SECTOR_BYTES)):
+            return False
+        if self.fate is not Fate.MISPLACED or not aim.is_place(sector, aim.meant_for(sector)):
+            return True
+        return aim.page(self.request.offset + first) != self.file.page(self.offset + first)
+
     @property
     def sectors(self) -> range:
         """The pieces of the request, by number."""
@@ -212,9 +223,7 @@ class SimulatedEngine:
                 _scatter(flight.request.buffers, first, memoryview(flight.file.data)[at : at + last - first])
                 for part in flight.parts:
                     if part.headed and first <= part.start < last:
-                        meant = flight.file.meant_for((flight.offset + part.start) // SECTOR_BYTES)
-                        sector = (flight.request.offset + part.start) // SECTOR_BYTES
-                        part.foreign = not flight.aim.is_place(sector, meant)
+                        part.foreign = flight.is_foreign(part.start)
             else:
                 data = _gather(flight.request.buffers, first, last)
                 flight.file.write(flight.offset + first, data, flight.meant(first))
