@@ -219,7 +219,9 @@ def test_bad_input_is_one_line_and_exit_code_2(
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_leaves_nothing_behind(tmp_path: Path, temporary_folder: Path, sent: signal.Signals) -> None:
     """The signal comes while requests are served: the run's folder holds slab files by then."""
-    script = "from kvtier.cli.replay import replay; replay()"
+    # what a shell starts in the background ignores Ctrl-C, and so does what it starts
+    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    script = f"{heed}; from kvtier.cli.replay import replay; replay()"
     args = [sys.executable, "-c", script, "--requests", "4000"]
     environment = {**os.environ, "TMPDIR": str(temporary_folder)}
     with subprocess.Popen(args, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
