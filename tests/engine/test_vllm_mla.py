@@ -15,6 +15,7 @@ from engines import HERE, SEED, block_bytes, engine, prompts, stack
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.long,
     pytest.mark.skipif(
         not torch.cpu._is_amx_tile_supported(), reason="vLLM has no prefix caching for MLA on a CPU without AMX"
     ),
