@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +23,7 @@ from kvtier.loadstore import TierContext
 from kvtier.namespace import Namespace
 from kvtier_cpu import CPUBackend, CPUOptions
 from kvtier_cpu.backend import POOL_THREADS
-from kvtier_cpu.seal import pieces, seal_rows
+from kvtier_cpu.seal import Hashing, pieces, seal_rows
 from kvtier_cpu.threads import DaemonPool
 from kvtier_fs import FSBackend, FSOptions
 
@@ -70,6 +69,7 @@ class KVTier(Contestant):
         self._tier = OwnedTier("fs", opened.space, "lru")
         self._seals = DaemonPool("seals", POOL_THREADS)
         self._seals.start()
+        self._hashing = Hashing(self._seals)
         self._notes = f"{opened.mode}; rows {region.mode}"
         return self._cpu.rows.view[: setup.blocks, : setup.block_bytes]
 
@@ -127,12 +127,8 @@ class KVTier(Contestant):
         return TransferJob(JobId(self._jobs), kind, (group,), None, self._epoch, cuts)
 
     async def _seal(self, job: Job) -> None:
-        """Take the checksums of a job's rows, on the threads of the CPU tier's kind."""
-        seals = [
-            partial(seal_rows, self._cpu.region, self._geometry, 0, part)
-            for part in pieces(self._rows(job), self._geometry, 0)
-        ]
-        await asyncio.gather(*map(self._seals.run, seals))
+        """Take the checksums of a job's rows, as the CPU tier does."""
+        await self._hashing.do(pieces(seal_rows, self._cpu.region, self._geometry, 0, self._rows(job)))
 
     async def _store(self, job: Job) -> None:
         slots = self._tier.reserve([OffloadKey(key) for key in job.keys])

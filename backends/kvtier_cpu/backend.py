@@ -24,7 +24,7 @@ from kvtier.options import ByteSize, PolicyName, TierOptions
 from kvtier_cpu.opening import RegionHost, open_region
 from kvtier_cpu.populate import private_works
 from kvtier_cpu.region import RegionSpec, SharedRegion, Sharing
-from kvtier_cpu.seal import intact_rows, pieces, seal_rows
+from kvtier_cpu.seal import Hashing, Piece, intact_rows, pieces, seal_rows
 from kvtier_cpu.shares import UNSEEN, Share, all_blocks, as_tuples, whole_blocks, worst
 from kvtier_cpu.threads import DaemonPool, to_the_end
 
@@ -93,6 +93,7 @@ class CPUBackend(LoadStore):
         self._region: SharedRegion | None = None
         self._context: TierContext | None = None
         self._pool = DaemonPool("kvtier-cpu", POOL_THREADS)
+        self._hashing = Hashing(self._pool)
         self._busy = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -207,7 +208,7 @@ class CPUBackend(LoadStore):
         reports = await self._ask(context.workers[: geometry.num_copies], "load", job, shares)
         if self._region is not region:
             return JobResult.uniform(job, CANCELLED)
-        sealed = []
+        sealed: list[Piece[None]] = []
         bytes_moved = 0
         for number, share in enumerate(shares):
             group, rows = share.transfer.group, share.transfer.slots
@@ -218,10 +219,10 @@ class CPUBackend(LoadStore):
             kept = int_array(
                 [row for row, at in zip(rows, share.positions, strict=True) if outcomes[share.index][at].ok]
             )
-            sealed += [partial(seal_rows, region, geometry, group, part) for part in pieces(kept, geometry, group)]
+            sealed += pieces(seal_rows, region, geometry, group, kept)
             bytes_moved += len(kept) * geometry.kv_bytes_per_offloaded_block(group)
             self.counters.unstamped_blocks += sum(outcomes[share.index][at] is UNSEEN for at in share.positions)
-        await asyncio.gather(*map(self._pool.run, sealed))
+        await self._hashing.do(sealed)
         return JobResult(job.job_id, as_tuples(outcomes), bytes_moved, context.clock() - started)
 
     async def _load(self, context: TierContext, region: SharedRegion, job: TransferJob) -> JobResult:
@@ -243,8 +244,7 @@ class CPUBackend(LoadStore):
         good = []
         for share in shares:
             group, rows = share.transfer.group, share.transfer.slots
-            checks = [partial(intact_rows, region, geometry, group, part) for part in pieces(rows, geometry, group)]
-            answers = await asyncio.gather(*map(self._pool.run, checks))
+            answers = await self._hashing.do(pieces(intact_rows, region, geometry, group, rows))
             intact = np.flatnonzero(np.concatenate(answers)) if answers else NO_IDS
             self.counters.corrupt_rows += len(rows) - len(intact)
             if len(intact):

@@ -2,25 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.checksum import checksum
+from kvtier.checksum import ONE_SHOT_BYTES, checksum
 from kvtier.geometry import Geometry
 from kvtier.jobs import IntArray
+from kvtier.turns import HashTurns
 from kvtier_cpu.region import SharedRegion
+from kvtier_cpu.threads import DaemonPool
+
+T = TypeVar("T")
 
 PIECE_BYTES = 4 << 20
-"""Bytes one thread call clears and hashes: below a millisecond, so that several jobs share the threads fairly."""
+"""Bytes one call clears and hashes: below a millisecond, so that several jobs share the threads fairly."""
 
 
-def pieces(rows: IntArray, geometry: Geometry, group: int) -> Iterator[IntArray]:
-    """Cut rows into runs of about PIECE_BYTES, at least one row each."""
-    step = max(1, PIECE_BYTES // geometry.aligned_bytes(group))
-    for start in range(0, len(rows), step):
-        yield rows[start : start + step]
+@dataclass(frozen=True, slots=True)
+class Piece(Generic[T]):
+    """Some rows of one group, `row_bytes` hashed of each, and what is to be done with them."""
+
+    row_bytes: int
+    rows: int
+    call: Callable[[], T]
+
+
+def pieces(
+    call: Callable[[SharedRegion, Geometry, int, IntArray], T],
+    region: SharedRegion,
+    geometry: Geometry,
+    group: int,
+    rows: IntArray,
+) -> list[Piece[T]]:
+    """Cut a call for rows (`seal_rows`, `intact_rows`) into pieces of about PIECE_BYTES, at least one row each."""
+    row_bytes = geometry.aligned_bytes(group)
+    step = max(1, PIECE_BYTES // row_bytes)
+    parts = (rows[start : start + step] for start in range(0, len(rows), step))
+    return [Piece(row_bytes, len(part), partial(call, region, geometry, group, part)) for part in parts]
+
+
+class Hashing:
+    """Does pieces where that costs least: short rows on the event loop, all others on the tier's threads."""
+
+    def __init__(self, pool: DaemonPool) -> None:
+        self._pool = pool
+        self._turns = HashTurns()
+
+    async def do(self, work: Sequence[Piece[T]]) -> list[T]:
+        """What the pieces return, in their order."""
+        if any(piece.row_bytes > ONE_SHOT_BYTES for piece in work):
+            return await asyncio.gather(*(self._pool.run(piece.call) for piece in work))
+        done = []
+        for piece in work:
+            await self._turns.room(piece.rows * piece.row_bytes)
+            done.append(piece.call())
+        return done
 
 
 def seal_rows(region: SharedRegion, geometry: Geometry, group: int, rows: IntArray) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvtier.jobs import CORRUPT, LATE, LOADED, STORED, BlockOutcome, JobKind, failed
+from kvtier.turns import HashTurns
 from kvtier_fs.batches import Batch, JobRun, Share, error_outcome
 from kvtier_fs.buffers import HeaderPages
 from kvtier_fs.io.contract import MAX_BUFFERS, IOKind, IORequest
@@ -30,8 +31,6 @@ JOINED_MAX = MAX_BUFFERS // 2
 STARTS_PER_TURN = 64
 STARTS_AT_ONCE = 16
 """While blocks are under way, others begin when so many can: each batch has a price of its own."""
-CHECKED_PER_TURN = 4 << 20
-"""Bytes verified in a turn of the event loop; what comes beyond them goes to the root's threads."""
 
 
 class _Piece(StrictRequest):
@@ -55,8 +54,7 @@ class _Piece(StrictRequest):
 class LaneParts:
     """What a lane works with, all handed in. `depth` is how many requests the engine has under way at once.
 
-    Payloads of up to `checked_here_bytes` are verified on the event loop: the checksum of so little holds the GIL, so a
-    thread would only add the way there and back.
+    Payloads of up to `checked_here_bytes` are verified on the event loop, larger ones on `threads`.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -81,7 +79,7 @@ class Lane:
         self._pages = HeaderPages(2 * parts.depth + 32, parts.header_bytes)
         self._zeros = memoryview(bytes(parts.header_bytes))
         self._unverified: list[_Piece] = []
-        self._checked_bytes = 0
+        self._turns = HashTurns()
         self._running: set[Batch] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -239,20 +237,16 @@ class Lane:
     # -- verification --------------------------------------------------------------------------------------------
 
     def _check(self, piece: _Piece) -> None:
-        """Verify what was read: here if it is little, else on the threads."""
+        """Verify what was read: on the loop if it is short, else on the threads."""
         if len(piece.batch.payloads[piece.first]) <= self._parts.checked_here_bytes:
-            if not self._checked_bytes:
-                self._parts.loop.call_soon(self._new_turn)
-            if self._checked_bytes < CHECKED_PER_TURN:
-                self._checked_bytes += piece.length
-                self._judged(piece, verify_blocks(self._checks(piece)))
-                return
+            self._turns.begin(piece.length, partial(self._check_here, piece), self._parts.loop)
+            return
         if not self._unverified:
             self._parts.loop.call_soon(self._verify)
         self._unverified.append(piece)
 
-    def _new_turn(self) -> None:
-        self._checked_bytes = 0
+    def _check_here(self, piece: _Piece) -> None:
+        self._judged(piece, verify_blocks(self._checks(piece)))
 
     def _checks(self, piece: _Piece) -> list[Check]:
         batch, pages = piece.batch, self._pages.pages
