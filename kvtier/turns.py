@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 BYTES_PER_TURN = 4 << 20
 """Hashed in a few tenths of a millisecond."""
@@ -20,9 +21,9 @@ class HashTurns:
     def __init__(self, bytes_per_turn: int = BYTES_PER_TURN) -> None:
         self._bytes_per_turn = bytes_per_turn
         self._taken = 0
-        self._waiting: deque[tuple[int, Callable[[], object]]] = deque()
+        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
 
-    def begin(self, nbytes: int, call: Callable[[], object], loop: asyncio.AbstractEventLoop) -> None:
+    def begin(self, nbytes: int, call: Callable[[], None], loop: asyncio.AbstractEventLoop) -> None:
         """Call what hashes `nbytes`: now if this turn has room for it, else in the first that has."""
         if self._waiting or self._taken >= self._bytes_per_turn:
             self._waiting.append((nbytes, call))
@@ -35,8 +36,8 @@ class HashTurns:
     async def room(self, nbytes: int) -> None:
         """Return when the caller may hash so many bytes on the loop."""
         loop = asyncio.get_running_loop()
-        mine = loop.create_future()
-        self.begin(nbytes, lambda: mine.done() or mine.set_result(None), loop)
+        mine: asyncio.Future[None] = loop.create_future()
+        self.begin(nbytes, partial(_wake, mine), loop)
         await mine
 
     def _new_turn(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -47,3 +48,8 @@ class HashTurns:
             loop.call_soon(call)
         if self._taken:
             loop.call_soon(self._new_turn, loop)
+
+
+def _wake(waiting: asyncio.Future[None]) -> None:
+    if not waiting.done():  # cancelled meanwhile
+        waiting.set_result(None)

@@ -94,7 +94,7 @@ class Written:
         page = memoryview(bytearray(self.peek(name, 0, HEADER)))
         header: SlotHeader | None = decode_slot_header(page)
         assert header is not None
-        encode_slot_header(header._replace(**changes), page, memoryview(bytes(HEADER)))
+        encode_slot_header(header._replace(**changes), page)
         self.poke(name, 0, bytes(page))
 
 
@@ -164,7 +164,7 @@ class WrittenFiles:
         page = memoryview(bytearray(self.places[name].read_bytes()[:HEADER]))
         header: SlotHeader | None = decode_slot_header(page)
         assert header is not None
-        encode_slot_header(header._replace(**changes), page, memoryview(bytes(HEADER)))
+        encode_slot_header(header._replace(**changes), page)
         overwrite(self.places[name], 0, bytes(page))
 
     def bucket(self, key: OffloadKey) -> Path:

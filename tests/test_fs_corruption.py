@@ -48,7 +48,7 @@ def forge(tier: Tier, name, **changes: object) -> None:
     page = memoryview(bytearray(peek(path, offset, HEADER)))
     header = decode_slot_header(page)
     assert header is not None
-    encode_slot_header(header._replace(**changes), page, memoryview(bytes(HEADER)))
+    encode_slot_header(header._replace(**changes), page)
     poke(path, offset, bytes(page))
 
 

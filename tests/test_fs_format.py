@@ -52,7 +52,7 @@ def header(**changes: object) -> SlotHeader:
 
 def page_of(slot: SlotHeader, size: int = 4096) -> bytearray:
     page = bytearray(b"\xff" * size)
-    encode_slot_header(slot, memoryview(page), memoryview(bytes(size)))
+    encode_slot_header(slot, memoryview(page))
     return page
 
 

@@ -141,6 +141,13 @@ class SharedRegion:
             raise UsageError(f"there is no row {row} among {self.num_rows}")
         return memoryview(self.view[row])
 
+    def blocks(self, rows: IntArray, nbytes: int) -> list[memoryview]:
+        """The first `nbytes` of each of these rows, as writable buffers."""
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.num_rows:
+            raise UsageError(f"rows {int(rows.min())}..{int(rows.max())} reach outside 0..{self.num_rows - 1}")
+        memory, row_bytes = self.view.reshape(-1).data, self.row_bytes
+        return [memory[start : start + nbytes] for start in (rows * row_bytes).tolist()]
+
     def worker_array(self, worker: int, group: int) -> npt.NDArray[np.uint8]:
         """A worker's slice of every row for one group: shape (num_rows, worker_bytes), strided by row_bytes.
 

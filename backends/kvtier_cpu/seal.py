@@ -71,16 +71,15 @@ def seal_rows(region: SharedRegion, geometry: Geometry, group: int, rows: IntArr
     What lies beyond the aligned length no lower tier ever reads for this group.
     """
     used, aligned = geometry.kv_bytes_per_offloaded_block(group), geometry.aligned_bytes(group)
-    for row in rows.tolist():
-        block = region.row(row)[:aligned]
-        block[used:] = bytes(aligned - used)
+    zeros = bytes(aligned - used)
+    for row, block in zip(rows.tolist(), region.blocks(rows, aligned), strict=True):
+        if zeros:
+            block[used:] = zeros
         region.set_checksum(row, checksum(block))
 
 
 def intact_rows(region: SharedRegion, geometry: Geometry, group: int, rows: IntArray) -> npt.NDArray[np.bool_]:
     """For each row: True if its bytes still match its checksum."""
-    aligned = geometry.aligned_bytes(group)
-    return np.array(
-        [checksum(region.row(row)[:aligned]) == region.checksum(row) for row in rows.tolist()],
-        dtype=np.bool_,
-    )
+    blocks = region.blocks(rows, geometry.aligned_bytes(group))
+    expected = map(region.checksum, rows.tolist())
+    return np.array([checksum(block) == stated for block, stated in zip(blocks, expected, strict=True)], dtype=np.bool_)

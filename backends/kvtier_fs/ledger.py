@@ -7,7 +7,7 @@ opening a root, by scan and from a snapshot, fill a ledger, and the directory is
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,25 +86,38 @@ class Ledger:
 
     def begin(self, region: int, index: int) -> None:
         """A slot is about to be written: what it held is gone."""
-        slots = self._regions.get(region)
-        if slots is not None:
-            slots.owners[index] = NOBODY
-            slots.keys[index] = None
+        self.begin_all((region,), (index,))
+
+    def begin_all(self, regions: Iterable[int], indices: Iterable[int]) -> None:
+        """Slots, each given by its region and its number there, are about to be written: what they held is gone."""
+        at, slots = -1, None
+        for region, index in zip(regions, indices, strict=True):
+            if region != at:
+                at, slots = region, self._regions.get(region)
+            if slots is not None:
+                slots.owners[index] = NOBODY
+                slots.keys[index] = None
 
     def record(self, header: SlotHeader) -> None:
         """A slot holds what its header says, unless the region was cut or the namespace reset meanwhile."""
         number = self.number_of(header.namespace, header.epoch)
         place = header.region, header.region_generation, header.slot_index
-        self.hold(number, place, header.key, header.generation)
+        self.hold_all(number, [place], [header.key], [header.generation])
 
-    def hold(self, number: int, place: SlotPlace, key: bytes, generation: int) -> None:
-        """A slot holds a block of the owner of a number, unless that is nobody or the region was cut meanwhile."""
-        region, cut, index = place
-        slots = self._regions.get(region)
-        if slots is not None and slots.cut == cut and number != NOBODY:
-            slots.owners[index] = number
-            slots.keys[index] = key
-            slots.generations[index] = generation
+    def hold_all(
+        self, number: int, places: Iterable[SlotPlace], keys: Iterable[bytes], generations: Iterable[int]
+    ) -> None:
+        """Slots hold blocks of the owner of a number, unless that is nobody or their region was cut meanwhile."""
+        if number == NOBODY:
+            return
+        at, slots = -1, None
+        for (region, cut, index), key, generation in zip(places, keys, generations, strict=True):
+            if region != at:
+                at, slots = region, self._regions.get(region)
+            if slots is not None and slots.cut == cut:
+                slots.owners[index] = number
+                slots.keys[index] = key
+                slots.generations[index] = generation
 
     def refuse(self, region: int, index: int, generation: int) -> None:
         """A slot was read and does not hold what was expected: nothing that counts, unless it moved on meanwhile."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from bisect import bisect_left
 from collections import Counter
 
 from kvtier.jobs import MISSING, BlockOutcome, DropReason, GPURuns, IntArray, JobKind, dropped, failed
@@ -41,6 +42,7 @@ class RootShare:
         self._rows: list[int] = transfer.staging[positions].tolist()
         self._generations: list[int] = transfer.generations[positions].tolist()
         self._begun = 0
+        self._long_keys = max(map(len, transfer.keys)) > side.max_key_bytes
         self._storing = run.kind is JobKind.STORE
         self._payload_bytes = side.layout.payload_bytes[transfer.group]
         self._slot_bytes = side.layout.slot_bytes[transfer.group]
@@ -57,42 +59,65 @@ class RootShare:
         if first == last:
             return None
         self._begun = last
-        side, root, slot_bytes, length = self._side, self._root, self._slot_bytes, self._payload_bytes
+        side, length = self._side, self._payload_bytes
         batch = Batch(self.run, self._number)
-        slots_fit = root.plan.region_bytes // slot_bytes
-        ahead = self._storing and not root.takes_epoch(side.namespace, self.run.job.epoch)
-        region, fd, start, cut, refused = -1, -1, 0, 0, None
-        for i in range(first, last):
-            numbered, index = divmod(self._slots[i], side.slots_per_region)
-            if numbered - root.first_region != region:
-                region = numbered - root.first_region
-                state = root.regions[region]
-                cut, start = state.generation, root.plan.slot_offset(region, 0, slot_bytes)
-                fd = root.fds.get(root.plan.file_of(region), -1)
-                refused = dropped(DropReason.RESET) if ahead else self._refuse_region(state, fd)
-            position = self._positions[i]
-            key, generation = self._keys[position], self._generations[i]
-            if refused or index >= slots_fit or len(key) > side.max_key_bytes:
-                self.run.end(self._number, position, refused or self._refusal(index >= slots_fit))
-                continue
-            batch.positions.append(position)
-            batch.rows.append(self._rows[i])
-            batch.keys.append(key)
-            batch.regions.append(region)
-            batch.indices.append(index)
-            batch.cuts.append(cut)
-            batch.generations.append(generation)
-            batch.fds.append(fd)
-            batch.offsets.append(start + index * slot_bytes)
-            own = pack_own(region, index, cut, slot_bytes, length, generation, self._group, len(key))
-            batch.fixed.append(self._shared + own)
+        ahead = self._storing and not self._root.takes_epoch(side.namespace, self.run.job.epoch)
+        while first < last:
+            region = self._slots[first] // side.slots_per_region
+            end = bisect_left(self._slots, (region + 1) * side.slots_per_region, first, last)
+            if self._long_keys:
+                end = next((i for i in range(first, end) if self._key_too_long(i)), end)
+            if first < end:
+                self._take_region(batch, region, first, end, ahead)
+                first = end
+            else:
+                self.run.end(self._number, self._positions[first], dropped(DropReason.KEY_TOO_LONG))
+                first += 1
         starts = [row * side.row_bytes for row in batch.rows]
-        batch.payloads = [side.memory[begin : begin + length] for begin in starts]
+        memory = side.memory
+        batch.payloads = [memory[begin : begin + length] for begin in starts]
         batch.addresses = [side.address + begin for begin in starts]
         if self._storing:
-            batch.digests = [side.rows.checksum(row) for row in batch.rows]
+            batch.digests = list(map(side.rows.checksum, batch.rows))
         batch.left = len(batch)
         return batch
+
+    def _take_region(self, batch: Batch, numbered: int, first: int, end: int, ahead: bool) -> None:
+        """Add the blocks `first` to `end - 1`, which lie in one region, to a batch, those that can move."""
+        side, root, slot_bytes = self._side, self._root, self._slot_bytes
+        region, before = numbered - root.first_region, numbered * side.slots_per_region
+        state, fd = root.regions[region], root.fds.get(root.plan.file_of(region), -1)
+        refused = dropped(DropReason.RESET) if ahead else self._refuse_region(state, fd)
+        if refused:
+            self.run.end_all(self._number, self._positions[first:end], refused)
+            return
+        fit = bisect_left(self._slots, before + root.plan.region_bytes // slot_bytes, first, end)
+        if fit < end:
+            side.counters["refused.no_slot"] += end - fit
+            self.run.end_all(self._number, self._positions[fit:end], failed(errno.EINVAL))
+        taken, count = slice(first, fit), fit - first
+        positions = self._positions[taken]
+        keys = [self._keys[position] for position in positions]
+        indices = [slot - before for slot in self._slots[taken]]
+        generations = self._generations[taken]
+        start, cut = root.plan.slot_offset(region, 0, slot_bytes), state.generation
+        pack, shared, length, group = pack_own, self._shared, self._payload_bytes, self._group
+        batch.positions += positions
+        batch.rows += self._rows[taken]
+        batch.keys += keys
+        batch.regions += [region] * count
+        batch.indices += indices
+        batch.cuts += [cut] * count
+        batch.generations += generations
+        batch.fds += [fd] * count
+        batch.offsets += [start + index * slot_bytes for index in indices]
+        batch.fixed += [
+            shared + pack(region, index, cut, slot_bytes, length, generation, group, len(key))
+            for index, generation, key in zip(indices, generations, keys, strict=True)
+        ]
+
+    def _key_too_long(self, i: int) -> bool:
+        return len(self._keys[self._positions[i]]) > self._side.max_key_bytes
 
     def end(self, outcome: BlockOutcome) -> None:
         """End all that have not begun."""
@@ -107,10 +132,3 @@ class RootShare:
         if self._storing and not state.ready:
             return error_outcome(state.errno or errno.EIO)
         return MISSING if fd < 0 and not self._storing else None
-
-    def _refusal(self, no_slot: bool) -> BlockOutcome:
-        """Why a block cannot move whose slot does not exist, or whose key fits no header."""
-        if no_slot:
-            self._side.counters["refused.no_slot"] += 1
-            return failed(errno.EINVAL)
-        return dropped(DropReason.KEY_TOO_LONG)

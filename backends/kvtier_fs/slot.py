@@ -72,18 +72,15 @@ def fixed_bytes(page: memoryview) -> memoryview:
     return page[_CHECKED_FROM:_PAYLOAD_DIGEST_AT]
 
 
-def encode_slot_header(header: SlotHeader, page: memoryview, zeros: memoryview) -> None:
-    """Fill a header page. `zeros` is a page of zero bytes: whatever the header does not use is zero on disk."""
-    write_slot_header(page, pack_fixed(header, len(page)), header.payload_digest, header.key, zeros)
+def encode_slot_header(header: SlotHeader, page: memoryview) -> None:
+    """Fill a header page; whatever the header does not use is zero on disk."""
+    write_slot_header(page, pack_fixed(header, len(page)), header.payload_digest, header.key)
 
 
-def write_slot_header(page: memoryview, fixed: bytes, payload_digest: bytes, key: bytes, zeros: memoryview) -> None:
-    """Fill a header page of which the fixed fields are packed already."""
-    said = fixed + payload_digest + key
-    end = _CHECKED_FROM + len(said)
-    page[_CHECKED_FROM:end] = said
-    page[end:] = zeros[end:]
-    page[:_CHECKED_FROM] = SLOT_MAGIC + xxhash.xxh3_128_digest(page[_CHECKED_FROM:])
+def write_slot_header(page: memoryview, fixed: bytes, payload_digest: bytes, key: bytes) -> None:
+    """Fill a header page of which the fixed fields are packed already; what the header does not use is zero."""
+    said = (fixed + payload_digest + key).ljust(len(page) - _CHECKED_FROM, b"\0")
+    page[:] = SLOT_MAGIC + xxhash.xxh3_128_digest(said) + said
 
 
 def checksum_holds(page: memoryview) -> bool:
@@ -94,6 +91,13 @@ def checksum_holds(page: memoryview) -> bool:
 def magic_holds(page: memoryview) -> bool:
     """True if the page says it is a slot header, of whatever version."""
     return page[:8] == SLOT_MAGIC
+
+
+def matching_digest(page: memoryview, fixed: bytes, key: bytes) -> bytes | None:
+    """The payload's checksum that a header page states; None unless it is whole and says just `fixed` and `key`."""
+    said = bytes(page[: KEY_AT + len(key)])
+    same = said.startswith(SLOT_MAGIC) and said[_CHECKED_FROM:_PAYLOAD_DIGEST_AT] == fixed and said.endswith(key)
+    return said[_PAYLOAD_DIGEST_AT:KEY_AT] if same and said[8:_CHECKED_FROM] == header_checksum(page) else None
 
 
 def payload_digest(page: memoryview) -> bytes:

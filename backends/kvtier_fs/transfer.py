@@ -77,7 +77,6 @@ class Lane:
         self._loads: deque[Share] = deque()
         self._stores: deque[Share] = deque()
         self._pages = HeaderPages(2 * parts.depth + 32, parts.header_bytes)
-        self._zeros = memoryview(bytes(parts.header_bytes))
         self._unverified: list[_Piece] = []
         self._turns = HashTurns()
         self._running: set[Batch] = set()
@@ -164,10 +163,10 @@ class Lane:
         self._idle.clear()
         if batch.run.kind is not JobKind.STORE:
             return
-        pages, zeros, ledger = self._pages.pages, self._zeros, self._parts.ledger
-        for i, (page, region, index) in enumerate(zip(batch.pages, batch.regions, batch.indices, strict=True)):
-            ledger.begin(region, index)
-            write_slot_header(pages[page], batch.fixed[i], batch.digests[i], batch.keys[i], zeros)
+        self._parts.ledger.begin_all(batch.regions, batch.indices)
+        pages = self._pages.pages
+        for page, fixed, digest, key in zip(batch.pages, batch.fixed, batch.digests, batch.keys, strict=True):
+            write_slot_header(pages[page], fixed, digest, key)
 
     def _requests(self, batch: Batch) -> list[IORequest]:
         """The requests that move a batch: one for blocks that lie one behind the other, or several for each block."""
@@ -228,11 +227,10 @@ class Lane:
 
     def _record(self, batch: Batch, first: int, last: int) -> None:
         """Note in the ledger what slots hold that were written."""
-        ledger = self._parts.ledger
+        ledger, these = self._parts.ledger, slice(first, last)
+        places = zip(batch.regions[these], batch.cuts[these], batch.indices[these], strict=True)
         number = ledger.own_number(batch.run.job.epoch)
-        for i in range(first, last):
-            place = batch.regions[i], batch.cuts[i], batch.indices[i]
-            ledger.hold(number, place, batch.keys[i], batch.generations[i])
+        ledger.hold_all(number, places, batch.keys[these], batch.generations[these])
 
     # -- verification --------------------------------------------------------------------------------------------
 

@@ -9,14 +9,11 @@ from typing import NamedTuple
 
 from kvtier.checksum import checksum
 from kvtier_fs.slot import (
-    KEY_AT,
     SlotHeader,
     checksum_holds,
     decode_slot_header,
-    fixed_bytes,
-    magic_holds,
+    matching_digest,
     pack_fixed,
-    payload_digest,
     unpack_fixed,
 )
 
@@ -71,11 +68,10 @@ def verify_slot(read: ReadSlot) -> Mismatch | bytes:
 
 def verify_block(page: memoryview, payload: memoryview, fixed: bytes, key: bytes) -> Mismatch | bytes:
     """`verify_slot` where the fixed fields that are expected are packed already."""
-    if not checksum_holds(page):
-        return Mismatch.HEADER_CHECKSUM
-    if not (magic_holds(page) and fixed_bytes(page) == fixed and page[KEY_AT : KEY_AT + len(key)] == key):
-        return _first_difference(page, unpack_fixed(fixed, key))
-    stated = payload_digest(page)
+    stated = matching_digest(page, fixed, key)
+    if stated is None:
+        whole = checksum_holds(page)
+        return _first_difference(page, unpack_fixed(fixed, key)) if whole else Mismatch.HEADER_CHECKSUM
     return stated if checksum(payload) == stated else Mismatch.PAYLOAD
 
 

@@ -73,7 +73,6 @@ class BlockSteps:
     def __init__(self, root: SharedRoot, set_checksum: Callable[[int, bytes], None]) -> None:
         self._root = root
         self._set_checksum = set_checksum
-        self._zeros = memoryview(bytes(root.tree.header_bytes))
         self._counters: Counter[str] = root.counters
 
     async def run(self, block: Block, current: asyncio.Future[int | None]) -> None:
@@ -147,7 +146,7 @@ class BlockSteps:
         number = gate.pages.acquire()
         try:
             page = gate.pages.pages[number]
-            encode_slot_header(block.wanted.header, page, self._zeros)
+            encode_slot_header(block.wanted.header, page)
             block.touching = True
             return await self._root.mover.move(IOKind.WRITE, reserved.fd, [page, block.payload])
         finally:

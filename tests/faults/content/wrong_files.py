@@ -185,7 +185,7 @@ def _forge(**changes: object) -> Plant:
         page = memoryview(bytearray(path.read_bytes()[scene.at : scene.at + HEADER]))
         header = decode_slot_header(page)
         assert header is not None
-        encode_slot_header(header._replace(**changes), page, memoryview(bytes(HEADER)))
+        encode_slot_header(header._replace(**changes), page)
         _poke(path, scene.at, bytes(page))
 
     return plant
