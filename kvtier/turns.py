@@ -14,7 +14,7 @@ BYTES_PER_TURN = 4 << 20
 class HashTurns:
     """Spreads calls that hash over the turns of an event loop, in the order in which they come.
 
-    For payloads so short that hashing them holds the GIL wherever it happens (`checksum.ONE_SHOT_BYTES`): a thread
+    For payloads so short that hashing them holds the GIL wherever it happens (`checksum.SHORT_BYTES`): a thread
     would keep the loop waiting just as long, and the way there and back comes on top. Belongs to one event loop.
     """
 

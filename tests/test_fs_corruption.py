@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from dataclasses import replace
@@ -107,9 +108,9 @@ async def test_one_request_of_neighbours_is_judged_block_by_block(tmp_path, monk
     names, elsewhere = keys(8), []
     verify_blocks = transfer.verify_blocks
 
-    def watched(checks):
+    def watched(checks, **how):
         elsewhere.append(threading.current_thread() is not threading.main_thread())
-        return verify_blocks(checks)
+        return verify_blocks(checks, **how)
 
     monkeypatch.setattr(transfer, "verify_blocks", watched)
     async with open_tier(options(tmp_path / "root"), seams=Seams(checked_here_bytes=here)) as tier:
@@ -125,6 +126,19 @@ async def test_one_request_of_neighbours_is_judged_block_by_block(tmp_path, monk
         expected = [digest if outcome.ok else b"" for digest, outcome in zip(digests, wanted, strict=True)]
         assert tier.rows.digests[:8] == expected
     assert set(elsewhere) == {not here}
+
+
+@pytest.mark.parametrize("here", [0, PAYLOAD], ids=["on threads", "on the loop"])
+async def test_a_block_that_could_not_be_judged_is_not_loaded(tmp_path, monkeypatch, here):
+    def out_of_memory(checks, **how):
+        raise MemoryError
+
+    names = keys(2)
+    async with open_tier(options(tmp_path / "root"), seams=Seams(checked_here_bytes=here)) as tier:
+        await tier.store_all(names)
+        monkeypatch.setattr(transfer, "verify_blocks", out_of_memory)
+        assert await tier.load(names) == [failed(errno.EIO)] * 2
+        assert counted(tier) == {"verify.failed": 2}
 
 
 async def test_the_slab_of_another_root_does_not_count(tmp_path):

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.checksum import ONE_SHOT_BYTES, checksum
+from kvtier.checksum import SHORT_BYTES, checksum
 from kvtier.geometry import Geometry
 from kvtier.jobs import IntArray
 from kvtier.turns import HashTurns
@@ -56,7 +56,7 @@ class Hashing:
 
     async def do(self, work: Sequence[Piece[T]]) -> list[T]:
         """What the pieces return, in their order."""
-        if any(piece.row_bytes > ONE_SHOT_BYTES for piece in work):
+        if any(piece.row_bytes > SHORT_BYTES for piece in work):
             return await asyncio.gather(*(self._pool.run(piece.call) for piece in work))
         done = []
         for piece in work:
@@ -75,11 +75,11 @@ def seal_rows(region: SharedRegion, geometry: Geometry, group: int, rows: IntArr
     for row, block in zip(rows.tolist(), region.blocks(rows, aligned), strict=True):
         if zeros:
             block[used:] = zeros
-        region.set_checksum(row, checksum(block))
+        region.set_checksum(row, checksum(block, keep_gil=aligned <= SHORT_BYTES))
 
 
 def intact_rows(region: SharedRegion, geometry: Geometry, group: int, rows: IntArray) -> npt.NDArray[np.bool_]:
     """For each row: True if its bytes still match its checksum."""
-    blocks = region.blocks(rows, geometry.aligned_bytes(group))
-    expected = map(region.checksum, rows.tolist())
-    return np.array([checksum(block) == stated for block, stated in zip(blocks, expected, strict=True)], dtype=np.bool_)
+    aligned = geometry.aligned_bytes(group)
+    found = [checksum(block, keep_gil=aligned <= SHORT_BYTES) for block in region.blocks(rows, aligned)]
+    return np.array(list(map(bytes.__eq__, found, map(region.checksum, rows.tolist()))), dtype=np.bool_)

@@ -187,6 +187,7 @@ class FSBackend(LoadStore):
                 counters=self.counters,
                 ledger=root.ledger,
                 header_bytes=self._layout.header_bytes,
+                slot_bytes=min(self._layout.slot_bytes),
                 depth=self.options.io_depth,
                 checked_here_bytes=self._seams.checked_here_bytes,
             )

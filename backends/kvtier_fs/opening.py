@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from kvtier.checksum import ONE_SHOT_BYTES
+from kvtier.checksum import SHORT_BYTES
 from kvtier.errors import GeometryError, ResourceError, RootBusyError, RootError
 from kvtier.geometry import Geometry, round_up
 from kvtier.options import INDEX_BYTES_PER_SLOT
@@ -55,7 +55,7 @@ class Seams:
     folder: Callable[[str, FSOptions], RootFolder] = RootFolder
     engine: Callable[[Root], IOEngine] | None = None
     random_bytes: Callable[[int], bytes] = os.urandom
-    checked_here_bytes: int = ONE_SHOT_BYTES
+    checked_here_bytes: int = SHORT_BYTES
 
 
 async def enter_root(path: str, options: FSOptions, seams: Seams) -> Root | None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvtier.jobs import CORRUPT, LATE, LOADED, STORED, BlockOutcome, JobKind, failed
-from kvtier.turns import HashTurns
 from kvtier_fs.batches import Batch, JobRun, Share, error_outcome
 from kvtier_fs.buffers import HeaderPages
 from kvtier_fs.io.contract import MAX_BUFFERS, IOKind, IORequest
@@ -24,11 +23,16 @@ from kvtier_fs.slot import write_slot_header
 from kvtier_fs.strict import StrictIO, StrictRequest, span
 from kvtier_fs.verify import Check, Mismatch, verify_blocks
 
-REQUEST_BYTES = 1 << 20
+LOADS_BYTES = 32 << 20
+LOADS_MAX = 1024
+"""So much may be loaded at once: what a disk brings while another thread keeps the GIL for a switch interval (5 ms)."""
+REQUEST_BYTES = 1152 << 10
 JOINED_BYTES = 512 << 10
-"""Neighbouring slots go in one request up to here: fewer calls for the kernel and the disk, still several in flight."""
+JOINED_BYTES_DEEP = 1 << 20
+"""Neighbouring slots go in one request up to here: fewer calls for the kernel and the disk, still several in flight;
+and up to twice as much once there are as many requests as may be in the kernel."""
 JOINED_MAX = MAX_BUFFERS // 2
-STARTS_PER_TURN = 64
+BATCH_BLOCKS = 64
 STARTS_AT_ONCE = 16
 """While blocks are under way, others begin when so many can: each batch has a price of its own."""
 
@@ -52,9 +56,10 @@ class _Piece(StrictRequest):
 
 @dataclass(frozen=True, slots=True)
 class LaneParts:
-    """What a lane works with, all handed in. `depth` is how many requests the engine has under way at once.
+    """What a lane works with, all handed in.
 
-    Payloads of up to `checked_here_bytes` are verified on the event loop, larger ones on `threads`.
+    `depth` is how many requests the engine has under way at once, `slot_bytes` the smallest slot. Payloads of up to
+    `checked_here_bytes` are verified on the event loop, larger ones on `threads`.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -65,24 +70,32 @@ class LaneParts:
     counters: Counter[str]
     ledger: Ledger
     header_bytes: int
+    slot_bytes: int
     depth: int
     checked_here_bytes: int
 
 
 class Lane:
-    """The blocks of one root on their way, loads before stores; at most `2 * depth + 32` have I/O or checks running."""
+    """The blocks of one root on their way, loads before stores.
+
+    At most `2 * depth + 32` stores have I/O running; loads have it or are checked up to LOADS_BYTES or LOADS_MAX, if
+    that is more.
+    """
 
     def __init__(self, parts: LaneParts) -> None:
         self._parts = parts
         self._loads: deque[Share] = deque()
         self._stores: deque[Share] = deque()
-        self._pages = HeaderPages(2 * parts.depth + 32, parts.header_bytes)
+        stores = 2 * parts.depth + 32
+        loads = min(LOADS_MAX, LOADS_BYTES // parts.slot_bytes)
+        self._for_loads = max(0, loads - stores)
+        self._pages = HeaderPages(stores + self._for_loads, parts.header_bytes)
         self._unverified: list[_Piece] = []
-        self._turns = HashTurns()
         self._running: set[Batch] = set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._fill_called = False
+        self._fill_called = self._fill_wanted = False
+        parts.io.engine.after_turn = self._fill_if_wanted
 
     def enqueue(self, share: Share) -> None:
         """Take a share of a job on; its blocks begin when there is room for them, the first before this returns."""
@@ -114,45 +127,52 @@ class Lane:
             batch.run.give_up()
 
     def _call_fill(self) -> None:
+        """Have blocks begin after the completions of this turn, or in the next turn if there are none."""
+        self._fill_wanted = True
         if not self._fill_called:
             self._fill_called = True
             self._parts.loop.call_soon(self._called_fill)
 
     def _called_fill(self) -> None:
         self._fill_called = False
-        self._fill()
+        self._fill_if_wanted()
+
+    def _fill_if_wanted(self) -> None:
+        if self._fill_wanted:
+            self._fill()
 
     def _fill(self) -> None:
-        """Begin blocks while there are header pages for them, some in each turn of the loop."""
+        """Begin blocks while there are header pages for them, for a while in each turn of the loop."""
+        self._fill_wanted = False
         requests: list[IORequest] = []
         now = self._parts.clock()
-        starts = 0
+        until = now + self._parts.io.engine.turns.seconds
         try:
-            while starts < STARTS_PER_TURN and self._pages.free:
-                queue = self._loads or self._stores
-                if not queue:
-                    break
+            while (queue := self._loads or self._stores) and (room := self._room(queue)) and now < until:
                 share = queue[0]
                 deadline = share.run.job.deadline
                 if deadline is not None and now > deadline:
                     queue.popleft().end(LATE)
                     continue
-                batch = share.take(min(STARTS_PER_TURN - starts, self._pages.free))
+                batch = share.take(min(BATCH_BLOCKS, room))
                 if batch is None:
                     queue.popleft()
-                    continue
-                starts += max(len(batch), STARTS_AT_ONCE)
-                if len(batch):
+                elif len(batch):
                     self._begin(batch)
                     requests += self._requests(batch)
+                now = self._parts.clock()
         finally:
             if requests:
                 self._parts.io.engine.submit(requests)
             self._go_on_or_rest()
 
+    def _room(self, queue: deque[Share]) -> int:
+        """How many blocks of a queue may begin: stores leave most of the header pages to loads."""
+        return self._pages.free if queue is self._loads else max(0, self._pages.free - self._for_loads)
+
     def _go_on_or_rest(self) -> None:
-        if self._loads or self._stores:
-            if self._pages.free >= STARTS_AT_ONCE or not self._running:
+        if queue := self._loads or self._stores:
+            if self._room(queue) >= STARTS_AT_ONCE or not self._running:
                 self._call_fill()
         elif not self._running:
             self._idle.set()
@@ -175,7 +195,8 @@ class Lane:
             pieces = split(total, self._parts.header_bytes)
             batch.pieces, batch.errors = [len(pieces)] * count, [0] * count
             return [self._piece(batch, i, i + 1, part) for i in range(count) for part in pieces]
-        most = min(JOINED_MAX, JOINED_BYTES // total)
+        engine, depth = self._parts.io.engine, self._parts.depth
+        most = min(JOINED_MAX, (JOINED_BYTES if engine.in_flight < depth else JOINED_BYTES_DEEP) // total)
         fds, offsets = batch.fds, batch.offsets
         requests: list[IORequest] = []
         first = 0
@@ -237,14 +258,16 @@ class Lane:
     def _check(self, piece: _Piece) -> None:
         """Verify what was read: on the loop if it is short, else on the threads."""
         if len(piece.batch.payloads[piece.first]) <= self._parts.checked_here_bytes:
-            self._turns.begin(piece.length, partial(self._check_here, piece), self._parts.loop)
+            try:
+                found = verify_blocks(self._checks(piece), keep_gil=True)
+            except Exception:  # whatever it was: nothing was checked, so nothing was loaded
+                self._unchecked([piece], errno.EIO)
+            else:
+                self._judged(piece, found)
             return
         if not self._unverified:
             self._parts.loop.call_soon(self._verify)
         self._unverified.append(piece)
-
-    def _check_here(self, piece: _Piece) -> None:
-        self._judged(piece, verify_blocks(self._checks(piece)))
 
     def _checks(self, piece: _Piece) -> list[Check]:
         batch, pages = piece.batch, self._pages.pages

@@ -1,4 +1,4 @@
-"""Is this what was stored? Every load is checked here, on the root's threads, before anyone may use its bytes."""
+"""Is this what was stored? Every load is checked here before anyone may use its bytes."""
 
 from __future__ import annotations
 
@@ -66,13 +66,15 @@ def verify_slot(read: ReadSlot) -> Mismatch | bytes:
     return verify_block(read.page, read.payload, pack_fixed(read.expected, len(read.page)), read.expected.key)
 
 
-def verify_block(page: memoryview, payload: memoryview, fixed: bytes, key: bytes) -> Mismatch | bytes:
+def verify_block(
+    page: memoryview, payload: memoryview, fixed: bytes, key: bytes, keep_gil: bool = False
+) -> Mismatch | bytes:
     """`verify_slot` where the fixed fields that are expected are packed already."""
     stated = matching_digest(page, fixed, key)
     if stated is None:
         whole = checksum_holds(page)
         return _first_difference(page, unpack_fixed(fixed, key)) if whole else Mismatch.HEADER_CHECKSUM
-    return stated if checksum(payload) == stated else Mismatch.PAYLOAD
+    return stated if checksum(payload, keep_gil) == stated else Mismatch.PAYLOAD
 
 
 def _first_difference(page: memoryview, expected: SlotHeader) -> Mismatch:
@@ -92,6 +94,6 @@ class Check(NamedTuple):
     key: bytes
 
 
-def verify_blocks(checks: Sequence[Check]) -> list[Mismatch | bytes]:
+def verify_blocks(checks: Sequence[Check], keep_gil: bool = False) -> list[Mismatch | bytes]:
     """`verify_block` for each of a batch."""
-    return [verify_block(*check) for check in checks]
+    return [verify_block(*check, keep_gil) for check in checks]

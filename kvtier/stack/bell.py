@@ -7,10 +7,10 @@ waits until it gets it back. Here the GIL is kept, so the loop begins when the r
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import os
 import weakref
 from collections.abc import Callable
+
+from kvtier.eventfd import EventFD
 
 
 class Bell:
@@ -22,26 +22,24 @@ class Bell:
     def __init__(self, answer: Callable[[], None]) -> None:
         self._answer = weakref.WeakMethod(answer)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._fd = -1
+        self._event: EventFD | None = None
         self._rung = False
 
     def hang(self) -> None:
         """Begin to listen. Call in the loop. Raises OSError if no file descriptor is left."""
-        self._write = ctypes.PyDLL(None).eventfd_write
-        self._write.argtypes = (ctypes.c_int, ctypes.c_uint64)
-        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._event = EventFD()
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._fd, self._listen)
+        self._loop.add_reader(self._event.fd, self._listen)
 
     def ring(self) -> None:
         """Wake the loop, unless it is on its way already. From one thread; does nothing once taken down."""
-        if not self._rung and self._fd >= 0:
+        if not self._rung and self._event is not None:
             self._rung = True
-            self._write(self._fd, 1)
+            self._event.signal()
 
     def _listen(self) -> None:
-        # Before the answer: whoever rings from here on rings anew.
-        os.eventfd_read(self._fd)
+        assert self._event is not None
+        self._event.clear()  # before the answer: whoever rings from here on rings anew
         self._rung = False
         answer = self._answer()
         if answer is not None:
@@ -49,7 +47,7 @@ class Bell:
 
     def take_down(self) -> None:
         """Stop listening. The loop has stopped. Idempotent."""
-        if self._fd >= 0 and self._loop is not None:
-            self._loop.remove_reader(self._fd)
-            os.close(self._fd)
-            self._fd = -1
+        event, self._event = self._event, None
+        if event is not None and self._loop is not None:
+            self._loop.remove_reader(event.fd)
+            event.close()

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
+from functools import cached_property
 from typing import ClassVar
+
+from kvtier_fs.io.turns import Turns
 
 COMPLETIONS_PER_TURN = 64
 """Completions handed out in one turn of the event loop, at most."""
 
 MAX_BUFFERS = 64
 """Buffers of one request, at most."""
-
-SUBMIT_SECONDS_PER_TURN = 0.001
-"""Time spent submitting in one turn of the event loop, about."""
 
 
 class IOKind(Enum):
@@ -52,20 +53,49 @@ class IORequest:
         self.places = places
 
 
-def hand_out(loop: asyncio.AbstractEventLoop, ended: deque[tuple[IORequest, int]], then: Callable[[], None]) -> None:
-    """Tell each request its result, and at last call `then`.
+class Completions:
+    """Requests that ended, told their results in their order, some in each turn of the loop.
 
-    What a receiver raises is the loop's to report; those behind it are told in the next turn all the same.
+    `after` is called in each turn in which some were told. What a receiver raises is the loop's to report; those
+    behind it are told in the next turn all the same.
     """
-    try:
-        while ended:
-            request, result = ended.popleft()
-            request.done(request, result)
-    finally:
-        if ended:
-            loop.call_soon(hand_out, loop, ended, then)
-        else:
-            then()
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, turns: Turns, after: Callable[[], None]) -> None:
+        self._loop = loop
+        self._turns = turns
+        self._after = after
+        self._ended: deque[tuple[IORequest, int]] = deque()
+        self._called_at: float | None = None
+
+    def __len__(self) -> int:
+        """How many have not been told."""
+        return len(self._ended)
+
+    def tell(self, ended: Iterable[tuple[IORequest, int]]) -> None:
+        """Tell these, now unless others come before them."""
+        self._ended.extend(ended)
+        if self._called_at is None:
+            self._tell()
+
+    def _tell_others(self) -> None:
+        assert self._called_at is not None
+        self._turns.note(time.perf_counter() - self._called_at)
+        self._called_at = None
+        self._tell()
+
+    def _tell(self) -> None:
+        until = time.perf_counter() + self._turns.seconds
+        try:
+            while self._ended:
+                request, result = self._ended.popleft()
+                request.done(request, result)
+                if time.perf_counter() >= until:
+                    break
+        finally:
+            self._after()
+            if self._ended:
+                self._called_at = time.perf_counter()
+                self._loop.call_soon(self._tell_others)
 
 
 class IOEngine(ABC):
@@ -76,6 +106,14 @@ class IOEngine(ABC):
     """
 
     name: ClassVar[str]
+
+    @cached_property
+    def turns(self) -> Turns:
+        """How long whoever works with this engine may go on in a turn of the loop."""
+        return Turns()
+
+    after_turn: Callable[[], None] | None = None
+    """Called, by engines that care to, when completions were told: more can be submitted in the same turn."""
 
     @abstractmethod
     def submit(self, requests: Sequence[IORequest]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import ClassVar
 
-from kvtier_fs.io.contract import COMPLETIONS_PER_TURN, IOEngine, IOKind, IORequest, hand_out
+from kvtier_fs.io.contract import COMPLETIONS_PER_TURN, Completions, IOEngine, IOKind, IORequest
 from kvtier_fs.threads import RootThreads
 
 
@@ -28,6 +28,7 @@ class ThreadsEngine(IOEngine):
         self._finished: deque[tuple[IORequest | None, int]] = deque()
         self._notified = False
         self._in_flight = 0
+        self._completions = Completions(loop, self.turns, self._go_on_or_rest)
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -84,7 +85,7 @@ class ThreadsEngine(IOEngine):
 
     def _hand_out(self) -> None:
         self._notified = False
-        ended: deque[tuple[IORequest, int]] = deque()
+        ended: list[tuple[IORequest, int]] = []
         while self._finished and len(ended) < COMPLETIONS_PER_TURN:
             request, result = self._finished.popleft()
             if request is None:
@@ -96,10 +97,12 @@ class ThreadsEngine(IOEngine):
             self._loop.call_soon(self._hand_out)
         self._in_flight -= len(ended)
         self._call_servers()
-        hand_out(self._loop, ended, self._rest)
+        self._completions.tell(ended)
 
-    def _rest(self) -> None:
-        if not self._in_flight:
+    def _go_on_or_rest(self) -> None:
+        if self.after_turn is not None:
+            self.after_turn()
+        if not self._in_flight and not self._completions:
             self._idle.set()
 
     async def close(self, timeout_seconds: float) -> int:

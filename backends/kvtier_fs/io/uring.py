@@ -1,7 +1,7 @@
 """The engine for Linux with io_uring, on the `liburing` package: one ring for each root, watched by the event loop.
 
 Submitting and waiting hold the GIL in that package, so nothing here waits: an eventfd tells the loop that completions
-are there, and a turn of the loop submits about a millisecond's worth.
+are there, and each turn of the loop submits some.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 from kvtier.errors import ResourceError, UsageError
+from kvtier.eventfd import EventFD
 from kvtier_fs.io.contract import (
     COMPLETIONS_PER_TURN,
-    SUBMIT_SECONDS_PER_TURN,
+    Completions,
     IOEngine,
     IOKind,
     IORequest,
-    hand_out,
 )
 from kvtier_fs.io.vectors import Vector
 from kvtier_fs.syscalls import add_ring_workers
 
-_SUBMIT_BYTES = 8 << 20
+_SUBMIT_BYTES = 4 << 20
 _PROBE_SECONDS = 1.0
 _RETRY_SECONDS = 0.001
 
@@ -37,10 +37,10 @@ _RETRY_SECONDS = 0.001
 class _Ring:
     """A ring and the eventfd that announces its completions."""
 
-    def __init__(self, api: Any, ring: Any, eventfd: int) -> None:
+    def __init__(self, api: Any, ring: Any, event: EventFD) -> None:
         self.api = api
         self.ring = ring
-        self.eventfd = eventfd
+        self.event = event
         self.cqe = api.Cqe()
         self.vectors: list[Vector] = []
 
@@ -57,15 +57,15 @@ class _Ring:
         except OSError as error:
             raise ResourceError(f"the kernel offers no io_uring ({error.strerror})") from error
         try:
-            eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            event = EventFD()
         except OSError as error:
             api.io_uring_queue_exit(ring)
             raise ResourceError(f"the kernel offers no eventfd ({error.strerror})") from error
-        opened = _Ring(api, ring, eventfd)
+        opened = _Ring(api, ring, event)
         try:
             opened.vectors = [Vector(api.Iovec) for _ in range(depth)]
             add_ring_workers(ring.ring_fd, depth)
-            api.io_uring_register_eventfd(ring, eventfd)
+            api.io_uring_register_eventfd(ring, event.fd)
         except OSError as error:
             opened.close()
             raise ResourceError(f"io_uring refuses an eventfd ({error.strerror})") from error
@@ -111,16 +111,9 @@ class _Ring:
         self.api.io_uring_cq_advance(self.ring, 1)
         return number, result
 
-    def acknowledge(self) -> None:
-        """Silence the eventfd."""
-        try:
-            os.read(self.eventfd, 8)
-        except BlockingIOError:
-            return
-
     def close(self) -> None:
         self.api.io_uring_queue_exit(self.ring)
-        os.close(self.eventfd)
+        self.event.close()
 
 
 def probe_uring() -> str:
@@ -143,8 +136,8 @@ def probe_uring() -> str:
             kept = ring.prepare(IORequest(kind, fd, 0, [buffer], _ignore), 1)
             if kept is None or not ring.submit():
                 return "io_uring takes no request"
-            _wait_readable(ring.eventfd)
-            ring.acknowledge()
+            _wait_readable(ring.event.fd)
+            ring.event.clear()
             if not ring.ready() or ring.take() != (1, len(buffer)):
                 return "io_uring does not complete a request"
         return "" if read == written else "io_uring moves wrong bytes"
@@ -179,6 +172,7 @@ class UringEngine(IOEngine):
         self._depth = depth
         self._ring: _Ring | None = None
         self._queue: deque[IORequest] = deque()
+        self._completions = Completions(loop, self.turns, self._go_on_or_rest)
         self._kernel: dict[int, tuple[IORequest, Vector]] = {}
         self._next = 0
         self._pid = 0
@@ -193,7 +187,7 @@ class UringEngine(IOEngine):
         """Create the ring and watch it. Raises ResourceError."""
         ring = _Ring.open(self._depth)
         try:
-            self._loop.add_reader(ring.eventfd, self._on_event)
+            self._loop.add_reader(ring.event.fd, self._on_event)
         except OSError as error:
             ring.close()
             raise ResourceError(f"the event loop cannot watch a ring ({error.strerror})") from error
@@ -224,13 +218,13 @@ class UringEngine(IOEngine):
             self._loop.call_soon(self._pump)
 
     def _pump(self) -> None:
-        """Hand queued requests to the kernel, for about a millisecond."""
+        """Hand queued requests to the kernel, for a while."""
         self._pump_called = False
         self._check_process()
         ring = self._ring
         if ring is None:
             return
-        until = time.perf_counter() + SUBMIT_SECONDS_PER_TURN
+        until = time.perf_counter() + self.turns.seconds
         while self._unsubmitted or (self._queue and len(self._kernel) < self._depth):
             self._fill(ring)
             self._keep(bool(self._kernel))
@@ -266,7 +260,7 @@ class UringEngine(IOEngine):
     def _on_event(self) -> None:
         self._check_process()
         if self._ring is not None:
-            self._ring.acknowledge()
+            self._ring.event.clear()
             self._reap()
 
     def _call_reap(self) -> None:
@@ -283,7 +277,7 @@ class UringEngine(IOEngine):
         ring = self._ring
         if ring is None:
             return
-        ended: deque[tuple[IORequest, int]] = deque()
+        ended: list[tuple[IORequest, int]] = []
         for _ in range(min(ring.ready(), COMPLETIONS_PER_TURN)):
             number, result = ring.take()
             request, vector = self._kernel.pop(number)
@@ -292,12 +286,16 @@ class UringEngine(IOEngine):
         self._keep(bool(self._kernel))
         if ring.ready():
             self._call_reap()
-        hand_out(self._loop, ended, self._go_on_or_rest)
+        if self._queue and not self._pump_called:
+            self._pump()  # first of all: the disk works while what came is looked at
+        self._completions.tell(ended)
 
     def _go_on_or_rest(self) -> None:
+        if self.after_turn is not None:
+            self.after_turn()
         if self._queue and not self._pump_called:
             self._pump()
-        elif not self.in_flight:
+        elif not self.in_flight and not self._completions:
             self._idle.set()
 
     async def close(self, timeout_seconds: float) -> int:
@@ -308,7 +306,7 @@ class UringEngine(IOEngine):
         if self.in_flight:
             return self.in_flight
         if self._ring is not None:
-            self._loop.remove_reader(self._ring.eventfd)
+            self._loop.remove_reader(self._ring.event.fd)
             self._ring.close()
             self._ring = None
         return 0
