@@ -18,6 +18,7 @@ from kvtier.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier.jobs import DropReason, GPURuns, TransferJob, dropped, failed
 from kvtier.loadstore import TierContext
 from kvtier_gpu import GPUBackend, GPUOptions
+from kvtier_gpu.engines import scattered
 from kvtier_gpu.engines.memmove import MemmoveEngine
 from kvtier_gpu.engines.pinning import PIECE_BYTES, PinnedRegion
 
@@ -74,7 +75,8 @@ async def turns(count: int = 50) -> None:
 async def test_opening_tells_capacity_and_means(rows: MmapRows) -> None:
     tier = GPUBackend(GPUOptions(copy_threads=3))
     told = await tier.open(context(GEOMETRY, tensors(), rows))
-    assert (told.capacity_bytes, told.mode, told.space) == (NUM_BLOCKS * 1000, "cpu, 3 copy threads", None)
+    mode = "cpu, 3 copy threads" + (", compiled copies" if scattered.load() else "")
+    assert (told.capacity_bytes, told.mode, told.space) == (NUM_BLOCKS * 1000, mode, None)
     await tier.close()
 
 

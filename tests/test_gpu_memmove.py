@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -12,8 +13,10 @@ from support_gpu import MmapRows, job, make_worker, naive_copy, transfer
 
 from kvtier.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier.jobs import GPURuns
+from kvtier_gpu.engines import scattered
 from kvtier_gpu.engines.contract import Direction
 from kvtier_gpu.engines.memmove import AVOID_SECONDS, WAITS, MemmoveEngine
+from kvtier_gpu.engines.scattered import CopyScattered
 from kvtier_gpu.plan import RegionShape, group_tables, plan_job
 from kvtier_gpu.surfaces import surfaces
 
@@ -62,6 +65,45 @@ CLOCKS += [pytest.param(lambda seed=seed: now_and_then(seed), id=f"seed {seed}")
 def test_whatever_calls_have_to_wait_every_byte_arrives_and_no_other_changes(
     make_clock: Callable[[], Clock], style: str, direction: Direction
 ) -> None:
+    copy_and_compare(style, direction, make_clock(), None)
+
+
+@pytest.mark.parametrize("style", ["plain", "strided", "packed"])
+@pytest.mark.parametrize("direction", list(Direction))
+def test_compiled_copies_bring_every_byte_and_change_no_other(style: str, direction: Direction) -> None:
+    copy_and_compare(style, direction, time.perf_counter, compiled_or_skip())
+
+
+def test_pieces_of_any_length_and_place_are_copied_by_the_compiled_loop() -> None:
+    copy, random = compiled_or_skip(), np.random.default_rng(3)
+    for _ in range(50):
+        lengths = np.concatenate((random.integers(0, 200, 20), random.integers(4000, 9000, 10), [0, 4095, 4096, 4097]))
+        random.shuffle(lengths)
+        source = random.integers(0, 256, 1 << 18, dtype=np.uint8)
+        target = random.integers(0, 256, 1 << 18, dtype=np.uint8)
+        expected = target.copy()
+        at = random.integers(0, len(source) - 9000, len(lengths))
+        gaps = random.integers(0, 100, len(lengths))
+        to = np.cumsum(lengths + gaps) - lengths
+        for start, place, length in zip(at, to, lengths, strict=True):
+            expected[place : place + length] = source[start : start + length]
+        copy(to + target.ctypes.data, at + source.ctypes.data, lengths)
+        assert np.array_equal(target, expected)
+
+
+def test_the_compiled_loop_refuses_arrays_that_do_not_match() -> None:
+    with pytest.raises(ValueError, match="2 targets, 1 sources"):
+        compiled_or_skip()(np.zeros(2, np.int64), np.zeros(1, np.int64), np.zeros(2, np.int64))
+
+
+def compiled_or_skip() -> CopyScattered:
+    compiled = scattered.load()
+    if compiled is None:
+        pytest.skip("kvtier was installed without a C compiler")
+    return compiled
+
+
+def copy_and_compare(style: str, direction: Direction, clock: Clock, compiled: CopyScattered | None) -> None:
     geometry, random = Geometry(LAYOUT, 4096), np.random.default_rng(1)
     rows, worker = MmapRows(geometry, 2 * BLOCKS), make_worker(geometry, BLOCKS + 1, style, random)
     rows.view[:] = random.integers(0, 256, rows.view.shape, dtype=np.uint8)
@@ -76,7 +118,7 @@ def test_whatever_calls_have_to_wait_every_byte_arrives_and_no_other_changes(
     shape = RegionShape(rows.num_rows, rows.row_bytes, 1)
     plan = plan_job(work, group_tables(geometry, 0, found), shape, to_gpu=direction is Direction.TO_GPU)
     before_rows, before_tensors = rows.view.copy(), worker.bytes()
-    engine, ended = MemmoveEngine(rows.view.reshape(-1), found, 1, make_clock()), threading.Event()
+    engine, ended = MemmoveEngine(rows.view.reshape(-1), found, 1, clock, compiled), threading.Event()
     errors: list[Exception | None] = []
     engine.start()
     engine.submit(plan, direction, lambda error: (errors.append(error), ended.set()))  # type: ignore[func-returns-value]

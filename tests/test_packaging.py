@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+LIBRARY = "kvtier_gpu/engines/scattered.native.so"
 PACKAGES = ("kvtier", "kvtier_cpu", "kvtier_fs", "kvtier_gpu")
 STACK = """
 tiers:
@@ -77,6 +79,21 @@ def test_the_wheel_holds_the_packages_their_types_and_the_licence_and_nothing_el
     assert {top for top in tops if not top.endswith(".dist-info")} == set(PACKAGES)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not any(name.endswith((".pyc", ".yaml")) for name in names)
+
+
+def test_without_a_compiler_the_wheel_is_for_every_platform_and_copies_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: Installed
+) -> None:
+    names = zipfile.ZipFile(installed.wheel).namelist()
+    assert (LIBRARY in names) == (not installed.wheel.name.endswith("-py3-none-any.whl"))
+    tree = tmp_path / "tree"
+    ignored = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "*.so")
+    shutil.copytree(ROOT, tree, ignore=ignored)
+    monkeypatch.setenv("CC", "/bin/false")
+    isolation = ["--no-isolation"] if importlib.util.find_spec("hatchling") else []
+    run(sys.executable, "-m", "build", "--wheel", *isolation, "--outdir", tmp_path / "dist", tree, cwd=tmp_path)
+    (wheel,) = (tmp_path / "dist").glob("*-py3-none-any.whl")
+    assert LIBRARY not in zipfile.ZipFile(wheel).namelist()
 
 
 def test_every_module_of_the_wheel_imports_from_the_wheel(installed: Installed) -> None:

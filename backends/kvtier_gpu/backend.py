@@ -31,6 +31,7 @@ from kvtier.keys import GPU, Medium, OffloadKey
 from kvtier.loadstore import LoadStore, LookupResult, Opened, Ownership, Rows, TierContext
 from kvtier.options import TierOptions
 from kvtier.outlast import outlast
+from kvtier_gpu.engines import scattered
 from kvtier_gpu.engines.contract import CopyEngine, Direction
 from kvtier_gpu.engines.cuda import CudaEngine
 from kvtier_gpu.engines.memmove import MemmoveEngine
@@ -133,7 +134,7 @@ class GPUBackend(LoadStore):
         region = _flat(rows, context.geometry.row_bytes)
         device = tensors[0].tensor.device
         if device.type == "cpu":
-            return MemmoveEngine(region, tensors, self.options.copy_threads)
+            return MemmoveEngine(region, tensors, self.options.copy_threads, compiled=scattered.load())
         engine = CudaEngine(region, rows.row_bytes, group_tensors(context.geometry, tables, tensors), device)
         engine.compute_stream = torch.cuda.current_stream(device)
         return engine

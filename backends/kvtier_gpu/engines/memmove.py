@@ -1,10 +1,11 @@
 """Copies in host memory, on a few threads of its own.
 
-One memmove for each extent is the fastest, but hands the GIL back and asks for it again each time. Next to a thread
-that is busy in Python each request waits a whole switch interval (5 ms), which makes small extents a thousand times
-slower. So while calls are seen to wait, and for extents that are too small to be worth a call, pieces are moved in
-batches: one numpy gather and one numpy scatter over thousands of equal pieces, each one GIL-free call. Long extents
-always go by memmove: one call is worth its wait there.
+A compiled loop over the extents of a share does it in one call, where kvtier was installed with it. Else one memmove
+for each extent is the fastest, but hands the GIL back and asks for it again each time. Next to a thread that is busy in
+Python each request waits a whole switch interval (5 ms), which makes small extents a thousand times slower. So while
+calls are seen to wait, and for extents that are too small to be worth a call, pieces are moved in batches: one numpy
+gather and one numpy scatter over thousands of equal pieces, each one GIL-free call. Long extents always go by memmove:
+one call is worth its wait there.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import UsageError
+from kvtier.jobs import IntArray
 from kvtier_gpu.engines.contract import CopyEngine, Direction, Done
+from kvtier_gpu.engines.scattered import CopyScattered
 from kvtier_gpu.plan import Batch, CopyPlan, Extents, Span, batches, cut, extents
 from kvtier_gpu.surfaces import Surface
 
@@ -55,6 +58,12 @@ def _pieces(memory: Bytes, length: int) -> npt.NDArray[np.void]:
     return np.ndarray((memory.size - length + 1,), np.dtype((np.void, length)), buffer=memory, strides=(1,))
 
 
+def _sides(found: Extents, region: Bytes, direction: Direction) -> tuple[IntArray, IntArray]:
+    """The addresses (to, from) of extents."""
+    rows = found.region + region.ctypes.data
+    return (rows, found.gpu) if direction is Direction.TO_ROWS else (found.gpu, rows)
+
+
 class _Ticket:
     """Counts a job's shares down and reports once, with the first error."""
 
@@ -74,7 +83,10 @@ class _Ticket:
 
 
 class MemmoveEngine(CopyEngine):
-    """Copies between KV tensors in host memory and the region, on `threads` daemon threads."""
+    """Copies between KV tensors in host memory and the region, on `threads` daemon threads.
+
+    `compiled` is `scattered.load()` or None, for Python's own means.
+    """
 
     def __init__(
         self,
@@ -82,8 +94,10 @@ class MemmoveEngine(CopyEngine):
         surfaces: Sequence[Surface],
         threads: int,
         clock: Callable[[], float] = time.perf_counter,
+        compiled: CopyScattered | None = None,
     ) -> None:
         self._clock = clock
+        self._compiled = compiled
         self._avoid_until = 0.0
         self._surfaces = tuple(surfaces)  # keeps the tensors alive
         self._low = min(surface.address for surface in surfaces)
@@ -103,7 +117,8 @@ class MemmoveEngine(CopyEngine):
 
     @property
     def mode(self) -> str:
-        return f"cpu, {len(self._threads)} copy thread{'s' if len(self._threads) > 1 else ''}"
+        threads = f"cpu, {len(self._threads)} copy thread{'s' if len(self._threads) > 1 else ''}"
+        return f"{threads}, compiled copies" if self._compiled else threads
 
     def submit(self, plan: CopyPlan, direction: Direction, done: Done) -> None:
         if os.getpid() != self._pid:
@@ -145,6 +160,9 @@ class MemmoveEngine(CopyEngine):
             raise UsageError("the copy engine is stopped")
         for span in share:
             found = extents(span)
+            if self._compiled is not None:
+                self._compiled(*_sides(found, region, direction), found.lengths)
+                continue
             long = found.lengths >= MEMMOVE_BYTES
             self._call_each(found.select(long), region, direction, patient=True)
             found = found.select(~long)
@@ -169,8 +187,7 @@ class MemmoveEngine(CopyEngine):
 
     def _call_each(self, found: Extents, region: Bytes, direction: Direction, patient: bool) -> int:
         """Copy extents by a call each. Returns how many: all, or, unless patient, those before calls had to wait."""
-        rows = found.region + region.ctypes.data
-        targets, sources = (rows, found.gpu) if direction is Direction.TO_ROWS else (found.gpu, rows)
+        targets, sources = _sides(found, region, direction)
         calls = zip(targets.tolist(), sources.tolist(), found.lengths.tolist(), strict=True)
         waits, clock, memmove = 0, self._clock, ctypes.memmove
         before = clock()
