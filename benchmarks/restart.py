@@ -1,10 +1,11 @@
 """How long a filesystem tier takes to open again: by scan after kill -9, and from the snapshot of a clean close.
 
-    python -m benchmarks.restart [--slots N] [--block-bytes N] [--folder DIR]
+    python -m benchmarks.restart [--slots 10000,100000,1000000] [--folder DIR] [--cold] [--json FILE] [--quick]
 
-A child process really writes every slot and is killed with SIGKILL; the parent reopens, closes in order, reopens. After
-each open some blocks are loaded and compared. The page cache is as warm as the machine leaves it; with --cold it is
-dropped before each open, which needs root. `directory` is what the control plane then takes to enter the keys.
+A child process really writes every slot and is killed with SIGKILL; the parent opens the tier again, closes it in order
+and opens it again. For each further repetition a child opens it and is killed. After each open some blocks are loaded
+and compared. The page cache is as warm as the machine leaves it; with --cold it is dropped before each open, which
+needs root. `directory` is what the control plane then takes to enter the keys. Medians.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import asyncio
 import hashlib
 import mmap
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,11 +22,14 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
 import xxhash
 
+from benchmarks.options import JSON_FILE
+from benchmarks.report import Report, median, table
 from kvtier.control.tier import OwnedTier
 from kvtier.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier.jobs import GroupTransfer, JobKind, RegionCut, TransferJob, int_array
@@ -117,8 +122,8 @@ class Store:
             if not outcome.ok or got != bytes(self.rows.view[row]):
                 raise SystemExit(f"block {row} of the sample: {outcome}")
 
-    async def reopen(self, cold: bool) -> str:
-        """Open, check and close; says how long opening took."""
+    async def reopen(self, cold: bool) -> tuple[str, dict[str, float]]:
+        """Open, check and close. Returns what it was opened from, and the seconds that each step took."""
         if cold:
             drop_caches()
         start = time.perf_counter()
@@ -134,11 +139,8 @@ class Store:
         start = time.perf_counter()
         await self.backend.close()
         closed = time.perf_counter() - start
-        rate = self.slots / seconds
-        return (
-            f"{how:>8}: open {seconds:6.2f} s ({rate:9,.0f} slots/s), directory {entered:5.2f} s, "
-            f"close {closed:5.2f} s  [{opened.mode}]"
-        )
+        self.mode = opened.mode
+        return how, {"open": seconds, "directory": entered, "close": closed}
 
 
 def drop_caches() -> None:
@@ -147,46 +149,105 @@ def drop_caches() -> None:
     Path("/proc/sys/vm/drop_caches").write_text("3")
 
 
-async def be_killed(store: Store) -> None:
-    """Write everything, say so, and wait for the end."""
-    await store.write(await store.open())
-    print("written", flush=True)
+async def be_killed(store: Store, writing: bool) -> None:
+    """Open, write everything if asked to, say so, and wait for the end."""
+    opened = await store.open()
+    if writing:
+        await store.write(opened)
+    print("ready", flush=True)
     await asyncio.Event().wait()
 
 
-def write_and_kill(root: Path, slots: int, block_bytes: int) -> float:
-    """Fill a root in a child process and kill it. Returns the seconds it took to write."""
+def open_and_kill(root: Path, slots: int, block_bytes: int, writing: bool) -> float:
+    """Open a root in a child process, fill it if asked to, and kill the child. Returns the seconds that took."""
     arguments = ["--slots", str(slots), "--block-bytes", str(block_bytes), "--child", str(root)]
     start = time.perf_counter()
-    command = [sys.executable, "-m", "benchmarks.restart", *arguments]
+    command = [sys.executable, "-m", "benchmarks.restart", *arguments, *(["--writing"] if writing else [])]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as child:
         assert child.stdout is not None
         word = child.stdout.readline().strip()
         seconds = time.perf_counter() - start
         child.send_signal(signal.SIGKILL)
-    if word != "written":
-        raise SystemExit("the child that was to write failed")
+    if word != "ready":
+        raise SystemExit("the child that was to be killed failed")
     return seconds
 
 
+def measure(root: Path, slots: int, block_bytes: int, cold: bool, repetitions: int) -> list[dict[str, Any]]:
+    """The rows of one number of slots: by scan, and from the snapshot."""
+    written = open_and_kill(root, slots, block_bytes, writing=True)
+    store = Store(root, slots, block_bytes)
+    found: dict[str, list[dict[str, float]]] = {"scan": [], "snapshot": []}
+    for repetition in range(repetitions):
+        if repetition:
+            open_and_kill(root, slots, block_bytes, writing=False)
+        for wanted in found:
+            how, seconds = asyncio.run(store.reopen(cold))
+            if how != wanted:
+                raise SystemExit(f"opened by {how} where {wanted} was to be expected")
+            found[how].append(seconds)
+    return [
+        {
+            "what": f"{slots:,} slots, {how}",
+            **{f"{step}_seconds": median(each[step] for each in rows) for step in ("open", "directory", "close")},
+            "slots_per_second": slots / median(each["open"] for each in rows),
+            "write_seconds": written,
+            "mode": store.mode,
+            "all": rows,
+        }
+        for how, rows in found.items()
+    ]
+
+
 @click.command()
-@click.option("--slots", default=2000, show_default=True, help="Slots to write.")
+@click.option("--slots", default="10000,100000,1000000", show_default=True, help="Slots to write; a store for each.")
 @click.option("--block-bytes", default=16384, show_default=True, help="Payload of a slot, a multiple of a page.")
-@click.option("--folder", default=None, help="Where the root is made; a temporary folder by default.")
+@click.option("--repetitions", default=3, show_default=True)
+@click.option("--folder", default=None, help="Where the roots are made; a temporary folder by default.")
 @click.option("--cold", is_flag=True, help="Drop the page cache before each open.")
+@click.option("--quick", is_flag=True, help="A toy size.")
 @click.option("--child", default=None, hidden=True)
-def main(slots: int, block_bytes: int, folder: str | None, cold: bool, child: str | None) -> None:
+@click.option("--writing", is_flag=True, hidden=True)
+@JSON_FILE
+def main(
+    slots: str,
+    block_bytes: int,
+    repetitions: int,
+    folder: str | None,
+    cold: bool,
+    quick: bool,
+    child: str | None,
+    writing: bool,
+    json_file: Path | None,
+) -> None:
     """Time the reopening of a filesystem tier."""
     if child is not None:
-        asyncio.run(be_killed(Store(Path(child), slots, block_bytes)))
+        asyncio.run(be_killed(Store(Path(child), int(slots), block_bytes), writing))
         return
-    with tempfile.TemporaryDirectory(dir=folder) as name:
-        root = Path(name).resolve() / "root"
-        seconds = write_and_kill(root, slots, block_bytes)
-        print(f"wrote {slots:,} slots of {block_bytes:,} bytes in {seconds:.1f} s, then kill -9")
-        store = Store(root, slots, block_bytes)
-        for _ in range(2):
-            print(asyncio.run(store.reopen(cold)))
+    counts = [int(count) for count in slots.split(",")]
+    if quick:
+        counts, repetitions = [500], 1
+    report = Report("restart", {"slots": slots, "block_bytes": block_bytes, "repetitions": repetitions, "cold": cold})
+    report.head()
+    for count in counts:
+        with tempfile.TemporaryDirectory(prefix="kvtier-restart-", dir=folder) as name:
+            needed, free = int(count * (block_bytes + mmap.PAGESIZE) * 1.2), shutil.disk_usage(name).free
+            if needed > free:
+                report.notes.append(
+                    f"{count:,} slots: left out, they need {needed >> 30} GiB and {free >> 30} are free"
+                )
+                continue
+            report.results += measure(Path(name).resolve() / "root", count, block_bytes, cold, repetitions)
+    report.verified = True
+    table(
+        "reopening",
+        ("store", "open s", "slots/s", "directory s", "close s"),
+        [
+            [row[key] for key in ("what", "open_seconds", "slots_per_second", "directory_seconds", "close_seconds")]
+            for row in report.results
+        ],
+    )
+    report.end(json_file)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ JOINED_BYTES_DEEP = 1 << 20
 """Neighbouring slots go in one request up to here: fewer calls for the kernel and the disk, still several in flight;
 and up to twice as much once there are as many requests as may be in the kernel."""
 JOINED_MAX = MAX_BUFFERS // 2
+REQUESTS_ALONE = 4
+"""A batch with nothing else under way goes in so many, so that the disk works on some while others are verified."""
 BATCH_BLOCKS = 64
 STARTS_AT_ONCE = 16
 """While blocks are under way, others begin when so many can: each batch has a price of its own."""
@@ -195,8 +197,10 @@ class Lane:
             pieces = split(total, self._parts.header_bytes)
             batch.pieces, batch.errors = [len(pieces)] * count, [0] * count
             return [self._piece(batch, i, i + 1, part) for i in range(count) for part in pieces]
-        engine, depth = self._parts.io.engine, self._parts.depth
-        most = min(JOINED_MAX, (JOINED_BYTES if engine.in_flight < depth else JOINED_BYTES_DEEP) // total)
+        under_way = self._parts.io.engine.in_flight
+        most = min(JOINED_MAX, (JOINED_BYTES if under_way < self._parts.depth else JOINED_BYTES_DEEP) // total)
+        if not under_way and count * total > JOINED_BYTES:
+            most = min(most, -(-count // REQUESTS_ALONE))
         fds, offsets = batch.fds, batch.offsets
         requests: list[IORequest] = []
         first = 0
