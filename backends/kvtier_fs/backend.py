@@ -25,6 +25,7 @@ from kvtier_fs.directory import recovered
 from kvtier_fs.files.backend import FilesBackend
 from kvtier_fs.inspect import inspect_root
 from kvtier_fs.io.probe import probe_path
+from kvtier_fs.io.turns import Turns
 from kvtier_fs.opening import Layout, Seams, Session, side_by_side
 from kvtier_fs.options import FSOptions
 from kvtier_fs.preview import preview
@@ -175,14 +176,15 @@ class FSBackend(LoadStore):
             name, note = await opening.choose_engine(self._roots[0].crew.files, self.options)
         notes.extend([note] if note else [])
         for root in self._roots:
-            seam = self._seams.engine
-            engine = opening.make_engine(name, root, self.options) if seam is None else seam(root)
+            seam, turns = self._seams.engine, Turns()
+            engine = opening.make_engine(name, root, self.options, turns) if seam is None else seam(root)
             io = StrictIO(engine, root.probe.offset_alignment if root.probe.direct else 1, self.counters)
             parts = LaneParts(
                 loop=asyncio.get_running_loop(),
                 io=io,
                 threads=root.crew.checks,
                 clock=self._context.clock,
+                turns=turns,
                 set_checksum=rows.set_checksum,
                 counters=self.counters,
                 ledger=root.ledger,

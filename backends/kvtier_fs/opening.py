@@ -21,6 +21,7 @@ from kvtier_fs.folder import RootFolder
 from kvtier_fs.io.contract import IOEngine
 from kvtier_fs.io.probe import DirectProbe, probe_direct
 from kvtier_fs.io.threads import ThreadsEngine
+from kvtier_fs.io.turns import Turns
 from kvtier_fs.io.uring import UringEngine, probe_uring
 from kvtier_fs.ledger import Ledger, Owner
 from kvtier_fs.options import FSOptions
@@ -291,14 +292,14 @@ async def choose_engine(executor: Executor, options: FSOptions) -> tuple[str, st
     return "threads", f"{reason}; threads serve instead"
 
 
-def make_engine(name: str, root: Root, options: FSOptions) -> IOEngine:
+def make_engine(name: str, root: Root, options: FSOptions, turns: Turns) -> IOEngine:
     """An engine of the chosen kind for one root; threads where a ring too many was asked for, unless demanded.
 
     Raises ResourceError.
     """
     loop = asyncio.get_running_loop()
     if name == "io_uring":
-        engine = UringEngine(loop, options.io_depth)
+        engine = UringEngine(loop, options.io_depth, turns)
         try:
             engine.open()
         except ResourceError:
@@ -306,4 +307,4 @@ def make_engine(name: str, root: Root, options: FSOptions) -> IOEngine:
                 raise
         else:
             return engine
-    return ThreadsEngine(loop, root.crew.io, options.io_threads)
+    return ThreadsEngine(loop, root.crew.io, options.io_threads, turns)

@@ -186,6 +186,8 @@ class FaultyEngine(IOEngine):
     def _end(self, request: IORequest, work: Callable[[], int]) -> None:
         self._own -= 1
         request.done(request, work())
+        if self.after_turn is not None:
+            self.after_turn()
         if not self._own and not self._held:
             self._idle.set()
 

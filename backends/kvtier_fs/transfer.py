@@ -18,6 +18,7 @@ from kvtier.jobs import CORRUPT, LATE, LOADED, STORED, BlockOutcome, JobKind, fa
 from kvtier_fs.batches import Batch, JobRun, Share, error_outcome
 from kvtier_fs.buffers import HeaderPages
 from kvtier_fs.io.contract import MAX_BUFFERS, IOKind, IORequest
+from kvtier_fs.io.turns import Turns
 from kvtier_fs.ledger import Ledger
 from kvtier_fs.slot import write_slot_header
 from kvtier_fs.strict import StrictIO, StrictRequest, span
@@ -68,6 +69,7 @@ class LaneParts:
     io: StrictIO
     threads: Executor
     clock: Callable[[], float]
+    turns: Turns
     set_checksum: Callable[[int, bytes], None]
     counters: Counter[str]
     ledger: Ledger
@@ -148,7 +150,7 @@ class Lane:
         self._fill_wanted = False
         requests: list[IORequest] = []
         now = self._parts.clock()
-        until = now + self._parts.io.engine.turns.seconds
+        until = now + self._parts.turns.seconds
         try:
             while (queue := self._loads or self._stores) and (room := self._room(queue)) and now < until:
                 share = queue[0]

@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from functools import cached_property
 from typing import ClassVar
 
 from kvtier_fs.io.turns import Turns
@@ -106,11 +105,6 @@ class IOEngine(ABC):
     """
 
     name: ClassVar[str]
-
-    @cached_property
-    def turns(self) -> Turns:
-        """How long whoever works with this engine may go on in a turn of the loop."""
-        return Turns()
 
     after_turn: Callable[[], None] | None = None
     """Called, by engines that care to, when completions were told: more can be submitted in the same turn."""

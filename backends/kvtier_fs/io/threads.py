@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import ClassVar
 
 from kvtier_fs.io.contract import COMPLETIONS_PER_TURN, Completions, IOEngine, IOKind, IORequest
+from kvtier_fs.io.turns import Turns
 from kvtier_fs.threads import RootThreads
 
 
@@ -19,8 +20,11 @@ class ThreadsEngine(IOEngine):
 
     name: ClassVar[str] = "threads"
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, threads: RootThreads, width: int) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, threads: RootThreads, width: int, turns: Turns | None = None
+    ) -> None:
         self._loop = loop
+        self._turns = turns or Turns()
         self._threads = threads
         self._width = width
         self._servers = 0
@@ -28,7 +32,7 @@ class ThreadsEngine(IOEngine):
         self._finished: deque[tuple[IORequest | None, int]] = deque()
         self._notified = False
         self._in_flight = 0
-        self._completions = Completions(loop, self.turns, self._go_on_or_rest)
+        self._completions = Completions(loop, self._turns, self._go_on_or_rest)
         self._idle = asyncio.Event()
         self._idle.set()
 

@@ -26,6 +26,7 @@ from kvtier_fs.io.contract import (
     IOKind,
     IORequest,
 )
+from kvtier_fs.io.turns import Turns
 from kvtier_fs.io.vectors import Vector
 from kvtier_fs.syscalls import add_ring_workers
 
@@ -167,12 +168,13 @@ class UringEngine(IOEngine):
 
     name: ClassVar[str] = "io_uring"
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, depth: int) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, depth: int, turns: Turns | None = None) -> None:
         self._loop = loop
+        self._turns = turns or Turns()
         self._depth = depth
         self._ring: _Ring | None = None
         self._queue: deque[IORequest] = deque()
-        self._completions = Completions(loop, self.turns, self._go_on_or_rest)
+        self._completions = Completions(loop, self._turns, self._go_on_or_rest)
         self._kernel: dict[int, tuple[IORequest, Vector]] = {}
         self._next = 0
         self._pid = 0
@@ -224,7 +226,7 @@ class UringEngine(IOEngine):
         ring = self._ring
         if ring is None:
             return
-        until = time.perf_counter() + self.turns.seconds
+        until = time.perf_counter() + self._turns.seconds
         while self._unsubmitted or (self._queue and len(self._kernel) < self._depth):
             self._fill(ring)
             self._keep(bool(self._kernel))
