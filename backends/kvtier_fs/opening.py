@@ -292,7 +292,7 @@ async def choose_engine(executor: Executor, options: FSOptions) -> tuple[str, st
     return "threads", f"{reason}; threads serve instead"
 
 
-def make_engine(name: str, root: Root, options: FSOptions, turns: Turns) -> IOEngine:
+def make_engine(name: str, root: Root, options: FSOptions, turns: Turns | None = None) -> IOEngine:
     """An engine of the chosen kind for one root; threads where a ring too many was asked for, unless demanded.
 
     Raises ResourceError.

@@ -163,7 +163,7 @@ class Lane:
                     queue.popleft()
                 elif len(batch):
                     self._begin(batch)
-                    requests += self._requests(batch)
+                    requests += self._requests(batch, self._parts.io.engine.in_flight + len(requests))
                 now = self._parts.clock()
         finally:
             if requests:
@@ -192,14 +192,16 @@ class Lane:
         for page, fixed, digest, key in zip(batch.pages, batch.fixed, batch.digests, batch.keys, strict=True):
             write_slot_header(pages[page], fixed, digest, key)
 
-    def _requests(self, batch: Batch) -> list[IORequest]:
-        """The requests that move a batch: one for blocks that lie one behind the other, or several for each block."""
+    def _requests(self, batch: Batch, under_way: int) -> list[IORequest]:
+        """The requests that move a batch: one for blocks that lie one behind the other, or several for each block.
+
+        `under_way` is how many requests there are already.
+        """
         total, count = self._parts.header_bytes + len(batch.payloads[0]), len(batch)
         if total > REQUEST_BYTES:
             pieces = split(total, self._parts.header_bytes)
             batch.pieces, batch.errors = [len(pieces)] * count, [0] * count
             return [self._piece(batch, i, i + 1, part) for i in range(count) for part in pieces]
-        under_way = self._parts.io.engine.in_flight
         most = min(JOINED_MAX, (JOINED_BYTES if under_way < self._parts.depth else JOINED_BYTES_DEEP) // total)
         if not under_way and count * total > JOINED_BYTES:
             most = min(most, -(-count // REQUESTS_ALONE))
