@@ -64,7 +64,8 @@ class Completions:
         self._turns = turns
         self._after = after
         self._ended: deque[tuple[IORequest, int]] = deque()
-        self._called_at: float | None = None
+        self._called = False
+        self._left_at = 0.0
 
     def __len__(self) -> int:
         """How many have not been told."""
@@ -73,13 +74,12 @@ class Completions:
     def tell(self, ended: Iterable[tuple[IORequest, int]]) -> None:
         """Tell these, now unless others come before them."""
         self._ended.extend(ended)
-        if self._called_at is None:
+        if not self._called:
             self._tell()
 
     def _tell_others(self) -> None:
-        assert self._called_at is not None
-        self._turns.note(time.perf_counter() - self._called_at)
-        self._called_at = None
+        self._called = False
+        self._turns.note(time.perf_counter() - self._left_at)
         self._tell()
 
     def _tell(self) -> None:
@@ -91,10 +91,13 @@ class Completions:
                 if time.perf_counter() >= until:
                     break
         finally:
-            self._after()
             if self._ended:
-                self._called_at = time.perf_counter()
+                self._called = True
                 self._loop.call_soon(self._tell_others)
+            try:
+                self._after()
+            finally:
+                self._left_at = time.perf_counter()
 
 
 class IOEngine(ABC):

@@ -38,7 +38,7 @@ class ThreadsEngine(IOEngine):
 
     @property
     def in_flight(self) -> int:
-        return self._in_flight
+        return self._in_flight + len(self._completions)
 
     def submit(self, requests: Sequence[IORequest]) -> None:
         if not requests:
@@ -106,7 +106,7 @@ class ThreadsEngine(IOEngine):
     def _go_on_or_rest(self) -> None:
         if self.after_turn is not None:
             self.after_turn()
-        if not self._in_flight and not self._completions:
+        if not self.in_flight:
             self._idle.set()
 
     async def close(self, timeout_seconds: float) -> int:

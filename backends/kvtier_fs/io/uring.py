@@ -204,7 +204,7 @@ class UringEngine(IOEngine):
 
     @property
     def in_flight(self) -> int:
-        return len(self._queue) + len(self._kernel)
+        return len(self._queue) + len(self._kernel) + len(self._completions)
 
     def submit(self, requests: Sequence[IORequest]) -> None:
         self._check_process()
@@ -297,7 +297,7 @@ class UringEngine(IOEngine):
             self.after_turn()
         if self._queue and not self._pump_called:
             self._pump()
-        elif not self.in_flight and not self._completions:
+        elif not self.in_flight:
             self._idle.set()
 
     async def close(self, timeout_seconds: float) -> int:
