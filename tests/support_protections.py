@@ -24,13 +24,13 @@ def _verify_without(monkeypatch: pytest.MonkeyPatch, *fields: str) -> None:
     verified = verify.verify_block
 
     def verify_block(
-        page: memoryview, payload: memoryview, fixed: bytes, key: bytes
-    ) -> verify.Mismatch | bytes:  # fmt: skip
+        page: memoryview, payload: memoryview, fixed: bytes, key: bytes, keep_gil: bool = False
+    ) -> verify.Mismatch | bytes:
         found = slot.decode_slot_header(page)
         if found is None:
-            return verified(page, payload, fixed, key)
+            return verified(page, payload, fixed, key, keep_gil)
         wanted = slot.unpack_fixed(fixed, key)._replace(**{field: getattr(found, field) for field in fields})
-        return verified(page, payload, slot.pack_fixed(wanted, len(page)), wanted.key)
+        return verified(page, payload, slot.pack_fixed(wanted, len(page)), wanted.key, keep_gil)
 
     monkeypatch.setattr(verify, "verify_block", verify_block)
 
@@ -40,9 +40,9 @@ def without_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
     verified = verify.verify_block
 
     def verify_block(
-        page: memoryview, payload: memoryview, fixed: bytes, key: bytes
-    ) -> verify.Mismatch | bytes:  # fmt: skip
-        found = verified(page, payload, fixed, key)
+        page: memoryview, payload: memoryview, fixed: bytes, key: bytes, keep_gil: bool = False
+    ) -> verify.Mismatch | bytes:
+        found = verified(page, payload, fixed, key, keep_gil)
         return checksum(payload) if found is verify.Mismatch.PAYLOAD else found
 
     monkeypatch.setattr(verify, "verify_block", verify_block)

@@ -116,7 +116,7 @@ async def test_a_read_that_fails_keeps_the_file(tmp_path):
 
 async def test_every_single_request_of_a_job_may_fail(tmp_path):
     names = keys(3)
-    shape = layout(3 << 20)  # several requests for each block
+    shape = layout(4 << 20)  # several requests for each block
     for fails in range(1, 10**6):
         engine = FaultyEngine()
         count = 0
