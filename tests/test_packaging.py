@@ -81,7 +81,7 @@ def test_the_wheel_holds_the_packages_their_types_and_the_licence_and_nothing_el
     assert not any(name.endswith((".pyc", ".yaml")) for name in names)
 
 
-def test_without_a_compiler_the_wheel_is_for_every_platform_and_copies_all_the_same(
+def test_without_a_compiler_the_wheel_is_for_every_platform(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: Installed
 ) -> None:
     names = zipfile.ZipFile(installed.wheel).namelist()

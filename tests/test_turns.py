@@ -2,21 +2,26 @@
 
 import asyncio
 
-from kvtier.turns import HashTurns
+from kvtier_cpu.turns import HashTurns
 
 
 async def turns_of(sizes: list[int], budget: int) -> list[list[int]]:
-    """Which of the calls, begun all at once, each turn of the loop did."""
-    loop, turns = asyncio.get_running_loop(), HashTurns(budget)
+    """Which of those who asked, all at once, had room in each turn of the loop."""
+    turns = HashTurns(budget)
     done: list[int] = []
-    for number, size in enumerate(sizes):
-        turns.begin(size, lambda number=number: done.append(number), loop)  # type: ignore[misc]
-    by_turn = []
+
+    async def hash_one(number: int, size: int) -> None:
+        await turns.room(size)
+        done.append(number)
+
+    tasks = [asyncio.create_task(hash_one(number, size)) for number, size in enumerate(sizes)]
+    by_turn: list[list[int]] = []
     while len(done) < len(sizes) or not by_turn:
         by_turn.append(done[sum(map(len, by_turn)) :])
         await asyncio.sleep(0)
         assert len(by_turn) < 10 * len(sizes)
     by_turn.append(done[sum(map(len, by_turn)) :])
+    await asyncio.gather(*tasks)
     return [turn for turn in by_turn if turn]
 
 
@@ -49,9 +54,10 @@ async def test_room_is_given_in_the_order_of_asking_and_a_cancelled_one_holds_no
 
 
 async def test_a_later_turn_begins_anew() -> None:
-    loop, turns, done = asyncio.get_running_loop(), HashTurns(1), []
+    turns, done = HashTurns(1), []
     for number in range(3):
-        turns.begin(1, lambda number=number: done.append(number), loop)  # type: ignore[misc]
+        await turns.room(1)
+        done.append(number)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert done == list(range(number + 1))

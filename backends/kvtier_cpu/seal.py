@@ -14,9 +14,9 @@ import numpy.typing as npt
 from kvtier.checksum import SHORT_BYTES, checksum
 from kvtier.geometry import Geometry
 from kvtier.jobs import IntArray
-from kvtier.turns import HashTurns
 from kvtier_cpu.region import SharedRegion
 from kvtier_cpu.threads import DaemonPool
+from kvtier_cpu.turns import HashTurns
 
 T = TypeVar("T")
 
