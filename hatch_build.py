@@ -15,8 +15,8 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCE = "backends/kvtier_gpu/engines/scattered.c"
-TARGET = "backends/kvtier_gpu/engines/scattered.native.so"
+SOURCE = "backends/kvtier_gpu/engines/native_copy.c"
+TARGET = "backends/kvtier_gpu/engines/native_copy.native.so"
 FLAGS = ("-std=c11", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-s")
 
 

@@ -20,12 +20,13 @@ from pathlib import Path
 import click
 import numpy as np
 
-from kvtier.control.board import TierPlan
 from kvtier.control.plane import ControlPlane
-from kvtier.control.tier import OwnedTier
-from kvtier.jobs import STORED, GPURuns, GroupTransfer, JobKind, JobResult, TransferJob
-from kvtier.keys import CPU, FS, GroupIndex, JobId, OffloadKey, RequestId, make_key
-from kvtier.loadstore import Opened, SlotSpace
+from kvtier.control.state import TierSetup
+from kvtier.control.tiers.owned_tier import OwnedTier
+from kvtier.tier_api.contract import Opened, SlotSpace
+from kvtier.types.gpu_runs import GPURuns
+from kvtier.types.jobs import STORED, GPUGroup, JobKind, JobResult, TransferJob
+from kvtier.types.keys import CPU, FS, GroupIndex, JobId, OffloadKey, RequestId, make_key
 
 ROW_BYTES = 65536
 
@@ -41,19 +42,19 @@ def keys(first: int, count: int) -> list[OffloadKey]:
 
 def owned(slots: int, policy: str) -> OwnedTier:
     tier = OwnedTier("cpu", SlotSpace(slots * ROW_BYTES, (1,), (ROW_BYTES,)), policy)
-    tier.placement.cut_all()
+    tier.placement.format_all()
     return tier
 
 
 def plane(rows: int, slots: int, policy: str) -> ControlPlane:
-    cpu = TierPlan("cpu", CPU, Opened(rows * ROW_BYTES, SlotSpace(rows * ROW_BYTES, (1,), (ROW_BYTES,))), policy)
-    fs = TierPlan("fs", FS, Opened(slots * ROW_BYTES, SlotSpace(slots * ROW_BYTES, (1,), (ROW_BYTES,))), policy)
+    cpu = TierSetup("cpu", CPU, Opened(rows * ROW_BYTES, SlotSpace(rows * ROW_BYTES, (1,), (ROW_BYTES,))), policy)
+    fs = TierSetup("fs", FS, Opened(slots * ROW_BYTES, SlotSpace(slots * ROW_BYTES, (1,), (ROW_BYTES,))), policy)
     return ControlPlane(cpu, [fs] if slots else [])
 
 
 def store(control: ControlPlane, job_id: int, batch: list[OffloadKey], runs: GPURuns, now: float) -> None:
     """One store through the control plane, with every job it causes finished at once."""
-    control.submit(TransferJob(JobId(job_id), JobKind.STORE, (GroupTransfer(GroupIndex(0), tuple(batch), runs),)), now)
+    control.submit(TransferJob(JobId(job_id), JobKind.STORE, (GPUGroup(GroupIndex(0), tuple(batch), runs),)), now)
     finish_all(control, now)
 
 

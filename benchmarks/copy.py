@@ -27,11 +27,13 @@ import torch
 
 from benchmarks.options import JSON_FILE
 from benchmarks.report import ABSENT, GIB, Report, median, paired_ratio, table
-from kvtier.geometry import Geometry, GroupKind, GroupLayout, KVLayout, TensorRef
-from kvtier.jobs import GPURuns, GroupTransfer, JobKind, JobResult, TransferJob, int_array
-from kvtier.keys import GroupIndex, JobId, make_key
-from kvtier.loadstore import KVCaches, TierContext
-from kvtier.namespace import Namespace
+from kvtier.tier_api.contract import KVCaches, TierContext
+from kvtier.types.arrays import int_array
+from kvtier.types.geometry import Geometry, GroupKind, GroupLayout, KVLayout, TensorRef
+from kvtier.types.gpu_runs import GPURuns
+from kvtier.types.jobs import GPUGroup, JobKind, JobResult, TransferJob
+from kvtier.types.keys import GroupIndex, JobId, make_key
+from kvtier.types.namespace import Namespace
 from kvtier_cpu import CPUBackend, CPUOptions
 from kvtier_gpu import GPUBackend, GPUOptions
 
@@ -103,10 +105,10 @@ class Tiers:
             for number, part in enumerate(parts)
         ]
 
-    def _group(self, group: int, blocks: np.ndarray, rows: np.ndarray) -> GroupTransfer:
+    def _group(self, group: int, blocks: np.ndarray, rows: np.ndarray) -> GPUGroup:
         keys = tuple(make_key(int(row).to_bytes(8, "big"), group) for row in rows)
         at = int_array(rows + group * self.per_group)
-        return GroupTransfer(GroupIndex(group), keys, GPURuns.whole(blocks), at, at + 1)
+        return GPUGroup(GroupIndex(group), keys, GPURuns.whole(blocks), at, at + 1)
 
     def wipe(self, rows: bool) -> None:
         """Overwrite one side."""

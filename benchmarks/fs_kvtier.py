@@ -15,16 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.fs_child import LOAD, OVERWRITE, Contestant, Job, Pass, Refused, Setup, serve
-from kvtier.control.tier import OwnedTier
-from kvtier.geometry import Geometry, GroupLayout, KVLayout, TensorRef
-from kvtier.jobs import GroupTransfer, JobKind, TransferJob, int_array
-from kvtier.keys import GroupIndex, JobId, OffloadKey
-from kvtier.loadstore import TierContext
-from kvtier.namespace import Namespace
+from kvtier.aio.daemon_pool import DaemonPool
+from kvtier.control.tiers.owned_tier import OwnedTier
+from kvtier.tier_api.contract import TierContext
+from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
+from kvtier.types.jobs import JobKind, RowGroup, TransferJob
+from kvtier.types.keys import GroupIndex, JobId, OffloadKey
+from kvtier.types.namespace import Namespace
 from kvtier_cpu import CPUBackend, CPUOptions
 from kvtier_cpu.backend import POOL_THREADS
-from kvtier_cpu.seal import Hashing, pieces, seal_rows
-from kvtier_cpu.threads import DaemonPool
+from kvtier_cpu.row_sealing import BlockBytes, RowHashing, seal_rows
 from kvtier_fs import FSBackend, FSOptions
 
 FILLERS = 1 << 40
@@ -58,18 +58,18 @@ class KVTier(Contestant):
             )
         )
         layout = KVLayout((GroupLayout((TensorRef(0, setup.block_bytes),)),))
-        self._geometry = Geometry(layout, await self._fs.probe_alignment())
-        self._cpu = CPUBackend(CPUOptions(cpu_bytes_to_use=setup.blocks * self._geometry.row_bytes))
+        geometry = Geometry(layout, await self._fs.probe_alignment())
+        self._cpu = CPUBackend(CPUOptions(cpu_bytes_to_use=setup.blocks * geometry.row_bytes))
         namespace = Namespace(layout)
-        region = await self._cpu.open(TierContext("cpu", self._geometry, namespace, time.monotonic))
-        context = TierContext("fs", self._geometry, namespace, time.monotonic, rows=self._cpu.rows)
+        region = await self._cpu.open(TierContext("cpu", geometry, namespace, time.monotonic))
+        context = TierContext("fs", geometry, namespace, time.monotonic, rows=self._cpu.rows)
         opened = await self._fs.open(context)
         assert opened.space is not None
         self._epoch = opened.epoch
         self._tier = OwnedTier("fs", opened.space, "lru")
+        self._block_bytes = BlockBytes.of_groups(geometry)[0]
         self._seals = DaemonPool("seals", POOL_THREADS)
-        self._seals.start()
-        self._hashing = Hashing(self._seals)
+        self._hashing = RowHashing(self._seals)
         self._notes = f"{opened.mode}; rows {region.mode}"
         return self._cpu.rows.view[: setup.blocks, : setup.block_bytes]
 
@@ -113,22 +113,19 @@ class KVTier(Contestant):
         await asyncio.gather(*(one_by_one() for _ in range(work.at_once)))
         return seconds
 
-    def _rows(self, job: Job) -> npt.NDArray[np.int64]:
-        return np.arange(job.numbers.start, job.numbers.stop, dtype=np.int64) % self._cpu.rows.num_rows
-
     def _transfer(self, kind: JobKind, job: Job, slots: list[int]) -> TransferJob:
         self._jobs += 1
         generation = self._tier.table.generation
         keys = tuple(OffloadKey(key) for key in job.keys)
-        group = GroupTransfer(
-            GroupIndex(0), keys, self._rows(job), int_array(slots), int_array([generation[slot] for slot in slots])
-        )
-        cuts = self._tier.placement.cuts_for(slots) if kind is JobKind.STORE else ()
-        return TransferJob(JobId(self._jobs), kind, (group,), None, self._epoch, cuts)
+        rows = [number % self._cpu.rows.num_rows for number in job.numbers]
+        group = RowGroup(GroupIndex(0), keys, rows, slots, [generation[slot] for slot in slots])
+        formats = self._tier.placement.formats_for(slots) if kind is JobKind.STORE else ()
+        return TransferJob(JobId(self._jobs), kind, (group,), None, self._epoch, formats)
 
     async def _seal(self, job: Job) -> None:
         """Take the checksums of a job's rows, as the CPU tier does."""
-        await self._hashing.do(pieces(seal_rows, self._cpu.region, self._geometry, 0, self._rows(job)))
+        rows = np.arange(job.numbers.start, job.numbers.stop, dtype=np.int64) % self._cpu.rows.num_rows
+        await self._hashing.each(seal_rows, self._cpu.region, self._block_bytes, rows)
 
     async def _store(self, job: Job) -> None:
         slots = self._tier.reserve([OffloadKey(key) for key in job.keys])
@@ -138,7 +135,7 @@ class KVTier(Contestant):
         result = await self._fs.store(transfer)
         if not result.ok:
             raise Refused(f"not all blocks were stored: {next(o for g in result.outcomes for o in g if not o.ok)}")
-        self._tier.placement.told(transfer.cuts)
+        self._tier.placement.complete_formats(transfer.formats)
         self._tier.commit(slots)
         self._tier.take_changes()
 
@@ -147,9 +144,9 @@ class KVTier(Contestant):
         found = [slot for slot in slots if slot is not None]
         if len(found) != len(slots):
             raise Refused("a block is not there any more")
-        self._tier.hold(found)
+        self._tier.pin(found)
         result = await self._fs.load(self._transfer(JobKind.LOAD, job, found))
-        self._tier.release(found)
+        self._tier.unpin(found)
         self._tier.touch(found)
         if not result.ok:
             raise Refused(f"not all blocks were loaded: {next(o for g in result.outcomes for o in g if not o.ok)}")
@@ -160,7 +157,7 @@ class KVTier(Contestant):
     async def _close(self) -> None:
         await self._fs.close()
         await self._cpu.close()
-        self._seals.close()
+        self._seals.shutdown()
 
 
 if __name__ == "__main__":

@@ -23,11 +23,12 @@ import numpy as np
 from benchmarks.options import JSON_FILE, VLLM_PYTHON
 from benchmarks.peer import Peer, PeerFailed, prefix_of, rate
 from benchmarks.report import ABSENT, Report, median, paired_ratio, table
-from kvtier.control.board import TierPlan
 from kvtier.control.plane import ControlPlane
-from kvtier.jobs import LOADED, STORED, BlockOutcome, GPURuns, GroupTransfer, JobKind, JobResult, RegionCut, TransferJob
-from kvtier.keys import CPU, FS, GroupIndex, JobId, OffloadKey, make_key
-from kvtier.loadstore import LookupResult, Opened, Recovered, SlotSpace
+from kvtier.control.state import TierSetup
+from kvtier.tier_api.contract import LookupResult, Opened, Recovered, SlotSpace
+from kvtier.types.gpu_runs import GPURuns
+from kvtier.types.jobs import LOADED, STORED, BlockOutcome, GPUGroup, JobKind, JobResult, RegionFormat, TransferJob
+from kvtier.types.keys import CPU, FS, GroupIndex, JobId, OffloadKey, make_key
 
 ROW_BYTES = 65536
 BATCHES = (1, 8, 64, 512, 4096, 8192)
@@ -45,8 +46,8 @@ class Plane:
         self._in_rows, self._full = (self._filled(resident) for _ in range(2))
         space = SlotSpace(resident * ROW_BYTES, (1,), (ROW_BYTES,))
         slots = np.arange(resident, dtype=np.int64)
-        recovered = Recovered(self.keys, slots, slots + 1, (RegionCut(0, ROW_BYTES, 1),))
-        fs = TierPlan("fs", FS, Opened(resident * ROW_BYTES, space, recovered))
+        recovered = Recovered(self.keys, slots, slots + 1, (RegionFormat(0, ROW_BYTES, 1),))
+        fs = TierSetup("fs", FS, Opened(resident * ROW_BYTES, space, recovered))
         self._on_disk = ControlPlane(_cpu(64), [fs])
 
     def _fresh(self, count: int) -> list[OffloadKey]:
@@ -59,7 +60,7 @@ class Plane:
         return plane
 
     def _job(self, kind: JobKind, keys: list[OffloadKey]) -> TransferJob:
-        group = GroupTransfer(GroupIndex(0), tuple(keys), GPURuns.whole(np.arange(len(keys))))
+        group = GPUGroup(GroupIndex(0), tuple(keys), GPURuns.whole(np.arange(len(keys))))
         return TransferJob(JobId(next(self._jobs)), kind, (group,))
 
     def _store(self, plane: ControlPlane, keys: list[OffloadKey]) -> int:
@@ -108,8 +109,8 @@ class Plane:
         return rate(prepare, work, seconds)
 
 
-def _cpu(rows: int) -> TierPlan:
-    return TierPlan("cpu", CPU, Opened(rows * ROW_BYTES, SlotSpace(rows * ROW_BYTES, (1,), (ROW_BYTES,))))
+def _cpu(rows: int) -> TierSetup:
+    return TierSetup("cpu", CPU, Opened(rows * ROW_BYTES, SlotSpace(rows * ROW_BYTES, (1,), (ROW_BYTES,))))
 
 
 def repeat(contestants: list[Callable[[], float]], repetitions: int) -> list[list[float]]:

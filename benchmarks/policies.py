@@ -16,8 +16,8 @@ from time import perf_counter_ns
 
 import click
 
-from kvtier.keys import OffloadKey, make_key
-from kvtier.policies import POLICIES, make_policy
+from kvtier.control.policies import POLICIES, make_policy
+from kvtier.types.keys import OffloadKey, make_key
 
 STEPS = ("admit", "evict", "insert", "touch")
 

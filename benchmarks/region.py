@@ -23,7 +23,7 @@ import click
 from benchmarks.options import JSON_FILE, VLLM_PYTHON
 from benchmarks.peer import Peer, PeerFailed
 from benchmarks.report import ABSENT, GIB, Report, median, paired_ratio, table
-from kvtier.geometry import Geometry, GroupLayout, KVLayout, TensorRef
+from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier_cpu import RegionSpec, Sharing, open_region
 
 Make = Callable[[], float]

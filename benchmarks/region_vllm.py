@@ -34,7 +34,7 @@ class Regions:
         rank = None if whole else 0
         name = f"kvtier-benchmark-{os.getpid()}-{self._made}"
         started, faults = time.perf_counter(), _faults()
-        region = self._region(name, num_bytes // row_bytes, rank, row_bytes, row_bytes, barrier=_nobody_else)
+        region = self._region(name, num_bytes // row_bytes, rank, row_bytes, row_bytes, barrier=_no_other_process)
         seconds = time.perf_counter() - started
         made = _faults() - faults
         view = np.asarray(region.create_kv_memoryview()).view(np.uint8)
@@ -50,8 +50,8 @@ def _faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def _nobody_else() -> None:
-    """One process: nobody to wait for."""
+def _no_other_process() -> None:
+    """One process: there is none to wait for."""
 
 
 if __name__ == "__main__":

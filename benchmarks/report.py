@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-import platform
 import resource
 import statistics
 import time
@@ -15,30 +13,17 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
+
+from kvtier.bench.load_generator import percentile
+from kvtier.bench.report import machine
+from kvtier.tables import table as text_table
+
+__all__ = ["ABSENT", "GIB", "Report", "figure", "median", "paired_ratio", "percentile", "table", "versions"]
 
 GIB = 1 << 30
 ABSENT = "absent"
 OURS = ("kvtier", "liburing", "numpy", "torch", "xxhash")
-
-
-def machine() -> dict[str, object]:
-    """The processor, cores this process may use, memory and kernel."""
-    processor = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            processor = line.partition(":")[2].strip()
-            break
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
-        "processor": processor,
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(memory_bytes / GIB, 1),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-    }
 
 
 def versions(distributions: Iterable[str] = OURS) -> dict[str, str]:
@@ -61,14 +46,6 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float | None
     """The median over repetitions of ours / theirs, each pair from one repetition; None without a pair."""
     ratios = [mine / other for mine, other in zip(ours, theirs, strict=False) if other]
     return statistics.median(ratios) if ratios else None
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least `percent` % of the values do not exceed. Of no values: nan."""
-    if not values:
-        return float("nan")
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
 class Busy:
@@ -152,14 +129,10 @@ class Report:
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a table; the first column is text, the others are figures. None is an empty cell."""
-    shown = Table(*columns[:1], title=title, box=box.SIMPLE, title_justify="left")
-    for column in columns[1:]:
-        shown.add_column(column, justify="right")
-    for row in rows:
-        shown.add_row(*("" if cell is None else figure(cell) for cell in row))
+    cells = (["" if cell is None else figure(cell) for cell in row] for row in rows)
     console = Console()
     console.width = max(console.width, 120)
-    console.print(shown)
+    console.print(text_table(columns, cells, title=title))
 
 
 def figure(value: object) -> str:

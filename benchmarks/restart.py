@@ -30,12 +30,12 @@ import xxhash
 
 from benchmarks.options import JSON_FILE
 from benchmarks.report import Report, median, table
-from kvtier.control.tier import OwnedTier
-from kvtier.geometry import Geometry, GroupLayout, KVLayout, TensorRef
-from kvtier.jobs import GroupTransfer, JobKind, RegionCut, TransferJob, int_array
-from kvtier.keys import GroupIndex, JobId, OffloadKey, make_key
-from kvtier.loadstore import Opened, TierContext
-from kvtier.namespace import Namespace
+from kvtier.control.tiers.owned_tier import OwnedTier
+from kvtier.tier_api.contract import Opened, TierContext
+from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
+from kvtier.types.jobs import JobKind, RegionFormat, RowGroup, TransferJob
+from kvtier.types.keys import GroupIndex, JobId, OffloadKey, make_key
+from kvtier.types.namespace import Namespace
 from kvtier_fs import FSBackend, FSOptions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -83,10 +83,9 @@ class Store:
         context = TierContext("fs", self.geometry, namespace, time.monotonic, rows=self.rows)  # type: ignore[arg-type]
         return await self.backend.open(context)
 
-    def _job(self, kind: JobKind, keys: Sequence[OffloadKey], slots: Sequence[int], gens: Sequence[int], cuts=()):
-        rows = np.arange(len(keys), dtype=np.int64)
-        group = GroupTransfer(GroupIndex(0), tuple(keys), rows, int_array(slots), int_array(gens))
-        return TransferJob(JobId(1), kind, (group,), None, 0, tuple(cuts))
+    def _job(self, kind: JobKind, keys: Sequence[OffloadKey], slots: Sequence[int], gens: Sequence[int], formats=()):
+        group = RowGroup(GroupIndex(0), tuple(keys), range(len(keys)), slots, gens)
+        return TransferJob(JobId(1), kind, (group,), None, 0, tuple(formats))
 
     async def write(self, opened: Opened) -> None:
         """Store a block in each of the first slots."""
@@ -100,8 +99,10 @@ class Store:
                 self.rows.fill(row, key)
             fresh = {slot // space.slots_per_region for slot in slots} - cut
             cut |= fresh
-            cuts = [RegionCut(region, space.slot_bytes[0], 1) for region in sorted(fresh)]
-            result = await self.backend.store(self._job(JobKind.STORE, keys, slots, [slot + 1 for slot in slots], cuts))
+            formats = [RegionFormat(region, space.slot_bytes[0], 1) for region in sorted(fresh)]
+            result = await self.backend.store(
+                self._job(JobKind.STORE, keys, slots, [slot + 1 for slot in slots], formats)
+            )
             bad = [outcome for outcome in result.outcomes[0] if not outcome.ok]
             if bad:
                 raise SystemExit(f"a block was not stored: {bad[0]}")

@@ -31,14 +31,16 @@ from benchmarks.options import JSON_FILE
 from benchmarks.report import ABSENT, GIB, Report, percentile, table
 from kvtier.config import parse_stack, stack_parts
 from kvtier.control.reservations import Reservation
-from kvtier.geometry import GroupLayout, KVLayout, TensorRef
-from kvtier.jobs import GPURuns, GroupTransfer, JobKind, JobResult
-from kvtier.keys import GroupIndex, JobId, OffloadKey, RequestId, make_key
-from kvtier.loadstore import KVCaches, LookupResult
-from kvtier.namespace import Namespace
+from kvtier.replay.report import tier_json
 from kvtier.replay.run import Replay
 from kvtier.replay.setup import ReplayOptions
 from kvtier.stack import EngineStack
+from kvtier.tier_api.contract import KVCaches, LookupResult
+from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
+from kvtier.types.gpu_runs import GPURuns
+from kvtier.types.jobs import GPUGroup, JobKind, JobResult
+from kvtier.types.keys import GroupIndex, JobId, OffloadKey, RequestId, make_key
+from kvtier.types.namespace import Namespace
 
 TRACES = {"conversation": "conversation.jsonl", "agentic": "agentic_coding.jsonl.gz"}
 RUNNING = 32
@@ -74,7 +76,7 @@ def replay(name: str, options: ReplayOptions) -> dict[str, object]:
         "block_hit_percent": 100 * report.block_hit_rate,
         "blocks_verified": counts.verified,
         "dropped": counts.dropped,
-        "tiers": {tier: one.to_json() for tier, one in tiers.items()},
+        "tiers": {tier: tier_json(one) for tier, one in tiers.items()},
     }
 
 
@@ -215,7 +217,7 @@ class Engine:
         runs = GPURuns.whole([request.blocks[at] for request, places in parts for at in places])
 
         def submit() -> JobId:
-            job = self._stack.job(kind, (GroupTransfer(GroupIndex(0), keys, runs),))
+            job = self._stack.job(kind, (GPUGroup(GroupIndex(0), keys, runs),))
             self._stack.submit(job, parts[0][0].name if kind is JobKind.LOAD else None)
             return job.job_id
 

@@ -3,7 +3,7 @@
     python -m benchmarks.vllm_ttft MODEL [--prompts N] [--json]
 
 One engine, one prompt at a time, the four cases interleaved; medians. The output's first token is compared between the
-cases. `MODEL` is a folder; `python tests/engine/support_models.py llama FOLDER` makes a small random one.
+cases. `MODEL` is a folder; `python tests/vllm/support_models.py llama FOLDER` makes a small random one.
 """
 
 from __future__ import annotations

@@ -165,8 +165,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     torch.manual_seed(0)
     model = small_model(options.layers).to(options.device)
-    dice = random.Random(0)
-    messages = [[dice.randrange(VOCABULARY) for _ in range(options.message)] for _ in range(options.turns)]
+    rng = random.Random(0)
+    messages = [[rng.randrange(VOCABULARY) for _ in range(options.message)] for _ in range(options.turns)]
     with tempfile.TemporaryDirectory(dir=options.disk) as folder, torch.inference_mode():
         kept = Kept()
         runs = [converse(model, messages, options.answer, lambda: nullcontext(kept))]  # the first run also warms up

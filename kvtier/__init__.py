@@ -1,0 +1,97 @@
+"""kvtier: a tiered storage engine for the KV cache of LLM serving.
+
+An embedder imports this module alone; `docs/api.md` lists its names. They are loaded at their first use, so that
+importing `kvtier`, as the command line does, loads neither torch nor numpy.
+"""
+
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvtier.config import StackConfig, load_stack, open_engine_stack, open_stack, parse_stack
+    from kvtier.errors import ConfigError, GeometryError, IntegrityError, KVTierError, ResourceError, UsageError
+    from kvtier.metrics import metric_families
+    from kvtier.stack import CloseReport, EngineStack, StackStats, TierStack, TierStats
+    from kvtier.tier_api.contract import LookupResult
+    from kvtier.types.events import OffloadingEvent
+    from kvtier.types.geometry import GroupKind, GroupLayout, KVLayout, TensorRef
+    from kvtier.types.gpu_runs import GPURuns
+    from kvtier.types.jobs import BlockOutcome, BlockStatus, DropReason, GPUGroup, JobKind, JobResult, TransferJob
+    from kvtier.types.keys import OffloadKey, RequestId, block_keys
+    from kvtier.types.namespace import Namespace
+    from kvtier.types.requests import RequestInfo
+
+    __version__: str
+
+_NAMES = {
+    "kvtier.config": "StackConfig load_stack open_engine_stack open_stack parse_stack",
+    "kvtier.errors": "ConfigError GeometryError IntegrityError KVTierError ResourceError UsageError",
+    "kvtier.metrics": "metric_families",
+    "kvtier.stack": "CloseReport EngineStack StackStats TierStack TierStats",
+    "kvtier.tier_api.contract": "LookupResult",
+    "kvtier.types.events": "OffloadingEvent",
+    "kvtier.types.geometry": "GroupKind GroupLayout KVLayout TensorRef",
+    "kvtier.types.gpu_runs": "GPURuns",
+    "kvtier.types.jobs": "BlockOutcome BlockStatus DropReason GPUGroup JobKind JobResult TransferJob",
+    "kvtier.types.keys": "OffloadKey RequestId block_keys",
+    "kvtier.types.namespace": "Namespace",
+    "kvtier.types.requests": "RequestInfo",
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+"""Where each public name is defined."""
+
+__all__ = [
+    "BlockOutcome",
+    "BlockStatus",
+    "CloseReport",
+    "ConfigError",
+    "DropReason",
+    "EngineStack",
+    "GPUGroup",
+    "GPURuns",
+    "GeometryError",
+    "GroupKind",
+    "GroupLayout",
+    "IntegrityError",
+    "JobKind",
+    "JobResult",
+    "KVLayout",
+    "KVTierError",
+    "LookupResult",
+    "Namespace",
+    "OffloadKey",
+    "OffloadingEvent",
+    "RequestId",
+    "RequestInfo",
+    "ResourceError",
+    "StackConfig",
+    "StackStats",
+    "TensorRef",
+    "TierStack",
+    "TierStats",
+    "TransferJob",
+    "UsageError",
+    "__version__",
+    "block_keys",
+    "load_stack",
+    "metric_families",
+    "open_engine_stack",
+    "open_stack",
+    "parse_stack",
+]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        """A public name, loaded at its first use."""
+        if name == "__version__":
+            value = metadata.version("kvtier")
+        elif name in _MODULES:
+            value = getattr(import_module(_MODULES[name]), name)
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""The exception tree. Exceptions are for user errors and defects; bad luck is an outcome (`kvtier.jobs`).
+"""The exception tree. Exceptions are for user errors and defects; bad luck is an outcome (`kvtier.types.jobs`).
 
 KVTierError
 +-- ConfigError             a stack file or an option is wrong; carries the path of the key
@@ -11,8 +11,6 @@ KVTierError
 +-- UsageError              a call the contract does not allow (closed stack, unknown group, use after fork)
 +-- IntegrityError          our own bug: an invariant of the state machine does not hold
 """
-
-from __future__ import annotations
 
 
 class KVTierError(Exception):

@@ -1,11 +1,12 @@
 """Options of tiers: strict pydantic models and the units people write in stack files."""
 
-from __future__ import annotations
-
 import re
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+
+from kvtier.errors import ConfigError
 
 _UNITS = {"": 1, "B": 1}
 for _power, _prefix in enumerate("KMGTP", start=1):
@@ -24,6 +25,26 @@ def parse_size(text: object) -> int:
         raise ValueError(f"{text!r} is not a size; write a whole number of bytes or a number with KiB, MiB, GiB, TiB")
     fraction = match[2] or ""
     return int(match[1]) * unit + (int(fraction) * unit // 10 ** len(fraction) if fraction else 0)
+
+
+_SHOWN_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def size_text(size_bytes: int) -> str:
+    """Bytes with a binary unit: `512 B`, `64 KiB`, `1.50 GiB`; rounded down, so never more than there is."""
+    if size_bytes < 1024:
+        return f"{size_bytes} B"
+    unit = min((size_bytes.bit_length() - 1) // 10, len(_SHOWN_UNITS))
+    scale = 1024**unit
+    if size_bytes % scale == 0:
+        return f"{size_bytes // scale} {_SHOWN_UNITS[unit - 1]}"
+    hundredths = size_bytes * 100 // scale
+    return f"{hundredths // 100}.{hundredths % 100:02d} {_SHOWN_UNITS[unit - 1]}"
+
+
+def count_text(count: int) -> str:
+    """A whole number with thousands separated: `1,048,576`."""
+    return f"{count:,}"
 
 
 ByteSize = Annotated[
@@ -54,7 +75,10 @@ class Options(BaseModel):
 
 
 class TierOptions(Options):
-    """What every tier can be told. `type` is the entry point's name in the group `kvtier.backends`."""
+    """Options of every tier. `type` is the entry point's name in the group `kvtier.backends`."""
+
+    CAPACITY_KEY: ClassVar[str] = ""
+    """The name of the option that bounds the tier's bytes; empty for a tier without a bound of its own."""
 
     type: str
     name: str = Field(
@@ -63,6 +87,32 @@ class TierOptions(Options):
         pattern=r"^[A-Za-z0-9_.-]*$",
         description="shown in tables and metrics; the type when empty",
     )
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The folders that the tier keeps its blocks in; none if it keeps them elsewhere."""
+        return ()
+
+    def in_folders(self, folders: Sequence[str]) -> Self:
+        """The same tier in other folders. Raises ConfigError for a tier that keeps its blocks in none."""
+        raise ConfigError(f"a tier of type {self.type} keeps its blocks in no folder")
+
+    def with_capacity(self, num_bytes: int) -> Self:
+        """The same tier with room for so many bytes; sizes that were chosen for another capacity are chosen anew."""
+        if not self.CAPACITY_KEY:
+            raise ConfigError(f"a tier of type {self.type} has no capacity of its own")
+        return self.model_copy(update={self.CAPACITY_KEY: num_bytes})
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """The bytes that the tier may take; None for a tier without a bound of its own."""
+        bound: int | None = getattr(self, self.CAPACITY_KEY) if self.CAPACITY_KEY else None
+        return bound
+
+    def with_known(self, **values: object) -> Self:
+        """The same tier with those of the values that it has an option for."""
+        known = {name: value for name, value in values.items() if name in type(self).model_fields}
+        return self.model_copy(update=known)
 
     def share(self, index: int, count: int) -> Self:
         """The options of engine `index` of `count` that are started from one stack file on one host.
@@ -73,23 +123,48 @@ class TierOptions(Options):
             raise ValueError(f"there is no engine {index} among {count}")
         return self
 
+    def for_engine(self, restart_seconds: float) -> Self:
+        """The options of the tier below a serving engine whose processes copy the blocks themselves.
+
+        An engine that restarts overlaps with itself for up to `restart_seconds`. Raises ConfigError for an option that
+        does not go with such an engine. Here: nothing changes.
+        """
+        return self
+
+    def eviction_policy(self) -> PolicyName:
+        """Which policy evicts from the tier's slots; the default for tiers that offer no choice."""
+        return "lru"
+
+    def watermark_rows(self, num_rows: int) -> int:
+        """How many of a CPU tier's rows background demotion keeps free or clean; none unless it offers that."""
+        return 0
+
 
 MAX_LOWER_TIERS = 8
-"""Tiers below the CPU tier, at most: what a row is owed to is kept as bits of a byte."""
+"""Tiers below the CPU tier, at most: the tiers a row is dirty for are bits of a byte."""
 
 
 class LowerTierOptions(TierOptions):
-    """What every tier below the CPU can be told."""
+    """Options of every tier below the CPU."""
 
-    policy: PolicyName = Field(default="lru", description="which block goes first when the tier is full")
     write_policy: WritePolicy = Field(
         default="write_through",
-        description="write_through: stored once the CPU tier has it; on_evict: stored before the CPU tier lets it go",
+        description="write_through: stored once the CPU tier has it; on_evict: stored before the CPU tier evicts it",
     )
-    inflight_bytes: ByteSize = Field(default=64 << 20, description="bytes of transfers under way at once, at most")
+    inflight_bytes: ByteSize = Field(default=64 << 20, description="bytes of transfers in flight at once, at most")
     job_timeout_seconds: Seconds = Field(
         default=30.0, description="after this a load counts as a miss, a store as dropped"
     )
+
+
+class OwnedTierOptions(LowerTierOptions):
+    """Options of every tier below the CPU whose blocks the stack places and evicts."""
+
+    policy: PolicyName = Field(default="lru", description="which block goes first when the tier is full")
     index_bytes_max: ByteSize | None = Field(
         default=None, description="bound of the directory's memory; fewer slots are used if need be"
     )
+
+    def eviction_policy(self) -> PolicyName:
+        """The `policy` of the file."""
+        return self.policy

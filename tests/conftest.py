@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -23,15 +24,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=None, help="replay random tests with this seed")
 
 
+LONG_SECONDS = 24 * 3600
+"""The time limit of a long run; those of the fault suite have closer ones of their own."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell starts background jobs with SIGINT ignored, and processes inherit that: tests
+        # of Ctrl-C would wait without end.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--hypothesis-profile", default=None) is None:
         settings.load_profile("long" if "long" in _marks_asked_for(config) else "normal")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "long" in _marks_asked_for(config):
-        return
     long_runs = [item for item in items if item.get_closest_marker("long")]
+    if "long" in _marks_asked_for(config):
+        for item in long_runs:
+            item.add_marker(pytest.mark.timeout(LONG_SECONDS))
+        return
     if long_runs:
         config.hook.pytest_deselected(items=long_runs)
         items[:] = [item for item in items if not item.get_closest_marker("long")]

@@ -1,40 +1,40 @@
 """The CPU tier: blocks in rows of the shared region, copied from and to GPU blocks by the workers."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import mmap
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import chain
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import Field
 
-from kvtier.errors import IntegrityError, KVTierError, ResourceError, UsageError
-from kvtier.geometry import Geometry
-from kvtier.jobs import CANCELLED, LOADED, NO_IDS, STORED, BlockOutcome, JobResult, TransferJob, failed, int_array
-from kvtier.keys import CPU, OffloadKey
-from kvtier.loadstore import LoadStore, LookupResult, Opened, Rows, SlotSpace, TierContext
+from kvtier.aio.daemon_pool import DaemonPool
+from kvtier.aio.shielded_wait import shielded_wait
+from kvtier.errors import ConfigError, IntegrityError, KVTierError, ResourceError, UsageError
 from kvtier.options import ByteSize, PolicyName, TierOptions
-from kvtier_cpu.opening import RegionHost, open_region
-from kvtier_cpu.populate import private_works
-from kvtier_cpu.region import RegionSpec, SharedRegion, Sharing
-from kvtier_cpu.seal import Hashing, Piece, intact_rows, pieces, seal_rows
-from kvtier_cpu.shares import UNSEEN, Share, all_blocks, as_tuples, whole_blocks, worst
-from kvtier_cpu.threads import DaemonPool, to_the_end
+from kvtier.tier_api.contract import LoadStore, Opened, Rows, SlotSpace, TierContext
+from kvtier.types.jobs import CANCELLED, LOADED, STORED, BlockOutcome, JobResult, TransferJob, failed
+from kvtier.types.keys import CPU
+from kvtier_cpu.block_selection import GOOD, UNSTAMPED, BlockSelection, select_all, select_whole, worst
+from kvtier_cpu.region.opening import RegionHost, open_region
+from kvtier_cpu.region.populate import private_works
+from kvtier_cpu.region.shared_region import RegionSpec, SharedRegion, Sharing
+from kvtier_cpu.row_sealing import BlockBytes, RowHashing, intact_rows, seal_rows
 
 POOL_THREADS = 2
+POOL_CLOSE_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
-"""How long `close` waits for transfers under way before it lets go of the region without them."""
+"""How long `close` waits for transfers in flight before it releases the region without them."""
 
 
 class CPUOptions(TierOptions):
-    """What the CPU tier can be told."""
+    """Options of the CPU tier."""
+
+    CAPACITY_KEY = "cpu_bytes_to_use"
 
     type: Literal["cpu"] = "cpu"
     cpu_bytes_to_use: ByteSize = Field(description="memory for rows; never exceeded, alignment costs blocks instead")
@@ -44,6 +44,7 @@ class CPUOptions(TierOptions):
     )
     huge_pages: bool = Field(default=True, description="ask for huge pages where the system offers them")
     populate: bool = Field(default=True, description="touch all memory at start instead of at first use")
+    dump_rows: bool = Field(default=False, description="let core dumps hold the rows; they contain users' prompts")
     verify_loads: bool = Field(default=False, description="check a row's checksum again before it goes to the GPU")
     shared: Literal["auto", "private", "memfd", "named"] = Field(
         default="auto",
@@ -60,10 +61,24 @@ class CPUOptions(TierOptions):
         super().share(index, count)
         return self.model_copy(update={"cpu_bytes_to_use": self.cpu_bytes_to_use // count})
 
+    def for_engine(self, restart_seconds: float) -> Self:
+        """Rows that the engine's processes find by its id. An engine cannot take back a hit that it has promised."""
+        if self.verify_loads:
+            raise ConfigError("the engine cannot take back a hit; leave verify_loads out", "stack.tiers.verify_loads")
+        return self.model_copy(update={"shared": "named"})
+
+    def eviction_policy(self) -> PolicyName:
+        """The `policy` of the file."""
+        return self.policy
+
+    def watermark_rows(self, num_rows: int) -> int:
+        """The share `free_watermark` of the rows."""
+        return int(self.free_watermark * num_rows)
+
 
 @dataclass(slots=True)
 class CPUCounters:
-    """What went wrong, in blocks; `worker_errors` counts calls of a worker that ended in an exception."""
+    """Failures counted in blocks; `worker_errors` counts calls of a worker that ended in an exception."""
 
     partial_blocks: int = 0
     unstamped_blocks: int = 0
@@ -75,28 +90,27 @@ _Transfer = Callable[[TierContext, SharedRegion, TransferJob], Coroutine[Any, An
 
 
 class CPUBackend(LoadStore):
-    """Owns the shared region. The workers in its context move the bytes; it decides what became whole.
+    """Owns the shared region. The workers in its context copy the bytes; it decides which rows became whole.
 
-    A store reports STORED only for blocks that every worker stamped with the issued generation, whose unused bytes
-    have been cleared, and whose checksum is recorded. Where the layout is replicated, worker 0 stores for all.
+    A store reports STORED only for blocks that every worker stamped with the issued generation, whose padding has been
+    zeroed, and whose checksum is recorded. Where the layout is replicated, worker 0 stores for all.
     """
 
     medium = CPU
     BLOCK_SIZE_ALIGNMENT: ClassVar[int] = mmap.PAGESIZE
     Options: ClassVar[type[TierOptions]] = CPUOptions
+    options: CPUOptions
 
     def __init__(self, options: TierOptions, host: RegionHost | None = None) -> None:
-        if not isinstance(options, CPUOptions):
-            raise UsageError(f"the CPU tier needs CPUOptions, got {type(options).__name__}")
-        self.options: CPUOptions = options
+        super().__init__(options)
         self._host = host or RegionHost()
         self._region: SharedRegion | None = None
         self._context: TierContext | None = None
         self._pool = DaemonPool("kvtier-cpu", POOL_THREADS)
-        self._hashing = Hashing(self._pool)
-        self._busy = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._hashing = RowHashing(self._pool)
+        self._transfers: set[asyncio.Future[JobResult]] = set()
+        self._sizes: tuple[BlockBytes, ...] = ()
+        self._factor = self._num_copies = 1
         self.counters = CPUCounters()
 
     @property
@@ -122,6 +136,7 @@ class CPUBackend(LoadStore):
         spec = self._spec(context, sharing)
         spec = replace(spec, participant=world_size) if named else replace(spec, serves=tuple(range(world_size)))
         region = await self._map(context, spec)
+        sharing = region.spec.sharing
         mode = f"{sharing}, {region.populated}" if self.options.populate else str(sharing)
         notes = () if region.complete else (f"{spec.participants} processes share the region; not all have mapped it",)
         return Opened(
@@ -136,161 +151,163 @@ class CPUBackend(LoadStore):
         )
 
     async def join(self, context: TierContext, note: str = "") -> Rows:
-        """Map the region as worker `context.worker` in a process of its own, without owning it.
+        """Map the region as worker `context.worker`, without owning it.
 
-        The processes may arrive in any order; who comes later can read `note`, a short text.
+        The processes may arrive in any order. With `context.one_process` the region is private memory where the
+        options and the kernel allow it. `note` is a short text that the owner of the region can read.
         Raises RegionError or SharedMemoryError; nothing is left behind.
         """
         if self._sharing(context.geometry.world_size) is not Sharing.NAMED:
             raise UsageError("a region without a name cannot be joined: set shared: named, and an engine_id")
-        here = {"participant": context.worker, "serves": (context.worker,), "note": note}
-        spec = replace(self._spec(context, Sharing.NAMED), **here)  # type: ignore[arg-type]
+        spec = replace(
+            self._spec(context, Sharing.NAMED), participant=context.worker, serves=(context.worker,), note=note
+        )
+        if context.one_process and spec.geometry.world_size == 1 and self._private_pays():
+            spec = replace(spec, sharing=Sharing.PRIVATE)
         return await self._map(context, spec)
 
     def worker_notes(self) -> list[str]:
-        """What each worker said of itself. Raises ResourceError unless every worker has mapped the region."""
+        """The note of each worker. Raises ResourceError unless every worker has mapped the region."""
         if not self.region.complete:
             mapped = len(self.region.participants_mapped)
             raise ResourceError(f"{mapped} of {self.region.spec.participants} processes have mapped the shared region")
         return [self.region.note(worker) for worker in range(self.region.spec.geometry.world_size)]
 
-    async def lookup(self, keys: Sequence[OffloadKey]) -> Sequence[LookupResult]:
-        """An owned tier has no directory of its own: its control plane answers. Raises UsageError."""
-        raise UsageError("the CPU tier is owned by the control plane, which answers lookups itself")
-
-    async def store(self, job: TransferJob) -> JobResult:
-        """Have every worker copy its slice of each block into its row, then make the rows whole.
+    def store(self, job: TransferJob) -> Coroutine[Any, Any, JobResult]:
+        """Have every worker copy its slice of each block into its row, then seal the rows.
 
         Blocks of which not all sub-blocks are named are dropped as partial and not copied at all.
         """
-        return await self._tracked(self._store, job)
+        return self._transfer(self._store, job)
 
-    async def load(self, job: TransferJob) -> JobResult:
-        """Have every worker copy its slice of each row into the GPU blocks the runs name, parts of blocks included.
+    def load(self, job: TransferJob) -> Coroutine[Any, Any, JobResult]:
+        """Have every worker copy its slice of each row into the GPU blocks that the runs name, also parts of blocks.
 
         The worst outcome over the workers counts. With `verify_loads`, a row that no longer matches its checksum is
         CORRUPT and not copied.
         """
-        return await self._tracked(self._load, job)
+        return self._transfer(self._load, job)
 
     async def close(self) -> None:
-        """Wait for transfers under way, up to a deadline, and release the region. Idempotent.
+        """Wait for transfers in flight, up to a deadline, and release the region. Idempotent.
 
-        Views still held, by a copy past the deadline for one, keep their memory until they go.
+        Memory that a copy past the deadline still has a view of stays mapped until that view is gone.
         """
         self._context = None
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), CLOSE_SECONDS)
+        if self._transfers:
+            await asyncio.wait(self._transfers, timeout=CLOSE_SECONDS)
         region, self._region = self._region, None
-        self._pool.close()
+        await self._pool.close(POOL_CLOSE_SECONDS)
         if region is not None:
             region.close()
 
-    async def _tracked(self, transfer: _Transfer, job: TransferJob) -> JobResult:
+    async def _transfer(self, transfer: _Transfer, job: TransferJob) -> JobResult:
+        """Run a transfer to its end, also when cancelled: its buffers are in use until then."""
         context, region = self._context, self._region
         if context is None or region is None:
             raise UsageError("the CPU tier is not open")
         if not context.workers:
             raise UsageError("the CPU tier has no workers to copy with")
-        self._busy += 1
-        self._idle.clear()
-        try:
-            return await to_the_end(transfer(context, region, job))
-        finally:
-            self._busy -= 1
-            if not self._busy:
-                self._idle.set()
+        task = asyncio.ensure_future(transfer(context, region, job))
+        self._transfers.add(task)
+        task.add_done_callback(self._transfers.discard)
+        return await shielded_wait(task)
 
     async def _store(self, context: TierContext, region: SharedRegion, job: TransferJob) -> JobResult:
-        geometry, started = context.geometry, context.clock()
-        outcomes, shares = whole_blocks(job, geometry)
-        self.counters.partial_blocks += job.num_blocks - sum(len(share.positions) for share in shares)
-        reports = await self._ask(context.workers[: geometry.num_copies], "load", job, shares)
+        started = context.clock()
+        outcomes, selections = select_whole(job, len(self._sizes), self._factor)
+        reports = await self._copy(context.workers[: self._num_copies], "load", job, selections)
         if self._region is not region:
             return JobResult.uniform(job, CANCELLED)
-        sealed: list[Piece[None]] = []
-        bytes_moved = 0
-        for number, share in enumerate(shares):
-            group, rows = share.transfer.group, share.transfer.slots
-            stamped = region.stamped(rows, share.transfer.generations).tolist()
-            for i, position in enumerate(share.positions.tolist()):
-                told = worst(report[number][i] for report in reports)
-                outcomes[share.index][position] = STORED if told.ok and stamped[i] else told if not told.ok else UNSEEN
-            kept = int_array(
-                [row for row, at in zip(rows, share.positions, strict=True) if outcomes[share.index][at].ok]
-            )
-            sealed += pieces(seal_rows, region, geometry, group, kept)
-            bytes_moved += len(kept) * geometry.kv_bytes_per_offloaded_block(group)
-            self.counters.unstamped_blocks += sum(outcomes[share.index][at] is UNSEEN for at in share.positions)
-        await self._hashing.do(sealed)
-        return JobResult(job.job_id, as_tuples(outcomes), bytes_moved, context.clock() - started)
+        sealing, copied, bytes_moved = [], 0, 0
+        for selection, reported in zip(selections, reports, strict=True):
+            transfer, of_group = selection.transfer, outcomes[selection.index]
+            copied += len(transfer.keys)
+            stamped = region.stamped(transfer.rows, transfer.generations).tolist()
+            good = [outcome.status in GOOD for outcome in reported]
+            for position, outcome, ok, whole in zip(selection.positions, reported, good, stamped, strict=True):
+                of_group[position] = outcome if not ok else STORED if whole else UNSTAMPED
+            kept = np.array(good) & stamped
+            self.counters.unstamped_blocks += sum(good) - int(kept.sum())
+            size, rows = self._sizes[transfer.group], transfer.rows[kept]
+            bytes_moved += len(rows) * size.used
+            sealing.append(self._hashing.each(seal_rows, region, size, rows))
+        self.counters.partial_blocks += sum(map(len, outcomes)) - copied
+        await _all(sealing)
+        return JobResult(job.job_id, tuple(map(tuple, outcomes)), bytes_moved, context.clock() - started)
 
     async def _load(self, context: TierContext, region: SharedRegion, job: TransferJob) -> JobResult:
-        geometry, started = context.geometry, context.clock()
-        outcomes, shares = all_blocks(job, geometry)
+        started = context.clock()
+        outcomes, selections = select_all(job, len(self._sizes))
         if self.options.verify_loads:
-            shares = await self._verified(region, geometry, shares)
-        reports = await self._ask(context.workers, "store", job, shares)
+            selections = await self._verified(region, selections)
+        reports = await self._copy(context.workers, "store", job, selections)
         bytes_moved = 0
-        for number, share in enumerate(shares):
-            told = [worst(report[number][i] for report in reports) for i in range(len(share.positions))]
-            for outcome, position in zip(told, share.positions.tolist(), strict=True):
-                outcomes[share.index][position] = LOADED if outcome.ok else outcome
-            bytes_moved += share.pages(told) * geometry.kv_bytes_per_block(share.transfer.group)
-        return JobResult(job.job_id, as_tuples(outcomes), bytes_moved, context.clock() - started)
+        for selection, reported in zip(selections, reports, strict=True):
+            of_group = outcomes[selection.index]
+            for position, outcome in zip(selection.positions, reported, strict=True):
+                of_group[position] = LOADED if outcome.status in GOOD else outcome
+            bytes_moved += selection.pages(reported) * self._sizes[selection.transfer.group].page
+        return JobResult(job.job_id, tuple(map(tuple, outcomes)), bytes_moved, context.clock() - started)
 
-    async def _verified(self, region: SharedRegion, geometry: Geometry, shares: list[Share]) -> list[Share]:
-        """The shares less the rows that no longer match their checksum."""
+    async def _verified(self, region: SharedRegion, selections: list[BlockSelection]) -> list[BlockSelection]:
+        """The selections without the rows that no longer match their checksum."""
         good = []
-        for share in shares:
-            group, rows = share.transfer.group, share.transfer.slots
-            answers = await self._hashing.do(pieces(intact_rows, region, geometry, group, rows))
-            intact = np.flatnonzero(np.concatenate(answers)) if answers else NO_IDS
+        for selection in selections:
+            rows, size = selection.transfer.rows, self._sizes[selection.transfer.group]
+            answers = await self._hashing.each(intact_rows, region, size, rows)
+            intact = [i for i, ok in enumerate(chain.from_iterable(answers)) if ok]
             self.counters.corrupt_rows += len(rows) - len(intact)
-            if len(intact):
-                good.append(share.select(intact))
+            if intact:
+                good.append(selection.select(intact))
         return good
 
-    async def _ask(
-        self, workers: Sequence[LoadStore], call: Literal["load", "store"], job: TransferJob, shares: list[Share]
-    ) -> list[list[Sequence[BlockOutcome]]]:
-        """One report for each worker: for each share, one outcome for each block. All workers at once."""
-        if not shares:
+    async def _copy(
+        self,
+        workers: Sequence[LoadStore],
+        call: Literal["load", "store"],
+        job: TransferJob,
+        selections: list[BlockSelection],
+    ) -> list[Sequence[BlockOutcome]]:
+        """Have all workers copy at once. For each selection one outcome for each block, the worst over the workers."""
+        if not selections:
             return []
-        part = replace(job, groups=tuple(share.transfer for share in shares))
+        part = replace(job, groups=tuple([selection.transfer for selection in selections]))
         calls = [worker.load(part) if call == "load" else worker.store(part) for worker in workers]
         answers = await asyncio.gather(*calls, return_exceptions=True)
-        return [self._report(part, answer) for answer in answers]
+        reports = [self._report(part, answer) for answer in answers]
+        return [worst(of_workers) for of_workers in zip(*reports, strict=True)]
 
-    def _report(self, part: TransferJob, answer: JobResult | BaseException) -> list[Sequence[BlockOutcome]]:
+    def _report(self, part: TransferJob, answer: JobResult | BaseException) -> tuple[tuple[BlockOutcome, ...], ...]:
         if isinstance(answer, JobResult):
-            if [len(group) for group in answer.outcomes] == [len(group.keys) for group in part.groups]:
-                return list(answer.outcomes)
-            raise IntegrityError(f"a worker's answer to job {part.job_id} does not match its blocks")
+            if not answer.fits(part):
+                raise IntegrityError(f"a worker's result of job {part.job_id} does not match its blocks")
+            return answer.outcomes
         if isinstance(answer, KVTierError) or not isinstance(answer, (Exception, asyncio.CancelledError)):
             raise answer
         cancelled = isinstance(answer, asyncio.CancelledError)
         self.counters.worker_errors += not cancelled
         outcome = CANCELLED if cancelled else failed(getattr(answer, "errno", None) or errno.EIO)
-        return list(JobResult.uniform(part, outcome).outcomes)
+        return JobResult.uniform(part, outcome).outcomes
 
     async def _map(self, context: TierContext, spec: RegionSpec) -> SharedRegion:
         """Open the region on a thread. A cancelled caller leaves nothing behind."""
         if self._region is not None:
             raise UsageError("the CPU tier is open already")
         stop = threading.Event()
-        self._pool.start()
-        opening = asyncio.ensure_future(self._pool.run(partial(open_region, spec, replace(self._host, stop=stop))))
+        self._pool = DaemonPool("kvtier-cpu", POOL_THREADS)
+        self._hashing = RowHashing(self._pool)
+        opening = asyncio.ensure_future(self._pool.run(open_region, spec, replace(self._host, stop=stop)))
         try:
-            region = await asyncio.shield(opening)
-        except BaseException as error:
-            stop.set()
-            if isinstance(error, asyncio.CancelledError):
-                await asyncio.wait([opening])
-                if not opening.cancelled() and opening.exception() is None:
-                    opening.result().close()
-            self._pool.close()
+            region = await shielded_wait(opening, stop.set)
+        except BaseException:
+            if opening.done() and not opening.cancelled() and opening.exception() is None:
+                opening.result().close()
+            self._pool.shutdown()
             raise
+        geometry = context.geometry
+        self._sizes, self._factor = BlockBytes.of_groups(geometry), geometry.factor
+        self._num_copies = geometry.num_copies
         self._context, self._region = context, region
         return region
 
@@ -300,7 +317,11 @@ class CPUBackend(LoadStore):
             return Sharing(options.shared)
         if world_size > 1:
             return Sharing.NAMED
-        return Sharing.PRIVATE if options.huge_pages and options.populate and private_works() else Sharing.MEMFD
+        return Sharing.PRIVATE if self._private_pays() else Sharing.MEMFD
+
+    def _private_pays(self) -> bool:
+        """True where private memory gets huge pages and is kept from a fork."""
+        return self.options.huge_pages and self.options.populate and private_works()
 
     def _spec(self, context: TierContext, sharing: Sharing) -> RegionSpec:
         geometry, options = context.geometry, self.options
@@ -313,5 +334,14 @@ class CPUBackend(LoadStore):
             participants=geometry.world_size + 1 if sharing is Sharing.NAMED else 1,
             huge_pages=options.huge_pages,
             populate=options.populate,
+            dump_rows=options.dump_rows,
             deadline_seconds=options.join_timeout_seconds,
         )
+
+
+async def _all(work: Sequence[Coroutine[Any, Any, object]]) -> None:
+    """Await all of these at once; a single one without a task of its own."""
+    if len(work) == 1:
+        await work[0]
+    else:
+        await asyncio.gather(*work)

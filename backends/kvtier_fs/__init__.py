@@ -1,6 +1,7 @@
-"""The filesystem tier of kvtier: blocks in slots of large files on local disks, found again after a restart."""
+"""The filesystem tiers of kvtier: `fs` on local disks, found again after a restart; `shared_fs` for many hosts."""
 
-from kvtier_fs.backend import FSBackend
-from kvtier_fs.options import FSOptions
+from kvtier_fs.options import FSOptions, SharedFSOptions
+from kvtier_fs.shared_tier import SharedFSBackend
+from kvtier_fs.tier import FSBackend
 
-__all__ = ["FSBackend", "FSOptions"]
+__all__ = ["FSBackend", "FSOptions", "SharedFSBackend", "SharedFSOptions"]

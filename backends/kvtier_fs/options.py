@@ -1,48 +1,62 @@
-"""Options of the filesystem tier, as they stand in a stack file."""
-
-from __future__ import annotations
+"""Options of the two filesystem tiers, as they stand in a stack file."""
 
 import os.path
-from typing import Annotated, Literal, Self
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from kvtier.options import ByteSize, LowerTierOptions, Seconds, parse_size
+from kvtier.errors import ConfigError
+from kvtier.options import ByteSize, LowerTierOptions, OwnedTierOptions, Seconds, parse_size
+
+
+def _absolute_path(path: str) -> str:
+    if not os.path.isabs(path) or "\0" in path:
+        raise ValueError(f"{path!r} is not an absolute path")
+    if ".." in path.split("/"):
+        raise ValueError(f"{path!r} contains '..'; write the path it stands for")
+    return os.path.normpath(path)
+
 
 FreeBytes = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
 """A size that may be zero."""
+RootPath = Annotated[str, AfterValidator(_absolute_path)]
+"""The absolute path of a root, normalised."""
 
 
-class FSOptions(LowerTierOptions):
-    """A tier of one or more local folders, one for each disk."""
+class RootOptions(LowerTierOptions):
+    """The options that both filesystem tiers have."""
 
-    type: Literal["fs"] = "fs"
-    roots: Annotated[list[str], Field(min_length=1, max_length=64)] = Field(
-        description="absolute paths of folders, one for each disk; each belongs to one process at a time"
-    )
-    capacity: ByteSize = Field(description="bytes of all roots together, everything counted; split equally")
-    layout: Literal["slab", "files"] = Field(
-        default="slab",
-        description="slab: few large preallocated files, for local disks; files: one file a block, for one root on a "
-        "shared or network file system that several processes and hosts use at the same time",
-    )
+    CAPACITY_KEY = "capacity"
+
+    capacity: ByteSize = Field(description="bytes of all roots together, everything counted")
     io_engine: Literal["auto", "io_uring", "threads"] = Field(
         default="auto", description="auto: io_uring where the kernel and the package allow it, else threads"
     )
     direct: Literal["auto", "required", "off"] = Field(
         default="auto", description="auto: past the page cache where the file system really does it"
     )
-    io_depth: int = Field(default=32, ge=1, le=1024, description="requests under way at once in each root")
+    io_depth: int = Field(default=32, ge=1, le=1024, description="requests in flight at once in each root")
     io_threads: int = Field(default=8, ge=1, le=128, description="threads of each root, at most")
-    region_bytes: ByteSize | None = Field(
-        default=None, description="bytes of a region; chosen from the capacity and the block size when absent"
-    )
     min_free_bytes: FreeBytes = Field(
         default=64 << 20, description="bytes the file system keeps free for others; 0 to use it up"
     )
-    allow_network_fs: bool = Field(default=False, description="use a root on NFS, SMB, FUSE and the like all the same")
     create: bool = Field(default=True, description="create a missing root folder; its parent must exist")
-    close_timeout_seconds: Seconds = Field(default=10.0, description="close waits this long for I/O under way")
+    close_timeout_seconds: Seconds = Field(default=10.0, description="close waits this long for I/O in flight")
+
+
+class FSOptions(RootOptions, OwnedTierOptions):
+    """Type `fs`: one or more folders on local disks, each of one process at a time."""
+
+    type: Literal["fs"] = "fs"
+    roots: Annotated[list[RootPath], Field(min_length=1, max_length=64)] = Field(
+        description="absolute paths of folders, one for each disk; each belongs to one process at a time"
+    )
+    capacity: ByteSize = Field(description="bytes of all roots together, everything counted; split equally")
+    region_bytes: ByteSize | None = Field(
+        default=None, description="bytes of a region; chosen from the capacity and the block size when absent"
+    )
+    allow_network_fs: bool = Field(default=False, description="use a root on NFS, SMB, FUSE and the like all the same")
     owner_timeout_seconds: float = Field(
         default=0.0,
         ge=0,
@@ -51,30 +65,57 @@ class FSOptions(LowerTierOptions):
         description="open waits this long for another process to let go of a root, as when a restart overlaps",
     )
 
+    @property
+    def folders(self) -> tuple[str, ...]:
+        return tuple(self.roots)
+
+    def in_folders(self, folders: Sequence[str]) -> Self:
+        return self.model_copy(update={"roots": list(folders)})
+
+    def with_capacity(self, num_bytes: int) -> Self:
+        return super().with_capacity(num_bytes).model_copy(update={"region_bytes": None, "index_bytes_max": None})
+
     def share(self, index: int, count: int) -> Self:
-        """A folder beside each root and an equal part of the capacity; a root of layout `files` is shared as it is."""
+        """A folder beside each root and an equal part of the capacity: a root belongs to one process."""
         super().share(index, count)
-        if count == 1 or self.layout == "files":
+        if count == 1:
             return self
         roots = [f"{root}-{index}" for root in self.roots]
         return self.model_copy(update={"roots": roots, "capacity": self.capacity // count})
 
+    def for_engine(self, restart_seconds: float) -> Self:
+        """A root that is busy may belong to the process before: it is waited for, unless the file says how long."""
+        if "owner_timeout_seconds" in self.model_fields_set:
+            return self
+        return self.model_copy(update={"owner_timeout_seconds": restart_seconds})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_layout(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("layout") == "files":
+            raise ValueError("layout: files is a type of its own; write type: shared_fs, with root: instead of roots:")
+        return given
+
     @field_validator("roots")
     @classmethod
     def _check_roots(cls, roots: list[str]) -> list[str]:
-        plain = []
-        for root in roots:
-            if not os.path.isabs(root) or "\0" in root:
-                raise ValueError(f"{root!r} is not an absolute path")
-            if ".." in root.split("/"):
-                raise ValueError(f"{root!r} contains '..'; write the path it stands for")
-            plain.append(os.path.normpath(root))
-        if len(set(plain)) != len(plain):
+        if len(set(roots)) != len(roots):
             raise ValueError("the same root is named twice; each root needs a folder of its own")
-        return plain
+        return roots
 
-    @model_validator(mode="after")
-    def _check_layout(self) -> Self:
-        if self.layout == "files" and len(self.roots) != 1:
-            raise ValueError("layout files takes one root; use a tier for each root")
-        return self
+
+class SharedFSOptions(RootOptions):
+    """Type `shared_fs`: one folder that any number of processes and hosts use at the same time."""
+
+    type: Literal["shared_fs"] = "shared_fs"
+    root: RootPath = Field(description="absolute path of a folder on a file system that all its users share")
+    capacity: ByteSize = Field(description="bytes of the root, everything counted, whichever process stored it")
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        return (self.root,)
+
+    def in_folders(self, folders: Sequence[str]) -> Self:
+        if len(folders) != 1:
+            raise ConfigError(f"type shared_fs takes one folder, not {len(folders)}; use a tier for each")
+        return self.model_copy(update={"root": folders[0]})

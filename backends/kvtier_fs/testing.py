@@ -1,4 +1,4 @@
-"""An I/O engine that does real I/O and goes wrong as planned: for tests of the filesystem tier, alone or in a stack."""
+"""An I/O engine that does real I/O with planned faults: for tests of the filesystem tiers, alone or in a stack."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
 
-from kvtier.loadstore import LoadStore
-from kvtier_fs.backend import FSBackend
-from kvtier_fs.files.backend import FilesBackend
-from kvtier_fs.files.root import FilesSeams
+from kvtier.tier_api.contract import LoadStore
+from kvtier_fs.files.root import FilesHooks
 from kvtier_fs.io.contract import IOEngine, IOKind, IORequest
-from kvtier_fs.opening import Seams
-from kvtier_fs.options import FSOptions
+from kvtier_fs.io.full_transfer import span
+from kvtier_fs.options import FSOptions, SharedFSOptions
+from kvtier_fs.shared_tier import SharedFSBackend
+from kvtier_fs.slab.opening import Hooks
+from kvtier_fs.tier import FSBackend
 
 SECTOR_BYTES = 512
 
 
 class IOFaultKind(StrEnum):
-    """What becomes of a request. ERROR: ends with `errno`, nothing moves. SHORT: about half of it moves, whole sectors.
+    """The fault of a request. ERROR: ends with `errno`, nothing moves. SHORT: about half of it moves, whole sectors.
 
     HOLD: nothing happens before `release`. LOSE: a write says that it was done and never reaches the disk.
     MISDIRECT: it is done, at a place its own length before its own (behind it at a file's start).
@@ -39,24 +41,24 @@ class IOFaultKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class IOFault:
-    """One way for a request to go wrong, and which requests it can befall (None: reads and writes)."""
+    """One fault, and the requests it can strike (None: reads and writes)."""
 
     kind: IOFaultKind
     direction: IOKind | None = None
     errno: int = errors.EIO
 
     def befalls(self, request: IORequest) -> bool:
-        """True when it can happen to this request; reads are never lost, for no disk can do that."""
+        """True if it can happen to this request; reads are never lost, because no disk does that."""
         lost_read = self.kind is IOFaultKind.LOSE and request.kind is IOKind.READ
         return self.direction in (None, request.kind) and not lost_read
 
 
 IOPlan = Callable[[int, IORequest], IOFault | None]
-"""What goes wrong with the request of this number, counted from 1 as submitted; None lets it go its way."""
+"""The fault of the request of this number, counted from 1 as submitted; None for no fault."""
 
 
 def nth(number: int, fault: IOFault) -> IOPlan:
-    """The fault befalls the N-th request, if it can, and no other."""
+    """The fault strikes the N-th request, if it can, and no other."""
     return lambda count, request: fault if count == number and fault.befalls(request) else None
 
 
@@ -64,9 +66,9 @@ def seeded(seed: int, chances: Sequence[tuple[float, IOFault]]) -> IOPlan:
     """Each fault by its probability. The same seed and number of a request give the same fault."""
 
     def plan(count: int, request: IORequest) -> IOFault | None:
-        dice = random.Random(f"{seed}/{count}")
+        rng = random.Random(f"{seed}/{count}")
         for chance, fault in chances:
-            if fault.befalls(request) and dice.random() < chance:
+            if fault.befalls(request) and rng.random() < chance:
                 return fault
         return None
 
@@ -76,7 +78,7 @@ def seeded(seed: int, chances: Sequence[tuple[float, IOFault]]) -> IOPlan:
 class FaultyIO:
     """The faulty engines of one tier, all roots together: one plan, one count of requests.
 
-    `tier` makes a tier of either layout on it. `plan` may be changed at any time; `count` is the number of requests so
+    `tier` makes a tier of either type on it. `plan` may be changed at any time; `count` is the number of requests so
     far, `injected` counts faults by kind. `holding` is set while requests are held.
     """
 
@@ -87,28 +89,28 @@ class FaultyIO:
         self.holding = asyncio.Event()
         self.engines: list[FaultyEngine] = []
 
-    def tier(self, options: FSOptions) -> LoadStore:
-        """A tier on this I/O, of the layout that its options name; not opened yet."""
-        if options.layout == "files":
-            return FilesBackend(options, self.files())
+    def tier(self, options: FSOptions | SharedFSOptions) -> LoadStore:
+        """A tier on this I/O, of the type that its options are for; not opened yet."""
+        if isinstance(options, SharedFSOptions):
+            return SharedFSBackend(options, self.files())
         return FSBackend(options, self.slab())
 
-    def slab(self) -> Seams:
-        """What FSBackend needs to run a tier of layout `slab` on faulty engines."""
-        return Seams(engine=lambda root: self.engine())
+    def slab(self) -> Hooks:
+        """What FSBackend needs to run on faulty engines."""
+        return Hooks(engine=lambda root: self.engine())
 
-    def files(self) -> FilesSeams:
-        """What FilesBackend needs to run a tier of layout `files` on a faulty engine."""
-        return FilesSeams(engine=self.engine)
+    def files(self) -> FilesHooks:
+        """What SharedFSBackend needs to run on a faulty engine."""
+        return FilesHooks(engine=self.engine)
 
-    def engine(self, inner: IOEngine | None = None) -> FaultyEngine:
-        """A faulty engine around another one; without one it does its I/O on the event loop, in order."""
-        engine = FaultyEngine(self, inner)
+    def engine(self) -> FaultyEngine:
+        """A faulty engine; it does its I/O on the event loop, in order."""
+        engine = FaultyEngine(self)
         self.engines.append(engine)
         return engine
 
     def next_fault(self, request: IORequest) -> IOFault | None:
-        """Count a request and say what becomes of it."""
+        """Count a request and return its fault."""
         self.count += 1
         fault = self.plan(self.count, request)
         if fault is not None:
@@ -116,20 +118,19 @@ class FaultyIO:
         return fault
 
     def release(self) -> None:
-        """Let every held request go on, unharmed."""
+        """Submit every held request, without a fault."""
         self.holding.clear()
         for engine in self.engines:
             engine.release()
 
 
 class FaultyEngine(IOEngine):
-    """One engine of a FaultyIO. It blocks the event loop for real I/O if there is no inner engine: for tests only."""
+    """One engine of a FaultyIO. Its I/O blocks the event loop: for tests only."""
 
     name: ClassVar[str] = "faulty"
 
-    def __init__(self, io: FaultyIO, inner: IOEngine | None = None) -> None:
+    def __init__(self, io: FaultyIO) -> None:
         self._io = io
-        self._inner = inner
         self._held: list[IORequest] = []
         self._own = 0
         self._idle = asyncio.Event()
@@ -137,92 +138,63 @@ class FaultyEngine(IOEngine):
 
     @property
     def in_flight(self) -> int:
-        return self._own + len(self._held) + (self._inner.in_flight if self._inner else 0)
+        return self._own + len(self._held)
 
     def submit(self, requests: Sequence[IORequest]) -> None:
-        """Queue requests, each with the fate the plan gives it."""
+        """Queue requests, each with the fault the plan gives it."""
         for request in requests:
             fault = self._io.next_fault(request)
-            if fault is None:
-                self._move(request)
-            elif fault.kind is IOFaultKind.HOLD:
+            if fault is not None and fault.kind is IOFaultKind.HOLD:
                 self._held.append(request)
                 self._idle.clear()
                 self._io.holding.set()
             else:
-                self._spoil(request, fault)
+                self._begin(request, fault)
 
-    def _spoil(self, request: IORequest, fault: IOFault) -> None:
-        if fault.kind is IOFaultKind.ERROR:
-            self._end_soon(request, lambda: -fault.errno)
-        elif fault.kind is IOFaultKind.LOSE:
-            self._end_soon(request, lambda: request.length)
-        elif fault.kind is IOFaultKind.SHORT:
-            moved = request.length // 2 // SECTOR_BYTES * SECTOR_BYTES
-            self._move_as(request, request.offset, _first_bytes(request.buffers, moved))
-        else:
-            before = request.offset - request.length
-            self._move_as(request, before if before >= 0 else request.offset + request.length, request.buffers)
-
-    def _move_as(self, request: IORequest, offset: int, buffers: list[memoryview]) -> None:
-        """Move something else than was asked for and report it as the request's own result."""
-
-        def done(_: IORequest, result: int) -> None:
-            request.done(request, result)
-
-        self._move(IORequest(request.kind, request.fd, offset, buffers, done))
-
-    def _move(self, request: IORequest) -> None:
-        if self._inner is not None:
-            self._inner.submit([request])
-        else:
-            self._end_soon(request, lambda: _do(request))
-
-    def _end_soon(self, request: IORequest, work: Callable[[], int]) -> None:
+    def _begin(self, request: IORequest, fault: IOFault | None) -> None:
         self._own += 1
         self._idle.clear()
-        asyncio.get_running_loop().call_soon(self._end, request, work)
+        asyncio.get_running_loop().call_soon(self._end, request, fault)
 
-    def _end(self, request: IORequest, work: Callable[[], int]) -> None:
+    def _end(self, request: IORequest, fault: IOFault | None) -> None:
         self._own -= 1
-        request.done(request, work())
+        request.done(request, _result(request, fault))
         if self.after_turn is not None:
             self.after_turn()
         if not self._own and not self._held:
             self._idle.set()
 
     def release(self) -> None:
-        """Let held requests go on, unharmed."""
+        """Submit the held requests, without a fault."""
         held, self._held = self._held, []
         for request in held:
-            self._move(request)
-        if not self._own:
-            self._idle.set()
+            self._begin(request, None)
 
     async def close(self, timeout_seconds: float) -> int:
         """Wait for every request, held ones included. Returns how many have not ended at the deadline."""
-        try:
+        with suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_seconds)
-        except TimeoutError:
-            return self.in_flight
-        return await self._inner.close(timeout_seconds) if self._inner else 0
+        if not self.in_flight:
+            self.after_turn = None  # it refers to the rows, and a FaultyIO keeps its engines
+        return self.in_flight
 
 
-def _do(request: IORequest) -> int:
-    if not request.length:
+def _result(request: IORequest, fault: IOFault | None) -> int:
+    """Do a request as its fault has it. Returns the bytes moved, or a negative errno."""
+    offset, buffers = request.offset, request.buffers
+    if fault is not None:
+        if fault.kind is IOFaultKind.ERROR:
+            return -fault.errno
+        if fault.kind is IOFaultKind.LOSE:
+            return request.length
+        if fault.kind is IOFaultKind.SHORT:
+            buffers = span(buffers, 0, request.length // 2 // SECTOR_BYTES * SECTOR_BYTES)
+        else:
+            offset += -request.length if offset >= request.length else request.length
+    if not any(map(len, buffers)):
         return 0
     move = os.preadv if request.kind is IOKind.READ else os.pwritev
     try:
-        return move(request.fd, request.buffers, request.offset)
+        return move(request.fd, buffers, offset)
     except OSError as error:
         return -(error.errno or errors.EIO)
-
-
-def _first_bytes(buffers: Sequence[memoryview], limit: int) -> list[memoryview]:
-    """The first `limit` bytes of buffers laid one after another."""
-    parts = []
-    for buffer in buffers:
-        if limit > 0:
-            parts.append(buffer[:limit])
-        limit -= len(buffer)
-    return parts

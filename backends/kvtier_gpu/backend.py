@@ -1,53 +1,47 @@
-"""The GPU tier: copies between an engine's own KV blocks and rows of the shared region."""
+"""The GPU tier: copies between an engine's own KV blocks and rows of the shared region.
+
+The tools for stores on disk import every backend, so torch is imported where tensors are used, not with this module.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import errno
 import logging
-import threading
-from collections.abc import Callable, Sequence
-from typing import ClassVar, Literal, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from pydantic import Field
 
+from kvtier.aio.daemon_pool import DaemonPool
+from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.errors import ConfigError, GeometryError, UsageError
-from kvtier.jobs import (
-    LOADED,
-    STORED,
-    BlockOutcome,
-    DropReason,
-    GPURuns,
-    IntArray,
-    JobResult,
-    TransferJob,
-    dropped,
-    failed,
-)
-from kvtier.keys import GPU, Medium, OffloadKey
-from kvtier.loadstore import LoadStore, LookupResult, Opened, Ownership, Rows, TierContext
 from kvtier.options import TierOptions
-from kvtier.outlast import outlast
-from kvtier_gpu.engines import scattered
+from kvtier.tier_api.contract import LoadStore, Opened, Rows, TierContext
+from kvtier.types.arrays import IntArray
+from kvtier.types.jobs import LOADED, STORED, BlockOutcome, DropReason, JobResult, TransferJob, dropped, failed
+from kvtier.types.keys import GPU, Medium
+from kvtier_gpu.copy_plan import CopyPlan, GroupTable, RegionShape, group_tables, plan_job
+from kvtier_gpu.engines import native_copy
 from kvtier_gpu.engines.contract import CopyEngine, Direction
-from kvtier_gpu.engines.cuda import CudaEngine
-from kvtier_gpu.engines.memmove import MemmoveEngine
-from kvtier_gpu.engines.staged import group_tensors
-from kvtier_gpu.plan import CopyPlan, GroupTable, RegionShape, group_tables, plan_job
-from kvtier_gpu.surfaces import Surface, surfaces
+from kvtier_gpu.engines.host_memory import HostMemoryEngine
+from kvtier_gpu.kv_tensors import KVTensor, describe_tensors
 
+if TYPE_CHECKING:
+    import torch
+
+POOL_CLOSE_SECONDS = 1.0
 CLOSE_TIMEOUT_SECONDS = 5.0
-MAX_JOBS_UNDER_WAY = 256
+MAX_JOBS_IN_FLIGHT = 256
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 class GPUOptions(TierOptions):
-    """What the GPU tier can be told."""
+    """Options of the GPU tier."""
 
     type: Literal["gpu"] = "gpu"
     device: Literal["auto", "cpu", "cuda"] = Field(
@@ -59,45 +53,36 @@ class GPUOptions(TierOptions):
 
 
 class _Open:
-    """What the tier holds while it is open; a context manager around each job, so that `close` knows when none runs."""
+    """What the tier holds while it is open. `running` jobs are counted, so that `close` can wait for `idle`."""
 
     def __init__(self, context: TierContext, rows: Rows, tables: tuple[GroupTable, ...], engine: CopyEngine) -> None:
-        self.context = context
+        self.worker = context.worker
+        self.clock = context.clock
         self.rows = rows
         self.tables = tables
         self.engine = engine
         self.shape = RegionShape(rows.num_rows, rows.row_bytes, context.geometry.factor)
-        self.room = asyncio.Semaphore(MAX_JOBS_UNDER_WAY)
+        self.room = asyncio.Semaphore(MAX_JOBS_IN_FLIGHT)
         self.running = 0
         self.idle = asyncio.Event()
         self.idle.set()
 
-    def __enter__(self) -> None:
-        self.running += 1
-        self.idle.clear()
-
-    def __exit__(self, *_: object) -> None:
-        self.running -= 1
-        if not self.running:
-            self.idle.set()
-
 
 class GPUBackend(LoadStore):
-    """Moves whole offloaded blocks, or the runs of them a job names, between GPU blocks and rows.
+    """Copies whole offloaded blocks, or the runs of them that a job names, between GPU blocks and rows.
 
-    Staging is the job's GPURuns, slots are rows; each worker moves its own slice of a row. A block that was loaded
-    whole is stamped in the region after its last byte has landed, and only then.
+    Staging is the job's GPURuns, slots are rows; each worker copies its own slice of a row. This is the border before
+    raw pointers, so every job is checked here. A block that was loaded whole is stamped in the region after its last
+    byte has landed, and only then.
     """
 
     medium: ClassVar[Medium] = GPU
     BLOCK_SIZE_ALIGNMENT: ClassVar[int] = 1
-    ownership: ClassVar[Ownership] = Ownership.OWNED
     Options: ClassVar[type[TierOptions]] = GPUOptions
+    options: GPUOptions
 
     def __init__(self, options: TierOptions) -> None:
-        if not isinstance(options, GPUOptions):
-            raise ConfigError(f"the GPU tier takes GPUOptions, not {type(options).__name__}")
-        self.options: GPUOptions = options
+        super().__init__(options)
         self._open: _Open | None = None
         self._closing = asyncio.Lock()
         self.copy_errors = 0
@@ -114,7 +99,7 @@ class GPUBackend(LoadStore):
         rows = context.rows
         if context.kv_caches is None or rows is None:
             raise UsageError("the GPU tier is opened with the engine's KV tensors and the region's rows")
-        tensors = surfaces(context.kv_caches.tensors, context.geometry)
+        tensors = describe_tensors(context.kv_caches.tensors, context.geometry)
         device = tensors[0].tensor.device
         if device.type not in ("cpu", "cuda") or self.options.device not in ("auto", device.type):
             raise ConfigError(f"the KV tensors are on {device}, not on {self.options.device}", path="device")
@@ -129,43 +114,46 @@ class GPUBackend(LoadStore):
         return Opened(capacity_bytes=sum(tensor.nbytes for tensor in tensors), mode=engine.mode, notes=notes)
 
     def _engine(
-        self, context: TierContext, rows: Rows, tensors: tuple[Surface, ...], tables: tuple[GroupTable, ...]
+        self, context: TierContext, rows: Rows, tensors: tuple[KVTensor, ...], tables: tuple[GroupTable, ...]
     ) -> CopyEngine:
         region = _flat(rows, context.geometry.row_bytes)
         device = tensors[0].tensor.device
         if device.type == "cpu":
-            return MemmoveEngine(region, tensors, self.options.copy_threads, compiled=scattered.load())
+            return HostMemoryEngine(region, tensors, self.options.copy_threads, compiled=native_copy.load())
+        import torch
+
+        from kvtier_gpu.engines.cuda import CudaEngine
+        from kvtier_gpu.engines.gather import group_tensors
+
         engine = CudaEngine(region, rows.row_bytes, group_tensors(context.geometry, tables, tensors), device)
         engine.compute_stream = torch.cuda.current_stream(device)
         return engine
 
     def follow(self, stream: torch.cuda.Stream) -> None:
         """Let copies wait for this compute stream from now on; the current stream at `open` until then."""
+        from kvtier_gpu.engines.cuda import CudaEngine
+
         if self._open is not None and isinstance(self._open.engine, CudaEngine):
             self._open.engine.compute_stream = stream
 
-    async def lookup(self, keys: Sequence[OffloadKey]) -> Sequence[LookupResult]:
-        """Never answered here: the engine's own prefix cache knows what the GPU holds. Raises UsageError."""
-        raise UsageError("the GPU tier has no directory; ask the engine's prefix cache")
-
-    async def store(self, job: TransferJob) -> JobResult:
+    def store(self, job: TransferJob) -> Coroutine[Any, Any, JobResult]:
         """Copy the job's rows into its GPU blocks: STORED for each block, failed(errno) if the device refused.
 
-        Raises UsageError before any byte moves if the job names what is not there. Ends only when no copy is under
-        way any more, also when cancelled; then every row's use is ended.
+        Raises UsageError before any byte moves if the job names what is not there. Ends only when none of its copies is
+        in flight, also when cancelled; then every row's use is ended.
         """
-        return await self._run(job, Direction.TO_GPU, STORED)
+        return self._run(job, Direction.TO_GPU, STORED)
 
-    async def load(self, job: TransferJob) -> JobResult:
+    def load(self, job: TransferJob) -> Coroutine[Any, Any, JobResult]:
         """Copy the job's GPU blocks into its rows: LOADED for each block, failed(errno) if the device refused.
 
         Blocks whose runs cover every sub-block are stamped with their generation once all bytes have landed. Raises
         and ends as `store` does; a cancelled load stamps nothing.
         """
-        return await self._run(job, Direction.TO_ROWS, LOADED)
+        return self._run(job, Direction.TO_ROWS, LOADED)
 
     async def close(self) -> None:
-        """Wait for the copies under way, then stop the engine; at the deadline report what is stuck. Idempotent."""
+        """Wait for the copies in flight, then stop the engine; at the deadline log what is stuck. Idempotent."""
         async with self._closing:
             opened, self._open = self._open, None
             if opened is None:
@@ -174,7 +162,7 @@ class GPUBackend(LoadStore):
                 async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
                     await opened.idle.wait()
             except TimeoutError:
-                _log.warning("the GPU tier is closed with %d jobs still under way", opened.running)
+                _log.warning("the GPU tier is closed with %d jobs still in flight", opened.running)
             finally:
                 await _off_loop(lambda: opened.engine.stop(0.0 if opened.running else CLOSE_TIMEOUT_SECONDS))
 
@@ -182,27 +170,32 @@ class GPUBackend(LoadStore):
         opened = self._open
         if opened is None:
             raise UsageError("the GPU tier is not open")
-        clock = opened.context.clock
-        started = clock()
+        started = opened.clock()
         plan = plan_job(job, opened.tables, opened.shape, to_gpu=direction is Direction.TO_GPU)
         stamps = _stamps(job, opened.shape.factor) if direction is Direction.TO_ROWS else ()
-        with opened:
-            try:
-                async with opened.room:
-                    if self._open is not opened:
-                        return JobResult.uniform(job, dropped(DropReason.CLOSING))
-                    error = await _copy(opened.engine, plan, direction)
-                if error is None:
-                    for rows, generations in stamps:
-                        opened.rows.stamp(opened.context.worker, rows, generations)
-            finally:
-                opened.rows.end_use(opened.context.worker, plan.rows)
+        opened.running += 1
+        opened.idle.clear()
+        try:
+            async with opened.room:
+                if self._open is not opened:
+                    return JobResult.uniform(job, dropped(DropReason.CLOSING))
+                error = await _start_copy(opened.engine, plan, direction)
+            if error is None:
+                for rows, generations in stamps:
+                    opened.rows.stamp(opened.worker, rows, generations)
+        finally:
+            opened.rows.end_use(opened.worker, plan.rows)
+            opened.running -= 1
+            if not opened.running:
+                opened.idle.set()
         if error is not None:
             return self._failure(job, error)
-        outcomes = tuple((success,) * len(group.keys) for group in job.groups)
-        return JobResult(job.job_id, outcomes, plan.nbytes, clock() - started)
+        outcomes = tuple([(success,) * len(group.keys) for group in job.groups])
+        return JobResult(job.job_id, outcomes, plan.nbytes, opened.clock() - started)
 
     def _failure(self, job: TransferJob, error: Exception) -> JobResult:
+        import torch
+
         if isinstance(error, UsageError):
             raise error
         self.copy_errors += 1
@@ -224,42 +217,35 @@ def _flat(rows: Rows, row_bytes_needed: int) -> npt.NDArray[np.uint8]:
 def _stamps(job: TransferJob, factor: int) -> tuple[tuple[IntArray, IntArray], ...]:
     """For each group the rows a load fills whole, and the generations they were issued with."""
     stamps = []
-    for transfer in job.groups:
+    for transfer in job.gpu_groups:
         count = len(transfer.keys)
         if len(transfer.generations) != count:
             raise UsageError(f"group {transfer.group}: {count} keys but {len(transfer.generations)} generations")
-        if isinstance(transfer.staging, GPURuns):
-            whole = transfer.staging.covers_whole(count, factor)
-            stamps.append((transfer.slots[whole], transfer.generations[whole]))
+        whole = transfer.runs.covers_whole(count, factor)
+        stamps.append((transfer.rows[whole], transfer.generations[whole]))
     return tuple(stamps)
 
 
-async def _copy(engine: CopyEngine, plan: CopyPlan, direction: Direction) -> Exception | None:
-    """Run a plan on the engine; returns its error. Ends only when every copy has ended, also when cancelled."""
+def _start_copy(engine: CopyEngine, plan: CopyPlan, direction: Direction) -> Coroutine[Any, Any, Exception | None]:
+    """Submit a plan. The result is awaited for the engine's error; it ends only when every copy has, also if cancelled.
+
+    The engine completes a plan on a thread of its own. A loop that is closed by then has no waiter left.
+    """
     loop = asyncio.get_running_loop()
     landed: asyncio.Future[Exception | None] = loop.create_future()
-    engine.submit(plan, direction, lambda error: _call_soon(loop, landed.set_result, error))
-    return await outlast(landed)
+
+    def done(error: Exception | None) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(landed.set_result, error)
+
+    engine.submit(plan, direction, done)
+    return shielded_wait(landed)
 
 
 async def _off_loop(call: Callable[[], T]) -> T:
     """Run a blocking call on a daemon thread of its own and wait for its end, also when cancelled."""
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[T] = loop.create_future()
-
-    def body() -> None:
-        try:
-            result = call()
-        except Exception as error:  # handed to the caller, who waits for it
-            _call_soon(loop, ended.set_exception, error)
-        else:
-            _call_soon(loop, ended.set_result, result)
-
-    threading.Thread(target=body, name="kvtier-gpu-setup", daemon=True).start()
-    return await outlast(ended)
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[T], object], value: T) -> None:
-    """Hand a value to the loop; a loop that is gone has no one left to tell."""
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(call, value)
+    pool = DaemonPool("kvtier-gpu-setup", 1)
+    try:
+        return await shielded_wait(asyncio.wrap_future(pool.submit(call)))
+    finally:
+        await pool.close(POOL_CLOSE_SECONDS)

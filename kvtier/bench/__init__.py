@@ -1,6 +1,12 @@
-"""What the tiers of a stack file do on this machine: bandwidth and latency of each, in space of its own.
+"""Measures the tiers of a stack file on this machine: bandwidth and latency of each, in separate temporary space.
 
-`run` holds the course of a measurement, `copies` measures the GPU and the CPU tier, `lower` one below them, `moving`
-drives jobs and takes the time, `content` fills and checks bytes, `places` finds temporary space, `figures` are what was
-found and `report` shows them.
+run             one whole measurement
+copies          the GPU and the CPU tier
+lower_tier      a tier below them
+load_generator  drives jobs and takes the time
+scratch         temporary space on the file system of a root
+results         the figures
+report          figures as tables and JSON
+
+`python -m benchmarks.*` reports the machine, percentiles and tables by the same code.
 """

@@ -1,58 +1,41 @@
-"""Measuring the GPU and the CPU tier: the layout's own blocks between KV tensors and rows of a region of our own."""
+"""Measuring the GPU and the CPU tier: the layout's own blocks between KV tensors and rows of a separate region."""
 
-from __future__ import annotations
-
-import math
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
-from kvtier.bench.content import WIPED, Bytes
-from kvtier.bench.figures import SCATTERED, Figure
-from kvtier.bench.moving import CHUNK_BLOCKS, KEY_BYTES, SINGLE_JOBS, Course, Move, Timing
-from kvtier.geometry import Geometry
-from kvtier.jobs import GPURuns, GroupTransfer, IntArray, JobKind, TransferJob, int_array
-from kvtier.keys import GroupIndex, JobId, make_key
-from kvtier.loadstore import KVCaches, Rows
-
-if TYPE_CHECKING:
-    import torch
+from kvtier.bench.load_generator import CHUNK_BLOCKS, SINGLE_JOBS, WIPED, Move, Timing, block_key, drive
+from kvtier.bench.results import SCATTERED, Figure, TierFigures
+from kvtier.replay.content import BlockContent, Pages
+from kvtier.replay.engine import allocate_tensors
+from kvtier.tier_api.contract import LoadStore, Rows
+from kvtier.types.arrays import IntArray, int_array
+from kvtier.types.geometry import Geometry, GroupLayout
+from kvtier.types.gpu_runs import GPURuns
+from kvtier.types.jobs import GPUGroup, JobKind, TransferJob
+from kvtier.types.keys import GPU, GroupIndex, JobId
 
 LANES = 4
 MEMCPY_PIECE_BYTES = 64 << 20
 
 
 class Blocks:
-    """KV tensors of our own on a device with random content, and a row for each offloaded block of each group.
+    """KV tensors on a device with known content, and a row for each offloaded block of each group.
 
     Every tensor belongs to one group of the layout, as `kvtier.config.layout` makes them.
     """
 
     def __init__(self, geometry: Geometry, num_bytes: int, device: str, seed: int) -> None:
         """As many blocks of each group as `num_bytes` of rows hold, at least one."""
-        import torch
-
         self.geometry = geometry
         self.per_group = max(1, num_bytes // geometry.row_bytes // geometry.num_groups)
-        random = np.random.default_rng(seed)
-        self.content: list[Bytes] = []
-        self.tensors: list[torch.Tensor] = []
-        for group in range(geometry.num_groups):
-            shape = (self.per_group * geometry.factor, geometry.page_bytes(group))
-            self.content.append(np.frombuffer(random.bytes(shape[0] * shape[1]), dtype=np.uint8).reshape(shape))
-            self.tensors.append(torch.from_numpy(self.content[-1].copy()).view(torch.int8).to(device))
-
-    @property
-    def num_rows(self) -> int:
-        """Rows that are needed for all blocks."""
-        return self.per_group * self.geometry.num_groups
-
-    @property
-    def kv_caches(self) -> KVCaches:
-        """The tensors as a stack wants them."""
-        return KVCaches(self.tensors)
+        self.num_rows = self.per_group * geometry.num_groups
+        self.tensors = allocate_tensors(geometry.layout, self.per_group * geometry.factor, device)
+        self._groups = range(geometry.num_groups)
+        self._seed = seed
+        for group, layout in enumerate(geometry.layout.groups):
+            BlockContent(layout, self.tensors).write(self._pages(group, np.arange(self.per_group)))
 
     def jobs(self, kind: JobKind, order: IntArray, per_job: int) -> list[TransferJob]:
         """Jobs over the blocks of each group in an order: block `order[i]` of the tensors belongs to row `i`."""
@@ -60,118 +43,106 @@ class Blocks:
             TransferJob(
                 JobId(first),
                 kind,
-                tuple(self._transfer(group, first, order[first : first + per_job]) for group in self._groups()),
+                tuple(self._transfer(group, first, order[first : first + per_job]) for group in self._groups),
             )
             for first in range(0, len(order), per_job)
         ]
 
-    def _groups(self) -> range:
-        return range(self.geometry.num_groups)
-
-    def _transfer(self, group: int, first: int, blocks: IntArray) -> GroupTransfer:
-        factor = self.geometry.factor
+    def _transfer(self, group: int, first: int, blocks: IntArray) -> GPUGroup:
         rows = np.arange(first, first + len(blocks), dtype=np.int64) + group * self.per_group
-        pages = (blocks[:, None] * factor + np.arange(factor)).ravel()
-        keys = tuple(make_key(row.to_bytes(KEY_BYTES, "little"), group) for row in rows.tolist())
-        return GroupTransfer(GroupIndex(group), keys, GPURuns.whole(pages, factor), rows, rows + 1)
+        keys = tuple(block_key(self._seed, 0, row, group) for row in rows.tolist())
+        return GPUGroup(
+            GroupIndex(group), keys, GPURuns.whole(self._parts(blocks), self.geometry.factor), rows, rows + 1
+        )
+
+    def _parts(self, blocks: IntArray) -> IntArray:
+        """The GPU blocks of offloaded blocks."""
+        factor = self.geometry.factor
+        return (blocks[:, None] * factor + np.arange(factor)).ravel()
+
+    def _pages(self, group: int, blocks: IntArray) -> Pages:
+        """The GPU blocks of offloaded blocks and what they hold."""
+        parts = self._parts(blocks)
+        return Pages([block_key(self._seed, 0, part, group) for part in parts.tolist()], parts)
 
     def wrong_rows(self, rows: Rows, order: IntArray) -> int:
         """Rows that do not hold the block that belongs there."""
         wrong = 0
-        for group in self._groups():
+        for group in self._groups:
             first, size = group * self.per_group, self.geometry.kv_bytes_per_offloaded_block(group)
-            for at, block in enumerate(order.tolist()):
-                wrong += not np.array_equal(rows.view[first + at, :size], self._block(group, block))
+            page_bytes = self.geometry.page_bytes(group)
+            found = np.ascontiguousarray(rows.view[first : first + len(order), :size]).reshape(-1, page_bytes)
+            content = BlockContent(GroupLayout.of_pages(page_bytes), [torch.from_numpy(found)])
+            wrong += self._count_wrong(content, Pages(self._pages(group, order).keys, np.arange(len(found))))
         return wrong
 
     def wrong_tensors(self) -> int:
         """Blocks of the tensors that differ from what they held at first."""
-        import torch
+        return sum(
+            self._count_wrong(BlockContent(layout, self.tensors), self._pages(group, np.arange(self.per_group)))
+            for group, layout in enumerate(self.geometry.layout.groups)
+        )
 
-        wrong = 0
-        for group, tensor in enumerate(self.tensors):
-            found = tensor.cpu().view(torch.uint8).numpy().reshape(self.per_group, -1)
-            wrong += sum(not np.array_equal(found[block], self._block(group, block)) for block in range(self.per_group))
-        return wrong
+    def _count_wrong(self, content: BlockContent, pages: Pages) -> int:
+        return len({page.gpu_block // self.geometry.factor for page in content.check(pages)})
 
     def wipe_tensors(self) -> None:
         """Overwrite all tensors."""
         for tensor in self.tensors:
-            tensor.fill_(np.uint8(WIPED).astype(np.int8).item())
-        self.settle()
+            tensor.view(torch.uint8).fill_(WIPED)
+        self.synchronize()
 
-    def settle(self) -> None:
-        """Wait for what the device still has to do for us."""
+    def synchronize(self) -> None:
+        """Wait until the device has done what was queued."""
         if self.tensors[0].device.type == "cuda":
-            import torch
-
             torch.cuda.synchronize()
 
-    def _block(self, group: int, block: int) -> Bytes:
-        factor = self.geometry.factor
-        return self.content[group][block * factor : (block + 1) * factor].reshape(-1)
 
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """Two calls of a tier that move the same blocks, into the rows and back to the tensors, and their names."""
-
-    into_rows: Move
-    into_tensors: Move
-    names: tuple[str, str]
-
-
-@dataclass(slots=True)
-class Checked:
-    """Blocks that were compared, and those that were wrong."""
-
-    blocks: int = 0
-    wrong: int = 0
-
-
-async def measure_copies(blocks: Blocks, rows: Rows, way: Way, seconds: float, checked: Checked) -> list[Figure]:
+async def measure_copies(blocks: Blocks, rows: Rows, tier: LoadStore, seconds: float, found: TierFigures) -> None:
     """Copy everything in both directions for about `seconds` each, in order and then scattered, then single blocks.
 
-    Whole rounds only, at least one. Raises ResourceError for a block that came to a bad end.
+    The GPU tier stores into tensors, the CPU tier stores into rows. Whole rounds only, at least one. Adds to `found`.
+    Raises ResourceError for a block that was not moved.
     """
     geometry = blocks.geometry
-    groups = range(geometry.num_groups)
-    size = sum(geometry.kv_bytes_per_offloaded_block(group) for group in groups)
-    per_token = sum(
-        geometry.kv_bytes_per_offloaded_block(group) / geometry.tokens_per_offloaded_block(group) for group in groups
-    )
+    sizes = [geometry.kv_bytes_per_offloaded_block(group) for group in range(geometry.num_groups)]
+    per_token = sum(size / geometry.tokens_per_offloaded_block(group) for group, size in enumerate(sizes))
     orders = {"": np.arange(blocks.per_group, dtype=np.int64)}
     if blocks.per_group > 1:
         orders[SCATTERED] = int_array(np.random.default_rng(blocks.per_group).permutation(blocks.per_group))
+    into_rows, into_tensors = tier.store, tier.load
+    names = ("store", "load")
+    if tier.medium == GPU:
+        into_rows, into_tensors = into_tensors, into_rows
+        names = ("to_rows", "to_GPU")
     figures = []
     for note, order in orders.items():
         rows.view[:] = WIPED
-        moved = await _time(blocks, way.into_rows, JobKind.STORE, order, seconds)
-        checked.wrong += blocks.wrong_rows(rows, order)
-        figures.append(Figure(way.names[0] + note, size, *moved, per_token))
+        moved = await _time(blocks, into_rows, JobKind.STORE, order, seconds)
+        found.wrong_blocks += blocks.wrong_rows(rows, order)
+        figures.append(Figure(names[0] + note, sum(sizes), *moved, per_token))
         blocks.wipe_tensors()
-        moved = await _time(blocks, way.into_tensors, JobKind.LOAD, order, seconds)
-        blocks.settle()
-        checked.wrong += blocks.wrong_tensors()
-        figures.append(Figure(way.names[1] + note, size, *moved, per_token))
-        checked.blocks += 2 * blocks.num_rows
-    return figures[::2] + figures[1::2]
+        moved = await _time(blocks, into_tensors, JobKind.LOAD, order, seconds)
+        blocks.synchronize()
+        found.wrong_blocks += blocks.wrong_tensors()
+        figures.append(Figure(names[1] + note, sum(sizes), *moved, per_token))
+        found.checked_blocks += 2 * blocks.num_rows
+    found.figures += figures[::2] + figures[1::2]
 
 
 async def _time(blocks: Blocks, move: Move, kind: JobKind, order: IntArray, seconds: float) -> tuple[Timing, Timing]:
-    """(many blocks under way, one at a time)."""
+    """(many blocks in flight, one at a time)."""
     bulk, single = Timing(), Timing()
     per_job = max(1, min(CHUNK_BLOCKS, len(order) // LANES))
     jobs = blocks.jobs(kind, order, per_job)
     while bulk.seconds < seconds:
-        await Course(math.inf, LANES).run(move, jobs, bulk)
-    ones = blocks.jobs(kind, order, 1)[:SINGLE_JOBS]
-    await Course(seconds, 1).run(move, ones, single)
+        await drive(move, jobs, bulk, LANES)
+    await drive(move, blocks.jobs(kind, order, 1)[:SINGLE_JOBS], single, 1, seconds)
     return bulk, single
 
 
 def measure_memcpy(rows: Rows, seconds: float) -> Timing:
-    """What one thread copies from ordinary memory into the rows for about `seconds`: a yardstick for all the others."""
+    """Copies of one thread from ordinary memory into the rows for about `seconds`: the reference for other figures."""
     target = rows.view.reshape(-1)[: min(MEMCPY_PIECE_BYTES, rows.view.size)]
     source = np.full(len(target), WIPED, dtype=np.uint8)
     timing = Timing()

@@ -1,16 +1,22 @@
 """The command line. A command's code is loaded when it is run, so that looking at a disk does not load torch."""
 
-from __future__ import annotations
-
 import importlib
+from typing import Any, NoReturn
 
 import click
 
+from kvtier.errors import IntegrityError, KVTierError
+
 COMMANDS = ("bench", "check", "du", "fsck", "gc", "ls", "replay")
+CANNOT = 2
+INTERRUPTED = 130
 
 
 class _Commands(click.Group):
-    """Each command is the object of its own name in the module of its own name."""
+    """A command is the object of its name in the module of its name.
+
+    Its errors are one line each and exit status 2: wrong usage, and every KVTierError but a defect of kvtier itself.
+    """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -22,8 +28,28 @@ class _Commands(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("interrupted; temporary storage is removed", err=True)
+            raise click.exceptions.Exit(INTERRUPTED) from None
+        except click.UsageError as error:
+            _fail(" ".join(error.format_message().split()))
+        except IntegrityError:
+            raise
+        except KVTierError as error:
+            _fail(str(error))
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+
+def _fail(message: str) -> NoReturn:
+    """Print each line of a message as an error, and exit."""
+    for line in message.splitlines():
+        click.echo(f"error: {line}", err=True)
+    raise click.exceptions.Exit(CANNOT) from None
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(package_name="kvtier", prog_name="kvtier")
 def main() -> None:
     """A tiered storage engine for the KV cache of LLM serving."""

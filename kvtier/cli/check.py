@@ -1,39 +1,36 @@
 """`kvtier check`: what a stack file means on this machine, for a given KV layout."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import click
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Column, Table
 
-from kvtier.cli.text import count_text, size_text
 from kvtier.config.layout import DEFAULT_LAYOUT, read_layout
 from kvtier.config.load import build_tiers, load_stack
-from kvtier.config.plan import Probed, StackPlan, TierPlan, plan_stack
+from kvtier.config.plan import GroupPlan, StackPlan, TierPlan, plan_stack
 from kvtier.config.problems import raise_all
 from kvtier.config.schema import stack_schema
-from kvtier.errors import ConfigError, KVTierError, ResourceError
-from kvtier.keys import GPU
-from kvtier.loadstore import LoadStore, ProbesAlignment
-from kvtier.registry import discover
+from kvtier.errors import ConfigError, ResourceError, UsageError
+from kvtier.options import count_text, size_text
+from kvtier.tables import table
+from kvtier.tier_api.contract import LoadStore, ProbesAlignment
+from kvtier.tier_api.registry import discover
+from kvtier.types.keys import GPU
 
 PROBE_TIMEOUT_SECONDS = 10.0
 _NONE = "-"
 
 
-@click.command(short_help="Say what a stack file means, or what is wrong with it.")
+@click.command(short_help="Print what a stack file means, or what is wrong with it.")
 @click.argument("stack", required=False, metavar="STACK.yaml")
 @click.option(
     "--layout",
     default=DEFAULT_LAYOUT,
-    show_default=True,
     metavar="LAYOUT",
     help="KV cache groups separated by ';', each KIND:key=value,... with KIND full, sliding_window or mamba and the "
     "keys page (bytes on one worker) or layers, kv_heads, head_dim, dtype (MLA: layers, latent_dim, dtype); block "
@@ -41,62 +38,46 @@ _NONE = "-"
 )
 @click.option("--world-size", type=click.IntRange(1, 65536), help="Workers that hold a slice of each block.")
 @click.option("--factor", type=click.IntRange(1, 4096), help="GPU blocks in one offloaded block.")
-@click.option("--no-probe", is_flag=True, help="Look at the file only, at no folder and no device.")
+@click.option("--no-probe", is_flag=True, help="Read the file only, no folder and no device.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 @click.option("--schema", is_flag=True, help="Print the JSON schema of stack files and end.")
-def check(stack: str | None, schema: bool, as_json: bool, **asked: Any) -> None:
-    """Say what STACK.yaml means: alignment, row bytes, padding, blocks, tokens, memory.
+def check(stack: str | None, schema: bool, as_json: bool, layout: str, **options: Any) -> None:
+    """Print what STACK.yaml means: alignment, row bytes, padding, blocks, tokens, memory.
 
     Exits with 2 and one line for each error if the stack could not be opened.
     """
-    if stack is None and not schema:
-        raise click.UsageError("give a stack file, or --schema")
-    try:
-        if stack is None or schema:
-            click.echo(json.dumps(stack_schema(), indent=2))
-            return
-        question = Question(**asked)
-        plan = _plan(stack, question)
-    except KVTierError as error:
-        for line in str(error).splitlines():
-            click.echo(f"error: {line}", err=True)
-        raise click.exceptions.Exit(2) from None
+    if schema:
+        click.echo(json.dumps(stack_schema(), indent=2))
+        return
+    if stack is None:
+        raise UsageError("give a stack file, or --schema")
+    plan = _plan(stack, layout, **options)
     if as_json:
         click.echo(json.dumps(asdict(plan), indent=2))
     else:
-        _show(plan, question)
+        _show(plan, layout)
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """For which layout to ask, and whether to look at folders and devices."""
-
-    layout: str
-    world_size: int | None
-    factor: int | None
-    no_probe: bool
-
-
-def _plan(stack: str, question: Question) -> StackPlan:
+def _plan(stack: str, layout: str, world_size: int | None, factor: int | None, no_probe: bool) -> StackPlan:
     backends = discover()
     config = load_stack(stack, backends)
-    layout = read_layout(question.layout).layout(question.world_size, question.factor or config.block_size_factor)
+    kv_layout = read_layout(layout).layout(world_size, factor or config.block_size_factor)
     tiers = build_tiers(config, backends)
-    problems: list[ConfigError] = []
-    probed = Probed.floors(tiers) if question.no_probe else asyncio.run(_probe(tiers, problems))
-    plan, found = plan_stack(config, tiers, layout, probed)
-    # A preview names the place that is bad; what the probe said of the same tier adds nothing.
-    told = {problem.path.partition(".")[0] for problem in found}
-    raise_all([problem for problem in problems if problem.path not in told] + found)
+    alignments, problems, hung = (None, [], True) if no_probe else asyncio.run(_probe(tiers))
+    # With a device that does not answer, a dry run would not answer either.
+    plan, found = plan_stack(tiers, kv_layout, alignments, probe=not hung)
+    # The dry run names the bad place. The failed probe of the same tier would repeat it.
+    named = {problem.path.partition(".")[0] for problem in found}
+    raise_all([problem for problem in problems if problem.path not in named] + found)
     return plan
 
 
-async def _probe(tiers: Sequence[LoadStore], problems: list[ConfigError]) -> Probed:
-    """Each tier's alignment, asked of its device where the backend can; its class's floor where it cannot.
+async def _probe(tiers: Sequence[LoadStore]) -> tuple[list[int], list[ConfigError], bool]:
+    """(alignments, problems, whether a device does not answer).
 
-    With a device that does not answer, no device is looked at any further: that would not answer either.
+    The alignment is that of the tier's device where the backend can probe it, else the floor of its class.
     """
-    alignments, hung = [], False
+    alignments, problems, hung = [], [], False
     for index, tier in enumerate(tiers):
         alignment = tier.BLOCK_SIZE_ALIGNMENT
         if isinstance(tier, ProbesAlignment):
@@ -110,14 +91,14 @@ async def _probe(tiers: Sequence[LoadStore], problems: list[ConfigError]) -> Pro
             except (ResourceError, ConfigError) as error:
                 problems.append(ConfigError(" ".join(str(error).split()), f"tiers[{index}]"))
         alignments.append(alignment)
-    return Probed(tuple(alignments), look=not hung)
+    return alignments, problems, hung
 
 
-def _show(plan: StackPlan, question: Question) -> None:
+def _show(plan: StackPlan, layout: str) -> None:
     console = Console()
     once = " with one copy for all" if plan.num_copies < plan.world_size else ""
     console.print(
-        f"[bold]Layout[/bold] {escape(question.layout)}, {plan.world_size} worker(s){once}, "
+        f"[bold]Layout[/bold] {escape(layout)}, {plan.world_size} worker(s){once}, "
         f"{plan.block_size_factor} GPU block(s) in an offloaded block",
         soft_wrap=True,
     )
@@ -126,50 +107,39 @@ def _show(plan: StackPlan, question: Question) -> None:
         f"{count_text(plan.alignment)}, the least common multiple of the tiers' alignments",
         soft_wrap=True,
     )
-    groups = Table("group", Column("kind", no_wrap=True), title="KV cache groups", title_justify="left")
-    for heading in ("tokens a block", "page, one worker", "offloaded block", "padding", "waste"):
-        groups.add_column(heading, justify="right")
-    for index, group in enumerate(plan.groups):
-        sizes = (group.page_bytes, group.kv_bytes_per_offloaded_block, group.padding_bytes)
-        waste = f"{100 * group.waste:.1f} %"
-        groups.add_row(str(index), group.kind, count_text(group.tokens_per_block), *map(size_text, sizes), waste)
-    console.print(groups)
-    tiers = Table("", title="Tiers", title_justify="left")
-    for tier in plan.tiers:
-        tiers.add_column(tier.name, justify="right")
-    for heading, cells in zip(_HEADINGS, zip(*map(_cells, plan.tiers), strict=True), strict=True):
-        tiers.add_row(heading, *cells)
-    console.print(tiers)
+    groups = [_group_cells(index, group) for index, group in enumerate(plan.groups)]
+    console.print(table([*groups[0]], [[*cells.values()] for cells in groups], words=(0, 1), title="KV cache groups"))
+    facts = [_tier_facts(tier) for tier in plan.tiers]
+    rows = [(heading, *(of_tier[heading] for of_tier in facts)) for heading in facts[0]]
+    console.print(table(["", *(tier.name for tier in plan.tiers)], rows, title="Tiers"))
     for tier in plan.tiers:
         for note in tier.notes:
             console.print(f"{escape(tier.name)}: {escape(note)}", soft_wrap=True)
 
 
-_HEADINGS = (
-    "medium",
-    "BLOCK_SIZE_ALIGNMENT",
-    "capacity",
-    "num_blocks",
-    "tokens held",
-    "index memory, at most",
-    "eviction policy",
-    "write policy",
-    "I/O engine",
-    "I/O mode",
-)
+def _group_cells(index: int, group: GroupPlan) -> dict[str, str]:
+    return {
+        "group": str(index),
+        "kind": group.kind,
+        "tokens a block": count_text(group.tokens_per_block),
+        "page, one worker": size_text(group.page_bytes),
+        "offloaded block": size_text(group.kv_bytes_per_offloaded_block),
+        "padding": size_text(group.padding_bytes),
+        "waste": f"{100 * group.waste:.1f} %",
+    }
 
 
-def _cells(tier: TierPlan) -> tuple[str, ...]:
+def _tier_facts(tier: TierPlan) -> dict[str, str]:
     of_engine = "the engine's" if tier.medium == GPU else _NONE
-    return (
-        tier.medium,
-        count_text(tier.alignment),
-        of_engine if tier.capacity_bytes is None else size_text(tier.capacity_bytes),
-        of_engine if tier.num_blocks is None else count_text(tier.num_blocks),
-        of_engine if tier.tokens is None else count_text(tier.tokens),
-        _NONE if tier.index_bytes is None else size_text(tier.index_bytes),
-        tier.policy or _NONE,
-        tier.write_policy or _NONE,
-        tier.io_engine or _NONE,
-        tier.mode or _NONE,
-    )
+    return {
+        "medium": tier.medium,
+        "BLOCK_SIZE_ALIGNMENT": count_text(tier.alignment),
+        "capacity": of_engine if tier.capacity_bytes is None else size_text(tier.capacity_bytes),
+        "num_blocks": of_engine if tier.num_blocks is None else count_text(tier.num_blocks),
+        "tokens held": of_engine if tier.tokens is None else count_text(tier.tokens),
+        "index memory, at most": _NONE if tier.index_bytes is None else size_text(tier.index_bytes),
+        "eviction policy": tier.policy or _NONE,
+        "write policy": tier.write_policy or _NONE,
+        "I/O engine": tier.io_engine or _NONE,
+        "I/O mode": tier.mode or _NONE,
+    }

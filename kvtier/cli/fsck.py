@@ -1,30 +1,18 @@
 """`kvtier fsck`: verify every block of a store, and repair it on request."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import click
 
-from kvtier.cli.failing import OneLineErrors
-from kvtier.cli.stores import (
-    about_json,
-    json_option,
-    note_owner,
-    parts_text,
-    print_columns,
-    print_json,
-    progress,
-    root_argument,
-    store_at,
-)
-from kvtier.cli.text import count_text, size_text
-from kvtier.inspection import Access, Checked, Finding, FindingKind, StoreAbout
+from kvtier.cli.progress import progress
+from kvtier.cli.stores import json_option, parts_text, print_columns, print_json, root_argument, store_at
+from kvtier.options import count_text, size_text
+from kvtier.tier_api.inspection import Access, CheckStep, Finding, FindingKind, StoreAbout
 
 DAMAGED = 1
+_TOTALS = ("slots", "whole", "empty", "payload_bytes")
 
 
 @dataclass(slots=True)
@@ -32,20 +20,14 @@ class Report:
     """What a check found: counts of everything, and the first `limit` findings of each kind."""
 
     limit: int
-    slots: int = 0
-    empty: int = 0
-    whole: int = 0
-    payload_bytes: int = 0
+    totals: Counter[str] = field(default_factory=Counter)
     counts: Counter[tuple[FindingKind, str]] = field(default_factory=Counter)
     repaired: Counter[tuple[FindingKind, str]] = field(default_factory=Counter)
     findings: dict[FindingKind, list[Finding]] = field(default_factory=dict)
 
-    def add(self, step: Checked) -> None:
+    def add(self, step: CheckStep) -> None:
         """Take one step of a check in."""
-        self.slots += step.slots
-        self.empty += step.empty
-        self.whole += step.whole
-        self.payload_bytes += step.payload_bytes
+        self.totals.update({name: getattr(step, name) for name in _TOTALS})
         for finding in step.findings:
             self.counts[finding.kind, finding.reason] += 1
             self.repaired[finding.kind, finding.reason] += finding.repaired
@@ -56,29 +38,41 @@ class Report:
     @property
     def damaged(self) -> int:
         """Damaged things that are damaged still."""
-        return _of_damage(self.counts) - _of_damage(self.repaired)
+        left = self.counts - self.repaired
+        return sum(count for (kind, _), count in left.items() if kind.is_damage)
 
     @property
     def kept(self) -> list[Finding]:
         """The findings that were kept, damage first."""
         return [finding for kind in FindingKind for finding in self.findings.get(kind, ())]
 
+    def rows(self) -> list[dict[str, Any]]:
+        """What was found of each kind and reason, damage first: how many, and how many were repaired."""
+        names, order = ("kind", "reason", "damage", "count", "repaired"), list(FindingKind)
+        ordered = sorted(self.counts, key=lambda found: (order.index(found[0]), found[1]))
+        rows = ((*found, found[0].is_damage, self.counts[found], self.repaired[found]) for found in ordered)
+        return [dict(zip(names, row, strict=True)) for row in rows]
+
     @property
     def left_out(self) -> int:
         """How many findings were counted only."""
         return self.counts.total() - len(self.kept)
 
+    def document(self) -> dict[str, Any]:
+        """The report for programs."""
+        return {
+            "damaged": self.damaged,
+            **{name: self.totals[name] for name in _TOTALS},
+            "counts": self.rows(),
+            "findings": [finding._asdict() for finding in self.kept],
+            "findings_left_out": self.left_out,
+        }
 
-def _of_damage(counts: Counter[tuple[FindingKind, str]]) -> int:
-    return sum(count for (kind, _), count in counts.items() if kind.is_damage)
 
-
-@click.command(cls=OneLineErrors, short_help="Verify every block of a store on disk.")
+@click.command(short_help="Verify every block of a store on disk.")
 @root_argument
 @click.option("--repair", is_flag=True, help="Make damaged blocks empty and mend the store's own records.")
-@click.option(
-    "--limit", type=click.IntRange(0), default=20, show_default=True, metavar="N", help="Findings shown of each kind."
-)
+@click.option("--limit", type=click.IntRange(0), default=20, metavar="N", help="Findings shown of each kind.")
 @json_option
 def fsck(root: str, repair: bool, limit: int, as_json: bool) -> None:
     """Verify every block of ROOT: its header, its place, its key, its payload's checksum.
@@ -90,69 +84,35 @@ def fsck(root: str, repair: bool, limit: int, as_json: bool) -> None:
     report = Report(limit)
     with store_at(root, Access.CHANGE if repair else Access.CHECK) as store:
         about = store.about
-        note_owner(about)
         with progress("checking", about.slots) as advance:
             for step in store.check(repair):
                 report.add(step)
                 advance(step.slots)
     if as_json:
-        print_json(_document(about, report))
+        print_json("fsck", about, report.document())
     else:
         _show(about, report)
     if report.damaged:
         raise click.exceptions.Exit(DAMAGED)
 
 
-def _document(about: StoreAbout, report: Report) -> dict[str, Any]:
-    return about_json("fsck", about) | {
-        "damaged": report.damaged,
-        "slots": report.slots,
-        "whole": report.whole,
-        "empty": report.empty,
-        "payload_bytes": report.payload_bytes,
-        "counts": [
-            {
-                "kind": kind.value,
-                "reason": reason,
-                "damage": kind.is_damage,
-                "count": count,
-                "repaired": report.repaired[kind, reason],
-            }
-            for (kind, reason), count in _sorted(report.counts)
-        ],
-        "findings": [
-            {
-                "kind": finding.kind.value,
-                "reason": finding.reason,
-                "where": finding.where,
-                "repaired": finding.repaired,
-            }
-            for finding in report.kept
-        ],
-        "findings_left_out": report.left_out,
-    }
-
-
-def _sorted(counts: Counter[tuple[FindingKind, str]]) -> Iterable[tuple[tuple[FindingKind, str], int]]:
-    order = list(FindingKind)
-    return sorted(counts.items(), key=lambda item: (order.index(item[0][0]), item[0][1]))
-
-
 def _show(about: StoreAbout, report: Report) -> None:
-    told = [f"{about.root}: {about.layout}", parts_text(about)]
+    summary = [f"{about.root}: {about.layout}", parts_text(about)]
     if about.session is not None:
-        told += [f"session {about.session}", "closed in order" if about.clean else "not closed in order"]
-    click.echo(", ".join(told))
+        summary += [f"session {about.session}", "closed in order" if about.clean else "not closed in order"]
+    click.echo(", ".join(summary))
+    slots, whole, empty, payload_bytes = (report.totals[name] for name in _TOTALS)
     click.echo(
-        f"{count_text(report.slots)} slots: {count_text(report.whole)} whole ({size_text(report.payload_bytes)} "
-        f"verified), {count_text(report.empty)} empty"
+        f"{count_text(slots)} slots: {count_text(whole)} whole ({size_text(payload_bytes)} verified), "
+        f"{count_text(empty)} empty"
     )
     if report.counts:
-        rows = [
-            (kind.value, reason, "yes" if kind.is_damage else "no", count_text(count), _repaired(report, kind, reason))
-            for (kind, reason), count in _sorted(report.counts)
+        cells = [
+            {"found": row["kind"], "reason": row["reason"], "damage": "yes" if row["damage"] else "no"}
+            | {name: count_text(row[name]) for name in ("count", "repaired")}
+            for row in report.rows()
         ]
-        print_columns(("found", "reason", "damage", "count", "repaired"), rows, left=3)
+        print_columns(cells, left=3)
     for finding in report.kept:
         click.echo(f"{finding.kind}: {finding.where}: {finding.reason}{' (repaired)' if finding.repaired else ''}")
     if report.left_out:
@@ -163,7 +123,3 @@ def _show(about: StoreAbout, report: Report) -> None:
         click.echo(f"DAMAGED: {count_text(report.damaged)}; nothing of it will be loaded, --repair clears it away")
     else:
         click.echo("not damaged")
-
-
-def _repaired(report: Report, kind: FindingKind, reason: str) -> str:
-    return count_text(report.repaired[kind, reason])

@@ -1,76 +1,63 @@
 """`kvtier gc`: drop namespaces, or what can no longer be loaded, from a store."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import click
 
-from kvtier.cli.failing import OneLineErrors, fail
-from kvtier.cli.stores import (
-    about_json,
-    json_option,
-    note_owner,
-    print_columns,
-    print_json,
-    progress,
-    root_argument,
-    store_at,
-)
-from kvtier.cli.text import count_text, size_text
-from kvtier.cli.usage import Usage
+from kvtier.cli.stores import json_option, print_columns, print_json, root_argument, store_at
+from kvtier.cli.usage import Chosen, add_up
 from kvtier.errors import UsageError
-from kvtier.inspection import Access, BlockState, Listed, StoreAbout, StoredBlock
+from kvtier.options import count_text, size_text
+from kvtier.tier_api.inspection import Access, BlockState, StoreAbout
 
 FEWEST_DIGITS = 4
-Chosen = Callable[[StoredBlock], bool]
+_NAMESPACE = attrgetter("namespace")
 
 
-@click.command(cls=OneLineErrors, short_help="Drop namespaces from a store on disk.")
+@click.command(short_help="Drop namespaces from a store on disk.")
 @root_argument
 @click.option("--namespace", "drop", multiple=True, metavar="DIGEST", help="Drop this namespace; may be repeated.")
 @click.option("--all-but", "keep", multiple=True, metavar="DIGEST", help="Drop all but this; may be repeated.")
 @click.option("--old", is_flag=True, help="Drop what can no longer be loaded: old, orphaned and foreign blocks.")
-@click.option("--dry-run", is_flag=True, help="Only say what would be dropped.")
+@click.option("--dry-run", is_flag=True, help="Only print what would be dropped.")
 @json_option
-def gc(root: str, dry_run: bool, as_json: bool, **asked: Any) -> None:
-    """Drop blocks from ROOT for good, and say how many of which namespace.
+def gc(root: str, dry_run: bool, as_json: bool, **options: Any) -> None:
+    """Drop blocks from ROOT for good, and print how many of which namespace.
 
-    A DIGEST is a namespace's digest, or how only that one begins. Slots become free; slabs keep their size, for they
-    are reserved as a whole. A store that processes share is pruned beside them. Exits with 2 if a process owns the
-    store or a digest is not known.
+    A DIGEST is a namespace's digest, or the first digits of only that one. Slots become free; slabs keep their size,
+    because they are reserved as a whole. A store that processes share is pruned beside them. Exits with 2 if a process
+    owns the store or a digest is not known.
     """
-    if sum(map(bool, asked.values())) != 1:
-        fail("give one of --namespace, --all-but and --old")
+    if sum(map(bool, options.values())) != 1:
+        raise UsageError("give one of --namespace, --all-but and --old")
     with store_at(root, Access.CHECK if dry_run else Access.CHANGE) as store:
         about = store.about
-        note_owner(about)
-        with progress("reading", about.slots) as advance:
-            there = _by_namespace(store.blocks(), advance, lambda block: True)
-        chosen = _choose(about, there, **asked)
-        with progress("reading" if dry_run else "dropping", about.slots) as advance:
-            going = store.blocks() if dry_run else store.drop(chosen)
-            dropped = _by_namespace(going, advance, chosen)
+        there, _ = add_up("reading", about.slots, store.blocks(), _NAMESPACE)
+        chosen = _choose(about, there, **options)
+        title, going = ("reading", store.blocks()) if dry_run else ("dropping", store.drop(chosen))
+        dropped, _ = add_up(title, about.slots, going, _NAMESPACE, chosen)
+    rows = [
+        {
+            "namespace": namespace.hex(),
+            "blocks": usage.blocks + usage.leftover_blocks,
+            "stored_bytes": usage.stored_bytes + usage.leftover_bytes,
+        }
+        for namespace, usage in dropped.items()
+    ]
     if as_json:
-        print_json(_document(about, dropped, dry_run))
+        print_json("gc", about, {"dry_run": dry_run, "dropped": rows})
+    elif rows:
+        _show(rows, "would be dropped" if dry_run else "dropped")
     else:
-        _show(dropped, dry_run)
-
-
-def _by_namespace(steps: Iterator[Listed], advance: Callable[[int], None], chosen: Chosen) -> dict[bytes, Usage]:
-    usages: dict[bytes, Usage] = {}
-    for listed in steps:
-        for block in filter(chosen, listed.blocks):
-            usages.setdefault(block.namespace, Usage()).add(block)
-        advance(listed.slots)
-    return dict(sorted(usages.items()))
+        click.echo("there is nothing to drop")
 
 
 def _choose(
     about: StoreAbout, there: Iterable[bytes], drop: tuple[str, ...], keep: tuple[str, ...], old: bool
 ) -> Chosen:
-    """Which blocks go. Raises UsageError for a digest that is not known: a slip must not drop everything else."""
+    """Which blocks are dropped. Raises UsageError for an unknown digest: a typing error must not drop the others."""
     if old:
         return lambda block: block.state is not BlockState.CURRENT
     known = {namespace.digest for namespace in about.namespaces} | set(there)
@@ -90,28 +77,13 @@ def _resolve(digits: str, known: set[bytes]) -> bytes:
     return found[0]
 
 
-def _document(about: StoreAbout, dropped: dict[bytes, Usage], dry_run: bool) -> dict[str, Any]:
-    rows = [
+def _show(rows: list[dict[str, Any]], heading: str) -> None:
+    cells = [
         {
-            "namespace": namespace.hex(),
-            "blocks": usage.blocks + usage.leftover_blocks,
-            "stored_bytes": usage.stored_bytes + usage.leftover_bytes,
+            "namespace": row["namespace"],
+            heading: count_text(row["blocks"]),
+            "on disk": size_text(row["stored_bytes"]),
         }
-        for namespace, usage in dropped.items()
+        for row in rows
     ]
-    return about_json("gc", about) | {"dry_run": dry_run, "dropped": rows}
-
-
-def _show(dropped: dict[bytes, Usage], dry_run: bool) -> None:
-    rows = [
-        (
-            namespace.hex(),
-            count_text(usage.blocks + usage.leftover_blocks),
-            size_text(usage.stored_bytes + usage.leftover_bytes),
-        )
-        for namespace, usage in dropped.items()
-    ]
-    if not rows:
-        click.echo("there is nothing to drop")
-        return
-    print_columns(("namespace", "would be dropped" if dry_run else "dropped", "on disk"), rows, left=1)
+    print_columns(cells, left=1)

@@ -1,23 +1,24 @@
 """`kvtier ls`: the blocks of a store, one line each."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain, islice, repeat
 from typing import Any
 
 import click
 
-from kvtier.cli.failing import OneLineErrors
-from kvtier.cli.stores import about_json, json_option, note_owner, progress, root_argument, store_at, time_text
-from kvtier.cli.text import size_text
-from kvtier.inspection import Access, BlockState, Inspection, StoredBlock
-from kvtier.keys import OffloadKey, key_hash
+from kvtier.cli.progress import progress
+from kvtier.cli.stores import about_json, json_option, root_argument, store_at, time_text
+from kvtier.options import size_text
+from kvtier.tier_api.inspection import Access, BlockState, Inspection, StoredBlock
+from kvtier.types.keys import OffloadKey, key_hash
 
 PREFIX_DIGITS = 12
 _LINES_AT_ONCE = 1000
-_LINE = "{:<12}  {:>5}  {:<{key}}  {:>10}  {:>{generation}}  {:>6}  {:>6}  {}"
+_LINE = "{namespace:<12.12}  {group:>5}  {key:<{width}}  {size:>10}  " + (
+    "{generation:>{digits}}  {region:>6}  {slot:>6}  {state}"
+)
 _HEADINGS = ("namespace", "group", "key", "size", "generation", "region", "slot", "state")
 
 SortKey = Callable[[StoredBlock], Any]
@@ -32,33 +33,38 @@ _SORTS: dict[str, SortKey] = {
 }
 
 
-@click.command(cls=OneLineErrors, short_help="List the blocks of a store on disk.")
+@click.command(short_help="List the blocks of a store on disk.")
 @root_argument
-@click.option("--namespace", default="", metavar="DIGEST", help="Only blocks of this namespace; its beginning will do.")
+@click.option(
+    "--namespace",
+    default="",
+    show_default=False,
+    metavar="DIGEST",
+    help="Only blocks of this namespace; its beginning will do.",
+)
 @click.option(
     "--all", "leftovers", is_flag=True, help="Also blocks that can no longer be loaded: old, orphaned, foreign."
 )
-@click.option("--sort", type=click.Choice(list(_SORTS)), default="place", show_default=True)
+@click.option("--sort", type=click.Choice(list(_SORTS)), default="place")
 @click.option("--reverse", is_flag=True, help="The largest first.")
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="At most N blocks.")
 @click.option("--full", is_flag=True, help="Print content hashes whole, not only how they begin.")
 @json_option
-def ls(root: str, as_json: bool, **asked: Any) -> None:
-    """List the blocks of ROOT as their headers tell; payloads are neither read nor printed.
+def ls(root: str, as_json: bool, **options: Any) -> None:
+    """List the blocks of ROOT from their headers; payloads are neither read nor printed.
 
-    A store in use is read beside whoever uses it. Exits with 2 if the store cannot be read.
+    A store in use is read beside its owner. Exits with 2 if the store cannot be read.
     """
-    with store_at(root, Access.LOOK) as store:
-        note_owner(store.about)
-        blocks = _asked(store, asked["namespace"].lower(), asked["leftovers"])
-        chosen = islice(_in_order(store, blocks, asked["sort"], asked["reverse"]), asked["limit"])
+    with store_at(root, Access.READ) as store:
+        blocks = _selected(store, options["namespace"].lower(), options["leftovers"])
+        chosen = islice(_in_order(store, blocks, options["sort"], options["reverse"]), options["limit"])
         if as_json:
-            _print_json(store, chosen, asked["full"])
+            _print_json(store, chosen, options["full"])
         else:
-            _print(chosen, asked["full"])
+            _print(chosen, options["full"])
 
 
-def _asked(store: Inspection, namespace: str, leftovers: bool) -> Iterator[StoredBlock]:
+def _selected(store: Inspection, namespace: str, leftovers: bool) -> Iterator[StoredBlock]:
     for block in chain.from_iterable(listed.blocks for listed in store.blocks()):
         if (leftovers or block.state is BlockState.CURRENT) and block.namespace.hex().startswith(namespace):
             yield block
@@ -76,38 +82,26 @@ def _in_order(store: Inspection, blocks: Iterator[StoredBlock], sort: str, rever
     return sorted(found, key=_SORTS[sort], reverse=reverse)
 
 
-def _hash(block: StoredBlock, full: bool) -> str:
-    digits = key_hash(OffloadKey(block.key)).hex()
-    return digits if full else digits[:PREFIX_DIGITS]
-
-
 def _print(blocks: Iterable[StoredBlock], full: bool) -> None:
     blocks = iter(blocks)
-    first = next(blocks, None)
-    digits = len(str(first.generation)) if first is not None else 0  # where they are times, all have as many
-    widths = {"key": 64 if full else PREFIX_DIGITS, "generation": max(len("generation"), digits)}
-    click.echo(_LINE.format(*_HEADINGS, **widths))
-    listed = blocks if first is None else chain((first,), blocks)
-    _echo(_LINE.format(*_cells(block, full), **widths) + _known(block) + "\n" for block in listed)
+    first = list(islice(blocks, 1))
+    # Where generations are times, all have as many digits as the first.
+    line = partial(
+        _LINE.format,
+        width=64 if full else PREFIX_DIGITS,
+        digits=max([len("generation"), *(len(str(block.generation)) for block in first)]),
+    )
+    click.echo(line(**dict(zip(_HEADINGS, _HEADINGS, strict=True))))
+    _echo(
+        line(**_row(block, full), size=size_text(block.payload_bytes)) + _known(block) + "\n"
+        for block in chain(first, blocks)
+    )
 
 
 def _echo(pieces: Iterator[str]) -> None:
     """Print in large portions: one call for each block would take most of the time."""
     while portion := "".join(islice(pieces, _LINES_AT_ONCE)):
         click.echo(portion, nl=False)
-
-
-def _cells(block: StoredBlock, full: bool) -> tuple[str | int, ...]:
-    return (
-        block.namespace.hex()[:PREFIX_DIGITS],
-        block.group,
-        _hash(block, full),
-        size_text(block.payload_bytes),
-        block.generation,
-        block.region,
-        block.slot,
-        block.state.value,
-    )
 
 
 def _known(block: StoredBlock) -> str:
@@ -128,17 +122,5 @@ def _print_json(store: Inspection, blocks: Iterable[StoredBlock], full: bool) ->
 
 
 def _row(block: StoredBlock, full: bool) -> dict[str, Any]:
-    return {
-        "namespace": block.namespace.hex(),
-        "group": block.group,
-        "key": _hash(block, full),
-        "payload_bytes": block.payload_bytes,
-        "stored_bytes": block.stored_bytes,
-        "generation": block.generation,
-        "region": block.region,
-        "slot": block.slot,
-        "state": block.state.value,
-        "stored_at": block.stored_at,
-        "hits": block.hits,
-        "used_at": block.used_at,
-    }
+    digits = key_hash(OffloadKey(block.key)).hex()
+    return block._asdict() | {"namespace": block.namespace.hex(), "key": digits if full else digits[:PREFIX_DIGITS]}

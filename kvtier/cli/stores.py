@@ -1,23 +1,17 @@
-"""What the tools for stores on disk share: finding the store, errors of one line, notes, a bar, columns."""
-
-from __future__ import annotations
+"""What the tools for stores on disk share: finding the store, notes, JSON, columns."""
 
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from kvtier.cli.failing import fail
-from kvtier.cli.text import count_text, size_text
-from kvtier.errors import KVTierError
-from kvtier.inspection import Access, Inspection, StoreAbout, find_store
-from kvtier.registry import discover
+from kvtier.options import count_text, size_text
+from kvtier.tier_api.inspection import Access, Inspection, StoreAbout, find_store
+from kvtier.tier_api.registry import discover
 
 JSON_VERSION = 1
 _UNKNOWN = "-"
@@ -28,21 +22,12 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, 
 
 @contextmanager
 def store_at(root: str, access: Access) -> Iterator[Inspection]:
-    """The store in a folder, closed at the end. What goes wrong meanwhile is one line each and exit status 2."""
-    try:
-        store = find_store(os.path.abspath(root), access, discover())
-        try:
-            yield store
-        finally:
-            store.close()
-    except KVTierError as error:
-        fail(str(error))
-
-
-def note_owner(about: StoreAbout) -> None:
-    """Say on stderr that somebody is using the store that is looked at."""
-    if about.owner:
-        click.echo(f"note: in use by {about.owner}; what is stored or evicted meanwhile may be missed", err=True)
+    """The store in a folder, closed at the end. Prints a note on stderr if a process owns it."""
+    with closing(find_store(os.path.abspath(root), access, discover())) as store:
+        if store.about.owner:
+            owner = store.about.owner
+            click.echo(f"note: in use by {owner}; what is stored or evicted meanwhile may be missed", err=True)
+        yield store
 
 
 def parts_text(about: StoreAbout) -> str:
@@ -52,48 +37,32 @@ def parts_text(about: StoreAbout) -> str:
     return f"{count_text(about.regions)} buckets"
 
 
-@contextmanager
-def progress(title: str, slots: int) -> Iterator[Callable[[int], None]]:
-    """A bar over slots on stderr, if that is a terminal; what is yielded moves it on."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
-        task = bar.add_task(title, total=slots)
-        yield lambda done: bar.advance(task, done)
-
-
 def about_json(command: str, about: StoreAbout) -> dict[str, Any]:
     """What every tool's JSON begins with."""
-    return {
-        "command": command,
-        "version": JSON_VERSION,
-        "root": about.root,
-        "layout": about.layout,
-        "identity": about.identity,
-        "session": about.session,
-        "clean": about.clean,
-        "owner": about.owner or None,
-        "notes": list(about.notes),
-    }
+    facts = {name: getattr(about, name) for name in ("root", "layout", "identity", "session", "clean", "notes")}
+    return {"command": command, "version": JSON_VERSION, **facts, "owner": about.owner or None}
 
 
-def print_json(document: dict[str, Any]) -> None:
-    click.echo(json.dumps(document, indent=2))
+def print_json(command: str, about: StoreAbout, found: dict[str, Any]) -> None:
+    """Print what a tool found, for scripts."""
+    click.echo(json.dumps(about_json(command, about) | found, indent=2))
 
 
-def print_columns(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> None:
-    """Columns as wide as their widest cell, the first `left` of them flush left, whatever the width of the terminal."""
-    widths = [max(map(len, cells)) for cells in zip(headings, *rows, strict=True)]
-    for row in (headings, *rows):
+def print_columns(rows: Sequence[Mapping[str, str]], left: int) -> None:
+    """Rows of cells by heading. A column is as wide as its widest cell, also on a narrow terminal. The first `left`
+    columns are flush left."""
+    lines = [tuple(rows[0]), *(tuple(row.values()) for row in rows)]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    for line in lines:
         cells = [
             cell.ljust(width) if number < left else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+            for number, (cell, width) in enumerate(zip(line, widths, strict=True))
         ]
         click.echo("  ".join(cells).rstrip())
 
 
 def time_text(seconds: float | None) -> str:
-    """A time of a disk as people read it, whatever its clock said."""
+    """A time that was read from a disk, as local date and time; a dash if it is no time."""
     try:
         return _UNKNOWN if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
     except (OverflowError, ValueError, OSError):

@@ -1,16 +1,18 @@
 """Blocks of a store added up: for `kvtier du`, and for what `kvtier gc` is about to drop."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier.inspection import BlockState, StoredBlock
+from kvtier.cli.progress import progress
+from kvtier.tier_api.inspection import BlockState, ListStep, StoredBlock
+
+Chosen = Callable[[StoredBlock], bool]
 
 
 @dataclass(slots=True)
 class Usage:
-    """Blocks that can be loaded, and leftovers that cannot. What no block told is None."""
+    """Blocks that can be loaded, and leftovers that cannot. None where the store does not record it."""
 
     blocks: int = 0
     payload_bytes: int = 0
@@ -42,5 +44,17 @@ class Usage:
         if block.hits is not None:
             self.hits = (self.hits or 0) + block.hits
 
-    def to_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in Usage.__slots__}
+
+def add_up(
+    title: str, slots: int, steps: Iterator[ListStep], place: Callable[[StoredBlock], Any], chosen: Chosen | None = None
+) -> tuple[dict[Any, Usage], Usage]:
+    """The chosen blocks (None: all) by their place, in its order, and all of them together. Shows how far it is."""
+    usages: dict[Any, Usage] = {}
+    total = Usage()
+    with progress(title, slots) as advance:
+        for listed in steps:
+            for block in filter(chosen, listed.blocks) if chosen else listed.blocks:
+                usages.setdefault(place(block), Usage()).add(block)
+                total.add(block)
+            advance(listed.slots)
+    return dict(sorted(usages.items())), total

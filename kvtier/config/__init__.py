@@ -1,15 +1,17 @@
 """Stack files: strict YAML, validated options, and the backends they describe."""
 
-from kvtier.config.assemble import open_stack, stack_parts
-from kvtier.config.load import build_tiers, load_stack, parse_stack
+from kvtier.config.load import build_tiers, find_tier, load_stack, parse_stack
 from kvtier.config.model import StackConfig, StackOptions, tier_name
 from kvtier.config.schema import stack_schema
+from kvtier.config.stack_parts import open_engine_stack, open_stack, stack_parts
 
 __all__ = [
     "StackConfig",
     "StackOptions",
     "build_tiers",
+    "find_tier",
     "load_stack",
+    "open_engine_stack",
     "open_stack",
     "parse_stack",
     "stack_parts",

@@ -1,4 +1,4 @@
-"""A KV layout as people write it: `full:page=32KiB,block=16;sliding_window:page=16KiB,block=16,window=512`.
+"""The text form of a KV layout: `full:page=32KiB,block=16;sliding_window:page=16KiB,block=16,window=512`.
 
 A page is one GPU block of one group on one worker, all layers and tensors of the group together. Instead of its bytes
 the shape of the model may be given, `full:layers=32,kv_heads=8,head_dim=128,dtype=bfloat16,block=16`; then::
@@ -17,15 +17,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from kvtier.config.load import validate
 from kvtier.config.strict_yaml import Value, parse_text, read_text
 from kvtier.errors import ConfigError
-from kvtier.geometry import GroupKind, GroupLayout, KVLayout, TensorRef
 from kvtier.options import ByteSize, Options
+from kvtier.types.dtypes import AUTO, AUTO_DTYPE, canonical_dtype, dtype_bytes
+from kvtier.types.geometry import GroupKind, GroupLayout, KVLayout, TensorRef
 
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "int8": 1}
 DEFAULT_LAYOUT = "full:layers=32,kv_heads=8,head_dim=128,dtype=bfloat16,block=16"
 """A dense model of about eight billion parameters."""
 _FILES = (".yaml", ".yml", ".json")
@@ -44,7 +44,14 @@ class GroupOptions(Options):
     latent_dim: int | None = Field(
         default=None, ge=1, description="elements of one token's latent in one layer (MLA: kv_lora_rank and rope)"
     )
-    dtype: Literal["float32", "float16", "bfloat16", "fp8", "int8"] = "bfloat16"
+    dtype: str = Field(default=AUTO_DTYPE, description="type of one element, as bfloat16, fp16, fp8 or float8_e5m2")
+
+    @field_validator("dtype")
+    @classmethod
+    def _known(cls, dtype: str) -> str:
+        dtype_bytes(dtype)
+        name = canonical_dtype(dtype)
+        return AUTO_DTYPE if name == AUTO else name
 
     @model_validator(mode="after")
     def _consistent(self) -> GroupOptions:
@@ -64,13 +71,9 @@ class GroupOptions(Options):
         """Bytes of one GPU block of the group on one worker."""
         if self.page is not None:
             return self.page
-        assert self.layers is not None
-        if self.latent_dim is not None:
-            return self.layers * self.latent_dim * DTYPE_BYTES[self.dtype] * self.block
-        assert self.kv_heads is not None
-        assert self.head_dim is not None
-        heads = -(-self.kv_heads // world_size)
-        return 2 * self.layers * heads * self.head_dim * DTYPE_BYTES[self.dtype] * self.block
+        heads = -(-(self.kv_heads or 0) // world_size)
+        elements = self.latent_dim or 2 * heads * (self.head_dim or 0)
+        return (self.layers or 0) * elements * dtype_bytes(self.dtype) * self.block
 
 
 class LayoutOptions(Options):
@@ -86,7 +89,7 @@ class LayoutOptions(Options):
     )
 
     def layout(self, world_size: int | None = None, factor: int | None = None) -> KVLayout:
-        """The layout for the geometry; the arguments go before what the options say."""
+        """The layout for the geometry; an argument replaces the option of its name."""
         workers = world_size or self.world_size
         groups = tuple(
             GroupLayout(

@@ -1,7 +1,5 @@
 """From a stack file to validated options, and from those to backends."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -10,13 +8,13 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from kvtier.config.model import StackConfig, StackOptions, tier_name
-from kvtier.config.problems import problems_of, raise_all, shown
+from kvtier.config.problems import collected, problems_of, raise_all, shown
 from kvtier.config.strict_yaml import Value, parse_text, read_text
 from kvtier.errors import ConfigError
-from kvtier.keys import CPU, GPU
-from kvtier.loadstore import LoadStore
 from kvtier.options import MAX_LOWER_TIERS, LowerTierOptions, TierOptions
-from kvtier.registry import Backends, discover, suggest
+from kvtier.tier_api.contract import LoadStore
+from kvtier.tier_api.registry import Backends, discover, suggest
+from kvtier.types.keys import CPU, GPU, Medium
 
 MAX_TIERS = 64
 Model = TypeVar("Model", bound=BaseModel)
@@ -33,100 +31,91 @@ def parse_stack(text: str, backends: Backends | None = None) -> StackConfig:
     Touches no device and no folder. Raises ConfigError with one line for each thing that is wrong, each line the path
     of a key as `tiers[1].cpu_bytes_to_use` and what to do.
     """
-    backends = discover() if backends is None else backends
+    backends = backends or discover()
     document = parse_text(text)
     if not isinstance(document, dict):
         raise ConfigError("a stack file is a mapping with the key 'tiers'")
     problems: list[ConfigError] = []
-    rest: dict[str, Value] = {key: value for key, value in document.items() if key != "tiers"}
-    options = _validate(StackOptions, rest, "", problems)
-    tiers = _tiers(document, backends, problems)
-    if tiers:
+    options, tiers = StackOptions(), []
+    with collected(problems):
+        options = validate(StackOptions, {key: value for key, value in document.items() if key != "tiers"})
+    with collected(problems):
+        tiers = _tiers(document, backends)
         problems += tier_problems(tiers, backends)
     raise_all(problems)
-    assert options is not None
-    given = {name: getattr(options, name) for name in options.model_fields_set}
-    return StackConfig(tiers=tuple(tiers), **given)
+    return StackConfig(tiers=tuple(tiers), **options.model_dump(exclude_unset=True))
 
 
 def build_tiers(config: StackConfig, backends: Backends | None = None) -> list[LoadStore]:
     """The tiers of a stack, constructed and not opened: no I/O. Raises ConfigError where the tiers do not go together
-    or a backend's class cannot be had."""
-    backends = discover() if backends is None else backends
+    or the class of a backend cannot be loaded."""
+    backends = backends or discover()
     raise_all(tier_problems(config.tiers, backends))
     return [backends.get(options.type)(options) for options in config.tiers]
 
 
+def find_tier(config: StackConfig, medium: Medium, backends: Backends | None = None) -> TierOptions | None:
+    """The options of the stack's first tier of a medium."""
+    known = backends or discover()
+    return next((options for options in config.tiers if known.get(options.type).medium == medium), None)
+
+
 def validate(model: type[Model], data: Value, at: str = "") -> Model:
     """An options model from plain values, as strict as JSON: no text for numbers, lists for tuples, text for paths."""
-    problems: list[ConfigError] = []
-    options = _validate(model, data, at, problems)
-    raise_all(problems)
-    assert options is not None
-    return options
-
-
-def _validate(model: type[Model], data: Value, at: str, problems: list[ConfigError]) -> Model | None:
     try:
         return model.model_validate_json(json.dumps(data))
     except ValidationError as error:
-        problems += problems_of(error, model, data, at)
-        return None
+        problems = problems_of(error, model, data, at)
+    raise_all(problems)
+    raise AssertionError("a validation that fails has a problem")
 
 
-def _tiers(document: Mapping[str, Value], backends: Backends, problems: list[ConfigError]) -> list[TierOptions]:
-    """The options of every tier; empty when any tier is wrong, so rules across tiers see all of them or none."""
+def _tiers(document: Mapping[str, Value], backends: Backends) -> list[TierOptions]:
+    """The options of every tier. Raises ConfigError when any tier is wrong: rules across tiers need all of them."""
     raw = document.get("tiers")
     if "tiers" not in document:
         near = suggest("tiers", [*document])
-        problems.append(ConfigError(f"is required{near}; add a list of tiers, each with a type", "tiers"))
-        return []
+        raise ConfigError(f"is required{near}; add a list of tiers, each with a type", "tiers")
     if not isinstance(raw, list) or not raw:
-        problems.append(ConfigError("must be a list of at least one tier, each with a type", "tiers"))
-        return []
+        raise ConfigError("must be a list of at least one tier, each with a type", "tiers")
     if len(raw) > MAX_TIERS:
-        problems.append(ConfigError(f"{len(raw)} tiers; a stack has at most {MAX_TIERS}", f"tiers[{MAX_TIERS}]"))
-        return []
-    found = [_tier(value, f"tiers[{index}]", backends, problems) for index, value in enumerate(raw)]
-    whole = [options for options in found if options is not None]
-    return whole if len(whole) == len(found) else []
+        raise ConfigError(f"{len(raw)} tiers; a stack has at most {MAX_TIERS}", f"tiers[{MAX_TIERS}]")
+    found: list[TierOptions] = []
+    problems: list[ConfigError] = []
+    for index, value in enumerate(raw):
+        with collected(problems):
+            found.append(_tier(value, f"tiers[{index}]", backends))
+    raise_all(problems)
+    return found
 
 
-def _tier(value: Value, at: str, backends: Backends, problems: list[ConfigError]) -> TierOptions | None:
+def _tier(value: Value, at: str, backends: Backends) -> TierOptions:
     known = ", ".join(backends.names) or "none is installed"
     if not isinstance(value, dict):
-        problems.append(ConfigError(f"{shown(value)} is no tier; write a mapping with a type ({known})", at))
-        return None
+        raise ConfigError(f"{shown(value)} is no tier; write a mapping with a type ({known})", at)
     kind = value.get("type")
     if not isinstance(kind, str):
         reason = f"{shown(kind)} is not a backend's name" if "type" in value else "is required"
-        problems.append(ConfigError(f"{reason}; write one of: {known}", f"{at}.type"))
-        return None
+        raise ConfigError(f"{reason}; write one of: {known}", f"{at}.type")
     try:
         model = backends.get(kind).Options
     except ConfigError as error:
-        problems.append(ConfigError(error.reason, f"{at}.type"))
-        return None
-    return _validate(model, value, at, problems)
+        raise ConfigError(error.reason, f"{at}.type") from None
+    return validate(model, value, at)
 
 
 def tier_problems(tiers: Sequence[TierOptions], backends: Backends) -> list[ConfigError]:
     """What is wrong between tiers that are each valid: their order, their number, their names, on_evict."""
-    problems: list[ConfigError] = []
     media = [backends.get(options.type).medium for options in tiers]
-    problems += _order_problems(media)
-    first_of: dict[str, int] = {}
-    for index, options in enumerate(tiers):
-        name = tier_name(options)
-        first = first_of.setdefault(name, index)
+    problems = _order_problems(media)
+    names = [tier_name(options) for options in tiers]
+    for index, (name, options) in enumerate(zip(names, tiers, strict=True)):
+        first = names.index(name)
         if first != index:
-            problems.append(
-                ConfigError(f"{name!r} is already the name of tiers[{first}]; give one its own", f"tiers[{index}].name")
-            )
-    below_cpu = media.index(CPU) + 1 if CPU in media else None
-    for index, options in enumerate(tiers):
+            reason = f"{name!r} is already the name of tiers[{first}]; give one its own"
+            problems.append(ConfigError(reason, f"tiers[{index}].name"))
         on_evict = isinstance(options, LowerTierOptions) and options.write_policy == "on_evict"
-        if on_evict and index != below_cpu:
+        if on_evict and media[:index][-1:] != [CPU]:
             reason = "on_evict is only for the tier directly below the CPU tier; write write_through"
             problems.append(ConfigError(reason, f"tiers[{index}].write_policy"))
     return problems

@@ -1,6 +1,4 @@
-"""What a stack file says, once it is valid."""
-
-from __future__ import annotations
+"""The content of a valid stack file."""
 
 from pydantic import Field, SerializeAsAny
 
@@ -8,7 +6,7 @@ from kvtier.options import Options, Seconds, TierOptions
 
 
 class StackOptions(Options):
-    """What can be told to the stack as a whole."""
+    """Options of the stack as a whole."""
 
     namespace: str = Field(
         default="",
@@ -19,7 +17,10 @@ class StackOptions(Options):
         default=None,
         ge=1,
         le=4096,
-        description="GPU blocks in one offloaded block; what the engine says when left out",
+        description="GPU blocks in one offloaded block; the engine's own when left out",
+    )
+    open_timeout_seconds: Seconds = Field(
+        default=300.0, description="how long each tier may take to open before opening the stack fails"
     )
     lookup_timeout_seconds: Seconds = Field(
         default=1.0, description="how long a request may wait for its hits; what it lacks then is a miss"
@@ -31,7 +32,7 @@ class StackOptions(Options):
         default=10.0, description="deadline of a store through the whole stack; what is late then is dropped"
     )
     close_timeout_seconds: Seconds = Field(
-        default=10.0, description="how long closing may drain what is under way before it drops the rest"
+        default=10.0, description="how long closing may drain what is in flight before it drops the rest"
     )
 
 
@@ -39,11 +40,6 @@ class StackConfig(StackOptions):
     """A whole stack: its options and its tiers from the GPU's side down."""
 
     tiers: tuple[SerializeAsAny[TierOptions], ...] = Field(min_length=1)
-
-    @property
-    def options(self) -> StackOptions:
-        """The options of the stack without its tiers."""
-        return StackOptions(**{name: getattr(self, name) for name in StackOptions.model_fields})
 
 
 def tier_name(options: TierOptions) -> str:

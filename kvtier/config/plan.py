@@ -1,18 +1,16 @@
-"""What a stack means for a KV layout: arithmetic over its options, and what its backends say of themselves."""
-
-from __future__ import annotations
+"""What a stack means for a KV layout: arithmetic over its options, and the dry runs of its backends."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from kvtier.config.model import StackConfig, tier_name
+from kvtier.config.model import tier_name
 from kvtier.errors import ConfigError
-from kvtier.geometry import Geometry, KVLayout, stack_alignment
-from kvtier.keys import CPU, GPU, Medium
-from kvtier.loadstore import LoadStore, SlotSpace
-from kvtier.options import INDEX_BYTES_PER_SLOT, TierOptions
-from kvtier.registry import Preview, Previews
+from kvtier.options import INDEX_BYTES_PER_SLOT
+from kvtier.tier_api.contract import LoadStore
+from kvtier.tier_api.registry import DryRun, DryRuns
+from kvtier.types.geometry import Geometry, KVLayout, stack_alignment
+from kvtier.types.keys import CPU, GPU, Medium
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +29,7 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True)
 class TierPlan:
-    """What one tier means. None: the engine decides it (GPU) or only opening tells.
+    """What one tier means. None: the engine decides it (GPU), or it is known only after opening.
 
     `num_blocks` counts offloaded blocks and `tokens` tokens, when every group keeps every token; where slots have the
     size of their group, both are for that mixture of groups.
@@ -45,11 +43,11 @@ class TierPlan:
     num_blocks: int | None
     tokens: int | None
     index_bytes: int | None
-    policy: str
-    write_policy: str
-    io_engine: str
-    mode: str
-    notes: tuple[str, ...]
+    policy: str = ""
+    write_policy: str = ""
+    io_engine: str = ""
+    mode: str = ""
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,80 +64,50 @@ class StackPlan:
     tiers: tuple[TierPlan, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Probed:
-    """What was asked of the machine before the arithmetic: each tier's alignment, and whether previews may look."""
-
-    alignments: tuple[int, ...]
-    look: bool
-
-    @staticmethod
-    def floors(tiers: Sequence[LoadStore]) -> Probed:
-        """Nothing was asked: each class's floor."""
-        return Probed(tuple(tier.BLOCK_SIZE_ALIGNMENT for tier in tiers), look=False)
-
-
 def plan_stack(
-    config: StackConfig, tiers: Sequence[LoadStore], layout: KVLayout, probed: Probed
+    tiers: Sequence[LoadStore], layout: KVLayout, alignments: Sequence[int] | None = None, probe: bool = False
 ) -> tuple[StackPlan, list[ConfigError]]:
-    """The plan, and everything that would keep the stack from opening. `tiers` are those of `build_tiers(config)`.
+    """The plan, and everything that would keep the stack from opening. `tiers` are those of `build_tiers`.
 
-    Opens nothing. Looks at the machine only through backends that preview, and only if `probed.look`.
+    `alignments` are those that the tiers' devices need; the floors of the tiers' classes when left out. Opens nothing.
+    Looks at the machine only through the dry runs of backends, and only with `probe`.
     """
-    geometry = Geometry(layout, stack_alignment(probed.alignments))
-    problems: list[ConfigError] = []
-    plans = []
-    for index, (options, tier) in enumerate(zip(config.tiers, tiers, strict=True)):
-        preview = tier.preview(geometry, probed.look) if isinstance(tier, Previews) else Preview()
-        problems += [ConfigError(problem, f"tiers[{index}]") for problem in preview.problems]
-        plan = _tier_plan(options, tier, geometry, preview, probed.alignments[index])
-        key, capacity = _budget(options, tier.medium)
-        if plan.num_blocks == 0 and not preview.problems:
-            problems.append(ConfigError(_too_small(capacity or 0, geometry), f"tiers[{index}].{key}"))
+    if alignments is None:
+        alignments = [tier.BLOCK_SIZE_ALIGNMENT for tier in tiers]
+    geometry = Geometry(layout, stack_alignment(alignments))
+    plans, problems = [], []
+    for index, (tier, alignment) in enumerate(zip(tiers, alignments, strict=True)):
+        plan, found = plan_tier(tier, geometry, alignment, probe, f"tiers[{index}]")
         plans.append(plan)
+        problems += found
     groups = tuple(_group_plan(geometry, group) for group in range(geometry.num_groups))
     workers = (geometry.world_size, geometry.num_copies)
-    plan_of_all = StackPlan(geometry.alignment, geometry.row_bytes, *workers, geometry.factor, groups, tuple(plans))
-    return plan_of_all, problems
+    whole = StackPlan(geometry.alignment, geometry.row_bytes, *workers, geometry.factor, groups, tuple(plans))
+    return whole, problems
 
 
-def _budget(options: TierOptions, medium: Medium) -> tuple[str, int | None]:
-    key = "cpu_bytes_to_use" if medium == CPU else "capacity"
-    value = getattr(options, key, None)
-    return key, value if isinstance(value, int) else None
-
-
-def _too_small(capacity: int, geometry: Geometry) -> str:
-    return (
-        f"{capacity} bytes hold no block: one needs {geometry.row_bytes} bytes (alignment {geometry.alignment}, "
-        f"{geometry.world_size} worker(s), {geometry.factor} GPU block(s) each); give it more"
-    )
-
-
-def _group_plan(geometry: Geometry, group: int) -> GroupPlan:
-    return GroupPlan(
-        kind=geometry.layout.groups[group].kind.value,
-        tokens_per_block=geometry.tokens_per_offloaded_block(group),
-        page_bytes=geometry.page_bytes(group),
-        kv_bytes_per_block=geometry.kv_bytes_per_block(group),
-        kv_bytes_per_offloaded_block=geometry.kv_bytes_per_offloaded_block(group),
-        aligned_bytes=geometry.aligned_bytes(group),
-        padding_bytes=geometry.padding_bytes(group),
-        waste=geometry.padding_bytes(group) / geometry.row_bytes,
-    )
-
-
-def _tier_plan(options: TierOptions, tier: LoadStore, geometry: Geometry, preview: Preview, alignment: int) -> TierPlan:
-    capacity = _budget(options, tier.medium)[1] if preview.capacity_bytes is None else preview.capacity_bytes
+def plan_tier(
+    tier: LoadStore, geometry: Geometry, alignment: int, probe: bool, at: str = ""
+) -> tuple[TierPlan, list[ConfigError]]:
+    """The plan of one tier, and what would keep it from opening. `at` is the path of the tier in its file."""
+    options = tier.options
+    dry_run = tier.dry_run(geometry, probe) if isinstance(tier, DryRuns) else DryRun()
+    problems = [ConfigError(problem, at) for problem in dry_run.problems]
+    capacity = options.capacity_bytes if dry_run.capacity_bytes is None else dry_run.capacity_bytes
     num_blocks = tokens = slots = None
-    if preview.space is not None and tier.medium != CPU:
-        num_blocks, tokens = _mixture(_slots_by_group(preview.space), geometry)
-        slots = preview.space.num_slot_ids
+    if dry_run.space is not None and tier.medium != CPU:
+        space = dry_run.space
+        slots = space.num_slot_ids
+        num_blocks, tokens = _mixture(
+            [space.num_regions * (space.region_bytes // size) for size in space.slot_bytes], geometry
+        )
     elif capacity is not None and tier.medium != GPU:
         slots = capacity // geometry.row_bytes
-        num_blocks, tokens = _mixture([Fraction(slots)] * geometry.num_groups, geometry)
-        num_blocks = slots
-    return TierPlan(
+        num_blocks, tokens = _mixture([slots] * geometry.num_groups, geometry)
+    if num_blocks == 0 and not problems:
+        problems.append(ConfigError(geometry.too_small(options.capacity_bytes or 0), f"{at}.{options.CAPACITY_KEY}"))
+    shown = options.model_dump(include={"policy", "write_policy", "io_engine"})
+    plan = TierPlan(
         name=tier_name(options),
         type=options.type,
         medium=tier.medium,
@@ -148,20 +116,27 @@ def _tier_plan(options: TierOptions, tier: LoadStore, geometry: Geometry, previe
         num_blocks=num_blocks,
         tokens=tokens,
         index_bytes=None if slots is None else slots * INDEX_BYTES_PER_SLOT,
-        policy=str(getattr(options, "policy", "")),
-        write_policy=str(getattr(options, "write_policy", "")),
-        io_engine=str(getattr(options, "io_engine", "")),
-        mode=preview.mode,
-        notes=preview.notes,
+        mode=dry_run.mode,
+        notes=dry_run.notes,
+        **shown,
+    )
+    return plan, problems
+
+
+def _group_plan(geometry: Geometry, group: int) -> GroupPlan:
+    return GroupPlan(
+        geometry.layout.groups[group].kind.value,
+        geometry.tokens_per_offloaded_block(group),
+        geometry.page_bytes(group),
+        geometry.kv_bytes_per_block(group),
+        geometry.kv_bytes_per_offloaded_block(group),
+        geometry.aligned_bytes(group),
+        geometry.padding_bytes(group),
+        waste=geometry.padding_bytes(group) / geometry.row_bytes,
     )
 
 
-def _slots_by_group(space: SlotSpace) -> list[Fraction]:
-    """How many slots the whole space would hold of each group alone, whole slots in each region."""
-    return [Fraction(space.num_regions * (space.region_bytes // size)) for size in space.slot_bytes]
-
-
-def _mixture(slots: Sequence[Fraction], geometry: Geometry) -> tuple[int, int]:
+def _mixture(slots: Sequence[int], geometry: Geometry) -> tuple[int, int]:
     """(blocks, tokens) held when every group keeps every token; `slots[g]` is what fits of group g alone."""
     if not all(slots):
         return 0, 0

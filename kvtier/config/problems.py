@@ -1,20 +1,28 @@
-"""From what is wrong to what a person can do about it: one line each, with the path of the key."""
-
-from __future__ import annotations
+"""From validation errors to lines that name the path of a key and what to do."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from kvtier.errors import ConfigError
-from kvtier.registry import suggest
+from kvtier.tier_api.registry import suggest
 
 SHOWN = 60
 MAX_LINE = 400
 MAX_PROBLEMS = 32
-"""More lines than that help nobody, and each takes time: a hostile file can hold thousands of unknown keys."""
+"""More lines do not help, and each takes time: a hostile file can hold thousands of unknown keys."""
+
+
+@contextmanager
+def collected(problems: list[ConfigError]) -> Iterator[None]:
+    """Add a ConfigError to the problems instead of raising it, so that what else is wrong is found too."""
+    try:
+        yield
+    except ConfigError as error:
+        problems.append(error)
 
 
 def raise_all(problems: Sequence[ConfigError]) -> None:
@@ -22,13 +30,14 @@ def raise_all(problems: Sequence[ConfigError]) -> None:
     if len(problems) == 1:
         raise problems[0]
     if problems:
-        more = ["... and more; mend these first"] if len(problems) > MAX_PROBLEMS else []
-        raise ConfigError("\n".join([*(str(problem) for problem in problems[:MAX_PROBLEMS]), *more]))
+        lines = [line for problem in problems for line in str(problem).splitlines()]
+        more = ["... and more; correct these first"] if len(lines) > MAX_PROBLEMS else []
+        raise ConfigError("\n".join([*lines[:MAX_PROBLEMS], *more]))
 
 
 def shown(value: object) -> str:
     """A value as it can stand in an error line: one line, shortened."""
-    text = repr(value) if isinstance(value, str | int | float | bool) or value is None else f"a {_kind(value)}"
+    text = "a list" if isinstance(value, list) else "a mapping" if isinstance(value, dict) else repr(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
@@ -42,7 +51,7 @@ def problems_of(error: ValidationError, model: type[BaseModel], data: object, at
         path = _path(detail["loc"], data, at)
         # A union reports each branch it tried; the first line for a key is enough to act on.
         found.setdefault(path, ConfigError(_reason(detail, _model_at(model, detail["loc"][:-1])), path))
-    # A list whose items are wrong is reported as wrong itself; the items say more.
+    # pydantic reports a list with wrong items as wrong itself. The lines of the items are the useful ones.
     return [problem for path, problem in found.items() if not any(other.startswith(f"{path}[") for other in found)]
 
 
@@ -74,7 +83,7 @@ def _path(loc: Iterable[int | str], data: object, at: str) -> str:
 
 
 def _key(key: str) -> str:
-    """A key as it can stand in an error line, whatever a hostile file calls it."""
+    """A key as it can stand in an error line: printable and short, also for a key of a hostile file."""
     return key if key.isprintable() and len(key) <= SHOWN else shown(key)
 
 
@@ -101,9 +110,3 @@ def _reason(detail: ErrorDetails, model: type[BaseModel]) -> str:
 def _one_line(text: str) -> str:
     line = " ".join(text.split())
     return line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]}..."
-
-
-def _kind(value: object) -> str:
-    if isinstance(value, list):
-        return "list"
-    return "mapping" if isinstance(value, dict) else type(value).__name__

@@ -1,11 +1,9 @@
 """The JSON schema of stack files, for editors: what the installed backends accept."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from kvtier.config.model import StackOptions
-from kvtier.registry import Backends, discover
+from kvtier.tier_api.registry import Backends, discover
 
 
 def stack_schema(backends: Backends | None = None) -> dict[str, Any]:
@@ -13,7 +11,7 @@ def stack_schema(backends: Backends | None = None) -> dict[str, Any]:
 
     Raises ConfigError when an installed backend cannot be loaded.
     """
-    backends = discover() if backends is None else backends
+    backends = backends or discover()
     schema: dict[str, Any] = StackOptions.model_json_schema()
     definitions: dict[str, Any] = schema.pop("$defs", {})
     alternatives = []

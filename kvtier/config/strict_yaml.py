@@ -7,18 +7,17 @@ PyYAML parses with libyaml where it was built with it, else in Python, some twen
 nesting is refused while the brackets are still being scanned, so that the most expensive text costs no more time.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re
 import stat
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import yaml
-from yaml.reader import ReaderError
+from yaml.reader import Reader
 
 from kvtier.errors import ConfigError
 
@@ -66,6 +65,10 @@ def parse_text(text: str) -> Value:
     limit = MAX_BYTES if _LIBYAML is not None else MAX_BYTES_WITHOUT_LIBYAML
     if len(text) > limit or len(text.encode("utf-8", "surrogatepass")) > limit:
         raise ConfigError(f"the text is larger than {limit >> 10} KiB; a stack file holds only options")
+    sign = Reader.NON_PRINTABLE.search(text)
+    if sign:
+        number = text.count("\n", 0, sign.start()) + 1
+        raise ConfigError(f"line {number}: the character #x{ord(sign[0]):04x} is not accepted")
     try:
         # A document has no use for directives, and the parser's time in them is not bounded by our limits.
         for number, line in enumerate(text.splitlines(), 1):
@@ -77,30 +80,16 @@ def parse_text(text: str) -> Value:
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        raise ConfigError(f"not valid YAML{_place(mark)}: {error.problem or error.context}") from None
-    except ReaderError as error:
-        sign = chr(error.character) if isinstance(error.character, int) else error.character
-        raise _no_such_sign(text, sign) from None
-    except UnicodeEncodeError as error:
-        raise _no_such_sign(text, text[error.start]) from None
+        mark: Any = error.problem_mark or error.context_mark
+        place = f"line {mark.line + 1}, column {mark.column + 1}"
+        raise ConfigError(f"not valid YAML ({place}): {error.problem or error.context}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}") from None
-
-
-def _no_such_sign(text: str, sign: str) -> ConfigError:
-    """The refusal of the first character that YAML does not know."""
-    line = text.partition(sign)[0].count("\n") + 1
-    return ConfigError(f"line {line}: the character #x{ord(sign):04x} is not accepted")
 
 
 def _events(loader: Any) -> Iterator[yaml.Event]:
     while loader.check_event():
         yield loader.get_event()
-
-
-def _place(mark: Any) -> str:
-    return f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
 
 
 def _refuse(event: yaml.Event, reason: str) -> ConfigError:
@@ -109,7 +98,7 @@ def _refuse(event: yaml.Event, reason: str) -> ConfigError:
 
 
 class _ShallowLoader(yaml.SafeLoader):
-    """Parses in Python. The scanner reads up to 1024 characters ahead of what it has told, and its work grows with the
+    """Parses in Python. The scanner reads up to 1024 characters ahead of its last event, and its work grows with the
     square of the brackets in them, so the depth is bounded here already."""
 
     def fetch_flow_collection_start(self, token: Any) -> None:
@@ -150,29 +139,19 @@ class _Builder:
         if depth >= MAX_DEPTH:
             raise _refuse(event, _TOO_DEEP)
         if isinstance(event, yaml.SequenceStartEvent):
-            return self._sequence(depth)
-        return self._mapping(depth)
-
-    def _sequence(self, depth: int) -> list[Value]:
-        values: list[Value] = []
-        for event in self._events:
-            if isinstance(event, yaml.SequenceEndEvent):
-                break
-            values.append(self._value(event, depth + 1))
-        return values
-
-    def _mapping(self, depth: int) -> dict[str, Value]:
+            return [self._value(item, depth + 1) for item in self._until(yaml.SequenceEndEvent)]
         values: dict[str, Value] = {}
-        for event in self._events:
-            if isinstance(event, yaml.MappingEndEvent):
-                break
-            key = self._value(event, depth + 1)
+        for item in self._until(yaml.MappingEndEvent):
+            key = self._value(item, depth + 1)
             if not isinstance(key, str):
-                raise _refuse(event, "a key must be plain text")
+                raise _refuse(item, "a key must be plain text")
             if key in values:
-                raise _refuse(event, f"the key {key[:40]!r} is given twice; keep one")
+                raise _refuse(item, f"the key {key[:40]!r} is given twice; keep one")
             values[key] = self._value(next(self._events), depth + 1)
         return values
+
+    def _until(self, end: type[yaml.Event]) -> Iterator[yaml.Event]:
+        return takewhile(lambda event: not isinstance(event, end), self._events)
 
 
 def _scalar(event: yaml.ScalarEvent) -> Value:
@@ -183,13 +162,10 @@ def _scalar(event: yaml.ScalarEvent) -> Value:
         return _WORDS[text]
     if _NOT_FINITE.fullmatch(text):
         raise _refuse(event, f"{text} is not a finite number")
-    if not text[0].isdigit() and text[0] not in "+-.":
-        return text
     if _INTEGER.fullmatch(text):
         if len(text) > MAX_DIGITS:
             raise _refuse(event, f"a number of more than {MAX_DIGITS} digits")
-        base = {"0x": 16, "0o": 8}.get(text[:2], 10)
-        return int(text, base)
+        return int(text, {"0x": 16, "0o": 8}.get(text[:2], 10))
     if _FLOAT.fullmatch(text):
         number = float(text)
         if not math.isfinite(number):

@@ -1,21 +1,22 @@
-"""Reservations: for engines that are told of a hit first and load it later, such as vLLM.
+"""Reservations: for engines that look up a hit first and load it later, such as vLLM.
 
-A request asks for keys, perhaps in several phases, and is told once they are in rows and leased to it. Only the
-oldest request that is not served may hold rows while it wants more; everyone else waits holding nothing new. If the
-oldest cannot grow, the youngest leases not yet handed to a load are revoked; if it does not fit even alone, it is cut
-to what fits. So every request is served, and none waits for one that waits for it.
+A request asks for keys, perhaps in several phases. It is served when they are in rows and leased to it. Only the oldest
+request that is not served may pin rows while it wants more; all others wait without new pins. If the oldest cannot
+grow, the youngest leases not yet handed to a load are revoked. If it does not fit even alone, it is truncated to what
+fits. So every request is served, and no two wait for each other.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from enum import StrEnum
 
-from kvtier.control.board import Board
-from kvtier.control.promotion import Promotions, Want
-from kvtier.control.slots import READY
-from kvtier.keys import OffloadKey, RequestId
+from kvtier.control.flow.promotions import Promotions
+from kvtier.control.flow.row_request import RowRequest
+from kvtier.control.state import ControlState
+from kvtier.types.keys import OffloadKey, RequestId
 
 
 class KeyState(StrEnum):
@@ -25,27 +26,24 @@ class KeyState(StrEnum):
     MISSING = "missing"
 
 
-class Reservation:
+class Reservation(RowRequest):
     """What one request asked for, key by key, and the rows leased to it. `open` keys are WANTED or FILLING."""
 
     def __init__(self, owner: Reservations, request_id: RequestId, age: int) -> None:
+        super().__init__(owner.promotions, age)
         self.owner = owner
-        self.age = age
         self.request_id = request_id
-        self.keys: list[OffloadKey] = []
+        self.keys = []
+        self.todo = deque()
         self.index: dict[OffloadKey, int] = {}
         self.state: list[KeyState] = []
         self.rows: dict[int, int] = {}
-        self.tried: dict[int, int] = {}
         self.open = 0
-        self.todo: list[int] = []
         self.oldest_since: float | None = None
         self.leased_until = math.inf
-        self.short_since: float | None = None
         self.ended = False
-        self.walked = False
 
-    def ask(self, keys: Sequence[OffloadKey]) -> None:
+    def extend(self, keys: Sequence[OffloadKey]) -> None:
         """Add a phase: keys already asked for are not asked again."""
         self.walked = False
         self.leased_until = math.inf
@@ -60,70 +58,33 @@ class Reservation:
     def filled(self, index: int, row: int | None, position: int, now: float) -> None:
         if self.ended or self.state[index] is not KeyState.FILLING:
             return
-        board = self.owner.board
         if row is None:
             if position:
-                self.tried[index] = self.tried.get(index, 0) | board.lowers[position - 1].bit
+                self._load_failed(index, position)
             self.state[index] = KeyState.WANTED
-            self.todo.insert(0, index)
+            self.todo.appendleft(index)
         else:
-            board.counters(position).hits += 1
-            self._lease({index: row})
+            self.owner.control.counters(position).hits += 1
+            self._hold({index: row})
 
-    def _lease(self, ready: dict[int, int]) -> None:
-        """These keys, by index, are in these ready rows, which are held from now on."""
-        self.owner.board.cpu.hold(list(ready.values()))
+    def _hold(self, ready: dict[int, int]) -> None:
+        self.owner.control.cpu.pin(list(ready.values()))
         self.rows.update(ready)
         for index in ready:
             self.state[index] = KeyState.LEASED
         self.open -= len(ready)
+
+    def _wait(self, index: int) -> None:
+        self.state[index] = KeyState.FILLING
 
     def _miss(self, index: int) -> None:
         self.state[index] = KeyState.MISSING
         self.open -= 1
 
     def advance(self, now: float) -> int:
-        """Lease what is in rows and promote the rest, as the oldest may.
-
-        Returns how many rows it could use at once and did not get: 0 also when it waits for its tiers below only.
-        """
-        board, promotions = self.owner.board, self.owner.promotions
-        rooms = promotions.rooms(now)
-        wants: list[Want] = []
-        room = board.cpu.available
-        directory, state, holds = board.cpu.directory, board.cpu.table.state, board.cpu.table.holds
-        ready: dict[int, int] = {}
-        left: list[int] = []
-        for done, index in enumerate(self.todo):
-            if len(wants) >= room and self.walked:
-                left += self.todo[done:]
-                break
-            row = directory.get(self.keys[index])
-            if row is not None:
-                if state[row] == READY:
-                    room -= not holds[row]
-                    ready[index] = row
-                else:
-                    self.state[index] = KeyState.FILLING
-                    board.wait_for_fill(row, self, index)
-                continue
-            lower = promotions.source(self.keys[index], self.tried.get(index, 0), now)
-            if lower is None:
-                self._miss(index)
-            elif len(wants) < room and rooms.take(lower, self.keys[index]):
-                wants.append(Want(self.keys[index], lower, self, index))
-            elif self.walked:
-                left += self.todo[done:]
-                break
-            else:
-                left.append(index)
-        self.walked = True
-        self._lease(ready)  # before rows are made free for the others
-        started = promotions.start(wants, now) if wants else 0
-        for want in wants[:started]:
-            self.state[want.index] = KeyState.FILLING
-        self.todo = [want.index for want in wants[started:]] + left
-        return 0 if board.cpu.available or not rooms else len(self.todo)
+        cpu, rooms = self.owner.control.cpu, self.promotions.rooms(now)
+        self.promote(cpu.available, rooms, now)
+        return 0 if cpu.available or not rooms else len(self.todo)
 
     def truncate(self) -> None:
         """What is still wanted is a miss for the lifetime of the request."""
@@ -141,10 +102,10 @@ class Reservation:
     def revoke(self) -> None:
         """Take all leases away; the keys are wanted again."""
         rows = list(self.rows.values())
-        self.owner.board.cpu.release(rows)
+        self.owner.control.cpu.unpin(rows)
         for index in self.rows:
             self.state[index] = KeyState.WANTED
-        self.todo = sorted([*self.todo, *self.rows])
+        self.todo = deque(sorted([*self.todo, *self.rows]))
         self.open += len(rows)
         self.rows.clear()
         self.walked = False
@@ -171,19 +132,21 @@ class Reservation:
 class Reservations:
     """All reservations in order of age."""
 
-    def __init__(self, board: Board, promotions: Promotions, deadline_seconds: float, lease_seconds: float) -> None:
-        self.board = board
+    def __init__(
+        self, control: ControlState, promotions: Promotions, deadline_seconds: float, lease_seconds: float
+    ) -> None:
+        self.control = control
         self.promotions = promotions
         self.deadline_seconds = deadline_seconds
         self.lease_seconds = lease_seconds
         self.by_request: dict[RequestId, Reservation] = {}
 
-    def ask(self, request_id: RequestId, keys: Sequence[OffloadKey], age: int) -> Reservation:
+    def extend(self, request_id: RequestId, keys: Sequence[OffloadKey], age: int) -> Reservation:
         """The request's reservation with these keys added; `age` orders it when it is new."""
         reservation = self.by_request.get(request_id)
         if reservation is None:
             reservation = self.by_request[request_id] = Reservation(self, request_id, age)
-        reservation.ask(keys)
+        reservation.extend(keys)
         return reservation
 
     def end(self, request_id: RequestId) -> None:
@@ -191,7 +154,7 @@ class Reservations:
         reservation = self.by_request.pop(request_id, None)
         if reservation is not None:
             reservation.ended = True
-            self.board.cpu.release(list(reservation.rows.values()))
+            self.control.cpu.unpin(list(reservation.rows.values()))
             reservation.rows.clear()
 
     def revoke_younger(self, age: int) -> Reservation | None:

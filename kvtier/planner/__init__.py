@@ -3,13 +3,11 @@
 Pure and synchronous; an engine's loop calls it and hands the transfers it plans to the stack.
 """
 
-from kvtier.planner.fence import Fence
 from kvtier.planner.loads import GroupLoad, blocks_to_load, plan_load
 from kvtier.planner.prefix import Presence, hit_limit, prefix_unit, usable_prefix
 from kvtier.planner.stores import StoreMode, StorePlan, StorePlanner
 
 __all__ = [
-    "Fence",
     "GroupLoad",
     "Presence",
     "StoreMode",

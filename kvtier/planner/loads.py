@@ -1,17 +1,17 @@
 """What has to be loaded for a usable prefix: which keys, and into which GPU blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvtier.errors import UsageError
-from kvtier.geometry import KVLayout
-from kvtier.jobs import GPULoadStoreSpec, GPURuns, GroupTransfer, IntArray, int_array
-from kvtier.keys import GroupIndex, OffloadKey
 from kvtier.planner.prefix import prefix_unit, window_start
+from kvtier.types.arrays import IntArray, int_array
+from kvtier.types.geometry import KVLayout
+from kvtier.types.gpu_runs import GPURuns
+from kvtier.types.jobs import GPUGroup
+from kvtier.types.keys import GroupIndex, OffloadKey
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,9 +22,9 @@ class GroupLoad:
     positions: IntArray
     runs: GPURuns
 
-    def transfer(self, keys: Sequence[OffloadKey]) -> GroupTransfer:
+    def transfer(self, keys: Sequence[OffloadKey]) -> GPUGroup:
         """The share of a transfer job; `keys[i]` is the key of the request's i-th offloaded block of this group."""
-        return GroupTransfer(self.group, tuple(keys[position] for position in self.positions.tolist()), self.runs)
+        return GPUGroup(self.group, tuple(keys[position] for position in self.positions.tolist()), self.runs)
 
 
 def blocks_to_load(layout: KVLayout, group: int, num_tokens: int, computed_tokens: int = 0) -> range:
@@ -65,7 +65,7 @@ def plan_load(
             raise UsageError(
                 f"group {group} needs GPU blocks at {wanted.start} to {wanted.stop - 1} of its block table"
             )
-        (runs,) = GPULoadStoreSpec(ids, (len(ids),), (wanted.start,)).runs(factor)
+        runs = GPURuns.consecutive(wanted.start, ids, factor)
         positions = np.arange(wanted.start // factor, wanted.stop // factor, dtype=np.int64)
         loads.append(GroupLoad(GroupIndex(group), positions, runs))
     return tuple(loads)

@@ -9,13 +9,11 @@ A prefix of n tokens is valid in a group when the group has what computing token
 Lengths are multiples of every group's tokens per offloaded block, and zero is always valid.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 
 from kvtier.errors import UsageError
-from kvtier.geometry import GroupKind, GroupLayout, KVLayout
+from kvtier.types.geometry import GroupKind, GroupLayout, KVLayout
 
 Presence = Sequence[bool] | Callable[[int], bool]
 """Which offloaded blocks of one group are there, by index from the prompt's start: flags (blocks past the end are not

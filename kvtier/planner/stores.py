@@ -1,6 +1,6 @@
 """Planning stores in an engine's own loop: what to store when, never twice, and never from a block that was reused.
 
-A serving loop tells the planner four things and asks it for two::
+A serving loop calls the planner at these points::
 
     planner.computed(request_id, group, keys, gpu_blocks)    # these offloaded blocks became full
     planner.about_to_evict(pool.coldest(64))                 # the pool will soon want these back
@@ -19,11 +19,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 from itertools import islice
+from operator import eq
 
 from kvtier.errors import UsageError
-from kvtier.jobs import BlockOutcome, GPURuns, GroupTransfer
-from kvtier.keys import GroupIndex, OffloadKey, RequestId
-from kvtier.planner.fence import Fence
+from kvtier.planner.place_index import PlaceIndex
+from kvtier.types.gpu_runs import GPURuns
+from kvtier.types.jobs import BlockOutcome, GPUGroup
+from kvtier.types.keys import GroupIndex, OffloadKey, RequestId
 
 
 class StoreMode(StrEnum):
@@ -36,10 +38,10 @@ class StoreMode(StrEnum):
 @dataclass(frozen=True, slots=True, eq=False)
 class StorePlan:
     """Blocks to store together; `groups` go into a TransferJob as they are. Its GPU blocks are fenced until
-    `StorePlanner.finish` is told how it ended."""
+    `StorePlanner.finish` is called."""
 
     plan_id: int
-    groups: tuple[GroupTransfer, ...]
+    groups: tuple[GPUGroup, ...]
 
     @property
     def num_blocks(self) -> int:
@@ -64,17 +66,17 @@ class _Block:
     gpu_blocks: tuple[int, ...]
     state: _State = _State.RESIDENT
 
-    def agrees_with(self, group: int, key: OffloadKey, gpu_blocks: tuple[int, ...]) -> bool:
+    def agrees_with(self, other: _Block) -> bool:
         """Whether another offloaded block can be in the GPU together with this one, seeing the GPU blocks they share.
 
         Requests that part inside an offloaded block share its first sub-blocks, so a shared GPU block is the same
         sub-block of both, and the last one belongs to one key only. What comes before a shared GPU block need not be
         shared: a prefix cache that holds two copies of it may give one request the one and the next the other.
         """
-        if self.group != group or (self.key != key and self.gpu_blocks[-1] == gpu_blocks[-1]):
+        mine, others = self.gpu_blocks, other.gpu_blocks
+        if self.group != other.group or (self.key != other.key and mine[-1] == others[-1]):
             return False
-        in_place = sum(mine == other for mine, other in zip(self.gpu_blocks, gpu_blocks, strict=True))
-        return len(set(gpu_blocks).intersection(self.gpu_blocks)) == in_place
+        return len(set(mine).intersection(others)) == [*map(eq, mine, others)].count(True)
 
 
 class StorePlanner:
@@ -88,7 +90,7 @@ class StorePlanner:
     gave the same first GPU blocks and that went on differently. Each is a block of its own, and the GPU block is
     fenced until the stores of all of them have ended.
 
-    A key is planned once at a time: while its store is queued or under way no other GPU block with that key is
+    A key is planned once at a time: while its store is queued or in flight no other GPU block with that key is
     planned. A block that was stored is not planned again while it stays in the GPU; one whose store was dropped or
     failed may be, when the loop names it again.
     """
@@ -105,9 +107,9 @@ class StorePlanner:
         self.left_out = 0
         self._factor = factor
         self._max_fenced = max_fenced_blocks
-        self._fence = Fence()
-        self._holding: dict[int, dict[_Block, None]] = {}
-        self._requests: dict[RequestId, dict[_Block, None]] = {}
+        self._fence: PlaceIndex[int, _Block] = PlaceIndex()
+        self._holding: PlaceIndex[int, _Block] = PlaceIndex()
+        self._requests: PlaceIndex[RequestId, _Block] = PlaceIndex()
         self._queue: dict[_Block, None] = {}
         self._busy: dict[OffloadKey, _Block] = {}
         self._plans: dict[int, list[list[_Block]]] = {}
@@ -129,7 +131,7 @@ class StorePlanner:
         return len(self._fence)
 
     def fenced(self, block: int) -> bool:
-        """True while a queued store or one under way needs this GPU block as it is: the pool must not reuse it."""
+        """True while a queued store or one in flight needs this GPU block as it is: the pool must not reuse it."""
         return block in self._fence
 
     def computed(self, request_id: RequestId, group: int, keys: Sequence[OffloadKey], gpu_blocks: Sequence[int]) -> int:
@@ -149,30 +151,27 @@ class StorePlanner:
                 f"{len(keys)} offloaded blocks need {factor * len(keys)} GPU blocks, got {len(gpu_blocks)}"
             )
         places = [tuple(gpu_blocks[i * factor : (i + 1) * factor]) for i in range(len(keys))]
-        whole = [(key, place) for key, place in zip(keys, places, strict=True) if min(place) >= 0]
-        self._check_computed(group, whole)
-        queued = 0
-        for key, place in whole:
-            block = self._find(key, place) or self._remember(_Block(request_id, group, key, place))
-            if self.mode is StoreMode.EAGER:
-                queued += self._enqueue(block)
-        return queued
+        named = zip(keys, places, strict=True)
+        whole = [_Block(request_id, group, key, place) for key, place in named if min(place) >= 0]
+        self._check_computed(whole)
+        known = [self._find(block) or self._remember(block) for block in whole]
+        return sum(map(self._enqueue, known)) if self.mode is StoreMode.EAGER else 0
 
     def about_to_evict(self, gpu_blocks: Iterable[int]) -> int:
         """The pool will soon reuse these GPU blocks, coldest first. Returns how many offloaded blocks were queued.
 
-        Lazy mode queues the offloaded blocks they belong to and fences all their GPU blocks, so ask ahead of need and
-        let the pool go on with blocks that are not fenced. Blocks the planner does not know, stored ones and those
-        under way are passed over. Eager mode does nothing here.
+        Lazy mode queues the offloaded blocks they belong to and fences all their GPU blocks, so call it early and let
+        the pool go on with blocks that are not fenced. Blocks the planner does not know, stored ones and those
+        in flight are passed over. Eager mode does nothing here.
         """
         if self.mode is StoreMode.EAGER:
             return 0
-        return sum(self._enqueue(block) for gpu_block in gpu_blocks for block in self._holding.get(gpu_block, ()))
+        return sum(self._enqueue(block) for gpu_block in gpu_blocks for block in self._holding.at(gpu_block))
 
     def take(self, max_blocks: int) -> StorePlan | None:
         """The next up to `max_blocks` offloaded blocks to store, in the order they were queued; None if there are none.
 
-        They count as under way from here on; `finish` must follow, however the store ends.
+        They count as in flight from here on; `finish` must follow, however the store ends.
         """
         taken = list(islice(self._queue, max(0, max_blocks)))
         if not taken:
@@ -197,7 +196,7 @@ class StorePlanner:
         """
         blocks = self._plans.get(plan.plan_id)
         if blocks is None:
-            raise UsageError(f"store plan {plan.plan_id} is not under way")
+            raise UsageError(f"store plan {plan.plan_id} is not in flight")
         if outcomes is not None and [len(part) for part in outcomes] != [len(part) for part in blocks]:
             raise UsageError(f"the outcomes of store plan {plan.plan_id} do not match its groups")
         del self._plans[plan.plan_id]
@@ -217,51 +216,51 @@ class StorePlanner:
             if gpu_block in self._fence:
                 raise UsageError(f"GPU block {gpu_block} was reused while a store still needs it")
         for gpu_block in gpu_blocks:
-            for known in list(self._holding.get(gpu_block, ())):
+            for known in list(self._holding.at(gpu_block)):
                 self._drop(known)
 
     def end_request(self, request_id: RequestId) -> None:
         """A request ended well. Its blocks stay where they are and its stores go on."""
-        self._requests.pop(request_id, None)
+        self._requests.pop(request_id)
 
     def abort_request(self, request_id: RequestId) -> None:
         """A request was aborted, and what it computed is not to be stored: queued stores are dropped.
 
-        Stores under way stay fenced until they are finished, because aborting does not stop a copy.
+        Stores in flight stay fenced until they are finished, because aborting does not stop a copy.
         """
-        for block in self._requests.pop(request_id, {}):
+        for block in self._requests.pop(request_id):
             self._drop(block)
 
     def reset(self) -> None:
-        """What the GPU holds is worth nothing any more (new weights). Stores under way stay fenced until finished."""
-        for block in dict.fromkeys(block for known in self._holding.values() for block in known):
-            self._drop(block)
-        self._requests.clear()
+        """What the GPU holds is worth nothing any more (new weights). Stores in flight stay fenced until finished."""
+        for gpu_block in list(self._holding):
+            for block in list(self._holding.at(gpu_block)):
+                self._drop(block)
+        self._requests = PlaceIndex()
 
-    def _check_computed(self, group: int, whole: list[tuple[OffloadKey, tuple[int, ...]]]) -> None:
+    def _check_computed(self, whole: Sequence[_Block]) -> None:
         named: set[int] = set()
-        for key, place in whole:
-            for gpu_block in place:
+        for block in whole:
+            for gpu_block in block.gpu_blocks:
                 if gpu_block in named:
                     raise UsageError(f"GPU block {gpu_block} was named twice")
                 named.add(gpu_block)
-                needed_by = (self._busy[needed] for needed in self._fence.keys_at(gpu_block))
-                if not all(block.agrees_with(group, key, place) for block in needed_by):
+                if not all(stored.agrees_with(block) for stored in self._fence.at(gpu_block)):
                     raise UsageError(f"GPU block {gpu_block} was reused while a store still needs it")
 
-    def _find(self, key: OffloadKey, place: tuple[int, ...]) -> _Block | None:
-        known = self._holding.get(place[-1], ())
-        return next((block for block in known if block.key == key and block.gpu_blocks == place), None)
+    def _find(self, block: _Block) -> _Block | None:
+        """The same key in the same GPU blocks, if that is known."""
+        known = self._holding.at(block.gpu_blocks[-1])
+        return next((old for old in known if old.key == block.key and old.gpu_blocks == block.gpu_blocks), None)
 
     def _remember(self, block: _Block) -> _Block:
         """Note a new offloaded block; unfenced ones that cannot be in the GPU together with it are gone."""
         for gpu_block in block.gpu_blocks:
-            for known in list(self._holding.get(gpu_block, ())):
-                if not known.agrees_with(block.group, block.key, block.gpu_blocks):
+            for known in list(self._holding.at(gpu_block)):
+                if not known.agrees_with(block):
                     self._drop(known)
-        for gpu_block in block.gpu_blocks:
-            self._holding.setdefault(gpu_block, {})[block] = None
-        self._requests.setdefault(block.request_id, {})[block] = None
+        self._holding.add(block.gpu_blocks, block)
+        self._requests.add((block.request_id,), block)
         return block
 
     def _enqueue(self, block: _Block) -> bool:
@@ -274,33 +273,26 @@ class StorePlanner:
                 return False
         block.state = _State.QUEUED
         self._busy[block.key] = block
-        self._fence.raise_around(block.gpu_blocks, block.key)
+        self._fence.add(block.gpu_blocks, block)
         self._queue[block] = None
         return True
 
     def _release(self, block: _Block) -> None:
-        self._fence.lower_around(block.gpu_blocks, block.key)
+        self._fence.remove(block.gpu_blocks, block)
         del self._busy[block.key]
 
     def _drop(self, block: _Block) -> None:
-        """Forget an offloaded block; a queued store of it is dropped, one under way keeps its fence."""
+        """Forget an offloaded block; a queued store of it is dropped, one in flight keeps its fence."""
         if block.state is _State.QUEUED:
             del self._queue[block]
             self._release(block)
-        for gpu_block in block.gpu_blocks:
-            known = self._holding[gpu_block]
-            del known[block]
-            if not known:
-                del self._holding[gpu_block]
-        computed = self._requests.get(block.request_id)
-        if computed is not None:
-            computed.pop(block, None)
-            if not computed:
-                del self._requests[block.request_id]
+        self._holding.remove(block.gpu_blocks, block)
+        if block in self._requests.at(block.request_id):
+            self._requests.remove((block.request_id,), block)
 
-    def _transfer(self, blocks: list[_Block]) -> GroupTransfer:
+    def _transfer(self, blocks: list[_Block]) -> GPUGroup:
         gpu_blocks = [gpu_block for block in blocks for gpu_block in block.gpu_blocks]
-        return GroupTransfer(
+        return GPUGroup(
             GroupIndex(blocks[0].group),
             tuple(block.key for block in blocks),
             GPURuns.whole(gpu_blocks, self._factor),

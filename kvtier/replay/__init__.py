@@ -1,10 +1,11 @@
 """Replay: a small serving loop that drives a tier stack with a workload or a trace and checks every byte.
 
-requests   what a request is, and the chain of keys over its blocks
-trace      readers of request traces
+setup      from options to a source of requests, a layout and a stack
 workload   generated multi-turn workloads
-content    what each block must hold, as a function of its key
-pool       the loop's own GPU blocks and prefix cache
+content    the expected content of each block, a function of its key
+pool       GPU blocks with reference counts, and the prefix cache over them
+engine     KV tensors, and a pool, a store planner and the content for each group
 serve      the loop
+run        one whole replay
 report     the result: counts, table, JSON
 """

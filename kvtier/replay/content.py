@@ -1,24 +1,23 @@
-"""What every GPU block must hold: a function of its full key, so that a wrong byte names its owner.
+"""The expected content of every GPU block: a function of its full key, so that a wrong byte identifies its owner.
 
 The page of a GPU block in tensor reference r of its group is the sequence of 64-bit words `base + i * STEP`, with
-`base = mix(xxh3_64(key) + r * PART)`, cut to the page's bytes. `mix` is a bijection, so a page found in the wrong
-place tells by its words which key it belongs to. The key is the GPU block's own (the chain up to its end), so an
-offloaded block holds the contents of its sub-blocks' keys side by side, as real KV does.
+`base = mix(xxh3_64(key) + r * PART)`, shortened to the page's bytes. The base of a page in the wrong place can be read
+from its words, and identifies the key that the page belongs to. The key is the GPU block's own (the chain up to its
+end), so an offloaded block holds the contents of its sub-blocks' keys side by side, as real KV does.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
 
-from kvtier.geometry import GroupLayout
-from kvtier.jobs import IntArray
-from kvtier.keys import OffloadKey
+from kvtier.types.arrays import IntArray
+from kvtier.types.geometry import GroupLayout
+from kvtier.types.keys import OffloadKey
 
 WORD_BYTES = 8
 STEP = 0x9E3779B97F4A7C15
@@ -31,10 +30,10 @@ Words = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class WrongPage:
-    """One page that does not hold what its key says.
+    """One page that does not hold the content of its key.
 
     `first_byte` is the first wrong byte's offset in the page, `wrong_bytes` how many are wrong in all. `origin` tells
-    whose content most of the page is (see `find_owners`); None if it is nobody's.
+    whose content most of the page is (see `find_owners`); None if no key fits.
     """
 
     key: OffloadKey
@@ -52,10 +51,6 @@ class Pages:
     keys: Sequence[OffloadKey]
     gpu_blocks: IntArray
 
-    def select(self, positions: IntArray) -> Pages:
-        """The pages at some positions."""
-        return Pages([self.keys[position] for position in positions.tolist()], self.gpu_blocks[positions])
-
 
 class BlockContent:
     """Writes and checks the pages of one group in an engine's KV tensors.
@@ -66,101 +61,66 @@ class BlockContent:
 
     def __init__(self, layout: GroupLayout, tensors: Sequence[torch.Tensor], on_host: bool | None = None) -> None:
         self._refs = layout.refs
-        self._tensors = [tensors[ref.tensor].view(torch.uint8) for ref in layout.refs]
-        device = self._tensors[0].device
-        self._on_host = device.type == "cpu" if on_host is None else on_host
+        parts = [tensors[ref.tensor].view(torch.uint8) for ref in layout.refs]
+        self._device = parts[0].device
+        self._on_host = self._device.type == "cpu" if on_host is None else on_host
+        self._tensors: Sequence[Any] = [part.numpy() for part in parts] if self._on_host else parts
         words = max(-(-ref.page_size_bytes // WORD_BYTES) for ref in layout.refs)
         self._ramp: Words = np.arange(words, dtype=np.uint64) * np.uint64(STEP)
-        self._scratch = np.empty_like(self._ramp)
-        self._equal = np.empty(words * WORD_BYTES, dtype=np.bool_)
-        self._device_ramp = torch.from_numpy(self._ramp.view(np.int64)).to(device) if not self._on_host else None
 
     def write(self, pages: Pages) -> None:
-        """Compute the pages: afterwards each GPU block holds what its key says, in every tensor."""
-        for ref in range(len(self._refs)):
-            bases = self._bases(pages, ref)
-            if self._on_host:
-                self._write_host(ref, bases, pages.gpu_blocks)
-            else:
-                for batch in self._batches(ref, len(bases)):
-                    wanted = self._wanted(ref, bases[batch])
-                    ids = torch.from_numpy(pages.gpu_blocks[batch]).to(wanted.device)
-                    size = wanted.shape[1]
-                    self._tensors[ref][:, :size].index_copy_(0, ids, wanted)
+        """Fill the pages: afterwards each GPU block holds the content of its key, in every tensor."""
+        for ref, tensor in enumerate(self._tensors):
+            for _, blocks, wanted in self._batches(ref, pages):
+                tensor[blocks, : wanted.shape[-1]] = wanted
 
     def check(self, pages: Pages) -> list[WrongPage]:
         """Compare every byte of the pages; return the wrong ones (none: all as stored)."""
         wrong = []
-        for ref in range(len(self._refs)):
-            bases = self._bases(pages, ref)
-            check = self._check_host if self._on_host else self._check_device
-            wrong += [self._describe(pages, ref, bases, index) for index in check(ref, bases, pages.gpu_blocks)]
+        for ref, tensor in enumerate(self._tensors):
+            for first, blocks, wanted in self._batches(ref, pages):
+                same = (tensor[blocks, : wanted.shape[-1]] == wanted).all(-1)
+                if not same.all():
+                    differing = np.flatnonzero(~np.array(same.tolist(), ndmin=1)) + first
+                    wrong += [self._describe(pages, ref, position) for position in differing.tolist()]
         return wrong
 
-    def _bases(self, pages: Pages, ref: int) -> Words:
-        hashes = np.fromiter((xxhash.xxh3_64_intdigest(key) for key in pages.keys), np.uint64, len(pages.keys))
-        return mix(hashes + np.uint64(ref * PART & MASK))
-
-    def _write_host(self, ref: int, bases: Words, gpu_blocks: IntArray) -> None:
-        size, words = self._sizes(ref)
-        ramp, scratch = self._ramp[:words], self._scratch[:words]
-        page = scratch.view(np.uint8)[:size]
-        array = self._tensors[ref].numpy()
-        for base, block in zip(bases, gpu_blocks.tolist(), strict=True):
-            np.add(ramp, base, out=scratch)
-            array[block, :size] = page
-
-    def _check_host(self, ref: int, bases: Words, gpu_blocks: IntArray) -> list[int]:
-        size, words = self._sizes(ref)
-        ramp, scratch, equal = self._ramp[:words], self._scratch[:words], self._equal[:size]
-        page = scratch.view(np.uint8)[:size]
-        array = self._tensors[ref].numpy()
-        wrong = []
-        for index, (base, block) in enumerate(zip(bases, gpu_blocks.tolist(), strict=True)):
-            np.add(ramp, base, out=scratch)
-            if not np.equal(array[block, :size], page, out=equal).all():
-                wrong.append(index)
-        return wrong
-
-    def _check_device(self, ref: int, bases: Words, gpu_blocks: IntArray) -> list[int]:
-        wrong: list[int] = []
-        for batch in self._batches(ref, len(bases)):
-            wanted = self._wanted(ref, bases[batch])
-            ids = torch.from_numpy(gpu_blocks[batch]).to(wanted.device)
-            found = self._tensors[ref][:, : wanted.shape[1]].index_select(0, ids)
-            good = (found == wanted).all(dim=1).cpu().numpy()
-            wrong += (np.flatnonzero(~good) + batch.start).tolist()
-        return wrong
-
-    def _sizes(self, ref: int) -> tuple[int, int]:
+    def _batches(self, ref: int, pages: Pages) -> Iterator[tuple[int, Any, Any]]:
+        """(position of the first, GPU blocks, what they must hold): one page as an array, or many as tensors."""
         size = self._refs[ref].page_size_bytes
-        return size, -(-size // WORD_BYTES)
+        ramp, bases = self._ramp[: -(-size // WORD_BYTES)], _bases(pages.keys, ref)
+        if self._on_host:
+            words = np.empty_like(ramp)
+            page = words.view(np.uint8)[:size]
+            for position, block in enumerate(pages.gpu_blocks.tolist()):
+                np.add(ramp, bases[position], out=words)
+                yield position, block, page
+            return
+        device_ramp = torch.from_numpy(ramp.view(np.int64)).to(self._device)
+        step = max(1, BATCH_BYTES // size)
+        for first in range(0, len(bases), step):
+            column = torch.from_numpy(bases[first : first + step].view(np.int64)).to(self._device)[:, None]
+            blocks = torch.from_numpy(pages.gpu_blocks[first : first + step]).to(self._device)
+            yield first, blocks, (column + device_ramp).view(torch.uint8)[:, :size]
 
-    def _batches(self, ref: int, count: int) -> list[slice]:
-        step = max(1, BATCH_BYTES // self._refs[ref].page_size_bytes)
-        return [slice(start, min(start + step, count)) for start in range(0, count, step)]
-
-    def _wanted(self, ref: int, bases: Words) -> torch.Tensor:
-        """The pages as they must be, uint8 of shape (pages, page bytes), on the tensors' device."""
-        size, words = self._sizes(ref)
-        assert self._device_ramp is not None
-        column = torch.from_numpy(bases.view(np.int64)).to(self._device_ramp.device)[:, None]
-        return (column + self._device_ramp[:words]).view(torch.uint8)[:, :size]
-
-    def _describe(self, pages: Pages, ref: int, bases: Words, index: int) -> WrongPage:
-        size, words = self._sizes(ref)
-        block = int(pages.gpu_blocks[index])
-        found = self._tensors[ref][block, :size].cpu().numpy()
-        expected = (self._ramp[:words] + bases[index]).view(np.uint8)[:size]
+    def _describe(self, pages: Pages, ref: int, position: int) -> WrongPage:
+        size, block = self._refs[ref].page_size_bytes, int(pages.gpu_blocks[position])
+        found = torch.as_tensor(self._tensors[ref][block, :size]).cpu().numpy()
+        expected = (self._ramp + _bases(pages.keys[position : position + 1], ref)).view(np.uint8)[:size]
         differs = np.flatnonzero(found != expected)
         return WrongPage(
-            key=pages.keys[index],
+            key=pages.keys[position],
             tensor=self._refs[ref].tensor,
             gpu_block=block,
             first_byte=int(differs[0]) if len(differs) else 0,
             wrong_bytes=len(differs),
             origin=origin_of(found),
         )
+
+
+def _bases(keys: Sequence[OffloadKey], ref: int) -> Words:
+    hashes = np.fromiter(map(xxhash.xxh3_64_intdigest, keys), np.uint64, len(keys))
+    return mix(hashes + np.uint64(ref * PART & MASK))
 
 
 def mix(values: Words) -> Words:
@@ -171,40 +131,21 @@ def mix(values: Words) -> Words:
     return mixed
 
 
-def unmix(value: int) -> int:
-    """The inverse of `mix` for one word."""
-    value = _unshift(value, 31)
-    value = _unshift((value * pow(0x94D049BB133111EB, -1, 1 << 64)) & MASK, 27)
-    return _unshift((value * pow(0xBF58476D1CE4E5B9, -1, 1 << 64)) & MASK, 30)
-
-
 def origin_of(page: npt.NDArray[np.uint8]) -> int | None:
-    """The unmixed base of a page, judged by the first two neighbouring words that agree; None if none do."""
+    """The base of a page, judged by the first two neighbouring words that agree; None if none do."""
     words = np.frombuffer(page.tobytes()[: len(page) // WORD_BYTES * WORD_BYTES], np.uint64)
     agree = np.flatnonzero(words[:-1] + np.uint64(STEP) == words[1:])
-    if not len(agree):
-        return None
-    index = int(agree[0])
-    return unmix((int(words[index]) - index * STEP) & MASK)
+    return (int(words[agree[0]]) - int(agree[0]) * STEP) & MASK if len(agree) else None
 
 
 def find_owners(origins: Iterable[int], keys: Iterable[OffloadKey], parts: int) -> dict[int, OffloadKey]:
     """Which of the keys each origin belongs to, in one of `parts` tensor references. Stops when all are found."""
-    wanted = {(origin - part * PART) & MASK: origin for origin in origins for part in range(parts)}
-    missing = set(wanted.values())
+    missing = set(origins)
     found: dict[int, OffloadKey] = {}
     for key in keys:
         if not missing:
             break
-        origin = wanted.get(xxhash.xxh3_64_intdigest(key))
-        if origin is not None and origin in missing:
-            missing.remove(origin)
-            found[origin] = key
+        of_key = missing.intersection(int(_bases([key], part)[0]) for part in range(parts))
+        found |= dict.fromkeys(of_key, key)
+        missing -= of_key
     return found
-
-
-def _unshift(value: int, shift: int) -> int:
-    result = value
-    for _ in range(64 // shift):
-        result = value ^ (result >> shift)
-    return result

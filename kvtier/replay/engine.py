@@ -1,86 +1,59 @@
 """The engine's side of a replay: KV tensors on a device, a block pool and the expected content for each group."""
 
-from __future__ import annotations
-
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from kvtier.errors import ConfigError, ResourceError
-from kvtier.geometry import KVLayout
-from kvtier.jobs import IntArray
-from kvtier.loadstore import KVCaches
 from kvtier.planner import StoreMode, StorePlanner
 from kvtier.replay.content import BlockContent
 from kvtier.replay.pool import BlockPool
+from kvtier.tier_api.contract import KVCaches
+from kvtier.types.arrays import IntArray
+from kvtier.types.geometry import KVLayout
 
 NO_BLOCK = -1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class EngineCache:
     """GPU blocks of a layout: a tensor for each tensor reference; a pool, a store planner, a content for each group.
 
     Block ids of a group are good in all of the group's tensors. No two groups share a tensor.
     """
 
-    layout: KVLayout
-    device: str
-    tensors: tuple[torch.Tensor, ...]
-    pools: tuple[BlockPool, ...]
-    planners: tuple[StorePlanner, ...]
-    contents: tuple[BlockContent, ...]
-
-    @staticmethod
-    def allocate(
-        layout: KVLayout, num_blocks: int, device: str, store_mode: StoreMode = StoreMode.EAGER
-    ) -> EngineCache:
+    def __init__(self, layout: KVLayout, num_blocks: int, device: str, store_mode: StoreMode = StoreMode.EAGER) -> None:
         """Zeroed tensors for `num_blocks` GPU blocks of every group. Raises ResourceError where memory is short."""
-        sizes = {ref.tensor: ref.page_size_bytes for group in layout.groups for ref in group.refs}
-        need = num_blocks * sum(sizes.values())
+        need = num_blocks * sum(group.page_bytes for group in layout.groups)
         have = _available_bytes(device)
         if need > have:
             raise ResourceError(
                 f"the GPU pool needs {need} bytes on {device} and {have} are available: "
                 f"lower --block-bytes or --gpu-blocks"
             )
-        tensors = tuple(
-            torch.zeros((num_blocks, sizes[index]), dtype=torch.int8, device=device) for index in sorted(sizes)
-        )
-        contents = tuple(BlockContent(group, tensors) for group in layout.groups)
-        planners = tuple(StorePlanner(store_mode, layout.block_size_factor) for _ in layout.groups)
-        pools = tuple(BlockPool(num_blocks, planner.fenced) for planner in planners)
-        return EngineCache(layout, device, tensors, pools, planners, contents)
+        self.layout, self.device = layout, device
+        self.tensors = allocate_tensors(layout, num_blocks, device)
+        self.contents = [BlockContent(group, self.tensors) for group in layout.groups]
+        self.planners = [StorePlanner(store_mode, layout.block_size_factor) for _ in layout.groups]
+        self.pools = [BlockPool(num_blocks, planner.fenced) for planner in self.planners]
 
     @property
     def kv_caches(self) -> KVCaches:
-        """The tensors as a stack wants them."""
+        """The tensors in the form that a stack takes."""
         return KVCaches(self.tensors)
 
-    def used_bytes(self) -> int:
-        """Bytes of the GPU blocks that are referenced or hold a key, over all groups."""
-        return sum(pool.num_used * group.page_bytes for pool, group in zip(self.pools, self.layout.groups, strict=True))
-
-    def peak_bytes(self) -> int:
-        """The most bytes ever used, each group at its own peak."""
-        return sum(
-            pool.peak_blocks * group.page_bytes for pool, group in zip(self.pools, self.layout.groups, strict=True)
-        )
-
-    def capacity_bytes(self) -> int:
-        """Bytes of all GPU blocks."""
-        return sum(
-            pool.num_blocks * group.page_bytes for pool, group in zip(self.pools, self.layout.groups, strict=True)
-        )
-
     def release(self, tables: list[IntArray]) -> None:
-        """Let go of the blocks in a request's tables, one for each of the first groups. The leaf goes first, so that a
+        """Release the blocks in a request's tables, one for each of the first groups. The leaf goes first, so that a
         prefix outlives what follows it."""
         for pool, table in zip(self.pools, tables, strict=False):
             pool.release(table[table != NO_BLOCK][::-1].tolist())
+
+
+def allocate_tensors(layout: KVLayout, num_blocks: int, device: str) -> tuple[torch.Tensor, ...]:
+    """A zeroed tensor for each tensor reference of a layout, with `num_blocks` GPU blocks."""
+    sizes = {ref.tensor: ref.page_size_bytes for group in layout.groups for ref in group.refs}
+    return tuple(torch.zeros((num_blocks, sizes[index]), dtype=torch.int8, device=device) for index in sorted(sizes))
 
 
 def choose_device(name: str) -> str:
@@ -92,7 +65,7 @@ def choose_device(name: str) -> str:
 
 
 def _available_bytes(device: str) -> int:
-    """Memory that can be had on a device now; where the system does not say, all it has."""
+    """Memory that is available on a device now; all of its memory where the system does not report that."""
     if device != "cpu":
         return int(torch.cuda.mem_get_info()[0])
     try:

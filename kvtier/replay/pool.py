@@ -1,24 +1,22 @@
 """The serving loop's own GPU blocks: a pool of block ids with reference counts, and the prefix cache over them.
 
 A block is *referenced* (a request or a store uses it) or *idle*. Idle blocks wait in the order they are reused in:
-those that hold no key first, then the one that was let go longest ago. Only idle blocks are ever reused, and of those
+those that hold no key first, then the one that was released longest ago. Only idle blocks are ever reused, and of those
 none that a store still reads.
 """
-
-from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from kvtier.errors import IntegrityError
-from kvtier.keys import OffloadKey
+from kvtier.types.keys import OffloadKey
 
 
 class BlockPool:
     """GPU block ids 0 .. num_blocks-1 of one group. Every method is all or nothing.
 
-    `fenced` says of a block whether a store still reads it.
+    `fenced(block)` is true while a store still reads the block.
     """
 
     def __init__(self, num_blocks: int, fenced: Callable[[int], bool] = lambda block: False) -> None:
@@ -73,7 +71,7 @@ class BlockPool:
     def allocate(self, count: int) -> list[int] | None:
         """Take `count` blocks, each with one reference and no key, forgetting what the oldest idle ones held.
 
-        Returns None and changes nothing if fewer can be had now.
+        Returns None and changes nothing if fewer are free now.
         """
         empty = list(islice(self._empty, count))
         idle = list(islice((block for block in self._idle if not self._fenced(block)), count - len(empty)))

@@ -1,67 +1,35 @@
-"""What a replay found: figures by tier as a table for people and as JSON for programs."""
+"""The result of a replay: figures by tier, as a table and as JSON."""
 
-from __future__ import annotations
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from kvtier.options import size_text
 from kvtier.replay.serve import Counts
+from kvtier.stack import TierStats
+from kvtier.tables import table
 
 GIB = 1 << 30
 _NONE = "-"
 
 
-@dataclass(frozen=True, slots=True)
-class TierReport:
-    """One tier's figures. `load_*` is towards the GPU, `store_*` away from it; `hits` counts blocks.
-
-    `mode` says how the tier does its I/O.
-    """
-
-    hits: int
-    load_bytes: int
-    load_seconds: float
-    store_bytes: int
-    store_seconds: float
-    evictions: int
-    dropped: Mapping[str, int]
-    used_bytes: int
-    peak_bytes: int
-    capacity_bytes: int
-    mode: str = ""
-
-    def to_json(self) -> dict[str, object]:
-        """The figures as they stand in the JSON report; `dropped` is the sum over the reasons."""
-        return {
-            "hits": self.hits,
-            "load_bytes": self.load_bytes,
-            "load_seconds": round(self.load_seconds, 6),
-            "store_bytes": self.store_bytes,
-            "store_seconds": round(self.store_seconds, 6),
-            "evictions": self.evictions,
-            "dropped": sum(self.dropped.values()),
-            "dropped_reasons": dict(sorted(self.dropped.items())),
-            "used_bytes": self.used_bytes,
-            "peak_bytes": self.peak_bytes,
-            "capacity_bytes": self.capacity_bytes,
-            "mode": self.mode,
-        }
+_BLOCK_COUNTS = (
+    *("stored", "loaded", "verified", "mismatched", "dropped", "load_failed", "gpu_verified", "computed"),
+    "longest_load",
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplayReport:
     """A whole replay. `tiers` go from the GPU down, `recovered_blocks` were in them at the start.
 
-    `settings` repeat what was asked and found; `wrong` describes the first wrong pages.
+    `settings` hold the options and what followed from them; `wrong` describes the first wrong pages.
     """
 
     counts: Counts
-    tiers: Mapping[str, TierReport]
+    tiers: Mapping[str, TierStats]
     seconds: float
     recovered_blocks: int = 0
     settings: Mapping[str, object] = field(default_factory=dict)
@@ -82,23 +50,12 @@ class ReplayReport:
             "requests": counts.requests,
             "prompt_tokens": counts.prompt_tokens,
             "hit_tokens": {name: counts.hit_tokens.get(name, 0) for name in self._names()},
-            "blocks": {
-                "stored": counts.stored,
-                "loaded": counts.loaded,
-                "verified": counts.verified,
-                "mismatched": counts.mismatched,
-                "dropped": counts.dropped,
-                "load_failed": counts.load_failed,
-                "gpu_verified": counts.gpu_verified,
-                "computed": counts.computed,
-                "longest_load": counts.longest_load,
-                "recovered": self.recovered_blocks,
-                "loaded_of_recovered": counts.earlier,
-            },
+            "blocks": {name: getattr(counts, name) for name in _BLOCK_COUNTS}
+            | {"recovered": self.recovered_blocks, "loaded_of_recovered": counts.earlier},
             "block_references": counts.block_references,
             "block_hits": counts.block_hits,
             "block_hit_rate": round(self.block_hit_rate, 6),
-            "tiers": {name: tier.to_json() for name, tier in self.tiers.items()},
+            "tiers": {name: tier_json(tier) for name, tier in self.tiers.items()},
             "wrong": list(self.wrong),
         }
 
@@ -110,7 +67,8 @@ class ReplayReport:
     def show(self, console: Console) -> None:
         """Print the table by tier, what was verified, and each wrong page that was kept."""
         counts = self.counts
-        console.print(self._table())
+        columns = ("tier", "hit tokens", "loaded", "stored", "evicted", "dropped", "used of bound")
+        console.print(table(columns, self._rows(), title="Replay by tier"))
         console.print(
             "; ".join(f"{escape(name)}: {escape(tier.mode)}" for name, tier in self.tiers.items() if tier.mode)
         )
@@ -136,15 +94,11 @@ class ReplayReport:
     def _names(self) -> Iterable[str]:
         return dict.fromkeys([*self.tiers, *self.counts.hit_tokens])
 
-    def _table(self) -> Table:
-        table = Table(title="Replay by tier", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        table.add_column("tier", no_wrap=True, min_width=4)
-        for column in ("hit tokens", "loaded", "stored", "evicted", "dropped", "used of bound"):
-            table.add_column(column, justify="right", no_wrap=True)
+    def _rows(self) -> Iterator[tuple[str, ...]]:
         for name, tier in self.tiers.items():
             tokens = self.counts.hit_tokens.get(name, 0)
-            table.add_row(
-                escape(name),
+            yield (
+                name,
                 f"{tokens:,}\n{_share(tokens, self.counts.prompt_tokens)}",
                 f"{_size(tier.load_bytes)}\n{_rate(tier.load_bytes, tier.load_seconds)}",
                 f"{_size(tier.store_bytes)}\n{_rate(tier.store_bytes, tier.store_seconds)}",
@@ -152,7 +106,13 @@ class ReplayReport:
                 f"{sum(tier.dropped.values()):,}",
                 f"{_size(tier.used_bytes)}\n{_size(tier.capacity_bytes)}",
             )
-        return table
+
+
+def tier_json(tier: TierStats) -> dict[str, object]:
+    """A tier's figures as they stand in the JSON report; `dropped` is the sum over the reasons."""
+    seconds = {"load_seconds": round(tier.load_seconds, 6), "store_seconds": round(tier.store_seconds, 6)}
+    dropped = {"dropped": sum(tier.dropped.values()), "dropped_reasons": dict(sorted(tier.dropped.items()))}
+    return asdict(tier) | seconds | dropped
 
 
 def _share(part: int, whole: int) -> str:
@@ -164,11 +124,4 @@ def _rate(moved_bytes: int, seconds: float) -> str:
 
 
 def _size(size_bytes: int) -> str:
-    if not size_bytes:
-        return _NONE
-    value, unit = float(size_bytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+    return size_text(size_bytes) if size_bytes else _NONE

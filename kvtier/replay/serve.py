@@ -6,78 +6,51 @@ that is, written as its key says. Computed blocks that are whole are stored. A b
 
 The loop goes as fast as it can, without a trace's clock, so it would outrun the disks and write-through would drop
 what finds no room. Flow control takes the clock's place: after each request the loop waits until at most `backlog`
-demotions are queued or under way.
+demotions are queued or in flight.
 """
-
-from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import islice
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import ConfigError
-from kvtier.jobs import (
-    BlockOutcome,
-    BlockStatus,
-    GroupTransfer,
-    IntArray,
-    JobKind,
-    JobResult,
-    TransferJob,
-    distinct,
-    int_array,
-)
-from kvtier.keys import OffloadKey, RequestId
-from kvtier.loadstore import LookupResult
 from kvtier.planner import GroupLoad, StoreMode, StorePlan, StorePlanner, plan_load, usable_prefix
 from kvtier.planner.prefix import window_start
 from kvtier.replay.content import Pages, WrongPage
 from kvtier.replay.engine import NO_BLOCK, EngineCache
-from kvtier.replay.requests import KeyChain, Request, group_keys, offload_keys
+from kvtier.stack import TierStack
+from kvtier.tier_api.contract import LookupResult
+from kvtier.traces.requests import KeyChain, Request, group_keys, offload_keys
+from kvtier.types.arrays import IntArray, distinct, int_array
+from kvtier.types.jobs import BlockOutcome, BlockStatus, JobKind, JobResult
+from kvtier.types.keys import OffloadKey, RequestId
 
 WRONG_PAGES_KEPT = 16
+DRAIN_SECONDS = 60.0
 LOADABLE = (LookupResult.HIT, LookupResult.HIT_PENDING)
 
 Flags = npt.NDArray[np.bool_]
 
 
-class Stack(Protocol):
-    """What the loop asks of a tier stack."""
-
-    async def lookup(self, keys: Sequence[OffloadKey]) -> Sequence[LookupResult]: ...
-    def locate(self, keys: Sequence[OffloadKey]) -> list[str | None]: ...
-    def job(
-        self, kind: JobKind, groups: Sequence[GroupTransfer], timeout_seconds: float | None = None
-    ) -> TransferJob: ...
-    async def load(self, job: TransferJob) -> JobResult: ...
-    async def store(self, job: TransferJob) -> JobResult: ...
-    def touch(self, keys: Sequence[OffloadKey]) -> None: ...
-    async def settle(self, timeout_seconds: float, backlog: int = 0) -> bool: ...
-
-
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """How requests are driven: how many at once, how many demotions may lag, how many blocks one store names.
+    """How requests are driven: how many at once, how many demotions may be queued or in flight when the next request
+    begins, how many blocks one store names.
 
     Hits in the loop's own cache are counted under `gpu_name`, hits of blocks still on their way into a tier under
-    `cpu_name`. `watch_earlier` counts loads of blocks that this loop never stored, which takes memory for every key it
-    did store.
+    `cpu_name`.
     """
 
     concurrency: int = 1
     backlog: int = 0
     store_blocks: int = 256
-    settle_seconds: float = 60.0
     gpu_name: str = "gpu"
     cpu_name: str = "cpu"
-    watch_earlier: bool = False
 
 
 @dataclass(slots=True)
@@ -110,11 +83,11 @@ class Counts:
 
 @dataclass(slots=True, eq=False)
 class _Work:
-    """One request under way; every list has one entry for each group, every position counts GPU blocks.
+    """One request in flight; every list has one entry for each group, every position counts GPU blocks.
 
-    `keys` are the GPU blocks' keys, `offload` the offloaded blocks', `in_stack` and `where` what the stack said of
+    `keys` are the GPU blocks' keys, `offload` the offloaded blocks', `in_stack` and `where` the stack's answers for
     those. The first `computed` blocks were hit on the GPU, those up to `length` in the stack. `tables` hold GPU block
-    ids (NO_BLOCK: not needed), and `missing` says which of them still have to be filled.
+    ids (NO_BLOCK: not needed), and `missing` marks those that still have to be filled.
     """
 
     request_id: RequestId
@@ -138,7 +111,7 @@ class _Work:
 class Server:
     """Serves requests over one engine cache and one stack. Counts are in `counts`."""
 
-    def __init__(self, engine: EngineCache, stack: Stack, options: ServeOptions | None = None) -> None:
+    def __init__(self, engine: EngineCache, stack: TierStack, options: ServeOptions | None = None) -> None:
         self.counts = Counts()
         self._engine = engine
         self._stack = stack
@@ -173,14 +146,14 @@ class Server:
         work = self._begin(request)
         if self._engine.planners[0].mode is StoreMode.LAZY:
             await self._store_coldest(len(work.keys[0]))
-        await self._ask(work)
+        await self._lookup(work)
         async with self._blocks(work):
             self._check_hits(work)
             await self._load(work)
             self._compute(work)
             await self._store(work)
         self._stack.touch(self._touched(work))
-        await self._stack.settle(self._options.settle_seconds, self._options.backlog)
+        await self._stack.drain(DRAIN_SECONDS, self._options.backlog)
         self.counts.requests += 1
         self.counts.prompt_tokens += request.prompt_tokens
 
@@ -196,8 +169,8 @@ class Server:
         request_id = RequestId(str(self._begun))
         return _Work(request_id, request.prompt_blocks, request.prompt_tokens, keys, offload)
 
-    async def _ask(self, work: _Work) -> None:
-        """Ask the stack for every block of the request, and count what it has."""
+    async def _lookup(self, work: _Work) -> None:
+        """Look up every block of the request, and count what the stack has."""
         for offload in work.offload:
             work.in_stack.append([result in LOADABLE for result in await self._stack.lookup(offload)])
             work.where.append(self._stack.locate(offload))
@@ -207,8 +180,8 @@ class Server:
 
     @asynccontextmanager
     async def _blocks(self, work: _Work) -> AsyncIterator[None]:
-        """Hold all the GPU blocks a request needs. Who cannot have them all waits holding none, so nobody waits
-        forever: the pool has room for any one request."""
+        """Take all the GPU blocks a request needs. A request that cannot have them all takes none and waits. It does
+        not wait forever: the pool has room for any one request."""
         async with self._freed:
             while not self._claim(work):
                 await self._freed.wait()
@@ -245,7 +218,8 @@ class Server:
     def _choose_prefix(self, work: _Work) -> None:
         """The prefix the GPU holds, then the longer one that it and the stack hold together."""
         size = self._groups[0].block_size
-        on_gpu = [partial(_holds, pool.find, keys) for pool, keys in zip(self._engine.pools, work.keys, strict=True)]
+        cached = zip(self._engine.pools, work.keys, strict=True)
+        on_gpu = [[pool.find(key) is not None for key in keys] for pool, keys in cached]
         work.computed = usable_prefix(self._gpu_layout, on_gpu, work.prompt_tokens) // size
         whole = work.computed // self._factor
         present = [[True] * whole + in_stack[whole:] for in_stack in work.in_stack]
@@ -275,15 +249,14 @@ class Server:
     def _take(self, work: _Work, load: GroupLoad, outcomes: Sequence[BlockOutcome]) -> None:
         """Compare loaded GPU blocks before use. A wrong one counts, and is computed like one that did not come."""
         group, counts, where = load.group, self.counts, work.where[load.group]
-        if self._options.watch_earlier:
-            keys = load.transfer(work.offload[group]).keys
-            counts.earlier += sum(
-                outcome.status is BlockStatus.LOADED and key not in self._stored
-                for key, outcome in zip(keys, outcomes, strict=True)
-            )
+        keys = load.transfer(work.offload[group]).keys
+        counts.earlier += sum(
+            outcome.status is BlockStatus.LOADED and key not in self._stored
+            for key, outcome in zip(keys, outcomes, strict=True)
+        )
         came = np.array([outcome.status is BlockStatus.LOADED for outcome in outcomes], dtype=np.bool_)
         for row in load.positions[~came].tolist():
-            # The stack has let go of it, so it is stored again once computed.
+            # The stack has dropped it, so it is stored again once computed.
             where[row] = None
         of_block, sub_blocks, _ = load.runs.pages()
         positions = (load.positions[of_block] * self._factor + sub_blocks)[came[of_block]]
@@ -311,7 +284,7 @@ class Server:
             self.counts.computed += len(positions)
 
     async def _store(self, work: _Work) -> None:
-        """Tell the planners which whole blocks the stack lacks, and store what they want stored now."""
+        """Name the whole blocks that the stack lacks to the planners, and store what they choose now."""
         for group, planner in enumerate(self._engine.planners):
             offload, where = work.offload[group], work.where[group]
             places = work.tables[group][: len(offload) * self._factor].reshape(-1, self._factor).tolist()
@@ -333,23 +306,21 @@ class Server:
         while plans := [(planner, plan) for planner in planners if (plan := planner.take(step)) is not None]:
             await self._store_plans(plans)
             if any(planner.num_queued for planner in planners):
-                await self._stack.settle(self._options.settle_seconds, self._options.backlog)
+                await self._stack.drain(DRAIN_SECONDS, self._options.backlog)
 
     async def _store_plans(self, plans: Sequence[tuple[StorePlanner, StorePlan]]) -> None:
-        """One job for a plan of each group. The planners hear the outcomes, or that there are none."""
+        """One job for a plan of each group. The planners are given the outcomes, or None."""
         groups = [group for _, plan in plans for group in plan.groups]
-        outcomes: Sequence[Sequence[BlockOutcome] | None] = [None] * len(groups)
+        outcomes: Sequence[Sequence[BlockOutcome]] = ()
         try:
             result = await self._stack.store(self._stack.job(JobKind.STORE, groups))
             outcomes = result.outcomes
             self._count_stores(result)
-            if self._options.watch_earlier:
-                self._stored.update(key for group in groups for key in group.keys)
+            self._stored.update(key for group in groups for key in group.keys)
         finally:
             ended = iter(outcomes)
             for planner, plan in plans:
-                known = [part for part in islice(ended, len(plan.groups)) if part is not None]
-                planner.finish(plan, known or None)
+                planner.finish(plan, list(islice(ended, len(plan.groups))) or None)
         async with self._freed:
             self._freed.notify_all()
 
@@ -381,7 +352,3 @@ class Server:
     def _note_wrong(self, wrong: Sequence[WrongPage], blocks: int) -> None:
         self.counts.mismatched += blocks
         self.counts.wrong += wrong[: WRONG_PAGES_KEPT - len(self.counts.wrong)]
-
-
-def _holds(find: Callable[[OffloadKey], int | None], keys: Sequence[OffloadKey], position: int) -> bool:
-    return position < len(keys) and find(keys[position]) is not None

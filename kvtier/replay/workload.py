@@ -4,15 +4,13 @@ Everything follows from a profile and a seed. Some of a session's turns come rig
 from the GPU; others come back after many other sessions and are found further down.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from kvtier.errors import ConfigError
-from kvtier.jobs import int_array
-from kvtier.replay.requests import Request, SourceShape
+from kvtier.traces.requests import Request, RequestSource
+from kvtier.types.arrays import int_array
 
 SYSTEM_SPACE = 1 << 62
 SPACE_BLOCKS = 1 << 24
@@ -41,117 +39,84 @@ class Profile:
     regenerate: float = 0.05
 
 
-PROFILES = {
-    profile.name: profile
-    for profile in (
-        Profile(
-            name="chat",
-            block_tokens=16,
-            num_requests=400,
-            sessions=32,
-            systems=(1024, 640, 320, 208),
-            opening_tokens=(20, 400),
-            turn_tokens=(10, 250),
-            output_tokens=(20, 300),
-            mean_turns=8,
-            tokens_max=6144,
-        ),
-        Profile(
-            name="agentic",
-            block_tokens=64,
-            num_requests=200,
-            sessions=6,
-            systems=(16384,),
-            opening_tokens=(1000, 8000),
-            turn_tokens=(100, 3000),
-            output_tokens=(30, 600),
-            mean_turns=40,
-            tokens_max=65536,
-            recent=1,
-            revisit=0.7,
-            regenerate=0.02,
-        ),
-        Profile(
-            name="hybrid",
-            block_tokens=16,
-            num_requests=300,
-            sessions=24,
-            systems=(1000, 520),
-            opening_tokens=(20, 400),
-            turn_tokens=(10, 250),
-            output_tokens=(20, 300),
-            mean_turns=8,
-            tokens_max=6144,
-        ),
-    )
-}
+_CHAT = Profile(
+    name="chat",
+    block_tokens=16,
+    num_requests=400,
+    sessions=32,
+    systems=(1024, 640, 320, 208),
+    opening_tokens=(20, 400),
+    turn_tokens=(10, 250),
+    output_tokens=(20, 300),
+    mean_turns=8,
+    tokens_max=6144,
+)
+_AGENTIC = Profile(
+    name="agentic",
+    block_tokens=64,
+    num_requests=200,
+    sessions=6,
+    systems=(16384,),
+    opening_tokens=(1000, 8000),
+    turn_tokens=(100, 3000),
+    output_tokens=(30, 600),
+    mean_turns=40,
+    tokens_max=65536,
+    recent=1,
+    revisit=0.7,
+    regenerate=0.02,
+)
+_HYBRID = replace(_CHAT, name="hybrid", num_requests=300, sessions=24, systems=(1000, 520))
+PROFILES = {profile.name: profile for profile in (_CHAT, _AGENTIC, _HYBRID)}
 
 
-class Workload:
-    """A generated source of requests. `seed` decides every length, every order and every block id."""
+def make_workload(name: str, seed: int, num_requests: int | None = None) -> RequestSource:
+    """A generated source of requests. `seed` decides every length, every order and every block id.
 
-    def __init__(self, profile: Profile, seed: int, num_requests: int | None = None) -> None:
-        self._profile = profile
-        self._seed = seed
-        self._num_requests = profile.num_requests if num_requests is None else num_requests
-        if self._num_requests < 1:
-            raise ConfigError(f"must be at least 1, got {self._num_requests}", "--requests")
-
-    @property
-    def name(self) -> str:
-        return self._profile.name
-
-    @property
-    def shape(self) -> SourceShape:
-        """Found by generating the workload once."""
-        longest = max(len(request.ids) for request in self.requests())
-        return SourceShape(self._num_requests, longest, self._profile.block_tokens)
-
-    def requests(self) -> Iterator[Request]:
-        """The same requests at every call."""
-        profile = self._profile
-        rng = random.Random(f"{profile.name}:{self._seed}")
-        root = f"workload:{profile.name}:{self._seed}"
-        sessions: list[_Session] = []
-        opened = 0
-        for _ in range(self._num_requests):
-            if len(sessions) < profile.sessions and (not sessions or rng.random() >= profile.revisit):
-                session = _Session.begin(opened, profile, rng)
-                opened += 1
-            else:
-                pool = sessions[-profile.recent :] if rng.random() < profile.revisit else sessions
-                session = rng.choice(pool)
-                sessions.remove(session)
-            request = session.turn(root, profile, rng)
-            ended = rng.random() * profile.mean_turns < 1 or session.tokens >= profile.tokens_max
-            if not ended:
-                sessions.append(session)
-            yield request
+    The longest request is found by generating the workload once.
+    """
+    profile = PROFILES[name]
+    count = profile.num_requests if num_requests is None else num_requests
+    if count < 1:
+        raise ConfigError(f"must be at least 1, got {count}", "--requests")
+    longest = max(len(request.ids) for request in _generate(profile, seed, count))
+    return RequestSource(name, count, longest, profile.block_tokens, lambda: _generate(profile, seed, count))
 
 
-@dataclass(slots=True)
+def _generate(profile: Profile, seed: int, num_requests: int) -> Iterator[Request]:
+    rng = random.Random(f"{profile.name}:{seed}")
+    root = f"workload:{profile.name}:{seed}"
+    sessions: list[_Session] = []
+    opened = 0
+    for _ in range(num_requests):
+        if len(sessions) < profile.sessions and (not sessions or rng.random() >= profile.revisit):
+            session = _Session(opened, profile, rng)
+            opened += 1
+        else:
+            pool = sessions[-profile.recent :] if rng.random() < profile.revisit else sessions
+            session = rng.choice(pool)
+            sessions.remove(session)
+        request = session.turn(root)
+        if rng.random() * profile.mean_turns >= 1 and session.tokens < profile.tokens_max:
+            sessions.append(session)
+        yield request
+
+
 class _Session:
     """One conversation: its tokens so far, and an id for each block they fill."""
 
-    number: int
-    system: int
-    tokens: int
-    turns: int = 0
-    ids: list[int] = field(default_factory=list)
-    named: int = 0
-    before: int = 0
-
-    @staticmethod
-    def begin(number: int, profile: Profile, rng: random.Random) -> _Session:
+    def __init__(self, number: int, profile: Profile, rng: random.Random) -> None:
         """A new session over one of the shared system prompts; whole blocks of it are shared."""
+        self.number, self.profile, self.rng = number, profile, rng
         system = rng.randrange(len(profile.systems))
-        tokens = profile.systems[system]
-        shared = tokens // profile.block_tokens
-        ids = [SYSTEM_SPACE + system * SPACE_BLOCKS + block for block in range(shared)]
-        return _Session(number, system, tokens, ids=ids, before=tokens)
+        self.tokens = self.before = profile.systems[system]
+        first = SYSTEM_SPACE + system * SPACE_BLOCKS
+        self.ids = list(range(first, first + self.tokens // profile.block_tokens))
+        self.turns = self.named = 0
 
-    def turn(self, root: str, profile: Profile, rng: random.Random) -> Request:
-        """The next request: what was said so far plus a new message; its answer joins the context."""
+    def turn(self, root: str) -> Request:
+        """The next request: the conversation so far and a new message. Its answer becomes part of the conversation."""
+        profile, rng = self.profile, self.rng
         if self.turns and rng.random() < profile.regenerate:
             self.tokens = self.before
             del self.ids[self.tokens // profile.block_tokens :]

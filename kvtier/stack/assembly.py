@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from kvtier.control.board import TierPlan
-from kvtier.control.plane import ControlLimits, ControlPlane, Question
-from kvtier.errors import ConfigError, UsageError
-from kvtier.geometry import Geometry, stack_alignment
-from kvtier.keys import CPU, GPU
-from kvtier.loadstore import (
+from kvtier.aio.shielded_wait import wait_done
+from kvtier.control.deliveries import Delivery, PresenceQuery
+from kvtier.control.plane import ControlLimits, ControlPlane
+from kvtier.control.state import TierSetup
+from kvtier.errors import ConfigError, ResourceError, UsageError
+from kvtier.options import MAX_LOWER_TIERS, LowerTierOptions
+from kvtier.stack.assembled import Assembled
+from kvtier.stack.dispatcher import Dispatcher, TierQueue
+from kvtier.stack.shutdown import close_each, name_of
+from kvtier.tier_api.contract import (
+    AnswersLookups,
     Clock,
     JoinsRows,
     KVCaches,
@@ -24,14 +31,17 @@ from kvtier.loadstore import (
     Resettable,
     TierContext,
 )
-from kvtier.namespace import Namespace
-from kvtier.options import MAX_LOWER_TIERS, LowerTierOptions
-from kvtier.stack.closing import close_each
-from kvtier.stack.dispatcher import Delivery, Dispatcher, Lane
+from kvtier.types.geometry import Geometry, stack_alignment
+from kvtier.types.keys import CPU, GPU
+from kvtier.types.namespace import Namespace
 
 logger = logging.getLogger(__name__)
 
 UNBOUNDED_BYTES = 1 << 62
+
+T = TypeVar("T")
+_closing_late: set[asyncio.Task[None]] = set()
+"""Keeps tasks from being collected that close tiers which opened too late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +50,12 @@ class StackSettings:
 
     A load that passes its deadline ends with what it has; a store that finds no row by its deadline is dropped;
     closing drains lower tiers for at most `close_seconds` and then gives each tier `tier_close_seconds` to end its
-    I/O. `reservation_seconds` and `lease_seconds` are for engines that are told of hits first.
+    I/O. Opening gives each tier `open_seconds`, in which the CPU tier may have to fill a large region with pages.
+    `reservation_seconds` and `lease_seconds` are for engines that reserve hits before they load them.
+    `gather_seconds` is how long the write-back of a row may wait for more rows.
     """
 
+    open_seconds: float = 300.0
     load_seconds: float = 30.0
     store_seconds: float = 10.0
     lookup_seconds: float = 1.0
@@ -50,6 +63,7 @@ class StackSettings:
     tier_close_seconds: float = 60.0
     reservation_seconds: float = 10.0
     lease_seconds: float = 10.0
+    gather_seconds: float = 0.05
     events_max: int = 65536
 
 
@@ -72,18 +86,6 @@ class StackParts:
     engine_id: str = ""
     settings: StackSettings = StackSettings()
     refine: Callable[[Namespace, Sequence[str]], Namespace] | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Assembled:
-    """An open stack's insides. `lanes[i].tier` are the tiers from the CPU down; `opened[i]` what they said."""
-
-    geometry: Geometry
-    plane: ControlPlane
-    dispatcher: Dispatcher
-    lanes: Sequence[Lane]
-    opened: Sequence[Opened]
-    to_close: Sequence[LoadStore]
 
 
 def split_tiers(parts: StackParts) -> tuple[Sequence[LoadStore], LoadStore, list[LoadStore]]:
@@ -111,19 +113,72 @@ def split_tiers(parts: StackParts) -> tuple[Sequence[LoadStore], LoadStore, list
     return copiers, tiers[0], tiers[1:]
 
 
-async def resolve_alignment(tiers: Sequence[LoadStore]) -> int:
-    """The least common multiple of what the tiers declare and what their devices answer to a probe."""
+async def resolve_alignment(tiers: Sequence[LoadStore], settings: StackSettings | None = None) -> int:
+    """The least common multiple of what the tiers declare and what their devices answer to a probe.
+
+    Raises ResourceError for a device that does not answer in time.
+    """
     alignments = []
     for tier in tiers:
-        probed = await tier.probe_alignment() if isinstance(tier, ProbesAlignment) else 1
+        probed = 1
+        if isinstance(tier, ProbesAlignment):
+            probing = tier.probe_alignment()
+            probed = await _within(settings or StackSettings(), tier, "answer a probe", probing, _ended_well)
         alignments.append(max(tier.BLOCK_SIZE_ALIGNMENT, probed))
     return stack_alignment(alignments)
+
+
+async def _within(
+    settings: StackSettings,
+    tier: LoadStore,
+    what: str,
+    work: Coroutine[Any, Any, T],
+    when_late: Callable[[asyncio.Future[T]], object],
+) -> T:
+    """The result of a tier's call. Raises ResourceError when it does not end in time.
+
+    A call that is late, or whose caller is cancelled, is cancelled. It may go on for as long as a disk does not answer:
+    nothing waits for that, and `when_late` is called with it when it ends after all.
+    """
+    call = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait((call,), timeout=settings.open_seconds)
+    except asyncio.CancelledError:
+        call.cancel()
+        await wait_done(call, settings.tier_close_seconds)
+        call.add_done_callback(when_late)
+        raise
+    if not call.done():
+        call.cancel()
+        call.add_done_callback(when_late)
+        raise ResourceError(f"tier {name_of(tier)} did not {what} within {settings.open_seconds:g} s")
+    return call.result()
+
+
+def _ended_well(call: asyncio.Future[Any]) -> bool:
+    """True if an ended call has a result. Its exception counts as seen."""
+    return not call.cancelled() and call.exception() is None
+
+
+async def _open_tier(tier: LoadStore, context: TierContext, settings: StackSettings) -> Opened:
+    """Open a tier within its deadline; one that opens later is closed then."""
+
+    def close_late(opening: asyncio.Future[Opened]) -> None:
+        if _ended_well(opening):
+            closing = asyncio.get_running_loop().create_task(close_each([tier], settings.tier_close_seconds))
+            _closing_late.add(closing)
+            closing.add_done_callback(_closing_late.discard)
+
+    opened = await _within(settings, tier, "open", tier.open(context), close_late)
+    for note in opened.notes:
+        logger.warning("tier %s: %s", context.name, note)
+    return opened
 
 
 async def assemble(parts: StackParts, clock: Clock, deliver: Callable[[list[Delivery]], None]) -> Assembled:
     """Open every tier and build the control plane over what they found.
 
-    On any error all that was opened is closed, and the links to workers are hung up.
+    On any error all that was opened is closed, and the links to workers are closed.
     """
     to_close: list[LoadStore] = []
     try:
@@ -138,18 +193,16 @@ async def _assemble(
     parts: StackParts, clock: Clock, deliver: Callable[[list[Delivery]], None], to_close: list[LoadStore]
 ) -> Assembled:
     copiers, cpu, lowers = split_tiers(parts)
-    geometry = Geometry(parts.namespace.layout, await resolve_alignment([*copiers, cpu, *lowers]))
+    alignment = await resolve_alignment([*copiers, cpu, *lowers], parts.settings)
+    geometry = Geometry(parts.namespace.layout, alignment)
     engine_id = parts.engine_id or uuid.uuid4().hex
 
     namespace = parts.namespace
 
     async def open_tier(tier: LoadStore, **more: object) -> Opened:
-        name = tier.options.name or tier.options.type
-        context = TierContext(name, geometry, namespace, clock, engine_id, **more)  # type: ignore[arg-type]
-        result = await tier.open(context)
+        context = TierContext(name_of(tier), geometry, namespace, clock, engine_id, **more)  # type: ignore[arg-type]
+        result = await _open_tier(tier, context, parts.settings)
         to_close.append(tier)
-        for note in result.notes:
-            logger.warning("tier %s: %s", name, note)
         return result
 
     opened = [await open_tier(cpu, workers=copiers)]
@@ -163,37 +216,44 @@ async def _assemble(
         namespace = parts.refine(namespace, cpu.worker_notes())
     for lower in lowers:
         opened.append(await open_tier(lower, rows=cpu.rows))
-        if opened[-1].space is None and not isinstance(lower, Resettable):
-            name = lower.options.name or lower.options.type
-            raise ConfigError(f"tier {name} is shared and has no reset(epoch): it would serve old weights", "tiers")
+        if opened[-1].space is None:
+            _check_shared(lower)
     plans = [_plan(tier, result, geometry, parts.settings) for tier, result in zip([cpu, *lowers], opened, strict=True)]
     plane = ControlPlane(plans[0], plans[1:], geometry.factor, _limits(cpu, cpu.rows.num_rows, parts.settings))
-    lanes = [Lane(cpu, UNBOUNDED_BYTES)] + [Lane(lower, _inflight_bytes(lower)) for lower in lowers]
-    dispatcher = Dispatcher(lanes, geometry.row_bytes, clock, deliver)
-    return Assembled(geometry, plane, dispatcher, lanes, opened, to_close)
+    queues = [TierQueue(cpu, UNBOUNDED_BYTES)] + [TierQueue(lower, _inflight_bytes(lower)) for lower in lowers]
+    dispatcher = Dispatcher(queues, geometry.row_bytes, clock, deliver)
+    return Assembled(geometry, plane, dispatcher, queues, opened, to_close)
 
 
-async def ask(assembled: Assembled, question: Question) -> Sequence[LookupResult] | None:
-    """A shared tier's answer to a question, None if it has none: the keys' own deadline makes them misses then."""
-    tier = assembled.lanes[question.position].tier
+def _check_shared(lower: LoadStore) -> None:
+    """Raises ConfigError unless a shared tier has the abilities that the control plane has for an owned one."""
+    name = name_of(lower)
+    if not isinstance(lower, Resettable):
+        raise ConfigError(f"tier {name} is shared and has no reset(epoch): it would serve old weights", "tiers")
+    if not isinstance(lower, AnswersLookups):
+        raise ConfigError(f"tier {name} is shared and has no lookup(keys): nothing would be found in it", "tiers")
+
+
+async def look_up(tier: LoadStore, query: PresenceQuery) -> Sequence[LookupResult] | None:
+    """A shared tier's answer to a query, or None: the deadline of its keys makes them misses then."""
+    assert isinstance(tier, AnswersLookups)
     try:
-        answers = await tier.lookup(question.keys)
+        answers = await tier.lookup(query.keys)
     except Exception:
-        logger.exception("tier %s could not answer a lookup", tier.options.name or tier.options.type)
+        logger.exception("tier %s could not answer a lookup", name_of(tier))
         return None
-    if len(answers) != len(question.keys):
-        logger.error(
-            "tier %s answered %d of %d keys", tier.options.name or tier.options.type, len(answers), len(question.keys)
-        )
+    if len(answers) != len(query.keys):
+        logger.error("tier %s answered %d of %d keys", name_of(tier), len(answers), len(query.keys))
         return None
     return answers
 
 
 def _limits(cpu: LoadStore, num_rows: int, settings: StackSettings) -> ControlLimits:
     return ControlLimits(
-        watermark_rows=int(getattr(cpu.options, "free_watermark", 0.0) * num_rows),
+        watermark_rows=cpu.options.watermark_rows(num_rows),
         reservation_seconds=settings.reservation_seconds,
         lease_seconds=settings.lease_seconds,
+        gather_seconds=settings.gather_seconds,
         events_max=settings.events_max,
     )
 
@@ -203,13 +263,13 @@ def _inflight_bytes(tier: LoadStore) -> int:
     return options.inflight_bytes if isinstance(options, LowerTierOptions) else UNBOUNDED_BYTES
 
 
-def _plan(tier: LoadStore, opened: Opened, geometry: Geometry, settings: StackSettings) -> TierPlan:
+def _plan(tier: LoadStore, opened: Opened, geometry: Geometry, settings: StackSettings) -> TierSetup:
     options = tier.options
     name = options.name or options.type
-    policy = getattr(options, "policy", "lru")
+    policy = options.eviction_policy()
     if not isinstance(options, LowerTierOptions):
-        return TierPlan(name, tier.medium, opened, policy)
-    return TierPlan(
+        return TierSetup(name, tier.medium, opened, policy)
+    return TierSetup(
         name,
         tier.medium,
         opened,
@@ -221,4 +281,4 @@ def _plan(tier: LoadStore, opened: Opened, geometry: Geometry, settings: StackSe
     )
 
 
-__all__ = ["Assembled", "StackParts", "StackSettings", "ask", "assemble", "resolve_alignment"]
+__all__ = ["StackParts", "StackSettings", "assemble", "look_up", "resolve_alignment"]

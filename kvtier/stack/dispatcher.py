@@ -1,6 +1,6 @@
 """Runs the control plane's jobs on the backends, in one event loop: loads first, bounded bytes, deadlines.
 
-A job that passes its deadline before it started is reported late and ended, and never runs. One that is under way is
+A job that passes its deadline before it started is reported late and ended, and never runs. One that is in flight is
 reported late once, runs on, and is reported again when it has really ended: cancelling never stops I/O.
 """
 
@@ -9,41 +9,29 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import math
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import partial
 
-from kvtier.control.board import Emission
+from kvtier.control.deliveries import Delivery, DeliveryKind
+from kvtier.control.state import Emission
 from kvtier.errors import IntegrityError
-from kvtier.jobs import CANCELLED, DropReason, JobKind, JobResult, TransferJob, dropped, failed
-from kvtier.keys import JobId
-from kvtier.loadstore import Clock, LoadStore
+from kvtier.tier_api.contract import Clock, LoadStore
+from kvtier.types.jobs import CANCELLED, DropReason, JobKind, JobResult, TransferJob, dropped, failed
+from kvtier.types.keys import JobId
 
 logger = logging.getLogger(__name__)
 
-
-class Told(StrEnum):
-    """FINISHED: the result counts. LATE: the deadline passed, I/O goes on. ENDED: the I/O of a late job is over."""
-
-    FINISHED = "finished"
-    LATE = "late"
-    ENDED = "ended"
-
-
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """What is told about one job; `result` only with FINISHED."""
-
-    told: Told
-    job_id: JobId
-    result: JobResult | None = None
+RESOLUTION_SECONDS = 1e-6
+"""A timer may fire this much before its time."""
 
 
 @dataclass(slots=True)
 class Traffic:
-    """Seconds in which at least one job of a kind was under way on a tier."""
+    """Seconds in which at least one job of a kind was in flight on a tier."""
 
     running: int = 0
     since: float = 0.0
@@ -65,145 +53,180 @@ class Traffic:
 
 
 @dataclass(slots=True)
-class Lane:
-    """One tier's queues and what is under way on it."""
+class TierQueue:
+    """One tier's waiting jobs, each kind in the order of its deadlines, and what is in flight.
+
+    `deadlines` are those of running jobs that are not late yet. `alarm_at` is when the dispatcher next looks for passed
+    deadlines, at the latest.
+    """
 
     tier: LoadStore
     inflight_bytes_max: int
-    loads: deque[Emission] = field(default_factory=deque)
-    stores: deque[Emission] = field(default_factory=deque)
+    loads: deque[TransferJob] = field(default_factory=deque)
+    stores: deque[TransferJob] = field(default_factory=deque)
     inflight_bytes: int = 0
+    deadlines: dict[JobId, float] = field(default_factory=dict)
     alarm: asyncio.TimerHandle | None = None
+    alarm_at: float = math.inf
     traffic: dict[JobKind, Traffic] = field(default_factory=lambda: {kind: Traffic() for kind in JobKind})
 
 
 class Dispatcher:
-    """Feeds jobs to tiers. `deliver` is called in the loop with a batch of deliveries, at most once a turn."""
+    """Feeds jobs to tiers. `deliver` is called in the loop with a batch of deliveries, at most once a turn.
+
+    The clock is that of the loop, `time.monotonic`.
+    """
 
     def __init__(
         self,
-        lanes: Sequence[Lane],
+        queues: Sequence[TierQueue],
         block_bytes: int,
         clock: Clock,
         deliver: Callable[[list[Delivery]], None],
     ) -> None:
-        self.lanes = lanes
+        self.queues = queues
         self.errors = 0
         self._block_bytes = block_bytes
         self._clock = clock
         self._deliver = deliver
         self._tasks: dict[JobId, asyncio.Task[JobResult]] = {}
-        self._late: dict[JobId, bool] = {}
+        self._late: set[JobId] = set()
         self._batch: list[Delivery] = []
         self._stopped = False
 
     def submit(self, emissions: Sequence[Emission]) -> None:
         """Queue jobs and start what the bounds allow; once stopped, jobs end as dropped. Call in the loop."""
         for emission in emissions:
-            lane = self.lanes[emission.position]
-            (lane.loads if emission.job.kind is JobKind.LOAD else lane.stores).append(emission)
-        for lane in self.lanes:
-            self._start(lane)
+            queue, job = self.queues[emission.position], emission.job
+            (queue.loads if job.kind is JobKind.LOAD else queue.stores).append(job)
+            if job.deadline is not None and job.deadline < queue.alarm_at:
+                self._set_alarm(queue, job.deadline)
+        for queue in self.queues:
+            if queue.loads or queue.stores:
+                self._start(queue)
 
     def stop(self) -> None:
         """Start no further job: those that wait, and those that are still submitted, end as dropped(closing)."""
         self._stopped = True
-        for lane in self.lanes:
-            self._start(lane)
+        for queue in self.queues:
+            self._start(queue)
+
+    def detach(self) -> None:
+        """Deliver nothing any more, unless something is to come: so the dispatcher does not keep its stack alive."""
+        if not (self._tasks or self._batch):
+            self._deliver = _discard
 
     @property
     def running(self) -> int:
-        """Jobs under way on backends, late ones included."""
+        """Jobs in flight on backends, late ones included."""
         return len(self._tasks)
 
-    def _start(self, lane: Lane) -> None:
+    def _start(self, queue: TierQueue) -> None:
+        """Start waiting jobs, loads first, as far as the bound on bytes in flight allows."""
         if self._stopped:
-            self._drop_waiting(lane)
-        else:
-            self._tell_expired(lane)
-            self._start_waiting(lane)
-        self._set_alarm(lane)
-
-    def _start_waiting(self, lane: Lane) -> None:
-        while lane.loads or lane.stores:
-            queue = lane.loads or lane.stores
-            size = queue[0].job.num_blocks * self._block_bytes
-            if lane.inflight_bytes and lane.inflight_bytes + size > lane.inflight_bytes_max:
-                return
-            emission = queue.popleft()
-            lane.inflight_bytes += size
-            lane.traffic[emission.job.kind].begin(self._clock())
-            task = asyncio.create_task(self._run(lane, emission.job))
-            self._tasks[emission.job.job_id] = task
-            task.add_done_callback(partial(self._conclude, lane, emission.job, size))
-
-    def _tell_expired(self, lane: Lane) -> None:
-        """Jobs of a lane are queued in the order of their deadlines, so the expired ones are in front."""
+            self._drop_waiting(queue)
         now = self._clock()
-        for queue in (lane.loads, lane.stores):
-            while queue and (deadline := queue[0].job.deadline) is not None and now >= deadline:
-                job_id = queue.popleft().job.job_id
-                self._tell(Delivery(Told.LATE, job_id))
-                self._tell(Delivery(Told.ENDED, job_id))
+        while jobs := queue.loads or queue.stores:
+            job = jobs[0]
+            if job.deadline is not None and now >= job.deadline:
+                self._expire(jobs, now)
+                continue
+            size = job.num_blocks * self._block_bytes
+            if queue.inflight_bytes and queue.inflight_bytes + size > queue.inflight_bytes_max:
+                return
+            jobs.popleft()
+            self._begin(queue, job, size, now)
 
-    def _drop_waiting(self, lane: Lane) -> None:
-        for queue in (lane.loads, lane.stores):
-            while queue:
-                job = queue.popleft().job
-                self._tell(Delivery(Told.FINISHED, job.job_id, JobResult.uniform(job, dropped(DropReason.CLOSING))))
-
-    def _set_alarm(self, lane: Lane) -> None:
-        """Wake up when the first waiting job of a lane passes its deadline, however stuck the running ones are."""
-        if lane.alarm is not None:
-            lane.alarm.cancel()
-            lane.alarm = None
-        deadlines = [q[0].job.deadline for q in (lane.loads, lane.stores) if q and q[0].job.deadline is not None]
-        if deadlines:
-            delay = max(0.0, min(deadlines) - self._clock())
-            lane.alarm = asyncio.get_running_loop().call_later(delay, self._start, lane)
-
-    async def _run(self, lane: Lane, job: TransferJob) -> JobResult:
-        timer = None
-        loop = asyncio.get_running_loop()
+    def _begin(self, queue: TierQueue, job: TransferJob, size: int, now: float) -> None:
+        queue.inflight_bytes += size
+        queue.traffic[job.kind].begin(now)
         if job.deadline is not None:
-            timer = loop.call_later(max(0.0, job.deadline - self._clock()), self._pass_deadline, job.job_id)
-        try:
-            result = await (lane.tier.load(job) if job.kind is JobKind.LOAD else lane.tier.store(job))
-            if [len(outcomes) for outcomes in result.outcomes] != [len(group.keys) for group in job.groups]:
-                raise IntegrityError("the result does not have one outcome for each block")
-        except Exception:
-            # A backend must not raise for bad luck: whatever it was, the blocks failed and the stack goes on.
-            logger.exception("tier %s raised in a %s job", type(lane.tier).__name__, job.kind)
-            self.errors += 1
-            result = JobResult.uniform(job, failed(errno.EIO))
-        finally:
-            if timer is not None:
-                timer.cancel()
-        return result
+            queue.deadlines[job.job_id] = job.deadline
+        tier = queue.tier
+        task = asyncio.ensure_future(tier.load(job) if job.kind is JobKind.LOAD else tier.store(job))
+        self._tasks[job.job_id] = task
+        task.add_done_callback(partial(self._conclude, queue, job, size))
 
-    def _conclude(self, lane: Lane, job: TransferJob, size: int, task: asyncio.Task[JobResult]) -> None:
-        """A job has ended. Nobody cancels one but a loop that ends: then those who wait are told, and no other begins.
+    def _drop_waiting(self, queue: TierQueue) -> None:
+        for jobs in (queue.loads, queue.stores):
+            while jobs:
+                job = jobs.popleft()
+                result = JobResult.uniform(job, dropped(DropReason.CLOSING))
+                self._report(Delivery(DeliveryKind.FINISHED, job.job_id, result))
+        if not self._tasks and queue.alarm is not None:
+            queue.alarm.cancel()
 
-        Also then its I/O is over, for a backend outlasts cancellation.
+    def _conclude(self, queue: TierQueue, job: TransferJob, size: int, task: asyncio.Task[JobResult]) -> None:
+        """Report a job that has ended.
+
+        A task is cancelled only when its loop ends. Then the job is reported as cancelled and no other begins. Its
+        I/O is over also then, because a backend delays cancellation until its I/O has ended.
         """
-        lane.traffic[job.kind].end(self._clock())
-        lane.inflight_bytes -= size
+        queue.traffic[job.kind].end(self._clock())
+        queue.inflight_bytes -= size
+        queue.deadlines.pop(job.job_id, None)
         del self._tasks[job.job_id]
-        cut_short = task.cancelled() or task.exception() is not None
-        self._stopped = self._stopped or cut_short
-        if self._late.pop(job.job_id, False):
-            self._tell(Delivery(Told.ENDED, job.job_id))
+        if task.cancelled():
+            self._stopped = True
+            result = JobResult.uniform(job, CANCELLED)
+        elif (error := task.exception()) is not None:
+            result = self._failure(queue, job, error)
         else:
-            result = JobResult.uniform(job, CANCELLED) if cut_short else task.result()
-            self._tell(Delivery(Told.FINISHED, job.job_id, result))
-        self._start(lane)
+            result = task.result()
+            if not result.fits(job):
+                result = self._failure(
+                    queue, job, IntegrityError("the result does not have one outcome for each block")
+                )
+        if job.job_id in self._late:
+            self._late.remove(job.job_id)
+            self._report(Delivery(DeliveryKind.ENDED, job.job_id))
+        else:
+            self._report(Delivery(DeliveryKind.FINISHED, job.job_id, result))
+        if queue.loads or queue.stores or self._stopped:
+            self._start(queue)
 
-    def _pass_deadline(self, job_id: JobId) -> None:
-        if job_id in self._tasks:
-            self._late[job_id] = True
-            self._tell(Delivery(Told.LATE, job_id))
+    def _failure(self, queue: TierQueue, job: TransferJob, error: BaseException) -> JobResult:
+        """A backend must not raise for an I/O error. Whatever it raised, its blocks failed and the stack goes on."""
+        logger.error("tier %s raised in a %s job", type(queue.tier).__name__, job.kind, exc_info=error)
+        self.errors += 1
+        return JobResult.uniform(job, failed(errno.EIO))
 
-    def _tell(self, delivery: Delivery) -> None:
+    # -- deadlines -----------------------------------------------------------------------------------------------
+
+    def _set_alarm(self, queue: TierQueue, deadline: float) -> None:
+        """Look for passed deadlines then. The timer does not keep a stack alive that its program forgot."""
+        if queue.alarm is not None:
+            queue.alarm.cancel()
+        queue.alarm_at = deadline
+        delay = max(0.0, deadline - self._clock())
+        loop = asyncio.get_running_loop()
+        queue.alarm = loop.call_later(delay, _look_for_deadlines, weakref.ref(self), queue)
+
+    def _on_alarm(self, queue: TierQueue) -> None:
+        now = self._clock() + RESOLUTION_SECONDS
+        queue.alarm, queue.alarm_at = None, math.inf
+        for job_id in [job_id for job_id, deadline in queue.deadlines.items() if now >= deadline]:
+            del queue.deadlines[job_id]
+            self._late.add(job_id)
+            self._report(Delivery(DeliveryKind.LATE, job_id))
+        for jobs in (queue.loads, queue.stores):
+            self._expire(jobs, now)
+        self._start(queue)
+        waiting = [jobs[0].deadline for jobs in (queue.loads, queue.stores) if jobs]
+        ahead = [deadline for deadline in (*queue.deadlines.values(), *waiting) if deadline is not None]
+        if ahead:
+            self._set_alarm(queue, min(ahead))
+
+    def _expire(self, jobs: deque[TransferJob], now: float) -> None:
+        """Report the jobs in front that passed their deadline before they began: late, and ended."""
+        while jobs and (deadline := jobs[0].deadline) is not None and now >= deadline:
+            job_id = jobs.popleft().job_id
+            self._report(Delivery(DeliveryKind.LATE, job_id))
+            self._report(Delivery(DeliveryKind.ENDED, job_id))
+
+    # -- deliveries ----------------------------------------------------------------------------------------------
+
+    def _report(self, delivery: Delivery) -> None:
         if not self._batch:
             asyncio.get_running_loop().call_soon(self._flush)
         self._batch.append(delivery)
@@ -211,3 +234,13 @@ class Dispatcher:
     def _flush(self) -> None:
         batch, self._batch = self._batch, []
         self._deliver(batch)
+
+
+def _look_for_deadlines(dispatcher: weakref.ref[Dispatcher], queue: TierQueue) -> None:
+    alive = dispatcher()
+    if alive is not None:
+        alive._on_alarm(queue)
+
+
+def _discard(batch: list[Delivery]) -> None:
+    """What a closed stack does with deliveries."""

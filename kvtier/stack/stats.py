@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
-from kvtier.control.board import LowerTier
-from kvtier.control.slots import SlotState
-from kvtier.jobs import JobKind
-from kvtier.stack.assembly import Assembled
+from kvtier.control.state import LowerTier, TierCounters
+from kvtier.control.tiers.breaker import BreakerState
+from kvtier.control.tiers.owned_tier import OwnedTier
+from kvtier.control.tiers.slot_table import SlotState
+from kvtier.stack.assembled import Assembled
+from kvtier.stack.dispatcher import TierQueue
+from kvtier.tier_api.contract import Opened
+from kvtier.types.jobs import JobKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +21,7 @@ class TierStats:
     """One tier since the stack opened.
 
     `hits` counts blocks loaded for requests whose highest copy was here; bytes are payload; seconds are those in
-    which at least one transfer of that direction was under way. `slots` counts slots by state, `dropped` blocks by
+    which at least one transfer of that direction was in flight. `slots` counts slots by state, `dropped` blocks by
     reason. A shared tier has no slots.
     """
 
@@ -39,12 +45,26 @@ class TierStats:
     breaker: str = "closed"
     mode: str = ""
 
+    @property
+    def up(self) -> int:
+        """0 while a breaker refuses loads or stores. A half-open breaker lets a probe through: the tier is up."""
+        return int("open" not in re.findall(r"\w+", self.breaker))
+
+    @property
+    def errors(self) -> dict[str, int]:
+        """Blocks that the tier could not load or store, by reason."""
+        return {"failed": self.failed, "corrupt": self.corrupt, "missing": self.missing, "late": self.late}
+
+
+_COUNTERS = ["hits", "loaded", "load_bytes", "stored", "store_bytes", "failed", "corrupt", "missing", "late"]
+"""The figures that the control plane counts under the same name."""
+
 
 @dataclass(frozen=True, slots=True)
 class StackStats:
     """Every tier by name, from the CPU down, and the blocks on their way to lower tiers.
 
-    `events_lost` counts keys whose events were thrown away because nobody took them in time.
+    `events_lost` counts keys whose events were discarded because they were not taken in time.
     """
 
     tiers: dict[str, TierStats]
@@ -54,36 +74,46 @@ class StackStats:
 
 def collect(assembled: Assembled, now: float) -> StackStats:
     """The figures of an open stack at this moment."""
-    board = assembled.plane.board
-    tiers: dict[str, TierStats] = {}
-    for position, (lane, opened) in enumerate(zip(assembled.lanes, assembled.opened, strict=True)):
-        lower = board.lowers[position - 1] if position else None
-        owned = lower.owned if lower is not None else board.cpu
-        counters = board.counters(position)
-        tiers[lower.name if lower is not None else board.cpu.name] = TierStats(
-            hits=counters.hits,
-            load_bytes=counters.load_bytes,
-            load_seconds=lane.traffic[JobKind.LOAD].seconds(now),
-            store_bytes=counters.store_bytes,
-            store_seconds=lane.traffic[JobKind.STORE].seconds(now),
-            loaded=counters.loaded,
-            stored=counters.stored,
-            evictions=owned.evictions if owned is not None else 0,
-            failed=counters.failed,
-            corrupt=counters.corrupt,
-            missing=counters.missing,
-            late=counters.late,
-            dropped={reason.value: count for reason, count in counters.dropped.items()},
-            used_bytes=owned.used_bytes if owned is not None else 0,
-            peak_bytes=owned.peak_bytes if owned is not None else 0,
-            capacity_bytes=opened.capacity_bytes,
-            slots={state.name.lower(): owned.table.counts[state] for state in SlotState} if owned is not None else {},
-            breaker=_breaker(lower) if lower is not None else "closed",
-            mode=opened.mode,
-        )
+    control = assembled.plane.control
+    cpu = tier_stats(assembled.opened[0], control.cpu, control.cpu_counters, assembled.queues[:1], now)
+    tiers = {control.cpu.name: cpu}
+    for lower, opened, queue in zip(control.lowers, assembled.opened[1:], assembled.queues[1:], strict=True):
+        tiers[lower.name] = lower_stats(lower, opened, [queue], now)
     return StackStats(tiers, assembled.plane.backlog, assembled.plane.events_lost)
 
 
+def lower_stats(lower: LowerTier, opened: Opened, queues: Sequence[TierQueue], now: float) -> TierStats:
+    """The figures of a lower tier, whose jobs go through these queues."""
+    return replace(tier_stats(opened, lower.owned, lower.counters, queues, now), breaker=_breaker(lower))
+
+
+def tier_stats(
+    opened: Opened, owned: OwnedTier | None, counters: TierCounters, queues: Sequence[TierQueue], now: float
+) -> TierStats:
+    """The figures of a tier without breakers."""
+    seconds = {kind: sum(queue.traffic[kind].seconds(now) for queue in queues) for kind in JobKind}
+    counts = {name: getattr(counters, name) for name in _COUNTERS}
+    figures = TierStats(
+        **counts,
+        load_seconds=seconds[JobKind.LOAD],
+        store_seconds=seconds[JobKind.STORE],
+        dropped={reason.value: count for reason, count in counters.dropped.items()},
+        capacity_bytes=opened.capacity_bytes,
+        mode=opened.mode,
+    )
+    if owned is None:
+        return figures
+    return replace(
+        figures,
+        evictions=owned.evictions,
+        used_bytes=owned.used_bytes,
+        peak_bytes=owned.peak_bytes,
+        slots={state.name.lower(): owned.table.counts[state] for state in SlotState},
+    )
+
+
 def _breaker(lower: LowerTier) -> str:
+    if lower.stuck:
+        return f"{BreakerState.OPEN}: I/O is stuck"
     load, store = lower.load_breaker.state.value, lower.store_breaker.state.value
     return load if load == store else f"load {load}, store {store}"

@@ -1,19 +1,11 @@
 """For those who write backends or embed a stack: doubles, faults, and a conformance suite. See docs/testing.md.
 
-This package itself needs nothing beyond kvtier's own dependencies. `kvtier.testing.conformance` and
-`kvtier.testing.machine` need pytest and hypothesis (`pip install "kvtier[test]"`) and are imported by name.
+This package itself needs nothing beyond kvtier's own dependencies. `kvtier.testing.conformance`
+needs pytest and hypothesis (`pip install "kvtier[test]"`) and are imported by name.
 """
 
 from kvtier.testing.content import Owners, content
-from kvtier.testing.faults import (
-    NO_FAULTS,
-    Fault,
-    FaultKind,
-    FaultPlan,
-    FaultyBackend,
-    NthJob,
-    SeededFaults,
-)
+from kvtier.testing.faults import NO_FAULTS, Fault, FaultKind, FaultPlan, FaultyBackend, NthJob, SeededFaults
 from kvtier.testing.memory import MemoryOptions, MemoryStorage, MemoryTier, SharedMemoryTier
 from kvtier.testing.rows import TestRows
 

@@ -1,7 +1,7 @@
 """What a block must hold in tests: a function of its full key and generation, so that a wrong byte names its owner.
 
 The content is the sequence of 64-bit little-endian words `base + i * STEP` (modulo 2**64), with `base` the xxh3 hash
-of key and generation, cut to the wanted length. Every word of a block found in the wrong place gives the base back,
+of key and generation, as long as wanted. Every word of a block found in the wrong place gives the base back,
 and with it the block it belongs to.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvtier.keys import OffloadKey
+from kvtier.types.keys import OffloadKey
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -65,4 +65,4 @@ class Owners:
         if len(piece) == WORD_BYTES and base in self._blocks:
             key, generation = self._blocks[base]
             return f"they belong to key {key.hex()} generation {generation}"
-        return f"they are nobody's ({piece.hex()})"
+        return f"they belong to no block ({piece.hex()})"

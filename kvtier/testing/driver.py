@@ -7,54 +7,43 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvtier.checksum import checksum
 from kvtier.errors import UsageError
-from kvtier.geometry import Geometry
-from kvtier.jobs import (
-    NO_IDS,
-    BlockOutcome,
-    BlockStatus,
-    GroupTransfer,
-    IntArray,
-    JobKind,
-    JobResult,
-    RegionCut,
-    TransferJob,
-    int_array,
-)
-from kvtier.keys import JobId, OffloadKey, key_group
-from kvtier.loadstore import LoadStore, Opened, SlotSpace, TierContext
 from kvtier.testing.content import Bytes, Owners, content
 from kvtier.testing.rows import TestRows
+from kvtier.tier_api.checksum import checksum
+from kvtier.tier_api.contract import LoadStore, Opened, SlotSpace, TierContext
+from kvtier.types.geometry import Geometry
+from kvtier.types.jobs import BlockOutcome, BlockStatus, JobKind, JobResult, RegionFormat, RowGroup, TransferJob
+from kvtier.types.keys import JobId, OffloadKey, key_group
 
 JUNK = 0xEE
 NO_SLOT = -1
 
 
 @dataclass(slots=True)
-class _Places:
-    """Which slots of an owned tier are free, how its regions are cut, and which cuts the tier has not carried out."""
+class _SlotAllocator:
+    """Which slots of an owned tier are free, how its regions are formatted, and which formats are still to be made."""
 
     space: SlotSpace
-    cuts: dict[int, RegionCut] = field(default_factory=dict)
-    untold: dict[int, RegionCut] = field(default_factory=dict)
+    formats: dict[int, RegionFormat] = field(default_factory=dict)
+    unsent: dict[int, RegionFormat] = field(default_factory=dict)
     free: dict[int, list[int]] = field(default_factory=dict)
 
     def region_of(self, slot: int) -> int:
         return slot // self.space.slots_per_region
 
-    def slots_of(self, cut: RegionCut) -> list[int]:
-        """The slots a region has when it is cut like this."""
-        first = cut.region * self.space.slots_per_region
-        return list(range(first, first + self.space.region_bytes // cut.slot_bytes))
+    def slots_of(self, region_format: RegionFormat) -> list[int]:
+        """The slots a region has in this format."""
+        first = region_format.region * self.space.slots_per_region
+        return list(range(first, first + self.space.region_bytes // region_format.slot_bytes))
 
-    def recut(self, size: int) -> bool:
-        """Give an uncut region (or one of a size that is not used) to slots of a size; False if there is none."""
+    def format_region(self, size: int) -> bool:
+        """Format a region for slots of a size: one without a format, or of an unused size. False if there is none."""
         for region in range(self.space.num_regions):
-            cut = self.cuts.get(region)
-            if cut is None or cut.slot_bytes not in self.space.slot_bytes:
-                new = RegionCut(region, size, cut.generation + 1 if cut else 1)
-                self.cuts[region] = self.untold[region] = new
+            region_format = self.formats.get(region)
+            if region_format is None or region_format.slot_bytes not in self.space.slot_bytes:
+                new = RegionFormat(region, size, region_format.generation + 1 if region_format else 1)
+                self.formats[region] = self.unsent[region] = new
                 self.free.setdefault(size, []).extend(self.slots_of(new))
                 return True
         return False
@@ -76,7 +65,7 @@ class Driver:
         self.epoch = opened.epoch
         self.owners = Owners()
         self.directory: dict[OffloadKey, tuple[int, int]] = {}
-        self._places = _Places(opened.space) if opened.space is not None else None
+        self._places = _SlotAllocator(opened.space) if opened.space is not None else None
         self._jobs = 0
         found = opened.recovered
         for key, slot, generation in zip(found.keys, found.slots.tolist(), found.generations.tolist(), strict=True):
@@ -84,20 +73,20 @@ class Driver:
             self.owners.note(key, generation)
         self._generation = max((generation for _, generation in self.directory.values()), default=0)
         if self._places is not None:
-            self._restore(self._places, found.cuts)
+            self._restore(self._places, found.formats)
 
     @property
     def owned(self) -> bool:
         """True for a tier whose slots the control plane hands out."""
         return self._places is not None
 
-    def _restore(self, places: _Places, cuts: Sequence[RegionCut]) -> None:
+    def _restore(self, places: _SlotAllocator, formats: Sequence[RegionFormat]) -> None:
         taken = {slot for slot, _ in self.directory.values()}
-        for cut in cuts:
-            places.cuts[cut.region] = cut
-            if cut.slot_bytes in places.space.slot_bytes:
-                free = [slot for slot in places.slots_of(cut) if slot not in taken]
-                places.free.setdefault(cut.slot_bytes, []).extend(free)
+        for region_format in formats:
+            places.formats[region_format.region] = region_format
+            if region_format.slot_bytes in places.space.slot_bytes:
+                free = [slot for slot in places.slots_of(region_format) if slot not in taken]
+                places.free.setdefault(region_format.slot_bytes, []).extend(free)
 
     # -- rows ------------------------------------------------------------------------------------------------------
 
@@ -148,7 +137,7 @@ class Driver:
         if self._places is None:
             return NO_SLOT
         size = self._slot_bytes(key)
-        if not self._places.free.get(size) and not self._places.recut(size):
+        if not self._places.free.get(size) and not self._places.format_region(size):
             for old in self.directory:
                 if self._slot_bytes(old) == size and old not in keep:
                     self.evict(old)
@@ -160,7 +149,7 @@ class Driver:
     # -- jobs ------------------------------------------------------------------------------------------------------
 
     def store_job(self, keys: Sequence[OffloadKey], rows: Sequence[int] | None = None) -> TransferJob:
-        """A job that stores keys of any groups from rows (0, 1, .. unless told), which are filled. Old copies go."""
+        """A job that stores keys of any groups from rows (0, 1, .. by default), filled here. Forgets older copies."""
         for key in keys:
             if key in self.directory:
                 self.evict(key)
@@ -186,20 +175,16 @@ class Driver:
         transfers = tuple(self._transfer(names, row_of) for names in groups.values())
         return TransferJob(JobId(self._jobs), kind, transfers, None, self.epoch, self._cuts(kind, keys))
 
-    def _transfer(self, keys: Sequence[OffloadKey], row_of: dict[OffloadKey, int]) -> GroupTransfer:
-        slots: IntArray = NO_IDS
-        generations: IntArray = NO_IDS
-        if self.owned:
-            slots = int_array([self.directory[key][0] for key in keys])
-            generations = int_array([self.directory[key][1] for key in keys])
-        staging = int_array([row_of[key] for key in keys])
-        return GroupTransfer(key_group(keys[0]), tuple(keys), staging, slots, generations)
+    def _transfer(self, keys: Sequence[OffloadKey], row_of: dict[OffloadKey, int]) -> RowGroup:
+        slots = [self.directory[key][0] for key in keys] if self.owned else []
+        generations = [self.directory[key][1] for key in keys] if self.owned else []
+        return RowGroup(key_group(keys[0]), tuple(keys), [row_of[key] for key in keys], slots, generations)
 
-    def _cuts(self, kind: JobKind, keys: Sequence[OffloadKey]) -> tuple[RegionCut, ...]:
+    def _cuts(self, kind: JobKind, keys: Sequence[OffloadKey]) -> tuple[RegionFormat, ...]:
         if self._places is None or kind is JobKind.LOAD:
             return ()
         regions = {self._places.region_of(self.directory[key][0]): None for key in keys}
-        return tuple(self._places.untold[region] for region in regions if region in self._places.untold)
+        return tuple(self._places.unsent[region] for region in regions if region in self._places.unsent)
 
     def outcomes(self, job: TransferJob, result: JobResult) -> dict[OffloadKey, BlockOutcome]:
         """The outcome of each key of a job; its shape must be the job's."""
@@ -229,7 +214,7 @@ class Driver:
             if not outcome.ok:
                 self.evict(key)
             elif self._places is not None:
-                self._places.untold.pop(self._places.region_of(self.directory[key][0]), None)
+                self._places.unsent.pop(self._places.region_of(self.directory[key][0]), None)
         return outcomes
 
     async def load(
@@ -242,11 +227,10 @@ class Driver:
     def loaded(self, job: TransferJob, result: JobResult) -> dict[OffloadKey, BlockOutcome]:
         """Check what a load has brought: the right bytes where it says so, and none beyond a block's own."""
         outcomes = self.outcomes(job, result)
-        for group in job.groups:
-            assert isinstance(group.staging, np.ndarray)
-            beyond = self.rows.view[group.staging, self.geometry.aligned_bytes(group.group) :]
+        for group in job.row_groups:
+            beyond = self.rows.view[list(group.rows), self.geometry.aligned_bytes(group.group) :]
             assert bool((beyond == JUNK).all()), f"a load wrote beyond the blocks of group {group.group}"
-            for key, row in zip(group.keys, group.staging.tolist(), strict=True):
+            for key, row in zip(group.keys, group.rows, strict=True):
                 outcome = outcomes[key]
                 assert outcome.status not in (BlockStatus.STORED, BlockStatus.PRESENT), f"a load was {outcome.status}"
                 if outcome.ok:

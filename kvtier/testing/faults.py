@@ -11,36 +11,34 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import ClassVar, Protocol
 
-import numpy as np
-
 from kvtier.errors import UsageError
-from kvtier.jobs import (
-    CORRUPT,
-    LATE,
-    MISSING,
-    STORED,
-    BlockOutcome,
-    DropReason,
-    GPURuns,
-    GroupTransfer,
-    JobKind,
-    JobResult,
-    TransferJob,
-    dropped,
-    failed,
-    int_array,
-)
-from kvtier.keys import Medium, OffloadKey
-from kvtier.loadstore import (
+from kvtier.options import TierOptions
+from kvtier.tier_api.contract import (
+    AnswersLookups,
     LoadStore,
-    LookupResult,
     Opened,
     ProbesAlignment,
     ProvidesRows,
     Resettable,
     TierContext,
 )
-from kvtier.options import TierOptions
+from kvtier.types.arrays import int_array
+from kvtier.types.jobs import (
+    CORRUPT,
+    LATE,
+    MISSING,
+    STORED,
+    BlockOutcome,
+    DropReason,
+    GPUGroup,
+    JobKind,
+    JobResult,
+    RowGroup,
+    TransferJob,
+    dropped,
+    failed,
+)
+from kvtier.types.keys import Medium, OffloadKey
 
 
 class FaultKind(StrEnum):
@@ -126,9 +124,9 @@ class SeededFaults:
         return self._draw(f"{self.seed}/{number}/{kind}/{key.hex()}", kind, of_job=False)
 
     def _draw(self, name: str, kind: JobKind, of_job: bool) -> Fault | None:
-        dice = random.Random(name)
+        rng = random.Random(name)
         for chance, fault in self._chances:
-            if fault.of_job is of_job and fault.befalls(kind) and dice.random() < chance:
+            if fault.of_job is of_job and fault.befalls(kind) and rng.random() < chance:
                 return fault
         return None
 
@@ -178,10 +176,12 @@ class FaultyBackend(LoadStore):
         self._release = asyncio.Event()
         self._closing = False
         # What a class says of itself and which optional protocols it speaks is the inner tier's word; protocols are
-        # told by the presence of attributes, so those it lacks must not be here.
-        about = {name: getattr(inner, name) for name in ("medium", "BLOCK_SIZE_ALIGNMENT", "ownership", "Options")}
+        # recognised by their attributes, so those that the inner tier lacks must be absent here.
+        about = {name: getattr(inner, name) for name in ("medium", "BLOCK_SIZE_ALIGNMENT", "Options")}
         if isinstance(inner, ProbesAlignment):
             about["probe_alignment"] = inner.probe_alignment
+        if isinstance(inner, AnswersLookups):
+            about["lookup"] = inner.lookup
         if isinstance(inner, Resettable):
             about["reset"] = inner.reset
         vars(self).update(about)
@@ -193,10 +193,6 @@ class FaultyBackend(LoadStore):
         if isinstance(self.inner, ProvidesRows):
             vars(self)["rows"] = self.inner.rows
         return opened
-
-    async def lookup(self, keys: Sequence[OffloadKey]) -> Sequence[LookupResult]:
-        """The inner tier's answer."""
-        return await self.inner.lookup(keys)
 
     async def store(self, job: TransferJob) -> JobResult:
         """The inner tier's store, but for the faults."""
@@ -276,14 +272,13 @@ class FaultyBackend(LoadStore):
         return replace(result, outcomes=tuple(outcomes))
 
 
-def _select(group: GroupTransfer, positions: list[int]) -> GroupTransfer:
+def _select(group: GPUGroup | RowGroup, positions: list[int]) -> GPUGroup | RowGroup:
     """The blocks of a group at some positions."""
+    keys = tuple(group.keys[position] for position in positions)
+    if isinstance(group, RowGroup):
+        slots, generations = ([ids[i] for i in positions] if ids else ids for ids in (group.slots, group.generations))
+        return RowGroup(group.group, keys, [group.rows[i] for i in positions], slots, generations)
     chosen = int_array(positions)
-    staging = group.staging
-    return replace(
-        group,
-        keys=tuple(group.keys[position] for position in positions),
-        staging=staging.select(chosen) if isinstance(staging, GPURuns) else np.ascontiguousarray(staging[chosen]),
-        slots=group.slots[chosen] if len(group.slots) else group.slots,
-        generations=group.generations[chosen] if len(group.generations) else group.generations,
-    )
+    rows_of = group.rows[chosen] if len(group.rows) else group.rows
+    issued = group.generations[chosen] if len(group.generations) else group.generations
+    return GPUGroup(group.group, keys, group.runs.select(chosen), rows_of, issued)

@@ -11,9 +11,12 @@ from typing import ClassVar, Literal, NamedTuple
 import numpy as np
 from pydantic import Field
 
-from kvtier.checksum import checksum
 from kvtier.errors import UsageError
-from kvtier.jobs import (
+from kvtier.options import ByteSize, LowerTierOptions, TierOptions
+from kvtier.tier_api.checksum import checksum
+from kvtier.tier_api.contract import LoadStore, LookupResult, Opened, Recovered, SlotSpace, TierContext
+from kvtier.types.arrays import int_array
+from kvtier.types.jobs import (
     CORRUPT,
     LATE,
     LOADED,
@@ -21,17 +24,14 @@ from kvtier.jobs import (
     STORED,
     BlockOutcome,
     DropReason,
-    GroupTransfer,
     JobKind,
     JobResult,
-    RegionCut,
+    RegionFormat,
+    RowGroup,
     TransferJob,
     dropped,
-    int_array,
 )
-from kvtier.keys import Medium, OffloadKey
-from kvtier.loadstore import LoadStore, LookupResult, Opened, Ownership, Recovered, SlotSpace, TierContext
-from kvtier.options import ByteSize, LowerTierOptions, TierOptions
+from kvtier.types.keys import Medium, OffloadKey
 
 Place = tuple[bytes | int, ...]
 
@@ -44,7 +44,7 @@ class MemoryOptions(LowerTierOptions):
     slots_per_region: int = Field(default=16, ge=1, description="slots of the largest group in a region (owned only)")
 
 
-class StoredBlock(NamedTuple):
+class MemoryBlock(NamedTuple):
     """A block at rest: whose it is, its bytes, and the checksum that came with its row."""
 
     namespace: bytes
@@ -62,8 +62,8 @@ class MemoryStorage:
     `blocks` is keyed by the tier: (slot,) in an owned one, (namespace, epoch, key) in a shared one.
     """
 
-    blocks: dict[Place, StoredBlock] = field(default_factory=dict)
-    cuts: dict[int, RegionCut] = field(default_factory=dict)
+    blocks: dict[Place, MemoryBlock] = field(default_factory=dict)
+    formats: dict[int, RegionFormat] = field(default_factory=dict)
     epochs: dict[bytes, int] = field(default_factory=dict)
 
 
@@ -72,11 +72,10 @@ class _InMemory(LoadStore):
 
     medium: ClassVar[Medium] = Medium("MEMORY")
     Options: ClassVar[type[TierOptions]] = MemoryOptions
+    options: MemoryOptions
 
     def __init__(self, options: TierOptions, storage: MemoryStorage | None = None) -> None:
-        if not isinstance(options, MemoryOptions):
-            raise UsageError(f"a tier in memory is configured with MemoryOptions, not with {type(options).__name__}")
-        self.options: MemoryOptions = options
+        super().__init__(options)
         self.storage = storage or MemoryStorage()
         self._context: TierContext | None = None
         self._closed = False
@@ -94,11 +93,6 @@ class _InMemory(LoadStore):
         self._context = context
         return opened
 
-    async def lookup(self, keys: Sequence[OffloadKey]) -> Sequence[LookupResult]:
-        """An owned tier is not asked and knows of nothing."""
-        self._opened()
-        return [LookupResult.MISS] * len(keys)
-
     async def store(self, job: TransferJob) -> JobResult:
         """Copy rows into the storage. Blocks that have not begun at the deadline are LATE, at close dropped."""
         return await self._run(job, JobKind.STORE)
@@ -112,7 +106,7 @@ class _InMemory(LoadStore):
         self.storage.epochs[self._opened().namespace.digest()] = epoch
 
     async def close(self) -> None:
-        """Jobs under way end at their next block; then nothing is left. Idempotent."""
+        """Jobs in flight end at their next block; then nothing is left. Idempotent."""
         self._closed = True
         await self._idle.wait()
 
@@ -121,7 +115,7 @@ class _InMemory(LoadStore):
         """What the tier is, from the storage."""
 
     @abstractmethod
-    def _place(self, job: TransferJob, group: GroupTransfer, position: int) -> tuple[Place, int]:
+    def _place(self, job: TransferJob, group: RowGroup, position: int) -> tuple[Place, int]:
         """Where a block is kept, and its generation."""
 
     def _prepare(self, job: TransferJob, context: TierContext) -> None:
@@ -140,7 +134,7 @@ class _InMemory(LoadStore):
         self._idle.clear()
         try:
             outcomes = []
-            for group in job.groups:
+            for group in job.row_groups:
                 ended = []
                 for position in range(len(group.keys)):
                     await asyncio.sleep(0)
@@ -158,17 +152,17 @@ class _InMemory(LoadStore):
             return dropped(DropReason.CLOSING)
         return LATE if job.deadline is not None and context.clock() > job.deadline else None
 
-    def _move(self, job: TransferJob, kind: JobKind, group: GroupTransfer, position: int) -> BlockOutcome:
+    def _move(self, job: TransferJob, kind: JobKind, group: RowGroup, position: int) -> BlockOutcome:
         context = self._context
-        if context is None or context.rows is None or not isinstance(group.staging, np.ndarray):
+        if context is None or context.rows is None:
             raise UsageError("a job on a tier below the CPU names one row for each key")
-        key, row = group.keys[position], int(group.staging[position])
+        key, row = group.keys[position], group.rows[position]
         place, generation = self._place(job, group, position)
         data = context.rows.view[row, : context.geometry.aligned_bytes(group.group)]
         namespace = context.namespace.digest()
         if kind is JobKind.STORE:
             digest = context.rows.checksum(row)
-            block = StoredBlock(namespace, job.epoch, key, generation, bytearray(data.data), digest)
+            block = MemoryBlock(namespace, job.epoch, key, generation, bytearray(data.data), digest)
             return self._keep(place, block)
         found = self.storage.blocks.get(place)
         if found is None:
@@ -180,7 +174,7 @@ class _InMemory(LoadStore):
         context.rows.set_checksum(row, found.digest)
         return LOADED
 
-    def _keep(self, place: Place, block: StoredBlock) -> BlockOutcome:
+    def _keep(self, place: Place, block: MemoryBlock) -> BlockOutcome:
         self.storage.blocks[place] = block
         return STORED
 
@@ -202,7 +196,11 @@ class MemoryTier(_InMemory):
 
     def _recovered(self, context: TierContext, space: SlotSpace, epoch: int) -> Recovered:
         newest: dict[OffloadKey, tuple[int, int]] = {}
-        self.storage.cuts = {region: cut for region, cut in self.storage.cuts.items() if region < space.num_regions}
+        self.storage.formats = {
+            region: region_format
+            for region, region_format in self.storage.formats.items()
+            if region < space.num_regions
+        }
         namespace = context.namespace.digest()
         for place, block in self.storage.blocks.items():
             slot = int(place[0])
@@ -213,27 +211,25 @@ class MemoryTier(_InMemory):
             [key for key, _ in ordered],
             int_array([slot for _, (_, slot) in ordered]),
             int_array([generation for _, (generation, _) in ordered]),
-            tuple(cut for _, cut in sorted(self.storage.cuts.items())),
+            tuple(region_format for _, region_format in sorted(self.storage.formats.items())),
         )
 
     def _prepare(self, job: TransferJob, context: TierContext) -> None:
-        for cut in job.cuts:
-            known = self.storage.cuts.get(cut.region)
-            if known is not None and known.generation >= cut.generation:
+        for region_format in job.formats:
+            known = self.storage.formats.get(region_format.region)
+            if known is not None and known.generation >= region_format.generation:
                 continue
-            self.storage.cuts[cut.region] = cut
-            first = cut.region * self._slots_per_region
+            self.storage.formats[region_format.region] = region_format
+            first = region_format.region * self._slots_per_region
             for slot in range(first, first + self._slots_per_region):
                 self.storage.blocks.pop((slot,), None)
 
-    def _place(self, job: TransferJob, group: GroupTransfer, position: int) -> tuple[Place, int]:
-        return (int(group.slots[position]),), int(group.generations[position])
+    def _place(self, job: TransferJob, group: RowGroup, position: int) -> tuple[Place, int]:
+        return (group.slots[position],), group.generations[position]
 
 
 class SharedMemoryTier(_InMemory):
     """A shared tier: it places and evicts by itself (oldest first), and several tiers may use one storage at once."""
-
-    ownership: ClassVar[Ownership] = Ownership.SHARED
 
     def _open(self, context: TierContext) -> Opened:
         epoch = self.storage.epochs.get(context.namespace.digest(), 0)
@@ -246,10 +242,10 @@ class SharedMemoryTier(_InMemory):
         held = ((digest, epoch, bytes(key)) in self.storage.blocks for key in keys)
         return [LookupResult.HIT if hit else LookupResult.MISS for hit in held]
 
-    def _place(self, job: TransferJob, group: GroupTransfer, position: int) -> tuple[Place, int]:
+    def _place(self, job: TransferJob, group: RowGroup, position: int) -> tuple[Place, int]:
         return (self._opened().namespace.digest(), job.epoch, bytes(group.keys[position])), 0
 
-    def _keep(self, place: Place, block: StoredBlock) -> BlockOutcome:
+    def _keep(self, place: Place, block: MemoryBlock) -> BlockOutcome:
         blocks = self.storage.blocks
         if len(block.payload) > self.options.capacity:
             return dropped(DropReason.NO_SLOT)

@@ -7,9 +7,9 @@ import mmap
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.checksum import CHECKSUM_BYTES
 from kvtier.errors import UsageError
-from kvtier.jobs import IntArray
+from kvtier.tier_api.checksum import CHECKSUM_BYTES
+from kvtier.types.arrays import IntArray
 
 
 class TestRows:

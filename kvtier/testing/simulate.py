@@ -1,4 +1,4 @@
-"""`python -m kvtier.testing.simulate --seeds N --start K`: attack the stack in a simulated world, seed by seed.
+"""`python -m kvtier.testing.simulate --seeds N --start K`: run the stack on simulated disks, seed by seed.
 
 A seed that breaks a promise is printed with what was broken and the command that replays it. The exit status is 1 if
 any did. See docs/simulator.md.
@@ -19,19 +19,19 @@ from itertools import repeat
 
 import click
 
-from kvtier.testing.world.scenario import Outcome, Simulator
+from kvtier.testing.simulation.seed_run import SeedOutcome, Simulator
 
 LAYOUTS = ("slab", "files")
-STRETCH_SEEDS = 20
+RANGE_SEEDS = 20
 """How many seeds a process runs before it reports."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class SeedRange:
     """What came of consecutive seeds: the `broken` ones, and what all of them went through."""
 
     seeds: int
-    broken: tuple[Outcome, ...]
+    broken: tuple[SeedOutcome, ...]
     covered: Counter[str]
     cpu_seconds: float
 
@@ -39,7 +39,13 @@ class Stretch:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--seeds", default=200, show_default=True, type=click.IntRange(min=1), help="How many seeds to run.")
 @click.option("--start", default=0, show_default=True, type=click.IntRange(min=0), help="The first seed.")
-@click.option("--layout", default="slab", show_default=True, type=click.Choice(LAYOUTS), help="Of the fs tier.")
+@click.option(
+    "--layout",
+    default="slab",
+    show_default=True,
+    type=click.Choice(LAYOUTS),
+    help="slab: tier fs; files: tier shared_fs.",
+)
 @click.option("--jobs", default=1, show_default=True, type=click.IntRange(1, 256), help="Processes to use.")
 @click.option("--seed", "single", type=click.IntRange(min=0), help="Run this one seed.")
 @click.option("--trace", "with_trace", is_flag=True, help="With --seed: print all that happened, with virtual times.")
@@ -47,18 +53,18 @@ class Stretch:
 def simulate(
     seeds: int, start: int, layout: str, jobs: int, single: int | None, with_trace: bool, as_json: bool
 ) -> None:
-    """Run seeded simulations of the whole stack over simulated disks that fail, lie and crash."""
+    """Run seeded simulations of the whole stack over simulated disks that fail, misreport and crash."""
     if single is not None:
         sys.exit(_replay(single, layout, with_trace, as_json))
     began = time.perf_counter()
     done, broken, cpu_seconds, covered = 0, 0, 0.0, Counter[str]()
-    for stretch in run_stretches(range(start, start + seeds), layout, jobs):
-        for outcome in stretch.broken:
+    for part in run_ranges(range(start, start + seeds), layout, jobs):
+        for outcome in part.broken:
             click.echo(_words(outcome, layout, as_json))
-        done += stretch.seeds
-        broken += len(stretch.broken)
-        cpu_seconds += stretch.cpu_seconds
-        covered.update(stretch.covered)
+        done += part.seeds
+        broken += len(part.broken)
+        cpu_seconds += part.cpu_seconds
+        covered.update(part.covered)
         if sys.stderr.isatty():
             click.echo(f"\r{done} of {seeds} seeds, {broken} broken", err=True, nl=done == seeds)
     total = {
@@ -73,17 +79,17 @@ def simulate(
     sys.exit(1 if broken else 0)
 
 
-def run_stretches(seeds: range, layout: str, jobs: int) -> Iterator[Stretch]:
-    """Run seeds over one layout in this process, or in `jobs` others; stretches come in order of seeds."""
-    stretches = [seeds[at : at + STRETCH_SEEDS] for at in range(0, len(seeds), STRETCH_SEEDS)]
+def run_ranges(seeds: range, layout: str, jobs: int) -> Iterator[SeedRange]:
+    """Run seeds over one layout in this process, or in `jobs` others; parts come in order of seeds."""
+    parts = [seeds[at : at + RANGE_SEEDS] for at in range(0, len(seeds), RANGE_SEEDS)]
     if jobs == 1:
-        yield from map(run_stretch, stretches, repeat(layout))
+        yield from map(run_range, parts, repeat(layout))
         return
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_settle) as pool:
-        yield from pool.map(run_stretch, stretches, repeat(layout))
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_freeze_heap) as pool:
+        yield from pool.map(run_range, parts, repeat(layout))
 
 
-def run_stretch(seeds: range, layout: str) -> Stretch:
+def run_range(seeds: range, layout: str) -> SeedRange:
     """Run seeds in this process."""
     simulator = Simulator(layout=layout)
     began = time.process_time()
@@ -93,10 +99,10 @@ def run_stretch(seeds: range, layout: str) -> Stretch:
         covered.update(outcome.covered)
         if outcome.violations:
             broken.append(outcome)
-    return Stretch(len(seeds), tuple(broken), covered, time.process_time() - began)
+    return SeedRange(len(seeds), tuple(broken), covered, time.process_time() - began)
 
 
-def _settle() -> None:
+def _freeze_heap() -> None:
     """A process that only runs seeds: what is loaded now stays, so the collector need not look at it again."""
     gc.collect()
     gc.freeze()
@@ -110,7 +116,7 @@ def _replay(seed: int, layout: str, with_trace: bool, as_json: bool) -> int:
     return 1 if outcome.violations else 0
 
 
-def _words(outcome: Outcome, layout: str, as_json: bool) -> str:
+def _words(outcome: SeedOutcome, layout: str, as_json: bool) -> str:
     """A seed's outcome, for people or for scripts."""
     other = "" if layout == LAYOUTS[0] else f" --layout {layout}"
     replay = f"python -m kvtier.testing.simulate{other} --seed {outcome.seed} --trace"

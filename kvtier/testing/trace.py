@@ -18,8 +18,8 @@ JOIN_SECONDS = 10.0
 TEST_SECONDS = 120.0
 
 
-class _NobodysThreads(ThreadPoolExecutor):
-    """The loop's default executor: anyone may fill it, so a tier must not depend on it. Counts and refuses."""
+class _RefusedExecutor(ThreadPoolExecutor):
+    """In place of the loop's default executor, on which a tier must not depend: counts calls and refuses them."""
 
     def __init__(self) -> None:
         super().__init__(max_workers=1)
@@ -77,7 +77,7 @@ def in_fresh_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, N
 
 def run_in_loop(test: Coroutine[Any, Any, None]) -> None:
     """Run a test to its end in a new event loop. Raises what it raises, AssertionError if tasks are left."""
-    threads = _NobodysThreads()
+    threads = _RefusedExecutor()
     with asyncio.Runner() as runner:
         runner.get_loop().set_default_executor(threads)
         left = runner.run(_watched(test))

@@ -1,10 +1,8 @@
 """One bucket: a folder with a share of the capacity, an account of what it holds, and the order of eviction.
 
-Everything here that changes what the account must say runs with the bucket's lock held, on the root's threads; but for
-the renaming of temporaries, which changes nothing of it.
+Everything that changes the account runs on the root's threads and holds the bucket's lock. Renaming a temporary needs
+no lock, because it does not change the account.
 """
-
-from __future__ import annotations
 
 import asyncio
 import errno
@@ -13,14 +11,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from kvtier.geometry import round_up
-from kvtier.jobs import DropReason
-from kvtier_fs.files.account import ACCOUNT_NAME, FULL, Account, BucketRules, Victim
-from kvtier_fs.files.blockfile import GONE, Absent, Temporary, Wanted, Wrong, header_now, remove_if, vanished
-from kvtier_fs.files.folder import Busy, TreeFolder, let_go, names_in, open_plain, with_lock
-from kvtier_fs.files.places import BLOCK_NAME, DISK_BLOCK_BYTES, TEMPORARY_NAME, occupied
-from kvtier_fs.slot import SlotHeader
-from kvtier_fs.syscalls import fallocate
+from kvtier.tier_api.block_envelope import SlotHeader, decode_slot_header
+from kvtier.types.geometry import round_up
+from kvtier.types.jobs import PRESENT, BlockOutcome, DropReason, dropped
+from kvtier_fs.files.block_file import GONE, Temporary, Wanted, Wrong, header_now, read_front, remove_if, vanished
+from kvtier_fs.files.folder import Busy, TreeFolder, names_in, with_lock
+from kvtier_fs.files.paths import BLOCK_NAME, DISK_BLOCK_BYTES, TEMPORARY_NAME, occupied
+from kvtier_fs.files.usage import ACCOUNT_NAME, FULL, BucketRules, BucketUsage, Victim
+from kvtier_fs.io.syscalls import fallocate
+from kvtier_fs.roots.folder import close_quietly, open_plain
 
 __all__ = ["ACCOUNT_NAME", "Bucket", "BucketRules"]
 
@@ -29,18 +28,16 @@ _NO_SUPPORT = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 T = TypeVar("T")
 
 
-class Bucket:
-    """A bucket as this process knows it. `turn` keeps this process to one visit at a time; `refused` is when
-    others first and last kept the lock from it, None once it was had again."""
+class Bucket(BucketUsage):
+    """A bucket in this process. `turn` allows this process one visit at a time. `refused`: the first and the last time
+    the lock was found taken since this process last held it, or None. `leftovers`: temporaries, still charged,
+    that the next visit discards."""
 
     def __init__(self, folder: TreeFolder, number: int, rules: BucketRules) -> None:
+        super().__init__(folder, number, rules)
         self.turn = asyncio.Lock()
         self.refused: tuple[float, float] | None = None
-        self._folder = folder
-        self._number = number
-        self._rules = rules
-        self._account = Account(folder, number, rules)
-        self._leftovers: list[Temporary] = []
+        self.leftovers: list[Temporary] = []
         self._evicted = 0
 
     def locked(self, work: Callable[[], T]) -> T | Busy:
@@ -52,35 +49,35 @@ class Bucket:
         try:
             return work()
         except OSError:
-            self._account.forget()  # nobody knows how far it came
+            self.forget_account()  # how much was done is unknown
             raise
 
-    def reserve(self, wanted: Wanted, name: str) -> Temporary | SlotHeader | DropReason:
+    def reserve(self, wanted: Wanted, name: str) -> Temporary | BlockOutcome:
         """Make room for a block and its temporary of full size.
 
-        Returns the header of the file that is already there, which counts as a use of it, or why there is no room.
+        PRESENT if it is there already, which counts as a use of it; dropped if there is no room.
         Raises OSError.
         """
-        used = self._account.used()
+        used = self.used()
         with self._folder.leaf(wanted.place.bucket, wanted.place.leaf) as leaf:
             there = header_now(leaf, wanted)
             if isinstance(there, SlotHeader) and there.epoch > wanted.header.epoch:
-                return DropReason.RESET
+                return dropped(DropReason.RESET)
             if isinstance(there, SlotHeader) and there.epoch == wanted.header.epoch:
                 self._touch(leaf, wanted.place.name)
-                return there
-            if there is not Absent.ABSENT:
-                self._account.forget()
-                remove_if(leaf, wanted, _wrong(leaf, wanted, there))
-                used = self._account.count()  # what was wrong with it may have changed its size
+                return PRESENT
+            if there is not None:
+                self.forget_account()
+                remove_if(leaf, wanted.place.name, _wrong(leaf, wanted, there))
+                used = self.count()  # the fault may have changed its size
         need = round_up(wanted.file_bytes, DISK_BLOCK_BYTES)
         used = self._evict(used, self._rules.budget_bytes - need)
         if used + need > self._rules.budget_bytes:
-            self._account.write(used)
-            return DropReason.NO_SLOT
+            self.write_account(used)
+            return dropped(DropReason.NO_SLOT)
         if not self._leaves_free(need):
-            self._account.write(used)
-            return DropReason.DISK_FULL
+            self.write_account(used)
+            return dropped(DropReason.DISK_FULL)
         return self._make(wanted, name, used, need)
 
     def _touch(self, leaf_fd: int, name: str) -> None:
@@ -90,33 +87,33 @@ class Bucket:
                 os.utime(name, (now, now), dir_fd=leaf_fd, follow_symlinks=False)
                 self._rules.note("touched")
 
-    def _make(self, wanted: Wanted, name: str, used: int, need: int) -> Temporary | DropReason:
+    def _make(self, wanted: Wanted, name: str, used: int, need: int) -> Temporary | BlockOutcome:
         """Charge the bucket and create the temporary."""
-        self._account.write(used + need)
+        self.write_account(used + need)
         try:
             fd = self._create(name, wanted.file_bytes)
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            self._account.write(used)
-            return DropReason.DISK_FULL
+            self.write_account(used)
+            return dropped(DropReason.DISK_FULL)
         try:
             charged = max(need, occupied(os.fstat(fd)))  # file systems may need blocks of their own for it
             total = used + charged
             if charged > need:
                 total = self._evict(total, self._rules.budget_bytes)
-                self._account.write(total)
+                self.write_account(total)
         except OSError:
             self._remove(name, fd)
             raise
         if total <= self._rules.budget_bytes:
             return Temporary(name, fd, charged)
         self._remove(name, fd)
-        self._account.write(total - charged)
-        return DropReason.NO_SLOT
+        self.write_account(total - charged)
+        return dropped(DropReason.NO_SLOT)
 
     def _remove(self, name: str, fd: int) -> None:
-        let_go(fd)
+        close_quietly(fd)
         os.unlink(name, dir_fd=self._folder.bucket(self._number))
 
     def _create(self, name: str, file_bytes: int) -> int:
@@ -140,16 +137,16 @@ class Bucket:
 
         Raises OSError.
         """
-        used = self._evict(self._account.count(), self._rules.budget_bytes)
-        self._account.write(used)
+        used = self._evict(self.count(), self._rules.budget_bytes)
+        self.write_account(used)
         return used <= self._rules.budget_bytes
 
     def discard(self, temporary: Temporary) -> bool:
         """Remove a temporary, closed already, that will not become a block, and give back what it was charged.
 
-        False if it is not there any more: somebody swept it, and counted the bucket without it. Raises OSError.
+        False if it is not there any more: another process swept it and counted the bucket without it. Raises OSError.
         """
-        folder, used = self._folder.bucket(self._number), self._account.used()
+        folder, used = self._folder.bucket(self._number), self.used()
         try:
             freed = occupied(os.stat(temporary.name, dir_fd=folder, follow_symlinks=False))
             os.unlink(temporary.name, dir_fd=folder)
@@ -158,73 +155,71 @@ class Bucket:
                 return False
             raise
         if freed == temporary.charged_bytes:
-            self._account.write(used - freed)
+            self.write_account(used - freed)
         else:
-            self._account.forget()
+            self.forget_account()
         return True
 
-    def leave_over(self, temporary: Temporary) -> None:
-        """Discard a temporary at the next visit: it was not to be done now. It stays charged until then."""
-        self._leftovers.append(temporary)
-
-    @property
-    def has_leftovers(self) -> bool:
-        """True if something waits for the next visit."""
-        return bool(self._leftovers)
-
     def _clear(self) -> None:
-        left, self._leftovers = self._leftovers, []
+        left, self.leftovers = self.leftovers, []
         for temporary in left:
             try:
                 self.discard(temporary)
             except OSError:
-                self._account.forget()
-                self._leftovers.append(temporary)
+                self.forget_account()
+                self.leftovers.append(temporary)
 
     def make_room(self, need: int) -> bool:
         """Evict the oldest blocks, for so many bytes. False if there was nothing to evict. Raises OSError."""
-        before, used = self._evicted, self._account.used()
-        if not self._account.known:
+        before, used = self._evicted, self.used()
+        if not self.known:
             need += DISK_BLOCK_BYTES  # for the account itself, for which there is no room either
-        self._account.write(self._evict(used, used - need))
+        self.write_account(self._evict(used, used - need))
         return self._evicted > before
 
     def remove(self, wanted: Wanted, wrong: Wrong) -> bool:
-        """Remove what was found wrong, if it is still that. Raises OSError.
+        """Remove a file that was found wrong, if it is still the same. Raises OSError.
 
-        What was charged for it may differ from what it took, so the account goes too: the next store counts anew.
+        What was charged for it may differ from what it took, so the account is removed too: the next store counts anew.
         """
         with self._folder.leaf(wanted.place.bucket, wanted.place.leaf) as leaf:
-            removed = remove_if(leaf, wanted, wrong)
+            removed = remove_if(leaf, wanted.place.name, wrong)
         if removed:
-            self._account.forget()
+            self.forget_account()
         return removed
 
     def sweep(self) -> None:
         """Count the bucket anew, and remove the temporaries whose lease has expired. Raises OSError."""
-        self._account.count()
+        self.count()
 
     def sweep_after_death(self) -> None:
-        """A process died, perhaps in the middle of a visit: whoever stores here next counts. Raises OSError."""
+        """A process died, perhaps in the middle of a visit, so the next store counts the bucket. Raises OSError."""
         if self.has_temporaries():
-            self._account.count()
+            self.count()
         else:
-            self._account.forget()
+            self.forget_account()
 
-    def prune(self, stale: Callable[[int, str], bool]) -> int:
-        """Remove the blocks of which `stale(folder, name)` is true. Returns how many went. Raises OSError."""
-        used, removed = self._account.used(), 0
-        for leaf_name in self._account.leaves():
+    def prune(self, namespace: bytes, epoch: int) -> int:
+        """Remove the blocks of a namespace of an epoch before `epoch`. Returns their number. Raises OSError."""
+        used, removed = self.used(), 0
+        for leaf_name in self.leaves():
             with self._folder.leaf(self._number, leaf_name) as leaf:
                 for name in names_in(leaf):
-                    if BLOCK_NAME.fullmatch(name) is None or not stale(leaf, name):
+                    if not BLOCK_NAME.fullmatch(name) or not self._outdated(leaf, name, namespace, epoch):
                         continue
                     with vanished():
                         freed = occupied(os.stat(name, dir_fd=leaf, follow_symlinks=False))
                         os.unlink(name, dir_fd=leaf)
                         used, removed = used - freed, removed + 1
-        self._account.write(used)
+        self.write_account(used)
         return removed
+
+    def _outdated(self, leaf_fd: int, name: str, namespace: bytes, epoch: int) -> bool:
+        try:
+            header = decode_slot_header(memoryview(read_front(leaf_fd, name, self._folder.tree.header_bytes)))
+        except OSError:
+            return False
+        return header is not None and header.namespace == namespace and header.epoch < epoch
 
     def has_temporaries(self) -> bool:
         """True if there is a temporary of a lease that has expired. Needs no lock. Raises OSError."""
@@ -235,12 +230,12 @@ class Bucket:
         """Remove the oldest blocks until at most `at_most` bytes are used, or none is left. Returns the bytes used."""
         counted = False
         while used > at_most:
-            if not self._account.victims:
+            if not self.victims:
                 if counted:
                     break
-                counted, used = True, self._account.count()
+                counted, used = True, self.count()
                 continue
-            used -= self._remove_victim(self._account.victims.popleft())
+            used -= self._remove_victim(self.victims.popleft())
         return used
 
     def _remove_victim(self, victim: Victim) -> int:
@@ -261,7 +256,7 @@ class Bucket:
 
 
 def _wrong(leaf_fd: int, wanted: Wanted, there: SlotHeader | Wrong) -> Wrong:
-    """What is to be removed: a header of an older epoch counts as wrong, too."""
+    """The file to remove: a block of an older epoch counts as wrong, too."""
     if isinstance(there, Wrong):
         return there
     return Wrong(os.stat(wanted.place.name, dir_fd=leaf_fd, follow_symlinks=False).st_ino)

@@ -1,22 +1,22 @@
 """The epoch of a tier's namespace on a shared root: which one counts, and whether the disk has taken it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from functools import partial
 
 from kvtier.errors import RootError
-from kvtier_fs.files import opening
+from kvtier_fs.files.folder import Busy
 from kvtier_fs.files.root import SharedRoot
+
+_WAIT_SECONDS = 0.01
 
 
 class Epoch:
-    """One namespace's epoch as this process knows it.
+    """One namespace's epoch in this process.
 
-    `now` is what the process was told last; it holds at once, in memory. No block is stored under an epoch that this
-    process has not seen become durable: a number that a crash takes back would be given to the next reset, and what
-    had been stored under it would count again.
+    `now` is the epoch of the last reset in this process; it holds at once, in memory. No block is stored under an
+    epoch that this process has not seen become durable: a number that a crash takes back would be given to
+    the next reset, and what had been stored under it would count again.
     """
 
     def __init__(self, root: SharedRoot, namespace: bytes, counters: Counter[str]) -> None:
@@ -29,12 +29,12 @@ class Epoch:
 
     async def begin(self) -> int:
         """The epoch that the root states, made durable. Raises RootError, OSError."""
-        change = partial(self._root.folder.begin_epoch, self._namespace)
-        self.now = self._durable = await opening.change_epoch(self._root, change)
+        await self._raise(0)
+        self.now = self._durable
         return self.now
 
     async def reset(self, epoch: int) -> None:
-        """Raise it for everybody, durably before this returns. Raises RootError if that failed; `now` holds anyway."""
+        """Raise it for all processes, durably before this returns. Raises RootError if that failed; `now` holds."""
         self.now = max(self.now, epoch)
         try:
             await self._raise(epoch)
@@ -44,7 +44,7 @@ class Epoch:
     async def on_disk(self, epoch: int, storing: bool) -> int | None:
         """What the root states now, None if nothing it states counts. Raises OSError.
 
-        Before a store the disk gets another chance to take `epoch`, if it has not yet; None if it still does not.
+        Before a store `epoch` is written again if it is not durable yet; None if that fails.
         """
         self.now = max(self.now, epoch)
         if storing and epoch > self._durable:
@@ -58,5 +58,16 @@ class Epoch:
     async def _raise(self, epoch: int) -> None:
         async with self._raising:
             if epoch > self._durable:
-                change = partial(self._root.folder.raise_epoch, self._namespace, epoch)
-                self._durable = await opening.change_epoch(self._root, change)
+                self._durable = await self._root.with_room(partial(self._write, epoch))
+
+    async def _write(self, epoch: int) -> int:
+        """Write the epoch once no other process holds the lock. Raises RootError after `lock_seconds`, OSError."""
+        root, loop = self._root, asyncio.get_running_loop()
+        deadline = loop.time() + root.hooks.lock_seconds
+        while True:
+            stored = await root.call(root.folder.raise_epoch, self._namespace, epoch, root.temporary())
+            if not isinstance(stored, Busy):
+                return stored
+            if loop.time() >= deadline:
+                raise RootError(root.path, "another process holds the lock of the epochs; is it stopped or hung?")
+            await asyncio.sleep(_WAIT_SECONDS)

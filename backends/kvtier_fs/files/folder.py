@@ -3,21 +3,20 @@
 Every file is opened relative to an open folder, without following links, closed on exec, 0600 whatever the umask.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
 import stat
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
 from typing import TypeVar
 
+from kvtier.aio.process_lock import keep_from_children, share_with_children
 from kvtier.errors import RootError
-from kvtier_fs.files.places import bucket_name, leaves, occupied
-from kvtier_fs.files.records import (
+from kvtier_fs.files.paths import BUCKET_NAME, bucket_name, leaves, occupied
+from kvtier_fs.format.superblock import foreign_version
+from kvtier_fs.format.tree_records import (
     SUPERBLOCK_COPY_BYTES,
     Tree,
     decode_epoch,
@@ -25,17 +24,18 @@ from kvtier_fs.files.records import (
     encode_epoch,
     encode_tree,
 )
-from kvtier_fs.folder import LOCK_NAME, SUPERBLOCK_NAME, RootFolder
-from kvtier_fs.options import FSOptions
-from kvtier_fs.superblock import foreign_version
+from kvtier_fs.options import SharedFSOptions
+from kvtier_fs.roots.disk import unknown_version
+from kvtier_fs.roots.folder import LOCK_NAME, SUPERBLOCK_NAME, GuardedFolder, close_quietly, plain_file
 
 EPOCHS_NAME = "epochs"
 LEASES_NAME = "leases"
 _SMALL_BYTES_MAX = 1 << 16
 _STALE_RETRIES = 3
 _LOCK_IS_ELSEWHERE = (errno.EAGAIN, errno.EACCES, errno.ENOENT)
-"""Somebody holds the lock (EACCES where locks go by way of fcntl), or its file was removed just now."""
+"""The lock is taken (EACCES where locks are made by fcntl), or its file was removed just now."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NO_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _NO_PLAIN_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENOTDIR)
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -43,36 +43,9 @@ T = TypeVar("T")
 
 
 class Busy(Enum):
-    """Somebody else holds the lock."""
+    """Another process holds the lock."""
 
     BUSY = "busy"
-
-
-def let_go(fd: int) -> None:
-    """Close what was only read, or is on the disk already, or is given up: that closing fails says nothing then."""
-    try:
-        os.close(fd)
-    except OSError as error:
-        if error.errno == errno.EBADF:
-            raise
-
-
-def open_plain(folder_fd: int, name: str, flags: int) -> int:
-    """Open a plain file in an open folder. Raises OSError; ELOOP for anything that is no plain file."""
-    fd = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600, dir_fd=folder_fd)
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.ELOOP, "is no plain file")
-        if flags & os.O_CREAT and stat.S_IMODE(status.st_mode) != 0o600:
-            os.fchmod(fd, 0o600)
-    except OSError:
-        let_go(fd)
-        if flags & os.O_EXCL:
-            with suppress(OSError):
-                os.unlink(name, dir_fd=folder_fd)
-        raise
-    return fd
 
 
 def read_small(folder_fd: int, name: str) -> bytes:
@@ -80,24 +53,16 @@ def read_small(folder_fd: int, name: str) -> bytes:
 
     Another host may replace it between its opening and the reading; then it is opened again, a few times.
     """
-    for _ in range(_STALE_RETRIES):
+    for left in range(_STALE_RETRIES, -1, -1):
         try:
-            return _read_small(folder_fd, name)
+            with plain_file(folder_fd, name) as fd:
+                return os.pread(fd, _SMALL_BYTES_MAX, 0)
+        except FileNotFoundError:
+            break
         except OSError as error:
-            if error.errno != errno.ESTALE:
+            if error.errno != errno.ESTALE or not left:
                 raise
-    return _read_small(folder_fd, name)
-
-
-def _read_small(folder_fd: int, name: str) -> bytes:
-    try:
-        fd = open_plain(folder_fd, name, os.O_RDONLY)
-    except FileNotFoundError:
-        return b""
-    try:
-        return os.pread(fd, _SMALL_BYTES_MAX, 0)
-    finally:
-        let_go(fd)
+    return b""
 
 
 def names_in(folder_fd: int) -> list[str]:
@@ -110,14 +75,22 @@ def names_in(folder_fd: int) -> list[str]:
     try:
         return os.listdir(fd)
     finally:
-        let_go(fd)
+        close_quietly(fd)
 
 
-def write_all(fd: int, data: bytes) -> None:
-    """Write a small file from its beginning. Raises OSError."""
-    view, at = memoryview(data), 0
-    while at < len(view):
-        at += os.pwrite(fd, view[at:], at)
+def write_all(fd: int, data: bytes, at: int = 0) -> None:
+    """Write a small file, or a part of it that begins at `at`. Raises OSError."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(fd, view, at)
+        view, at = view[written:], at + written
+
+
+def write_new(folder_fd: int, name: str, data: bytes) -> None:
+    """Write a small file that does not exist yet, durably. Raises OSError."""
+    with plain_file(folder_fd, name, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
+        write_all(fd, data)
+        os.fsync(fd)
 
 
 def make_folder(folder_fd: int, name: str) -> int:
@@ -130,108 +103,98 @@ def make_folder(folder_fd: int, name: str) -> int:
     try:
         os.fchmod(fd, 0o700)
     except OSError:
-        let_go(fd)
+        close_quietly(fd)
         raise
     return fd
 
 
 def with_lock(folder_fd: int, work: Callable[[], T]) -> T | Busy:
-    """Do some work while holding a folder's lock file. BUSY, with nothing done, if somebody else holds it."""
-    fd = open_plain(folder_fd, LOCK_NAME, os.O_RDWR | os.O_CREAT)
-    try:
+    """Do some work while holding a folder's lock file. BUSY, with nothing done, if another process holds it.
+
+    A child that is forked meanwhile does not keep the lock, also when this process is killed.
+    """
+    with plain_file(folder_fd, LOCK_NAME, os.O_RDWR | os.O_CREAT) as fd:
+        keep_from_children(fd)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            named = os.stat(LOCK_NAME, dir_fd=folder_fd, follow_symlinks=False)
-        except OSError as error:
-            if error.errno in _LOCK_IS_ELSEWHERE:
-                return Busy.BUSY
-            raise
-        if named.st_ino != os.fstat(fd).st_ino:
-            return Busy.BUSY  # the file was replaced under us: the lock that counts is another one
-        try:
-            return work()
+            return work() if _lock_now(folder_fd, fd) else Busy.BUSY
         finally:
-            with suppress(OSError):  # a child forked meanwhile has this descriptor too, so closing ours is not enough
+            with suppress(OSError):  # a child that C code forked has this descriptor too: closing ours is not enough
                 fcntl.flock(fd, fcntl.LOCK_UN)
-    finally:
-        let_go(fd)
+            share_with_children(fd)
 
 
-class TreeFolder:
-    """The folders of one root, open. Raises RootError for what a person must put right, OSError for the rest."""
+def _lock_now(folder_fd: int, fd: int) -> bool:
+    """Lock a folder's lock file; False if another process holds it or has replaced it after it was opened."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        named = os.stat(LOCK_NAME, dir_fd=folder_fd, follow_symlinks=False)
+    except OSError as error:
+        if error.errno in _LOCK_IS_ELSEWHERE:
+            return False
+        raise
+    return named.st_ino == os.fstat(fd).st_ino
 
-    def __init__(self, path: str, options: FSOptions) -> None:
-        self.path = path
-        # A tier that several hosts share lies on a network file system by intention.
-        self._root = RootFolder(path, options.model_copy(update={"allow_network_fs": True}))
-        self._guard = threading.Lock()
-        self._left = False
-        self._buckets: dict[int, int] = {}
+
+class TreeFolder(GuardedFolder):
+    """The folders of one root, open. Raises RootError for what an operator must correct, OSError for the rest.
+
+    `epochs_fd` and `leases_fd` are the open folders of epochs and of leases, -1 where there is none.
+    """
+
+    def __init__(self, path: str, options: SharedFSOptions) -> None:
+        super().__init__(path, options)
+        self._open: dict[str, int] = {}
         self._made: set[int] = set()
-        self._epochs_fd = -1
+        self.epochs_fd = -1
         self.leases_fd = -1
         self.tree: Tree
 
-    @property
-    def fd(self) -> int:
-        """The open root."""
-        return self._root.fd
+    def _close_files(self) -> None:
+        for fd in self._open.values():
+            close_quietly(fd)
+        self._open, self._made = {}, set()
+        self.epochs_fd = self.leases_fd = -1
 
-    def refusal(self, error: OSError) -> RootError:
-        """What an error of the operating system means to whoever configured this root."""
-        return self._root.refusal(error)
-
-    def enter(self) -> bool:
-        """Open the root, creating it where that is allowed. False if it is not there."""
-        return self._root.enter()
-
-    def leave(self) -> None:
-        """Close everything. Idempotent; no other call may be under way."""
+    def _opened(self, name: str, make: bool) -> int:
+        """A folder in the root, which stays open until `leave`. Raises OSError, also if it is missing and not made."""
         with self._guard:
-            self._left = True
-            held = [fd for fd in (*self._buckets.values(), self._epochs_fd, self.leases_fd) if fd >= 0]
-            self._buckets, self._made = {}, set()
-            self._epochs_fd = self.leases_fd = -1
-            for fd in held:
-                let_go(fd)
-        self._root.leave()
+            self._check_not_left()
+            if name not in self._open:
+                self._open[name] = make_folder(self.fd, name) if make else os.open(name, _FOLDER, dir_fd=self.fd)
+            return self._open[name]
 
-    def look(self) -> Tree | None:
-        """The tree as its superblock states it; None if there is none yet. Raises RootError if it is not for us."""
+    def read_tree(self) -> Tree | None:
+        """The tree as its superblock states it; None if there is none yet. Raises RootError if it is unusable."""
         data = read_small(self.fd, SUPERBLOCK_NAME)
         if not data:
             return None
         tree = decode_tree(data)
         if tree is None:
-            raise RootError(self.path, self._why_not(data))
+            raise self._refusal_of(data)
         return tree
 
-    @staticmethod
-    def _why_not(data: bytes) -> str:
+    def _refusal_of(self, data: bytes) -> RootError:
         if _is_slab(data):
-            return "holds a tier of layout slab; use another folder or layout: slab"
+            return RootError(self.path, "holds a tier of type fs; use another folder or type: fs")
         version = foreign_version(data)
         if version is not None and version > 1000:
-            return f"holds format version {version - 1000} of layout files, which this release does not know"
-        return "the superblock is damaged; stop whoever uses this folder and empty it"
+            return unknown_version(self.path, version - 1000, "files")
+        return RootError(self.path, "the superblock is damaged; stop all processes that use this folder and empty it")
 
     def make(self, tree: Tree, temporary: str) -> Tree:
-        """Write the superblock, by way of a temporary, unless somebody was faster. Returns the tree that counts."""
+        """Publish a superblock, unless another process has made one. Returns the tree that counts."""
         try:
-            fd = open_plain(self.fd, temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-            try:
-                write_all(fd, encode_tree(tree))
-                os.fsync(fd)
-            finally:
-                let_go(fd)
+            write_new(self.fd, temporary, encode_tree(tree))
             self._publish_once(temporary)
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(temporary, dir_fd=self.fd)
         os.fsync(self.fd)
-        made = self.look()
+        made = self.read_tree()
         if made is None:
-            raise RootError(self.path, "the superblock vanished while it was made; is somebody emptying the folder?")
+            raise RootError(
+                self.path, "the superblock vanished while it was made; is another process emptying the folder?"
+            )
         return made
 
     def _publish_once(self, temporary: str) -> None:
@@ -243,52 +206,48 @@ class TreeFolder:
             if error.errno not in _NO_LINKS:
                 raise
             if with_lock(self.fd, lambda: self._rename_once(temporary)) is Busy.BUSY:
-                raise RootError(self.path, "somebody else is making this root right now; try again") from error
+                raise RootError(self.path, "another process is making this root right now; try again") from error
 
     def _rename_once(self, temporary: str) -> None:
-        if self.look() is None:
+        if self.read_tree() is None:
             os.rename(temporary, SUPERBLOCK_NAME, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
-    def join(self) -> None:
-        """Open the folders every process needs, made where they are not there. Raises OSError."""
-        with self._guard:
-            self._check_not_left()
-            if self._epochs_fd < 0:
-                self._epochs_fd = make_folder(self.fd, EPOCHS_NAME)
-            if self.leases_fd < 0:
-                self.leases_fd = make_folder(self.fd, LEASES_NAME)
+    def join(self, make: bool = True) -> None:
+        """Open the folders of epochs and of leases. With `make` those that are missing are made. Raises OSError."""
+        self.epochs_fd = self._small_folder(EPOCHS_NAME, make)
+        self.leases_fd = self._small_folder(LEASES_NAME, make)
 
-    def settle(self, tree: Tree) -> None:
-        """Join, and know how the root is laid out. Raises OSError."""
-        self.join()
+    def _small_folder(self, name: str, make: bool) -> int:
+        try:
+            return self._opened(name, make)
+        except OSError as error:
+            if make or error.errno not in _NO_FOLDER:
+                raise
+            return -1
+
+    def use_tree(self, tree: Tree, make: bool = True) -> None:
+        """Join, and record how the root is laid out. Raises OSError."""
+        self.join(make)
         self.tree = tree
 
-    def _check_not_left(self) -> None:
-        if self._left:
-            raise OSError(errno.EBADF, "the folder was left")
+    def buckets(self) -> list[int]:
+        """The numbers of the buckets that exist, in order. Raises OSError."""
+        matches = map(BUCKET_NAME.fullmatch, sorted(names_in(self.fd)))
+        return [number for match in matches if match and (number := int(match[1], 16)) < self.tree.buckets]
 
     def bucket(self, number: int) -> int:
-        """The open folder of a bucket. Raises OSError; FileNotFoundError if nobody made it yet."""
-        with self._guard:
-            self._check_not_left()
-            fd = self._buckets.get(number, -1)
-            if fd < 0:
-                fd = self._buckets[number] = os.open(bucket_name(number), _FOLDER, dir_fd=self.fd)
-            return fd
+        """The open folder of a bucket. Raises OSError; FileNotFoundError if it was not made yet."""
+        return self._opened(bucket_name(number), make=False)
 
     def make_bucket(self, number: int) -> int:
         """The open folder of a bucket, made with the folders inside it where they are not there. Raises OSError."""
+        fd = self._opened(bucket_name(number), make=True)
         with self._guard:
             self._check_not_left()
-            fd = self._buckets.get(number, -1)
-            if number in self._made:
-                return fd
-            if fd < 0:
-                fd = self._buckets[number] = make_folder(self.fd, bucket_name(number))
-            for leaf in leaves(self.tree):
-                let_go(make_folder(fd, leaf))
+            for leaf in leaves(self.tree) if number not in self._made else ():
+                close_quietly(make_folder(fd, leaf))
             self._made.add(number)
-            return fd
+        return fd
 
     @contextmanager
     def leaf(self, bucket: int, name: str) -> Iterator[int]:
@@ -301,82 +260,75 @@ class TreeFolder:
         try:
             yield fd
         finally:
-            let_go(fd)
+            close_quietly(fd)
 
     def epoch(self, namespace: bytes) -> int | None:
         """The epoch of a namespace now; None if its file is missing, damaged or no plain file, so that nothing counts.
 
-        Raises OSError: a disk that cannot be read says nothing of a reset.
+        Raises OSError: what cannot be read does not mean a reset.
         """
         try:
-            return decode_epoch(read_small(self._epochs_fd, namespace.hex()), namespace)
+            return decode_epoch(read_small(self.epochs_fd, namespace.hex()), namespace)
         except OSError as error:
             if error.errno in _NO_PLAIN_FILE:
                 return None
             raise
 
-    def begin_epoch(self, namespace: bytes, temporary: str) -> int | Busy:
-        """The epoch of a namespace, its file made if there is none, durable when this returns.
-
-        Raises RootError if it is damaged, OSError.
-        """
-        if read_small(self._epochs_fd, namespace.hex()):
-            epoch = self._sound_epoch(namespace)
-            os.fsync(self._epochs_fd)  # whoever raised it may not have come to this yet
-            return epoch
-        return self.raise_epoch(namespace, 0, temporary)
-
-    def _sound_epoch(self, namespace: bytes) -> int:
-        epoch = decode_epoch(read_small(self._epochs_fd, namespace.hex()), namespace)
-        if epoch is None:
-            name = f"{EPOCHS_NAME}/{namespace.hex()}"
-            raise RootError(self.path, f"{name} is damaged, so no block of this namespace counts; empty the folder")
-        return epoch
-
     def raise_epoch(self, namespace: bytes, epoch: int, temporary: str) -> int | Busy:
         """Make a namespace's epoch at least `epoch`, durably when this returns. Returns the one that counts.
 
-        BUSY, with nothing done, if another process is at it. Raises RootError if the file is damaged, OSError.
+        BUSY, with nothing done, if another process holds the lock. Raises RootError if the file is damaged, OSError.
         """
-        return with_lock(self._epochs_fd, lambda: self._raise_epoch(namespace, epoch, temporary))
+        stored = self._stored_epoch(namespace, epoch)
+        return with_lock(self.epochs_fd, lambda: self._raise(namespace, epoch, temporary)) if stored is None else stored
 
-    def _raise_epoch(self, namespace: bytes, epoch: int, temporary: str) -> int:
-        if read_small(self._epochs_fd, namespace.hex()):
-            stored = self._sound_epoch(namespace)
-            if stored >= epoch:
-                os.fsync(self._epochs_fd)  # whoever raised it may not have come to this yet
-                return stored
-        self.publish(self._epochs_fd, namespace.hex(), encode_epoch(namespace, epoch), temporary)
+    def _raise(self, namespace: bytes, epoch: int, temporary: str) -> int:
+        stored = self._stored_epoch(namespace, epoch)
+        if stored is not None:
+            return stored
+        self.publish(self.epochs_fd, namespace.hex(), encode_epoch(namespace, epoch), temporary)
         return epoch
+
+    def _stored_epoch(self, namespace: bytes, at_least: int) -> int | None:
+        """The epoch on the disk, durable when this returns; None if there is none or if it is lower."""
+        name = namespace.hex()
+        data = read_small(self.epochs_fd, name)
+        stored = decode_epoch(data, namespace)
+        if stored is None and data:
+            raise RootError(
+                self.path,
+                f"{EPOCHS_NAME}/{name} is damaged, so no block of this namespace counts; empty the folder",
+            )
+        if stored is None or stored < at_least:
+            return None
+        os.fsync(self.epochs_fd)  # the process that raised it may not have flushed the folder yet
+        return stored
 
     def publish(self, folder_fd: int, name: str, data: bytes, temporary: str) -> None:
         """Put a small file in place in one step, durably when this returns. Raises OSError."""
-        fd = open_plain(folder_fd, temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
-            write_all(fd, data)
-            os.fsync(fd)
+            write_new(folder_fd, temporary, data)
             os.rename(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
         except OSError:
             with suppress(OSError):
                 os.unlink(temporary, dir_fd=folder_fd)
             raise
-        finally:
-            let_go(fd)
         os.fsync(folder_fd)
 
     def small_folders(self) -> tuple[int, ...]:
         """The open folders of everything that lies in no bucket."""
-        return self.fd, self._epochs_fd, self.leases_fd
+        return tuple(fd for fd in (self.fd, self.epochs_fd, self.leases_fd) if fd >= 0)
 
     def small_bytes(self) -> int:
         """Bytes of disk of everything in this root that lies in no bucket. Raises OSError."""
-        total = occupied(os.fstat(self.fd))
+        total = 0
         for folder_fd in self.small_folders():
+            total += occupied(os.fstat(folder_fd))
             for name in names_in(folder_fd):
                 with suppress(FileNotFoundError):
                     status = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
                     total += occupied(status) if not stat.S_ISDIR(status.st_mode) else 0
-        return total + occupied(os.fstat(self._epochs_fd)) + occupied(os.fstat(self.leases_fd))
+        return total
 
 
 def _is_slab(data: bytes) -> bool:

@@ -1,18 +1,18 @@
-"""Whose temporaries are whose: each process holds a lease, and what it left behind goes when the lease has expired."""
-
-from __future__ import annotations
+"""Leases: each process holds one, and its temporaries may be removed once its lease has expired."""
 
 import errno
-import json
 import os
 import re
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from kvtier_fs.files.folder import let_go, names_in, open_plain, write_all
-from kvtier_fs.files.records import LEASE_BYTES_MAX, decode_lease, encode_lease
+from pydantic import TypeAdapter, ValidationError
+
+from kvtier_fs.files.folder import names_in, write_all
+from kvtier_fs.format.tree_records import LEASE_BYTES_MAX, decode_lease, encode_lease
+from kvtier_fs.roots.folder import open_plain, plain_file
 
 LEASE_NAME = re.compile(r"[0-9a-f]{16}")
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
@@ -29,6 +29,9 @@ class Holder:
     started: int
 
 
+_HOLDER = TypeAdapter(Holder)
+
+
 def this_process() -> Holder:
     """The holder of this process's leases. Raises OSError where /proc is not what it should be."""
     with open(_BOOT_ID, encoding="ascii") as file:
@@ -39,9 +42,10 @@ def this_process() -> Holder:
 
 
 def _started(pid: int) -> int | None:
-    """When a process began, in ticks since boot; None if there is none, or if it has ended and waits to be reaped.
+    """When a process began, in ticks since boot; None if there is none, or if it has ended and was not reaped yet.
 
-    A process whose first thread has ended is there as long as another one is in a system call it cannot be torn from.
+    A process whose first thread has ended still exists while another thread is in a system call that cannot be
+    interrupted.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -53,70 +57,53 @@ def _started(pid: int) -> int | None:
 
 
 def decode_holder(data: bytes) -> Holder | None:
-    """Whom a lease file names; None if it is damaged."""
-    text = decode_lease(data)
+    """The holder that a lease file names; None if it is damaged."""
     try:
-        fields = json.loads(text or "")
-        return Holder(
-            str(fields["host"]),
-            str(fields["boot"]),
-            int(fields["pid_namespace"]),
-            int(fields["pid"]),
-            int(fields["started"]),
-        )
-    except (ValueError, TypeError, KeyError):
+        return _HOLDER.validate_json(decode_lease(data) or "")
+    except ValidationError:
         return None
 
 
 class Leases:
-    """This process's lease and its judgement of others'. Blocking calls.
+    """This process's lease, and which leases of others have expired. Blocking calls.
 
-    A holder in this pid namespace of this boot is asked for by its pid and start time. Any other lease has expired when
-    its heartbeat (the file's mtime) has not changed for `seconds` of our own monotonic clock, so no clocks of two
-    hosts are ever compared.
+    A holder in this pid namespace of this boot is looked up by its pid and start time. Any other lease has expired when
+    its heartbeat (the file's mtime) has not changed for `seconds` of this process's monotonic clock, so the clocks of
+    two hosts are never compared.
     """
 
-    def __init__(self, name: str, holder: Holder, clock: Callable[[], float], seconds: float) -> None:
+    def __init__(self, folder_fd: int, name: str, holder: Holder, clock: Callable[[], float], seconds: float) -> None:
         self.name = name
+        self._folder_fd = folder_fd
         self._holder = holder
         self._clock = clock
         self._seconds = seconds
         self._seen: dict[str, tuple[int, float]] = {}
 
-    def take(self, folder_fd: int) -> None:
+    def take(self) -> None:
         """Write our lease. Raises OSError."""
-        fd = open_plain(folder_fd, self.name, os.O_RDWR | os.O_CREAT)
+        fd = open_plain(self._folder_fd, self.name, os.O_RDWR | os.O_CREAT)
         try:
-            write_all(fd, encode_lease(json.dumps(asdict(self._holder))))
+            write_all(fd, encode_lease(_HOLDER.dump_json(self._holder).decode()))
         finally:
             os.close(fd)
 
-    def beat(self, folder_fd: int) -> None:
-        """Show that we live; a lease that others took away while we stood still is taken anew. Raises OSError."""
+    def beat(self) -> None:
+        """Renew the heartbeat. A lease that others removed meanwhile is taken again. Raises OSError."""
         try:
-            os.utime(self.name, dir_fd=folder_fd, follow_symlinks=False)
+            os.utime(self.name, dir_fd=self._folder_fd, follow_symlinks=False)
         except FileNotFoundError:
-            self.take(folder_fd)
+            self.take()
 
-    def release(self, folder_fd: int) -> None:
-        """Give our lease up."""
-        with suppress(FileNotFoundError):
-            os.unlink(self.name, dir_fd=folder_fd)
-
-    def expired(self, folder_fd: int, name: str) -> bool:
-        """True if nobody holds this lease any more. Ours never expires for us. Raises OSError."""
+    def expired(self, name: str) -> bool:
+        """True if no process holds this lease any more; one that cannot be read counts as held. Ours never expires."""
         if name == self.name:
             return False
         try:
-            fd = open_plain(folder_fd, name, os.O_RDONLY)
-            try:
+            with plain_file(self._folder_fd, name) as fd:
                 status, holder = os.fstat(fd), decode_holder(os.pread(fd, LEASE_BYTES_MAX, 0))
-            finally:
-                let_go(fd)
         except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ESTALE):
-                return True
-            raise
+            return error.errno in (errno.ENOENT, errno.ESTALE)
         ours = self._holder
         if holder is not None and (holder.boot, holder.pid_namespace) == (ours.boot, ours.pid_namespace):
             return _started(holder.pid) != holder.started
@@ -127,25 +114,13 @@ class Leases:
             return False
         return now - since >= self._seconds
 
-    def dead(self, folder_fd: int) -> list[str]:
-        """The leases that are there but have expired; one that cannot be read is taken to be held. Raises OSError."""
-        names = [name for name in names_in(folder_fd) if LEASE_NAME.fullmatch(name)]
+    def dead(self) -> list[str]:
+        """The leases that exist but have expired. Raises OSError if they cannot be listed."""
+        names = [name for name in names_in(self._folder_fd) if LEASE_NAME.fullmatch(name)]
         self._seen = {name: seen for name, seen in self._seen.items() if name in names}
-        dead = []
-        for name in names:
-            with suppress(OSError):
-                if self.expired(folder_fd, name):
-                    dead.append(name)
-        return dead
+        return list(filter(self.expired, names))
 
-    def remove(self, folder_fd: int, name: str) -> None:
-        """Remove an expired lease: what it covers has expired with it. Raises OSError."""
+    def remove(self, name: str) -> None:
+        """Remove our own lease, or one that has expired: what it covers has expired with it. Raises OSError."""
         with suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=folder_fd)
-
-    def sweep(self, folder_fd: int) -> int:
-        """Remove all expired leases. Returns how many. Raises OSError."""
-        dead = self.dead(folder_fd)
-        for name in dead:
-            self.remove(folder_fd, name)
-        return len(dead)
+            os.unlink(name, dir_fd=self._folder_fd)

@@ -1,11 +1,8 @@
-"""The shared root while it is open: folder, threads, engine, buckets, our lease. All methods run on the event loop."""
-
-from __future__ import annotations
+"""The shared root while it is open: folder, threads, engine, buckets, own lease. All methods run on the event loop."""
 
 import asyncio
 import errno
 import os
-import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -15,21 +12,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
-from kvtier_fs.buffers import HeaderPages
-from kvtier_fs.files.account import FULL, BucketRules
-from kvtier_fs.files.blockfile import Temporary
+from kvtier.aio.daemon_pool import DaemonPool
+from kvtier_fs.files.block_file import Temporary
 from kvtier_fs.files.bucket import Bucket
 from kvtier_fs.files.folder import Busy, TreeFolder, names_in
 from kvtier_fs.files.leases import Holder, Leases, this_process
-from kvtier_fs.files.moving import Mover
-from kvtier_fs.files.places import DISK_BLOCK_BYTES, TEMPORARY_NAME, Quota
-from kvtier_fs.files.records import Tree
+from kvtier_fs.files.paths import DISK_BLOCK_BYTES, TEMPORARY_NAME
+from kvtier_fs.files.usage import FULL, BucketRules
+from kvtier_fs.format.tree_records import Tree
 from kvtier_fs.io.contract import IOEngine
+from kvtier_fs.io.full_transfer import FullTransferIO
+from kvtier_fs.io.header_pages import HeaderPages
 from kvtier_fs.io.probe import DirectProbe
-from kvtier_fs.options import FSOptions
-from kvtier_fs.threads import RootThreads
+from kvtier_fs.options import SharedFSOptions
 
-_BUCKET_NAME = re.compile(r"bucket-([0-9a-f]{2})")
 _FIRST_WAIT_SECONDS = 0.001
 _LONGEST_WAIT_SECONDS = 0.05
 _IN_VAIN_MAX = 8
@@ -39,7 +35,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class FilesSeams:
+class FilesHooks:
     """What a simulator or a fault test replaces, and the times the layout keeps, in seconds.
 
     `engine` None: chosen by the options. `wall` gives the times that order evictions over all hosts. A store waits
@@ -47,7 +43,7 @@ class FilesSeams:
     `lease_seconds`; when evictions did not make a full disk take blocks, none is tried for `full_seconds`.
     """
 
-    folder: Callable[[str, FSOptions], TreeFolder] = TreeFolder
+    folder: Callable[[str, SharedFSOptions], TreeFolder] = TreeFolder
     engine: Callable[[], IOEngine] | None = None
     wall: Callable[[], float] = time.time
     holder: Callable[[], Holder] = this_process
@@ -59,7 +55,7 @@ class FilesSeams:
 
 
 class Gate:
-    """Blocks with I/O under way in one direction, and the header pages they use."""
+    """Blocks with I/O in flight in one direction, and the header pages they use."""
 
     def __init__(self, depth: int, header_bytes: int) -> None:
         self.pages = HeaderPages(depth, header_bytes)
@@ -69,27 +65,27 @@ class Gate:
 class SharedRoot:
     """One root that other processes and hosts use at the same time."""
 
-    def __init__(self, path: str, options: FSOptions, seams: FilesSeams, counters: Counter[str]) -> None:
+    def __init__(self, path: str, options: SharedFSOptions, hooks: FilesHooks, counters: Counter[str]) -> None:
         name = f"kvtier-fs-{os.path.basename(path)}"
         self.path = path
-        self.seams = seams
+        self.hooks = hooks
         self.counters = counters
-        self.folder = seams.folder(path, options)
-        self.files = RootThreads(f"{name}-files", options.io_threads)
-        self.io_threads = RootThreads(f"{name}-io", options.io_threads)
+        self.folder = hooks.folder(path, options)
+        self.files = DaemonPool(f"{name}-files", options.io_threads)
+        self.io_threads = DaemonPool(f"{name}-io", options.io_threads)
         self.probe = DirectProbe(False, reason="turned off")
-        self.lease = seams.random_bytes(8).hex()
+        self.lease = hooks.random_bytes(8).hex()
         self.started = False
         self.leased = False
         self.tree: Tree
         self.engine: IOEngine
-        self.mover: Mover
+        self.io: FullTransferIO
         self.loads: Gate
         self.stores: Gate
         self.leases: Leases
         self.rules: BucketRules
         self._options = options
-        self._buckets: list[Bucket] = []
+        self.buckets: list[Bucket] = []
         self._temporaries = 0
         self._calls: set[Future[Any]] = set()
         self._full_until = float("-inf")
@@ -104,95 +100,63 @@ class SharedRoot:
         return await asyncio.wrap_future(future)
 
     async def calls_ended(self) -> None:
-        """Wait until no file call is under way, those included that nobody waits for any more."""
+        """Wait until no file call is in flight, cancelled ones included."""
         while calls := [asyncio.wrap_future(call) for call in list(self._calls) if not call.cancelled()]:
             ended, _ = await asyncio.wait(calls)
             for call in ended:
                 if not call.cancelled():
-                    call.exception()  # it is the caller's, if there still is one; nobody is to miss it here
+                    call.exception()  # retrieved, so that asyncio does not log it: it belongs to the caller
 
     def temporary(self) -> str:
-        """A name for a temporary that nobody else uses, and that says whose it is."""
+        """A unique name for a temporary; it holds the lease of this process."""
         self._temporaries += 1
         return f"new-{self.lease}-{self._temporaries:x}"
 
-    def settle(self, tree: Tree, quota: Quota) -> None:
-        """From now on there are buckets."""
+    def use_tree(self, tree: Tree, budget_bytes: int) -> None:
+        """Create the buckets."""
         self.tree = tree
-        self.rules = BucketRules(
-            quota.bucket_bytes,
-            self._options.min_free_bytes,
-            self.probe.direct,
-            self._expired,
-            self.counters,
-            self.seams.wall,
-            self.seams.touch_seconds,
-        )
-        self._buckets = [Bucket(self.folder, number, self.rules) for number in range(tree.buckets)]
+        direct, free, hooks = self.probe.direct, self._options.min_free_bytes, self.hooks
+        leases, counters = self.leases, self.counters
+        self.rules = BucketRules(budget_bytes, free, direct, leases, counters, hooks.wall, hooks.touch_seconds)
+        self.buckets = [Bucket(self.folder, number, self.rules) for number in range(tree.buckets)]
 
     def start(self, engine: IOEngine) -> None:
-        """From now on blocks can move."""
+        """Start the I/O: blocks can move from now on."""
         depth, header_bytes = self._options.io_depth, self.tree.header_bytes
         alignment = self.probe.offset_alignment if self.probe.direct else 1
         self.engine = engine
-        self.mover = Mover(engine, header_bytes, alignment, self.counters)
+        self.io = FullTransferIO(engine, alignment, self.counters)
         self.loads, self.stores = Gate(depth, header_bytes), Gate(depth, header_bytes)
         self.started = True
-
-    def _expired(self, lease: str) -> bool:
-        """True if nobody holds a lease any more; one that cannot be read is taken to be held."""
-        try:
-            return self.leases.expired(self.folder.leases_fd, lease)
-        except OSError:
-            return False
-
-    def bucket(self, number: int) -> Bucket:
-        return self._buckets[number]
 
     async def visit(self, bucket: Bucket, work: Callable[[], T]) -> T | Busy:
         """Do some work on the threads while holding a bucket's lock. Raises OSError.
 
         BUSY, with nothing done, if others kept the lock from this process for `lock_seconds`. Time that visits of this
-        process take, one after another, is not counted.
+        process take, one after another, does not count.
         """
-        began = asyncio.get_running_loop().time()
-        if not await self._turn(bucket, began):
-            return Busy.BUSY
-        try:
-            return await self._visit(bucket, work, began)
-        finally:
-            bucket.turn.release()
-
-    async def _turn(self, bucket: Bucket, began: float) -> bool:
-        while True:
-            try:
-                async with asyncio.timeout(self.seams.lock_seconds):
-                    return await bucket.turn.acquire()
-            except TimeoutError:
-                if self._refused_long(bucket, began):
-                    return False
-
-    async def _visit(self, bucket: Bucket, work: Callable[[], T], began: float) -> T | Busy:
         loop, wait = asyncio.get_running_loop(), _FIRST_WAIT_SECONDS
-        while True:
-            try:
-                result = await self.call(bucket.locked, work)
-            except OSError:
-                bucket.refused = None
-                raise
-            if not isinstance(result, Busy):
-                bucket.refused = None
-                return result
-            now = loop.time()
-            bucket.refused = (bucket.refused[0] if bucket.refused else now, now)
-            if self._refused_long(bucket, began):
-                return result
-            await asyncio.sleep(wait)
-            wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
+        began = loop.time()
+        async with bucket.turn:
+            while True:
+                try:
+                    result = await self.call(bucket.locked, work)
+                except OSError:
+                    bucket.refused = None
+                    raise
+                if not isinstance(result, Busy):
+                    bucket.refused = None
+                    return result
+                now = loop.time()
+                bucket.refused = (bucket.refused[0] if bucket.refused else now, now)
+                if self._refused_long(bucket, began):
+                    return result
+                await asyncio.sleep(wait)
+                wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
 
     def _refused_long(self, bucket: Bucket, began: float) -> bool:
-        """True if this process was refused a bucket's lock, time and again, for long enough since somebody began."""
-        if bucket.refused is None or bucket.refused[1] - max(bucket.refused[0], began) < self.seams.lock_seconds:
+        """True if this process was refused a bucket's lock, time and again, for long enough since the visit began."""
+        if bucket.refused is None or bucket.refused[1] - max(bucket.refused[0], began) < self.hooks.lock_seconds:
             return False
         self.counters["lock.timeout"] += 1
         return True
@@ -200,44 +164,44 @@ class SharedRoot:
     async def discard(self, bucket: Bucket, temporary: Temporary) -> None:
         """Remove a temporary, closed already, that will not become a block: now, or at the bucket's next visit.
 
-        If others swept it, they have taken our lease for one that expired: we take it anew.
+        If others removed it, they took this process's lease for an expired one; the lease is taken again.
         """
         try:
             discarded = await self.visit(bucket, partial(bucket.discard, temporary))
         except OSError:
             discarded = Busy.BUSY
         if isinstance(discarded, Busy):
-            bucket.leave_over(temporary)
+            bucket.leftovers.append(temporary)
         elif not discarded:
             await self._beat()
 
     async def clear(self, timeout_seconds: float) -> None:
-        """Visit the buckets where something was left over, once; what is busy or fails stays."""
+        """Visit the buckets that have leftovers, once; what is busy or fails stays."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
-                for bucket in self._buckets:
-                    if bucket.has_leftovers:
+                for bucket in self.buckets:
+                    if bucket.leftovers:
                         with suppress(OSError):
                             await self.visit(bucket, lambda: None)
 
     async def make_room(self, number: int, need: int) -> bool:
-        """The disk is full: evict blocks for so many bytes, from a bucket or, where it has none, from another.
+        """The disk is full: evict blocks of so many bytes from a bucket or, if it has none, from another.
 
-        False if there are none, or if that was no help lately: blocks are not given up for nothing.
+        False if there are none, or if evictions made no room lately.
         """
         if asyncio.get_running_loop().time() < self._full_until:
             return False
         return await self._evict(number, need)
 
     async def _evict(self, number: int, need: int) -> bool:
-        for bucket in [*self._buckets[number : number + 1], *await self._others(number)]:
+        for bucket in [*self.buckets[number : number + 1], *await self._others(number)]:
             with suppress(OSError):
                 if await self.visit(bucket, partial(bucket.make_room, need)) is True:
                     return True
         return False
 
     async def with_room(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Write something small that is more than a block: on a full disk once more, in the place of the oldest blocks.
+        """Write a small file that matters more than a block: on a full disk, evict the oldest blocks and try once more.
 
         Raises what the attempt raises.
         """
@@ -251,27 +215,27 @@ class SharedRoot:
 
     async def _others(self, number: int) -> list[Bucket]:
         with suppress(OSError):
-            return [self._buckets[other] for other in await self.call(self._existing_buckets) if other != number]
+            return [self.buckets[other] for other in await self.call(self.folder.buckets) if other != number]
         return []
 
     def made_room(self, helped: bool) -> None:
-        """What came of an eviction for a full disk. Where several were no help, others take all there is: do without
-        for a while, then try one at a time."""
+        """Record whether an eviction made room on a full disk. After several that did not, others
+        take all space: pause evictions for a while, then try one at a time."""
         self._in_vain = 0 if helped else self._in_vain + 1
         if self._in_vain >= _IN_VAIN_MAX:
-            self._full_until = asyncio.get_running_loop().time() + self.seams.full_seconds
+            self._full_until = asyncio.get_running_loop().time() + self.hooks.full_seconds
 
     async def sweep(self) -> None:
-        """Remove what dead processes left behind: temporaries, accounts they may have left wrong, then their leases.
+        """Remove what ended processes left: temporaries, accounts that may be wrong, then their leases.
 
-        Skips what is busy or fails; a lease stays until every bucket was seen to.
+        Skips what is busy or fails; a lease stays until every bucket was swept.
         """
         try:
-            numbers = await self.call(self._existing_buckets)
-            dead = await self.call(self.leases.dead, self.folder.leases_fd)
+            numbers = await self.call(self.folder.buckets)
+            dead = await self.call(self.leases.dead)
             await self.call(self._sweep_small)
         except OSError as error:
-            self._note_failure("sweep", error)
+            self.note_failure("sweep", error)
             return
         self._after_death = {lease: self._after_death.get(lease, set()) for lease in dead}
         for number in numbers:
@@ -279,41 +243,37 @@ class SharedRoot:
         for lease, seen_to in self._after_death.items():
             if seen_to.issuperset(numbers):
                 with suppress(OSError):
-                    await self.call(self.leases.remove, self.folder.leases_fd, lease)
+                    await self.call(self.leases.remove, lease)
 
     async def _sweep_bucket(self, number: int) -> None:
-        bucket = self._buckets[number]
+        bucket = self.buckets[number]
         waiting = [seen_to for seen_to in self._after_death.values() if number not in seen_to]
         try:
-            if not waiting and not bucket.has_leftovers and not await self.call(bucket.has_temporaries):
+            if not waiting and not bucket.leftovers and not await self.call(bucket.has_temporaries):
                 return
             swept = await self.visit(bucket, bucket.sweep_after_death if waiting else bucket.sweep)
         except OSError as error:
-            self._note_failure("sweep", error)
+            self.note_failure("sweep", error)
             return
         if not isinstance(swept, Busy):
             for seen_to in waiting:
                 seen_to.add(number)
 
-    def _note_failure(self, where: str, error: OSError) -> None:
+    def note_failure(self, where: str, error: OSError) -> None:
+        """Count an error of work that no job waits for."""
         self.counters[f"{where}.{errno.errorcode.get(error.errno or 0, 'EIO')}"] += 1
-
-    def _existing_buckets(self) -> list[int]:
-        matches = map(_BUCKET_NAME.fullmatch, sorted(names_in(self.folder.fd)))
-        numbers = (int(match[1], 16) for match in matches if match)
-        return [number for number in numbers if number < len(self._buckets)]
 
     def _sweep_small(self) -> None:
         for folder_fd in self.folder.small_folders():
             for name in names_in(folder_fd):
                 match = TEMPORARY_NAME.fullmatch(name)
-                if match is not None and self._expired(match[1]):
-                    with suppress(OSError):  # one that cannot go must not keep the others
+                if match is not None and self.leases.expired(match[1]):
+                    with suppress(OSError):  # one that cannot be removed must not stop the others
                         os.unlink(name, dir_fd=folder_fd)
 
     async def keep_lease(self) -> None:
-        """Beat and sweep until cancelled."""
-        beat_seconds = self.seams.lease_seconds / 6
+        """Renew the lease and sweep until cancelled."""
+        beat_seconds = self.hooks.lease_seconds / 6
         while True:
             await self.sweep()
             for _ in range(5):
@@ -322,6 +282,6 @@ class SharedRoot:
 
     async def _beat(self) -> None:
         try:
-            await self.call(self.leases.beat, self.folder.leases_fd)
+            await self.call(self.leases.beat)
         except OSError as error:
-            self._note_failure("lease", error)
+            self.note_failure("lease", error)

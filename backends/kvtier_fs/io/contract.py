@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 from enum import Enum
 from typing import ClassVar
-
-from kvtier_fs.io.turns import Turns
-
-COMPLETIONS_PER_TURN = 64
-"""Completions handed out in one turn of the event loop, at most."""
 
 MAX_BUFFERS = 64
 """Buffers of one request, at most."""
@@ -28,11 +21,12 @@ class IORequest:
     """One vectored read or write at an offset of an open file.
 
     `done(request, result)` is called once, on the event loop: bytes moved (0 at a file's end) or a negative errno.
-    Until then the engine holds `buffers`, whatever becomes of those who wait for them. `places` says where they lie
-    in memory, address and length in turn, for an engine that tells the kernel; empty where it has to find out.
+    Until then the engine holds `buffers`, also when their job no longer waits. `places` are their addresses and lengths
+    in turn, for an engine that passes them to the kernel; empty where it has to find out. `retries` counts how often
+    an interrupted request was submitted again.
     """
 
-    __slots__ = ("buffers", "done", "fd", "kind", "length", "offset", "places")
+    __slots__ = ("buffers", "done", "fd", "kind", "length", "offset", "places", "retries")
 
     def __init__(
         self,
@@ -50,54 +44,13 @@ class IORequest:
         self.done = done
         self.length = sum(map(len, buffers))
         self.places = places
+        self.retries = 0
 
-
-class Completions:
-    """Requests that ended, told their results in their order, some in each turn of the loop.
-
-    `after` is called in each turn in which some were told. What a receiver raises is the loop's to report; those
-    behind it are told in the next turn all the same.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, turns: Turns, after: Callable[[], None]) -> None:
-        self._loop = loop
-        self._turns = turns
-        self._after = after
-        self._ended: deque[tuple[IORequest, int]] = deque()
-        self._called = False
-        self._left_at = 0.0
-
-    def __len__(self) -> int:
-        """How many have not been told."""
-        return len(self._ended)
-
-    def tell(self, ended: Iterable[tuple[IORequest, int]]) -> None:
-        """Tell these, now unless others come before them."""
-        self._ended.extend(ended)
-        if not self._called:
-            self._tell()
-
-    def _tell_others(self) -> None:
-        self._called = False
-        self._turns.note(time.perf_counter() - self._left_at)
-        self._tell()
-
-    def _tell(self) -> None:
-        until = time.perf_counter() + self._turns.seconds
-        try:
-            while self._ended:
-                request, result = self._ended.popleft()
-                request.done(request, result)
-                if time.perf_counter() >= until:
-                    break
-        finally:
-            if self._ended:
-                self._called = True
-                self._loop.call_soon(self._tell_others)
-            try:
-                self._after()
-            finally:
-                self._left_at = time.perf_counter()
+    def rest(self, buffers: list[memoryview], moved: int) -> IORequest:
+        """The request for the `buffers` that are left once `moved` bytes have moved."""
+        rest = copy(self)
+        rest.offset, rest.buffers, rest.length, rest.places = self.offset + moved, buffers, self.length - moved, ()
+        return rest
 
 
 class IOEngine(ABC):
@@ -109,8 +62,11 @@ class IOEngine(ABC):
 
     name: ClassVar[str]
 
+    depth: int = 32
+    """Requests that it runs at once."""
+
     after_turn: Callable[[], None] | None = None
-    """Called, by engines that care to, when completions were told: more can be submitted in the same turn."""
+    """Called by some engines after a turn's completions, so that more can be submitted in the same turn."""
 
     @abstractmethod
     def submit(self, requests: Sequence[IORequest]) -> None:

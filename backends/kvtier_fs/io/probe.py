@@ -1,14 +1,12 @@
 """What a root's disk really offers: direct I/O and its alignment, asked of the kernel and tried out."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os
 from dataclasses import dataclass
 
-from kvtier_fs.buffers import HeaderPages
-from kvtier_fs.syscalls import EXT4_MAGIC, XFS_MAGIC, DirectAlignment, filesystem_magic, statx_direct
+from kvtier_fs.io.header_pages import HeaderPages
+from kvtier_fs.io.syscalls import EXT4_MAGIC, XFS_MAGIC, DirectAlignment, filesystem_magic, statx_direct
 
 _PROBE_NAME = "probe-direct"
 _TRUSTED_UNASKED = (EXT4_MAGIC, XFS_MAGIC)

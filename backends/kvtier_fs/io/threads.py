@@ -1,71 +1,73 @@
 """The engine that works everywhere: preadv and pwritev on the root's own threads."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
 from typing import ClassVar
 
-from kvtier_fs.io.contract import COMPLETIONS_PER_TURN, Completions, IOEngine, IOKind, IORequest
-from kvtier_fs.io.turns import Turns
-from kvtier_fs.threads import RootThreads
+from kvtier.aio.daemon_pool import DaemonPool
+from kvtier.aio.loop_budget import TimeBudget
+from kvtier_fs.io.contract import IOKind, IORequest
+from kvtier_fs.io.loop_engine import Ended, LoopEngine
+
+_LINGER_SECONDS = 1.0
+"""A thread without work waits so long for more: to give it another call costs more than a short request."""
 
 
-class ThreadsEngine(IOEngine):
-    """Up to `width` requests at once, one on each thread; completions reach the loop in batches."""
+class ThreadsEngine(LoopEngine):
+    """Up to `depth` requests at once, one on each thread; completions reach the loop in batches."""
 
     name: ClassVar[str] = "threads"
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, threads: RootThreads, width: int, turns: Turns | None = None
+        self, loop: asyncio.AbstractEventLoop, threads: DaemonPool, depth: int, budget: TimeBudget | None = None
     ) -> None:
-        self._loop = loop
-        self._turns = turns or Turns()
+        super().__init__(loop, budget)
+        self.depth = depth
         self._threads = threads
-        self._width = width
         self._servers = 0
-        self._queue: deque[IORequest] = deque()
+        self._calls: set[Future[None]] = set()
+        self._queue: SimpleQueue[IORequest | None] = SimpleQueue()
         self._finished: deque[tuple[IORequest | None, int]] = deque()
-        self._notified = False
+        self._signalled = False
         self._in_flight = 0
-        self._completions = Completions(loop, self._turns, self._go_on_or_rest)
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     @property
     def in_flight(self) -> int:
-        return self._in_flight + len(self._completions)
+        return self._in_flight + len(self._completions.ended)
 
-    def submit(self, requests: Sequence[IORequest]) -> None:
-        if not requests:
-            return
+    def _enqueue(self, requests: Sequence[IORequest]) -> None:
         self._in_flight += len(requests)
-        self._idle.clear()
-        self._queue.extend(requests)
-        self._call_servers()
+        for request in requests:
+            self._queue.put(request)
+        self._pump()
 
-    def _call_servers(self) -> None:
-        for _ in range(min(len(self._queue), self._width - self._servers)):
-            self._servers += 1
+    def _pump(self) -> None:
+        """Have as many threads as there is work for."""
+        while self._servers < self.depth and self._servers < self._in_flight:
             try:
-                self._threads.submit(self._serve)
+                call = self._threads.submit(self._serve)
             except OSError as error:
                 # Not one thread is to be had: the requests end, as they would if the kernel had no room for them.
-                self._report(None, 0)
-                while self._queue:
-                    self._report(self._queue.popleft(), -(error.errno or errno.EAGAIN))
+                while not self._queue.empty():
+                    self._report(self._queue.get(), -(error.errno or errno.EAGAIN))
                 return
+            self._servers += 1
+            self._calls.add(call)
+            call.add_done_callback(self._calls.discard)
 
     def _serve(self) -> None:
-        """On a thread: take requests until there are none."""
+        """On a thread: take requests until none has come for a while."""
         while True:
             try:
-                request = self._queue.popleft()
-            except IndexError:
+                request = self._queue.get(timeout=_LINGER_SECONDS)
+            except Empty:
+                break
+            if request is None:
                 break
             move = os.preadv if request.kind is IOKind.READ else os.pwritev
             try:
@@ -80,39 +82,24 @@ class ThreadsEngine(IOEngine):
 
     def _report(self, request: IORequest | None, result: int) -> None:
         self._finished.append((request, result))
-        if not self._notified:
-            self._notified = True
-            try:
-                self._loop.call_soon_threadsafe(self._hand_out)
-            except RuntimeError:
-                return  # the loop was closed under us; nobody is left to tell
+        if not self._signalled and self._event is not None:
+            self._signalled = True
+            self._event.signal()
 
-    def _hand_out(self) -> None:
-        self._notified = False
-        ended: list[tuple[IORequest, int]] = []
-        while self._finished and len(ended) < COMPLETIONS_PER_TURN:
+    def _take(self, most: int) -> list[Ended]:
+        self._signalled = False  # before the first is taken: what comes from here on signals again
+        ended: list[Ended] = []
+        while self._finished and len(ended) < most:
             request, result = self._finished.popleft()
             if request is None:
                 self._servers -= 1
             else:
                 ended.append((request, result))
-        if self._finished and not self._notified:
-            self._notified = True
-            self._loop.call_soon(self._hand_out)
         self._in_flight -= len(ended)
-        self._call_servers()
-        self._completions.tell(ended)
+        return ended
 
-    def _go_on_or_rest(self) -> None:
-        if self.after_turn is not None:
-            self.after_turn()
-        if not self.in_flight:
-            self._idle.set()
-
-    async def close(self, timeout_seconds: float) -> int:
-        if self.in_flight:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), timeout_seconds)
-        if self.in_flight:
-            return self.in_flight
-        return 0
+    async def _release(self) -> None:
+        for _ in range(self._servers):
+            self._queue.put(None)
+        if self._calls:
+            await asyncio.wait(map(asyncio.wrap_future, list(self._calls)))

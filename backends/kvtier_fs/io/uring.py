@@ -11,42 +11,40 @@ import ctypes
 import importlib
 import os
 import select
+import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack
+from functools import cache
 from typing import Any, ClassVar
 
-from kvtier.errors import ResourceError, UsageError
-from kvtier.eventfd import EventFD
-from kvtier_fs.io.contract import (
-    COMPLETIONS_PER_TURN,
-    Completions,
-    IOEngine,
-    IOKind,
-    IORequest,
-)
-from kvtier_fs.io.turns import Turns
-from kvtier_fs.io.vectors import Vector
-from kvtier_fs.syscalls import add_ring_workers
+from kvtier.aio.eventfd import EventFD
+from kvtier.aio.loop_budget import TimeBudget
+from kvtier.errors import ResourceError
+from kvtier_fs.io.contract import IOKind, IORequest
+from kvtier_fs.io.iovec import Vector
+from kvtier_fs.io.loop_engine import Ended, LoopEngine
+from kvtier_fs.io.syscalls import add_ring_workers
 
 _SUBMIT_BYTES = 4 << 20
 _PROBE_SECONDS = 1.0
+_CHILD_SECONDS = 10.0
 _RETRY_SECONDS = 0.001
 
 
 class _Ring:
-    """A ring and the eventfd that announces its completions."""
+    """A ring that signals its completions through an eventfd."""
 
-    def __init__(self, api: Any, ring: Any, event: EventFD) -> None:
+    def __init__(self, api: Any, ring: Any) -> None:
         self.api = api
         self.ring = ring
-        self.event = event
         self.cqe = api.Cqe()
         self.vectors: list[Vector] = []
 
     @staticmethod
-    def open(depth: int) -> _Ring:
+    def open(depth: int, event: EventFD) -> _Ring:
         """Create a ring. Raises ResourceError, saying why, where the kernel or the package does not offer one."""
         try:
             api: Any = importlib.import_module("liburing")
@@ -57,12 +55,7 @@ class _Ring:
             api.io_uring_queue_init(depth, ring)
         except OSError as error:
             raise ResourceError(f"the kernel offers no io_uring ({error.strerror})") from error
-        try:
-            event = EventFD()
-        except OSError as error:
-            api.io_uring_queue_exit(ring)
-            raise ResourceError(f"the kernel offers no eventfd ({error.strerror})") from error
-        opened = _Ring(api, ring, event)
+        opened = _Ring(api, ring)
         try:
             opened.vectors = [Vector(api.Iovec) for _ in range(depth)]
             add_ring_workers(ring.ring_fd, depth)
@@ -114,37 +107,74 @@ class _Ring:
 
     def close(self) -> None:
         self.api.io_uring_queue_exit(self.ring)
-        self.event.close()
 
 
 def probe_uring() -> str:
     """Try a ring out: create it, write and read a page through it. Returns why it does not work; empty if it does.
 
-    Uses an anonymous file in memory, so a frozen disk cannot hold the probe up. Blocks for up to a second.
+    Uses an anonymous file in memory, so a frozen disk cannot hold the probe up. Blocks for up to a second, and for up
+    to `_CHILD_SECONDS` more the first time on a processor without AVX-512.
     """
+    reason = _unsafe_package()
+    if reason:
+        return reason
+    with ExitStack() as opened:
+        try:
+            event = EventFD()
+            opened.callback(event.close)
+            fd = os.memfd_create("kvtier-probe", os.MFD_CLOEXEC)
+            opened.callback(os.close, fd)
+            ring = _Ring.open(4, event)
+            opened.callback(ring.close)
+        except OSError as error:
+            return f"there is no file to try io_uring out on ({error.strerror})"
+        except ResourceError as error:
+            return str(error)
+        return _try_out(ring, event, fd)
+
+
+def _try_out(ring: _Ring, event: EventFD, fd: int) -> str:
+    written, read = memoryview(bytearray(b"kvtier" * 64)), memoryview(bytearray(384))
+    for kind, buffer in ((IOKind.WRITE, written), (IOKind.READ, read)):
+        kept = ring.prepare(IORequest(kind, fd, 0, [buffer], lambda request, result: None), 1)
+        if kept is None or not ring.submit():
+            return "io_uring takes no request"
+        _wait_readable(event.fd)
+        event.clear()
+        if not ring.ready() or ring.take() != (1, len(buffer)):
+            return "io_uring does not complete a request"
+    return "" if read == written else "io_uring moves wrong bytes"
+
+
+@cache
+def _unsafe_package() -> str:
+    """Why using the package would kill this process; empty if it would not.
+
+    The wheels of liburing 2026.3 contain AVX-512 instructions (`vmovups zmm`) without a check of the processor: on one
+    without them the process dies by SIGILL. So there a child process tries first.
+    """
+    if _has_avx512():
+        return ""
+    code = f"import sys; sys.path[:] = {sys.path!r}; import liburing as l; r = l.Ring(); l.io_uring_queue_init(1, r)"
     try:
-        ring = _Ring.open(4)
-    except ResourceError as error:
-        return str(error)
+        tried = subprocess.run(
+            [sys.executable or "python3", "-I", "-c", code],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_CHILD_SECONDS,
+            check=False,
+        )
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        return f"the liburing package could not be tried in a process of its own ({type(error).__name__})"
+    return "the liburing package does not run on this processor" if tried.returncode < 0 else ""
+
+
+def _has_avx512() -> bool:
     try:
-        fd = os.memfd_create("kvtier-probe", os.MFD_CLOEXEC)
-    except OSError as error:
-        ring.close()
-        return f"there is no file to try io_uring out on ({error.strerror})"
-    try:
-        written, read = memoryview(bytearray(b"kvtier" * 64)), memoryview(bytearray(384))
-        for kind, buffer in ((IOKind.WRITE, written), (IOKind.READ, read)):
-            kept = ring.prepare(IORequest(kind, fd, 0, [buffer], _ignore), 1)
-            if kept is None or not ring.submit():
-                return "io_uring takes no request"
-            _wait_readable(ring.event.fd)
-            ring.event.clear()
-            if not ring.ready() or ring.take() != (1, len(buffer)):
-                return "io_uring does not complete a request"
-        return "" if read == written else "io_uring moves wrong bytes"
-    finally:
-        os.close(fd)
-        ring.close()
+        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
+            return any(line.startswith("flags") and " avx512f " in f"{line.rstrip()} " for line in file)
+    except OSError:
+        return False
 
 
 def _wait_readable(fd: int) -> None:
@@ -154,80 +184,60 @@ def _wait_readable(fd: int) -> None:
     poll.poll(_PROBE_SECONDS * 1000)
 
 
-def _ignore(request: IORequest, result: int) -> None:
-    """The probe looks at the ring itself."""
-
-
-class UringEngine(IOEngine):
+class UringEngine(LoopEngine):
     """Up to `depth` requests in the kernel at once.
 
-    A ring is shared memory between the kernel and the process that made it: in a forked child every call raises
-    UsageError. While requests are in the kernel the engine keeps itself and their buffers alive, even if everybody
-    has forgotten it and its loop is gone: what the kernel yet writes, it writes into memory that is nobody else's.
+    The kernel may still write into the buffers of requests that it has. So until these end, the engine keeps itself
+    and the buffers alive, even without any other reference and after its loop is gone.
     """
 
     name: ClassVar[str] = "io_uring"
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, depth: int, turns: Turns | None = None) -> None:
-        self._loop = loop
-        self._turns = turns or Turns()
-        self._depth = depth
+    def __init__(self, loop: asyncio.AbstractEventLoop, depth: int, budget: TimeBudget | None = None) -> None:
+        super().__init__(loop, budget)
+        self.depth = depth
         self._ring: _Ring | None = None
         self._queue: deque[IORequest] = deque()
-        self._completions = Completions(loop, self._turns, self._go_on_or_rest)
         self._kernel: dict[int, tuple[IORequest, Vector]] = {}
         self._next = 0
-        self._pid = 0
         self._kept = False
         self._unsubmitted = False
         self._pump_called = False
-        self._reap_called = False
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     def open(self) -> None:
-        """Create the ring and watch it. Raises ResourceError."""
-        ring = _Ring.open(self._depth)
+        super().open()
+        assert self._event is not None
         try:
-            self._loop.add_reader(ring.event.fd, self._on_event)
-        except OSError as error:
-            ring.close()
-            raise ResourceError(f"the event loop cannot watch a ring ({error.strerror})") from error
-        self._ring, self._pid = ring, os.getpid()
-
-    def _check_process(self) -> None:
-        if self._pid not in (0, os.getpid()):
-            raise UsageError(
-                f"the ring belongs to process {self._pid}, and this is process {os.getpid()}, forked from it: "
-                f"open a tier of its own after the fork"
-            )
+            self._ring = _Ring.open(self.depth, self._event)
+        except ResourceError:
+            self._stop_listening()
+            raise
 
     @property
     def in_flight(self) -> int:
-        return len(self._queue) + len(self._kernel) + len(self._completions)
+        return len(self._queue) + len(self._kernel) + len(self._completions.ended)
 
-    def submit(self, requests: Sequence[IORequest]) -> None:
-        self._check_process()
+    def _enqueue(self, requests: Sequence[IORequest]) -> None:
         self._queue.extend(requests)
-        if self._queue:
-            self._idle.clear()
-            if not self._pump_called:
-                self._pump()
+        self._pump()
 
     def _call_pump(self) -> None:
         if not self._pump_called:
             self._pump_called = True
-            self._loop.call_soon(self._pump)
+            self._loop.call_soon(self._called_pump)
+
+    def _called_pump(self) -> None:
+        self._pump_called = False
+        self._pump()
 
     def _pump(self) -> None:
-        """Hand queued requests to the kernel, for a while."""
-        self._pump_called = False
+        """Hand queued requests to the kernel, for a while; later, if that was called for already."""
         self._check_process()
         ring = self._ring
-        if ring is None:
+        if ring is None or self._pump_called:
             return
-        until = time.perf_counter() + self._turns.seconds
-        while self._unsubmitted or (self._queue and len(self._kernel) < self._depth):
+        until = time.perf_counter() + self._budget.seconds
+        while self._unsubmitted or (self._queue and len(self._kernel) < self.depth):
             self._fill(ring)
             self._keep(bool(self._kernel))
             self._unsubmitted = not ring.submit()
@@ -235,13 +245,13 @@ class UringEngine(IOEngine):
                 self._loop.call_later(_RETRY_SECONDS, self._call_pump)
                 return
             if time.perf_counter() >= until:
-                if self._queue and len(self._kernel) < self._depth:
+                if self._queue and len(self._kernel) < self.depth:
                     self._call_pump()
                 return
 
     def _fill(self, ring: _Ring) -> None:
         batch_bytes = 0
-        while self._queue and len(self._kernel) < self._depth and batch_bytes < _SUBMIT_BYTES:
+        while self._queue and len(self._kernel) < self.depth and batch_bytes < _SUBMIT_BYTES:
             request = self._queue[0]
             kept = ring.prepare(request, self._next)
             if kept is None:
@@ -252,63 +262,25 @@ class UringEngine(IOEngine):
             batch_bytes += request.length
 
     def _keep(self, needed: bool) -> None:
-        """Hold on to this engine while the kernel has requests of it, whoever else does or does not."""
+        """Keep a reference to this engine while the kernel has requests of it: there may be no other."""
         if needed and not self._kept:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
         elif self._kept and not needed:
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(self))
         self._kept = needed
 
-    def _on_event(self) -> None:
-        self._check_process()
+    def _take(self, most: int) -> list[Ended]:
+        ring, ended = self._ring, list[Ended]()
+        if ring is not None:
+            for _ in range(min(ring.ready(), most)):
+                number, result = ring.take()
+                request, vector = self._kernel.pop(number)
+                ring.vectors.append(vector)
+                ended.append((request, result))
+            self._keep(bool(self._kernel))
+        return ended
+
+    async def _release(self) -> None:
         if self._ring is not None:
-            self._ring.event.clear()
-            self._reap()
-
-    def _call_reap(self) -> None:
-        if not self._reap_called:
-            self._reap_called = True
-            self._loop.call_soon(self._later_reap)
-
-    def _later_reap(self) -> None:
-        self._reap_called = False
-        self._reap()
-
-    def _reap(self) -> None:
-        self._check_process()
-        ring = self._ring
-        if ring is None:
-            return
-        ended: list[tuple[IORequest, int]] = []
-        for _ in range(min(ring.ready(), COMPLETIONS_PER_TURN)):
-            number, result = ring.take()
-            request, vector = self._kernel.pop(number)
-            ring.vectors.append(vector)
-            ended.append((request, result))
-        self._keep(bool(self._kernel))
-        if ring.ready():
-            self._call_reap()
-        if self._queue and not self._pump_called:
-            self._pump()  # first of all: the disk works while what came is looked at
-        self._completions.tell(ended)
-
-    def _go_on_or_rest(self) -> None:
-        if self.after_turn is not None:
-            self.after_turn()
-        if self._queue and not self._pump_called:
-            self._pump()
-        elif not self.in_flight:
-            self._idle.set()
-
-    async def close(self, timeout_seconds: float) -> int:
-        self._check_process()
-        if self.in_flight:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), timeout_seconds)
-        if self.in_flight:
-            return self.in_flight
-        if self._ring is not None:
-            self._loop.remove_reader(self._ring.event.fd)
             self._ring.close()
             self._ring = None
-        return 0

@@ -1,21 +1,21 @@
-"""The contract of a copy engine: plans in, one call back when the last byte has landed."""
-
-from __future__ import annotations
+"""The contract of a copy engine: it takes plans and calls back once when the last byte of a plan has landed."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from enum import StrEnum
 
-from kvtier_gpu.plan import CopyPlan
+from kvtier_gpu.copy_plan import CopyPlan
 
 
 class Direction(StrEnum):
+    """TO_ROWS: from GPU blocks to rows of the region. TO_GPU: the other way."""
+
     TO_ROWS = "to_rows"
     TO_GPU = "to_gpu"
 
 
 Done = Callable[[Exception | None], None]
-"""Called exactly once for each submitted plan, from any thread, after every copy under way has ended."""
+"""Called exactly once for each submitted plan, from any thread, after every copy of it has ended."""
 
 
 class CopyEngine(ABC):
@@ -25,13 +25,13 @@ class CopyEngine(ABC):
     def start(self) -> tuple[str, ...]:
         """Acquire threads, streams and pinned memory; blocks, so never call it on the event loop's thread.
 
-        Returns remarks for people. Raises ResourceError and leaves nothing behind.
+        Returns notes for people. Raises ResourceError and leaves nothing behind.
         """
 
     @property
     @abstractmethod
     def mode(self) -> str:
-        """What serves, for people: device and means."""
+        """Device and means of copying, for people."""
 
     @abstractmethod
     def submit(self, plan: CopyPlan, direction: Direction, done: Done) -> None:
@@ -39,4 +39,4 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def stop(self, timeout_seconds: float) -> bool:
-        """Finish what was submitted and let go of every buffer; blocks like `start`. False: still copying."""
+        """Finish what was submitted and release every buffer; blocks like `start`. False: still copying."""

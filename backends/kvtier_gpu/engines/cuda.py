@@ -1,16 +1,13 @@
 """Copies between CUDA memory and the region, each direction on a stream of its own.
 
-A copy waits for what the compute stream had been given when the copy was submitted: towards the rows because the
-pages must have been computed, towards the GPU because earlier work may still read or zero the pages. Two threads serve
-a direction: one issues copies, the other waits for their events, so several copies are in flight and the event
-loop's thread never waits for the device.
+A copy must run after the work that the compute stream had been given when the copy was submitted: towards the rows
+because that work computes the pages, towards the GPU because it may still read or zero them. Two threads serve a
+direction: one issues copies, the other waits for their events. So several copies are in flight, and the event loop's
+thread never waits for the device.
 """
-
-from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import cast
 
@@ -19,37 +16,28 @@ import numpy.typing as npt
 import torch
 
 from kvtier.errors import ResourceError
+from kvtier_gpu.copy_plan import CopyPlan, split
 from kvtier_gpu.engines.contract import CopyEngine, Direction, Done
-from kvtier_gpu.engines.pinning import PinnedRegion, Runtime
-from kvtier_gpu.engines.staged import STAGING_BYTES, GroupTensors, StagedCopier, staging_bytes
-from kvtier_gpu.plan import CopyPlan, cut
+from kvtier_gpu.engines.gather import STAGING_BYTES, GatherCopier, GroupTensors, staging_bytes
+from kvtier_gpu.engines.pinned_region import PinnedRegion, Runtime
+
+_Requested = tuple[CopyPlan, torch.cuda.Event, Done]
+"""A plan, the event that says that what it copies has been computed, and its call back."""
+_Issued = tuple[torch.cuda.Event | None, Exception | None, Done]
+"""The event that ends a plan's copies, or why they could not all be issued."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Request:
-    plan: CopyPlan
-    computed: torch.cuda.Event
-    done: Done
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Landing:
-    event: torch.cuda.Event | None
-    error: Exception | None
-    done: Done
-
-
-class _Lane:
-    """One direction: a stream, its staging, a thread that issues and a thread that waits."""
+class _CopyStream:
+    """The stream of one direction: its staging, a thread that issues copies and a thread that waits for them."""
 
     def __init__(self, direction: Direction, device: torch.device) -> None:
         self._direction = direction
         self._device = device
-        self._requests: SimpleQueue[_Request | None] = SimpleQueue()
-        self._landings: SimpleQueue[_Landing | None] = SimpleQueue()
+        self._requests: SimpleQueue[_Requested | None] = SimpleQueue()
+        self._issued: SimpleQueue[_Issued | None] = SimpleQueue()
         self._threads = [
             threading.Thread(target=target, name=f"kvtier-{direction}-{part}", daemon=True)
-            for target, part in ((self._issue_all, "issue"), (self._land_all, "land"))
+            for target, part in ((self._issue_all, "issue"), (self._wait_all, "wait"))
         ]
 
     def prepare(self, groups: Sequence[GroupTensors], region: torch.Tensor) -> None:
@@ -57,14 +45,14 @@ class _Lane:
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
             staging = torch.empty(staging_bytes(groups), dtype=torch.uint8, device=self._device)
-        self._copier: StagedCopier | None = StagedCopier(groups, region, staging)
+        self._copier: GatherCopier | None = GatherCopier(groups, region, staging)
 
     def start(self) -> None:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, request: _Request) -> None:
-        self._requests.put(request)
+    def submit(self, plan: CopyPlan, computed: torch.cuda.Event, done: Done) -> None:
+        self._requests.put((plan, computed, done))
 
     def stop(self, timeout_seconds: float) -> bool:
         if self._threads[0].ident is None:
@@ -81,37 +69,33 @@ class _Lane:
         # inference mode is a thread's own; in it both normal and inference tensors may be written
         with torch.inference_mode(), torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             while (request := self._requests.get()) is not None:
-                event: torch.cuda.Event | None = None
-                error: Exception | None = None
+                plan, computed, done = request
                 try:
-                    self._issue(request)
+                    self._issue(plan, computed)
                     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
                     event.record(self._stream)
+                    self._issued.put((event, None, done))
                 except Exception as failure:  # the thread must live on, and the job must end with an outcome
-                    error, event = failure.with_traceback(None), None
-                self._landings.put(_Landing(event, error, request.done))
-                del request
-            self._landings.put(None)
+                    self._issued.put((None, failure.with_traceback(None), done))
+                del request, plan, computed, done
+            self._issued.put(None)
 
-    def _issue(self, request: _Request) -> None:
-        self._stream.wait_event(request.computed)
+    def _issue(self, plan: CopyPlan, computed: torch.cuda.Event) -> None:
+        self._stream.wait_event(computed)
         assert self._copier is not None
-        for share in cut(request.plan, STAGING_BYTES):
-            for span in share:
-                self._copier.copy(span, self._direction)
+        for part in split(plan, STAGING_BYTES):
+            for pages in part:
+                self._copier.copy(pages, self._direction)
 
-    def _land_all(self) -> None:
-        while (landing := self._landings.get()) is not None:
-            error = landing.error
+    def _wait_all(self) -> None:
+        while (issued := self._issued.get()) is not None:
+            event, error, done = issued
             try:
-                if landing.event is not None:
-                    landing.event.synchronize()
-                else:  # part of the job may have been issued before it failed
-                    self._stream.synchronize()
+                (event or self._stream).synchronize()  # without an event, part of the job may have been issued
             except Exception as failure:  # a device in error ends every copy; the job must end with an outcome
                 error = error or failure.with_traceback(None)
-            landing.done(error)
-            del landing
+            done(error)
+            del issued, event, error, done
 
 
 class CudaEngine(CopyEngine):
@@ -124,7 +108,7 @@ class CudaEngine(CopyEngine):
         self._row_bytes = row_bytes
         self._groups = tuple(groups)
         self._device = device
-        self._lanes = {direction: _Lane(direction, device) for direction in Direction}
+        self._streams = {direction: _CopyStream(direction, device) for direction in Direction}
         self._pinned: PinnedRegion | None = None
         self._mode = ""
         self.compute_stream: torch.cuda.Stream | None = None
@@ -140,14 +124,14 @@ class CudaEngine(CopyEngine):
                 notes = (f"the region is not pinned (CUDA error {error}): copies are slower and not asynchronous",)
             region = torch.from_numpy(self._region)
             try:
-                for lane in self._lanes.values():
-                    lane.prepare(self._groups, region)
+                for stream in self._streams.values():
+                    stream.prepare(self._groups, region)
             except RuntimeError as refusal:
                 self._pinned.unpin()
                 raise ResourceError(f"{self._device} has no room for streams and staging: {refusal}") from refusal
-        for lane in self._lanes.values():
-            lane.start()
-        self._mode = f"{self._device}, {len(self._lanes)} streams, {'pageable' if error else 'pinned'} rows"
+        for stream in self._streams.values():
+            stream.start()
+        self._mode = f"{self._device}, {len(self._streams)} streams, {'pageable' if error else 'pinned'} rows"
         return notes
 
     @property
@@ -157,10 +141,10 @@ class CudaEngine(CopyEngine):
     def submit(self, plan: CopyPlan, direction: Direction, done: Done) -> None:
         computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
         computed.record(self.compute_stream or torch.cuda.current_stream(self._device))
-        self._lanes[direction].submit(_Request(plan, computed, done))
+        self._streams[direction].submit(plan, computed, done)
 
     def stop(self, timeout_seconds: float) -> bool:
-        stopped = [lane.stop(timeout_seconds) for lane in self._lanes.values()]
+        stopped = [stream.stop(timeout_seconds) for stream in self._streams.values()]
         ended = all(stopped)
         if ended:
             if self._pinned is not None:

@@ -1,9 +1,8 @@
 """Keep prefixes of Hugging Face `DynamicCache` objects in a tier stack, from a generation loop of your own.
 
-Imports without transformers; opening a prefix cache needs it and says so.
+Can be imported without transformers. Opening a prefix cache without it raises ConfigError.
 """
 
-from kvtier.integrations.transformers.blocking import PrefixCache
-from kvtier.integrations.transformers.prefix import AsyncPrefixCache
+from kvtier.integrations.transformers.prefix_cache import AsyncPrefixCache, PrefixCache
 
 __all__ = ["AsyncPrefixCache", "PrefixCache"]

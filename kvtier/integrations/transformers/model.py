@@ -1,21 +1,24 @@
-"""What a model's KV cache is like, learnt by running it on one token, and what its bytes mean."""
+"""The shape of a model's KV cache, found by running the model on one token, and what identifies its bytes."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import inspect
-from collections.abc import Iterator
+import json
+import re
 from dataclasses import dataclass
+from itertools import chain
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import xxhash
 
 from kvtier.errors import ConfigError
-from kvtier.geometry import GroupLayout, KVLayout, TensorRef
-from kvtier.integrations.transformers.chain import HASH_ALGORITHM, HASH_SEED
-from kvtier.integrations.transformers.generation import CacheClasses
-from kvtier.integrations.transformers.weights import fingerprint
-from kvtier.namespace import Namespace
+from kvtier.integrations.transformers.hashing import HASH_ALGORITHM, HASH_SEED
+from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
+from kvtier.types.namespace import Namespace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,15 +26,14 @@ if TYPE_CHECKING:
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 WHOLE_PROMPT_ROPE = ("dynamic", "longrope", "su")
-"""Words in the names of rotary embeddings whose keys depend on how long the whole prompt is."""
+"""Parts of the names of rotary embeddings whose keys depend on the length of the whole prompt."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerKV:
-    """One layer's part of a token: `(heads, head_dim)` of its keys and of its values."""
+PIECE_BYTES = 64 << 20
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-    keys: tuple[int, int]
-    values: tuple[int, int]
+LayerKV = tuple[tuple[int, int], tuple[int, int]]
+"""One layer's part of a token: `(heads, head_dim)` of its keys and of its values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class ModelKV:
     @property
     def token_elements(self) -> int:
         """Elements of one token in all layers, keys and values."""
-        return sum(heads * dim for layer in self.layers for heads, dim in (layer.keys, layer.values))
+        return sum(heads * dim for layer in self.layers for heads, dim in layer)
 
     def layout(self, block_size: int, factor: int = 1) -> KVLayout:
         """One group of one tensor: a page holds the keys and values of `block_size` tokens in every layer."""
@@ -53,14 +55,14 @@ class ModelKV:
         return KVLayout((GroupLayout((page,), block_size),), block_size_factor=factor)
 
 
-def model_kv(model: PreTrainedModel, classes: CacheClasses) -> ModelKV:
+def model_kv(model: PreTrainedModel, classes: ModuleType) -> ModelKV:
     """Run the model on one token and look at the cache it fills. Raises ConfigError, by its name, for a model whose
     cache is not one K and one V tensor of every token in each layer, or whose bytes a prefix does not determine."""
     _check_model(model, classes)
-    cache = classes.cache()
+    cache = classes.DynamicCache()
     with torch.inference_mode(False), torch.no_grad():
         token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
-        # Not by calling the model: that would compile a compiled one for a shape nobody needs.
+        # Not by calling the model: that would compile a compiled one for a shape that is not used again.
         model.forward(input_ids=token, past_key_values=cache, use_cache=True)
     tensors = [(layer.keys, layer.values) for layer in cache.layers]
     if not tensors or any(tensor is None or tensor.dim() != 4 for pair in tensors for tensor in pair):
@@ -71,16 +73,16 @@ def model_kv(model: PreTrainedModel, classes: CacheClasses) -> ModelKV:
     first = tensors[0][0]
     if first.dtype not in DTYPES:
         raise ConfigError(f"a KV cache of {first.dtype} is not supported; bfloat16, float16, float32 are", "model")
-    return ModelKV(tuple(LayerKV(_heads(keys), _heads(values)) for keys, values in tensors), first.dtype, first.device)
+    return ModelKV(tuple((_heads(keys), _heads(values)) for keys, values in tensors), first.dtype, first.device)
 
 
-def namespace(model: PreTrainedModel, kv: ModelKV, layout: KVLayout, classes: CacheClasses, weights: str) -> Namespace:
+def namespace(model: PreTrainedModel, kv: ModelKV, layout: KVLayout, weights: str) -> Namespace:
     """Everything that must match for stored bytes to mean the same. `weights` empty: their fingerprint.
 
-    The code that computes them and the attention kernels are among it: a new version of transformers starts afresh.
+    That includes the code and the attention kernels: blocks of another version of transformers are not found.
     """
     config = _text_config(model)
-    heads = ";".join(f"{layer.keys}{layer.values}" for layer in kv.layers)
+    heads = ";".join(f"{keys}{values}" for keys, values in kv.layers)
     return Namespace(
         layout,
         model=str(getattr(model.config, "_name_or_path", "") or ""),
@@ -89,7 +91,7 @@ def namespace(model: PreTrainedModel, kv: ModelKV, layout: KVLayout, classes: Ca
         hash_algorithm=HASH_ALGORITHM,
         hash_seed=HASH_SEED,
         extra={
-            "engine": f"transformers {classes.version}",
+            "engine": f"transformers {importlib.metadata.version('transformers')}",
             "class": type(model).__name__,
             "revision": str(getattr(model.config, "_commit_hash", "") or ""),
             "attention": str(getattr(config, "_attn_implementation", "")),
@@ -107,7 +109,7 @@ def _text_config(model: PreTrainedModel) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
-def _check_model(model: PreTrainedModel, classes: CacheClasses) -> None:
+def _check_model(model: PreTrainedModel, classes: ModuleType) -> None:
     name = type(model).__name__
     config = _text_config(model)
     if model.training:
@@ -120,11 +122,12 @@ def _check_model(model: PreTrainedModel, classes: CacheClasses) -> None:
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in LAYER_TYPES:
             raise ConfigError(f"{name} has layers of type {kind}, whose state is not one K and V for a token", "model")
-    for layer in classes.cache(config=model.config).layers:
-        if type(layer) not in (classes.full_layer, classes.sliding_layer):
+    for layer in classes.DynamicCache(config=model.config).layers:
+        if type(layer) not in (classes.DynamicLayer, classes.DynamicSlidingWindowLayer):
             raise ConfigError(f"{name} uses {type(layer).__name__}, which is not supported", "model")
     ropes = [getattr(config, field, None) for field in ("rope_parameters", "rope_scaling")]
-    for rope in _rope_types(ropes):
+    # As text, because a rope type may be nested by layer type.
+    for rope in re.findall(r'"(?:rope_)?type": "([^"]*)"', json.dumps(ropes, default=str)):
         if any(word in rope for word in WHOLE_PROMPT_ROPE):
             raise ConfigError(
                 f"{name} uses rope type {rope!r}: the keys of a prefix depend on the length of the whole prompt",
@@ -132,14 +135,24 @@ def _check_model(model: PreTrainedModel, classes: CacheClasses) -> None:
             )
 
 
-def _rope_types(value: object) -> Iterator[str]:
-    """Every rope type in a config's value, which may be nested by layer type."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            if name in ("rope_type", "type") and isinstance(inner, str):
-                yield inner
-            else:
-                yield from _rope_types(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _rope_types(inner)
+def fingerprint(model: PreTrainedModel) -> str:
+    """A hash, in hex, over name, shape, type and every byte of each parameter and buffer, adapters included.
+
+    A revision of the hub would not do: weights are trained, merged and quantised after they were loaded. Takes about a
+    second for each 5 to 10 GB. Raises ConfigError for a tensor whose bytes cannot be seen, such as one that is
+    offloaded or quantised into a class of its own.
+    """
+    digest = xxhash.xxh3_128()
+    for name, tensor in sorted(chain(model.named_parameters(), model.named_buffers())):
+        if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.device.type == "meta":
+            raise ConfigError(
+                f"cannot see the bytes of {name} ({type(tensor).__name__} on {tensor.device}); say what identifies "
+                "the weights, such as the repository and its commit",
+                "weights",
+            )
+        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
+        flat = tensor.detach().reshape(-1)
+        step = PIECE_BYTES // tensor.element_size()
+        for start in range(0, len(flat), step):
+            digest.update(flat[start : start + step].contiguous().view(torch.uint8).cpu().numpy().data)
+    return digest.hexdigest()

@@ -5,21 +5,20 @@ stack moves fixed pages. Here a page is the keys and values of one block of toke
 another, each (heads, block tokens, head_dim).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from kvtier.errors import UsageError
-from kvtier.integrations.transformers.generation import CacheClasses
 from kvtier.integrations.transformers.model import ModelKV
-from kvtier.loadstore import KVCaches
+from kvtier.tier_api.contract import KVCaches
 
 STAGING_BYTES = 64 << 20
 
-Tensors = list[tuple[torch.Tensor, torch.Tensor]]
+Tensors = list[tuple[torch.Tensor, ...]]
 """K and V of each layer, (1, heads, tokens, head_dim)."""
 
 
@@ -43,7 +42,7 @@ class Staging:
         self.caches = KVCaches([pool.view(torch.uint8)])
         self._views: list[torch.Tensor] = []
         start = 0
-        for heads, dim in (shape for layer in kv.layers for shape in (layer.keys, layer.values)):
+        for heads, dim in chain.from_iterable(kv.layers):
             end = start + heads * block_size * dim
             self._views.append(pool[:, start:end].view(pages, heads, block_size, dim))
             start = end
@@ -52,19 +51,19 @@ class Staging:
         """Copy what is at these positions, at most `capacity`, into the pages from the first on."""
         for first, count in _runs(positions):
             self._copy(source, positions[first], first, count, out=False)
-        self._synchronize()
+        synchronize(self._kv.device)
 
     def unpack(self, target: Tensors, first_position: int, count: int) -> None:
         """Copy the first pages to `count` positions from `first_position` on."""
         self._copy(target, first_position, 0, count, out=True)
-        self._synchronize()
+        synchronize(self._kv.device)
 
     def _copy(self, tensors: Tensors, position: int, first: int, count: int, out: bool) -> None:
         """Between `count` positions of the tensors and the pages of the first of them on, one copy for each tensor."""
         blocks, size = count * self._factor, self._block_size
         page, token = first * self._factor, position * self._factor * size
         with torch.inference_mode(False), torch.no_grad():
-            for tensor, view in zip((each for pair in tensors for each in pair), self._views, strict=True):
+            for tensor, view in zip(chain.from_iterable(tensors), self._views, strict=True):
                 heads, _, dim = tensor.shape[1:]
                 tokens = tensor[0, :, token : token + blocks * size].view(heads, blocks, size, dim).transpose(0, 1)
                 pages = view[page : page + blocks]
@@ -73,25 +72,26 @@ class Staging:
                 else:
                     pages.copy_(tokens)
 
-    def _synchronize(self) -> None:
-        if self._kv.device.type == "cuda":
-            torch.cuda.current_stream(self._kv.device).synchronize()
-
     def empty(self, tokens: int) -> Tensors:
         """Room for so many tokens in every layer."""
-        kv = self._kv
-
-        def room(heads: int, dim: int) -> torch.Tensor:
-            return torch.empty((1, heads, tokens, dim), dtype=kv.dtype, device=kv.device)
-
+        dtype, device = self._kv.dtype, self._kv.device
         with torch.inference_mode(False):
-            return [(room(*layer.keys), room(*layer.values)) for layer in kv.layers]
+            return [
+                tuple(torch.empty((1, heads, tokens, dim), dtype=dtype, device=device) for heads, dim in layer)
+                for layer in self._kv.layers
+            ]
 
 
-def make_cache(tensors: Tensors, tokens: int, classes: CacheClasses) -> object:
+def synchronize(device: torch.device) -> None:
+    """Wait until what the calling thread's stream computes on a GPU has ended."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def make_cache(tensors: Tensors, tokens: int, classes: ModuleType) -> object:
     """A DynamicCache of the first `tokens` tokens, whose layers keep all their tokens. Empties `tensors`: the cache
     copies them, so that only one layer at a time is there twice."""
-    cache = classes.cache()
+    cache = classes.DynamicCache()
     if not tokens:
         tensors.clear()
     with torch.inference_mode(False), torch.no_grad():
@@ -101,23 +101,23 @@ def make_cache(tensors: Tensors, tokens: int, classes: CacheClasses) -> object:
     return cache
 
 
-def cached_tensors(cache: object, kv: ModelKV, classes: CacheClasses) -> tuple[Tensors, int]:
+def cached_tensors(cache: object, kv: ModelKV, classes: ModuleType) -> tuple[Tensors, int]:
     """The tensors of a cache and how many tokens they hold. Raises UsageError, saying why, for a cache that is not
     this model's, is a batch, or does not keep every token."""
     layers: Sequence[Any] | None = getattr(cache, "layers", None)
-    if not isinstance(cache, classes.cache) or layers is None:
+    if not isinstance(cache, classes.DynamicCache) or layers is None:
         raise UsageError(f"a DynamicCache is needed, not {type(cache).__name__}")
     if getattr(cache, "offloading", False):
         raise UsageError("a DynamicCache that offloads its layers is not supported; the stack does that")
     _check_layers(layers, classes)
-    tensors = [(layer.keys, layer.values) for layer in layers if getattr(layer, "keys", None) is not None]
+    tensors: Tensors = [(layer.keys, layer.values) for layer in layers if getattr(layer, "keys", None) is not None]
     if not tensors:
         return [], 0
     if len(tensors) != len(kv.layers):
         raise UsageError(f"the cache has {len(tensors)} layers, the model's has {len(kv.layers)}")
     tokens = tensors[0][0].shape[-2]
     for index, (pair, layer) in enumerate(zip(tensors, kv.layers, strict=True)):
-        for tensor, (heads, dim) in zip(pair, (layer.keys, layer.values), strict=True):
+        for tensor, (heads, dim) in zip(pair, layer, strict=True):
             if tensor.dim() == 4 and tensor.shape[0] != 1:
                 raise UsageError(f"the cache is of a batch of {tensor.shape[0]}; only batches of 1 are supported")
             have, need = (tuple(tensor.shape), tensor.dtype), ((1, heads, tokens, dim), kv.dtype)
@@ -126,14 +126,14 @@ def cached_tensors(cache: object, kv: ModelKV, classes: CacheClasses) -> tuple[T
     return tensors, tokens
 
 
-def _check_layers(layers: Iterable[object], classes: CacheClasses) -> None:
+def _check_layers(layers: Iterable[object], classes: ModuleType) -> None:
     for index, layer in enumerate(layers):
-        if isinstance(layer, classes.sliding_layer):
+        if isinstance(layer, classes.DynamicSlidingWindowLayer):
             raise UsageError(
                 f"layer {index} of the cache is a {type(layer).__name__}, which forgets tokens outside its window; use "
                 "the cache that `restore` returns (or `DynamicCache()`, without a config): its layers keep every token"
             )
-        if type(layer) is not classes.full_layer:
+        if type(layer) is not classes.DynamicLayer:
             raise UsageError(f"layer {index} of the cache is a {type(layer).__name__}, which is not supported")
 
 

@@ -3,11 +3,11 @@
 Needs vLLM of a supported generation; importing this package without one raises ConfigError with what is supported.
 """
 
-from kvtier.integrations.vllm.generation import require_supported
+from kvtier.integrations.vllm.compat import require_supported
 
 require_supported()
 
-from kvtier.integrations.vllm.secondary import KVTierFs  # noqa: E402
-from kvtier.integrations.vllm.spec import KVTierSpec  # noqa: E402
+from kvtier.integrations.vllm.primary.spec import KVTierSpec  # noqa: E402
+from kvtier.integrations.vllm.secondary.tier import KVTierFs, KVTierSharedFs  # noqa: E402
 
-__all__ = ["KVTierFs", "KVTierSpec"]
+__all__ = ["KVTierFs", "KVTierSharedFs", "KVTierSpec"]

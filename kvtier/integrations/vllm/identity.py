@@ -1,24 +1,22 @@
-"""What a worker knows about the meaning of its KV bytes, and how the coordinator hears of it.
+"""What tells the KV bytes of one model from those of another, as the workers of an engine find it.
 
-The scheduler builds its side without vLLM's whole configuration; the workers have it, and the weights. They write what
-they know into the shared region, and the coordinator puts it into the namespace before a lower tier is opened.
+The scheduler builds its side without vLLM's whole configuration; the workers have it, and the weights. They write
+it into the shared region as a note, and the coordinator adds it to the namespace before it opens a lower tier.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from vllm.config.vllm import get_current_vllm_config_or_none
 
 from kvtier.errors import ConfigError
-from kvtier.geometry import KVLayout
-from kvtier.namespace import Namespace
+from kvtier.types.dtypes import canonical_dtype
+from kvtier.types.geometry import KVLayout
+from kvtier.types.namespace import Namespace
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 SAMPLES = 16
@@ -28,49 +26,50 @@ _log = logging.getLogger(__name__)
 
 
 def worker_note(layout: KVLayout) -> str:
-    """Everything this worker knows, as JSON: the same text on every worker of an engine that agrees with itself."""
+    """This worker's note as JSON: its pages, model, weights, hash algorithm. Equal on all workers of an engine."""
     known: dict[str, str] = {"pages": _digest(repr([(group.refs, group.padding_bytes) for group in layout.groups]))}
     config = get_current_vllm_config_or_none()
     if config is not None:
-        known.update(_model(config.model_config))
-        known["hash_algorithm"] = str(config.cache_config.prefix_caching_hash_algo)
-        known["cache_dtype"] = str(config.cache_config.cache_dtype)
-        known["attention_backend"] = str(config.attention_config.backend)
-        known["quantization"] = str(config.model_config.quantization)
+        model = config.model_config
+        known |= {
+            "revision": str(model.revision),
+            "model_config": _digest(json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str)),
+            "weights": weights_identity(Path(model.model)),
+            "hash_algorithm": str(config.cache_config.prefix_caching_hash_algo),
+            "cache_dtype": canonical_dtype(str(config.cache_config.cache_dtype)),
+            "attention_backend": str(config.attention_config.backend),
+            "quantization": str(model.quantization),
+        }
     return json.dumps(known, sort_keys=True)
 
 
 def refine(namespace: Namespace, notes: Sequence[str]) -> Namespace:
-    """The namespace with what the workers said. Raises ConfigError if they differ, or if nothing tells the weights
-    apart: then the operator has to name them."""
+    """The namespace with what the workers' notes add. Raises ConfigError if they differ, or if nothing identifies the
+    weights: the operator has to name them then."""
     if len(set(notes)) != 1:
         raise ConfigError(f"the workers of this engine disagree about the model: {sorted(set(notes))}", "workers")
     known: dict[str, str] = json.loads(notes[0]) if notes[0] else {}
     weights = known.pop("weights", "")
     algorithm = known.pop("hash_algorithm", "")
-    if not weights and not namespace.tag:
-        raise ConfigError(
-            "is required: nothing tells these weights from others of the same model, so name them yourself",
-            "stack.namespace",
-        )
     if "xxhash" in algorithm:
         _log.warning(
             "prefix_caching_hash_algo %s draws a new seed in every process unless PYTHONHASHSEED is set: "
             "without it nothing on disk is ever hit after a restart; use sha256",
             algorithm,
         )
-    return replace(namespace, weights=weights, hash_algorithm=algorithm, extra={**namespace.extra, **known})
+    return with_weights(replace(namespace, hash_algorithm=algorithm), weights, "stack.namespace", known)
 
 
-def _model(model: Any) -> dict[str, str]:
-    known = {
-        "revision": str(model.revision),
-        "model_config": _digest(json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str)),
-    }
-    weights = weights_identity(Path(model.model))
-    if weights:
-        known["weights"] = weights
-    return known
+def with_weights(namespace: Namespace, weights: str, tag_key: str, extra: Mapping[str, str]) -> Namespace:
+    """The namespace of these weights, with `extra` beside what it has.
+
+    Raises ConfigError if neither a digest of weights nor the operator's tag, whose key is `tag_key`, identifies them.
+    """
+    if not weights and not namespace.tag:
+        raise ConfigError(
+            "is required: nothing tells these weights from others of the same model, so name them yourself", tag_key
+        )
+    return replace(namespace, weights=weights, extra={**namespace.extra, **extra})
 
 
 def weights_identity(folder: Path) -> str:

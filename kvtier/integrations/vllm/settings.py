@@ -1,9 +1,7 @@
 """From `kv_connector_extra_config` and vLLM's own configuration to a stack: options, layout, namespace."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -11,14 +9,14 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvtier.config import StackConfig, load_stack, parse_stack
 from kvtier.errors import ConfigError
-from kvtier.geometry import GroupLayout, KVLayout, TensorRef
-from kvtier.keys import CPU, GPU
-from kvtier.namespace import Namespace
-from kvtier.registry import discover
+from kvtier.tier_api.registry import discover
+from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
+from kvtier.types.keys import GPU, GROUP_BYTES, OffloadKey
+from kvtier.types.namespace import Namespace
 
-OURS = frozenset({"stack"})
-VLLM = frozenset(
+KEYS = frozenset(
     {
+        "stack",
         "spec_name",
         "spec_module_path",
         "blocks_per_chunk",
@@ -28,23 +26,65 @@ VLLM = frozenset(
         "canonical_layout",
     }
 )
+"""The keys of `kv_connector_extra_config`: `stack`, and those that vLLM itself reads."""
 CLOSE_SECONDS = 3.0
-"""vLLM gives a process five seconds to end; a stack file that asks for less is obeyed."""
-OWNER_SECONDS = 30.0
+"""vLLM gives a process five seconds to end; a stack file may set less."""
+RESTART_SECONDS = 30.0
+"""How long opening waits for folders that the engine before, which is ending, still owns."""
 
 
-def stack_config(config: OffloadingConfig) -> StackConfig:
-    """The stack an operator named or wrote into `kv_connector_extra_config`, or this engine's share of it.
+class GroupIds:
+    """Translates keys. Those of vLLM end in its own id of a KV cache group, `group_ids[position]`.
 
-    Raises ConfigError for an unknown key, a missing or invalid stack, or one that contradicts vLLM's chunk.
+    Those of kvtier end in the position of the group.
     """
+
+    def __init__(self, group_ids: Sequence[int]) -> None:
+        pairs = [
+            (at.to_bytes(GROUP_BYTES, "big"), group.to_bytes(GROUP_BYTES, "big")) for at, group in enumerate(group_ids)
+        ]
+        self._to_kvtier = {group: position for position, group in pairs}
+        self._to_vllm = dict(pairs)
+        self._same = list(group_ids) == list(range(len(group_ids)))
+
+    def to_kvtier(self, key: bytes) -> OffloadKey:
+        """vLLM's key with the position of its group."""
+        return OffloadKey(key if self._same else key[:-GROUP_BYTES] + self._to_kvtier[key[-GROUP_BYTES:]])
+
+    def to_vllm(self, key: OffloadKey) -> OffloadKey:
+        """kvtier's key with vLLM's id of its group."""
+        return key if self._same else OffloadKey(key[:-GROUP_BYTES] + self._to_vllm[key[-GROUP_BYTES:]])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """One engine's stack. `engine_id` names its shared region; `group_ids[position]` is vLLM's own id of a group."""
+
+    stack: StackConfig
+    namespace: Namespace
+    engine_id: str
+    group_ids: tuple[int, ...]
+
+
+def engine_plan(config: OffloadingConfig) -> EnginePlan:
+    """What scheduler and workers derive, each for itself, from the same configuration.
+
+    No I/O but reading the stack file. Raises ConfigError for a stack or a deployment that cannot be served, by its
+    name.
+    """
+    _check_parallel(config)
+    stack = _stack_config(config)
+    group_ids = tuple(group.group_id for group in config.groups)
+    return EnginePlan(stack, namespace(config, stack.namespace), config.engine_id, group_ids)
+
+
+def _stack_config(config: OffloadingConfig) -> StackConfig:
+    """The stack an operator named or wrote into `kv_connector_extra_config`, or this engine's share of it."""
     extra: Mapping[str, Any] = config.extra_config
     blocks_per_chunk = config.cache.blocks_per_chunk
-    unknown = sorted(set(extra) - OURS - VLLM)
+    unknown = sorted(set(extra) - KEYS)
     if unknown:
-        raise ConfigError(
-            f"is no key of kv_connector_extra_config; known are {', '.join(sorted(OURS | VLLM))}", unknown[0]
-        )
+        raise ConfigError(f"is no key of kv_connector_extra_config; known are {', '.join(sorted(KEYS))}", unknown[0])
     stack = extra.get("stack")
     if isinstance(stack, str):
         described = load_stack(stack)
@@ -62,26 +102,15 @@ def stack_config(config: OffloadingConfig) -> StackConfig:
 
 
 def _for_engine(config: StackConfig, engine: int, engines: int) -> StackConfig:
-    """The stack without its gpu tier, whose copies vLLM's workers make, with a region they can find, and with this
-    engine's share where several are started from one file. A root that is busy may belong to the engine before."""
+    """The stack without its gpu tier, whose copies vLLM's workers make, and with this engine's share of the others."""
     backends = discover()
-    tiers = []
-    for options in config.tiers:
-        medium = backends.get(options.type).medium
-        if medium == GPU:
-            continue
-        if medium == CPU:
-            if getattr(options, "verify_loads", False):
-                raise ConfigError("vLLM cannot take back a hit; leave verify_loads out", "stack.tiers.verify_loads")
-            options = options.model_copy(update={"shared": "named"})
-        if "owner_timeout_seconds" in type(options).model_fields.keys() - options.model_fields_set:
-            options = options.model_copy(update={"owner_timeout_seconds": OWNER_SECONDS})
-        tiers.append(options.share(engine, engines))
+    lower = [options for options in config.tiers if backends.get(options.type).medium != GPU]
+    tiers = tuple(options.for_engine(RESTART_SECONDS).share(engine, engines) for options in lower)
     close_seconds = min(config.close_timeout_seconds, CLOSE_SECONDS)
-    return config.model_copy(update={"tiers": tuple(tiers), "close_timeout_seconds": close_seconds})
+    return config.model_copy(update={"tiers": tiers, "close_timeout_seconds": close_seconds})
 
 
-def check_parallel(config: OffloadingConfig) -> None:
+def _check_parallel(config: OffloadingConfig) -> None:
     """Raise ConfigError for a deployment that the shared region of one host cannot serve, by its name."""
     parallel = config.parallel
     refused = {
@@ -93,15 +122,15 @@ def check_parallel(config: OffloadingConfig) -> None:
     for name, wrong in refused.items():
         if wrong:
             raise ConfigError("is not supported by KVTierSpec; use tensor parallelism on one host", name)
-    if config.worker_kv_bytes_per_block < 1:
-        raise ConfigError("vLLM reports no KV cache blocks; KVTierSpec needs at least one", "worker_kv_bytes_per_block")
 
 
-def nominal_layout(config: OffloadingConfig) -> KVLayout:
-    """The layout as scheduler and workers both know it: each group's page is one block of the engine's allocation.
+def _nominal_layout(config: OffloadingConfig) -> KVLayout:
+    """The layout that scheduler and workers have in common: each group's page is one block of the engine's allocation.
 
-    The tensors inside a page are known to the workers alone, see `worker_layout`.
+    Only the workers have the tensors inside a page, see `worker_layout`.
     """
+    if config.worker_kv_bytes_per_block < 1:
+        raise ConfigError("vLLM reports no KV cache blocks; kvtier needs at least one", "worker_kv_bytes_per_block")
     page = TensorRef(0, config.worker_kv_bytes_per_block)
     groups = tuple(GroupLayout((page,), group.tokens_per_block) for group in config.groups)
     return KVLayout(groups, config.parallel.world_size, config.cache.blocks_per_chunk, config.replicated_layout)
@@ -122,14 +151,17 @@ def worker_layout(nominal: KVLayout, group_refs: list[list[tuple[int, int]]]) ->
     return dataclasses.replace(nominal, groups=tuple(groups))
 
 
-def namespace(config: OffloadingConfig, stack: StackConfig) -> Namespace:
-    """Everything vLLM tells an offloading spec about what its KV bytes mean."""
+def namespace(config: OffloadingConfig, tag: str) -> Namespace:
+    """What identifies the KV bytes, as far as the configuration goes, and the operator's tag.
+
+    Raises ConfigError if vLLM has no KV cache.
+    """
     parallel = config.parallel
     return Namespace(
-        layout=nominal_layout(config),
+        layout=_nominal_layout(config),
         model=config.model.name,
         dtype=config.model.dtype,
-        tag=stack.namespace,
+        tag=tag,
         extra={
             "engine": "vllm",
             "kv_cache_layout": str(config.kv_cache_layout),

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from kvtier.testing.conformance.base import ConformanceBase, make_keys
 from kvtier.testing.conformance.blocks import BlockTests
-from kvtier.testing.conformance.life import LifeTests
+from kvtier.testing.conformance.failures import FailureTests
+from kvtier.testing.conformance.lifecycle import LifecycleTests
+from kvtier.testing.conformance.machine import run_machine
 from kvtier.testing.conformance.recovery import RecoveryTests
-from kvtier.testing.conformance.trouble import TroubleTests
-from kvtier.testing.machine import run_machine
 
 
-class LoadStoreTests(LifeTests, BlockTests, TroubleTests, RecoveryTests):
-    """Everything the contract in `kvtier.loadstore` says of a tier below the CPU.
+class LoadStoreTests(LifecycleTests, BlockTests, FailureTests, RecoveryTests):
+    """Everything the contract in `kvtier.tier_api.contract` says of a tier below the CPU.
 
     Every test runs in an event loop of its own and fails if a file descriptor, a thread or a task is left behind or
     anything ran on the loop's default executor.

@@ -11,12 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
-from kvtier.geometry import Geometry, GroupLayout, KVLayout, TensorRef
-from kvtier.keys import OffloadKey, make_key
-from kvtier.loadstore import LoadStore, Ownership, ProbesAlignment, TierContext
-from kvtier.namespace import Namespace
 from kvtier.testing.driver import Driver
 from kvtier.testing.rows import TestRows
+from kvtier.tier_api.contract import AnswersLookups, LoadStore, ProbesAlignment, TierContext
+from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
+from kvtier.types.keys import OffloadKey, make_key
+from kvtier.types.namespace import Namespace
 
 PLACE = "tier"
 
@@ -101,7 +101,7 @@ class ConformanceBase(ABC):
 
     def is_shared(self, path: Path) -> bool:
         """True for a tier whose backend places and evicts."""
-        return self.make(path / PLACE).ownership is Ownership.SHARED
+        return isinstance(self.make(path / PLACE), AnswersLookups)
 
     def other_namespaces(self) -> list[Namespace]:
         """Namespaces that differ from the tests' own in one field each."""

@@ -7,18 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.jobs import BlockStatus, JobResult
-from kvtier.keys import OffloadKey
-from kvtier.loadstore import LookupResult, Resettable
 from kvtier.testing.conformance.base import PLACE, ConformanceBase, make_keys
 from kvtier.testing.driver import Driver
 from kvtier.testing.trace import in_fresh_loop
+from kvtier.tier_api.contract import AnswersLookups, LookupResult, Resettable
+from kvtier.types.jobs import BlockStatus, JobResult
+from kvtier.types.keys import OffloadKey
 
 
 async def present(driver: Driver, keys: Sequence[OffloadKey]) -> list[bool]:
     """Which keys an open tier says it holds: recovered by an owned one, looked up in a shared one."""
     if driver.owned:
         return [key in driver.directory for key in keys]
+    assert isinstance(driver.tier, AnswersLookups)
     return [answer is LookupResult.HIT for answer in await driver.tier.lookup(keys)]
 
 

@@ -1,0 +1,186 @@
+"""The shared region: page-aligned rows that a coordinator, its workers and every lower tier address in place."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import GeometryError, UsageError
+from kvtier.types.arrays import IntArray
+from kvtier.types.geometry import Geometry
+from kvtier_cpu.region.control_area import ControlArea, ControlShape
+from kvtier_cpu.region.populate import Populated, PopulatePlan, make_resident, map_populated
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Sharing(StrEnum):
+    """Which memory a region is, and how its participants find it.
+
+    PRIVATE: memory of this process alone, in huge pages; a forked child finds zeros. MEMFD: no name, for one process
+    or those handed the descriptors. NAMED: files with a name until all have mapped them. A participant of a named
+    region first looks for a private one of its engine in its own process, and joins that.
+    """
+
+    PRIVATE = "private"
+    MEMFD = "memfd"
+    NAMED = "named"
+
+
+@dataclass(frozen=True, slots=True)
+class RegionSpec:
+    """Which region, and which process opens it: participant `participant` of `participants` processes.
+
+    `namespace_digest` is what the bytes mean; together with the geometry it decides who may join. `serves` are the
+    workers whose slices this process writes. A region in a process of its own has one participant that serves all.
+    `note` is what those workers say of themselves, for the coordinator. `dump_rows` lets core dumps hold the rows.
+    """
+
+    geometry: Geometry
+    num_rows: int
+    namespace_digest: bytes
+    serves: tuple[int, ...] = ()
+    sharing: Sharing = Sharing.MEMFD
+    engine_id: str = ""
+    participants: int = 1
+    participant: int = 0
+    huge_pages: bool = True
+    populate: bool = True
+    dump_rows: bool = False
+    deadline_seconds: float = 300.0
+    directory: str = "/dev/shm"
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if self.geometry.row_bytes % mmap.PAGESIZE:
+            raise GeometryError(f"rows of {self.geometry.row_bytes} bytes are not whole pages of {mmap.PAGESIZE}")
+        if self.num_rows < 1:
+            raise GeometryError("a shared region needs at least one row")
+        if not 0 <= self.participant < self.participants:
+            raise UsageError(f"there is no participant {self.participant} among {self.participants}")
+        if any(not 0 <= worker < self.geometry.world_size for worker in self.serves):
+            raise UsageError(f"a process serves workers {self.serves} of {self.geometry.world_size}")
+        if self.sharing is Sharing.NAMED and not self.engine_id:
+            raise UsageError("a region shared by name needs an engine_id, or two engines would meet in one")
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the rows file: exactly the rows, nothing else."""
+        return self.num_rows * self.geometry.row_bytes
+
+    @property
+    def shape(self) -> ControlShape:
+        """The sizes of the control area."""
+        geometry = self.geometry
+        return ControlShape(
+            self.num_rows, geometry.row_bytes, geometry.world_size, self.participants, geometry.num_copies
+        )
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 over everything that decides what a byte at an offset means."""
+        geometry = self.geometry
+        text = repr((self.namespace_digest.hex(), geometry.alignment, self.num_rows, geometry.layout))
+        return hashlib.sha256(text.encode()).digest()
+
+
+class SharedRegion(ControlArea):
+    """The rows in shared memory, and the words of the control area beside them.
+
+    Implements `kvtier.tier_api.contract.Rows`. Made by `open_region` or `attach_region`. After `close` every call
+    raises UsageError. Memory that a caller still has a view of stays mapped until the last view is gone: closing under
+    I/O is not a crash, and the system gets the memory only when nothing in this process can write into it any more.
+
+    `view` is all rows, writable, without a copy: shape (num_rows, row_bytes), uint8; base and rows are page-aligned.
+    `spec` is what the region was opened with, `populated` how the rows became resident in this process.
+    """
+
+    def __init__(self, spec: RegionSpec, rows: mmap.mmap, control: mmap.mmap) -> None:
+        super().__init__(np.frombuffer(control, dtype=np.uint8), spec.shape)
+        self.spec = spec
+        self.num_rows, self.row_bytes = spec.num_rows, spec.geometry.row_bytes
+        self.view: npt.NDArray[np.uint8] = np.frombuffer(rows, dtype=np.uint8).reshape(self.num_rows, self.row_bytes)
+        self.populated = Populated.SKIPPED
+        self._maps = rows, control
+        self._descriptors: tuple[int, int] | None = None
+        self._at_close = ExitStack()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Only what there is not, or what `close` has taken away, is looked up here."""
+            raise AttributeError(name) if "_maps" in vars(self) else UsageError("the shared region is closed")
+
+    def row(self, row: int) -> memoryview:
+        """One row as a writable buffer for I/O, `row_bytes` long."""
+        return memoryview(self.view[self._row(row)])
+
+    def blocks(self, rows: IntArray, nbytes: int) -> list[memoryview]:
+        """The first `nbytes` of each of these rows, as writable buffers."""
+        memory = self.view.reshape(-1).data
+        return [memory[start : start + nbytes] for start in (self._rows(rows) * self.row_bytes).tolist()]
+
+    def worker_view(self, worker: int, group: int) -> torch.Tensor:
+        """A worker's slice of every row for one group: a uint8 tensor in the region's memory, of shape
+        (num_rows, worker_bytes), strided by row_bytes.
+
+        All workers have the same one where the layout is replicated.
+        """
+        import torch
+
+        start = self.spec.geometry.offset(group, worker)
+        return torch.from_numpy(self.view[:, start : start + self.spec.geometry.worker_bytes(group)])
+
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        """The (rows, control) descriptors of a memfd region, to inherit or pass on; they stay the region's."""
+        if self._descriptors is None:
+            raise UsageError("only an open memfd region has descriptors to pass on")
+        return self._descriptors
+
+    def keep_descriptors(self, rows_fd: int, control_fd: int) -> None:
+        """Own the descriptors of a memfd region until `close`."""
+        self._descriptors = (rows_fd, control_fd)
+        for fd in self._descriptors:
+            self.at_close(os.close, fd)
+
+    def at_close(self, release: Callable[..., object], *args: object) -> None:
+        """Call `release(*args)` once when the region is closed."""
+        self._at_close.callback(release, *args)
+
+    def make_resident(self, rows_fd: int, plan: PopulatePlan) -> None:
+        """Reserve and populate the rows of a region that no other process has mapped yet. Raises SharedMemoryError."""
+        self.populated = make_resident(rows_fd, self._maps[0], plan)
+
+    def map_populated(self) -> None:
+        """Fill this process's page table; changes no byte."""
+        self.populated = map_populated(self._maps[0])
+
+    def join(self, spec: RegionSpec) -> SharedRegion:
+        """A region of its own over the same memory, for another participant in this process.
+
+        The memory goes back to the system when both are closed.
+        """
+        region = SharedRegion(spec, *self._maps)
+        region.populated = self.populated
+        return region
+
+    def close(self) -> None:
+        """Release the region. Idempotent; never raises for views still held; an incomplete region loses its name."""
+        held = vars(self)
+        maps, at_close = held.pop("_maps", ()), held.pop("_at_close", ExitStack())
+        held.clear()  # with every view of the memory
+        at_close.close()
+        for mapping in maps:
+            with suppress(BufferError):  # exported views keep the mapping; it goes with the last of them
+                mapping.close()

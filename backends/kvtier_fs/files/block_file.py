@@ -1,0 +1,198 @@
+"""One block's file: written under a temporary name, verified when it is read. Blocking, for the root's threads."""
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+
+from kvtier.tier_api.block_envelope import KEY_AT, Mismatch, SlotHeader, decode_slot_header, verify_slot
+from kvtier_fs.files.folder import TreeFolder
+from kvtier_fs.files.paths import BlockPlace, occupied
+from kvtier_fs.io.syscalls import rename_new
+from kvtier_fs.roots.folder import close_quietly, open_plain, plain_file
+
+GONE = (errno.ENOENT, errno.ESTALE, errno.ENOTDIR)
+"""Errors that mean: evicted, here or on another host, also while it was open."""
+_NO_FILE = (*GONE, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV)
+"""Those, and what it is called when something that is no plain file came in between stat and open."""
+
+
+@contextmanager
+def vanished() -> Iterator[None]:
+    """For work on a file that any process may remove at any moment: a file that is gone is no error."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in GONE:
+            raise
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A block as its reader expects it: where it lies, its header but for the generation, the file's length."""
+
+    place: BlockPlace
+    header: SlotHeader
+    file_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wrong:
+    """A file in the place of a block that is not that block. `front` identifies it later."""
+
+    inode: int
+    front: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenBlock:
+    """An open file of the right kind and length; nothing in it is trusted yet."""
+
+    fd: int
+    inode: int
+    touched: float
+
+
+def open_block(folder: TreeFolder, wanted: Wanted, direct: bool) -> OpenBlock | Wrong | None:
+    """Open what lies in a block's place; None if there is nothing. Raises OSError for what the disk does."""
+    place = wanted.place
+    try:
+        with folder.leaf(place.bucket, place.leaf) as leaf:
+            status = os.stat(place.name, dir_fd=leaf, follow_symlinks=False)
+            if not stat.S_ISREG(status.st_mode) or status.st_size != wanted.file_bytes:
+                return Wrong(status.st_ino)
+            fd = open_plain(leaf, place.name, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            return None
+        raise
+    try:
+        status = os.fstat(fd)
+    except OSError:
+        close_quietly(fd)
+        raise
+    return OpenBlock(fd, status.st_ino, status.st_mtime)
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What verification found: the payload's checksum, or the first thing that differs."""
+
+    found: Mismatch | bytes
+    front: bytes
+    epoch: int
+
+
+def check_block(page: memoryview, payload: memoryview, wanted: Wanted) -> Verification:
+    """Compare everything that was read with what is expected.
+
+    The reader of a shared tier does not know the generation beforehand; the header's own counts if its checksum holds.
+    """
+    stated = decode_slot_header(page)
+    expected = wanted.header if stated is None else wanted.header._replace(generation=stated.generation)
+    found = verify_slot(page, payload, expected)
+    return Verification(found, bytes(page[:KEY_AT]), -1 if stated is None else stated.epoch)
+
+
+def header_now(leaf_fd: int, wanted: Wanted) -> SlotHeader | Wrong | None:
+    """The header of the file in a block's place if all of it but perhaps the epoch is right; None if there is no file.
+
+    Raises OSError.
+    """
+    try:
+        status = os.stat(wanted.place.name, dir_fd=leaf_fd, follow_symlinks=False)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != wanted.file_bytes:
+            return Wrong(status.st_ino)
+        header_bytes = wanted.file_bytes - wanted.header.payload_bytes
+        page = memoryview(read_front(leaf_fd, wanted.place.name, header_bytes))
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            return None
+        raise
+    stated = decode_slot_header(page) if len(page) == header_bytes else None
+    if stated is None or stated._replace(generation=0, epoch=0, payload_digest=b"") != wanted.header._replace(
+        generation=0, epoch=0, payload_digest=b""
+    ):
+        return Wrong(status.st_ino, bytes(page[:KEY_AT]))
+    return stated
+
+
+def read_front(leaf_fd: int, name: str, header_bytes: int) -> bytes:
+    """The header page of a block's file, through the page cache. Raises OSError."""
+    with plain_file(leaf_fd, name) as fd:
+        return os.pread(fd, header_bytes, 0)
+
+
+def remove_if(leaf_fd: int, name: str, wrong: Wrong) -> bool:
+    """Remove what lies in a block's place if it is still what was found wrong. Raises OSError.
+
+    False if it is something else by now, not there, or a folder with something in it.
+    """
+    try:
+        status = os.stat(name, dir_fd=leaf_fd, follow_symlinks=False)
+        if status.st_ino != wrong.inode:
+            return False
+        if wrong.front and read_front(leaf_fd, name, KEY_AT) != wrong.front:
+            return False
+        if stat.S_ISDIR(status.st_mode):
+            os.rmdir(name, dir_fd=leaf_fd)
+        else:
+            os.unlink(name, dir_fd=leaf_fd)
+    except OSError as error:
+        if error.errno in (*GONE, errno.ENOTEMPTY, errno.ELOOP):
+            return False
+        raise
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Temporary:
+    """A file that is being written, of full size from the beginning. `charged_bytes` are reserved in its bucket."""
+
+    name: str
+    fd: int
+    charged_bytes: int
+
+
+class Published(Enum):
+    """What became of a temporary that should become a block."""
+
+    NAMED = "named"
+    """It is the block now."""
+    REPLACED = "replaced"
+    """It is the block now; what it replaced was not the block, and is still charged."""
+    TAKEN = "taken"
+    """Another process stored the block first. The temporary is still there."""
+    GROWN = "grown"
+    """It is complete and closed but takes more disk space than was charged, so it has no name yet."""
+
+
+def publish(folder: TreeFolder, wanted: Wanted, temporary: Temporary, now: float) -> Published:
+    """Close a whole temporary and give it its name. Raises OSError; then the temporary is still there, but closed."""
+    try:
+        os.utime(temporary.fd, (now, now))
+        taken = occupied(os.fstat(temporary.fd))
+    finally:
+        os.close(temporary.fd)  # network file systems write the last bytes now; an error of that is raised here
+    if taken > temporary.charged_bytes:
+        return Published.GROWN
+    return give_name(folder, wanted, temporary)
+
+
+def give_name(folder: TreeFolder, wanted: Wanted, temporary: Temporary) -> Published:
+    """Make a whole temporary the block. Raises OSError; then the temporary is still there."""
+    place, bucket = wanted.place, folder.bucket(wanted.place.bucket)
+    with folder.leaf(place.bucket, place.leaf) as leaf:
+        try:
+            if rename_new(temporary.name, place.name, bucket, leaf):
+                return Published.NAMED
+        except FileExistsError:
+            pass
+        there = header_now(leaf, wanted)
+        if isinstance(there, SlotHeader) and there.epoch >= wanted.header.epoch:
+            return Published.TAKEN
+        os.rename(temporary.name, place.name, src_dir_fd=bucket, dst_dir_fd=leaf)
+        return Published.NAMED if there is None else Published.REPLACED

@@ -1,0 +1,242 @@
+"""What happens to one block of a job: the steps of a store and of a load, each ending in an outcome.
+
+Steps are never cancelled. A block whose job no longer waits for it (late, cancelled) is abandoned: it ends between two
+steps and removes its temporary. Once I/O may use its row, the job waits for its end.
+"""
+
+import asyncio
+import errno
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvtier.tier_api.block_envelope import Mismatch, encode_slot_header
+from kvtier.types.jobs import (
+    CORRUPT,
+    LOADED,
+    MISSING,
+    PRESENT,
+    STORED,
+    BlockOutcome,
+    DropReason,
+    JobKind,
+    dropped,
+    failed,
+)
+from kvtier_fs.files.block_file import (
+    GONE,
+    OpenBlock,
+    Published,
+    Temporary,
+    Wanted,
+    Wrong,
+    check_block,
+    give_name,
+    open_block,
+    publish,
+)
+from kvtier_fs.files.bucket import Bucket
+from kvtier_fs.files.folder import Busy
+from kvtier_fs.files.root import SharedRoot
+from kvtier_fs.io.contract import IOKind
+from kvtier_fs.roots.folder import close_quietly
+from kvtier_fs.roots.job_run import JobRun, error_outcome
+
+_log = logging.getLogger("kvtier.fs")
+_FULL = dropped(DropReason.DISK_FULL)
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """One block of a job. `touching`: I/O may use its row. `abandoned`: its job has an outcome for it already."""
+
+    run: JobRun
+    group: int
+    position: int
+    row: int
+    payload: memoryview
+    wanted: Wanted
+    touching: bool = field(default=False)
+    abandoned: bool = field(default=False)
+
+    def end(self, outcome: BlockOutcome) -> None:
+        """Report its outcome. The first one counts."""
+        self.touching = False
+        self.run.end(self.group, self.position, outcome, len(self.payload) if outcome.ok else 0)
+
+    def give_up(self, outcome: BlockOutcome) -> None:
+        """Stop waiting for it, unless I/O may touch its row."""
+        if not self.touching:
+            self.abandoned = True
+            self.end(outcome)
+
+
+class BlockSteps:
+    """Moves blocks between rows and files of one root."""
+
+    def __init__(self, root: SharedRoot, set_checksum: Callable[[int, bytes], None]) -> None:
+        self._root = root
+        self._set_checksum = set_checksum
+        self._counters: Counter[str] = root.counters
+
+    async def run(self, block: Block, current: asyncio.Future[int | None]) -> None:
+        """Run all steps of a block; it always ends with an outcome. `current`: the epoch that the root states now."""
+        storing = block.run.kind is JobKind.STORE
+        gate = self._root.stores if storing else self._root.loads
+        async with gate.permits:
+            try:
+                if block.abandoned:
+                    return
+                epoch = await asyncio.shield(current)
+                if epoch != block.wanted.header.epoch:
+                    self._counters["epoch.outdated"] += 1
+                    block.end(dropped(DropReason.RESET) if storing else MISSING)
+                elif storing:
+                    block.end(await self._store(block))
+                else:
+                    block.end(await self._load(block))
+            except OSError as error:
+                block.end(self._failure(error, storing))
+            except Exception:
+                # The task's boundary: without an outcome the job would wait for this block for ever.
+                _log.exception("%s: a block could not be moved", self._root.path)
+                self._counters["defect"] += 1
+                block.end(failed(errno.EIO))
+
+    def _failure(self, error: OSError, storing: bool) -> BlockOutcome:
+        number = error.errno or errno.EIO
+        if number in GONE and not storing:
+            return MISSING
+        self._counters[f"errno.{errno.errorcode.get(number, number)}"] += 1
+        return error_outcome(number)
+
+    # -- storing -------------------------------------------------------------------------------------------------
+
+    async def _store(self, block: Block) -> BlockOutcome:
+        """Store a block; where the disk is full, evict and try once more."""
+        outcome = await self._try(block)
+        if outcome != _FULL or block.abandoned:
+            return outcome
+        wanted = block.wanted
+        if await self._root.make_room(wanted.place.bucket, wanted.file_bytes):
+            self._counters["full.retried"] += 1
+            outcome = await self._try(block)
+            self._root.made_room(outcome != _FULL)
+        return outcome
+
+    async def _try(self, block: Block) -> BlockOutcome:
+        root, wanted = self._root, block.wanted
+        bucket = root.buckets[wanted.place.bucket]
+        try:
+            reserved = await root.visit(bucket, partial(bucket.reserve, wanted, root.temporary()))
+        except OSError as error:
+            return self._failure(error, True)
+        if isinstance(reserved, Busy):
+            return dropped(DropReason.BACKLOG)
+        if not isinstance(reserved, Temporary):
+            return reserved
+        if block.abandoned:
+            return await self._discarded(bucket, reserved, dropped(DropReason.BACKLOG))
+        number = await self._write(block, reserved)
+        if number or block.abandoned:  # abandoned by close: its row may have changed while it was written
+            outcome = error_outcome(number) if number else dropped(DropReason.CLOSING)
+            return await self._discarded(bucket, reserved, outcome)
+        return await self._publish(bucket, wanted, reserved)
+
+    async def _write(self, block: Block, reserved: Temporary) -> int:
+        gate = self._root.stores
+        number = gate.pages.acquire()
+        try:
+            page = gate.pages.pages[number]
+            encode_slot_header(block.wanted.header, page)
+            block.touching = True
+            return await self._root.io.move_file(IOKind.WRITE, reserved.fd, [page, block.payload], len(page))
+        finally:
+            gate.pages.release(number)
+            block.touching = False
+
+    async def _discarded(self, bucket: Bucket, reserved: Temporary, outcome: BlockOutcome) -> BlockOutcome:
+        await self._root.call(close_quietly, reserved.fd)
+        await self._root.discard(bucket, reserved)
+        return outcome
+
+    async def _publish(self, bucket: Bucket, wanted: Wanted, written: Temporary) -> BlockOutcome:
+        """Make a complete temporary the block. It is always closed, and removed unless it became the block."""
+        root, outcome = self._root, PRESENT
+        try:
+            published = await root.call(publish, root.folder, wanted, written, root.hooks.wall())
+            if published is Published.GROWN:
+                charged = await root.visit(bucket, bucket.charge_grown)
+                outcome = dropped(DropReason.BACKLOG if isinstance(charged, Busy) else DropReason.NO_SLOT)
+                if charged is True:
+                    published = await root.call(give_name, root.folder, wanted, written)
+                    outcome = PRESENT
+        except OSError as error:
+            published, outcome = None, self._failure(error, True)
+        if published is Published.REPLACED:
+            with suppress(OSError):
+                await root.visit(bucket, bucket.sweep)
+        if published in (Published.NAMED, Published.REPLACED):
+            return STORED
+        await root.discard(bucket, written)
+        return outcome
+
+    # -- loading -------------------------------------------------------------------------------------------------
+
+    async def _load(self, block: Block) -> BlockOutcome:
+        root = self._root
+        there = await root.call(open_block, root.folder, block.wanted, root.probe.direct)
+        if there is None:
+            return MISSING
+        if isinstance(there, Wrong):
+            self._counters["mismatch.file"] += 1
+            await self._remove(block.wanted, there)
+            return CORRUPT
+        try:
+            return MISSING if block.abandoned else await self._read(block, there)
+        finally:
+            await root.call(close_quietly, there.fd)
+
+    async def _read(self, block: Block, there: OpenBlock) -> BlockOutcome:
+        gate = self._root.loads
+        number = gate.pages.acquire()
+        try:
+            page = gate.pages.pages[number]
+            block.touching = True
+            error = await self._root.io.move_file(IOKind.READ, there.fd, [page, block.payload], len(page))
+            if error:
+                return MISSING if error in GONE else failed(error)
+            checked = await self._root.call(check_block, page, block.payload, block.wanted)
+            if not isinstance(checked.found, Mismatch) and not block.abandoned:
+                self._set_checksum(block.row, checked.found)
+        finally:
+            gate.pages.release(number)
+            block.touching = False
+        if isinstance(checked.found, Mismatch):
+            self._counters[f"mismatch.{checked.found}"] += 1
+            if checked.found is not Mismatch.EPOCH:
+                await self._remove(block.wanted, Wrong(there.inode, checked.front))
+                return CORRUPT
+            if checked.epoch < block.wanted.header.epoch:
+                await self._remove(block.wanted, Wrong(there.inode, checked.front))
+            return MISSING
+        await self._touch(there)
+        return LOADED
+
+    async def _touch(self, there: OpenBlock) -> None:
+        now = self._root.rules.touch_at(there.touched)
+        if now is not None:
+            self._root.rules.note("touched")
+            with suppress(OSError):
+                await self._root.call(os.utime, there.fd, (now, now))
+
+    async def _remove(self, wanted: Wanted, wrong: Wrong) -> None:
+        """Remove a wrong file if the lock of its bucket is free; otherwise the next load that finds it removes it."""
+        bucket = self._root.buckets[wanted.place.bucket]
+        with suppress(OSError):
+            removed = await self._root.visit(bucket, partial(bucket.remove, wanted, wrong))
+            self._counters["removed" if removed is True else "not_removed"] += 1

@@ -1,0 +1,124 @@
+"""What each slot of a root holds, kept while the root is open, so that a clean close can write it down.
+
+It says what a scan of the headers on the disk would say; a slot that is being written holds nothing. Both ways of
+opening a root, by scan and from a snapshot, fill a slot_map, and the directory is made from it.
+"""
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.tier_api.block_envelope import SlotHeader
+from kvtier.types.arrays import IntArray
+
+NO_OWNER = 0xFF
+"""The owner of a slot that holds no block that counts."""
+
+SlotPlace = tuple[int, int, int]
+"""A region, the generation of its format, and a slot's number in it."""
+
+
+class RegionSlots:
+    """The slots of one region as it is formatted now: key, generation and owner by slot number."""
+
+    __slots__ = ("generations", "keys", "owners", "region_generation")
+
+    def __init__(self, region_generation: int, count: int) -> None:
+        self.region_generation = region_generation
+        self.keys: list[bytes | None] = [None] * count
+        self.generations = array("Q", bytes(8 * count))
+        self.owners = bytearray([NO_OWNER]) * count
+
+    @property
+    def owner_array(self) -> npt.NDArray[np.uint8]:
+        """The owners as a view; it must not outlive the call it is used in."""
+        return np.frombuffer(self.owners, dtype=np.uint8)
+
+    def numbers_of(self, owner: int) -> IntArray:
+        """Numbers of the slots that belong to one namespace."""
+        return np.flatnonzero(self.owner_array == owner)
+
+
+@dataclass(slots=True)
+class Owner:
+    """A namespace, and the epoch its blocks must carry to count."""
+
+    namespace: bytes
+    epoch: int
+
+
+class SlotMap:
+    """The blocks of one root, of every namespace that its superblock knows. `own` is the number of ours."""
+
+    def __init__(self, owners: Sequence[Owner], namespace: bytes) -> None:
+        assert len(owners) < NO_OWNER
+        self.owners = list(owners)
+        self._numbers = {owner.namespace: number for number, owner in enumerate(owners)}
+        self.own = self._numbers[namespace]
+        self._regions: dict[int, RegionSlots] = {}
+
+    def number_of(self, namespace: bytes, epoch: int) -> int:
+        """The number of a namespace whose blocks of this epoch count; NO_OWNER if they do not."""
+        number = self._numbers.get(namespace, NO_OWNER)
+        return number if number != NO_OWNER and self.owners[number].epoch == epoch else NO_OWNER
+
+    def format(self, region: int, generation: int, count: int) -> RegionSlots:
+        """A region has `count` empty slots from now on."""
+        slots = self._regions[region] = RegionSlots(generation, count)
+        return slots
+
+    def clear(self) -> None:
+        """No region is formatted."""
+        self._regions.clear()
+
+    def regions(self) -> Iterator[tuple[int, RegionSlots]]:
+        """The regions that are formatted, in order."""
+        return iter(sorted(self._regions.items()))
+
+    def begin_all(self, regions: Iterable[int], indices: Iterable[int]) -> None:
+        """Slots, each given by its region and its number there, are about to be written: what they held is gone."""
+        at, slots = -1, None
+        for region, index in zip(regions, indices, strict=True):
+            if region != at:
+                at, slots = region, self._regions.get(region)
+            if slots is not None:
+                slots.owners[index] = NO_OWNER
+                slots.keys[index] = None
+
+    def record(self, header: SlotHeader) -> None:
+        """A slot holds what its header says, unless the region was formatted or the namespace reset meanwhile."""
+        number = self.number_of(header.namespace, header.epoch)
+        place = header.region, header.region_generation, header.slot_index
+        self.hold_all(number, [place], [header.key], [header.generation])
+
+    def hold_all(
+        self, number: int, places: Iterable[SlotPlace], keys: Iterable[bytes], generations: Iterable[int]
+    ) -> None:
+        """Slots hold blocks of an owner, unless it is NO_OWNER or their region was formatted meanwhile."""
+        if number == NO_OWNER:
+            return
+        at, slots = -1, None
+        for (region, region_generation, index), key, generation in zip(places, keys, generations, strict=True):
+            if region != at:
+                at, slots = region, self._regions.get(region)
+            if slots is not None and slots.region_generation == region_generation:
+                slots.owners[index] = number
+                slots.keys[index] = key
+                slots.generations[index] = generation
+
+    def refuse(self, region: int, index: int, generation: int) -> None:
+        """A slot was read and does not hold what was expected: nothing that counts, unless it moved on meanwhile."""
+        slots = self._regions.get(region)
+        if slots is not None and slots.generations[index] == generation:
+            self.begin_all((region,), (index,))
+
+    def reset(self, epoch: int) -> None:
+        """Our namespace goes on with another epoch; nothing it stored before counts any more."""
+        self.owners[self.own].epoch = epoch
+        for slots in self._regions.values():
+            for number in slots.numbers_of(self.own).tolist():
+                slots.owners[number] = NO_OWNER
+                slots.keys[number] = None

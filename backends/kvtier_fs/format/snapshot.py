@@ -1,0 +1,141 @@
+"""The directory of a root as a clean close writes it down: one checksummed file, read back in bulk."""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.tier_api.block_envelope import ENVELOPE_VERSION as FORMAT_VERSION
+from kvtier.tier_api.checksum import BODY_AT, seal, unseal
+from kvtier_fs.format.slot_map import NO_OWNER, SlotMap
+
+SNAPSHOT_MAGIC = b"KVTIERSN"
+
+_HEADER = struct.Struct("<IIQ16sQIIQQ")
+_HEADER_BYTES = 128
+_REGION = np.dtype([("slot_bytes", "<u8"), ("generation", "<u8"), ("entries", "<u4"), ("reserved", "<u4")])
+_OWNER = struct.Struct("<16sQ")
+_ENTRY_BYTES = 8 + 4 + 2 + 1
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotOf:
+    """Which root, which session and which stride a snapshot speaks of; all must agree for it to count."""
+
+    root_uuid: bytes
+    session: int
+    stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFormat:
+    """How a region was formatted. `slot_bytes` 0: only its generation is known."""
+
+    slot_bytes: int
+    generation: int
+
+
+def encode_snapshot(of: SnapshotOf, formats: Sequence[StoredFormat], slot_map: SlotMap) -> bytes:
+    """A snapshot's bytes: every block of the slot map that lies in a region of `formats` with a slot size."""
+    regions = np.zeros(len(formats), dtype=_REGION)
+    regions["slot_bytes"] = [form.slot_bytes for form in formats]
+    regions["generation"] = [form.generation for form in formats]
+    owners = b"".join(_OWNER.pack(owner.namespace, owner.epoch) for owner in slot_map.owners)
+    generations, indexes, owned, keys = [], [], [], list[bytes]()
+    for region, slots in slot_map.regions():
+        form = formats[region] if region < len(formats) else StoredFormat(0, 0)
+        if not form.slot_bytes or form.generation != slots.region_generation:
+            continue
+        by_slot = slots.owner_array
+        numbers = np.flatnonzero(by_slot != NO_OWNER)
+        regions["entries"][region] = len(numbers)
+        generations.append(np.frombuffer(slots.generations, dtype="<u8")[numbers].tobytes())
+        indexes.append(numbers.astype("<u4").tobytes())
+        owned.append(by_slot[numbers].tobytes())
+        keys.extend(key for number in numbers.tolist() if (key := slots.keys[number]) is not None)
+    lengths = np.fromiter(map(len, keys), dtype="<u2", count=len(keys)).tobytes()
+    blob = b"".join(keys)
+    counts = (len(formats), of.session, of.root_uuid, of.stride, len(slot_map.owners), 0, len(keys), len(blob))
+    header = _HEADER.pack(FORMAT_VERSION, *counts).ljust(_HEADER_BYTES - BODY_AT, b"\0")
+    columns = (header, regions.tobytes(), owners, *generations, *indexes, lengths, *owned, blob)
+    return seal(SNAPSHOT_MAGIC, b"".join(columns))
+
+
+class _Columns:
+    """The bytes of a snapshot, taken from the front, column by column."""
+
+    def __init__(self, data: bytes, at: int) -> None:
+        self._data = data
+        self.at = at
+
+    def take(self, dtype: np.dtype[np.void] | str, count: int) -> npt.NDArray[Any]:
+        column: npt.NDArray[Any] = np.frombuffer(self._data, dtype=dtype, count=count, offset=self.at)
+        self.at += column.nbytes
+        return column
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """A snapshot read back: the format of each region, and the entries, region after region."""
+
+    formats: tuple[StoredFormat, ...]
+    ends: npt.NDArray[np.int64]
+    owners: tuple[tuple[bytes, int], ...]
+    generations: npt.NDArray[np.uint64]
+    indexes: npt.NDArray[np.uint32]
+    owned: npt.NDArray[np.uint8]
+    keys: list[bytes]
+
+    def fill(self, slot_map: SlotMap, region: int, count: int) -> bool:
+        """Enter the blocks of one region, which has `count` slots. False if they cannot be right."""
+        part = slice(int(self.ends[region - 1]) if region else 0, int(self.ends[region]))
+        indexes = self.indexes[part]
+        if len(indexes) and int(indexes.max()) >= count:
+            return False
+        translation = np.full(256, NO_OWNER, dtype=np.uint8)
+        for number, (namespace, epoch) in enumerate(self.owners):
+            translation[number] = slot_map.number_of(namespace, epoch)
+        owned = translation[self.owned[part]]
+        slots = slot_map.format(region, self.formats[region].generation, count)
+        np.frombuffer(slots.owners, dtype=np.uint8)[indexes] = owned
+        np.frombuffer(slots.generations, dtype=np.uint64)[indexes] = self.generations[part]
+        for index, key, owner in zip(indexes.tolist(), self.keys[part], owned.tolist(), strict=True):
+            slots.keys[index] = key if owner != NO_OWNER else None
+        return True
+
+
+def decode_snapshot(data: bytes, of: SnapshotOf) -> Snapshot | None:
+    """The snapshot of exactly this root, session and stride that a file holds, whole; None if it is not that."""
+    if len(data) < _HEADER_BYTES or unseal(SNAPSHOT_MAGIC, memoryview(data)) is None:
+        return None
+    version, regions, session, uuid, stride, owners, _, entries, key_bytes = _HEADER.unpack_from(data, BODY_AT)
+    if version != FORMAT_VERSION or SnapshotOf(uuid, session, stride) != of:
+        return None
+    fixed = _HEADER_BYTES + regions * _REGION.itemsize + owners * _OWNER.size
+    if owners >= NO_OWNER or len(data) != fixed + entries * _ENTRY_BYTES + key_bytes:
+        return None
+    columns = _Columns(data, _HEADER_BYTES)
+    table = columns.take(_REGION, regions)
+    at = columns.at
+    names = [_OWNER.unpack_from(data, at + number * _OWNER.size) for number in range(owners)]
+    columns.at += owners * _OWNER.size
+    generations, indexes = columns.take("<u8", entries), columns.take("<u4", entries)
+    lengths, owned = columns.take("<u2", entries), columns.take("u1", entries)
+    counts = table["entries"].astype(np.int64)
+    if int(counts.sum()) != entries or int(lengths.sum(dtype=np.int64)) != key_bytes:
+        return None
+    edges = columns.at + np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+    formats = zip(table["slot_bytes"].tolist(), table["generation"].tolist(), strict=True)
+    return Snapshot(
+        formats=tuple(StoredFormat(*form) for form in formats),
+        ends=np.cumsum(counts),
+        owners=tuple((bytes(namespace), int(epoch)) for namespace, epoch in names),
+        generations=generations.astype(np.uint64),
+        indexes=indexes.astype(np.uint32),
+        owned=owned.astype(np.uint8),
+        keys=[data[start:end] for start, end in pairwise(edges.tolist())],
+    )

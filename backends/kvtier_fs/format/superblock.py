@@ -1,0 +1,120 @@
+"""The superblock of a root: who it is, how it is cut, and the epoch of each namespace. Two checksummed copies."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, replace
+
+from kvtier.tier_api.block_envelope import ENVELOPE_VERSION as FORMAT_VERSION
+from kvtier.tier_api.checksum import BODY_AT, MAGIC_BYTES, seal, unseal
+
+COPY_BYTES = 4096
+SUPERBLOCK_BYTES = 2 * COPY_BYTES
+SUPERBLOCK_MAGIC = b"KVTIERSB"
+MAX_NAMESPACES = 96
+UUID_BYTES = 16
+
+_FIXED = struct.Struct("<IIQ16sQIIQIIIIQ")
+_NAMESPACES_AT = 512 - BODY_AT
+_NAMESPACE = struct.Struct("<16sQQ")
+_CLEAN = 1
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceEpoch:
+    """A namespace's epoch, and the session that last opened it."""
+
+    epoch: int
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class Superblock:
+    """One root. `sequence` orders the copies; `session` counts opens; `clean` says the last session closed.
+
+    `header_bytes` comes from the device's alignment, `row_alignment` from the stack's; neither may change.
+    `floor_epoch` is the epoch of a namespace the table does not (any longer) list.
+    """
+
+    root_uuid: bytes
+    stride: int
+    regions: int
+    header_bytes: int
+    row_alignment: int
+    sequence: int = 0
+    session: int = 0
+    clean: bool = False
+    floor_epoch: int = 0
+    namespaces: tuple[tuple[bytes, NamespaceEpoch], ...] = ()
+
+    def epoch(self, namespace: bytes) -> int:
+        """The epoch entries of a namespace must carry to count."""
+        return next((entry.epoch for digest, entry in self.namespaces if digest == namespace), self.floor_epoch)
+
+    def with_epoch(self, namespace: bytes, epoch: int) -> Superblock:
+        """The same root with a namespace's epoch set, in this session.
+
+        A full table forgets the namespace unused for longest; its epoch lives on in `floor_epoch`, so nothing of it
+        that a reset made unreachable ever counts again.
+        """
+        others = [(digest, entry) for digest, entry in self.namespaces if digest != namespace]
+        floor = self.floor_epoch
+        if len(others) >= MAX_NAMESPACES:
+            oldest = min(others, key=lambda item: item[1].session)
+            others.remove(oldest)
+            floor = max(floor, oldest[1].epoch + 1)
+        entry = NamespaceEpoch(max(epoch, self.epoch(namespace)), self.session)
+        return replace(self, namespaces=(*others, (namespace, entry)), floor_epoch=floor)
+
+
+def encode_superblock(block: Superblock) -> bytes:
+    """One copy, 4096 bytes."""
+    flags, count = _CLEAN if block.clean else 0, len(block.namespaces)
+    who = (FORMAT_VERSION, COPY_BYTES, block.sequence, block.root_uuid, block.session, flags)
+    layout = (block.row_alignment, block.stride, block.header_bytes, block.regions)
+    fixed = _FIXED.pack(*who, *layout, count, 0, block.floor_epoch).ljust(_NAMESPACES_AT, b"\0")
+    table = [_NAMESPACE.pack(digest, entry.epoch, entry.session) for digest, entry in block.namespaces]
+    return seal(SUPERBLOCK_MAGIC, b"".join((fixed, *table)), COPY_BYTES)
+
+
+def decode_superblock(data: bytes) -> Superblock | None:
+    """The newest valid copy of a superblock file; None if there is none."""
+    valid = [block for copy in _copies(data) if (block := _decode_copy(copy)) is not None]
+    return max(valid, key=lambda block: block.sequence, default=None)
+
+
+def foreign_version(data: bytes) -> int | None:
+    """The format version of a superblock that is ours by its magic but of another release; None if it is not that.
+
+    One whole copy of another version is enough: another release began to use the root. A copy that is not whole says
+    so only if the other one does not count either, for its version may be a flipped bit.
+    """
+    known = decode_superblock(data) is not None
+    for copy in _copies(data):
+        if len(copy) >= BODY_AT + 4 and copy[:MAGIC_BYTES] == SUPERBLOCK_MAGIC:
+            version: int = struct.unpack_from("<I", copy, BODY_AT)[0]
+            if version != FORMAT_VERSION and (_body(copy) is not None or not known):
+                return version
+    return None
+
+
+def _body(page: bytes) -> bytes | None:
+    return unseal(SUPERBLOCK_MAGIC, page) if len(page) == COPY_BYTES else None
+
+
+def _copies(data: bytes) -> tuple[bytes, bytes]:
+    return data[:COPY_BYTES], data[COPY_BYTES:SUPERBLOCK_BYTES]
+
+
+def _decode_copy(page: bytes) -> Superblock | None:
+    body = _body(page)
+    if body is None:
+        return None
+    version, copy_bytes, sequence, uuid, session, flags, *layout, count, _, floor = _FIXED.unpack_from(body)
+    if version != FORMAT_VERSION or copy_bytes != COPY_BYTES or count > MAX_NAMESPACES:
+        return None
+    row_alignment, stride, header_bytes, regions = layout
+    table = _NAMESPACE.iter_unpack(body[_NAMESPACES_AT : _NAMESPACES_AT + count * _NAMESPACE.size])
+    namespaces = tuple((digest, NamespaceEpoch(epoch, last)) for digest, epoch, last in table)
+    clean = bool(flags & _CLEAN)
+    return Superblock(uuid, stride, regions, header_bytes, row_alignment, sequence, session, clean, floor, namespaces)

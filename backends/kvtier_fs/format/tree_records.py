@@ -1,0 +1,94 @@
+"""The small files of a tree: superblock, epochs, bucket accounts, leases. Each is sealed by a checksum."""
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from kvtier.tier_api.block_envelope import ENVELOPE_VERSION as FORMAT_VERSION
+from kvtier.tier_api.checksum import seal, unseal
+from kvtier_fs.format.superblock import SUPERBLOCK_MAGIC
+
+FILES_VERSION = 1000 + FORMAT_VERSION
+"""The version in the superblock. It shares its place and its magic with slab roots, so that each refuses the other."""
+
+SUPERBLOCK_COPY_BYTES = 4096
+EPOCH_COPY_BYTES = 128
+ACCOUNT_BYTES = 128
+LEASE_BYTES_MAX = 1024
+
+_EPOCH_MAGIC = b"KVTIEREP"
+_ACCOUNT_MAGIC = b"KVTIERAC"
+_LEASE_MAGIC = b"KVTIERLE"
+_TREE = struct.Struct("<II16sIII")
+_EPOCH = struct.Struct("<I16sQ")
+_ACCOUNT = struct.Struct("<I16sIQ")
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """How a root is laid out, fixed when it was made. `fan_out`: hex digits of the folders inside each bucket."""
+
+    root_uuid: bytes
+    header_bytes: int
+    row_alignment: int
+    buckets: int
+    fan_out: int
+
+
+def encode_tree(tree: Tree) -> bytes:
+    """A whole superblock file: two copies."""
+    body = _TREE.pack(FILES_VERSION, tree.header_bytes, tree.root_uuid, tree.row_alignment, tree.buckets, tree.fan_out)
+    return seal(SUPERBLOCK_MAGIC, body, SUPERBLOCK_COPY_BYTES) * 2
+
+
+def _records(magic: bytes, data: bytes, copy_bytes: int, record: struct.Struct) -> Iterator[tuple[Any, ...]]:
+    """The fields of each whole record of our version in a file of up to two copies, without the version."""
+    for copy in (data[:copy_bytes], data[copy_bytes : 2 * copy_bytes]):
+        body = unseal(magic, copy)
+        if body is not None and len(body) >= record.size:
+            version, *fields = record.unpack_from(body)
+            if version == FILES_VERSION:
+                yield tuple(fields)
+
+
+def decode_tree(data: bytes) -> Tree | None:
+    """The tree a superblock file describes, from either copy; None if there is no whole one of this version."""
+    for header_bytes, uuid, alignment, buckets, fan_out in _records(
+        SUPERBLOCK_MAGIC, data, SUPERBLOCK_COPY_BYTES, _TREE
+    ):
+        return Tree(uuid, header_bytes, alignment, buckets, fan_out)
+    return None
+
+
+def encode_epoch(namespace: bytes, epoch: int) -> bytes:
+    """A whole epoch file: two copies."""
+    return seal(_EPOCH_MAGIC, _EPOCH.pack(FILES_VERSION, namespace, epoch), EPOCH_COPY_BYTES) * 2
+
+
+def decode_epoch(data: bytes, namespace: bytes) -> int | None:
+    """The epoch an epoch file states for its namespace, from either copy; None if neither is whole."""
+    records = _records(_EPOCH_MAGIC, data, EPOCH_COPY_BYTES, _EPOCH)
+    return next((int(epoch) for owner, epoch in records if owner == namespace), None)
+
+
+def encode_account(tree: Tree, bucket: int, used_bytes: int) -> bytes:
+    """What a bucket holds, in bytes of disk."""
+    return seal(_ACCOUNT_MAGIC, _ACCOUNT.pack(FILES_VERSION, tree.root_uuid, bucket, used_bytes), ACCOUNT_BYTES)
+
+
+def decode_account(data: bytes, tree: Tree, bucket: int) -> int | None:
+    """What a bucket's account states; None if it is no whole account of this bucket."""
+    records = _records(_ACCOUNT_MAGIC, data, len(data), _ACCOUNT)
+    return next((int(used) for uuid, number, used in records if (uuid, number) == (tree.root_uuid, bucket)), None)
+
+
+def encode_lease(text: str) -> bytes:
+    """Who holds a lease, in the words of `leases.Holder`."""
+    return seal(_LEASE_MAGIC, text.encode())
+
+
+def decode_lease(data: bytes) -> str | None:
+    """What a lease says, None if it is damaged."""
+    body = unseal(_LEASE_MAGIC, data)
+    return None if body is None else body.decode("utf-8", "replace")

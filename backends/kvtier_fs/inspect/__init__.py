@@ -1,0 +1,1 @@
+"""Stores on disk under inspection: what `kvtier fsck`, `ls`, `du` and `gc` read and repair."""

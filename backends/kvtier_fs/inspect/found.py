@@ -1,0 +1,95 @@
+"""What lies in the place of a block, as its header page states it offline: a block, a leftover, damage, nothing."""
+
+import errno
+import os
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import xxhash
+
+from kvtier.tier_api.block_envelope import SLOT_MAGIC, Mismatch, SlotHeader, checksum_holds
+from kvtier.tier_api.checksum import MAGIC_BYTES
+from kvtier.tier_api.inspection import BlockState, StoredBlock
+from kvtier.types.keys import GROUP_BYTES, OffloadKey, key_group
+
+MAGIC = "magic"
+SHORT = "truncated"
+_PIECE_BYTES = 1 << 20
+_NANOSECONDS = 1_000_000_000
+
+
+class Judged(NamedTuple):
+    """What a header page is. Without a state it holds no block; with a `fault` it is damaged, and that is where."""
+
+    state: BlockState | None = None
+    header: SlotHeader | None = None
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Found:
+    """What was read in one place: `slot` of `region`, which takes `stored_bytes`. Its payload begins at `payload_at` of
+    the file `fd`. `used_at` (seconds since 1970) is None in a layout that does not keep it."""
+
+    judged: Judged
+    region: int
+    slot: int
+    stored_bytes: int
+    fd: int
+    payload_at: int
+    used_at: float | None
+
+    @property
+    def block(self) -> StoredBlock | None:
+        """The block as the tools list it; None if this is none. In layout `files` a generation is a time."""
+        state, header, _ = self.judged
+        if state is None or header is None:
+            return None
+        return StoredBlock(
+            state=state,
+            namespace=header.namespace,
+            group=header.group,
+            key=header.key,
+            region=self.region,
+            slot=self.slot,
+            generation=header.generation,
+            payload_bytes=header.payload_bytes,
+            stored_bytes=self.stored_bytes,
+            stored_at=None if self.used_at is None else header.generation / _NANOSECONDS,
+            used_at=self.used_at,
+        )
+
+
+def page_fault(page: memoryview) -> str:
+    """Why a page is no whole header of this format; empty if it is all zeros."""
+    if page[:MAGIC_BYTES] == SLOT_MAGIC:
+        return Mismatch.VERSION if checksum_holds(page) else Mismatch.HEADER_CHECKSUM
+    return MAGIC if any(page) else ""
+
+
+def key_fault(header: SlotHeader) -> str:
+    """Why a header's key is none; empty if it is one, of the group that the header names."""
+    if len(header.key) <= GROUP_BYTES:
+        return Mismatch.KEY
+    return "" if key_group(OffloadKey(header.key)) == header.group else Mismatch.GROUP
+
+
+def payload_fault(fd: int, offset: int, header: SlotHeader) -> str:
+    """What is wrong with the payload at an offset; empty if it is what was stored. Read in pieces."""
+    piece = memoryview(bytearray(min(_PIECE_BYTES, header.payload_bytes)))
+    digest, left = xxhash.xxh3_128(), header.payload_bytes
+    while left:
+        try:
+            length = os.preadv(fd, [piece[:left]], offset)
+        except OSError as error:
+            return read_fault(error)
+        if not length:
+            return SHORT
+        digest.update(piece[:length])
+        offset, left = offset + length, left - length
+    return "" if digest.digest() == header.payload_digest else Mismatch.PAYLOAD
+
+
+def read_fault(error: OSError) -> str:
+    """The reason for a place that cannot be read."""
+    return f"unreadable_{errno.errorcode.get(error.errno or 0, 'unknown')}"

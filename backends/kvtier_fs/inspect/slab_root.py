@@ -1,0 +1,247 @@
+"""A slab root opened for inspection: its lock, its superblock, the formats of its regions, pages read and written."""
+
+import fcntl
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from kvtier.errors import RootBusyError, RootError
+from kvtier.tier_api.inspection import Access, StoreAbout, StoredNamespace
+from kvtier_fs.format.region_header import RegionHeader, RegionPlan, decode_region_header
+from kvtier_fs.format.snapshot import Snapshot, SnapshotOf, decode_snapshot
+from kvtier_fs.format.superblock import (
+    COPY_BYTES,
+    SUPERBLOCK_BYTES,
+    Superblock,
+    decode_superblock,
+    encode_superblock,
+    foreign_version,
+)
+from kvtier_fs.inspect.found import Found
+from kvtier_fs.inspect.slab_slots import InspectedFormat, SlotRun
+from kvtier_fs.inspect.store import StoreInspection
+from kvtier_fs.options import FSOptions
+from kvtier_fs.roots.disk import unknown_version
+from kvtier_fs.roots.folder import LOCK_NAME, SUPERBLOCK_NAME
+from kvtier_fs.roots.sidecar_files import OWNER_BYTES_MAX, owner_in_words, owner_text
+from kvtier_fs.slab.folder import SlabFolder
+
+_SNAPSHOT_BYTES_PER_SLOT = 96
+_SNAPSHOT_SLACK_BYTES = 1 << 20
+_RUN_BYTES = 16 << 20
+_KEPT_NOT = "when blocks were stored and how often they were hit is not kept on disk; generations order them"
+_UNCLEAN = "the last session did not close in order; a few torn slots are to be expected then"
+_NO_LOCK = "there is no lock file, so it is unknown whether the root is in use"
+
+
+class InspectedRoot(StoreInspection[Found, SlotRun]):
+    """The records and files of one slab root, which is a single part. Reading is safe from several threads.
+
+    Raises RootError for what keeps it from being inspected at all.
+    """
+
+    folder: SlabFolder
+
+    def __init__(self, path: str, access: Access) -> None:
+        super().__init__(path, access)
+        options = FSOptions(roots=[path], capacity=1, create=False, allow_network_fs=True)
+        self.folder = SlabFolder(path, options)
+        self.owner = ""
+        self.has_lock = True
+        self.data = b""
+        self.superblock: Superblock
+        self.plan: RegionPlan
+        self.fds: dict[int, int] = {}
+        self.formats: list[InspectedFormat] = []
+        self.bad_regions: list[tuple[int, str]] = []
+        self.snapshot_there = False
+        self.snapshot: Snapshot | None = None
+        self._lock_fd = -1
+        self._changed = False
+        self._was_clean = False
+
+    def _open(self) -> StoreAbout | None:
+        """Read the owner, superblock and region headers."""
+        if self.holds_files() or not (self.folder.existing_slabs() or SUPERBLOCK_NAME in os.listdir(self.folder.fd)):
+            return None
+        self._look_at_lock()
+        self._read_superblock()
+        self._open_slabs()
+        for region in range(self.plan.regions):
+            self._look_at_region(region)
+        block, notes = self.superblock, [_KEPT_NOT]
+        if not block.clean and not self.owner:
+            notes.append(_UNCLEAN)
+        if not self.has_lock:
+            notes.append(_NO_LOCK)
+        about = self._described("slab", block.root_uuid, block.regions, notes)
+        return replace(about, region_bytes=block.stride, session=block.session, clean=block.clean)
+
+    def close(self) -> None:
+        super().close()
+        for fd in (*self.fds.values(), self._lock_fd):
+            if fd >= 0:
+                os.close(fd)
+        self.fds, self._lock_fd = {}, -1
+
+    def _parts(self) -> Iterable[int]:
+        return (0,)
+
+    def runs(self, part: int) -> Iterator[SlotRun]:
+        """Every slot of the regions that are formatted, some of one region at a time."""
+        for fmt in list(self.formats):
+            slots, step = self.plan.slots(fmt.slot_bytes), max(1, _RUN_BYTES // fmt.slot_bytes)
+            for first in range(0, slots, step):
+                yield SlotRun(fmt, first, min(step, slots - first))
+
+    def where(self, region: int) -> str:
+        """A region in words."""
+        return f"slab-{self.plan.file_of(region):05d}, region {region}"
+
+    def _look_at_lock(self) -> None:
+        """Record a live owner, or lock the root against owners, depending on the access. Raises RootBusyError."""
+        changing = self.access is Access.CHANGE
+        try:
+            fd = self.folder.open_file(LOCK_NAME, os.O_RDWR | os.O_CREAT if changing else os.O_RDONLY)
+        except FileNotFoundError:
+            self.has_lock = False
+            return
+        self._lock_fd = fd
+        try:
+            fcntl.flock(fd, (fcntl.LOCK_EX if changing else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.owner = owner_in_words(os.pread(fd, OWNER_BYTES_MAX, 0))
+            if self.access is not Access.READ:
+                raise RootBusyError(self.path, self.owner) from error
+        if self.access is Access.READ:
+            # A tool that only reads must not keep a tier from opening the root meanwhile.
+            os.close(fd)
+            self._lock_fd = -1
+        elif changing:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, owner_text(), 0)
+
+    def _read_superblock(self) -> None:
+        self.data = self.folder.read_superblock()
+        block = decode_superblock(self.data)
+        if block is None:
+            version = foreign_version(self.data)
+            if version is not None:
+                raise unknown_version(self.path, version)
+            raise RootError(
+                self.path,
+                "cannot be checked: its superblock has no whole copy; a tier that opens it starts empty",
+            )
+        self.superblock = block
+        self.plan = RegionPlan(block.stride, block.header_bytes, block.regions)
+
+    def _open_slabs(self) -> None:
+        flags = os.O_RDWR if self.access is Access.CHANGE else os.O_RDONLY
+        for number in self.folder.existing_slabs():
+            if number < self.plan.files:
+                self.fds[number] = self.folder.open_file(f"slab-{number:05d}", flags)
+
+    def _look_at_region(self, region: int) -> None:
+        fd = self.fds.get(self.plan.file_of(region))
+        if fd is None:
+            return
+        try:
+            page = memoryview(os.pread(fd, self.plan.header_bytes, self.plan.region_offset(region)))
+        except OSError:
+            self.bad_regions.append((region, "unreadable"))
+            return
+        if len(page) < self.plan.header_bytes or not any(page):
+            return
+        header = decode_region_header(page)
+        if header is None:
+            self.bad_regions.append((region, "header_checksum"))
+        elif not self.can_be_formatted(header):
+            self.bad_regions.append((region, "slot_size"))
+        elif header.root_uuid != self.superblock.root_uuid:
+            self.formats.append(InspectedFormat(region, header.slot_bytes, header.generation, False))
+        elif header.region != region:
+            self.bad_regions.append((region, "region"))
+        else:
+            self.formats.append(InspectedFormat(region, header.slot_bytes, header.generation, True))
+
+    def can_be_formatted(self, header: RegionHeader) -> bool:
+        """True if a region can have the format that a header states."""
+        return header.generation > 0 and self.plan.can_be_formatted(header.slot_bytes)
+
+    def read_snapshot(self) -> None:
+        """Read the snapshot that the next open would use, if there is one. Raises RootError."""
+        block, plan = self.superblock, self.plan
+        limit = _SNAPSHOT_SLACK_BYTES + plan.regions * plan.stride // plan.header_bytes * _SNAPSHOT_BYTES_PER_SLOT
+        try:
+            data = self.folder.read_snapshot(limit) if block.clean else b""
+        except OSError as error:
+            raise self.folder.refusal(error) from error
+        self.snapshot_there = bool(data)
+        self.snapshot = decode_snapshot(data, SnapshotOf(block.root_uuid, block.session, block.stride))
+        if self.snapshot is not None and len(self.snapshot.formats) != plan.regions:
+            self.snapshot = None
+
+    def place(self, fmt: InspectedFormat, index: int) -> tuple[int, int]:
+        """The file and the offset of a slot."""
+        return self.fds[self.plan.file_of(fmt.region)], self.plan.slot_offset(fmt.region, index, fmt.slot_bytes)
+
+    def write(self, fd: int, offset: int, data: bytes) -> bool:
+        """Write a page of a slab in place. False if the disk fails."""
+        self.begin_change()
+        try:
+            return os.pwrite(fd, data, offset) == len(data)
+        except OSError:
+            return False
+
+    def begin_change(self) -> None:
+        """Before the first write: mark the root as in use, durably, and remove the snapshot that would not be true.
+
+        If the process dies then, the next open reads every header. Raises RootError.
+        """
+        if self._changed:
+            return
+        assert self.access is Access.CHANGE
+        self._was_clean = self.superblock.clean
+        self._mark(clean=False)
+        try:
+            self.folder.drop_snapshot()
+            self.folder.sync(self.folder.fd)
+        except OSError as error:
+            raise self.folder.refusal(error) from error
+        self._changed = True
+
+    def _mark(self, clean: bool) -> None:
+        self.write_superblock(replace(self.superblock, clean=clean, sequence=self.superblock.sequence + 1))
+
+    def write_superblock(self, block: Superblock) -> None:
+        """Make a superblock durable, a copy after the other. A damaged copy comes first, so that one is always whole.
+
+        Raises RootError.
+        """
+        copy, counts = encode_superblock(block), encode_superblock(self.superblock)
+        order = sorted((0, COPY_BYTES), key=lambda at: self.data[at : at + COPY_BYTES] == counts)
+        try:
+            self.folder.write_superblock(copy, order)
+        except OSError as error:
+            raise RootError(self.path, f"the superblock cannot be written ({error.strerror})") from error
+        self.superblock, self.data = block, copy + copy + self.data[SUPERBLOCK_BYTES:]
+
+    def sync(self) -> None:
+        """Make what was changed durable; then the root is as clean as it was found. Raises RootError."""
+        if not self._changed:
+            return
+        try:
+            for fd in self.fds.values():
+                os.fdatasync(fd)
+        except OSError as error:
+            raise RootError(self.path, f"changes cannot be made durable ({error.strerror})") from error
+        if self._was_clean:
+            self._mark(clean=True)
+        self._changed = False
+
+    def _namespaces(self) -> tuple[StoredNamespace, ...]:
+        """The one opened last comes first."""
+        known = sorted(self.superblock.namespaces, key=lambda item: item[1].session, reverse=True)
+        return tuple(
+            StoredNamespace(digest, entry.epoch, entry.session, *self.manifest(digest)) for digest, entry in known
+        )

@@ -1,0 +1,297 @@
+"""One store under inspection, whatever its layout: how it is opened, listed, checked, repaired and pruned."""
+
+import json
+import os
+import re
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Generic, NamedTuple, Protocol, Self, TypeVar
+
+from kvtier.errors import RootError
+from kvtier.tier_api.block_envelope import ENVELOPE_VERSION as FORMAT_VERSION
+from kvtier.tier_api.inspection import (
+    Access,
+    BlockState,
+    CheckStep,
+    Finding,
+    FindingKind,
+    ListStep,
+    StoreAbout,
+    StoredBlock,
+    StoredNamespace,
+)
+from kvtier_fs.files.folder import EPOCHS_NAME, names_in, read_small
+from kvtier_fs.files.paths import BUCKET_NAME
+from kvtier_fs.format.superblock import decode_superblock, foreign_version
+from kvtier_fs.format.tree_records import FILES_VERSION, decode_tree
+from kvtier_fs.inspect.found import Found, payload_fault
+from kvtier_fs.roots.folder import SUPERBLOCK_NAME, GuardedFolder, plain_file
+from kvtier_fs.roots.sidecar_files import manifest_name
+
+_LEFTOVERS = {
+    BlockState.OLD: FindingKind.OLD,
+    BlockState.ORPHANED: FindingKind.ORPHANED,
+    BlockState.FOREIGN: FindingKind.FOREIGN,
+}
+"""How a check names blocks that can no longer be loaded."""
+_THREADS = 4
+_AHEAD = 2 * _THREADS
+_NAME_MAX = 64
+_MANIFEST_BYTES_MAX = 256 << 10
+_TEXT_MAX = 64
+_SLAB_NAME = re.compile(r"slab-[0-9]{5,9}")
+
+T = TypeVar("T")
+
+
+class Manifest(NamedTuple):
+    """The readable description of a namespace; None for what it does not state. `written_at`: seconds since 1970."""
+
+    written_at: float | None = None
+    model: str | None = None
+    tag: str | None = None
+
+
+def shown(name: str) -> str:
+    """A file's name as it is safe to print."""
+    return ascii(name)[1:-1][:_NAME_MAX]
+
+
+class Run(Protocol):
+    """Neighbouring places: what one thread reads at a time."""
+
+    @property
+    def slots(self) -> int:
+        """How many places these are."""
+
+
+F = TypeVar("F", bound=Found)
+R = TypeVar("R", bound=Run)
+
+
+class Checked(NamedTuple, Generic[F, R]):
+    """A run whose payloads were read: the keys of whole blocks by slot, and everything else with its fault, if any."""
+
+    run: R
+    whole: dict[int, bytes]
+    payload_bytes: int
+    others: list[tuple[F, str]]
+
+
+class StoreInspection(ABC, Generic[F, R]):
+    """One store under inspection. Blocks are read by a few threads; results come in the order of their places.
+
+    A layout implements what is abstract here. A part is what it checks and changes as a whole: a bucket, a slab root.
+    Nothing is changed but with CHANGE access.
+    """
+
+    folder: GuardedFolder
+    owner: str
+    about: StoreAbout
+
+    def __init__(self, path: str, access: Access) -> None:
+        self.path = path
+        self.access = access
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvtier-fs-inspect")
+
+    @classmethod
+    def opened(cls, path: str, access: Access) -> Self | None:
+        """The inspection of a root; None if the folder holds none of its layout. Raises RootError, with all closed."""
+        store, about = cls(path, access), None
+        try:
+            if not store.folder.enter():
+                raise RootError(path, "is not there")
+            about = store._open()
+        except OSError as error:
+            raise store.folder.refusal(error) from error
+        finally:
+            if about is None:
+                store.close()
+        if about is None:
+            return None
+        store.about = about
+        return store
+
+    def close(self) -> None:
+        """End the reads in flight, close every file and release the lock. Idempotent."""
+        self._threads.shutdown(cancel_futures=True)
+        self.folder.leave()
+
+    def blocks(self) -> Iterator[ListStep]:
+        """Every block that has a whole header, in the order of their places. Payloads are not read."""
+        with self._refusing():
+            for part in self._parts():
+                for run, found in self._in_order(self._list, self.runs(part)):
+                    yield ListStep(run.slots, list(found.values()))
+
+    def check(self, repair: bool) -> Iterator[CheckStep]:
+        """Verify the root's own records, then every place of a block with its payload. Repair removes damaged blocks
+        and restores the records."""
+        with self._refusing():
+            for finding in self._check_records(repair):
+                yield CheckStep(findings=(finding,))
+            for part in self._parts():
+                yield from self._check_part(part, repair)
+            yield CheckStep(findings=tuple(self._end_check(repair)))
+
+    def drop(self, chosen: Callable[[StoredBlock], bool]) -> Iterator[ListStep]:
+        """Remove chosen blocks, yielding these. A namespace without any left loses its manifest, if the root is idle.
+
+        Raises RootError if a block cannot be removed; what was dropped until then stays dropped.
+        """
+        dropped: set[bytes] = set()
+        kept: set[bytes] = set()
+        with self._refusing():
+            for part in self._parts():
+                removed = 0
+                for run, found in self._in_order(self._list, self.runs(part)):
+                    going = [one for one, block in found.items() if chosen(block)]
+                    gone = self._remove(part, going, must=True) if going else set()
+                    for one, block in found.items():
+                        (dropped if one in gone else kept).add(block.namespace)
+                    removed += len(gone)
+                    yield ListStep(run.slots, [found[one] for one in going if one in gone])
+                self._end_drop(part, removed)
+        for namespace in dropped - kept if not self.about.owner else ():
+            with suppress(OSError):
+                os.unlink(manifest_name(namespace), dir_fd=self.folder.fd)
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise self.folder.refusal(error) from error
+
+    def _in_order(self, work: Callable[[R], T], runs: Iterable[R]) -> Iterator[T]:
+        """Do something with every run, a few at once; the results come in the order of the runs."""
+        waiting: deque[Future[T]] = deque()
+        for run in runs:
+            waiting.append(self._threads.submit(work, run))
+            if len(waiting) >= _AHEAD:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+    def _list(self, run: R) -> tuple[R, dict[F, StoredBlock]]:
+        return run, {one: block for one in self._found(run) if (block := one.block) is not None}
+
+    def _verify(self, run: R) -> Checked[F, R]:
+        checked = Checked[F, R](run, {}, 0, [])
+        for one in self._found(run):
+            state, header, fault = one.judged
+            if state is BlockState.CURRENT and header is not None:
+                fault = payload_fault(one.fd, one.payload_at, header)
+                if not fault:
+                    checked.whole[one.slot] = header.key
+                    checked = checked._replace(payload_bytes=checked.payload_bytes + header.payload_bytes)
+                    continue
+            if fault or state is not None:
+                checked.others.append((one, fault))
+        return checked
+
+    def _check_part(self, part: int, repair: bool) -> Iterator[CheckStep]:
+        for checked in self._in_order(self._verify, self.runs(part)):
+            faulty = [one for one, fault in checked.others if fault]
+            gone = self._remove(part, faulty, must=False) if repair and faulty else set()
+            findings = [self._finding(one, fault, one in gone) for one, fault in checked.others]
+            empty = checked.run.slots - len(checked.whole) - len(findings)
+            findings += self._lost(checked, repair)
+            yield CheckStep(checked.run.slots, empty, len(checked.whole), checked.payload_bytes, findings)
+
+    def _finding(self, one: F, fault: str, repaired: bool) -> Finding:
+        state = one.judged.state
+        if fault or state is None:
+            return Finding(FindingKind.CORRUPT, fault, self._place_in_words(one), repaired)
+        return Finding(_LEFTOVERS[state], state.value, self._place_in_words(one))
+
+    def holds_files(self) -> bool:
+        """True if the folder holds a root of layout `files`, of whatever version, or damaged.
+
+        Where no superblock states the layout, the folders of such a root do, if no slab lies beside them.
+        """
+        try:
+            data = read_small(self.folder.fd, SUPERBLOCK_NAME)
+            if decode_tree(data) is not None:
+                return True
+            version = FORMAT_VERSION if decode_superblock(data) is not None else foreign_version(data)
+            if version is not None:
+                return version >= FILES_VERSION - FORMAT_VERSION
+            names = names_in(self.folder.fd)
+        except OSError:
+            return False  # the layout that opens it reports the error
+        if any(map(_SLAB_NAME.fullmatch, names)):
+            return False
+        return any(name == EPOCHS_NAME or BUCKET_NAME.match(name) for name in names)
+
+    def manifest(self, namespace: bytes) -> Manifest:
+        """The readable description of a namespace. It is for people only, so nothing here ever fails."""
+        try:
+            with plain_file(self.folder.fd, manifest_name(namespace)) as fd:
+                fields, written = json.loads(os.pread(fd, _MANIFEST_BYTES_MAX, 0)), os.fstat(fd).st_mtime
+            return Manifest(written, str(fields["model"])[:_TEXT_MAX], str(fields["tag"])[:_TEXT_MAX])
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            return Manifest()
+
+    def _described(self, layout: str, identity: bytes, regions: int, notes: Iterable[str]) -> StoreAbout:
+        """What both layouts state of a store that was opened."""
+        return StoreAbout(
+            root=self.path,
+            layout=layout,
+            identity=identity.hex(),
+            slots=sum(run.slots for part in self._parts() for run in self.runs(part)),
+            regions=regions,
+            region_bytes=0,
+            session=None,
+            clean=None,
+            owner=self.owner,
+            namespaces=self._namespaces(),
+            notes=tuple(notes),
+        )
+
+    @abstractmethod
+    def _open(self) -> StoreAbout | None:
+        """Read what the root states of itself. None if the folder holds none of this layout. Raises OSError too."""
+
+    @abstractmethod
+    def _namespaces(self) -> tuple[StoredNamespace, ...]:
+        """The namespaces that the root states, with what their manifests say."""
+
+    @abstractmethod
+    def _parts(self) -> Iterable[int]:
+        """The parts of the store, in order."""
+
+    @abstractmethod
+    def runs(self, part: int) -> Iterable[R]:
+        """The places of a part, in order, each run short enough for one thread."""
+
+    @abstractmethod
+    def _found(self, run: R) -> Iterator[F]:
+        """Each place of a run that holds something; its file is open until the next one is taken."""
+
+    @abstractmethod
+    def _place_in_words(self, one: F) -> str:
+        """A place in words."""
+
+    @abstractmethod
+    def _remove(self, part: int, found: list[F], must: bool) -> set[F]:
+        """Remove blocks that are still as they were read. Returns the removed ones. With `must` a failure raises."""
+
+    @abstractmethod
+    def _check_records(self, repair: bool) -> Iterator[Finding]:
+        """Check what the root states of itself, before its blocks."""
+
+    def _lost(self, checked: Checked[F, R], repair: bool) -> Iterable[Finding]:
+        """Blocks of a run that a record of the root promises and that are not there."""
+        return ()
+
+    @abstractmethod
+    def _end_check(self, repair: bool) -> Iterable[Finding]:
+        """What comes last in a check; makes repairs durable."""
+
+    @abstractmethod
+    def _end_drop(self, part: int, removed: int) -> None:
+        """Make the removal of blocks of a part durable. Raises RootError."""

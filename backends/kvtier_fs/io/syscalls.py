@@ -1,0 +1,109 @@
+"""System calls the standard library lacks, through the C library: fallocate, renameat2, statfs, statx, io_uring."""
+
+import ctypes
+import errno
+import os
+import struct
+from functools import cache
+from typing import NamedTuple
+
+_AT_EMPTY_PATH = 0x1000
+_RENAME_NOREPLACE = 1
+_STATX_DIOALIGN = 0x2000
+_STATX_BYTES = 256
+_DIO_ALIGNS_AT = 0x98
+_STATFS_BYTES = 256
+_IO_URING_REGISTER = 427
+_REGISTER_IOWQ_MAX_WORKERS = 19
+
+EXT4_MAGIC = 0xEF53
+XFS_MAGIC = 0x58465342
+NETWORK_MAGICS = {
+    0x6969: "NFS",
+    0x517B: "SMB",
+    0xFF534D42: "CIFS",
+    0xFE534D42: "SMB2",
+    0x65735546: "FUSE",
+    0x00C36400: "Ceph",
+    0x01021997: "9P",
+    0x5346414F: "AFS",
+    0x0BD00BD0: "Lustre",
+    0x47504653: "GPFS",
+    0x73757245: "Coda",
+    0x19830326: "BeeGFS",
+    0x7461636F: "OCFS2",
+    0x01161970: "GFS2",
+    0x786F4256: "VirtualBox shared folder",
+    0xBACBACBC: "VMware shared folder",
+}
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def add_ring_workers(ring_fd: int, count: int) -> None:
+    """Allow `count` more kernel threads for requests that have to wait, on top of what this thread's rings may have.
+
+    All rings of a thread share these threads, a few at first: requests stuck on one disk would take all of them, and
+    those for a healthy disk would wait for ever. Nothing happens where the kernel does not know how (before 5.15).
+    """
+    limits = (ctypes.c_uint * 2)(0, 0)  # zeros: only tell what they are
+    if not _libc().syscall(_IO_URING_REGISTER, ring_fd, _REGISTER_IOWQ_MAX_WORKERS, limits, 2):
+        limits[0], limits[1] = limits[0] + count, 0
+        _libc().syscall(_IO_URING_REGISTER, ring_fd, _REGISTER_IOWQ_MAX_WORKERS, limits, 2)
+
+
+def fallocate(fd: int, offset: int, length: int) -> None:
+    """Reserve blocks for a stretch of a file, which reads as zeros; the file grows to its end.
+
+    The raw system call: the C library's posix_fallocate would write every block where the file system cannot do it.
+    Raises OSError; EOPNOTSUPP where there is no support.
+    """
+    while _libc().fallocate(fd, 0, ctypes.c_int64(offset), ctypes.c_int64(length)) != 0:
+        number = ctypes.get_errno()
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
+
+
+class DirectAlignment(NamedTuple):
+    """What statx says about direct I/O on a file, in bytes. `offset` 0: direct I/O would be buffered or refused."""
+
+    memory: int
+    offset: int
+
+
+def statx_direct(fd: int) -> DirectAlignment | None:
+    """The file system's own word on direct I/O for an open file; None where it has none (old kernels, some systems)."""
+    statx, buffer = getattr(_libc(), "statx", None), ctypes.create_string_buffer(_STATX_BYTES)
+    if statx is None or statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, buffer) != 0:
+        return None
+    (mask,) = struct.unpack_from("<I", buffer)
+    return DirectAlignment._make(struct.unpack_from("<II", buffer, _DIO_ALIGNS_AT)) if mask & _STATX_DIOALIGN else None
+
+
+def filesystem_magic(fd: int) -> int:
+    """The type of the file system an open file or folder lies on. Raises OSError."""
+    buffer = ctypes.create_string_buffer(_STATFS_BYTES)
+    if _libc().fstatfs(fd, buffer) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return ctypes.c_long.from_buffer(buffer).value & 0xFFFFFFFF
+
+
+def rename_new(old: str, new: str, old_folder_fd: int, new_folder_fd: int) -> bool:
+    """Rename a file to a name that is free (renameat2). False, with nothing done, where that cannot be promised.
+
+    Raises FileExistsError if the name is taken, OSError for other errors of the disk.
+    """
+    call = getattr(_libc(), "renameat2", None)
+    while call is not None:
+        if call(old_folder_fd, os.fsencode(old), new_folder_fd, os.fsencode(new), _RENAME_NOREPLACE) == 0:
+            return True
+        number = ctypes.get_errno()
+        if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+            break
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number), new)
+    return False

@@ -1,0 +1,90 @@
+"""What a root's disk and the folder around it must offer before the root may be opened."""
+
+import os
+import shlex
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from kvtier.errors import ResourceError, RootError
+from kvtier.tier_api.registry import DryRun
+from kvtier_fs.io.probe import DirectProbe, probe_direct
+from kvtier_fs.options import RootOptions
+from kvtier_fs.roots.engines import choose_engine, mode
+from kvtier_fs.roots.folder import GuardedFolder
+
+T = TypeVar("T")
+
+MISSING = "is not there; mount the disk, or create the folder or the one it lies in"
+
+
+def probe_disk(path: str, folder_fd: int, options: RootOptions) -> DirectProbe:
+    """What the disk of a root offers for direct I/O. Raises RootError if the options require it and it has none."""
+    probe = DirectProbe(False, reason="turned off") if options.direct == "off" else probe_direct(folder_fd)
+    if options.direct == "required" and not probe.direct:
+        raise RootError(path, f"direct I/O is required but {probe.reason}; choose another disk or direct: auto")
+    return probe
+
+
+def probe_parent(path: str, options: RootOptions) -> DirectProbe:
+    """Judge a root that is not there by the folder it would be created in. Raises RootError."""
+    parent = os.path.dirname(path)
+    if not options.create or not os.path.isdir(parent):
+        raise RootError(path, MISSING)
+    if not os.access(parent, os.W_OK | os.X_OK, effective_ids=True):
+        raise RootError(path, "cannot be created (no permission); create it for this user")
+    fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        return probe_disk(path, fd, options)
+    finally:
+        os.close(fd)
+
+
+def dry_probe(
+    folder: GuardedFolder, options: RootOptions, read: Callable[[], T]
+) -> tuple[T | None, DirectProbe, list[str]]:
+    """What `read` finds in a root, what its disk offers, and notes; found without changing anything.
+
+    Raises RootError for what would keep the root from opening.
+    """
+    try:
+        if not folder.enter():
+            return None, probe_parent(folder.path, options), [f"{folder.path}: will be created"]
+        check_writable(folder.path, folder.fd)
+        return read(), probe_disk(folder.path, folder.fd, options), []
+    except OSError as error:
+        raise folder.refusal(error) from error
+    finally:
+        folder.leave()
+
+
+def dry_run(
+    layout: str, options: RootOptions, direct: bool | None, notes: Sequence[str], problems: Sequence[str]
+) -> DryRun:
+    """What a tier of a layout would be, given what its roots said. `direct` None: nothing is probed, the engine too."""
+    name, note = "threads", ""
+    if direct is not None:
+        try:
+            name, note = choose_engine(options)
+        except ResourceError as error:
+            name, problems = "io_uring", (*problems, str(error))
+    return DryRun(
+        capacity_bytes=options.capacity,
+        mode="" if direct is None else mode(layout, name, direct),
+        notes=(*notes, *filter(None, (note,))),
+        problems=tuple(problems),
+    )
+
+
+def check_writable(path: str, folder_fd: int) -> None:
+    """Raise RootError if this user may not write into an open root."""
+    if not os.access(".", os.W_OK | os.X_OK, dir_fd=folder_fd, effective_ids=True):
+        raise RootError(path, "no permission; make this user its owner with mode 0700")
+
+
+def unknown_version(path: str, version: int, layout: str = "slab") -> RootError:
+    """Why a root that another release wrote is not opened: its bytes may mean something else."""
+    return RootError(
+        path,
+        f"holds format version {version} of layout {layout}, which this release does not know; "
+        f"use another folder, or remove the root: rm -r {shlex.quote(path)}",
+    )

@@ -1,0 +1,190 @@
+"""A root's folder, opened with checks on who may write to it. Blocking calls, for the root's own threads only.
+
+Every file is opened relative to the folder, without following links, closed on exec, 0600 whatever the umask.
+"""
+
+import errno
+import fcntl
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from kvtier.aio.process_lock import keep_from_children, share_with_children
+from kvtier.errors import RootError
+from kvtier_fs.io.syscalls import NETWORK_MAGICS, filesystem_magic
+from kvtier_fs.options import FSOptions, RootOptions
+
+SUPERBLOCK_NAME = "superblock"
+LOCK_NAME = "lock"
+
+
+def close_quietly(fd: int) -> None:
+    """Close a file whose bytes are already on the disk, or not needed: an error of the disk changes nothing then."""
+    try:
+        os.close(fd)
+    except OSError as error:
+        if error.errno == errno.EBADF:
+            raise
+
+
+def open_plain(folder_fd: int, name: str, flags: int) -> int:
+    """Open a plain file in an open folder. Raises OSError; ELOOP for anything that is no plain file."""
+    flags |= os.O_NOFOLLOW | os.O_CLOEXEC
+    if not flags & os.O_RDWR:
+        flags |= os.O_NONBLOCK  # the open of a planted pipe must not block
+    fd = os.open(name, flags, 0o600, dir_fd=folder_fd)
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.ELOOP, "is no plain file")
+        if flags & os.O_CREAT and stat.S_IMODE(status.st_mode) != 0o600:
+            os.fchmod(fd, 0o600)
+    except BaseException:
+        close_quietly(fd)
+        if flags & os.O_EXCL:
+            with suppress(OSError):
+                os.unlink(name, dir_fd=folder_fd)
+        raise
+    return fd
+
+
+@contextmanager
+def plain_file(folder_fd: int, name: str, flags: int = os.O_RDONLY) -> Iterator[int]:
+    """A plain file in an open folder, open until the block ends. Raises as `open_plain`."""
+    fd = open_plain(folder_fd, name, flags)
+    try:
+        yield fd
+    finally:
+        close_quietly(fd)
+
+
+class GuardedFolder:
+    """The folder of one root. Raises RootError for what an operator must correct, OSError for errors of the disk.
+
+    `fd` is the open folder, -1 before `enter` and after `leave`.
+    """
+
+    def __init__(self, path: str, options: RootOptions) -> None:
+        self.path = path
+        self._options = options
+        self.fd = -1
+        self._lock_fd = -1
+        self._lock_pid = 0
+        self._guard = threading.Lock()
+        self._left = False
+
+    def enter(self) -> bool:
+        """Open the folder, creating it where that is allowed. False if it is not there."""
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        with self._guard:
+            self._check_not_left()
+            try:
+                self.fd = os.open(self.path, flags)
+            except FileNotFoundError:
+                if not self._options.create or not os.path.isdir(os.path.dirname(self.path)):
+                    return False
+                self._create()
+                self.fd = os.open(self.path, flags)
+            except OSError as error:
+                if os.path.islink(self.path):
+                    raise RootError(self.path, "is a symbolic link; name the folder it leads to") from error
+                raise self.refusal(error) from error
+            self._check_folder()
+            return True
+
+    def _create(self) -> None:
+        try:
+            os.mkdir(self.path, 0o700)
+        except FileExistsError:
+            return
+        except OSError as error:
+            raise RootError(self.path, f"cannot be created ({error.strerror}); create it for this user") from error
+        try:
+            os.chmod(self.path, 0o700)  # whatever the umask left of it
+        except OSError as error:
+            with suppress(OSError):
+                os.rmdir(self.path)
+            raise self.refusal(error) from error
+
+    def _check_folder(self) -> None:
+        status = os.fstat(self.fd)
+        if status.st_mode & 0o022:
+            mode = status.st_mode & 0o7777
+            raise RootError(self.path, f"others may write into it (mode {mode:04o}); chmod go-w it")
+        if status.st_uid not in (os.geteuid(), 0):
+            raise RootError(self.path, f"belongs to another user ({status.st_uid}), who may write into it; chown it")
+        system = NETWORK_MAGICS.get(filesystem_magic(self.fd))
+        options = self._options
+        if system is not None and isinstance(options, FSOptions) and not options.allow_network_fs:
+            raise RootError(
+                self.path, f"lies on a network file system ({system}); use a local disk or allow_network_fs"
+            )
+
+    def refusal(self, error: OSError) -> RootError:
+        """An error of the operating system, as a RootError that says what to change in the configuration."""
+        reasons = {
+            errno.ENOTDIR: "is not a folder; name a folder for this tier alone",
+            errno.EACCES: "no permission; make this user its owner with mode 0700",
+            errno.EPERM: "no permission; make this user its owner with mode 0700",
+            errno.EROFS: "lies on a read-only file system; choose one that can be written",
+            errno.ENOSPC: "the disk is full; free some space or choose another disk",
+        }
+        fallback = f"cannot be used ({error.strerror})"
+        return RootError(self.path, reasons.get(error.errno or 0, fallback))
+
+    def open_file(self, name: str, flags: int = os.O_RDWR | os.O_CREAT) -> int:
+        """Open one of the root's own files; it must be a plain one. Raises RootError if it is something else."""
+        try:
+            return open_plain(self.fd, name, flags)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                raise RootError(self.path, f"{name} is not a plain file; remove it") from error
+            raise
+
+    def try_lock(self) -> bool:
+        """Become the root's owner, until `leave`. False if another process is."""
+        with self._guard:
+            self._check_not_left()
+            try:
+                fd = self.open_file(LOCK_NAME)
+            except OSError as error:
+                raise self.refusal(error) from error
+            keep_from_children(fd)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                share_with_children(fd)
+                os.close(fd)
+                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                    return False
+                raise RootError(self.path, f"the file system cannot lock files ({error.strerror})") from error
+            self._lock_fd, self._lock_pid = fd, os.getpid()
+            return True
+
+    def _check_not_left(self) -> None:
+        """A call that was still waiting for a thread when the folder was left must not open anything any more."""
+        if self._left:
+            raise OSError(errno.EBADF, "the folder was left")
+
+    def leave(self) -> None:
+        """Close every file and release the lock. Idempotent.
+
+        The lock is released explicitly, because a child that C code forked may have the file open. A forked child
+        closes its own files here and not the lock, which it closed right after the fork.
+        """
+        with self._guard:
+            self._left = True
+            self._close_files()
+            if self._lock_fd >= 0 and self._lock_pid == os.getpid():
+                with suppress(OSError):
+                    fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
+                share_with_children(self._lock_fd)
+                close_quietly(self._lock_fd)
+            if self.fd >= 0:
+                close_quietly(self.fd)
+            self._lock_fd = self.fd = -1
+
+    def _close_files(self) -> None:
+        """Close what a layout keeps open in the folder."""

@@ -1,0 +1,180 @@
+"""The files of a slab root. Blocking calls, made on the root's own threads only, never on the event loop."""
+
+import errno
+import os
+import re
+from collections.abc import Sequence
+
+from kvtier.errors import RootError
+from kvtier_fs.format.region_header import REGIONS_PER_FILE, RegionPlan
+from kvtier_fs.format.superblock import COPY_BYTES
+from kvtier_fs.io.syscalls import fallocate
+from kvtier_fs.options import RootOptions
+from kvtier_fs.roots.folder import SUPERBLOCK_NAME, GuardedFolder, close_quietly
+
+SNAPSHOT_NAME = "snapshot"
+_SNAPSHOT_TEMPORARY = f"{SNAPSHOT_NAME}.new"
+_SLAB_NAME = re.compile(r"slab-([0-9]{5,9})")
+_OWN_NAME = re.compile(rf"superblock|lock|snapshot(\.new)?|{_SLAB_NAME.pattern}|manifest-[0-9a-f]{{32}}\.json(\.new)?")
+_NO_SUPPORT = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_SUPERBLOCK_READ_BYTES = 1 << 16
+
+
+class SlabFolder(GuardedFolder):
+    """The files of one root. Raises RootError for what a person must put right, OSError for what the disk does."""
+
+    def __init__(self, path: str, options: RootOptions) -> None:
+        super().__init__(path, options)
+        self._slabs: dict[int, int] = {}
+        self.direct = False
+        self.preallocates = True
+
+    def read_superblock(self) -> bytes:
+        """The superblock file's bytes; empty if there is none."""
+        return self._read(SUPERBLOCK_NAME, _SUPERBLOCK_READ_BYTES)
+
+    def _read(self, name: str, limit: int) -> bytes:
+        """At most `limit` bytes of a file of the root; empty if it is not there."""
+        try:
+            fd = self.open_file(name, os.O_RDONLY)
+        except FileNotFoundError:
+            return b""
+        try:
+            with open(fd, "rb", closefd=False) as file:
+                return file.read(limit)
+        finally:
+            os.close(fd)
+
+    def write_superblock(self, copy: bytes, order: Sequence[int] = (0, COPY_BYTES)) -> None:
+        """Write both copies, one after the other in `order`, each on the disk before the next is touched.
+
+        When this returns, the superblock is durable, and no single damaged copy can bring an older one back.
+        """
+        fd = self.open_file(SUPERBLOCK_NAME)
+        try:
+            for at in order:
+                self.write_at(fd, copy, at)
+                self.sync(fd)
+            self.sync(self.fd)
+        finally:
+            os.close(fd)
+
+    def read_snapshot(self, limit: int) -> bytes:
+        """The bytes of the snapshot that a clean close left; empty if there is none, or if it is over `limit`."""
+        data = self._read(SNAPSHOT_NAME, limit + 1)
+        return data if len(data) <= limit else b""
+
+    def drop_snapshot(self) -> None:
+        """Remove the snapshot, and what a crash left of one that was being written."""
+        for name in (SNAPSHOT_NAME, _SNAPSHOT_TEMPORARY):
+            try:
+                self.unlink(name)
+            except FileNotFoundError:
+                continue
+            except IsADirectoryError as error:
+                raise RootError(self.path, f"{name} is not a plain file; remove it") from error
+
+    def write_snapshot(self, data: bytes) -> None:
+        """Put a snapshot in place in one step. Raises OSError, and leaves none, if there is no room for it."""
+        self.drop_snapshot()
+        try:
+            fd = self.open_file(_SNAPSHOT_TEMPORARY, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            try:
+                self._keep_free(fd, len(data))
+                self.write_at(fd, data, 0)
+            finally:
+                os.close(fd)
+            self.rename(_SNAPSHOT_TEMPORARY, SNAPSHOT_NAME)
+        except OSError:
+            self.drop_snapshot()
+            raise
+
+    def write_at(self, fd: int, data: bytes, at: int) -> None:
+        """Write all bytes at an offset. Raises OSError. With the four below: all that this class changes on a disk."""
+        view = memoryview(data)
+        while view:
+            written = os.pwrite(fd, view, at)
+            if not written:
+                raise OSError(errno.EIO, "nothing was written")
+            view, at = view[written:], at + written
+
+    def sync(self, fd: int) -> None:
+        """Make a file's contents durable, or the folder's entries."""
+        os.fsync(fd) if fd == self.fd else os.fdatasync(fd)
+
+    def unlink(self, name: str) -> None:
+        """Remove a file of the root."""
+        os.unlink(name, dir_fd=self.fd)
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a file of the root another name, which it takes over."""
+        os.replace(old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+
+    def truncate(self, fd: int, size: int) -> None:
+        """Cut a file's tail off."""
+        os.ftruncate(fd, size)
+
+    def trim(self, plan: RegionPlan | None) -> None:
+        """Remove what lies outside a plan: files and tails of regions it does not have; everything if there is none."""
+        for name in os.listdir(self.fd):
+            match = _SLAB_NAME.fullmatch(name)
+            if match is None:
+                continue
+            number = int(match[1])
+            if plan is None or number >= plan.files:
+                self.unlink(name)
+                continue
+            fd = self.open_file(name)
+            try:
+                last = min(plan.regions - number * REGIONS_PER_FILE, REGIONS_PER_FILE)
+                if os.fstat(fd).st_size > last * plan.stride:
+                    self.truncate(fd, last * plan.stride)
+            finally:
+                os.close(fd)
+
+    def existing_slabs(self) -> list[int]:
+        """Numbers of the slab files that are there, in order."""
+        matches = (_SLAB_NAME.fullmatch(name) for name in os.listdir(self.fd))
+        return sorted(int(match[1]) for match in matches if match)
+
+    def slab(self, number: int) -> int:
+        """The open slab file of a number, created empty if it is not there. Stays open until `leave`."""
+        with self._guard:
+            self._check_not_left()
+            if number not in self._slabs:
+                flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if self.direct else 0)
+                self._slabs[number] = self.open_file(f"slab-{number:05d}", flags)
+            return self._slabs[number]
+
+    def allocate(self, plan: RegionPlan, region: int) -> int:
+        """Reserve a region's blocks, keeping `min_free_bytes`, and return its file.
+
+        Raises OSError: ENOSPC if there is no room. Where the file system cannot reserve, the place arithmetic alone
+        holds the bound.
+        """
+        fd = self.slab(plan.file_of(region))
+        self._keep_free(fd, plan.stride)
+        if self.preallocates:
+            try:
+                fallocate(fd, plan.region_offset(region), plan.stride)
+            except OSError as error:
+                if error.errno not in _NO_SUPPORT:
+                    raise
+                self.preallocates = False
+        return fd
+
+    def _keep_free(self, fd: int, growth: int) -> None:
+        """Raise OSError (ENOSPC) if the file system would be left with less than `min_free_bytes`."""
+        status = os.fstatvfs(fd)
+        # No blocks at all: the file system does not say how large it is (ramfs, a tmpfs without a limit).
+        if status.f_blocks and status.f_bavail * status.f_frsize - growth < self._options.min_free_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def unknown(self) -> list[str]:
+        """Names in the folder that are none of ours, in order."""
+        return sorted(name for name in os.listdir(self.fd) if _OWN_NAME.fullmatch(name) is None)
+
+    def _close_files(self) -> None:
+        slabs, self._slabs = self._slabs, {}
+        for fd in slabs.values():
+            close_quietly(fd)

@@ -1,0 +1,173 @@
+"""Opening the roots: who may own them, what their disks offer, which session begins."""
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from kvtier.errors import RootBusyError
+from kvtier.tier_api.checksum import SHORT_BYTES
+from kvtier.tier_api.memory_limits import MemoryLimits, SystemLimits
+from kvtier_fs.format.region_header import manifests_bytes
+from kvtier_fs.format.slot_map import Owner, SlotMap
+from kvtier_fs.format.snapshot import Snapshot, SnapshotOf, decode_snapshot
+from kvtier_fs.format.superblock import UUID_BYTES, Superblock, decode_superblock, foreign_version
+from kvtier_fs.io.contract import IOEngine
+from kvtier_fs.io.probe import DirectProbe
+from kvtier_fs.io.thread_pools import RootPools
+from kvtier_fs.options import FSOptions
+from kvtier_fs.roots import sidecar_files
+from kvtier_fs.roots.disk import probe_disk, unknown_version
+from kvtier_fs.slab.closing import RootEnd
+from kvtier_fs.slab.folder import SlabFolder
+from kvtier_fs.slab.layout import Layout, Session
+from kvtier_fs.slab.root import Root
+
+OWNER_POLL_SECONDS = 0.1
+_NAMES_SHOWN, _NAME_SHOWN = 3, 64
+
+T = TypeVar("T")
+
+
+async def side_by_side(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run something for every root at once. All have ended when this returns or raises the first error."""
+    results = await asyncio.gather(*work, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What a simulator or a fault test replaces: the files, the I/O engine (None: chosen by the options), the rng,
+    how large a payload may be that is verified on the event loop, and the limits of memory."""
+
+    folder: Callable[[str, FSOptions], SlabFolder] = SlabFolder
+    engine: Callable[[Root], IOEngine] | None = None
+    random_bytes: Callable[[int], bytes] = os.urandom
+    checked_here_bytes: int = SHORT_BYTES
+    limits: MemoryLimits = field(default_factory=SystemLimits)
+
+
+async def enter_root(path: str, options: FSOptions, hooks: Hooks) -> Root | None:
+    """Open a root's folder, become its owner and look at its disk. None if the folder is not there.
+
+    Raises RootError, having let go of everything.
+    """
+    folder = hooks.folder(path, options)
+    root = Root(folder, RootPools.of(path, options.io_threads), DirectProbe(False, reason="turned off"))
+    entered = False
+    try:
+        await root.pools.begin()
+        entered = await root.call(folder.enter) and await _own(root, options)
+    except OSError as error:
+        raise folder.refusal(error) from error
+    finally:
+        if not entered:
+            await RootEnd(root, None, Counter()).within(options.close_timeout_seconds)
+    return root if entered else None
+
+
+async def _become_owner(root: Root, patience_seconds: float) -> bool:
+    """Lock the root; False if another process still has it when the patience ends."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + patience_seconds
+    while not await root.call(root.folder.try_lock):
+        if loop.time() >= deadline:
+            return False
+        await asyncio.sleep(min(OWNER_POLL_SECONDS, max(0.0, deadline - loop.time())))
+    return True
+
+
+async def _own(root: Root, options: FSOptions) -> bool:
+    folder = root.folder
+    if not await _become_owner(root, options.owner_timeout_seconds):
+        raise RootBusyError(root.path, await sidecar_files.read_owner(folder, root.pools.files))
+    with suppress(OSError):
+        await sidecar_files.write_owner(
+            folder, root.pools.files
+        )  # for error messages only: a full disk must not keep us out
+    root.probe = await root.call(probe_disk, root.path, folder.fd, options)
+    folder.direct = root.probe.direct
+    data = await root.call(folder.read_superblock)
+    root.stored = decode_superblock(data)
+    version = foreign_version(data)
+    if version is not None:
+        raise unknown_version(root.path, version)
+    root.unreadable = bool(data) and root.stored is None
+    return True
+
+
+async def begin_session(root: Root, session: Session, random_bytes: Callable[[int], bytes]) -> str:
+    """Mark the root as in use, durably, before anything else is written. Returns a note, empty if all is as it was.
+
+    The snapshot of a clean close is read and removed before that, so it counts for this session only. A root with
+    another plan, or without a readable superblock, starts empty under a new uuid: nothing left from before can
+    count. Raises RootError or OSError.
+    """
+    plan, stored = session.layout.plan, root.stored
+    fresh = Superblock(
+        root_uuid=random_bytes(UUID_BYTES),
+        stride=plan.stride,
+        regions=plan.regions,
+        header_bytes=plan.header_bytes,
+        row_alignment=session.layout.row_alignment,
+    )
+    note = ""
+    root.snapshot = await _take_snapshot(root, session.layout)
+    if stored is not None and stored.stride == plan.stride:
+        block = replace(stored, regions=plan.regions)
+    else:
+        await root.call(root.folder.trim, None)
+        block = fresh
+        if root.unreadable:
+            note = f"{root.path}: the superblock was damaged, so the root starts empty"
+        if stored is not None:
+            block = replace(stored, root_uuid=fresh.root_uuid, stride=plan.stride, regions=plan.regions)
+            note = f"{root.path}: formatted for this capacity and block size, so the root starts empty"
+    block = replace(block, session=block.session + 1, clean=False)
+    await root.write_superblock(block.with_epoch(session.namespace, session.epoch))
+    await root.call(root.folder.trim, plan)
+    owners = [Owner(namespace, entry.epoch) for namespace, entry in root.superblock.namespaces]
+    root.take_plan(plan, SlotMap(owners, session.namespace))
+    return note
+
+
+async def _take_snapshot(root: Root, layout: Layout) -> Snapshot | None:
+    """The snapshot of the session before, if it was closed in order with our stride; its file is removed."""
+    stored, data = root.stored, b""
+    if stored is not None and stored.clean and stored.stride == layout.plan.stride:
+        data = await root.call(root.folder.read_snapshot, layout.snapshot_bytes)
+    await root.call(root.folder.drop_snapshot)
+    if stored is None or not data:
+        return None
+    of = SnapshotOf(stored.root_uuid, stored.session, stored.stride)
+    return await root.call(decode_snapshot, data, of)
+
+
+async def unknown_files(root: Root) -> str:
+    """A note on what lies in the root and is none of ours, empty if there is nothing. It is never touched."""
+    names = await root.call(root.folder.unknown)
+    if not names:
+        return ""
+    shown = ", ".join(repr(name[:_NAME_SHOWN]) for name in names[:_NAMES_SHOWN])
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return f"{root.path}: holds files of others, which stay and do not count: {shown}{more}"
+
+
+async def describe(root: Root, session: Session) -> str:
+    """Keep the namespace's readable manifest beside its data. Returns a note if there is no room for it."""
+    known = sorted(root.superblock.namespaces, key=lambda item: item[1].session, reverse=True)
+    order = [session.namespace, *(digest for digest, _ in known if digest != session.namespace)]
+    room, own = manifests_bytes(session.layout.share), len(session.manifest) + 1
+    if not await root.call(sidecar_files.make_room_for_manifest, root.folder, order, own, room):
+        return f"{root.path}: no room for the readable manifest ({own} bytes)"
+    try:
+        await sidecar_files.write_manifest(root.folder, session.namespace, session.manifest, root.pools.files)
+    except OSError as error:
+        return f"{root.path}: the readable manifest could not be written ({error.strerror})"
+    return ""

@@ -1,0 +1,225 @@
+"""Type `fs`: blocks in the slots of a few large files, on one or more local disks."""
+
+import asyncio
+from contextlib import suppress
+from typing import ClassVar
+
+from kvtier.aio.loop_budget import TimeBudget
+from kvtier.aio.shielded_wait import shielded_wait
+from kvtier.errors import RootError, UsageError
+from kvtier.options import TierOptions
+from kvtier.tier_api.contract import Opened, Rows, SlotSpace, TierContext
+from kvtier.tier_api.inspection import Access, Inspection
+from kvtier.tier_api.registry import DryRun
+from kvtier.types.geometry import Geometry
+from kvtier.types.jobs import CANCELLED, DropReason, JobKind, JobResult, TransferJob, dropped
+from kvtier_fs.inspect.slab import SlabInspection
+from kvtier_fs.io.full_transfer import FullTransferIO
+from kvtier_fs.options import FSOptions
+from kvtier_fs.roots.disk import MISSING
+from kvtier_fs.roots.engines import choose_engine, make_engine, mode
+from kvtier_fs.roots.job_run import JobRun
+from kvtier_fs.roots.root_tier import RootTier
+from kvtier_fs.slab import layout, opening
+from kvtier_fs.slab.block_batches import TierSide
+from kvtier_fs.slab.closing import RootEnd
+from kvtier_fs.slab.directory import recovered
+from kvtier_fs.slab.dry_run import dry_run
+from kvtier_fs.slab.layout import Session
+from kvtier_fs.slab.opening import Hooks, side_by_side
+from kvtier_fs.slab.recovery import recover_root
+from kvtier_fs.slab.root import Root
+from kvtier_fs.slab.root_queue import RootQueue
+from kvtier_fs.slab.router import SlotRouter
+
+
+class FSBackend(RootTier):
+    """A tier of slots on local disks. Owned: the control plane chooses the slot, this class does the I/O.
+
+    A stored block is STORED, dropped (key_too_long, disk_full, closing), LATE (its deadline passed before its I/O
+    began) or failed with an errno. A loaded block is LOADED once its whole header and its payload's checksum were
+    verified, and CORRUPT if anything differs.
+
+    `counters` counts what happened by place and reason: `mismatch.<field>` for loads refused by verification,
+    `errno.<name>` for failed I/O, `io.short` for continued transfers, `open.snapshot` and `open.scan` for how the roots
+    were recovered, `close.stuck` for I/O that outlived close.
+    """
+
+    Options: ClassVar[type[TierOptions]] = FSOptions
+    options: FSOptions
+
+    def __init__(self, options: TierOptions, hooks: Hooks | None = None) -> None:
+        super().__init__(options)
+        self._hooks = hooks or Hooks()
+        self._roots: list[Root] = []
+        self._router: SlotRouter | None = None
+        self._session: Session
+        self._ends: list[RootEnd] = []
+        self._raising: set[asyncio.Task[None]] = set()
+
+    def dry_run(self, geometry: Geometry, probe: bool) -> DryRun:
+        """What the tier would be if it were opened now. Probes the roots only if asked to; leaves nothing behind."""
+        return dry_run(self.options, geometry, probe)
+
+    @classmethod
+    def inspect(cls, root: str, access: Access) -> Inspection | None:
+        """The store in a folder, for the tools; None if the folder holds none of this type. Raises RootError."""
+        return SlabInspection.opened(root, access)
+
+    async def _open(self, context: TierContext, rows: Rows) -> Opened:
+        """Take the roots, begin a session in each, rebuild the directory from the headers on disk."""
+        notes = await self._enter()
+        laid_out = layout.lay_out(self._roots, self.options, context.geometry)
+        await self._roots[0].call(layout.check_index, laid_out, len(self._roots), self._hooks.limits)
+        notes.extend(laid_out.notes)
+        epochs = [root.stored.epoch(self._namespace) for root in self._roots if root.stored is not None]
+        session = Session(laid_out, self._namespace, context.namespace.manifest(), max(epochs, default=0))
+        self._session = session
+        for root_notes in await side_by_side(self._begin(root, session) for root in self._roots):
+            notes.extend(root_notes)
+        engine = await self._start_engines(notes)
+        space = self._number_regions()
+        await side_by_side(self._recover(root, session) for root in self._roots)
+        side = TierSide(rows, space, session, context.clock, self.counters)
+        here, depth = self._hooks.checked_here_bytes, self.options.io_depth
+        self._router = SlotRouter([RootQueue(root, side, depth, here) for root in self._roots], side)
+        direct = all(root.probe.direct for root in self._roots)
+        return Opened(
+            capacity_bytes=laid_out.share * len(self._roots),
+            space=space,
+            recovered=recovered(self._roots, space),
+            epoch=session.epoch,
+            mode=mode("slab", engine, direct),
+            notes=tuple(notes),
+        )
+
+    async def _enter(self) -> list[str]:
+        """Take every root that is there. Returns a note for each that is not; raises RootError if none is."""
+        paths = self.options.roots
+
+        async def enter(path: str) -> None:
+            root = await opening.enter_root(path, self.options, self._hooks)
+            if root is not None:
+                self._roots.append(root)
+
+        await side_by_side(map(enter, paths))
+        self._roots.sort(key=lambda root: paths.index(root.path))
+        present = {root.path for root in self._roots}
+        missing = [path for path in paths if path not in present]
+        if not present:
+            raise RootError(missing[0], MISSING)
+        return [f"{path}: is not there; running without it" for path in missing]
+
+    async def _begin(self, root: Root, session: Session) -> list[str]:
+        try:
+            notes = [
+                await opening.begin_session(root, session, self._hooks.random_bytes),
+                await opening.describe(root, session),
+                await opening.unknown_files(root),
+            ]
+        except OSError as error:
+            raise root.folder.refusal(error) from error
+        return [note for note in notes if note]
+
+    async def _start_engines(self, notes: list[str]) -> str:
+        """Give every root its I/O engine. Returns the engine's name."""
+        name, note = "", ""
+        if self._hooks.engine is None:
+            name, note = await self._roots[0].call(choose_engine, self.options)
+        notes.extend([note] if note else [])
+        for root in self._roots:
+            replaced, budget = self._hooks.engine, TimeBudget()
+            engine = make_engine(name, root.pools.io, self.options, budget) if replaced is None else replaced(root)
+            io = FullTransferIO(engine, root.probe.offset_alignment if root.probe.direct else 1, self.counters)
+            root.start(io, budget)
+        return " and ".join(sorted({root.io.engine.name for root in self._roots}))
+
+    async def _recover(self, root: Root, session: Session) -> None:
+        try:
+            from_snapshot = await recover_root(root, session)
+        except OSError as error:
+            raise root.folder.refusal(error) from error
+        self.counters["open.snapshot" if from_snapshot else "open.scan"] += 1
+
+    def _number_regions(self) -> SlotSpace:
+        """Number the regions over the roots in the order of the options; a root that is not there has none."""
+        present = {root.path: root for root in self._roots}
+        counts, first = [], 0
+        for path in self.options.roots:
+            root = present.get(path)
+            counts.append(root.plan.regions if root else 0)
+            if root:
+                root.first_region = first
+                first += root.plan.regions
+        return SlotSpace(self._session.layout.plan.region_bytes, tuple(counts), self._session.layout.slot_bytes)
+
+    async def _run(self, job: TransferJob, kind: JobKind) -> JobResult:
+        """Move a job's blocks on all roots side by side."""
+        router = self._router
+        if router is None and not self._closing:
+            raise UsageError("this tier is not open")
+        if router is not None:
+            router.check(job)
+            started = self._context.clock()
+            if kind is JobKind.STORE and not self._closing:
+                formats = router.format_regions(job)
+                if formats:
+                    await asyncio.wait(formats)
+        if router is None or self._closing:
+            return JobResult.uniform(job, dropped(DropReason.CLOSING))
+        run = JobRun(job, kind, asyncio.get_running_loop())
+        router.send(run)
+        try:
+            await run.finished
+        except asyncio.CancelledError:
+            left = run.going_on()
+            router.withdraw(run, CANCELLED)
+            with suppress(asyncio.CancelledError):
+                await shielded_wait(left)
+            raise
+        return run.result(self._context.clock() - started)
+
+    async def reset(self, epoch: int) -> None:
+        """Raise the namespace's epoch in every root, durably before this returns.
+
+        Raises RootError if one fails, or does not answer within `job_timeout_seconds`; it may take hold there yet.
+        """
+        if self._router is None or self._closing:
+            raise UsageError("this tier is not open")
+        raising = {
+            asyncio.create_task(root.raise_epoch(self._namespace, epoch), name=f"reset {root.path}"): root.path
+            for root in self._roots
+        }
+        self._raising.update(raising)
+        for task in raising:
+            task.add_done_callback(self._raised)
+        await asyncio.wait(raising, timeout=self.options.job_timeout_seconds)
+        for task, path in raising.items():
+            if not task.done():
+                raise RootError(path, "the disk does not answer; the reset is not durable before it does")
+            task.result()
+
+    def _raised(self, task: asyncio.Task[None]) -> None:
+        self._raising.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self.counters["reset.failed"] += 1
+
+    async def _release(self) -> None:
+        self._closing = True
+        queues = {queue.root: queue for queue in self._router.queues} if self._router else {}
+        self._ends += [RootEnd(root, queues.get(root), self.counters) for root in self._roots]
+        self._roots.clear()
+        self._router = None
+        timeout = self.options.close_timeout_seconds
+        results = await asyncio.gather(*(end.within(timeout) for end in self._ends), return_exceptions=True)
+        left, errors = [], []
+        self.counters["close.stuck"] = 0
+        for end, stuck in zip(self._ends, results, strict=True):
+            if isinstance(stuck, BaseException):
+                errors.append(stuck)
+            elif stuck:
+                self.counters["close.stuck"] += stuck
+                left.append(end)
+        self._ends = left
+        for error in errors:
+            raise error

@@ -1,0 +1,205 @@
+"""Copies in host memory, on a few threads of its own.
+
+A plan is split into parts for the threads. Where kvtier was installed with its compiled loop, one call copies all
+extents of a part without the GIL. Without it there are two ways:
+
+* One memmove for each extent is the fastest, but each call releases the GIL and takes it again. Beside a thread that is
+  busy in Python that waits a switch interval (5 ms), which makes small extents a thousand times slower.
+* Pieces of equal length are moved in batches: one numpy gather and scatter over thousands of pieces, each a single
+  GIL-free call. This serves small extents always, and medium ones while calls are seen to wait.
+
+Long extents always go by memmove: copying them takes longer than the wait.
+"""
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import UsageError
+from kvtier.types.arrays import IntArray
+from kvtier_gpu.copy_plan import CopyPlan, Extents, GatherBatch, GroupPages, batches, extents, split
+from kvtier_gpu.engines.contract import CopyEngine, Direction, Done
+from kvtier_gpu.engines.native_copy import CopyScattered
+from kvtier_gpu.kv_tensors import KVTensor
+
+CALL_BYTES = 48 << 10
+"""Extents from here on go by a call each while no other thread wants the GIL."""
+MEMMOVE_BYTES = 512 << 10
+"""Extents from here on go by memmove in any case: batches would cost more than waiting for the GIL."""
+WAIT_SECONDS = 1e-3
+WAITS = 3
+"""After so many calls of one part that took WAIT_SECONDS longer than copying can take, another thread keeps the GIL.
+Fewer may be due to the scheduler."""
+AVOID_SECONDS = 0.25
+"""How long calls are then avoided before they are tried again."""
+SLOWEST_BYTES_PER_SECOND = 256 << 20
+PIECE_BYTES = 8 << 10
+BATCH_BYTES = 4 << 20
+MIN_PIECES = 512
+"""numpy keeps the GIL while it indexes 500 elements or fewer; more pieces than that and the loop runs meanwhile."""
+PART_BYTES_MIN = 256 << 10
+PART_BYTES_MAX = 8 << 20
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def _window(low: int, end: int) -> Bytes:
+    """The memory from address `low` to `end` as bytes. Only addresses a plan computed are ever touched."""
+    return np.frombuffer(memoryview((ctypes.c_uint8 * (end - low)).from_address(low)), dtype=np.uint8)
+
+
+def _pieces(memory: Bytes, length: int) -> npt.NDArray[np.void]:
+    """Every run of `length` bytes of a buffer, indexed by where it begins."""
+    return np.ndarray((memory.size - length + 1,), np.dtype((np.void, length)), buffer=memory, strides=(1,))
+
+
+def _sides(found: Extents, region: Bytes, direction: Direction) -> tuple[IntArray, IntArray]:
+    """The addresses (to, from) of extents."""
+    rows = found.region + region.ctypes.data
+    return (rows, found.gpu) if direction is Direction.TO_ROWS else (found.gpu, rows)
+
+
+class _Countdown:
+    """Counts the parts of a plan down and completes it once, with the first error."""
+
+    def __init__(self, parts: int, done: Done) -> None:
+        self._left = parts
+        self._done = done
+        self._error: Exception | None = None
+        self._lock = threading.Lock()
+
+    def part_done(self, error: Exception | None) -> None:
+        """Complete one part, from any thread."""
+        with self._lock:
+            self._error = self._error or error
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._done(self._error)
+
+
+class HostMemoryEngine(CopyEngine):
+    """Copies between KV tensors in host memory and the region, on `threads` daemon threads.
+
+    `compiled` is `native_copy.load()`; None selects the ways that Python has.
+    """
+
+    def __init__(
+        self,
+        region: Bytes,
+        tensors: Sequence[KVTensor],
+        threads: int,
+        clock: Callable[[], float] = time.perf_counter,
+        compiled: CopyScattered | None = None,
+    ) -> None:
+        self._clock = clock
+        self._compiled = compiled
+        self._avoid_until = 0.0
+        self._kv_tensors = tuple(tensors)  # keeps the memory alive
+        self._low = min(tensor.address for tensor in tensors)
+        self._tensors = _window(self._low, max(tensor.end for tensor in tensors))
+        self._region: Bytes | None = region
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"kvtier-copy-{index}", daemon=True) for index in range(threads)
+        ]
+        self._queue: SimpleQueue[tuple[tuple[GroupPages, ...], Direction, Done] | None] = SimpleQueue()
+        self._pid = 0
+
+    def start(self) -> tuple[str, ...]:
+        self._pid = os.getpid()
+        for thread in self._threads:
+            thread.start()
+        return ()
+
+    @property
+    def mode(self) -> str:
+        threads = f"cpu, {len(self._threads)} copy thread{'s' if len(self._threads) > 1 else ''}"
+        return f"{threads}, compiled copies" if self._compiled else threads
+
+    def submit(self, plan: CopyPlan, direction: Direction, done: Done) -> None:
+        if os.getpid() != self._pid:
+            raise UsageError("the GPU tier was opened by another process; open it after the fork")
+        part_bytes = min(PART_BYTES_MAX, max(PART_BYTES_MIN, -(-plan.nbytes // len(self._threads))))
+        parts = split(plan, part_bytes)
+        if len(parts) > 1:
+            done = _Countdown(len(parts), done).part_done
+        for part in parts:
+            self._queue.put((part, direction, done))
+        if not parts:
+            done(None)
+
+    def stop(self, timeout_seconds: float) -> bool:
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join(timeout_seconds)
+        ended = not any(thread.is_alive() for thread in self._threads)
+        if ended:
+            self._region = None
+            self._kv_tensors = ()
+        return ended
+
+    def _serve(self) -> None:
+        while (work := self._queue.get()) is not None:
+            part, direction, done = work
+            error: Exception | None = None
+            try:
+                self._copy(part, direction)
+            except Exception as failure:  # the thread must live on, and the job must end with an outcome
+                error = failure.with_traceback(None)
+            done(error)
+            del work, part, done, error
+
+    def _copy(self, part: tuple[GroupPages, ...], direction: Direction) -> None:
+        region = self._region
+        if region is None:
+            raise UsageError("the copy engine is stopped")
+        for pages in part:
+            found = extents(pages)
+            if self._compiled is not None:
+                self._compiled(*_sides(found, region, direction), found.lengths)
+                continue
+            long = found.lengths >= MEMMOVE_BYTES
+            self._call_each(found.select(long), region, direction, patient=True)
+            found = found.select(~long)
+            if self._clock() >= self._avoid_until:
+                found = found.select(np.argsort(found.lengths < CALL_BYTES, kind="stable"))
+                worth = int(np.count_nonzero(found.lengths >= CALL_BYTES))
+                done = self._call_each(found.select(np.arange(worth)), region, direction, patient=False)
+                found = found.select(np.arange(done, len(found.lengths)))
+            for batch in batches(found, PIECE_BYTES, MIN_PIECES):
+                self._gather(batch, region, direction)
+
+    def _gather(self, batch: GatherBatch, region: Bytes, direction: Direction) -> None:
+        gpu, rows = _pieces(self._tensors, batch.length), _pieces(region, batch.length)
+        step = max(MIN_PIECES, BATCH_BYTES // batch.length)
+        for first in range(0, len(batch.gpu), step):
+            at_gpu = batch.gpu[first : first + step] - self._low
+            at_rows = batch.region[first : first + step]
+            if direction is Direction.TO_ROWS:
+                rows[at_rows] = gpu[at_gpu]
+            else:
+                gpu[at_gpu] = rows[at_rows]
+
+    def _call_each(self, found: Extents, region: Bytes, direction: Direction, patient: bool) -> int:
+        """Copy extents by a call each. Returns how many: all, or, unless patient, those before calls had to wait."""
+        targets, sources = _sides(found, region, direction)
+        calls = zip(targets.tolist(), sources.tolist(), found.lengths.tolist(), strict=True)
+        waits, clock, memmove = 0, self._clock, ctypes.memmove
+        before = clock()
+        for number, (target, source, length) in enumerate(calls, start=1):
+            memmove(target, source, length)
+            after = clock()
+            if after - before > WAIT_SECONDS + length / SLOWEST_BYTES_PER_SECOND:
+                waits += 1
+                if waits == WAITS and not patient:
+                    self._avoid_until = after + AVOID_SECONDS
+                    return number
+            before = after
+        return len(found.lengths)

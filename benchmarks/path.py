@@ -1,0 +1,359 @@
+"""How much Python a block passes through: calls, source files and hand-overs between threads of each trip.
+
+    python -m benchmarks.path [--blocks 1,64] [--repetitions 9] [--io-engine threads] [--json FILE] [--quick]
+
+A call is a `call` event of `sys.setprofile`, in any thread, of a frame whose code lies in a file of kvtier's packages.
+Besides functions that is every comprehension, every step of a generator and every resumption of a coroutine. The rest
+is not counted: C functions, asyncio, and what dataclasses generate. Files are the distinct files of the counted calls.
+A hand-over is a counted call in another thread than the counted call before it.
+
+The trips, each of one job with one block and with a batch of blocks, of one group with one tensor on the CPU:
+
+- store to disk: a `TierStack` stores blocks, until nothing is on its way below any more (`drain`). Rows and slots are
+  free: nothing is evicted.
+- load from a row: a `TierStack` loads blocks that are in rows.
+- load from disk: the blocks are on disk alone and the rows are full, so each is promoted to the row of another block
+  (which the disk has too) and copied to the GPU.
+- lookup in a row, lookup on disk: one `lookup` of an `EngineStack`, which answers from memory.
+
+Stores and loads are counted from making the job (`GPUGroup` and `stack.job`; its `GPURuns` are made before) to
+asking the result whether it is `ok`. Nothing polls: the stack's loop waits for events. Each trip is warmed up, so what
+is made lazily is there; garbage collection is off while calls are counted.
+
+What varies is how often the work was cut: the fs tier gives its loop back after 0.25 ms, and each further turn is about
+11 calls. A profiled run is slower and is cut more often, so the minimum is the figure to compare. For a batch it still
+depends on the machine. Compare figures of one `--io-engine` only. Every byte that is loaded is compared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from types import CodeType, FrameType
+
+import click
+import torch
+
+from benchmarks.options import JSON_FILE
+from benchmarks.report import Report, median, table
+from kvtier.config import open_stack, parse_stack, stack_parts
+from kvtier.config.model import StackConfig
+from kvtier.stack import EngineStack, TierStack
+from kvtier.tier_api.contract import KVCaches, LookupResult
+from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
+from kvtier.types.gpu_runs import GPURuns
+from kvtier.types.jobs import GPUGroup, JobKind
+from kvtier.types.keys import GroupIndex, OffloadKey, make_key
+from kvtier.types.namespace import Namespace
+
+PACKAGES = ("kvtier", "kvtier_gpu", "kvtier_cpu", "kvtier_fs")
+BLOCK_TOKENS = 16
+FILLER_BLOCKS = 64
+ROWS_MIN = 256
+PAUSE_SECONDS = 0.01
+DRAIN_SECONDS = 30.0
+FIGURES = ("calls", "files", "hand_overs")
+
+
+# -- counting ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """What one trip took."""
+
+    calls: int
+    files: int
+    hand_overs: int
+
+
+class Counter:
+    """Counts the calls of all threads that start while it is installed, and of the one that installs it."""
+
+    def __init__(self) -> None:
+        self.counts: list[Count] = []
+        self._on = False
+        self._seen: list[tuple[int, CodeType]] = []
+        specs = [spec for name in PACKAGES if (spec := find_spec(name)) is not None]
+        folders = [place for spec in specs for place in spec.submodule_search_locations or ()]
+        self._folders = tuple(f"{folder.rstrip('/')}/" for folder in folders)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Open a stack within: its threads are then counted too."""
+        threading.setprofile(self._event)
+        sys.setprofile(self._event)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+
+    def _event(self, frame: FrameType, event: str, _: object) -> None:
+        # As little as possible, for the work is cut by the clock: files are looked at afterwards.
+        if event == "call" and self._on:
+            self._seen.append((threading.get_ident(), frame.f_code))
+
+    @contextmanager
+    def trip(self) -> Iterator[None]:
+        """Count what happens within as one trip."""
+        gc.disable()
+        self._seen.clear()
+        self._on = True
+        try:
+            yield
+        finally:
+            self._on = False
+            gc.enable()
+        self.counts.append(self._count())
+
+    def _count(self) -> Count:
+        seen = [(thread, code.co_filename) for thread, code in self._seen]
+        ours = [(thread, file) for thread, file in seen if file.startswith(self._folders)]
+        changes = sum(one[0] != other[0] for one, other in pairwise(ours))
+        return Count(len(ours), len({file for _, file in ours}), changes)
+
+    def take(self, what: str, blocks: int, warm: int) -> dict[str, object]:
+        """The figures of one trip as a flat row, without those of the warm-up."""
+        counts, self.counts = self.counts[warm:], []
+        row: dict[str, object] = {"what": what, "blocks": blocks, "repetitions": len(counts)}
+        for name in FIGURES:
+            values = [getattr(count, name) for count in counts]
+            row |= {name: median(values), f"{name}_min": min(values), f"{name}_max": max(values)}
+        return row
+
+
+# -- the stacks --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What is moved and how often."""
+
+    blocks: int
+    block_bytes: int
+    warm: int
+    repetitions: int
+    io_engine: str
+
+    @property
+    def rounds(self) -> int:
+        return self.warm + self.repetitions
+
+    @property
+    def rows(self) -> int:
+        """Rows for the blocks of all rounds, without any eviction."""
+        return max(ROWS_MIN, self.rounds * self.blocks)
+
+
+class Setting:
+    """A stack's description, the GPU blocks, and the keys of each round. The first blocks are for stores, the last for
+    loads, the ones between for what fills the rows."""
+
+    def __init__(self, size: Size, folder: Path) -> None:
+        self.size = size
+        count = size.blocks
+        self.blocks = torch.zeros((2 * count + FILLER_BLOCKS, size.block_bytes), dtype=torch.uint8)
+        self.source, self.target = self.blocks[:count], self.blocks[-count:]
+        self.source_runs = GPURuns.whole(list(range(count)))
+        self.target_runs = GPURuns.whole(list(range(count + FILLER_BLOCKS, 2 * count + FILLER_BLOCKS)))
+        self.filler_runs = GPURuns.whole(list(range(count, count + FILLER_BLOCKS)))
+        self.rounds = [_keys(f"round {number}", count) for number in range(size.rounds)]
+        random = torch.Generator().manual_seed(1)
+        shape = (size.rounds, count, size.block_bytes)
+        self.content = torch.randint(0, 256, shape, dtype=torch.uint8, generator=random)
+        self.fillers = [_keys(f"filler {at}", FILLER_BLOCKS) for at in range(0, size.rows, FILLER_BLOCKS)]
+        self.folder = folder
+
+    def config(self) -> StackConfig:
+        rows, block_bytes = self.size.rows, self.size.block_bytes
+        return parse_stack(
+            f"tiers:\n  - type: gpu\n  - {{type: cpu, cpu_bytes_to_use: {rows * block_bytes}}}\n"
+            f"  - {{type: fs, roots: [{self.folder}], capacity: {(64 << 20) + 4 * rows * (block_bytes + 8192)}, "
+            f"min_free_bytes: 0, io_engine: {self.size.io_engine}}}\n"
+        )
+
+    def namespace(self) -> Namespace:
+        page = TensorRef(0, self.size.block_bytes)
+        return Namespace(KVLayout((GroupLayout((page,), BLOCK_TOKENS),)), model="benchmark")
+
+    def caches(self) -> KVCaches:
+        return KVCaches([self.blocks])
+
+
+def _keys(name: str, count: int) -> tuple[OffloadKey, ...]:
+    return tuple(make_key(f"{name}, block {i}".encode(), 0) for i in range(count))
+
+
+def _check_place(stack: TierStack | EngineStack, keys: Sequence[OffloadKey], tier: str) -> None:
+    places = stack.locate(keys)
+    if places != [tier] * len(keys):
+        raise AssertionError(f"blocks should be in tier {tier}, they are in {sorted(set(map(str, places)))}")
+
+
+# -- the trips of a TierStack ------------------------------------------------------------------------------------
+
+
+class Trips:
+    """Stores and loads on an open stack, one at a time, each counted."""
+
+    def __init__(self, stack: TierStack, setting: Setting, counter: Counter) -> None:
+        self._stack = stack
+        self._setting = setting
+        self._counter = counter
+
+    async def all(self) -> list[dict[str, object]]:
+        size, rows = self._setting.size, []
+        rounds = range(size.rounds)
+        for number in rounds:
+            await self._store(number)
+        rows.append(self._counter.take("store to disk", size.blocks, size.warm))
+        for number in rounds:
+            await self._load(number, "cpu")
+        rows.append(self._counter.take("load from a row", size.blocks, size.warm))
+        for keys in self._setting.fillers:
+            await self._move(JobKind.STORE, keys, self._setting.filler_runs)
+        for number in rounds:
+            await self._load(number, "fs")
+        rows.append(self._counter.take("load from disk", size.blocks, size.warm))
+        return rows
+
+    async def _store(self, number: int) -> None:
+        setting = self._setting
+        setting.source.copy_(setting.content[number])
+        await asyncio.sleep(PAUSE_SECONDS)
+        with self._counter.trip():
+            await self._move(JobKind.STORE, setting.rounds[number], setting.source_runs)
+
+    async def _load(self, number: int, tier: str) -> None:
+        setting = self._setting
+        setting.target.zero_()
+        _check_place(self._stack, setting.rounds[number], tier)
+        await asyncio.sleep(PAUSE_SECONDS)
+        with self._counter.trip():
+            await self._move(JobKind.LOAD, setting.rounds[number], setting.target_runs)
+        if not torch.equal(setting.target, setting.content[number]):
+            raise AssertionError(f"a load from {tier} brought wrong bytes")
+
+    async def _move(self, kind: JobKind, keys: tuple[OffloadKey, ...], runs: GPURuns) -> None:
+        job = self._stack.job(kind, [GPUGroup(GroupIndex(0), keys, runs)])
+        if kind is JobKind.LOAD:
+            result = await self._stack.load(job)
+        else:
+            result = await self._stack.store(job)
+            if not await self._stack.drain(DRAIN_SECONDS):
+                raise AssertionError("blocks did not reach the disk")
+        if not result.ok:
+            raise AssertionError(f"a {kind} did not move every block: {result.outcomes}")
+
+
+async def moves(setting: Setting, counter: Counter) -> list[dict[str, object]]:
+    """The rows of stores and loads."""
+    async with open_stack(setting.config(), setting.namespace(), setting.caches()) as stack:
+        return await Trips(stack, setting, counter).all()
+
+
+# -- the lookups of an EngineStack -------------------------------------------------------------------------------
+
+
+def lookups(setting: Setting, counter: Counter) -> list[dict[str, object]]:
+    """The rows of lookups."""
+    keys, rows = setting.rounds[0], []
+    with EngineStack(stack_parts(setting.config(), setting.namespace(), setting.caches())) as stack:
+        _store(stack, keys, setting.source_runs)
+        _check_place(stack, keys, "cpu")
+        _lookup(stack, setting, counter, LookupResult.HIT)
+        rows.append(counter.take("lookup in a row", setting.size.blocks, setting.size.warm))
+        for fillers in setting.fillers:
+            _store(stack, fillers, setting.filler_runs)
+        _check_place(stack, keys, "fs")
+        _lookup(stack, setting, counter, LookupResult.HIT_PENDING)
+        rows.append(counter.take("lookup on disk", setting.size.blocks, setting.size.warm))
+    return rows
+
+
+def _store(stack: EngineStack, keys: tuple[OffloadKey, ...], runs: GPURuns) -> None:
+    stack.submit(stack.job(JobKind.STORE, [GPUGroup(GroupIndex(0), keys, runs)]))
+    results = stack.step()
+    while stack.has_pending_work:
+        stack.wait(DRAIN_SECONDS)
+        results += stack.step()
+    if [result.ok for result in results] != [True]:
+        raise AssertionError("a store did not move every block")
+
+
+def _lookup(stack: EngineStack, setting: Setting, counter: Counter, expected: LookupResult) -> None:
+    for _ in range(setting.size.rounds):
+        with counter.trip():
+            found = stack.lookup(setting.rounds[0])
+        if set(found) != {expected}:
+            raise AssertionError(f"a lookup found {set(found)}, not {expected}")
+
+
+# -- both --------------------------------------------------------------------------------------------------------
+
+
+def measure(size: Size, folder: Path) -> list[dict[str, object]]:
+    """The rows of one number of blocks."""
+    counter = Counter()
+    with counter.installed():
+        rows = asyncio.run(moves(Setting(size, folder / "moves"), counter))
+        return rows + lookups(Setting(size, folder / "lookups"), counter)
+
+
+def _cell(row: dict[str, object], name: str) -> str:
+    return f"{row[name]:g} ({row[f'{name}_min']}-{row[f'{name}_max']})"
+
+
+@click.command()
+@click.option("--blocks", default="1,64", show_default=True, help="Blocks of a job.")
+@click.option("--block-kib", default=16, show_default=True, help="KiB of a block.")
+@click.option("--repetitions", default=9, show_default=True, help="Trips that are counted.")
+@click.option("--warm", default=5, show_default=True, help="Trips before those.")
+@click.option("--io-engine", type=click.Choice(["threads", "io_uring"]), default="threads", show_default=True)
+@click.option("--folder", default=None, help="Where the fs tier's root is made; a temporary folder by default.")
+@click.option("--quick", is_flag=True, help="A toy size.")
+@JSON_FILE
+def main(
+    blocks: str,
+    block_kib: int,
+    repetitions: int,
+    warm: int,
+    io_engine: str,
+    folder: str | None,
+    quick: bool,
+    json_file: Path | None,
+) -> None:
+    """Count the calls of each trip of a block."""
+    wanted = [int(count) for count in blocks.split(",")]
+    if quick:
+        wanted, repetitions, warm = [1, 8], 3, 2
+    report = Report(
+        "path",
+        {"blocks": wanted, "block_kib": block_kib, "repetitions": repetitions, "warm": warm, "io_engine": io_engine},
+    )
+    report.head()
+    for count in wanted:
+        size = Size(count, block_kib << 10, warm, repetitions, io_engine)
+        with tempfile.TemporaryDirectory(prefix="kvtier-path-", dir=folder) as scratch:
+            report.results += measure(size, Path(scratch))
+    report.verified = True
+    table(
+        "calls of a trip: median (minimum-maximum)",
+        ("trip", "blocks", "calls", "files", "hand-overs"),
+        [[row["what"], row["blocks"], *(_cell(row, name) for name in FIGURES)] for row in report.results],
+    )
+    report.end(json_file)
+
+
+if __name__ == "__main__":
+    main()

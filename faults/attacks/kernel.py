@@ -1,0 +1,228 @@
+"""Resources that the kernel refuses: io_uring, and shared memory for all the rows."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import mmap
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from kvtier.errors import ResourceError, SharedMemoryError
+from kvtier.tier_api.contract import TierContext
+from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
+from kvtier.types.namespace import Namespace
+from kvtier_cpu import CPUBackend, CPUOptions
+
+from ..attack import Attack, Budget, Tally
+from ..driven import Engine, driven
+from ..machine.child import Child, Line
+from ..machine.loops import mounted
+from ..machine.seccomp import (
+    IO_URING_SETUP,
+    URING_FOR_ADMINISTRATORS,
+    URING_SWITCH,
+    deny,
+    drop_administration,
+    switch_can_be_set,
+    without_filter,
+)
+from ..machine.undo import Machine, without_root
+from ..machine.watch import Heard
+from ..suite import PROJECT
+
+LAYOUTS = ("slab", "files")
+ROW_BYTES = 65536
+
+# ---- no io_uring
+
+DENIALS = ("EPERM", "ENOSYS", "the kernel's switch")
+SUITES = ("tests/tiers/fs_slab/test_*.py", "tests/tiers/fs_files/test_*.py")
+
+
+def uring_denied(budget: Budget) -> Tally:
+    """Processes without io_uring: threads serve, and one line of the log says so; long: the tests of the tier too."""
+    tally = Tally()
+    denials = DENIALS if switch_can_be_set() else DENIALS[:2]
+    for number in range(budget.count):
+        denial = denials[number % len(denials)]
+        folder = budget.folder / str(number)
+        folder.mkdir()
+        if denial in DENIALS[:2]:
+            child = Child(partial(_life_under_a_filter, folder, denial, budget.long or not number))
+            _take_over(tally, child, denial)
+        else:
+            _lives_without_the_switch(tally, folder)
+        tally.iterations += 1
+    tally.notes["kernel switches turned"] = len(denials) - 2
+    return tally
+
+
+def _take_over(tally: Tally, child: Child, what: str, seconds: float = 3000.0) -> None:
+    """Add what a child found. A child that hangs, or dies without a report, is a finding too."""
+    try:
+        said = child.line.hear("found", seconds)
+        status = child.ended(20.0)
+    except (TimeoutError, RuntimeError) as error:
+        status = child.ended(0.0 if isinstance(error, TimeoutError) else 5.0)
+        tally.hangs += isinstance(error, TimeoutError)
+        tally.expect(False, f"{what}: {error}; it ended with {status}")
+        return
+    tally.add(Tally.from_json(said["tally"]))
+    tally.expect(status == 0, f"{what}: ended with {status}")
+
+
+def _life_under_a_filter(folder: Path, denial: str, all_of_it: bool, line: Line) -> None:
+    tally = Tally()
+    deny(IO_URING_SETUP, getattr(errno, denial))
+    for layout in LAYOUTS:
+        _without_a_ring(tally, folder / layout, layout, denial)
+    if all_of_it:
+        _checked(tally, folder, denial)
+    if all_of_it and len(sys.argv) > 1 and "--long" in sys.argv:
+        _tests_pass(tally, denial)
+    line.say("found", tally=tally.as_json())
+
+
+def _lives_without_the_switch(tally: Tally, folder: Path) -> None:
+    """The switch holds for the whole machine, so it is on for as long as a tier takes to open, and spares root."""
+    with Machine() as machine:
+        for layout in LAYOUTS:
+            what = f"kernel.io_uring_disabled={URING_FOR_ADMINISTRATORS}, {layout}"
+            with machine.setting(str(URING_SWITCH), URING_FOR_ADMINISTRATORS):
+                child = Child(partial(_life_without_the_switch, folder / layout, layout, what))
+                with suppress(TimeoutError, RuntimeError):  # such a child brings no report either, which is a finding
+                    child.line.hear("open", 60.0)
+            _take_over(tally, child, what)
+
+
+def _life_without_the_switch(root: Path, layout: str, what: str, line: Line) -> None:
+    tally = Tally()
+    drop_administration()
+    with Heard() as heard, driven(root, layout=layout) as engine:
+        line.say("open")
+        _served(tally, engine, heard, what)
+    line.say("found", tally=tally.as_json())
+
+
+def _without_a_ring(tally: Tally, root: Path, layout: str, what: str) -> None:
+    with Heard() as heard, driven(root, layout=layout) as engine:
+        _served(tally, engine, heard, f"{what}, {layout}")
+    try:
+        with driven(root, layout=layout, io_engine="io_uring"):
+            tally.expect(False, f"{what}, {layout}: io_engine: io_uring was accepted")
+    except ResourceError as error:
+        tally.expect("choose auto or threads" in str(error), f"{what}, {layout}: {error}")
+
+
+def _served(tally: Tally, engine: Engine, heard: Heard, what: str) -> None:
+    """Threads serve, the log says so once, and every byte is right."""
+    said = [words for words in heard.lines if "threads serve instead" in words]
+    tally.expect(len(said) == 1, f"{what}: said {len(said)} times that threads serve: {heard.lines}")
+    tally.expect(", threads, " in engine.fs.mode, f"{what}: runs as {engine.fs.mode}")
+    engine.run(requests=40)
+    engine.drain(5.0)
+    engine.run(requests=20)
+    tally.expect(engine.fs.loaded > 0 and engine.fs.failed == 0, f"{what}: {engine.fs}")
+    tally.wrong_bytes += len(engine.wrong)
+    tally.notes["blocks loaded by threads"] += engine.fs.loaded
+
+
+def _checked(tally: Tally, folder: Path, what: str) -> None:
+    """`kvtier check` says which engine and which mode it would be."""
+    stack = folder / "stack.yaml"
+    stack.write_text(
+        "tiers:\n  - type: gpu\n  - type: cpu\n    cpu_bytes_to_use: 64MiB\n"
+        f"  - type: fs\n    roots: [{folder}/checked]\n    capacity: 64MiB\n"
+    )
+    command = [sys.executable, "-c", "from kvtier.cli import main; main()", "check", str(stack)]
+    done = subprocess.run(command, cwd=PROJECT, check=False, capture_output=True, text=True, timeout=120)
+    tally.expect(done.returncode == 0 and "slab, threads, " in done.stdout, f"{what}: {done.stdout}{done.stderr}")
+    tally.expect(done.stdout.count("threads serve instead") == 1, f"{what}: kvtier check: {done.stdout}")
+
+
+def _tests_pass(tally: Tally, what: str) -> None:
+    """The tests of the tier itself, in this process's children, which inherit the restriction."""
+    files = sorted(str(path.relative_to(PROJECT)) for suite in SUITES for path in PROJECT.glob(suite))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    done = subprocess.run(command, cwd=PROJECT, check=False, capture_output=True, text=True, timeout=2400)
+    passed = re.search(r"([0-9]+) passed", done.stdout)
+    tally.expect(done.returncode == 0, f"{what}: {done.stdout[-1500:]}")
+    tally.notes["tests that passed without a ring"] += int(passed[1]) if passed else 0
+
+
+# ---- too little shared memory
+
+SHARED = Path("/dev/shm")
+
+
+def little_memory(budget: Budget) -> Tally:
+    """A /dev/shm of a few MiB, seen by this attack alone, that may be partly taken: a region fits, or a typed error."""
+    tally, rng = Tally(), random.Random(budget.seed)
+    with Machine():
+        for number in range(budget.count):
+            room = rng.randrange(32, 96) * ROW_BYTES
+            taken = rng.choice([0, rng.randrange(room // 2)])
+            left = (room - taken) // ROW_BYTES
+            rows = rng.randrange(1, left - 1) if number % 2 else left + 1 + rng.choice([0, rng.randrange(2 * left)])
+            with mounted("tmpfs", "tmpfs", SHARED, f"size={room}"):
+                (SHARED / "others").write_bytes(bytes(taken))
+                child = Child(partial(_region, rows, bool(number % 2), rng.random() < 0.5))
+                _take_over(tally, child, f"{rows} rows in {room} bytes of which {taken} are taken", 60.0)
+                names = os.listdir(SHARED)
+                tally.leaks += len(names) - 1
+                tally.expect(names == ["others"], f"left behind in shared memory: {names}")
+            tally.iterations += 1
+    return tally
+
+
+def _region(rows: int, fits: bool, populate: bool, line: Line) -> None:
+    """Open a region in a process of its own, write every byte of it, and close it."""
+    tally = Tally()
+    geometry = Geometry(KVLayout((GroupLayout((TensorRef(0, ROW_BYTES),)),)), mmap.PAGESIZE)
+    options = CPUOptions(
+        type="cpu", cpu_bytes_to_use=rows * ROW_BYTES, shared="named", populate=populate, huge_pages=False
+    )
+    context = TierContext("cpu", geometry, Namespace(geometry.layout), time.monotonic, engine_id="little")
+    before = os.statvfs(SHARED).f_bavail * os.statvfs(SHARED).f_frsize
+    try:
+        asyncio.run(_write_it_all(CPUBackend(options), context))
+        tally.expect(fits, f"{rows * ROW_BYTES} bytes of rows fitted in {before}")
+        tally.notes["regions that fitted"] += 1
+    except SharedMemoryError as error:
+        tally.expect(not fits, f"refused although there is room: {error}")
+        named = error.need_bytes >= rows * ROW_BYTES and error.have_bytes <= before
+        tally.expect(named and str(error.need_bytes) in str(error) and str(error.have_bytes) in str(error), str(error))
+        tally.notes["regions refused"] += 1
+    after = os.statvfs(SHARED).f_bavail * os.statvfs(SHARED).f_frsize
+    tally.leaks += after != before
+    tally.expect(after == before, f"{before - after} bytes of shared memory are gone")
+    line.say("found", tally=tally.as_json())
+
+
+async def _write_it_all(tier: CPUBackend, context: TierContext) -> None:
+    await tier.open(context)
+    try:
+        tier.rows.view[:] = 255
+    finally:
+        await tier.close()
+
+
+ATTACKS = (
+    Attack(
+        "io_uring denied",
+        "seccomp with EPERM and ENOSYS, kernel.io_uring_disabled; long: the tests of the tier under the filter",
+        3,
+        3,
+        uring_denied,
+        missing=without_filter,
+    ),
+    Attack("shared memory too small", "a small tmpfs over /dev/shm", 10, 100, little_memory, missing=without_root),
+)

@@ -1,0 +1,1 @@
+"""Building blocks for asyncio and threads that know nothing of KV blocks."""

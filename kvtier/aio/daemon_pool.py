@@ -1,0 +1,130 @@
+"""A bounded pool of daemon threads for calls that may block, and that must not hold up an event loop or an exit."""
+
+import asyncio
+import errno
+import os
+import queue
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor, Future
+from typing import Any, ParamSpec, TypeVar
+
+from kvtier.aio.shielded_wait import shielded_wait
+from kvtier.errors import UsageError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_Task = Callable[[], bool]
+
+
+class DaemonPool(Executor):
+    """An executor of at most `limit` daemon threads, started when there is work for them.
+
+    The standard pool joins its threads when the interpreter exits, so one frozen disk would keep the process; these
+    are left behind. `close` waits for them within a deadline, without blocking the event loop.
+    """
+
+    def __init__(self, name: str, limit: int) -> None:
+        self._name = name
+        self._limit = limit
+        self._tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._unfinished = 0
+        self._closed = False
+        self._leaving: list[Future[None]] = []
+        self._room = asyncio.Semaphore(3 * limit)
+        self._pid = 0
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run `fn` on one of the threads.
+
+        Raises RuntimeError once closed, UsageError in a forked child, which has none of the threads, and OSError if
+        the system grants not even one thread.
+        """
+        if self._pid not in (0, os.getpid()):
+            raise UsageError(f"the threads of {self._name} belong to process {self._pid}; this one was forked from it")
+        future: Future[T] = Future()
+
+        def task() -> bool:
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = fn(*args, **kwargs)
+                except BaseException as error:
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+            return True
+
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(f"the threads of {self._name} are closed")
+            if self._unfinished >= len(self._threads) < self._limit:
+                self._start_thread()
+            self._unfinished += 1
+            self._tasks.put(task)
+        return future
+
+    async def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run `fn` on a thread and return or raise what it does; at most `2 * limit` such calls wait in the queue.
+
+        Raises as `submit`. Cancelling gives up the result, not a call that has begun.
+        """
+        async with self._room:
+            return await asyncio.wrap_future(self.submit(fn, *args, **kwargs))
+
+    def _start_thread(self) -> None:
+        """Start one more thread. Where the system has none to give, those that are there have to do."""
+        thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            if not self._threads:
+                raise OSError(errno.EAGAIN, "the system has no thread to give") from error
+            return
+        self._pid = os.getpid()
+        self._threads.append(thread)
+
+    def _work(self) -> None:
+        while self._tasks.get()():
+            with self._lock:
+                self._unfinished -= 1
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Let the threads end once their work is done; never waits. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._leaving = [Future() for _ in self._threads]
+        for left in self._leaving:
+            self._tasks.put(_leave(left))
+
+    async def close(self, timeout_seconds: float) -> int:
+        """Let the threads finish their work and end. Returns how many are stuck at the deadline; then call again."""
+        self.shutdown()
+        if not self._leaving:
+            return 0
+        _, stuck = await asyncio.wait(map(asyncio.wrap_future, self._leaving), timeout=timeout_seconds)
+        if stuck:
+            return len(stuck)
+        for thread in self._threads:
+            thread.join()
+        return 0
+
+
+async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`, and when cancelled let it finish before the cancellation goes on.
+
+    Buffers in use by a copy or by a thread stay ours until it ends; cancelling never hands them back early.
+    """
+    return await shielded_wait(asyncio.ensure_future(work))
+
+
+def _leave(left: Future[None]) -> _Task:
+    def task() -> bool:
+        left.set_result(None)
+        return False
+
+    return task

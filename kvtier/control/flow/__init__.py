@@ -1,0 +1,1 @@
+"""How blocks move: stores and loads of the engine, promotions and demotions."""

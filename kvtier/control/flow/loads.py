@@ -1,0 +1,218 @@
+"""Loads of an engine: every block from the highest tier that has it, streamed through a bounded window of rows.
+
+A load never holds a row while it waits for another: a row is held from its promotion to the end of its copy, and
+both always end. So any number of loads longer than the CPU tier get through any CPU tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+
+from kvtier.control.flow.engine_job import StackRequest
+from kvtier.control.flow.promotions import Promotions
+from kvtier.control.flow.row_request import RowRequest
+from kvtier.control.state import CPU_TIER, ControlState, InFlight
+from kvtier.control.tiers.slot_table import READY
+from kvtier.types.jobs import (
+    CANCELLED,
+    CORRUPT,
+    LOADED,
+    MISSING,
+    BlockOutcome,
+    BlockStatus,
+    JobKind,
+    JobResult,
+    TransferJob,
+)
+
+
+class LoadRequest(StackRequest, RowRequest):
+    """One load: which blocks are being promoted, copied, and which tiers were tried in vain."""
+
+    def __init__(self, loads: Loads, job: TransferJob, now: float, age: int) -> None:
+        StackRequest.__init__(self, job, now)
+        RowRequest.__init__(self, loads.promotions, age)
+        self.loads = loads
+        self.epoch = loads.control.epoch
+        self.filling = 0
+        self.arrived: list[tuple[int, int]] = []
+
+    @property
+    def moving(self) -> int:
+        """Rows this load keeps in motion."""
+        return self.filling + len(self.in_copy) + len(self.arrived)
+
+    def filled(self, index: int, row: int | None, position: int, now: float) -> None:
+        """A row this load waits for ended its fill."""
+        self.filling -= 1
+        if self.outcomes[index] is not None:
+            return
+        control = self.loads.control
+        if position != CPU_TIER:
+            self._load_failed(index, position)
+        if row is None:
+            self.todo.appendleft(index)
+            return
+        control.cpu.pin((row,))
+        control.counters(position).hits += 1
+        if not self.arrived:
+            self.loads.arrived.append(self)
+        self.arrived.append((index, row))
+
+    def stop(self, outcome: BlockOutcome) -> None:
+        """No new transfers. Blocks whose copy is not in flight end now; copies end first, their buffers are in use."""
+        self.stopping = outcome
+        self.todo.clear()
+        self.loads.control.cpu.unpin([row for _, row in self.arrived])
+        self.arrived.clear()
+        for index in self.all:
+            if index not in self.in_copy:
+                self.complete(index, outcome)
+
+    def disown(self) -> None:
+        """After a reset: what was loaded before it must not be taken for valid."""
+        self.outcomes = [CANCELLED if outcome is LOADED else outcome for outcome in self.outcomes]
+
+    def take_rows(self, now: float) -> None:
+        """Copy the blocks that are in rows already. No other request loses a row by it, so it needs no admission."""
+        if not self._copy_all():
+            self.promote(0, None, now)
+            self.copy_arrived()
+
+    def advance(self, now: float) -> int:
+        control, promotions = self.loads.control, self.promotions
+        window = max(1, control.num_rows // 2)
+        rooms = promotions.rooms(now)
+        while self.todo and self.promote(min(control.cpu.available, window - self.moving), rooms, now):
+            pass
+        self.copy_arrived()
+        if control.cpu.available or not rooms:
+            return 0
+        return max(0, min(len(self.todo), window - self.moving))
+
+    def _hold(self, ready: dict[int, int]) -> None:
+        cpu, rows = self.loads.control.cpu, list(ready.values())
+        cpu.pin(rows)
+        self.loads.control.cpu_counters.hits += len(rows)
+        self.arrived += ready.items()
+        if not self.walked:
+            # Here and now these are the most recent: a load must not throw out its own hits to fetch the rest.
+            cpu.touch(rows[::-1])
+
+    def _wait(self, index: int) -> None:
+        self.filling += 1
+
+    def _miss(self, index: int) -> None:
+        self.complete(index, MISSING)
+
+    def _copy_all(self) -> bool:
+        """The usual case in a few batch calls: every block is in a row. False when there is more to look at.
+
+        Their use is recorded when they have been copied, not now: until then they are pinned.
+        """
+        control = self.loads.control
+        rows = list(map(control.cpu.directory.get, self.keys))
+        state = control.cpu.table.state
+        found = [row for row in rows if row is not None and state[row] == READY]
+        if len(found) < len(rows):
+            return False
+        control.cpu.pin(found)
+        control.cpu_counters.hits += len(found)
+        self.todo.clear()
+        self.walked = True
+        self._copy(self.all, found)
+        return True
+
+    def copy_arrived(self) -> None:
+        """Copy the blocks in pinned rows to the GPU."""
+        if self.arrived:
+            arrived, self.arrived = self.arrived, []
+            self._copy([index for index, _ in arrived], [row for _, row in arrived])
+
+    def _copy(self, indices: Sequence[int], rows: list[int]) -> None:
+        control = self.loads.control
+        generations = list(map(control.cpu.table.generation.__getitem__, rows))
+        self.in_copy.update(indices)
+        copy = CopyJob(self, indices, rows, generations)
+        control.emit(CPU_TIER, JobKind.LOAD, self.transfers(indices, rows, generations), None, copy)
+
+
+class Loads:
+    """All loads in flight. Order among them is the plane's business; `arrived` are those with blocks to copy."""
+
+    def __init__(self, control: ControlState, promotions: Promotions) -> None:
+        self.control = control
+        self.promotions = promotions
+        self.arrived: list[LoadRequest] = []
+
+    def copy_arrived(self) -> None:
+        """Whatever waits for rows: blocks that have theirs go on to the GPU, for that is what frees rows."""
+        arrived, self.arrived = self.arrived, []
+        for load in arrived:
+            load.copy_arrived()
+
+
+class CopyJob(InFlight):
+    """Rows to GPU blocks for one load. It has no deadline: GPU blocks belong to it until the copy has ended."""
+
+    def __init__(self, request: LoadRequest, indices: Sequence[int], rows: list[int], generations: list[int]) -> None:
+        self.request = request
+        self.indices = indices
+        self.rows = rows
+        self.generations = generations
+
+    def finish(self, result: JobResult, now: float) -> None:
+        request, control = self.request, self.request.loads.control
+        outcomes = list(chain.from_iterable(result.outcomes))
+        request.in_copy.difference_update(self.indices)
+        request.bytes_moved += result.bytes_moved
+        control.cpu_counters.load_bytes += result.bytes_moved
+        if outcomes.count(LOADED) == len(self.indices) == len(outcomes) and request.epoch == control.epoch:
+            self._finish_whole()
+            return
+        refused: list[int] = []
+        for m, outcome in zip(request.order_of(self.indices), outcomes, strict=True):
+            index = self.indices[m]
+            control.cpu_counters.count(outcome)
+            if outcome.ok and request.epoch != control.epoch:
+                request.complete(index, CANCELLED)
+            elif outcome.ok:
+                control.cpu_counters.loaded += 1
+                request.complete(index, LOADED)
+            elif outcome.status is BlockStatus.CORRUPT:
+                refused.append(m)
+            else:
+                request.complete(index, outcome)
+        control.cpu.unpin(self.rows)
+        for m in sorted(refused, reverse=True):
+            request.loads.promotions.demotions.mark_clean(self.rows[m])
+            control.cpu.discard(self.rows[m], self.generations[m])
+            if request.stopping is None:
+                request.todo.appendleft(self.indices[m])
+            else:
+                request.complete(self.indices[m], CORRUPT)
+
+    def _finish_whole(self) -> None:
+        """The usual case in a few batch calls: every block was copied."""
+        control = self.request.loads.control
+        self.request.complete_all(self.indices, LOADED)
+        control.cpu_counters.loaded += len(self.indices)
+        control.cpu.unpin(self.rows)
+
+    def late(self, now: float) -> None:
+        """Not reached: these jobs carry no deadline."""
+        raise AssertionError("a copy to the GPU has no deadline")
+
+    def ended(self, now: float) -> None:
+        """Not reached: these jobs carry no deadline."""
+        raise AssertionError("a copy to the GPU has no deadline")
+
+
+def disowned(result: JobResult) -> JobResult:
+    """A result that a reset overtook: what was loaded before it must not be taken for valid."""
+    outcomes = tuple(
+        tuple(CANCELLED if outcome is LOADED else outcome for outcome in group) for group in result.outcomes
+    )
+    return replace(result, outcomes=outcomes)

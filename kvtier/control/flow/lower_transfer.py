@@ -1,0 +1,169 @@
+"""One job of a lower tier, as the control plane keeps it until its I/O has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import TypeVar
+
+from kvtier.control.state import REFUSED, InFlight, LowerTier
+from kvtier.control.tiers.breaker import Breaker, BreakerState
+from kvtier.types.jobs import BlockOutcome, BlockStatus, DropReason, JobKind, JobResult, RegionFormat, RowGroup
+from kvtier.types.keys import GroupIndex, OffloadKey, key_group
+
+T = TypeVar("T")
+
+
+class LowerTransfer(InFlight):
+    """Blocks between rows and a lower tier, in the order in which they age; the tier's job has them group by group.
+
+    It holds its rows from `begin` to its end. `slots` are those of an owned tier and all lie in `root`; a load pins
+    them, a store fills them. For a shared tier `slots` and `generations` are empty.
+    """
+
+    def __init__(
+        self, lower: LowerTier, kind: JobKind, keys: Sequence[OffloadKey], rows: Sequence[int], slots: Sequence[int]
+    ) -> None:
+        self.lower = lower
+        self.kind = kind
+        self.keys = keys
+        self.rows = rows
+        self.slots = slots
+        self.root = lower.roots.of(slots[0]) if slots else 0
+        self.generations: Sequence[int] = ()
+        self.formats: tuple[RegionFormat, ...] = ()
+        if lower.owned is not None:
+            self.generations = _pick(lower.owned.table.generation, slots)
+            if kind is JobKind.STORE:
+                self.formats = lower.owned.placement.formats_for(slots)
+        self._by_group: dict[GroupIndex, list[int]] = {}
+        for at, key in enumerate(keys):
+            self._by_group.setdefault(key_group(key), []).append(at)
+
+    @property
+    def groups(self) -> tuple[RowGroup, ...]:
+        """The groups of the tier's job."""
+        result = []
+        for group, at in self._by_group.items():
+            places = [_pick(numbers, at) if numbers else () for numbers in (self.slots, self.generations)]
+            result.append(RowGroup(group, tuple(_pick(self.keys, at)), _pick(self.rows, at), *places))
+        return tuple(result)
+
+    @property
+    def _breaker(self) -> Breaker:
+        return self.lower.store_breaker if self.kind is JobKind.STORE else self.lower.load_breaker
+
+    def begin(self) -> None:
+        """The tier's job is about to be sent."""
+        lower = self.lower
+        self._breaker.sent()
+        if self.kind is JobKind.STORE:
+            lower.room_breaker.sent()
+        else:
+            lower.index.pin(self.slots)
+        lower.rows_in_flight += len(self.keys)
+        lower.roots.begin(self.root, len(self.keys))
+
+    def release(self) -> None:
+        """The transfer no longer holds its rows."""
+        self.lower.rows_in_flight -= len(self.keys)
+        self.lower.roots.end(self.root, len(self.keys))
+
+    def outcomes_of(self, result: JobResult) -> list[BlockOutcome]:
+        """What became of each block, in the order of `keys`."""
+        outcomes = list(chain.from_iterable(result.outcomes))
+        if len(self._by_group) == 1:
+            return outcomes
+        by_place = dict(zip(chain.from_iterable(self._by_group.values()), outcomes, strict=True))
+        return _pick(by_place, range(len(self.keys)))
+
+    def finish_load(self, outcomes: Sequence[BlockOutcome], bytes_moved: int, now: float, current: bool = True) -> None:
+        """A load ended in time. Entries that were refused or could not be read are dropped.
+
+        Not `current`: a reset came after the job was sent, so a shared tier's hints are left alone.
+        """
+        lower = self.lower
+        lower.counters.load_bytes += bytes_moved
+        for i, outcome in enumerate(outcomes):
+            if outcome.ok:
+                lower.counters.loaded += 1
+                continue
+            lower.counters.count(outcome)
+            if outcome.status in REFUSED:
+                if lower.owned is not None:
+                    lower.owned.discard(self.slots[i], self.generations[i])
+                elif current and outcome.status is not BlockStatus.FAILED:
+                    lower.index.learn(self.keys[i], False, now)
+        self._judge(outcomes, now)
+        lower.index.unpin(self.slots)
+
+    def finish_store(
+        self, outcomes: Sequence[BlockOutcome], bytes_moved: int, now: float, current: bool = True
+    ) -> list[tuple[int, int]]:
+        """A store ended in time. `current` is as in `finish_load`. The caller counts blocks that were not stored.
+
+        Returns (slot, generation) of what was stored in an owned tier.
+        """
+        lower = self.lower
+        good = [i for i, outcome in enumerate(outcomes) if outcome.ok]
+        lower.counters.stored += len(good)
+        lower.counters.store_bytes += bytes_moved
+        self._judge(outcomes, now)
+        if lower.owned is None:
+            for i in good if current else ():
+                lower.index.learn(self.keys[i], True, now)
+            return []
+        stored = _pick(self.slots, good)
+        lower.owned.commit(stored)
+        if len(good) < len(outcomes):
+            lower.owned.abort([slot for slot, outcome in zip(self.slots, outcomes, strict=True) if not outcome.ok])
+        if stored and self.formats:
+            lower.owned.placement.complete_formats(self.formats)
+        return list(zip(stored, _pick(self.generations, good), strict=True))
+
+    def _judge(self, outcomes: Sequence[BlockOutcome], now: float) -> None:
+        """Record a job's end in a breaker: errors, and lateness before it began, count against the tier.
+
+        A job that was cancelled as a whole says nothing, so a probe that was cancelled has failed.
+        """
+        breaker = self._breaker
+        statuses = {outcome.status for outcome in outcomes}
+        if not statuses.isdisjoint((BlockStatus.FAILED, BlockStatus.LATE)):
+            breaker.failed(now)
+        elif statuses != {BlockStatus.CANCELLED}:
+            breaker.succeeded()
+        elif breaker.state is BreakerState.HALF_OPEN:
+            breaker.failed(now)
+
+    def judge_room(self, outcomes: Sequence[BlockOutcome], refused: bool, now: float) -> None:
+        """Record the end of a store in the breaker of the room on disk. `refused`: not even old places have room."""
+        full = any(outcome.reason is DropReason.DISK_FULL for outcome in outcomes)
+        if not full or any(outcome.ok for outcome in outcomes):
+            self.lower.room_breaker.succeeded()
+        elif refused:
+            self.lower.room_breaker.failed(now)
+
+    def begin_late(self, now: float) -> None:
+        """The job is late: a store's slots are quarantined until `end_late`.
+
+        That counts against the tier unless another of its roots is not silent.
+        """
+        lower, count = self.lower, len(self.keys)
+        lower.counters.late += count
+        lower.rows_late += count
+        lower.roots.begin_late(self.root, count)
+        if not lower.roots.speaks:
+            self._breaker.failed(now)
+        if self.kind is JobKind.STORE:
+            lower.room_breaker.succeeded()  # a late store says nothing of room
+            lower.index.quarantine(self.slots)
+
+    def end_late(self) -> None:
+        """The I/O of a late job has ended."""
+        self.lower.rows_late -= len(self.keys)
+        self.lower.roots.end_late(self.root, len(self.keys))
+        self.lower.index.unpin(self.slots)
+
+
+def _pick(values: Sequence[T] | dict[int, T], at: Sequence[int]) -> list[T]:
+    return list(map(values.__getitem__, at))

@@ -1,0 +1,150 @@
+"""Promotions: blocks of lower tiers read into CPU rows, each key once however many wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtier.control.flow.demotions import JOB_BLOCKS, Demotions
+from kvtier.control.flow.lower_transfer import LowerTransfer
+from kvtier.control.state import ControlState, FillWaiter, LowerTier
+from kvtier.control.tiers.breaker import BreakerState
+from kvtier.control.tiers.slot_table import READY
+from kvtier.types.jobs import JobKind, JobResult
+from kvtier.types.keys import OffloadKey
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """A request wants this key in a row. The lower tier has it."""
+
+    key: OffloadKey
+    lower: LowerTier
+    waiter: FillWaiter
+    index: int
+
+
+class Rooms:
+    """How many blocks each lower tier may be asked for now, and each of its roots where it has several.
+
+    `waits`: some block found no room in its root although its tier has some.
+    """
+
+    def __init__(self, tiers: list[int], roots: list[list[int] | None]) -> None:
+        self._tiers = tiers
+        self._roots = roots
+        self.waits = False
+
+    def __bool__(self) -> bool:
+        """True if more can be asked for, as far as the tiers go."""
+        return not self.waits and any(self._tiers)
+
+    def take(self, lower: LowerTier, key: OffloadKey) -> bool:
+        """Use up the room of one block that this tier holds. False if there is none."""
+        position = lower.position - 1
+        if self._tiers[position] <= 0:
+            return False
+        rooms = self._roots[position]
+        if rooms is not None:
+            root = lower.roots.of(*lower.index.slots((key,)))
+            if rooms[root] <= 0:
+                self.waits = True
+                return False
+            rooms[root] -= 1
+        self._tiers[position] -= 1
+        return True
+
+
+class Promotions:
+    """Starts promotions in batches and ends them block by block: partial success is kept."""
+
+    def __init__(self, control: ControlState, demotions: Demotions) -> None:
+        self.control = control
+        self.demotions = demotions
+
+    def source(self, key: OffloadKey, tried: int, now: float) -> LowerTier | None:
+        """The highest lower tier that may be asked for this key and was not tried (`tried` is a mask of bits)."""
+        for lower in self.control.lowers:
+            if not tried & lower.bit and lower.holds_key(key, now) and lower.may_load(now):
+                return lower
+        return None
+
+    def rooms(self, now: float) -> Rooms:
+        """How many blocks each lower tier may be asked for now; one job's worth from a tier that is being probed."""
+        rooms = []
+        for lower in self.control.lowers:
+            probing = lower.load_breaker.allows(now) and lower.load_breaker.state is BreakerState.HALF_OPEN
+            room = lower.rows_max - lower.rows_in_flight
+            rooms.append(min(room, JOB_BLOCKS, lower.setup.inflight_blocks) if probing else room)
+        return Rooms(rooms, [lower.roots.rooms() if lower.roots.several else None for lower in self.control.lowers])
+
+    def start(self, wants: Sequence[Want], now: float) -> int:
+        """Reserve rows for the front of `wants` (distinct keys, none in the CPU tier) and emit the jobs.
+
+        The wants are within `rooms`. Returns how many were started; the rest found no row.
+        """
+        rows = self.control.cpu.reserve([want.key for want in wants])
+        by_tier: dict[int, list[int]] = {}
+        for i in range(len(rows)):
+            by_tier.setdefault(wants[i].lower.position, []).append(i)
+            self.control.wait_for_fill(rows[i], wants[i].waiter, wants[i].index)
+        for position, members in by_tier.items():
+            lower = self.control.lowers[position - 1]
+            size = min(JOB_BLOCKS, lower.setup.inflight_blocks)
+            for part in self._by_root(lower, wants, members):
+                for start in range(0, len(part), size):
+                    some = part[start : start + size]
+                    self._send(lower, [wants[i] for i in some], [rows[i] for i in some], now)
+        return len(rows)
+
+    @staticmethod
+    def _by_root(lower: LowerTier, wants: Sequence[Want], members: list[int]) -> list[list[int]]:
+        if not lower.roots.several:
+            return [members]
+        parts = lower.roots.split(lower.index.slots([wants[i].key for i in members]))
+        return [[members[i] for i in part] for part in parts]
+
+    def _send(self, lower: LowerTier, wants: Sequence[Want], rows: Sequence[int], now: float) -> None:
+        keys = [want.key for want in wants]
+        job = PromotionJob(self, lower, keys, rows, lower.index.slots(keys))
+        job.begin()
+        self.control.emit(lower.position, JobKind.LOAD, job.groups, now + lower.setup.timeout_seconds, job)
+
+
+class PromotionJob(LowerTransfer):
+    """One load from a lower tier: filling rows, pinned slots."""
+
+    def __init__(
+        self, promotions: Promotions, lower: LowerTier, keys: list[OffloadKey], rows: Sequence[int], slots: list[int]
+    ) -> None:
+        super().__init__(lower, JobKind.LOAD, keys, rows, slots)
+        self.promotions = promotions
+        self.control = promotions.control
+        self.epoch = promotions.control.epoch
+
+    def finish(self, result: JobResult, now: float) -> None:
+        outcomes = self.outcomes_of(result)
+        self.release()
+        self.finish_load(outcomes, result.bytes_moved, now, self.epoch == self.control.epoch)
+        good = [row for row, outcome in zip(self.rows, outcomes, strict=True) if outcome.ok]
+        self.control.cpu.commit(good[::-1])
+        state = self.control.cpu.table.state
+        ready = [row for row in good if state[row] == READY]
+        self.promotions.demotions.row_ready(ready[::-1], self.lower.position, now)
+        self.control.fill_ended(ready, True, self.lower.position, now)
+        if len(good) < len(outcomes):
+            self.control.cpu.abort([row for row, outcome in zip(self.rows, outcomes, strict=True) if not outcome.ok])
+        if len(ready) < len(outcomes):
+            failed = set(self.rows).difference(ready)
+            self.control.fill_ended([row for row in self.rows if row in failed], False, self.lower.position, now)
+
+    def late(self, now: float) -> None:
+        """What waited goes on without; the entry stays, the rows wait for their I/O."""
+        self.begin_late(now)
+        self.control.cpu.quarantine(self.rows)
+        self.control.fill_ended(self.rows, False, self.lower.position, now)
+
+    def ended(self, now: float) -> None:
+        self.end_late()
+        self.release()
+        self.control.cpu.unpin(self.rows)

@@ -1,0 +1,99 @@
+"""What loads and reservations have in common: they bring keys into rows, from the tiers that have them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import deque
+
+from kvtier.control.flow.promotions import Promotions, Rooms, Want
+from kvtier.control.state import FillWaiter
+from kvtier.control.tiers.slot_table import READY
+from kvtier.types.keys import OffloadKey
+
+
+class RowRequest(FillWaiter):
+    """A request that wants keys in rows. `todo` are the indices of the keys that are not there nor on their way.
+
+    `age` orders the requests. `tried` has for some keys a mask of the lower tiers that could not load them.
+    `short_since` is when the request last found too few rows.
+    """
+
+    keys: list[OffloadKey]
+    todo: deque[int]
+
+    def __init__(self, promotions: Promotions, age: int = 0) -> None:
+        self.promotions = promotions
+        self.age = age
+        self.tried: dict[int, int] = {}
+        self.walked = False
+        self.short_since: float | None = None
+
+    @abstractmethod
+    def advance(self, now: float) -> int:
+        """Bring keys into rows, as far as there are rows. Returns how many rows it could use at once and did not get.
+
+        That is 0 also when what is left waits for nothing but lower tiers or transfers of its own.
+        """
+
+    @abstractmethod
+    def _hold(self, ready: dict[int, int]) -> None:
+        """These keys, by index, are in these ready rows: pin them."""
+
+    @abstractmethod
+    def _wait(self, index: int) -> None:
+        """The row of this key is being filled; `filled` is called when that has ended."""
+
+    @abstractmethod
+    def _miss(self, index: int) -> None:
+        """No tier has this key."""
+
+    def _load_failed(self, index: int, position: int) -> None:
+        """The tier at `position` could not load this key: it is not tried again for it."""
+        self.tried[index] = self.tried.get(index, 0) | self.promotions.control.lowers[position - 1].bit
+
+    def promote(self, room: int, rooms: Rooms | None, now: float) -> int:
+        """Hold the keys that are in rows, wait for those on their way, promote up to `room` others; returns how many.
+
+        `rooms` says how many each lower tier may be asked for, and is used up. Without it, only rows are looked at.
+        """
+        wants = self._collect(room, rooms, now)
+        started = self.promotions.start(wants, now) if wants else 0
+        for want in wants[:started]:
+            self._wait(want.index)
+        self.todo.extendleft(want.index for want in reversed(wants[started:]))
+        return started
+
+    def _collect(self, room: int, rooms: Rooms | None, now: float) -> list[Want]:
+        """The keys to promote.
+
+        The first walk goes over all keys, so that what is in rows already is pinned before anything is evicted for
+        the rest. Later walks stop at the first key without room, so that waiting costs O(1).
+        """
+        table, directory = self.promotions.control.cpu.table, self.promotions.control.cpu.directory
+        ready: dict[int, int] = {}
+        wants: dict[OffloadKey, Want] = {}
+        skipped: list[int] = []
+        while self.todo and not (self.walked and skipped):
+            index = self.todo.popleft()
+            key = self.keys[index]
+            row = directory.get(key)
+            if row is None and rooms is not None and key not in wants:
+                lower = self.promotions.source(key, self.tried.get(index, 0), now)
+                if lower is None:
+                    self._miss(index)
+                elif len(wants) < room and rooms.take(lower, key):
+                    wants[key] = Want(key, lower, self, index)
+                else:
+                    skipped.append(index)
+            elif row is None:
+                skipped.append(index)
+            elif table.state[row] == READY:
+                room -= not table.pins[row]
+                ready[index] = row
+            else:
+                self.promotions.control.wait_for_fill(row, self, index)
+                self._wait(index)
+        self._hold(ready)
+        self.walked = True
+        self.todo.extendleft(reversed(skipped))
+        return list(wants.values())

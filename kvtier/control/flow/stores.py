@@ -1,0 +1,188 @@
+"""Stores of an engine: GPU blocks into fresh CPU rows, nothing twice, a row for each block or a reason."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+
+from kvtier.control.flow.demotions import Demotions
+from kvtier.control.flow.engine_job import StackRequest
+from kvtier.control.state import CPU_TIER, ControlState, FillWaiter, InFlight
+from kvtier.control.tiers.slot_table import READY
+from kvtier.types.jobs import LATE, PRESENT, STORED, BlockOutcome, DropReason, JobKind, JobResult, TransferJob, dropped
+from kvtier.types.keys import OffloadKey
+
+
+class Stores:
+    """All stores in flight. A key that is filling is not stored again: a second store of it waits for that fill."""
+
+    def __init__(self, control: ControlState, demotions: Demotions, factor: int) -> None:
+        self.control = control
+        self.demotions = demotions
+        self.factor = factor
+
+
+class StoreRequest(StackRequest, FillWaiter):
+    """One store: which blocks wait for a row, are being copied, or wait for another store of the same key."""
+
+    def __init__(self, stores: Stores, job: TransferJob, now: float) -> None:
+        super().__init__(job, now)
+        self.stores = stores
+        partial = False
+        for start, group in zip(self.starts, self.groups, strict=True):
+            if group.runs.all_whole(len(group.keys), stores.factor):
+                continue
+            for position in np.flatnonzero(~group.runs.covers_whole(len(group.keys), stores.factor)).tolist():
+                self.complete(start + position, dropped(DropReason.PARTIAL))
+                stores.control.cpu_counters.drop(DropReason.PARTIAL)
+                partial = True
+        if partial:
+            self.todo = deque(i for i in self.todo if self.outcomes[i] is None)
+
+    def filled(self, index: int, row: int | None, position: int, now: float) -> None:
+        """Another fill of the same key ended: with success the block is present, else it is still to be stored."""
+        if self.outcomes[index] is not None:
+            return
+        if row is not None:
+            self.complete(index, PRESENT)
+        else:
+            self.todo.append(index)
+
+    def stop(self, outcome: BlockOutcome) -> None:
+        """No new copies; copies in flight end first."""
+        self.stopping = outcome
+        self.todo.clear()
+        for index in self.all:
+            if index not in self.in_copy and self.outcomes[index] is None:
+                self.complete(index, outcome)
+                self.stores.control.cpu_counters.count(outcome)
+
+    def advance(self, now: float) -> bool:
+        """Start copies for the blocks that get rows; False when blocks are left without one.
+
+        Where rows are short the leaf goes first and the root last: so no parent ages before its child, in any tier,
+        and what is left in a CPU tier too small for all of it is the front of the prefix.
+        """
+        control = self.stores.control
+        directory, state = control.cpu.directory, control.cpu.table.state
+        room = control.cpu.available
+        if room and self._advance_all_new(room):
+            return not self.todo
+        fresh: dict[OffloadKey, int] = {}
+        again: list[int] = []
+        while self.todo:
+            index = self.todo.pop()
+            key = self.keys[index]
+            row = directory.get(key)
+            if row is not None and state[row] == READY:
+                self.complete(index, PRESENT)
+            elif row is not None:
+                control.wait_for_fill(row, self, index)
+            elif key in fresh:
+                again.append(index)
+            elif len(fresh) < room:
+                fresh[key] = index
+            else:
+                self.todo.append(index)
+                break
+        if fresh:
+            self._copy(list(fresh.values())[::-1], list(fresh)[::-1])
+        for index in again:
+            control.wait_for_fill(directory[self.keys[index]], self, index)
+        return not self.todo
+
+    def _advance_all_new(self, room: int) -> bool:
+        """The usual case in a few batch calls: no key of the rest is known. False when there is more to look at."""
+        directory = self.stores.control.cpu.directory
+        indices: Sequence[int] = self.all if len(self.todo) == len(self.all) else list(self.todo)
+        keys = list(map(self.keys.__getitem__, indices))
+        if len(set(keys)) < len(keys) or not directory.keys().isdisjoint(keys):
+            return False
+        self.todo = deque(indices[:-room])
+        self._copy(indices[-room:], keys[-room:])
+        return True
+
+    def _copy(self, indices: Sequence[int], keys: list[OffloadKey]) -> None:
+        """Copy blocks, given in prefix order, into rows of which there are enough."""
+        control = self.stores.control
+        rows = control.cpu.reserve(keys)
+        generations = list(map(control.cpu.table.generation.__getitem__, rows))
+        self.in_copy.update(indices)
+        transfers = self.transfers(indices, rows, generations)
+        control.emit(CPU_TIER, JobKind.STORE, transfers, self.job.deadline, FillJob(self, indices, rows))
+
+
+class FillJob(InFlight):
+    """GPU blocks to filling rows for one store."""
+
+    def __init__(self, request: StoreRequest, indices: Sequence[int], rows: list[int]) -> None:
+        self.request = request
+        self.indices = indices
+        self.rows = rows
+        self.epoch = request.stores.control.epoch
+
+    def finish(self, result: JobResult, now: float) -> None:
+        request, control = self.request, self.request.stores.control
+        outcomes = list(chain.from_iterable(result.outcomes))
+        request.in_copy.difference_update(self.indices)
+        request.bytes_moved += result.bytes_moved
+        control.cpu_counters.store_bytes += result.bytes_moved
+        if outcomes.count(STORED) == len(outcomes) == len(self.rows) and self.epoch == control.epoch:
+            self._finish_whole(now)
+            return
+        in_order = list(outcomes)
+        for m, outcome in zip(request.order_of(self.indices), outcomes, strict=True):
+            in_order[m] = outcome
+        bad = [m for m, outcome in enumerate(in_order) if outcome is not STORED and not outcome.ok]
+        failed_rows = set()
+        for m in bad:
+            control.cpu_counters.count(in_order[m])
+            failed_rows.add(self.rows[m])
+        leaf_to_root = [row for row in reversed(self.rows) if row not in failed_rows] if bad else self.rows[::-1]
+        state = control.cpu.table.state
+        control.cpu.commit(leaf_to_root)
+        ready = [row for row in leaf_to_root if state[row] == READY]
+        reset = len(ready) < len(leaf_to_root)
+        control.cpu_counters.stored += len(ready)
+        if not bad and not reset:
+            request.complete_all(self.indices, STORED)
+        for m, index in enumerate(self.indices):
+            if request.outcomes[index] is not None:
+                continue
+            outcome = in_order[m]
+            if outcome.ok:
+                outcome = dropped(DropReason.RESET) if reset and state[self.rows[m]] != READY else STORED
+            request.complete(index, outcome)
+        self.request.stores.demotions.row_ready(ready, CPU_TIER, now)
+        control.cpu.abort([self.rows[m] for m in bad])
+        if control.fills:
+            control.fill_ended([row for row in self.rows if state[row] == READY], True, CPU_TIER, now)
+            control.fill_ended([row for row in self.rows if state[row] != READY], False, CPU_TIER, now)
+
+    def _finish_whole(self, now: float) -> None:
+        """The usual case in a few batch calls: every block was stored, and no reset came in between."""
+        request, control = self.request, self.request.stores.control
+        rows = self.rows[::-1]
+        control.cpu.commit(rows)
+        control.cpu_counters.stored += len(rows)
+        request.complete_all(self.indices, STORED)
+        request.stores.demotions.row_ready(rows, CPU_TIER, now)
+        if control.fills:
+            control.fill_ended(self.rows, True, CPU_TIER, now)
+
+    def late(self, now: float) -> None:
+        """The copy goes on, but whatever it reads no longer matters: its rows are unreachable until it ends."""
+        request = self.request
+        control = request.stores.control
+        control.cpu_counters.late += len(self.rows)
+        control.cpu.quarantine(self.rows)
+        request.in_copy.difference_update(self.indices)
+        for index in self.indices:
+            request.complete(index, LATE)
+        control.fill_ended(self.rows, False, CPU_TIER, now)
+
+    def ended(self, now: float) -> None:
+        self.request.stores.control.cpu.unpin(self.rows)

@@ -1,0 +1,293 @@
+"""What the parts of the control plane share: the tiers, the jobs in flight, and who waits for which fill."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Literal, NamedTuple, TypeVar
+
+from kvtier.control.tiers.breaker import Breaker, BreakerState
+from kvtier.control.tiers.owned_tier import OwnedTier
+from kvtier.control.tiers.roots import Roots
+from kvtier.control.tiers.shared_tier import SharedTier
+from kvtier.control.tiers.tier_index import TierIndex
+from kvtier.errors import UsageError
+from kvtier.tier_api.contract import Opened
+from kvtier.types.jobs import (
+    BlockOutcome,
+    BlockStatus,
+    DropReason,
+    GPUGroup,
+    JobKind,
+    JobResult,
+    RegionFormat,
+    RowGroup,
+    TransferJob,
+)
+from kvtier.types.keys import JobId, Medium, OffloadKey
+
+REFUSED = (BlockStatus.CORRUPT, BlockStatus.FAILED, BlockStatus.MISSING)
+"""What a load says of an entry that is not to be tried again."""
+CPU_TIER = 0
+"""The CPU tier's position in a stack's list of tiers below the GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierSetup:
+    """What the control plane must know of one tier: its name and medium, what it offers, and its limits.
+
+    `inflight_blocks` bounds blocks of transfers in flight; `timeout_seconds` is the deadline of one transfer. Where
+    transfers are not `by_root`, each may reach several roots, and a late one counts against all of them.
+    """
+
+    name: str
+    medium: Medium
+    opened: Opened
+    policy: str = "lru"
+    write_policy: Literal["write_through", "on_evict"] = "write_through"
+    inflight_blocks: int = 1024
+    timeout_seconds: float = 30.0
+    hint_seconds: float = 30.0
+    lookup_timeout_seconds: float = 1.0
+    by_root: bool = True
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """Counts by outcome since the stack opened; bytes are payload."""
+
+    hits: int = 0
+    loaded: int = 0
+    load_bytes: int = 0
+    stored: int = 0
+    store_bytes: int = 0
+    failed: int = 0
+    corrupt: int = 0
+    missing: int = 0
+    late: int = 0
+    dropped: dict[DropReason, int] = field(default_factory=dict)
+
+    def drop(self, reason: DropReason, count: int = 1) -> None:
+        """Count blocks that were not stored."""
+        self.dropped[reason] = self.dropped.get(reason, 0) + count
+
+    def count(self, outcome: BlockOutcome) -> None:
+        """Count one block's outcome by reason, unless it succeeded or was cancelled."""
+        match outcome.status:
+            case BlockStatus.FAILED:
+                self.failed += 1
+            case BlockStatus.CORRUPT:
+                self.corrupt += 1
+            case BlockStatus.MISSING:
+                self.missing += 1
+            case BlockStatus.LATE:
+                self.late += 1
+            case BlockStatus.DROPPED:
+                self.drop(outcome.reason or DropReason.BACKLOG)
+            case _:
+                pass
+
+
+class LowerTier:
+    """A tier below the CPU: its index, limits, health and counts.
+
+    `owned` is the index of an owned tier, for what only slots have: reservation, eviction, room on disk.
+    Its transfers hold at most `rows_max` CPU rows at once (`rows_in_flight`), those whose job is late and has
+    not really ended included (`rows_late`). So a frozen tier never takes more of the CPU tier than that.
+    `room_breaker` opens when even the places of evicted blocks are refused because the disk is full.
+    """
+
+    def __init__(self, position: int, plan: TierSetup, rows_max: int) -> None:
+        self.position = position
+        self.bit = 1 << (position - 1)
+        self.setup = plan
+        self.name = plan.name
+        self.on_evict = plan.write_policy == "on_evict"
+        self.rows_max = rows_max
+        self.rows_in_flight = 0
+        self.rows_late = 0
+        self.roots = Roots(plan.opened.space if plan.by_root else None, rows_max)
+        self.owned: OwnedTier | None = None
+        if plan.opened.space is not None:
+            self.owned = OwnedTier(plan.name, plan.opened.space, plan.policy)
+            self.owned.restore(plan.opened.recovered)
+        self.index: TierIndex = self.owned or SharedTier(
+            plan.name, plan.hint_seconds, plan.lookup_timeout_seconds, max_hints=1 << 20
+        )
+        self.load_breaker = Breaker()
+        self.store_breaker = Breaker()
+        self.room_breaker = Breaker(threshold=1)
+        self.counters = TierCounters()
+
+    @property
+    def stuck(self) -> bool:
+        """True while late transfers hold all the rows this tier may hold: until one ends it counts as down."""
+        return self.rows_late >= self.rows_max
+
+    def may_load(self, now: float) -> bool:
+        """True if the tier may be asked for blocks, as far as its health goes."""
+        if self.rows_late >= self.rows_max:
+            return False
+        return self.load_breaker.state is BreakerState.CLOSED or self.load_breaker.allows(now)
+
+    def may_store(self, now: float) -> bool:
+        """True if the tier may be sent blocks, as far as its health and the room on its disk go."""
+        if self.rows_late >= self.rows_max:
+            return False
+        if self.store_breaker.state is BreakerState.CLOSED is self.room_breaker.state:
+            return True
+        healthy, roomy = self.store_breaker.allows(now), self.room_breaker.allows(now)
+        return healthy and roomy
+
+    @property
+    def refusal(self) -> DropReason | None:
+        """Why stores are given up at once; None if they may go, or wait for one that tries the tier out."""
+        if self.rows_late >= self.rows_max or self.store_breaker.state is BreakerState.OPEN:
+            return DropReason.TIER_DOWN
+        return DropReason.DISK_FULL if self.room_breaker.state is BreakerState.OPEN else None
+
+    @property
+    def disk_full(self) -> bool:
+        """True while some disk of the tier has no room for more regions or slots."""
+        return self.owned is not None and self.owned.placement.full.any
+
+    def holds_key(self, key: OffloadKey, now: float) -> bool:
+        """True if a load of this key from here may be tried."""
+        if self.index.presence(key, now) is False:
+            return False
+        return not (self.roots.any_silent and any(map(self.roots.silent, self.index.slots((key,)))))
+
+    @property
+    def no_slot_reason(self) -> DropReason:
+        """Why no slot is to be had in an owned tier."""
+        if self.disk_full:
+            return DropReason.DISK_FULL
+        one_size = self.owned is None or self.owned.placement.one_size
+        return DropReason.NO_SLOT if one_size else DropReason.NO_REGION
+
+
+class FillWaiter(ABC):
+    """Waits for filling rows."""
+
+    @abstractmethod
+    def filled(self, index: int, row: int | None, position: int, now: float) -> None:
+        """The fill for the block at `index` ended, once: in this row, or with None if it failed.
+
+        `position` is the lower tier that filled it, 0 for a store.
+        """
+
+
+class InFlight(ABC):
+    """A job handed to the data plane. Exactly one of: `finish`; or `late`, later followed by `ended`."""
+
+    @abstractmethod
+    def finish(self, result: JobResult, now: float) -> None:
+        """The job ended in time."""
+
+    @abstractmethod
+    def late(self, now: float) -> None:
+        """The job passed its deadline; its I/O goes on and its slots must not be reused."""
+
+    @abstractmethod
+    def ended(self, now: float) -> None:
+        """The I/O of a late job has really ended."""
+
+
+class Emission(NamedTuple):
+    """A job for the tier at `position` (0: CPU)."""
+
+    position: int
+    job: TransferJob
+
+
+OwnerT = TypeVar("OwnerT", bound=InFlight)
+
+
+class JobTable(Generic[OwnerT]):
+    """Jobs handed to the data plane, and the owner of each until its I/O has ended."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.outbox: list[Emission] = []
+        self.running: dict[JobId, OwnerT] = {}
+        self.late_jobs: dict[JobId, OwnerT] = {}
+        self._next_job = 1
+
+    def emit(
+        self,
+        position: int,
+        kind: JobKind,
+        groups: tuple[GPUGroup | RowGroup, ...],
+        deadline: float | None,
+        owner: OwnerT,
+        formats: tuple[RegionFormat, ...] = (),
+    ) -> JobId:
+        """Hand a job to the data plane; `owner` is called when it ends."""
+        job = TransferJob(JobId(self._next_job), kind, groups, deadline, self.epoch, formats)
+        self._next_job += 1
+        self.running[job.job_id] = owner
+        self.outbox.append(Emission(position, job))
+        return job.job_id
+
+    def take_jobs(self) -> list[Emission]:
+        """The jobs to run, each once."""
+        jobs, self.outbox = self.outbox, []
+        return jobs
+
+    def finish(self, result: JobResult, now: float) -> OwnerT:
+        """A job ended in time; returns its owner."""
+        owner = self._pop(self.running, result.job_id)
+        owner.finish(result, now)
+        return owner
+
+    def late(self, job_id: JobId, now: float) -> OwnerT:
+        """A job passed its deadline; `ended` follows when its I/O has ended. Returns its owner."""
+        owner = self._pop(self.running, job_id)
+        self.late_jobs[job_id] = owner
+        owner.late(now)
+        return owner
+
+    def ended(self, job_id: JobId, now: float) -> None:
+        """The I/O of a late job has ended, however it ended."""
+        self._pop(self.late_jobs, job_id).ended(now)
+
+    @staticmethod
+    def _pop(jobs: dict[JobId, OwnerT], job_id: JobId) -> OwnerT:
+        try:
+            return jobs.pop(job_id)
+        except KeyError:
+            raise UsageError(f"job {job_id} is not in flight") from None
+
+
+class ControlState(JobTable[InFlight]):
+    """State shared by loads, stores, promotions, demotions and reservations. No logic of its own beyond bookkeeping."""
+
+    def __init__(self, cpu: TierSetup, lowers: Sequence[TierSetup]) -> None:
+        assert cpu.opened.space is not None
+        self.cpu_setup = cpu
+        self.cpu = OwnedTier(cpu.name, cpu.opened.space, cpu.policy)
+        self.cpu.placement.format_all()
+        rows_max = max(1, len(self.cpu.table) // 4)
+        self.lowers = [LowerTier(position, plan, rows_max) for position, plan in enumerate(lowers, start=1)]
+        self.cpu_counters = TierCounters()
+        super().__init__(max((plan.opened.epoch for plan in lowers), default=0))
+        self.finished: list[JobResult] = []
+        self.fills: dict[int, list[tuple[FillWaiter, int]]] = {}
+        self.shortage = 0
+        self.num_rows = len(self.cpu.table)
+        self.indexes: list[TierIndex] = [self.cpu, *(lower.index for lower in self.lowers)]
+        self.owned_tiers = [index for index in self.indexes if isinstance(index, OwnedTier)]
+
+    def counters(self, position: int) -> TierCounters:
+        return self.cpu_counters if position == CPU_TIER else self.lowers[position - 1].counters
+
+    def wait_for_fill(self, row: int, waiter: FillWaiter, index: int) -> None:
+        """Have `waiter.filled` called when the fill of this row ends."""
+        self.fills.setdefault(row, []).append((waiter, index))
+
+    def fill_ended(self, rows: Sequence[int], success: bool, position: int, now: float) -> None:
+        """Call all waiters of these rows. Rows that succeeded are READY when this is called."""
+        for row in rows:
+            for waiter, index in self.fills.pop(row, ()):
+                waiter.filled(index, row if success else None, position, now)

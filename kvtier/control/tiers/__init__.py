@@ -1,0 +1,1 @@
+"""What the control plane knows of each tier: slots, placement, hints, health."""

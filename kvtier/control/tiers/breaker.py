@@ -1,0 +1,51 @@
+"""A circuit breaker without a clock of its own: closed, open after repeated errors, half-open after a pause."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class BreakerState(StrEnum):
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+class Breaker:
+    """Opens after `threshold` failed jobs in a row; after `pause_seconds` lets one job through to probe."""
+
+    def __init__(self, threshold: int = 5, pause_seconds: float = 5.0) -> None:
+        self.threshold = threshold
+        self.pause_seconds = pause_seconds
+        self.state = BreakerState.CLOSED
+        self.opened = 0
+        self._failures = 0
+        self._retry_at = 0.0
+        self._probing = False
+
+    def allows(self, now: float) -> bool:
+        """True if a job may be sent. In the half-open state that is one job, until its outcome is recorded."""
+        if self.state is BreakerState.OPEN and now >= self._retry_at:
+            self.state = BreakerState.HALF_OPEN
+            self._probing = False
+        return self.state is BreakerState.CLOSED or (self.state is BreakerState.HALF_OPEN and not self._probing)
+
+    def sent(self) -> None:
+        """A job was sent; in the half-open state it is the probe."""
+        self._probing = self.state is BreakerState.HALF_OPEN
+
+    def succeeded(self) -> None:
+        """A job did what it should: close."""
+        self._failures = 0
+        self._probing = False
+        self.state = BreakerState.CLOSED
+
+    def failed(self, now: float) -> None:
+        """A job erred or was late."""
+        self._failures += 1
+        if self.state is BreakerState.HALF_OPEN or self._failures >= self.threshold:
+            if self.state is not BreakerState.OPEN:
+                self.opened += 1
+            self.state = BreakerState.OPEN
+            self._retry_at = now + self.pause_seconds
+            self._probing = False

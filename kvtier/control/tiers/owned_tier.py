@@ -1,0 +1,357 @@
+"""One owned tier: which keys are where, which slots are free, filling, ready or quarantined, and who goes first."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from kvtier.control.policies import make_policy
+from kvtier.control.tiers.placement import Placement
+from kvtier.control.tiers.slot_table import FILLING, FREE, QUARANTINED, READY, RETIRED, SlotTable
+from kvtier.control.tiers.tier_index import TierIndex
+from kvtier.errors import IntegrityError
+from kvtier.tier_api.contract import Recovered, SlotSpace
+from kvtier.types.keys import OffloadKey, key_group
+
+ERRORS_TO_RETIRE = 2
+
+
+class OwnedTier(TierIndex):
+    """Directory, slots and eviction of a tier whose placement belongs to the control plane."""
+
+    def __init__(self, name: str, space: SlotSpace, policy: str) -> None:
+        super().__init__(name)
+        self.space = space
+        self.table = SlotTable(space.num_slot_ids)
+        self.pin = self.table.pin  # type: ignore[method-assign]  # pins are many: no call between
+        self.placement = Placement(space, self.table)
+        self.policy = make_policy(policy, space.num_slot_ids, self.table.keys)
+        self.directory: dict[OffloadKey, int] = {}
+        self.evictions = 0
+        self.peak_bytes = 0
+        self._errors: dict[int, int] = {}
+
+    # -- opening -------------------------------------------------------------------------------------------------
+
+    def restore(self, recovered: Recovered) -> None:
+        """Take over what the backend found in itself; the newest generation becomes the most recent."""
+        self.placement.restore(recovered.formats)
+        self.placement.set_aside(recovered.foreign)
+        table = self.table
+        slots = recovered.slots.tolist()
+        if not slots:
+            return
+        keys = recovered.keys
+        by_size: dict[int, list[int]] = {}
+        for key, slot in zip(keys, slots, strict=True):
+            size = self._size_of(key)
+            if self.placement.region_size[self.placement.region_of(slot)] != size or key in self.directory:
+                raise IntegrityError(f"{self.name}: recovered slot {slot} does not fit its region, or its key twice")
+            self.directory[key] = slot
+            by_size.setdefault(size, []).append(slot)
+        for size, taken in by_size.items():
+            self.placement.occupy(size, taken)
+        table.begin_fill(slots, keys)
+        table.set_generations(slots, recovered.generations.tolist())
+        self.commit(slots)
+        self._note_peak()
+
+    def _size_of(self, key: OffloadKey) -> int:
+        return self.placement.size_of_group[key_group(key)]
+
+    # -- filling -------------------------------------------------------------------------------------------------
+
+    def reserve(self, keys: Sequence[OffloadKey], limits: list[int] | None = None) -> list[int]:
+        """FILLING slots for the front of `keys`, as many as can be had; none of the keys may be in the directory.
+
+        Evicts what the policy offers, all that this needs or nothing. With several slot sizes a run of one size at a
+        time is served, so the result is always for a contiguous front. `limits`: at most so many slots of each root,
+        used up; then it evicts in those roots what it can.
+        """
+        if self.placement.one_size:
+            return self._reserve_run(0, keys, limits)
+        slots: list[int] = []
+        start = 0
+        while start < len(keys):
+            size = self._size_of(keys[start])
+            end = start + 1
+            while end < len(keys) and self._size_of(keys[end]) == size:
+                end += 1
+            got = self._reserve_run(size, keys[start:end], limits)
+            slots += got
+            if len(got) < end - start:
+                break
+            start = end
+        return slots
+
+    def _reserve_run(self, size: int, keys: Sequence[OffloadKey], limits: list[int] | None) -> list[int]:
+        room = self.placement.free_count[size] + self.table.evictable
+        if len(keys) > room and self.placement.one_size and not self.placement.has_unformatted:
+            keys = keys[:room]
+        if not keys:
+            return []
+        self.policy.admit(keys[::-1])
+        if limits is None:
+            missing = len(keys) - self.placement.free_count[size]
+            if missing > 0 and self.placement.one_size and self.placement.exhausted:
+                self.evict(missing)
+            slots = self.placement.take(size, len(keys))
+            if len(slots) < len(keys):
+                slots += self._make_room(size, len(keys) - len(slots))
+        else:
+            slots = self.placement.take_within(size, len(keys), limits)
+            if len(slots) < len(keys) and self._evict_of_size(size, len(keys) - len(slots), list(limits)):
+                slots += self.placement.take_within(size, len(keys) - len(slots), limits)
+        if len(slots) < len(keys):
+            keys = keys[: len(slots)]
+        self.table.begin_fill(slots, keys)
+        self.directory.update(zip(keys, slots, strict=True))
+        if not self.placement.one_size:
+            self.placement.used(slots)
+        self._note_peak()
+        return slots
+
+    def _make_room(self, size: int, count: int) -> list[int]:
+        placement = self.placement
+        if placement.one_size:
+            self.evict(min(count, self.table.evictable))
+            return placement.take(size, count)
+        slots: list[int] = []
+        while len(slots) < count:
+            region = placement.colder_region(size)
+            if region is not None:
+                self._evict_region(region)
+                placement.reformat(region, size)
+            elif not self._evict_of_size(size, count - len(slots)):
+                break
+            slots += placement.take(size, count - len(slots))
+        return slots
+
+    def evict(self, count: int) -> int:
+        """Evict `count` ready slots without a pin, or none; returns how many became free."""
+        victims = self.policy.evict(count, self.table.pins) if count else None
+        if not victims:
+            return 0
+        self._free_evicted(victims)
+        return len(victims)
+
+    def _evict_of_size(self, size: int, count: int, limits: list[int] | None = None) -> int:
+        """Evict the coldest slots of a size, at most `limits[r]` of root r."""
+        placement, pins = self.placement, self.table.pins
+        victims: list[int] = []
+        for slot in self.policy.coldest():
+            region = placement.region_of(slot)
+            if pins[slot] or placement.region_size[region] != size:
+                continue
+            if limits is not None:
+                root = placement.root_of_region[region]
+                if limits[root] <= 0:
+                    continue
+                limits[root] -= 1
+            victims.append(slot)
+            if len(victims) == count:
+                break
+        self.policy.forget(victims)
+        self._free_evicted(victims)
+        return len(victims)
+
+    def _evict_region(self, region: int) -> None:
+        state = self.table.state
+        victims = [slot for slot in self.placement.slots_of(region) if state[slot] == READY]
+        self.policy.forget(victims)
+        self._free_evicted(victims)
+
+    def _free_evicted(self, victims: Sequence[int]) -> None:
+        names, directory, state, removed = self.table.keys, self.directory, self.table.state, self._changed(True)
+        for slot in victims:
+            key = names[slot]
+            if key is None or state[slot] != READY:
+                raise IntegrityError(f"{self.name}: the policy evicted slot {slot}, which is not ready")
+            del directory[key]
+            removed.append(key)
+            names[slot] = None
+            state[slot] = FREE
+        count = len(victims)
+        self.table.counts[READY] -= count
+        self.table.counts[FREE] += count
+        self.table.evictable -= count
+        self.evictions += count
+        self.placement.give_back(victims)
+
+    def commit(self, slots: Sequence[int]) -> None:
+        """FILLING -> READY; ends the fill's hold. The last slot becomes the most recent. Slots quarantined meanwhile
+        (by a reset) are freed instead."""
+        state, pins, names, added = self.table.state, self.table.pins, self.table.keys, self._changed(False)
+        late = [slot for slot in slots if state[slot] != FILLING]
+        if late:
+            self.unpin(late)
+            slots = [slot for slot in slots if state[slot] == FILLING]
+        free_now = 0
+        for slot in slots:
+            state[slot] = READY
+            left = pins[slot] - 1
+            pins[slot] = left
+            free_now += not left
+            added.append(names[slot])  # type: ignore[arg-type]  # a filling slot always has its key
+        self.table.evictable += free_now
+        self.table.counts[FILLING] -= len(slots)
+        self.table.counts[READY] += len(slots)
+        self.policy.insert(slots)
+        if not self.placement.one_size:
+            self.placement.used(slots)
+
+    def abort(self, slots: Sequence[int]) -> None:
+        """A fill ended without success: the slots become free, or stay quarantined while they have other pins."""
+        self.quarantine(slots)
+        self.unpin(slots)
+
+    def quarantine(self, slots: Sequence[int]) -> None:
+        """The fill is late or abandoned: unreachable at once, free only when its I/O has ended (`unpin`)."""
+        names, state = self.table.keys, self.table.state
+        for slot in slots:
+            if state[slot] == FILLING:
+                key = names[slot]
+                if key is not None and self.directory.get(key) == slot:
+                    del self.directory[key]
+                names[slot] = None
+                self.table.move((slot,), FILLING, QUARANTINED)
+
+    # -- using ---------------------------------------------------------------------------------------------------
+
+    def unpin(self, slots: Sequence[int]) -> None:
+        """Remove one pin from each (`pin` adds one); quarantined slots without a pin become free."""
+        for slot in self.table.unpin(slots):
+            self._end_quarantine(slot)
+
+    def _end_quarantine(self, slot: int) -> None:
+        if self._errors.get(slot, 0) >= ERRORS_TO_RETIRE:
+            self.table.move((slot,), QUARANTINED, RETIRED)
+        else:
+            self.table.move((slot,), QUARANTINED, FREE)
+            self.placement.give_back((slot,))
+
+    def touch(self, slots: Sequence[int]) -> None:
+        """These ready slots were used; the last one is the most recent."""
+        self.policy.touch(slots)
+        if not self.placement.one_size:
+            self.placement.used(slots)
+
+    def reorder(self, slots: Sequence[int]) -> None:
+        """These ready slots are the most recent, the last one most of all, as if they had become ready just now."""
+        self.policy.renew(slots)
+
+    def presence(self, key: OffloadKey, now: float) -> bool:
+        """True if the key's bytes are here."""
+        slot = self.directory.get(key)
+        return slot is not None and self.table.state[slot] == READY
+
+    def needs(self, key: OffloadKey, now: float) -> bool:
+        """True unless the key has a slot, filling or ready."""
+        return key not in self.directory
+
+    def slots(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """The slot of each key; all of them have one."""
+        return list(map(self.directory.__getitem__, keys))
+
+    def ready(self, key: OffloadKey) -> int | None:
+        """The slot that holds this key's bytes, or None."""
+        slot = self.directory.get(key)
+        return slot if slot is not None and self.table.state[slot] == READY else None
+
+    def has(self, slot: int, generation: int) -> bool:
+        """True if the slot still holds what was stored under that generation, ready."""
+        return self.table.state[slot] == READY and self.table.generation[slot] == generation
+
+    def discard(self, slot: int, generation: int) -> bool:
+        """Drop a ready entry whose content was refused, unless the slot has moved on since that generation.
+
+        A place that errs twice is retired for the session. Returns True when the entry was dropped.
+        """
+        if not self.has(slot, generation):
+            return False
+        self._errors[slot] = self._errors.get(slot, 0) + 1
+        self.policy.remove((slot,))
+        self._unlink_ready(slot)
+        return True
+
+    def _unlink_ready(self, slot: int) -> None:
+        table = self.table
+        key = table.keys[slot]
+        if key is not None:
+            del self.directory[key]
+            self._changed(True).append(key)
+        table.keys[slot] = None
+        table.move((slot,), READY, QUARANTINED)
+        if not table.pins[slot]:
+            table.evictable -= 1
+            self._end_quarantine(slot)
+
+    def reset(self) -> None:
+        """Everything becomes unreachable at once; slots still pinned are quarantined until they are unpinned."""
+        state = self.table.state
+        ready = [slot for slot in range(len(state)) if state[slot] == READY]
+        self.policy.remove(ready)
+        for slot in ready:
+            self._unlink_ready(slot)
+        self.quarantine([slot for slot in range(len(state)) if state[slot] == FILLING])
+
+    def _changed(self, removed: bool) -> list[OffloadKey]:
+        """The list to append changes of one kind to; a new one whenever the kind alternates, so order is kept."""
+        if not self.changes or self.changes[-1][0] != removed:
+            self.changes.append((removed, []))
+        return self.changes[-1][1]
+
+    # -- figures -------------------------------------------------------------------------------------------------
+
+    @property
+    def available(self) -> int:
+        """Slots that could be filled now: free or evictable (exact for tiers of one slot size)."""
+        return self.table.counts[FREE] + self.table.evictable
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of slots that hold or receive a block."""
+        placement, counts = self.placement, self.table.counts
+        if placement.one_size:
+            return (counts[FILLING] + counts[READY] + counts[QUARANTINED]) * placement.sizes[0]
+        return self._bytes_of((FILLING, READY, QUARANTINED))
+
+    def _bytes_of(self, states: Sequence[int]) -> int:
+        placement = self.placement
+        total = 0
+        for region, size in enumerate(placement.region_size):
+            if size >= 0:
+                inside = self.table.state[placement.slots_of(region).start : placement.slots_of(region).stop]
+                total += sum(inside.count(state) for state in states) * placement.sizes[size]
+        return total
+
+    def _note_peak(self) -> None:
+        if self.placement.one_size:
+            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        else:
+            self.peak_bytes = max(self.peak_bytes, self._formatted_bytes())
+
+    def _formatted_bytes(self) -> int:
+        slots_in, sizes, full = self.placement.slots_in_region, self.placement.sizes, self.placement.full
+        cut = sum(slots_in[size] * sizes[size] for size in self.placement.region_size if size >= 0)
+        free = enumerate(self.placement.free_count)
+        return cut - sum((count + full.count(size)) * sizes[size] for size, count in free)
+
+    def index_bytes(self) -> int:
+        """Bytes of the arrays of this tier that grow with slots, without the dict and its keys."""
+        table = self.table
+        return len(table.state) + sum(a.itemsize * len(a) for a in (table.pins, table.generation)) + 8 * len(table)
+
+    def check(self) -> None:
+        """Raise IntegrityError unless states, directory, free lists and counters agree."""
+        self.table.check()
+        self.placement.check()
+        reachable = self.table.counts[FILLING] + self.table.counts[READY]
+        if len(self.directory) != reachable:
+            raise IntegrityError(f"{self.name}: {len(self.directory)} keys for {reachable} slots")
+        for key, slot in self.directory.items():
+            if self.table.keys[slot] != key:
+                raise IntegrityError(f"{self.name}: slot {slot} does not hold the key that points to it")
+        order = array("q", self.policy.coldest())
+        if len(order) != self.table.counts[READY] or any(self.table.state[slot] != READY for slot in order):
+            raise IntegrityError(f"{self.name}: the policy orders {len(order)} slots, ready {self.table.counts[READY]}")

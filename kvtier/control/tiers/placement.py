@@ -1,0 +1,304 @@
+"""Where a new block goes: regions cut into slots of one size, free slots by size, roots taken in turn.
+
+A size without a free slot takes a region that was never cut; then what other namespaces left, the oldest first; else
+it evicts within its own regions, unless a region of another size is colder as a whole than all of its own: then that
+region is evicted and cut again. Each size keeps at least one region. While a root's disk is full it is left at the
+regions and slots that have their room.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from kvtier.control.tiers.disk_full import FullDisks
+from kvtier.control.tiers.other_namespaces import ForeignLayer, ForeignSlots
+from kvtier.control.tiers.slot_table import ABSENT, FREE, READY, SlotTable
+from kvtier.errors import IntegrityError
+from kvtier.tier_api.contract import ForeignBlocks, SlotSpace
+from kvtier.types.jobs import RegionFormat
+
+UNFORMATTED = -1
+
+
+class Placement:
+    """Free slots and regions of one owned tier."""
+
+    def __init__(self, space: SlotSpace, table: SlotTable) -> None:
+        self.table = table
+        self.per_region = space.slots_per_region
+        self.sizes = sorted(set(space.slot_bytes))
+        self.size_of_group = [self.sizes.index(size) for size in space.slot_bytes]
+        self.slots_in_region = [space.region_bytes // size for size in self.sizes]
+        self.one_size = len(self.sizes) == 1
+        self.region_size = array("b", [UNFORMATTED] * space.num_regions)
+        self.region_generation = array("Q", bytes(8 * space.num_regions))
+        self.region_used = array("Q", bytes(8 * space.num_regions))
+        self.tick = 0
+        self.root_of_region = [root for root, count in enumerate(space.regions_by_root) for _ in range(count)]
+        roots = range(len(space.regions_by_root))
+        self._free = [[array("q") for _ in roots] for _ in self.sizes]
+        self.free_count = [0] * len(self.sizes)
+        self.foreign = ForeignSlots(len(self.sizes))
+        self.full = FullDisks(len(self.sizes), len(space.regions_by_root))
+        self._turn = 0
+        self._unformatted: list[list[int]] = [[] for _ in roots]
+        for region in reversed(range(space.num_regions)):
+            self._unformatted[self.root_of_region[region]].append(region)
+        self._pending_formats: dict[int, RegionFormat] = {}
+
+    @property
+    def has_unformatted(self) -> bool:
+        """True while a region is left that no size has taken, on a disk that has room for it."""
+        uncut = any(regions and not self.full.is_full(root) for root, regions in enumerate(self._unformatted))
+        return uncut or self.foreign.has_regions
+
+    @property
+    def exhausted(self) -> bool:
+        """True when no region is left to take, not even one of another namespace: only eviction makes room."""
+        return not any(self._unformatted) and not self.foreign.layers
+
+    @property
+    def fewest_slots(self) -> int:
+        """How many slots there are at least, however the regions are cut."""
+        return len(self.region_size) * min(self.slots_in_region)
+
+    def region_of(self, slot: int) -> int:
+        return slot // self.per_region
+
+    def restore(self, formats: Sequence[RegionFormat]) -> None:
+        """Take over the regions found when the tier was opened; sizes this layout does not use stay uncut."""
+        for cut in formats:
+            self.region_generation[cut.region] = cut.generation
+            if cut.slot_bytes in self.sizes:
+                self._unformatted[self.root_of_region[cut.region]].remove(cut.region)
+                self._lay_out(cut.region, self.sizes.index(cut.slot_bytes))
+
+    def set_aside(self, foreign: Sequence[ForeignBlocks]) -> None:
+        """These free slots and uncut regions hold blocks of other namespaces: take them last, in this order."""
+        for blocks in foreign:
+            by_size: list[list[int]] = [[] for _ in self.sizes]
+            for slot in blocks.slots.tolist():
+                by_size[self.region_size[self.region_of(slot)]].append(slot)
+            for size, slots in enumerate(by_size):
+                before = self.free_count[size]
+                self.occupy(size, slots)
+                if before - self.free_count[size] != len(slots):
+                    raise IntegrityError("slots of other namespaces must be free, each named once")
+                self.free_count[size] = before
+            for region in blocks.regions:
+                self._unformatted[self.root_of_region[region]].remove(region)
+            self.foreign.add(ForeignLayer(by_size, blocks.regions))
+
+    def _lay_out(self, region: int, size: int) -> None:
+        self.region_size[region] = size
+        first = region * self.per_region
+        slots = range(first, first + self.slots_in_region[size])
+        self.table.move(slots, ABSENT, FREE)
+        self._free[size][self.root_of_region[region]].extend(reversed(slots))
+        self.free_count[size] += len(slots)
+
+    def occupy(self, size: int, slots: Sequence[int]) -> None:
+        """Take these slots off the free lists (recovery only)."""
+        if not slots:
+            return
+        taken = set(slots)
+        for stack in self._free[size]:
+            kept = array("q", [slot for slot in stack if slot not in taken])
+            self.free_count[size] -= len(stack) - len(kept)
+            stack[:] = kept
+
+    def take(self, size: int, count: int) -> list[int]:
+        """Up to `count` free slots of one size, roots in turn; they leave the free lists. Cuts uncut regions."""
+        if count and len(self._unformatted) > 1:
+            self._open_roots(size)
+        while self.free_count[size] - self.foreign.counts[size] < count and self._format_unused(size):
+            pass
+        taken = self._take_unused(size, count)
+        while len(taken) < count and (more := self._overwrite(size, count - len(taken))):
+            taken += more
+        return taken
+
+    def take_within(self, size: int, count: int, limits: list[int]) -> list[int]:
+        """As `take`, but at most `limits[r]` slots of root r, which uses these up; takes nothing that holds blocks of
+        other namespaces."""
+        stacks: list[array[int]] = self._free[size]
+        taken: list[int] = []
+        for _ in range(count):
+            roots = [
+                root for root, limit in enumerate(limits) if limit > 0 and (stacks[root] or self._may_format(root))
+            ]
+            if not roots:
+                break
+            self._turn = next((root for root in roots if root > self._turn), roots[0])
+            if not stacks[self._turn]:
+                self._format(self._unformatted[self._turn].pop(), size)
+            taken.append(stacks[self._turn].pop())
+            limits[self._turn] -= 1
+        self.free_count[size] -= len(taken)
+        return taken
+
+    def _may_format(self, root: int) -> bool:
+        return bool(self._unformatted[root]) and not self.full.is_full(root)
+
+    def _overwrite(self, size: int, count: int) -> list[int]:
+        """Some slots that hold blocks of other namespaces; none when none are left."""
+        slots, region = self.foreign.next(size, count)
+        self.free_count[size] -= len(slots)
+        if region is None:
+            return slots
+        self._format(region, size)
+        return self._take_unused(size, count)
+
+    def _take_unused(self, size: int, count: int) -> list[int]:
+        count = min(count, self.free_count[size] - self.foreign.counts[size])
+        self.free_count[size] -= count
+        stacks = self._free[size]
+        if len(stacks) == 1:
+            stack = stacks[0]
+            taken = stack[len(stack) - count :]
+            del stack[len(stack) - count :]
+            return taken.tolist()[::-1]
+        result: list[int] = []
+        while len(result) < count:
+            self._turn = (self._turn + 1) % len(stacks)
+            if stacks[self._turn]:
+                result.append(stacks[self._turn].pop())
+        return result
+
+    def give_back(self, slots: Sequence[int]) -> None:
+        """Slots that became FREE return to their free list."""
+        if self.one_size and len(self._free[0]) == 1:
+            self._free[0][0].extend(slots)
+            self.free_count[0] += len(slots)
+            return
+        for slot in slots:
+            region = slot // self.per_region
+            size = self.region_size[region]
+            self._free[size][self.root_of_region[region]].append(slot)
+            self.free_count[size] += 1
+
+    def used(self, slots: Sequence[int]) -> None:
+        """These slots were filled or touched; keeps the recency of regions, which only tiers of several sizes need."""
+        self.tick += 1
+        for slot in slots:
+            self.region_used[slot // self.per_region] = self.tick
+
+    def _open_roots(self, size: int) -> None:
+        """Every root with uncut regions offers slots of this size, so blocks spread over all roots from the start."""
+        for root, uncut in enumerate(self._unformatted):
+            if uncut and not self._free[size][root] and not self.full.is_full(root):
+                self._format(uncut.pop(), size)
+
+    def _format_unused(self, size: int) -> bool:
+        roots = [regions for root, regions in enumerate(self._unformatted) if not self.full.is_full(root)]
+        most = max(roots, key=len, default=[])
+        if not most:
+            return False
+        self._format(most.pop(), size)
+        return True
+
+    def disk_full(self, slots: Sequence[int], now: float) -> None:
+        """These slots' disks had no room for them: keep their regions' free slots apart, for a while."""
+        for region in dict.fromkeys(slot // self.per_region for slot in slots):
+            root, size = self.root_of_region[region], self.region_size[region]
+            self.full.found(region, root, now)
+            stack = self._free[size][root]
+            apart = array("q", [slot for slot in stack if slot // self.per_region == region])
+            if apart:
+                stack[:] = array("q", [slot for slot in stack if slot // self.per_region != region])
+                self.full.slots[size][root].extend(apart)
+                self.free_count[size] -= len(apart)
+
+    def try_full_disks(self, now: float) -> None:
+        """Disks that were full a while ago may have room again: what was kept apart is free as before."""
+        for size, root, slots in self.full.take_due(now):
+            self._free[size][root].extend(slots)
+            self.free_count[size] += len(slots)
+
+    def format_all(self) -> None:
+        """Cut every region for the only size there is, without telling the backend: memory that is born with us."""
+        while self._format_unused(0):
+            pass
+        self._pending_formats.clear()
+
+    def _format(self, region: int, size: int) -> None:
+        self.region_generation[region] += 1
+        self._pending_formats[region] = RegionFormat(region, self.sizes[size], self.region_generation[region])
+        self._lay_out(region, size)
+
+    def formats_for(self, slots: Sequence[int]) -> tuple[RegionFormat, ...]:
+        """The formats of these slots' regions that no job has completed yet: each job names them until one has."""
+        if not self._pending_formats:
+            return ()
+        regions = dict.fromkeys(slot // self.per_region for slot in slots)
+        return tuple(self._pending_formats[region] for region in regions if region in self._pending_formats)
+
+    def complete_formats(self, formats: Sequence[RegionFormat]) -> None:
+        """The backend made these formats: it has stored blocks in those regions."""
+        for cut in formats:
+            if self._pending_formats.get(cut.region) == cut:
+                del self._pending_formats[cut.region]
+
+    def colder_region(self, size: int) -> int | None:
+        """An idle region of another size that may be cut for this one, or None."""
+        if self.one_size:
+            return None
+        sizes = [UNFORMATTED if region in self.full.regions else size for region, size in enumerate(self.region_size)]
+        own = [self.region_used[r] for r, s in enumerate(sizes) if s == size]
+        limit = min(own) if own else None
+        counts = [0] * len(self.sizes)
+        for owner in sizes:
+            if owner != UNFORMATTED:
+                counts[owner] += 1
+        candidates = [
+            (self.region_used[region], region)
+            for region, owner in enumerate(sizes)
+            if owner not in (UNFORMATTED, size)
+            and counts[owner] > 1
+            and (limit is None or self.region_used[region] < limit)
+            and self._idle(region)
+        ]
+        return min(candidates)[1] if candidates else None
+
+    def slots_of(self, region: int) -> range:
+        first = region * self.per_region
+        return range(first, first + self.slots_in_region[self.region_size[region]])
+
+    def _idle(self, region: int) -> bool:
+        """True if no slot of the region is in use. A retired slot counts as used: its region keeps its format."""
+        state, pins = self.table.state, self.table.pins
+        return all(not pins[slot] and state[slot] in (FREE, READY) for slot in self.slots_of(region))
+
+    def reformat(self, region: int, size: int) -> None:
+        """Format an idle region, whose blocks were evicted, with slots of another size."""
+        old = self.region_size[region]
+        slots = self.slots_of(region)
+        state = self.table.state
+        if any(state[slot] == READY for slot in slots):
+            raise IntegrityError(f"region {region} is cut while it holds ready blocks")
+        root = self.root_of_region[region]
+        gone = set(slots)
+        stack = self._free[old][root]
+        kept = array("q", [slot for slot in stack if slot not in gone])
+        self.free_count[old] -= len(stack) - len(kept) + self.foreign.drop(old, gone)
+        stack[:] = kept
+        self.table.move(slots, FREE, ABSENT)
+        self._format(region, size)
+
+    def check(self) -> None:
+        """Every FREE slot is on exactly one free list, that of its region's slot size."""
+        seen: dict[int, int] = {}
+        for size, free in enumerate(self._free):
+            stacks = [*free, *(layer.slots[size] for layer in self.foreign.layers)]
+            if sum(map(len, stacks)) != self.free_count[size]:
+                raise IntegrityError(f"size {size} has {sum(map(len, stacks))} free slots, counted {self.free_count}")
+            for stack in (*stacks, *self.full.slots[size]):
+                for slot in stack:
+                    if slot in seen or self.table.state[slot] != FREE:
+                        raise IntegrityError(f"slot {slot} is on a free list twice or is not free")
+                    if self.region_size[slot // self.per_region] != size:
+                        raise IntegrityError(f"slot {slot} is on the free list of another size")
+                    seen[slot] = size
+        if len(seen) != self.table.counts[FREE]:
+            raise IntegrityError(f"{self.table.counts[FREE]} slots are free but {len(seen)} are on free lists")

@@ -1,0 +1,79 @@
+"""Hints about a shared tier, whose placement and eviction belong to its backend and to other hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtier.control.tiers.tier_index import TierIndex
+from kvtier.tier_api.contract import LookupResult
+from kvtier.types.keys import OffloadKey
+
+
+class SharedTier(TierIndex):
+    """What is believed about keys of a shared tier. A hint expires; a key without one is unknown until asked for.
+
+    A key that is not answered for by its deadline counts as absent until that hint expires. The deadline runs from
+    the first question on, however often the backend says RETRY.
+    """
+
+    def __init__(self, name: str, hint_seconds: float, lookup_timeout_seconds: float, max_hints: int) -> None:
+        super().__init__(name)
+        self.hint_seconds = hint_seconds
+        self.lookup_timeout_seconds = lookup_timeout_seconds
+        self.max_hints = max_hints
+        self._hints: dict[OffloadKey, tuple[bool, float]] = {}
+        self._asked: dict[OffloadKey, float] = {}
+        self._open: dict[OffloadKey, None] = {}
+
+    def presence(self, key: OffloadKey, now: float) -> bool | None:
+        """True or False while a hint is fresh, None while unknown. Never asks."""
+        hint = self._hints.get(key)
+        if hint is not None:
+            if hint[1] > now:
+                return hint[0]
+            del self._hints[key]
+        deadline = self._asked.get(key)
+        if deadline is not None and deadline <= now:
+            self._answered(key)
+            self.learn(key, False, now)
+            return False
+        return None
+
+    def request(self, key: OffloadKey, now: float) -> None:
+        """Put a question about an unknown key, unless one is open."""
+        if key in self._open:
+            return
+        if key not in self._asked:
+            if len(self._asked) >= self.max_hints:
+                self._answered(next(iter(self._asked)))
+            self._asked[key] = now + self.lookup_timeout_seconds
+        self._open[key] = None
+        self.queries.append(key)
+
+    def _answered(self, key: OffloadKey) -> None:
+        self._asked.pop(key, None)
+        self._open.pop(key, None)
+
+    def answer(self, keys: Sequence[OffloadKey], results: Sequence[LookupResult], now: float) -> None:
+        """The backend's answers; RETRY leaves the key unknown, to be asked for again."""
+        for key, result in zip(keys, results, strict=True):
+            if result is LookupResult.RETRY:
+                self._open.pop(key, None)
+            else:
+                self._answered(key)
+                self.learn(key, result is not LookupResult.MISS, now)
+
+    def learn(self, key: OffloadKey, present: bool, now: float) -> None:
+        """Something was found out about a key (a lookup, a store, a load that missed)."""
+        self._hints.pop(key, None)
+        self._hints[key] = (present, now + self.hint_seconds)
+        if len(self._hints) > self.max_hints:
+            for oldest in list(self._hints)[: len(self._hints) - self.max_hints * 3 // 4]:
+                del self._hints[oldest]
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._hints.clear()
+        self._asked.clear()
+        self._open.clear()
+        self.queries.clear()

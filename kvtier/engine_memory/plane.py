@@ -1,0 +1,268 @@
+"""The control plane of a tier below an engine's own CPU tier: jobs of the engine in, jobs of the tier out.
+
+Synchronous and deterministic: no I/O and no clock of its own. One thread calls it. Directory, slots, eviction and
+health of the tier are those of every lower tier (`kvtier.control`). There are no CPU rows here, because the engine has
+its own and decides what it stores below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtier.control.deliveries import PresenceQuery, Recipient
+from kvtier.control.state import Emission, JobTable, LowerTier
+from kvtier.control.tiers.breaker import BreakerState
+from kvtier.engine_memory.staging import CopyPermits
+from kvtier.engine_memory.transfers import EngineTransfer, TransferPart
+from kvtier.errors import UsageError
+from kvtier.tier_api.contract import LookupResult
+from kvtier.types.jobs import CANCELLED, MISSING, PRESENT, BlockOutcome, DropReason, JobKind, JobResult, dropped
+from kvtier.types.keys import JobId, OffloadKey
+
+LOADS, STORES = 0, 1
+"""Positions of the two queues: loads never wait behind stores for staging rows."""
+PATIENCE_SECONDS = 1.0
+"""How long stores may pin more of the engine's rows than their share."""
+
+
+class EngineMemoryPlane(Recipient):
+    """All decisions. After any call take the jobs to run with `take_jobs`, the keys to look up with `take_queries` and
+    the engine's jobs that have ended with `take_ended`.
+
+    A job of the tier has at most `part_blocks` blocks. Stores that have waited for a while may pin at most `pinned_max`
+    rows of the engine. `epoch` is that of the tier's namespace.
+    """
+
+    def __init__(
+        self, lower: LowerTier, permits: CopyPermits, part_blocks: int, pinned_max: int, epoch: int = 0
+    ) -> None:
+        self.lower = lower
+        self._part_blocks = part_blocks
+        self._pinned_max = pinned_max
+        self._jobs: JobTable[TransferPart] = JobTable(epoch)
+        self._permits = permits
+        self._transfers: dict[int, EngineTransfer] = {}
+        self._leased: list[int] = []
+        self._refused: dict[str, set[OffloadKey]] = {}
+        self._ended: list[EngineTransfer] = []
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def begin_request(self, request_id: str) -> None:
+        """A request whose keys will be looked up."""
+        self._refused.setdefault(request_id, set())
+
+    def end_request(self, request_id: str) -> None:
+        """No further lookups come for this request."""
+        self._refused.pop(request_id, None)
+
+    def lookup(self, key: OffloadKey, request_id: str, now: float) -> LookupResult:
+        """HIT: loadable, and kept until `end_step`. RETRY: a lookup in a shared tier is in flight.
+
+        A key whose load failed for a request is a miss for that request from then on.
+        """
+        lower = self.lower
+        if key in self._refused.get(request_id, ()) or not lower.may_load(now):
+            return LookupResult.MISS
+        presence = lower.index.presence(key, now)
+        if presence is None:
+            lower.index.request(key, now)
+            return LookupResult.RETRY
+        if not presence:
+            return LookupResult.MISS
+        slots = lower.index.slots((key,))
+        lower.index.pin(slots)
+        self._leased += slots
+        return LookupResult.HIT
+
+    def end_step(self) -> None:
+        """The loads of this step were submitted: its hits need not be kept any longer."""
+        self.lower.index.unpin(self._leased)
+        self._leased.clear()
+
+    # -- the engine's jobs ---------------------------------------------------------------------------------------
+
+    def submit(self, transfer: EngineTransfer, now: float) -> None:
+        """Begin to store or load blocks. Of a store, blocks nearest to the root of their prefix get slots first."""
+        if transfer.job_id in self._transfers:
+            raise UsageError(f"job {transfer.job_id} is in flight")
+        self._transfers[transfer.job_id] = transfer
+        if transfer.kind is JobKind.STORE:
+            members = self._with_slots(transfer, self._admit(transfer, self._without_present(transfer), now), now)
+            members.reverse()  # leaves go first, so that a parent never ages before its children
+        else:
+            members = self._admit(transfer, self._found(transfer, now), now)
+        size, deadline = self._part_blocks, now + self.lower.setup.timeout_seconds
+        for start in range(0, len(members), size):
+            self._send(TransferPart(self.lower, transfer, members[start : start + size]), deadline)
+        self._conclude(transfer, now)
+
+    def _without_present(self, transfer: EngineTransfer) -> list[int]:
+        """The blocks that are not here. A block that another job is storing is left to that job."""
+        owned = self.lower.owned
+        if owned is None:
+            return list(range(len(transfer.keys)))
+        todo: dict[OffloadKey, int] = {}
+        present = []
+        for i, key in enumerate(transfer.keys):
+            slot = owned.ready(key)
+            if slot is not None:
+                transfer.complete((i,), PRESENT)
+                present.append(slot)
+            elif key in owned.directory or key in todo:
+                self._drop(transfer, (i,), DropReason.IN_FLIGHT)
+            else:
+                todo[key] = i
+        owned.touch(present[::-1])
+        return list(todo.values())
+
+    def _found(self, transfer: EngineTransfer, now: float) -> list[int]:
+        """The blocks that may be loaded, in an owned tier with their slots."""
+        lower = self.lower
+        found = [i for i, key in enumerate(transfer.keys) if lower.holds_key(key, now)]
+        transfer.complete(set(range(len(transfer.keys))).difference(found), MISSING)
+        transfer.slots.update(zip(found, lower.index.slots([transfer.keys[i] for i in found]), strict=False))
+        return found
+
+    def _admit(self, transfer: EngineTransfer, blocks: list[int], now: float) -> list[int]:
+        """The blocks that may be sent: none to a tier that is down, one job's worth to one that is being probed."""
+        lower = self.lower
+        if transfer.kind is JobKind.STORE:
+            allowed, breakers = lower.may_store(now), [lower.store_breaker, lower.room_breaker]
+            reason = lower.refusal or DropReason.TIER_DOWN
+        else:
+            allowed, breakers, reason = lower.may_load(now), [lower.load_breaker], DropReason.TIER_DOWN
+        probing = any(breaker.state is BreakerState.HALF_OPEN for breaker in breakers)
+        room = 0 if not allowed else self._part_blocks if probing else len(blocks)
+        self._drop(transfer, blocks[room:], reason)
+        return blocks[:room]
+
+    def _with_slots(self, transfer: EngineTransfer, blocks: list[int], now: float) -> list[int]:
+        """The blocks that got a slot; all of them in a shared tier."""
+        owned = self.lower.owned
+        if owned is None:
+            return blocks
+        owned.placement.try_full_disks(now)
+        slots = owned.reserve([transfer.keys[i] for i in blocks])
+        self._drop(transfer, blocks[len(slots) :], self.lower.no_slot_reason)
+        transfer.slots.update(zip(blocks, slots, strict=False))
+        return blocks[: len(slots)]
+
+    def _drop(self, transfer: EngineTransfer, blocks: Sequence[int], reason: DropReason) -> None:
+        if blocks:
+            self.lower.counters.drop(reason, transfer.complete(blocks, dropped(reason)))
+
+    def _send(self, part: TransferPart, deadline: float) -> None:
+        part.begin()
+        part.transfer.parts.add(part)
+        position = STORES if part.kind is JobKind.STORE else LOADS
+        job_id = self._jobs.emit(position, part.kind, part.groups, deadline, part, part.formats)
+        self._permits[job_id] = part.permit
+
+    # -- deliveries of the data plane ----------------------------------------------------------------------------
+
+    def finish(self, result: JobResult, now: float) -> None:
+        """A job ended in time."""
+        part = self._jobs.finish(result, now)
+        del self._permits[result.job_id]
+        if part.new_keys and self.lower.owned is None:
+            self.lower.index.changes.append((False, part.new_keys))
+        self._conclude(part.transfer, now)
+
+    def late(self, job_id: JobId, now: float) -> None:
+        """A job passed its deadline; `ended` follows when its I/O has ended. The engine's rows are left alone."""
+        self._conclude(self._jobs.late(job_id, now).transfer, now)
+
+    def ended(self, job_id: JobId, now: float) -> None:
+        """The I/O of a late job has ended, however it ended."""
+        self._jobs.ended(job_id, now)
+        del self._permits[job_id]
+
+    def answer(self, query: PresenceQuery, results: Sequence[LookupResult], now: float) -> None:
+        """A shared tier's answer to a query."""
+        self.lower.index.answer(query.keys, results, now)
+
+    def relieve(self, now: float) -> None:
+        """Give up the newest stores while stores pin too many of the engine's rows and the oldest has waited long.
+
+        A slow disk must not take the engine's CPU tier away. What was copied out of its rows by then is stored.
+        """
+        stores = [transfer for transfer in self._transfers.values() if transfer.kind is JobKind.STORE]
+        if not stores or now < stores[0].started + PATIENCE_SECONDS:
+            return
+        pinned = sum(len(transfer.keys) for transfer in stores)
+        while pinned > self._pinned_max:
+            newest = stores.pop()
+            pinned -= len(newest.keys)
+            count = self._give_up(newest, dropped(DropReason.BACKLOG), now)
+            self.lower.counters.drop(DropReason.BACKLOG, count)
+
+    def give_up(self, now: float) -> int:
+        """End every job of the engine now: no copy touches its rows any more. Returns how many blocks were given up.
+
+        I/O in flight goes on in memory of our own, and what it stores counts.
+        """
+        return sum(self._give_up(transfer, CANCELLED, now) for transfer in list(self._transfers.values()))
+
+    def _give_up(self, transfer: EngineTransfer, outcome: BlockOutcome, now: float) -> int:
+        for part in transfer.parts:
+            part.permit.shut()
+        transfer.parts.clear()
+        count = transfer.complete(range(len(transfer.keys)), outcome)
+        self._conclude(transfer, now)
+        return count
+
+    def _conclude(self, transfer: EngineTransfer, now: float) -> None:
+        """A job of the engine has ended once none of its parts is in flight; one that was given up, before that."""
+        if transfer.parts or self._transfers.get(transfer.job_id) is not transfer:
+            return
+        del self._transfers[transfer.job_id]
+        transfer.seconds = now - transfer.started
+        stores, owned = transfer.kind is JobKind.STORE, self.lower.owned
+        if not stores and transfer.request_id in self._refused:
+            self._refused[transfer.request_id].update(set(transfer.keys).difference(transfer.good_keys))
+        if owned is not None:
+            # Jobs end in any order and group by group; the leaf is the oldest all the same.
+            good = ((transfer.keys[i], transfer.slots.get(i)) for i in reversed(transfer.good))
+            ready = [slot for key, slot in good if slot is not None and owned.ready(key) == slot]
+            (owned.reorder if stores else owned.touch)(ready)
+        self._ended.append(transfer)
+
+    # -- taking out ----------------------------------------------------------------------------------------------
+
+    def take_jobs(self) -> list[Emission]:
+        """The jobs to run, each once."""
+        return self._jobs.take_jobs()
+
+    def take_queries(self) -> list[PresenceQuery]:
+        """The lookups of a shared tier to make, each once."""
+        keys = self.lower.index.take_queries()
+        return [PresenceQuery(self.lower.position, tuple(keys))] if keys else []
+
+    def take_ended(self) -> list[EngineTransfer]:
+        """The engine's jobs that have ended, each once."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def take_changes(self) -> list[tuple[bool, list[OffloadKey]]]:
+        """(removed, keys) of what became reachable here or ceased to be, in order."""
+        return self.lower.index.take_changes()
+
+    @property
+    def busy(self) -> bool:
+        """True while a job of the engine has not ended."""
+        return bool(self._transfers)
+
+    @property
+    def backlog(self) -> int:
+        """Blocks of the engine's jobs that have not ended."""
+        return sum(len(transfer.keys) for transfer in self._transfers.values())
+
+    @property
+    def io_in_flight(self) -> int:
+        """Jobs of the tier whose I/O has not ended, those that were given up included."""
+        return len(self._jobs.running) + len(self._jobs.late_jobs)
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless states, directory and counters of an owned tier agree."""
+        self.lower.index.check()

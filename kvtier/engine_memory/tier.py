@@ -1,0 +1,233 @@
+"""A verified tier below an engine's own CPU tier, as an integration uses it.
+
+the engine's thread                               the tier's thread: an event loop
+lookup, submit -> control plane
+submit, end_step: send what was decided   -->     dispatcher -> staging rows -> the backend
+finished: record what ended  <- inbox     <--     job ended or late; a shared tier's answers
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from kvtier.aio.daemon_pool import DaemonPool
+from kvtier.aio.loop_thread import LoopThread
+from kvtier.aio.weak_call import weak_call
+from kvtier.control.deliveries import Delivery, PresenceAnswers, PresenceQuery
+from kvtier.control.state import LowerTier, TierSetup
+from kvtier.engine_memory.options import EngineMemoryOptions
+from kvtier.engine_memory.plane import EngineMemoryPlane
+from kvtier.engine_memory.staging import EngineRows, StagedTier, StagingRows
+from kvtier.engine_memory.transfers import EngineTransfer
+from kvtier.errors import ConfigError, ResourceError
+from kvtier.stack.assembly import look_up, resolve_alignment
+from kvtier.stack.dispatcher import Dispatcher, TierQueue
+from kvtier.stack.shutdown import close_each
+from kvtier.stack.stats import StackStats, lower_stats
+from kvtier.tier_api.contract import LookupResult, TierContext
+from kvtier.tier_api.registry import discover
+from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
+from kvtier.types.keys import FS, OffloadKey
+from kvtier.types.namespace import Namespace
+
+OPEN_SECONDS = 600.0
+GRACE_SECONDS = 1.0
+PART_BLOCKS = 128
+PINNED_SHARE = 2
+"""One part in this many of the engine's rows may be pinned by stores that take long."""
+
+
+class EngineMemoryTier:
+    """A disk that is bounded, verified and recovered after a restart, below the rows of an engine.
+
+    One thread calls it. Only the constructor, `drain` and `close` wait for anything, each with a deadline. A block that
+    cannot be loaded in time, or is not what was stored, fails and is a miss for its request from then on. The engine's
+    rows, padding included, are stored as they are.
+    """
+
+    plane: EngineMemoryPlane
+
+    def __init__(
+        self, options: EngineMemoryOptions, namespace: Namespace, rows: EngineRows, name: str, log: logging.Logger
+    ) -> None:
+        """Open the tier. Raises ConfigError for wrong options, ResourceError or GeometryError for a machine that does
+        not suffice; nothing is left behind then. The rows are the caller's to release in that case."""
+        self._options = options
+        self._rows = rows
+        self._name = name
+        self._log = log
+        self._shut = False
+        self._inbox: deque[Delivery | PresenceAnswers] = deque()
+        self._arrived = threading.Event()
+        self._copy_threads = DaemonPool("kvtier-engine-memory-copy", options.copy_threads)
+        self._staged = StagedTier(discover().get(options.type)(options), rows, self._copy_threads)
+        self.thread = LoopThread("kvtier-engine-memory", "tier", at_exit=weak_call(self._release))
+        try:
+            self.thread.run(self._open(namespace), OPEN_SECONDS)
+        except TimeoutError as error:
+            self._end_threads()
+            raise ResourceError(f"the tier did not open within {OPEN_SECONDS:g} s") from error
+        except BaseException:
+            self._end_threads()
+            raise
+
+    async def _open(self, namespace: Namespace) -> None:
+        alignment = await resolve_alignment([self._staged.backend])
+        geometry = rows_geometry(len(namespace.layout.groups), self._rows.row_bytes, alignment)
+        row_bytes = geometry.row_bytes
+        queue_rows = self._options.inflight_bytes // 2 // row_bytes
+        if not queue_rows:
+            raise ConfigError(
+                f"is {self._options.inflight_bytes} bytes, but a row needs {row_bytes} for each direction: "
+                f"write at least {2 * row_bytes}",
+                "inflight_bytes",
+            )
+        staging = StagingRows(2 * queue_rows, row_bytes)
+        context = TierContext(self._name, geometry, namespace, time.monotonic, rows=staging)
+        self._opened = await self._staged.open(context)
+        try:
+            self.plane = self._control(queue_rows)
+        except BaseException:
+            await self._staged.close()
+            raise
+        self._queues = [TierQueue(self._staged, queue_rows * row_bytes) for _ in range(2)]
+        self._dispatcher = Dispatcher(self._queues, row_bytes, time.monotonic, self._deliver)
+        for note in self._opened.notes:
+            self._log.warning("%s: %s", self._name, note)
+        owned = self.plane.lower.owned
+        opened = self._opened
+        self._log.info("%s is open: %s, %d bytes at most", self._name, opened.mode, opened.capacity_bytes)
+        self._log.info(
+            "%s: %d blocks found, rows of %d bytes, of which %d are the engine's, staged through %d rows of its own",
+            self._name,
+            0 if owned is None else len(owned.directory),
+            row_bytes,
+            self._rows.row_bytes,
+            staging.num_rows,
+        )
+
+    def _control(self, queue_rows: int) -> EngineMemoryPlane:
+        options, opened = self._options, self._opened
+        policy, timeout_seconds = options.eviction_policy(), options.job_timeout_seconds
+        setup = TierSetup(self._name, FS, opened, policy, timeout_seconds=timeout_seconds, by_root=False)
+        # Several jobs fit side by side, so that copies and I/O overlap.
+        part_blocks = max(1, min(PART_BLOCKS, queue_rows // 4))
+        pinned_max = max(1, self._rows.num_rows // PINNED_SHARE)
+        lower = LowerTier(1, setup, queue_rows)
+        return EngineMemoryPlane(lower, self._staged.permits, part_blocks, pinned_max, opened.epoch)
+
+    # -- requests and jobs ---------------------------------------------------------------------------------------
+
+    def lookup(self, key: OffloadKey, request_id: str) -> LookupResult:
+        """As `EngineMemoryPlane.lookup`; MISS after `close`."""
+        return LookupResult.MISS if self._shut else self.plane.lookup(key, request_id, time.monotonic())
+
+    def submit(self, transfer: EngineTransfer) -> None:
+        """Begin to store or load blocks. The job's rows are this tier's until `finished` returns it."""
+        self.plane.submit(transfer, time.monotonic())
+        self._send()
+
+    def end_step(self) -> None:
+        """The step's loads were submitted: its hits need not be kept any longer."""
+        self.plane.end_step()
+        self._send()
+
+    def _send(self) -> None:
+        jobs, queries = self.plane.take_jobs(), self.plane.take_queries()
+        if self._shut:
+            self.plane.give_up(time.monotonic())
+        elif self.thread.alive:  # else `_receive` gives up what is in flight
+            if jobs:
+                self.thread.call_soon(self._dispatcher.submit, jobs)
+            for query in queries:
+                self.thread.start(self._look_up(query))
+
+    async def _look_up(self, query: PresenceQuery) -> None:
+        results = await look_up(self._staged, query)
+        if results is not None:
+            self._deliver([PresenceAnswers(query, results)])
+
+    def _deliver(self, batch: Sequence[Delivery | PresenceAnswers]) -> None:
+        """In the loop's thread: extending a deque is atomic, and the engine's thread empties it."""
+        self._inbox.extend(batch)
+        self._arrived.set()
+
+    def finished(self) -> list[EngineTransfer]:
+        """The engine's jobs that ended since the last call, each once."""
+        self._receive()
+        return self.plane.take_ended()
+
+    def _receive(self) -> None:
+        if self._shut:
+            return
+        plane, now = self.plane, time.monotonic()
+        self._arrived.clear()
+        while self._inbox:
+            plane.deliver(self._inbox.popleft(), now)
+        if plane.busy and not self.thread.alive:
+            self._log.error("%s: the thread that moves blocks has ended", self._name)
+            plane.give_up(now)
+        plane.relieve(now)
+
+    # -- ending --------------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Return when nothing touches the engine's rows any more: jobs that have not ended in time have failed."""
+        deadline = time.monotonic() + self._options.drain_timeout_seconds
+        self._receive()
+        while self.plane.busy and (left := deadline - time.monotonic()) > 0:
+            self._arrived.wait(left)
+            self._receive()
+        given_up = self.plane.give_up(time.monotonic())
+        if given_up:
+            self._log.warning("%s: %d blocks in flight were given up", self._name, given_up)
+
+    def close(self) -> None:
+        """Drain within the deadline, release the engine's rows, then close the tier. Idempotent.
+
+        Where a disk is stuck, memory of kvtier stays in use, never the engine's. In a forked child it does nothing.
+        """
+        if not self._shut and not self.thread.elsewhere:
+            self.drain()
+            self._release()
+
+    def _release(self) -> None:
+        """`close` without draining; for a tier that is left open when the interpreter ends."""
+        if self._shut:
+            return
+        self._shut = True
+        for permit in list(self._staged.permits.values()):
+            permit.shut()
+        self._rows.release()
+        seconds = self._options.close_timeout_seconds + GRACE_SECONDS
+        try:
+            if self.thread.alive:
+                self.thread.run(self._close(seconds), 2 * seconds)
+        except TimeoutError:
+            self._log.warning("%s did not close within %g s and is left behind", self._name, 2 * seconds)
+        finally:
+            self._end_threads()
+
+    async def _close(self, seconds: float) -> None:
+        self._dispatcher.stop()
+        await close_each([self._staged], seconds)
+        await self._copy_threads.close(GRACE_SECONDS)  # what has ended is delivered meanwhile
+
+    def _end_threads(self) -> None:
+        self.thread.close(GRACE_SECONDS)
+        self._copy_threads.shutdown()
+
+    def stats(self) -> StackStats:
+        """Figures since the tier was opened; also after closing."""
+        figures = lower_stats(self.plane.lower, self._opened, self._queues, time.monotonic())
+        return StackStats({self._name: figures}, self.plane.backlog)
+
+
+def rows_geometry(num_groups: int, row_bytes: int, alignment: int) -> Geometry:
+    """The engine's rows as they are, padding included: every block of every group is one whole row."""
+    row = GroupLayout((TensorRef(0, row_bytes),))
+    return Geometry(KVLayout((row,) * num_groups), alignment)

@@ -1,0 +1,116 @@
+"""Jobs of the engine in flight, and the jobs of the tier that carry out parts of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvtier.control.flow.lower_transfer import LowerTransfer
+from kvtier.control.state import LowerTier
+from kvtier.control.tiers.breaker import BreakerState
+from kvtier.engine_memory.staging import CopyPermit
+from kvtier.types.arrays import IntArray
+from kvtier.types.jobs import LATE, BlockOutcome, DropReason, JobKind, JobResult
+from kvtier.types.keys import OffloadKey
+
+
+@dataclass(slots=True, eq=False)
+class EngineTransfer:
+    """One job of the engine: block i is `keys[i]` in the engine's row `rows[i]`, in prefix order, root first.
+
+    `parts` are those in flight; `slots[i]` is the slot of block i in an owned tier.
+    """
+
+    job_id: int
+    kind: JobKind
+    keys: Sequence[OffloadKey]
+    rows: IntArray
+    request_id: str
+    started: float
+    parts: set[TransferPart] = field(default_factory=set)
+    slots: dict[int, int] = field(default_factory=dict)
+    bytes_moved: int = 0
+    seconds: float = 0.0
+    _outcomes: dict[int, BlockOutcome] = field(default_factory=dict)
+
+    def complete(self, blocks: Iterable[int], outcome: BlockOutcome) -> int:
+        """Record the outcome of blocks that have none yet; returns how many those were."""
+        before = len(self._outcomes)
+        for block in blocks:
+            self._outcomes.setdefault(block, outcome)
+        return len(self._outcomes) - before
+
+    def part_ended(self, part: TransferPart, outcomes: Sequence[BlockOutcome], bytes_moved: int = 0) -> None:
+        """Record the outcomes of a part, unless it was given up before."""
+        if part in self.parts:
+            self.parts.remove(part)
+            self.bytes_moved += bytes_moved
+            for block, outcome in zip(part.members, outcomes, strict=True):
+                self.complete((block,), outcome)
+
+    @property
+    def good(self) -> list[int]:
+        """The blocks whose bytes are where the job wanted them, in their order."""
+        return [block for block, outcome in sorted(self._outcomes.items()) if outcome.ok]
+
+    @property
+    def ok(self) -> bool:
+        """True when every block succeeded."""
+        return len(self.good) == len(self.keys)
+
+    @property
+    def good_keys(self) -> list[OffloadKey]:
+        """The keys whose blocks succeeded."""
+        return [self.keys[block] for block in self.good]
+
+
+class TransferPart(LowerTransfer):
+    """One job of the tier: some blocks of an engine's job.
+
+    `members` are positions in the engine's job in the order in which the blocks age. `permit` is needed to touch the
+    engine's rows.
+    """
+
+    def __init__(self, lower: LowerTier, transfer: EngineTransfer, members: Sequence[int]) -> None:
+        keys = [transfer.keys[i] for i in members]
+        slots = [transfer.slots[i] for i in members] if transfer.slots else []
+        super().__init__(lower, transfer.kind, keys, [int(transfer.rows[i]) for i in members], slots)
+        self.transfer = transfer
+        self.members = members
+        self.permit = CopyPermit()
+        self.new_keys: list[OffloadKey] = []
+        self._disk_was_full = lower.disk_full
+
+    def finish(self, result: JobResult, now: float) -> None:
+        """The tier's job ended in time. `new_keys` are what it stored."""
+        self.release()
+        outcomes = self.outcomes_of(result)
+        if self.kind is JobKind.STORE:
+            self._finish_store(outcomes, result.bytes_moved, now)
+        else:
+            self.lower.counters.hits += sum(outcome.ok for outcome in outcomes)
+            self.finish_load(outcomes, result.bytes_moved, now)
+        self.transfer.part_ended(self, outcomes, result.bytes_moved)
+
+    def _finish_store(self, outcomes: Sequence[BlockOutcome], bytes_moved: int, now: float) -> None:
+        lower = self.lower
+        self.finish_store(outcomes, bytes_moved, now)
+        self.new_keys = [key for key, outcome in zip(self.keys, outcomes, strict=True) if outcome.ok]
+        for outcome in outcomes:
+            lower.counters.count(outcome)
+        full = [at for at, outcome in enumerate(outcomes) if outcome.reason is DropReason.DISK_FULL]
+        if lower.owned is not None and full:
+            lower.owned.placement.disk_full([self.slots[at] for at in full], now)
+        tried_again = self._disk_was_full or lower.room_breaker.state is not BreakerState.CLOSED
+        self.judge_room(outcomes, tried_again, now)
+
+    def late(self, now: float) -> None:
+        """The tier's job passed its deadline: its blocks are late; its slots are kept until its I/O has ended."""
+        self.permit.shut()
+        self.begin_late(now)
+        self.transfer.part_ended(self, [LATE] * len(self.keys))
+
+    def ended(self, now: float) -> None:
+        """The I/O of a late job has ended."""
+        self.end_late()
+        self.release()

@@ -1,0 +1,1 @@
+"""`KVTierSpec`: a stack below vLLM's OffloadingConnector."""

@@ -1,0 +1,1 @@
+"""`KVTierFs`: a disk tier below vLLM's own CPU tier."""

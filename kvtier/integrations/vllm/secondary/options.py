@@ -1,0 +1,68 @@
+"""The options of `KVTierFs`, and what it takes from vLLM: folders, namespace, names of groups."""
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, create_model
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import canonical_format_id
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from kvtier.config.load import validate
+from kvtier.engine_memory.options import EngineMemoryOptions
+from kvtier.errors import ConfigError
+from kvtier.integrations.vllm import settings
+from kvtier.integrations.vllm.identity import weights_identity, with_weights
+from kvtier.tier_api.registry import discover
+from kvtier.types.namespace import Namespace
+
+
+class SecondaryOptions(EngineMemoryOptions):
+    """The keys beside those of the filesystem backend."""
+
+    namespace: str = Field(
+        default="",
+        max_length=256,
+        description="what vLLM does not tell a secondary tier: revision of the weights, quantisation; "
+        "stores with different tags never share a block; required for a model that is not a local folder",
+    )
+    enable_kv_events: bool = Field(default=False, description="emit KV events for what is stored and removed here")
+    locality: Literal["LOCAL", "REMOTE"] | None = Field(default=None, description="where vLLM is to say the store is")
+
+
+@cache
+def options_model(backend: str) -> type[SecondaryOptions]:
+    """Our keys and those of an installed filesystem backend, in one strict model."""
+    bases: tuple[Any, ...] = (SecondaryOptions, discover().get(backend).Options)
+    model: type[SecondaryOptions] = create_model(f"{backend} below vLLM", __base__=bases)
+    return model
+
+
+def read_options(keys: Mapping[str, Any], tier_type: str, backend: str) -> SecondaryOptions:
+    """The options of one entry of `secondary_tiers`. Raises ConfigError with one line for each thing that is wrong."""
+    at = f"secondary_tiers.{tier_type}"
+    options = validate(options_model(backend), {"type": backend, **keys}, at)
+    if options.write_policy != "write_through":
+        raise ConfigError("vLLM hands blocks down when its CPU tier has them; leave it out", f"{at}.write_policy")
+    return options.for_engine(settings.RESTART_SECONDS)
+
+
+def tier_namespace(config: OffloadingConfig, tag: str, row_bytes: int) -> Namespace:
+    """Everything that identifies vLLM's rows, as far as a secondary tier sees it.
+
+    Raises ConfigError if nothing identifies the weights, or if vLLM has no KV cache.
+    """
+    known = settings.namespace(config, tag)
+    parallel = config.parallel
+    canonical = canonical_format_id(config.kv_cache_layout) if config.canonical_layout else False
+    extra = {
+        "rows": "vllm tiering",
+        "row_bytes": str(row_bytes),
+        "canonical_layout": str(canonical),
+        "pipeline_parallel_size": str(parallel.pp_size),
+        "prefill_context_parallel_size": str(parallel.pcp_size),
+        "decode_context_parallel_size": str(parallel.dcp_size),
+    }
+    weights = weights_identity(Path(config.model.name))
+    return with_weights(known, weights, "secondary_tiers.KVTierFs.namespace", extra)

@@ -1,0 +1,90 @@
+"""Closing a stack: drain within a deadline, then give up the rest and say what that was."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvtier.aio.shielded_wait import wait_done
+from kvtier.tier_api.contract import LoadStore
+
+if TYPE_CHECKING:
+    from kvtier.stack.assembled import Assembled
+
+logger = logging.getLogger(__name__)
+
+UNCLOSED = "{!r}: its threads, files and locks stay until the process ends; close it, or use it in a with block"
+
+
+@dataclass(frozen=True, slots=True)
+class CloseReport:
+    """What closing cost: dirty blocks that did not reach a lower tier, and jobs that had not ended."""
+
+    dropped_blocks: int
+    unfinished_jobs: int
+
+
+def name_of(tier: LoadStore) -> str:
+    """The tier's name in logs, errors and figures."""
+    return tier.options.name or tier.options.type
+
+
+async def close_each(tiers: Iterable[LoadStore], timeout_seconds: float) -> None:
+    """Close tiers one after another, each within a deadline, whatever one of them does.
+
+    What raises or does not return is logged. Goes on to the last tier when cancelled; the cancellation follows then.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    for tier in tiers:
+        name = name_of(tier)
+        closing = asyncio.ensure_future(tier.close())
+        cancelled = await wait_done(closing, timeout_seconds) or cancelled
+        if not closing.done():
+            logger.warning("tier %s did not close within %g s and is left behind", name, timeout_seconds)
+        elif not closing.cancelled() and (failure := closing.exception()) is not None:
+            logger.error("tier %s could not be closed", name, exc_info=failure)
+    if cancelled is not None:
+        raise cancelled
+
+
+@dataclass(frozen=True, slots=True)
+class Abandoned:
+    """What lower tiers had not stored when draining ended: given up, or in flight and perhaps stored yet."""
+
+    given_up: int
+    in_flight: int
+    stored_before: int
+
+
+def abandon(assembled: Assembled) -> Abandoned:
+    """Give up the dirty blocks that are not in flight. Call in the thread of the control plane."""
+    given_up = assembled.plane.abandon()
+    return Abandoned(given_up, assembled.plane.in_flight, _stored(assembled))
+
+
+async def end_tiers(assembled: Assembled, timeout_seconds: float) -> None:
+    """Start no job any more and close every tier, lower ones first. Call in the loop."""
+    assembled.dispatcher.stop()
+    await close_each(reversed(assembled.to_close), timeout_seconds)
+    await asyncio.sleep(0)  # what has ended is delivered in the next iteration of the loop
+
+
+def report(assembled: Assembled, abandoned: Abandoned) -> CloseReport:
+    """What closing cost, once the control plane has recorded all that ended. Nothing is delivered from here on."""
+    assembled.dispatcher.detach()
+    stored = _stored(assembled) - abandoned.stored_before
+    result = CloseReport(abandoned.given_up + abandoned.in_flight - stored, assembled.dispatcher.running)
+    if result.dropped_blocks or result.unfinished_jobs:
+        logger.warning(
+            "closed with %d blocks not stored in lower tiers and %d jobs not ended",
+            result.dropped_blocks,
+            result.unfinished_jobs,
+        )
+    return result
+
+
+def _stored(assembled: Assembled) -> int:
+    return sum(assembled.plane.counters(position).stored for position in range(1, len(assembled.queues)))

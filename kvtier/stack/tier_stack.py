@@ -1,0 +1,289 @@
+"""The tier stack in an asyncio program: itself a LoadStore, for GPU blocks wherever their bytes are."""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+import weakref
+from collections.abc import AsyncGenerator, Sequence
+from functools import partial
+from typing import ClassVar, Self
+
+from kvtier.aio.shielded_wait import shielded_wait
+from kvtier.control.deliveries import Delivery, PresenceAnswers
+from kvtier.errors import UsageError
+from kvtier.options import TierOptions
+from kvtier.stack import shutdown
+from kvtier.stack.assembled import Assembled
+from kvtier.stack.assembly import StackParts, assemble
+from kvtier.stack.core import BlockGroup, StackCore
+from kvtier.stack.signals import ClosingSignals
+from kvtier.tier_api.contract import LoadStore, LookupResult, Opened, TierContext
+from kvtier.types.jobs import JobKind, JobResult, TransferJob
+from kvtier.types.keys import JobId, Medium, OffloadKey, RequestId
+from kvtier.types.requests import RequestInfo
+
+
+class TierStack(StackCore, LoadStore):
+    """Loads and stores GPU blocks through all tiers. Use it as `async with TierStack(parts) as stack`.
+
+    A store returns when the CPU tier has the blocks; lower tiers follow behind. A load reports each block by itself:
+    LOADED blocks hold exactly the bytes that were stored under their key. Cancelling either ends what has not begun
+    and waits for the copies in flight, so GPU blocks are the caller's own again when the call has returned or raised.
+    In a child forked from the process that opened it every call raises UsageError, but `close`, which does nothing.
+    """
+
+    medium: ClassVar[Medium] = Medium("STACK")
+    Options: ClassVar[type[TierOptions]] = TierOptions
+
+    def __init__(self, parts: StackParts) -> None:
+        super().__init__(parts)
+        self.options = TierOptions(type="stack")
+        self._waiting: dict[JobId, asyncio.Future[JobResult]] = {}
+        self._progress: asyncio.Event = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self._signals: ClosingSignals | None = None
+        self._loop_end: AsyncGenerator[None, None] | None = None
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    async def open(self, context: TierContext | None = None) -> Opened:
+        """Open every tier. Raises ResourceError or ConfigError with nothing left behind. `context` is not needed."""
+        self._owner.check()
+        if self._assembled is not None or self._closing:
+            raise UsageError("a stack is opened once")
+        self._loop = asyncio.get_running_loop()
+        self._clock = self._loop.time
+        self._owner.claim()
+        self._assembled = await assemble(self._parts, self._clock, self._deliver)
+        self._loop_end = _close_at_loop_end(weakref.ref(self))
+        await anext(self._loop_end)
+        return Opened(sum(opened.capacity_bytes for opened in self._assembled.opened))
+
+    async def close(self) -> None:
+        """Drain lower tiers until the closing deadline, drop the rest, close every tier. Idempotent.
+
+        What was dropped is in `close_report` and in the log. When cancelled it drains no longer, but still closes every
+        tier before the cancellation goes on. In a forked child it does nothing.
+        """
+        try:
+            await self._close(self._settings.close_seconds)
+        finally:
+            if self._loop_end is not None:
+                await self._loop_end.aclose()
+
+    async def _close(self, drain_seconds: float) -> None:
+        if self._assembled is None or self._owner.elsewhere:
+            return
+        if self._ending is None:
+            self._closing = True
+            self._drain_until = self._clock() + drain_seconds
+            self._ending = self._loop.create_task(self._end(self._assembled), name="kvtier close")
+        try:
+            await shielded_wait(self._ending, self._stop_draining)
+        finally:
+            if self._signals is not None:
+                self._signals.restore()
+
+    def _stop_draining(self) -> None:
+        self._drain_until = self._clock()
+        self._progress.set()
+
+    def close_on(self, *numbers: int) -> None:
+        """Close the stack when one of these signals arrives, such as SIGTERM; then the signal takes its former course.
+
+        That is the default action, or the handler that was there before, which is put back first; also when the stack
+        closes for another reason. A second signal does not wait for the closing. Raises UsageError for a signal that
+        cannot be handled, and unless the stack's loop runs in the main thread, where Python handles signals.
+        """
+        self._plane()
+        if self._signals is None:
+            self._signals = ClosingSignals(self._loop, self.close)
+        self._signals.install(numbers)
+
+    async def _close_late(self) -> None:
+        """Close without draining and warn, unless it is being closed already or belongs to another process."""
+        if self._ending is None and not self._owner.elsewhere:
+            await self._close(0.0)
+            warnings.warn(f"{self!r} was closed by the end of its loop; close it before", ResourceWarning, stacklevel=1)
+
+    async def _end(self, assembled: Assembled) -> None:
+        for _ in self._draining(assembled.plane):
+            await self._wait_progress(self._drain_until)
+        for task in list(self._lookups):
+            task.cancel()
+        abandoned = shutdown.abandon(assembled)
+        await shutdown.end_tiers(assembled, self._settings.tier_close_seconds)
+        self.close_report = shutdown.report(assembled, abandoned)
+        if self._timer is not None:
+            self._timer.cancel()
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(UsageError("the stack was closed before the job ended"))
+
+    # -- moving blocks -------------------------------------------------------------------------------------------
+
+    async def store(
+        self,
+        keys: Sequence[OffloadKey] | TransferJob = (),
+        *,
+        gpu_blocks: Sequence[int] = (),
+        groups: Sequence[BlockGroup] = (),
+        timeout_seconds: float | None = None,
+        info: RequestInfo | None = None,
+    ) -> JobResult:
+        """Store whole blocks: `keys` of one group and their `gpu_blocks`, or `groups` of (keys, GPU blocks).
+
+        Each key takes `block_size_factor` consecutive entries of its GPU blocks. A TransferJob, which may name parts
+        of blocks, is taken in place of `keys`. The result has one tuple of outcomes for each group that has keys.
+        Raises UsageError for blocks that contradict the layout, never for a failure of a tier.
+        """
+        if not isinstance(keys, TransferJob):
+            keys = self._job_of(JobKind.STORE, keys, gpu_blocks, groups, timeout_seconds)
+        return await self._run(keys, JobKind.STORE, None, info)
+
+    async def load(
+        self,
+        keys: Sequence[OffloadKey] | TransferJob = (),
+        request_id: RequestId | None = None,
+        *,
+        gpu_blocks: Sequence[int] = (),
+        groups: Sequence[BlockGroup] = (),
+        timeout_seconds: float | None = None,
+        info: RequestInfo | None = None,
+    ) -> JobResult:
+        """Load into GPU blocks, through a bounded window of rows if the prefix is longer than the CPU tier.
+
+        Blocks are named as for `store`. A load that names a request ends the request's leases once it holds the rows
+        itself.
+        """
+        if not isinstance(keys, TransferJob):
+            keys = self._job_of(JobKind.LOAD, keys, gpu_blocks, groups, timeout_seconds)
+        return await self._run(keys, JobKind.LOAD, request_id, info)
+
+    async def _run(
+        self, job: TransferJob, kind: JobKind, request_id: RequestId | None, info: RequestInfo | None
+    ) -> JobResult:
+        self._begin(job, kind, request_id, info)
+        future = self._waiting[job.job_id] = self._loop.create_future()
+        self._decided()
+        try:
+            return await shielded_wait(future, partial(self._cancel, job.job_id))
+        finally:
+            self._waiting.pop(job.job_id, None)
+
+    def _cancel(self, job_id: JobId) -> None:
+        """Also while the stack closes, which `cancel` refuses."""
+        assert self._assembled is not None
+        self._assembled.plane.cancel(job_id, self._clock())
+        self._advance()
+
+    async def lookup(self, keys: Sequence[OffloadKey], *, info: RequestInfo | None = None) -> Sequence[LookupResult]:
+        """Presence of each key. Waits for shared tiers' answers until the lookup deadline; RETRY then becomes MISS."""
+        plane = self._plane()
+        deadline = self._clock() + self._settings.lookup_seconds
+        results = plane.lookup(keys, self._clock(), info)
+        self._advance()
+        while LookupResult.RETRY in results and self._clock() < deadline:
+            await self._wait_progress(deadline)
+            results = plane.lookup(keys, self._clock(), info)
+            self._send()
+        return [LookupResult.MISS if result is LookupResult.RETRY else result for result in results]
+
+    async def drain(self, timeout_seconds: float, backlog: int = 0) -> bool:
+        """Wait until at most `backlog` blocks are on their way to lower tiers; False when the time ran out."""
+        plane = self._plane()
+        deadline = self._clock() + timeout_seconds
+        while plane.backlog > backlog:
+            if self._clock() >= deadline:
+                return False
+            plane.flush(self._clock())
+            self._send()
+            await self._wait_progress(deadline)
+        return True
+
+    async def reset(self) -> None:
+        """New weights: everything stored before is unreachable in every tier when this returns, also after a crash.
+
+        Raises ResourceError if a tier could not make the reset durable; in memory it holds all the same.
+        """
+        epoch = self._plane().reset(self._clock())
+        # before anything else is sent, so that no tier answers for the new epoch what it knows of the old one
+        resets = asyncio.gather(*self._resets(epoch))
+        self._advance()
+        await resets
+
+    # -- driving the control plane -------------------------------------------------------------------------------
+
+    def _decided(self) -> None:
+        assert self._assembled is not None
+        self._assembled.plane.pump(self._clock())
+        self._advance()
+
+    def _deliver(self, batch: Sequence[Delivery | PresenceAnswers]) -> None:
+        assert self._assembled is not None
+        plane = self._assembled.plane
+        now = self._clock()
+        for delivery in batch:
+            plane.deliver(delivery, now)
+        plane.pump(now)
+        self._advance()
+
+    def _advance(self) -> None:
+        """Send what the plane decided, and wake the calls that wait for progress."""
+        self._send()
+        self._progress.set()
+
+    def _send(self) -> None:
+        """Send what the plane decided, complete the jobs that ended, set the timer for the next deadline."""
+        assert self._assembled is not None
+        plane = self._assembled.plane
+        self._start(plane.take_jobs(), plane.take_queries())
+        for result in plane.take_finished():
+            future = self._waiting.get(result.job_id)
+            if future is not None and not future.done():
+                future.set_result(result)
+        self._set_timer(plane.next_deadline(self._clock()))
+
+    def _set_timer(self, deadline: float | None) -> None:
+        if self._timer is not None:
+            if deadline is not None and self._timer.when() <= deadline and not self._timer.cancelled():
+                return
+            self._timer.cancel()
+            self._timer = None
+        if deadline is not None:
+            self._timer = self._loop.call_at(deadline, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        if self._assembled is not None:
+            self._decided()
+
+    async def _wait_progress(self, deadline: float) -> None:
+        self._progress.clear()
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._progress.wait()
+        except TimeoutError:
+            return
+
+
+async def _close_at_loop_end(reference: weakref.ref[TierStack]) -> AsyncGenerator[None, None]:
+    """Close a stack that was left open when its loop ends: a loop closes its async generators last, after its tasks.
+
+    The program's own calls are cancelled by then, so nothing is drained.
+    """
+    try:
+        yield
+    finally:
+        stack = reference()
+        if stack is not None:
+            await stack._close_late()

@@ -1,0 +1,19 @@
+"""Tables for a terminal."""
+
+from collections.abc import Collection, Iterable, Sequence
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], words: Collection[int] = (0,), title: str | None = None
+) -> Table:
+    """A table of plain text. The columns numbered in `words` are flush left, the others hold figures, flush right."""
+    shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for index, column in enumerate(columns):
+        shown.add_column(column, justify="left" if index in words else "right", no_wrap=index in words)
+    for row in rows:
+        shown.add_row(*map(escape, row))
+    return shown

@@ -1,0 +1,152 @@
+"""The envelope of a stored block: a header page with its full key and checksum, and the verification of every load.
+
+For every tier that keeps bytes. `docs/format.md` is the reference of the layout.
+"""
+
+import struct
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+import xxhash
+
+from kvtier.tier_api.checksum import BODY_AT, CHECKSUM_BYTES, MAGIC_BYTES, checksum, seal, unseal
+
+SLOT_MAGIC = b"KVTIERSL"
+ENVELOPE_VERSION = 1
+MIN_HEADER_BYTES = 4096
+
+_FIXED = struct.Struct("<II16sQ16sIIQQQQIHH")
+_SHARED = struct.Struct("<II16sQ16s")
+_OWN = struct.Struct("<IIQQQQIHH")
+_PAYLOAD_DIGEST_AT = BODY_AT + _FIXED.size
+KEY_AT = _PAYLOAD_DIGEST_AT + CHECKSUM_BYTES
+
+
+class SlotHeader(NamedTuple):
+    """Everything a slot says about itself. A named tuple, because one is made for every block moved.
+
+    `region` counts within its root. `generation` orders the copies of a key, `region_generation` the formats of a
+    region.
+    """
+
+    namespace: bytes
+    epoch: int
+    root_uuid: bytes
+    region: int
+    slot_index: int
+    region_generation: int
+    slot_bytes: int
+    payload_bytes: int
+    generation: int
+    group: int
+    key: bytes
+    payload_digest: bytes = b""
+
+
+def max_key_bytes(header_bytes: int) -> int:
+    """The longest key (group included) a header of this size takes."""
+    return min(header_bytes - KEY_AT, 0xFFFF)
+
+
+def pack_fixed(header: SlotHeader, header_bytes: int) -> bytes:
+    """The fixed fields that a reader knows beforehand: everything between checksum and payload digest."""
+    shared = pack_shared(header_bytes, header.namespace, header.epoch, header.root_uuid)
+    return shared + PACK_OWN(*header[3:10], len(header.key), 0)
+
+
+def pack_shared(header_bytes: int, namespace: bytes, epoch: int, root_uuid: bytes) -> bytes:
+    """The first of the fixed fields: those that all blocks of a job on one root have in common."""
+    return _SHARED.pack(ENVELOPE_VERSION, header_bytes, namespace, epoch, root_uuid)
+
+
+PACK_OWN = _OWN.pack
+"""Packs the other fixed fields: a header's own from `region` to `group`, the length of its key in bytes, and a zero."""
+
+
+def encode_slot_header(header: SlotHeader, page: memoryview) -> None:
+    """Fill a header page; whatever the header does not use is zero."""
+    page[:] = seal(SLOT_MAGIC, pack_fixed(header, len(page)) + header.payload_digest + header.key, len(page))
+
+
+def checksum_holds(page: memoryview) -> bool:
+    """True if the header page is as it was written, whatever its magic."""
+    return bytes(page[MAGIC_BYTES:BODY_AT]) == xxhash.xxh3_128_digest(page[BODY_AT:])
+
+
+def payload_digest(page: memoryview) -> bytes:
+    """The payload's checksum as the header states it."""
+    return bytes(page[_PAYLOAD_DIGEST_AT:KEY_AT])
+
+
+def decode_slot_header(page: memoryview) -> SlotHeader | None:
+    """The header a page holds; None if it is no whole slot header of this format."""
+    if unseal(SLOT_MAGIC, page) is None:
+        return None
+    version, header_bytes, *_, key_bytes, _ = _FIXED.unpack_from(page, BODY_AT)
+    if (version, header_bytes) != (ENVELOPE_VERSION, len(page)) or key_bytes > max_key_bytes(len(page)):
+        return None
+    fixed, key = page[BODY_AT:_PAYLOAD_DIGEST_AT], bytes(page[KEY_AT : KEY_AT + key_bytes])
+    return unpack_fixed(fixed, key, payload_digest(page))
+
+
+def unpack_fixed(fixed: bytes | memoryview, key: bytes, payload_digest: bytes = b"") -> SlotHeader:
+    """The header whose fixed fields were packed so."""
+    return SlotHeader._make((*_FIXED.unpack(fixed)[2:12], key, payload_digest))
+
+
+class Mismatch(StrEnum):
+    """Where a slot differs from what its reader expects; also the names of the counters.
+
+    Most are the names of fields of `SlotHeader`. The first of these that differs is reported.
+    """
+
+    HEADER_CHECKSUM = "header_checksum"
+    VERSION = "version"
+    ROOT_UUID = "root_uuid"
+    REGION = "region"
+    REGION_GENERATION = "region_generation"
+    SLOT_INDEX = "slot_index"
+    SLOT_BYTES = "slot_bytes"
+    NAMESPACE = "namespace"
+    EPOCH = "epoch"
+    KEY = "key"
+    GROUP = "group"
+    PAYLOAD_BYTES = "payload_bytes"
+    GENERATION = "generation"
+    PAYLOAD = "payload"
+
+
+def verify_slot(page: memoryview, payload: memoryview, expected: SlotHeader) -> Mismatch | bytes:
+    """The payload's checksum if everything holds, else the first thing that does not."""
+    return verify_block(page, payload, pack_fixed(expected, len(page)), expected.key)
+
+
+def verify_block(
+    page: memoryview, payload: memoryview, fixed: bytes, key: bytes, keep_gil: bool = False
+) -> Mismatch | bytes:
+    """`verify_slot` where the fixed fields that are expected are packed already."""
+    if bytes(page[MAGIC_BYTES:BODY_AT]) != xxhash.xxh3_128_digest(page[BODY_AT:]):
+        return Mismatch.HEADER_CHECKSUM
+    front = bytes(page[: KEY_AT + len(key)])
+    if not (front.startswith(SLOT_MAGIC) and front[BODY_AT:_PAYLOAD_DIGEST_AT] == fixed and front.endswith(key)):
+        return _first_difference(page, unpack_fixed(fixed, key))
+    stated = front[_PAYLOAD_DIGEST_AT:KEY_AT]
+    return stated if checksum(payload, keep_gil) == stated else Mismatch.PAYLOAD
+
+
+def _first_difference(page: memoryview, expected: SlotHeader) -> Mismatch:
+    header = decode_slot_header(page)
+    if header is None:
+        return Mismatch.VERSION
+    found, wanted = header._asdict(), expected._asdict()
+    return next((place for place in Mismatch if found.get(place) != wanted.get(place)), Mismatch.KEY)
+
+
+Check = tuple[memoryview, memoryview, bytes, bytes]
+"""The first arguments of `verify_block` for one block."""
+
+
+def verify_blocks(checks: Sequence[Check], keep_gil: bool = False) -> list[Mismatch | bytes]:
+    """`verify_block` for each of a batch."""
+    return [verify_block(*check, keep_gil) for check in checks]

@@ -1,0 +1,125 @@
+"""Readers of request traces: JSON lines, plain or gzip.
+
+Each line is one request with `input_length`, `output_length` and one id for each block of the prompt, either as a
+list (`hash_ids`) or run-length coded (`rle`: `[first_id, count]` pairs). With a `session` the ids are local to it;
+without one they are global. All other fields are ignored, the times too: a replay goes as fast as it can.
+"""
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, BinaryIO, ClassVar, Self, cast
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from kvtier.errors import ConfigError
+from kvtier.traces.requests import Request, RequestSource
+from kvtier.types.arrays import NO_IDS, IntArray, int_array
+
+LINE_BYTES_MAX = 64 << 20
+BLOCKS_MAX = 1 << 22
+ID_MAX = (1 << 63) - 1
+GZIP_MAGIC = b"\x1f\x8b"
+BLOCK_TOKENS_TRIED = tuple(1 << power for power in range(13))
+
+BlockId = Annotated[int, Field(ge=0, le=ID_MAX)]
+Run = tuple[Annotated[int, Field(ge=0, le=ID_MAX - BLOCKS_MAX)], Annotated[int, Field(ge=1)]]
+
+
+class TraceLine(BaseModel):
+    """One line of a trace, checked. `session` is empty where ids are global."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(strict=True, frozen=True)
+
+    session: str = ""
+    input_length: int = Field(ge=1, le=ID_MAX)
+    output_length: int = Field(ge=0, le=ID_MAX)
+    hash_ids: Annotated[list[BlockId], Field(max_length=BLOCKS_MAX, fail_fast=True)] | None = None
+    rle: Annotated[list[Run], Field(max_length=BLOCKS_MAX, fail_fast=True)] | None = None
+
+    @model_validator(mode="after")
+    def _one_form_within_bounds(self) -> Self:
+        if (self.hash_ids is None) == (self.rle is None):
+            raise ValueError("needs either hash_ids or rle")
+        if sum(count for _, count in self.rle or ()) > BLOCKS_MAX:
+            raise ValueError(f"rle names more than {BLOCKS_MAX} blocks")
+        return self
+
+    @property
+    def ids(self) -> IntArray:
+        """One id for each block of the prompt, in prefix order."""
+        if self.hash_ids is not None:
+            return int_array(self.hash_ids)
+        runs = [np.arange(first, first + count, dtype=np.int64) for first, count in self.rle or ()]
+        return np.concatenate([NO_IDS, *runs])
+
+
+def read_trace(path: Path, limit: int | None = None, block_tokens: int | None = None) -> RequestSource:
+    """The first `limit` lines (all when None) of a trace as requests.
+
+    The file is read once as a whole here, so every line is checked before anything runs. The number of tokens
+    in a block is `block_tokens`, or else follows from the lengths. Raises ConfigError with the number of a bad line.
+    """
+    count = longest = 0
+    candidates = list(BLOCK_TOKENS_TRIED)
+    for line in islice(read_lines(path), limit):
+        count += 1
+        blocks = len(line.ids)
+        longest = max(longest, blocks)
+        candidates = [tokens for tokens in candidates if _fits(line.input_length, blocks, tokens)]
+    if not count:
+        raise ConfigError("holds no request", str(path))
+    if block_tokens is None:
+        if not candidates:
+            raise ConfigError("its lengths fit no block of 1 to 4096 tokens; say --block-tokens", str(path))
+        block_tokens = candidates[-1]
+    return RequestSource(path.name, count, longest, block_tokens, lambda: _requests(path, count))
+
+
+def read_lines(path: Path) -> Iterator[TraceLine]:
+    """Every line of a trace, one at a time. Raises ConfigError for a file or a line that is none."""
+    try:
+        with _open(path) as stream:
+            for number, raw in enumerate(iter(lambda: stream.readline(LINE_BYTES_MAX + 1), b""), start=1):
+                if raw.strip():
+                    yield _parse(raw, f"{path}:{number}")
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ConfigError(f"broken gzip data: {error}", str(path)) from None
+    except OSError as error:
+        raise ConfigError(f"cannot read the trace: {error.strerror or error}", str(path)) from None
+
+
+def _requests(path: Path, limit: int) -> Iterator[Request]:
+    """The requests in the order of the file. The last id of a prompt may stand for a partial block."""
+    for line in islice(read_lines(path), limit):
+        ids = line.ids
+        root = f"trace:{path.name}:{line.session}"
+        yield Request(root, line.session, ids, len(ids), line.input_length, line.output_length)
+
+
+def _open(path: Path) -> BinaryIO:
+    with path.open("rb") as stream:
+        zipped = stream.read(2) == GZIP_MAGIC
+    return cast(BinaryIO, gzip.open(path, "rb")) if zipped else path.open("rb")
+
+
+def _fits(input_length: int, blocks: int, tokens: int) -> bool:
+    return blocks in (input_length // tokens, -(-input_length // tokens))
+
+
+def _parse(raw: bytes, at: str) -> TraceLine:
+    """One line, checked. Raises ConfigError with the first thing that is wrong."""
+    if len(raw) > LINE_BYTES_MAX:
+        raise ConfigError(f"the line is longer than {LINE_BYTES_MAX} bytes", at)
+    try:
+        return TraceLine.model_validate_json(raw)
+    except ValidationError as error:
+        detail = error.errors(include_url=False, include_input=False)[0]
+    if detail["type"] in ("json_invalid", "model_type"):
+        raise ConfigError("not a JSON object", at)
+    message = detail["msg"].removeprefix("Value error, ")
+    where = ": ".join(map(str, detail["loc"][:1]))
+    raise ConfigError(f"{where}: {message}" if where else message, at)

@@ -1,0 +1,43 @@
+"""Arrays of ids: int64, contiguous."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+
+
+def int_array(values: Sequence[int] | IntArray) -> IntArray:
+    """A contiguous int64 array of ids."""
+    return np.ascontiguousarray(values, dtype=np.int64)
+
+
+def distinct(values: IntArray) -> IntArray:
+    """The distinct values, ascending.
+
+    Not `np.unique`: from 2.3 on it releases the GIL inside C++, and a daemon thread that is in it when the interpreter
+    exits aborts the whole process ("terminate called without an active exception").
+    """
+    ordered = np.sort(values)
+    return ordered[np.concatenate(([True], ordered[1:] != ordered[:-1]))] if len(ordered) else ordered
+
+
+NO_IDS: IntArray = int_array(())
+
+
+def no_ids() -> IntArray:
+    """The empty array, as a default of fields."""
+    return NO_IDS
+
+
+FEW = 64
+"""Up to so many numbers, a list of them is read faster than an array."""
+
+
+def outside(values: IntArray, end: int) -> int | None:
+    """One of the values that is not in 0..end-1; None if all are."""
+    few = values.tolist() if len(values) <= FEW else (int(values.min()), int(values.max()))
+    if not few or (min(few) >= 0 and max(few) < end):
+        return None
+    return min(few) if min(few) < 0 else max(few)

@@ -1,0 +1,17 @@
+"""What the stack tells a router or an index about its contents."""
+
+from dataclasses import dataclass
+
+from kvtier.types.keys import Medium, OffloadKey
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadingEvent:
+    """Blocks became reachable in a medium, or ceased to be.
+
+    There is no block size: one event may mix groups of different sizes, for removals as well.
+    """
+
+    keys: tuple[OffloadKey, ...]
+    medium: Medium
+    removed: bool

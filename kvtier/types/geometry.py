@@ -1,0 +1,224 @@
+"""Geometry of rows and slots: pure arithmetic, no I/O.
+
+For one worker the page of a group is the sum of its tensor references. With `world_size` workers and
+`block_size_factor` f::
+
+    kv_bytes_per_block           = page bytes * copies        (world_size; 1 if the layout is replicated)
+    kv_bytes_per_offloaded_block = kv_bytes_per_block * f
+    aligned                      = round_up(kv_bytes_per_offloaded_block, BLOCK_SIZE_ALIGNMENT)
+    num_blocks                   = cpu_bytes_to_use // aligned
+
+A row is as long as the largest group needs. Inside a row worker w's slice of group g starts at
+`w * page bytes * f`, at 0 for every worker of a replicated layout; inside a slice the f pages follow each other, and
+inside a page the group's tensors. Padding sits once, at the row's end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvtier.errors import GeometryError
+
+
+class GroupKind(StrEnum):
+    """How a group's blocks depend on the prefix; decides which prefix lengths are usable."""
+
+    FULL = "full"
+    SLIDING_WINDOW = "sliding_window"
+    MAMBA = "mamba"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """One tensor that holds a group's blocks: its index and the bytes of one page (one GPU block) in it."""
+
+    tensor: int
+    page_size_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.tensor < 0 or self.page_size_bytes < 1:
+            raise GeometryError(f"a tensor reference needs tensor >= 0 and page_size_bytes >= 1, got {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """One KV cache group of one worker: its tensors and its tokens per GPU block.
+
+    `padding_bytes` at the end of each page belong to no tensor: for engines that give every group pages of one size.
+    """
+
+    refs: tuple[TensorRef, ...]
+    block_size: int = 16
+    kind: GroupKind = GroupKind.FULL
+    window_tokens: int = 0
+    padding_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.refs:
+            raise GeometryError("a KV cache group needs at least one tensor reference")
+        if self.block_size < 1:
+            raise GeometryError(f"block_size must be at least 1 token, got {self.block_size}")
+        if (self.kind is GroupKind.SLIDING_WINDOW) != (self.window_tokens > 0):
+            raise GeometryError("window_tokens goes with sliding_window groups, and only with them")
+        if self.padding_bytes < 0:
+            raise GeometryError(f"padding_bytes must be at least 0, got {self.padding_bytes}")
+
+    @classmethod
+    def of_pages(
+        cls,
+        page_bytes: int | Sequence[int],
+        *,
+        block_size: int = 16,
+        first_tensor: int = 0,
+        kind: GroupKind = GroupKind.FULL,
+        window_tokens: int = 0,
+    ) -> GroupLayout:
+        """A group in the tensors `first_tensor`, `first_tensor + 1`, ...: one for each number of bytes in a page."""
+        sizes = [page_bytes] if isinstance(page_bytes, int) else page_bytes
+        refs = tuple(TensorRef(first_tensor + index, size) for index, size in enumerate(sizes))
+        return cls(refs, block_size, GroupKind(kind), window_tokens)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one GPU block of this group on one worker, all its tensors together, and the padding."""
+        return sum(ref.page_size_bytes for ref in self.refs) + self.padding_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """What an engine's KV cache looks like: its groups, its workers, and GPU blocks per offloaded block.
+
+    `replicated`: the workers' pages hold the same bytes, as the latents of MLA do. A row then keeps one copy, which
+    worker 0 stores and every worker loads. A hybrid model has several groups: `KVLayout(groups=[full, window])`.
+    """
+
+    groups: Sequence[GroupLayout]
+    world_size: int = 1
+    block_size_factor: int = 1
+    replicated: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", tuple(self.groups))
+        if not self.groups:
+            raise GeometryError("a KV layout needs at least one group")
+        if self.world_size < 1 or self.block_size_factor < 1:
+            raise GeometryError(
+                f"world_size and block_size_factor must be at least 1, "
+                f"got {self.world_size} and {self.block_size_factor}"
+            )
+
+    @classmethod
+    def of_pages(
+        cls, page_bytes: int | Sequence[int], *, block_size: int = 16, world_size: int = 1, block_size_factor: int = 1
+    ) -> KVLayout:
+        """One group of full attention. Each tensor has pages of `page_bytes`: one tensor, or one for each number."""
+        return cls((GroupLayout.of_pages(page_bytes, block_size=block_size),), world_size, block_size_factor)
+
+    @property
+    def num_copies(self) -> int:
+        """Workers with a slice of their own in a row, the ones that store: workers 0 to num_copies - 1."""
+        return 1 if self.replicated else self.world_size
+
+
+def round_up(value: int, alignment: int) -> int:
+    """The smallest multiple of `alignment` that is at least `value`."""
+    return -(-value // alignment) * alignment
+
+
+def stack_alignment(alignments: Iterable[int]) -> int:
+    """The least common multiple of the tiers' BLOCK_SIZE_ALIGNMENT. Raises GeometryError on one below 1."""
+    values = list(alignments)
+    if any(value < 1 for value in values):
+        raise GeometryError(f"BLOCK_SIZE_ALIGNMENT must be at least 1, got {values}")
+    return math.lcm(*values)
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """A KV layout laid into rows of one alignment. What follows from the two is computed once.
+
+    `factor` is the GPU blocks per offloaded block, `num_copies` that of the layout. `row_bytes` are the bytes of one
+    row: the largest aligned offloaded block over the groups.
+    """
+
+    layout: KVLayout
+    alignment: int = 1
+    num_groups: int = field(init=False, compare=False, repr=False)
+    world_size: int = field(init=False, compare=False, repr=False)
+    num_copies: int = field(init=False, compare=False, repr=False)
+    factor: int = field(init=False, compare=False, repr=False)
+    row_bytes: int = field(init=False, compare=False, repr=False)
+    _page_bytes: tuple[int, ...] = field(init=False, compare=False, repr=False)
+    _aligned_bytes: tuple[int, ...] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.alignment < 1:
+            raise GeometryError(f"the row alignment must be at least 1, got {self.alignment}")
+        layout = self.layout
+        pages = tuple(group.page_bytes for group in layout.groups)
+        per_page = layout.num_copies * layout.block_size_factor
+        aligned = tuple(round_up(page * per_page, self.alignment) for page in pages)
+        once = {
+            "num_groups": len(layout.groups),
+            "world_size": layout.world_size,
+            "num_copies": layout.num_copies,
+            "factor": layout.block_size_factor,
+            "row_bytes": max(aligned),
+            "_page_bytes": pages,
+            "_aligned_bytes": aligned,
+        }
+        for name, value in once.items():
+            object.__setattr__(self, name, value)
+
+    def page_bytes(self, group: int) -> int:
+        """Bytes of one GPU block of a group on one worker."""
+        return self._page_bytes[group]
+
+    def worker_bytes(self, group: int) -> int:
+        """Bytes of one worker's slice of an offloaded block of a group."""
+        return self.page_bytes(group) * self.factor
+
+    def kv_bytes_per_block(self, group: int) -> int:
+        """Bytes of one GPU block of a group over all workers, what they hold in common once."""
+        return self.page_bytes(group) * self.num_copies
+
+    def kv_bytes_per_offloaded_block(self, group: int) -> int:
+        """Bytes of one offloaded block of a group over all workers, without padding."""
+        return self.kv_bytes_per_block(group) * self.factor
+
+    def aligned_bytes(self, group: int) -> int:
+        """Bytes of a group's offloaded block rounded up to the stack's alignment: what a lower tier stores."""
+        return self._aligned_bytes[group]
+
+    def padding_bytes(self, group: int) -> int:
+        """Bytes of a row that a block of this group leaves unused."""
+        return self.row_bytes - self.kv_bytes_per_offloaded_block(group)
+
+    def offset(self, group: int, worker: int, sub_block: int = 0, ref: int = 0) -> int:
+        """Where in a row a worker's page of a group begins: sub-block 0..f-1, tensor reference 0..n-1."""
+        refs = self.layout.groups[group].refs
+        if not (0 <= worker < self.world_size and 0 <= sub_block < self.factor and 0 <= ref < len(refs)):
+            raise GeometryError(f"no page at group {group}, worker {worker}, sub-block {sub_block}, tensor {ref}")
+        before = sum(refs[i].page_size_bytes for i in range(ref))
+        return worker % self.num_copies * self.worker_bytes(group) + sub_block * self.page_bytes(group) + before
+
+    def tokens_per_offloaded_block(self, group: int) -> int:
+        """Tokens one offloaded block of a group covers."""
+        return self.layout.groups[group].block_size * self.factor
+
+    def num_blocks(self, cpu_bytes_to_use: int) -> int:
+        """Rows that fit in a budget, never a byte more. Raises GeometryError if not even one fits."""
+        rows = cpu_bytes_to_use // self.row_bytes
+        if rows < 1:
+            raise GeometryError(f"cpu_bytes_to_use: {self.too_small(cpu_bytes_to_use)}")
+        return rows
+
+    def too_small(self, budget_bytes: int) -> str:
+        """The error text for a budget in which not even one block fits."""
+        return (
+            f"{budget_bytes} bytes hold no block: one block needs {self.row_bytes} bytes (alignment {self.alignment}, "
+            f"{self.world_size} worker(s), {self.factor} GPU block(s) each); give it more"
+        )

@@ -1,0 +1,196 @@
+"""Transfer jobs: what is to move where, and what became of each block.
+
+A job moves offloaded blocks of several groups one way. There are two kinds of groups: between GPU blocks and CPU rows
+(`GPUGroup`: the jobs of engines and of the CPU tier), and between CPU rows and a lower tier (`RowGroup`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvtier.errors import UsageError
+from kvtier.types.arrays import IntArray, no_ids
+from kvtier.types.gpu_runs import GPURuns
+from kvtier.types.keys import GroupIndex, JobId, OffloadKey
+
+
+class JobKind(StrEnum):
+    """The direction of a job: STORE into a tier, LOAD from it."""
+
+    STORE = "store"
+    LOAD = "load"
+
+
+class BlockStatus(StrEnum):
+    """What became of one offloaded block of a job. Only STORED, LOADED and PRESENT are success."""
+
+    STORED = "stored"
+    LOADED = "loaded"
+    PRESENT = "present"
+    DROPPED = "dropped"
+    FAILED = "failed"
+    CORRUPT = "corrupt"
+    MISSING = "missing"
+    CANCELLED = "cancelled"
+    LATE = "late"
+
+
+class DropReason(StrEnum):
+    """Why a block was not kept. A drop is a choice or a lack of room, not an error."""
+
+    NO_ROW = "no_row"
+    NO_SLOT = "no_slot"
+    NO_REGION = "no_region"
+    BACKLOG = "backlog"
+    TIER_DOWN = "tier_down"
+    PARTIAL = "partial"
+    IN_FLIGHT = "in_flight"
+    KEY_TOO_LONG = "key_too_long"
+    DISK_FULL = "disk_full"
+    RESET = "reset"
+    CLOSING = "closing"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockOutcome:
+    """The outcome of one block: a status, the reason of a drop, the errno of a failure (0 when there is none).
+
+    `ok` is True when the block's bytes are where the job wanted them.
+    """
+
+    status: BlockStatus
+    reason: DropReason | None = None
+    errno: int = 0
+    ok: bool = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        good = (BlockStatus.STORED, BlockStatus.LOADED, BlockStatus.PRESENT)
+        object.__setattr__(self, "ok", self.status in good)
+
+
+STORED = BlockOutcome(BlockStatus.STORED)
+LOADED = BlockOutcome(BlockStatus.LOADED)
+PRESENT = BlockOutcome(BlockStatus.PRESENT)
+CORRUPT = BlockOutcome(BlockStatus.CORRUPT)
+MISSING = BlockOutcome(BlockStatus.MISSING)
+CANCELLED = BlockOutcome(BlockStatus.CANCELLED)
+LATE = BlockOutcome(BlockStatus.LATE)
+_DROPPED = {reason: BlockOutcome(BlockStatus.DROPPED, reason) for reason in DropReason}
+
+
+def dropped(reason: DropReason) -> BlockOutcome:
+    """The outcome of a block that was not kept."""
+    return _DROPPED[reason]
+
+
+def failed(errno: int) -> BlockOutcome:
+    """The outcome of a block whose I/O failed with an errno."""
+    return BlockOutcome(BlockStatus.FAILED, None, errno)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GPUGroup:
+    """One group's blocks of a job between GPU blocks and CPU rows: an engine's job, or a job of the CPU tier.
+
+    `runs` says which GPU blocks hold them. `rows` and `generations` name the row of each key and the generation of its
+    fill; they are empty in the jobs that an engine hands to the whole stack, which have no rows yet.
+    """
+
+    group: GroupIndex
+    keys: tuple[OffloadKey, ...]
+    runs: GPURuns
+    rows: IntArray = field(default_factory=no_ids)
+    generations: IntArray = field(default_factory=no_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowGroup:
+    """One group's blocks of a job between CPU rows and a lower tier, one row for each key.
+
+    `slots` and `generations` say where the blocks are in an owned tier; they are empty for a shared one.
+    """
+
+    group: GroupIndex
+    keys: tuple[OffloadKey, ...]
+    rows: Sequence[int]
+    slots: Sequence[int] = ()
+    generations: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RegionFormat:
+    """A region of a tier is given to slots of one size. Nothing of an earlier generation in it is valid."""
+
+    region: int
+    slot_bytes: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TransferJob:
+    """A unit of work for one tier: groups of blocks, one direction, one deadline (seconds on the stack's clock).
+
+    `formats` are the regions that must be formatted before the job's first write into them. Several jobs may name the
+    same format; a generation that the region already has changes nothing. `epoch` is the namespace's epoch that the
+    stored blocks belong to.
+    """
+
+    job_id: JobId
+    kind: JobKind
+    groups: tuple[GPUGroup | RowGroup, ...]
+    deadline: float | None = None
+    epoch: int = 0
+    formats: tuple[RegionFormat, ...] = ()
+
+    @property
+    def num_blocks(self) -> int:
+        """Offloaded blocks of all groups."""
+        total = 0
+        for group in self.groups:
+            total += len(group.keys)
+        return total
+
+    @property
+    def gpu_groups(self) -> tuple[GPUGroup, ...]:
+        """The groups of a job between GPU blocks and rows. Raises UsageError for any other job."""
+        for group in self.groups:
+            if not isinstance(group, GPUGroup):
+                raise UsageError(f"job {self.job_id} names rows where GPU blocks are needed")
+        return self.groups  # type: ignore[return-value]  # checked just now
+
+    @property
+    def row_groups(self) -> tuple[RowGroup, ...]:
+        """The groups of a job between rows and a lower tier. Raises UsageError for any other job."""
+        for group in self.groups:
+            if not isinstance(group, RowGroup):
+                raise UsageError(f"job {self.job_id} names GPU blocks where rows are needed")
+        return self.groups  # type: ignore[return-value]  # checked just now
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JobResult:
+    """What became of each block: `outcomes[i][j]` belongs to key j of the job's i-th group.
+
+    `bytes_moved` counts payload bytes that really moved, `seconds` the time from start to end of the transfer.
+    """
+
+    job_id: JobId
+    outcomes: tuple[tuple[BlockOutcome, ...], ...]
+    bytes_moved: int = 0
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """True when every block succeeded."""
+        return all(outcome.ok for group in self.outcomes for outcome in group)
+
+    def fits(self, job: TransferJob) -> bool:
+        """True when there is one outcome for each block of the job."""
+        return list(map(len, self.outcomes)) == [len(group.keys) for group in job.groups]
+
+    @staticmethod
+    def uniform(job: TransferJob, outcome: BlockOutcome) -> JobResult:
+        """The same outcome for every block of a job, no bytes moved."""
+        return JobResult(job.job_id, tuple((outcome,) * len(group.keys) for group in job.groups))

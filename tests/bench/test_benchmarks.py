@@ -1,0 +1,71 @@
+"""Every benchmark that has a toy size runs, compares its data and leaves a record: none of them rots."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support_paths import PROJECT
+
+ROOT = PROJECT
+SOURCES = {path.stem: path.read_text() for path in sorted((ROOT / "benchmarks").glob("*.py"))}
+NAMES = [name for name, source in SOURCES.items() if '"--quick"' in source]
+OTHERS = [name for name, source in SOURCES.items() if "@click.command" in source and name not in NAMES]
+Record = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Record]:
+    """What a benchmark records at its toy size; each runs once."""
+    records: dict[str, Record] = {}
+
+    def run(name: str) -> Record:
+        if name not in records:
+            file = tmp_path_factory.mktemp(name) / "record.json"
+            command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--json", str(file)]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+            assert done.returncode == 0, done.stdout + done.stderr
+            records[name] = json.loads(file.read_text())
+        return records[name]
+
+    return run
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_benchmark_runs_at_a_toy_size_and_leaves_a_record(name: str, record: Callable[[str], Record]) -> None:
+    found = record(name)
+    assert found["benchmark"] == name
+    assert found["verified"] is True
+    assert found["results"]
+    assert {"date", "machine", "versions", "settings", "busy"} <= found.keys()
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_benchmark_without_a_toy_size_says_how_it_is_used(name: str) -> None:
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"python -m benchmarks.{name}" in SOURCES[name]
+
+
+def test_the_fs_benchmark_measures_every_pass_and_names_who_is_absent(record: Callable[[str], Record]) -> None:
+    found = record("fs")
+    ours = [result for result in found["results"] if result["contestant"] == "kvtier"]
+    assert {result["pass"].split(",")[0] for result in ours} >= {"first write", "load", "overwrite"}
+    assert all(result["gib_per_second"] > 0 and result["cpu_seconds_per_gib"] > 0 for result in ours)
+    assert {"vllm: absent", "lmcache-fs: absent", "lmcache-disk: absent"} <= set(found["notes"])
+
+
+def test_the_path_benchmark_counts_every_trip_of_a_block_and_of_a_batch(record: Callable[[str], Record]) -> None:
+    one, batch = ({row["what"]: row for row in record("path")["results"] if row["blocks"] == count} for count in (1, 8))
+    assert one.keys() == batch.keys()
+    assert set(one) == {"store to disk", "load from disk", "load from a row", "lookup in a row", "lookup on disk"}
+    for name, row in one.items():
+        assert 0 < row["files_min"] <= row["calls_min"] <= row["calls"] <= row["calls_max"]
+        assert batch[name]["calls"] < 8 * row["calls"]
+        assert (row["hand_overs_max"] == 0) == name.startswith("lookup")
+    assert one["load from disk"]["calls"] > one["load from a row"]["calls"]

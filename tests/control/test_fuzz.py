@@ -1,0 +1,159 @@
+"""Every mixture of tiers under every order of events: right bytes or a miss, sums that hold, an end to everything."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support_control import ROW_BYTES, World, cpu_setup, fs_setup, key, shared_setup
+
+from kvtier.control.plane import ControlLimits
+from kvtier.control.state import Emission, TierSetup
+from kvtier.control.tiers.slot_table import FILLING, QUARANTINED, READY
+from kvtier.types.jobs import (
+    CANCELLED,
+    CORRUPT,
+    LATE,
+    LOADED,
+    MISSING,
+    STORED,
+    BlockOutcome,
+    DropReason,
+    JobKind,
+    dropped,
+    failed,
+)
+from kvtier.types.keys import Medium, RequestId
+
+STORE, LOAD = JobKind.STORE, JobKind.LOAD
+FAULTS = {
+    STORE: [STORED, STORED, STORED, failed(5), LATE, CANCELLED, dropped(DropReason.DISK_FULL)],
+    LOAD: [LOADED, LOADED, LOADED, failed(5), LATE, CANCELLED, CORRUPT, MISSING],
+}
+
+
+def lower_tiers(rng: random.Random) -> list[TierSetup]:
+    """None to three tiers of any kind, each with bounds of its own; only the first may be `on_evict`."""
+    plans = []
+    for number in range(rng.randrange(4)):
+        write_policy = "write_through" if number else rng.choice(["write_through", "on_evict"])
+        bound = rng.choice([1, 3, 1024])
+        if rng.random() < 0.25:
+            plan = shared_setup(write_policy=write_policy, inflight_blocks=bound, hint_seconds=rng.choice([0.5, 5.0]))
+        else:
+            sizes = rng.choice([(ROW_BYTES, ROW_BYTES), (ROW_BYTES, 3 * ROW_BYTES), (2 * ROW_BYTES, ROW_BYTES)])
+            slots, roots = rng.choice([(4, 1), (16, 1), (16, 2), (64, 4)])
+            policy = rng.choice(["lru", "arc"])
+            plan = fs_setup(slots, 4, sizes, roots, policy=policy, write_policy=write_policy, inflight_blocks=bound)
+        plans.append(replace(plan, name=f"tier{number}", medium=Medium(f"M{number}")))
+    return plans
+
+
+class Engine:
+    """Does whatever an engine and its disks may do, in any order."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        limits = ControlLimits(
+            watermark_rows=rng.randrange(4),
+            reservation_seconds=rng.choice([0.5, 5.0]),
+            lease_seconds=rng.choice([0.5, 5.0]),
+            patience_seconds=rng.choice([0.0, 0.3, 5.0]),
+            gather_seconds=rng.choice([0.0, 0.3, 5.0]),
+        )
+        cpu = cpu_setup(rng.choice([1, 2, 5, 9, 17]), rng.choice(["lru", "arc"]), groups=2)
+        self.world = World(cpu, lower_tiers(rng), rng.choice([1, 1, 3]), limits)
+        self.keys = rng.choice([6, 30])
+
+    def blocks(self) -> list:
+        rng = self.rng
+        start = rng.randrange(self.keys)
+        if rng.random() < 0.5:
+            return [key((start + i) % self.keys, rng.randrange(2)) for i in range(rng.randint(1, 10))]
+        return [key(start + i, 0) for i in range(rng.randint(1, 14))]
+
+    def faults(self, emission: Emission) -> list[BlockOutcome]:
+        """An outcome for each block; no backend says LOADED of what it has not."""
+        blocks = [k for group in emission.job.groups for k in group.keys]
+        lost = emission.job.kind is LOAD and emission.position in self.world.shared
+        chosen = [self.rng.choice(FAULTS[emission.job.kind]) for _ in blocks]
+        gone = [lost and k not in self.world.remote for k in blocks]
+        return [MISSING if missing else outcome for missing, outcome in zip(gone, chosen, strict=True)]
+
+    def step(self) -> None:
+        rng, world = self.rng, self.world
+        match rng.choice(["store", "load", "reserve", "end request", "touch", "cancel", "fault", "late", *["end"] * 6]):
+            case "store" | "load" as kind:
+                world.submit(JobKind(kind), self.blocks(), rng.choice([None, 0.5, 50.0]))
+            case "reserve":
+                world.plane.reserve(RequestId(f"r{rng.randrange(5)}"), self.blocks(), world.now)
+            case "end request":
+                world.plane.end_request(RequestId(f"r{rng.randrange(5)}"), world.now)
+            case "touch":
+                keys = self.blocks()
+                world.plane.lookup(keys, world.now)
+                world.plane.touch(keys)
+            case "cancel" if opened := [j for j in world.jobs if j not in world.results]:
+                world.plane.cancel(rng.choice(opened), world.now)
+            case "fault" if world.running:
+                job = rng.choice(list(world.running))
+                world.end(job, *self.faults(world.running[job]))
+            case "late":
+                if world.late and rng.random() < 0.6:
+                    world.end_late(rng.choice(list(world.late)), rng.random() < 0.5)
+                elif timed := [j for j, e in world.running.items() if e.job.deadline is not None]:
+                    world.make_late(rng.choice(timed))
+            case "end" if world.running:
+                world.finish(rng.choice(list(world.running)))
+        if rng.random() < 0.02:
+            world.plane.reset(world.now)
+            world.remote.clear()
+        world.pass_time(rng.choice([0.0, 0.0, 0.1, 1.0]))
+        world.check()
+
+    def end(self) -> None:
+        """From some moment on all goes well: then everything ends, without anybody being told twice."""
+        world = self.world
+        for job in list(world.late):
+            world.end_late(job, landed=False)
+        for _ in range(200):
+            world.run_all()
+            deadline = world.plane.next_deadline(world.now)
+            if deadline is None:
+                break
+            assert deadline > world.now, "an alarm that changes nothing"
+            world.now = deadline
+            world.step()
+            world.check()
+        still = [job for job in world.jobs if job not in world.results]
+        assert not still, f"never ended: {still}"
+        assert not world.plane.control.fills, "nobody waits for a fill any more"
+        counts = world.plane.control.cpu.table.counts
+        assert counts[FILLING] == counts[QUARANTINED] == 0
+        for number in range(5):
+            world.plane.end_request(RequestId(f"r{number}"), world.now)
+        world.plane.abandon()
+        assert world.plane.control.cpu.table.evictable == world.plane.control.cpu.table.counts[READY]
+        world.check()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**48))
+def test_whatever_happens_bytes_are_right_sums_hold_and_everything_ends(seed):
+    engine = Engine(seed)
+    for _ in range(60):
+        engine.step()
+    engine.end()
+
+
+@pytest.mark.long
+@settings(max_examples=20_000, deadline=None)
+@given(st.integers(0, 2**48))
+def test_whatever_happens_for_long(seed):
+    engine = Engine(seed)
+    for _ in range(400):
+        engine.step()
+    engine.end()

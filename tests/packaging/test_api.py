@@ -1,0 +1,106 @@
+"""The public face: its names, their types and docstrings, and `docs/api.md` say the same."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+import tomllib
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import support_api
+from support_paths import PROJECT
+
+import kvtier
+
+CALLABLES = [pytest.param(thing, id=name) for name, thing in support_api.callables()]
+
+
+def test_the_page_of_the_api_is_what_the_code_says() -> None:
+    command = "python tests/support/support_api.py > docs/api.md"
+    assert (PROJECT / "docs" / "api.md").read_text() == support_api.render(), f"write it again: {command}"
+
+
+def test_an_editor_sees_the_names_that_are_loaded_at_first_use() -> None:
+    """The imports for type checkers, the lazy table and `__all__` hold the same names from the same modules."""
+    tree = ast.parse(Path(kvtier.__file__).read_text())
+    typed = {
+        alias.name: node.module
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert typed == kvtier._MODULES
+    assert sorted([*typed, "__version__"]) == sorted(kvtier.__all__)
+    assert set(kvtier.__all__) <= set(dir(kvtier))
+
+
+@pytest.mark.parametrize("name", kvtier.__all__)
+def test_a_public_name_is_the_one_of_its_module(name: str) -> None:
+    if name != "__version__":
+        assert getattr(kvtier, name) is getattr(importlib.import_module(kvtier._MODULES[name]), name)
+
+
+def test_the_version_is_that_of_the_project() -> None:
+    assert kvtier.__version__ == tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["version"]
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'kvtier' has no attribute 'nothing'"):
+        kvtier.nothing  # noqa: B018
+
+
+def test_importing_the_face_or_the_command_line_loads_no_torch_and_no_numpy() -> None:
+    code = "import sys, kvtier, kvtier.cli, kvtier.cli.ls; print(*{'torch'} & {*sys.modules}); import kvtier"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == []
+    code = "import sys, kvtier; print(*{'torch', 'numpy', 'pydantic'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("tool", ["ls", "du", "fsck", "gc --old"])
+def test_a_tool_that_finds_no_store_has_loaded_no_torch(tool: str, tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    code = "import sys; from kvtier.cli import main; main(standalone_mode=False); print('torch' in sys.modules)"
+    command = [sys.executable, "-c", code, *tool.split(), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "holds no store" in done.stderr
+    assert done.stdout.split() == ["False"]
+
+
+@pytest.mark.parametrize("function", CALLABLES)
+def test_a_public_signature_is_typed_and_names_nothing_private(function: Any) -> None:
+    signature = inspect.signature(function)
+    annotations = [
+        parameter.annotation for name, parameter in signature.parameters.items() if name not in ("self", "cls")
+    ]
+    for annotation in [*annotations, signature.return_annotation]:
+        assert annotation is not inspect.Signature.empty
+        assert not re.search(r"\b_", str(annotation))
+
+
+@pytest.mark.parametrize("function", CALLABLES)
+def test_a_public_function_has_a_docstring(function: Any) -> None:
+    assert function.__name__ == "__init__" or support_api.first_line(function)
+
+
+@pytest.mark.parametrize("name", support_api.public_names())
+def test_a_public_class_has_a_docstring_of_its_own(name: str) -> None:
+    thing = getattr(kvtier, name)
+    if inspect.isclass(thing):
+        assert thing.__doc__
+        assert not issubclass(thing, Enum) or thing.__doc__ != Enum.__doc__
+
+
+@pytest.mark.parametrize("module", sorted(set(support_api.further_types().values())))
+def test_what_a_public_signature_names_is_in_a_public_module(module: str) -> None:
+    assert not any(part.startswith("_") for part in module.split("."))

@@ -1,0 +1,112 @@
+"""What the documentation shows is true: its stacks are valid, its examples run, its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from support_paths import PROJECT
+
+from kvtier.config import StackOptions, build_tiers, load_stack, parse_stack
+from kvtier.config.layout import read_layout
+from kvtier.config.plan import plan_stack
+from kvtier.tier_api.registry import discover
+
+ROOT = PROJECT
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+HYBRID = "full:page=32KiB,block=16;sliding_window:page=16KiB,block=16,window=512"
+
+
+def blocks(document: Path, language: str) -> list[str]:
+    """The fenced blocks of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", document.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def marked_command(name: str) -> str:
+    """The fenced block that follows a marker in the README."""
+    found = re.search(
+        rf"^<!-- command: {name} -->\n```bash\n(.*?)\n```$", (ROOT / "README.md").read_text(), re.M | re.S
+    )
+    assert found, f"the README marks no command {name!r}"
+    return found[1]
+
+
+STACKS = [
+    pytest.param(block, id=f"{document.name}-{index}")
+    for document in DOCUMENTS
+    for index, block in enumerate(blocks(document, "yaml"))
+]
+
+
+@pytest.mark.parametrize("text", STACKS)
+def test_a_stack_shown_in_the_documentation_is_valid(text: str) -> None:
+    config = parse_stack(text)
+    assert len(build_tiers(config)) == len(config.tiers)
+
+
+def test_the_readme_shows_a_stack() -> None:
+    assert blocks(ROOT / "README.md", "yaml")
+
+
+def test_the_examples_shown_in_the_documentation_run(tmp_path: Path) -> None:
+    script = tmp_path / "example.py"
+    (tmp_path / "stack.yaml").write_text(blocks(ROOT / "README.md", "yaml")[0])
+    runnable = (document for document in DOCUMENTS if document.name != "recipes.md")  # test_recipes runs those
+    for text in (block for document in runnable for block in blocks(document, "python")):
+        script.write_text(text)
+        command = [sys.executable, "-W", "error", script]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, text + done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_an_example_stack_is_valid_and_works_for_a_hybrid_layout(path: Path) -> None:
+    config = load_stack(path)
+    tiers = build_tiers(config)
+    layout = read_layout(HYBRID).layout(world_size=2, factor=config.block_size_factor)
+    plan, problems = plan_stack(tiers, layout)
+    assert not problems
+    assert plan.row_bytes % plan.alignment == 0
+    assert all(tier.num_blocks for tier in plan.tiers if tier.type != "gpu")
+
+
+def test_the_example_stacks_are_these() -> None:
+    general = ["cpu-only.yaml", "gpu-cpu-fs.yaml", "gpu-cpu.yaml", "multi-root.yaml"]
+    assert [path.name for path in CONFIGS] == [*general, "vllm-cpu-disk.yaml", "vllm-shared-fs.yaml"]
+
+
+def test_the_readme_holds_exactly_two_commands_that_install_from_a_clone() -> None:
+    shown = blocks(ROOT / "README.md", "bash")
+    assert [block.strip() for block in shown] == [marked_command("replay"), marked_command("tests")]
+    for command in shown:
+        assert command.startswith("python3 -m venv .venv && .venv/bin/pip install -c constraints.txt ")
+    assert marked_command("tests").endswith("-m pytest -n 2 --dist worksteal")
+    assert marked_command("replay").endswith("kvtier replay")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_a_link_inside_the_repository_leads_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text()):
+        if "://" not in target:
+            assert (document.parent / target).exists(), target
+
+
+def test_every_dependency_has_one_line_that_says_why() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = {re.match(r"[A-Za-z0-9_-]+", requirement)[0] for requirement in project["dependencies"]}  # type: ignore[index]
+    rows = re.findall(r"^\| ([a-z0-9_-]+) \| (.+) \|$", (ROOT / "docs" / "dependencies.md").read_text(), re.MULTILINE)
+    names = [name for name, _ in rows if name != "package"]
+    assert sorted(names) == sorted(wanted)
+
+
+def test_every_option_is_documented() -> None:
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    documented = set(re.findall(r"^\| `([a-z_]+)` \|", text, re.MULTILINE))
+    backends = discover()
+    options = {name for kind in ("gpu", "cpu", "fs", "shared_fs") for name in backends.get(kind).Options.model_fields}
+    assert options | set(StackOptions.model_fields) | {"tiers"} == documented

@@ -1,0 +1,201 @@
+"""Opening and closing for ever costs nothing; a stack that nobody closed says so."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import tracemalloc
+import warnings
+import weakref
+from collections.abc import Iterator
+
+import pytest
+from support_shutdown import IO_ENGINES
+from support_stack import PLAIN, Engine, fs, keys, parts_of, stack_file, statuses, until, whole
+from support_stack_tiers import LOAD, STORE, backends
+
+from faults.machine.belongings import belongings, left_behind, new_since
+from kvtier.errors import KVTierError, UsageError
+from kvtier.stack import EngineStack, TierStack
+from kvtier.types.jobs import GPUGroup, JobKind
+
+WARM_LIVES = 20
+BYTES_PER_LIFE_MAX = {"threads": 500, "io_uring": 20_000}
+"""io_uring: the liburing package never frees a ring's I/O vectors, some 400 bytes each."""
+
+
+async def tier_life(rng: random.Random, root, engine: Engine, io_engine: str) -> None:
+    """A short life with everything in it that may leak: loads, misses, misuse, cancelled jobs, one refused opening."""
+    parts = parts_of(stack_file(PLAIN, 8, fs(root, capacity=1 << 20, io_engine=io_engine)), engine)
+    async with TierStack(parts) as stack:
+        names = keys(4, start=rng.randrange(1000))
+        await stack.store(stack.job(STORE, [whole(names)]))
+        await stack.load(stack.job(LOAD, [whole(names + keys(2, tag="absent"), 8)]))
+        with pytest.raises(UsageError):
+            await stack.load(stack.job(LOAD, [GPUGroup(9, (names[0],), whole(names[:1]).runs)]))
+        task = asyncio.create_task(stack.store(stack.job(STORE, [whole(keys(4, start=2000), 16)])))
+        for _ in range(rng.randrange(12)):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        if rng.random() < 0.2:
+            with pytest.raises(KVTierError):
+                await TierStack(parts_of(stack_file(PLAIN, 8, fs(root, capacity=1 << 20)), engine)).open()
+
+
+def engine_life(rng: random.Random, root, engine: Engine, io_engine: str) -> None:
+    """The same for a synchronous engine, closed with jobs under way."""
+    parts = parts_of(stack_file(PLAIN, 8, fs(root, capacity=1 << 20, io_engine=io_engine)), engine)
+    with EngineStack(parts) as stack:
+        names = keys(4, start=rng.randrange(1000))
+        for kind, first in ((STORE, 0), (LOAD, 8)):
+            job = stack.job(kind, [whole(names, first)])
+            stack.submit(job)
+            for _ in range(rng.randrange(4)):
+                stack.step()
+                stack.wait(0.001)
+            if rng.random() < 0.3:
+                stack.cancel(job.job_id)
+
+
+async def lives(count: int, rng: random.Random, root, io_engine: str) -> None:
+    engine = Engine(PLAIN, 32)
+    for life in range(count):
+        if life % 4:
+            await tier_life(rng, root, engine, io_engine)
+        else:
+            await asyncio.to_thread(engine_life, rng, root, engine, io_engine)
+
+
+async def check_flat(count: int, seed: int, root, io_engine: str) -> None:
+    rng = random.Random(seed)
+    await lives(WARM_LIVES, rng, root, io_engine)
+    before = belongings()
+    tracemalloc.start()
+    start, _ = tracemalloc.get_traced_memory()
+    try:
+        await lives(count, rng, root, io_engine)
+        await until(lambda: not new_since(before), 10.0)
+        end, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    print(f"{count} lives, {(end - start) / count:.0f} bytes each")
+    assert end - start < count * BYTES_PER_LIFE_MAX[io_engine] + 100_000
+
+
+@pytest.mark.parametrize("io_engine", IO_ENGINES)
+async def test_lives_leave_nothing_behind(tmp_path, seed, io_engine):
+    await check_flat(80, seed, tmp_path / "r", io_engine)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("io_engine", IO_ENGINES)
+async def test_many_lives_leave_nothing_behind(tmp_path, seed, io_engine):
+    await check_flat(2000, seed, tmp_path / "r", io_engine)
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def held_by(stack: TierStack | EngineStack) -> list[weakref.ref]:
+    """What a stack consists of, from its plane to the queue of a disk."""
+    fs_tier = stack._parts.tiers[-1]
+    return [weakref.ref(one) for one in (stack, stack._plane(), fs_tier, fs_tier._roots[0])]
+
+
+@pytest.mark.parametrize("io_engine", IO_ENGINES)
+@pytest.mark.parametrize("face", [TierStack, EngineStack])
+async def test_a_closed_stack_is_freed_without_the_collector(tmp_path, no_collector, io_engine, face):
+    def parts():
+        return parts_of(stack_file(PLAIN, 8, fs(tmp_path / "r", capacity=1 << 20, io_engine=io_engine)), engine)
+
+    def engines_life() -> list[weakref.ref]:
+        with EngineStack(parts()) as stack:
+            stack.submit(stack.job(STORE, [whole(keys(4))]))
+            for _ in range(20):
+                stack.step()
+                stack.wait(0.001)
+            return held_by(stack)
+
+    async def programs_life() -> list[weakref.ref]:
+        async with TierStack(parts()) as stack:
+            await stack.store(stack.job(STORE, [whole(keys(4))]))
+            return held_by(stack)
+
+    engine = Engine(PLAIN, 32)
+    references = await (programs_life() if face is TierStack else asyncio.to_thread(engines_life))
+    await asyncio.sleep(0)
+    assert [reference() for reference in references] == [None] * 4
+
+
+def memory_parts(engine: Engine):
+    return parts_of(stack_file(PLAIN, 8, {"type": "memory"}, backends=backends()), engine, backends())
+
+
+async def test_a_stack_that_nobody_closed_says_so_when_it_is_collected():
+    engine = Engine(PLAIN, 16)
+    stack = TierStack(memory_parts(engine))
+    await stack.open()
+    cpu, gpu = stack._parts.tiers[1], stack._parts.tiers[0]
+    del stack
+    with pytest.warns(ResourceWarning, match="unclosed <.*TierStack"):
+        gc.collect()
+    await gpu.close()
+    await cpu.close()
+
+
+def test_an_engines_stack_that_nobody_closed_says_so_when_it_is_collected():
+    stack = EngineStack(memory_parts(Engine(PLAIN, 16)))
+    stack.open()
+    tiers, loop, thread = stack._parts.tiers, stack._thread.loop, stack._thread.thread
+    del stack
+    with pytest.warns(ResourceWarning, match="unclosed <.*EngineStack"):
+        gc.collect()
+    for tier in reversed(tiers):
+        asyncio.run_coroutine_threadsafe(tier.close(), loop).result(10)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+    loop.close()
+
+
+def test_a_stack_left_open_is_closed_by_the_end_of_its_loop():
+    before = belongings()
+    kept = []
+
+    async def main() -> None:
+        engine = Engine(PLAIN, 16)
+        stack = TierStack(memory_parts(engine))
+        await stack.open()
+        stack._parts.tiers[-1].hold(JobKind.LOAD)
+        assert set(statuses(await stack.store(stack.job(STORE, [whole(keys(4))])))) == {"stored"}
+        kept.append(stack)
+
+    with pytest.warns(ResourceWarning, match="closed by the end of its loop"):
+        asyncio.run(main())
+    assert kept[0].close_report is not None
+    assert not left_behind(before)
+
+
+async def test_an_abandoned_generator_closes_its_stack():
+    """Python closes an async generator that is collected half way in its loop, with block and all."""
+    stacks = []
+
+    async def generate():
+        async with TierStack(memory_parts(Engine(PLAIN, 16))) as stack:
+            stacks.append(stack)
+            yield stack
+            yield stack
+
+    generator = generate()
+    await anext(generator)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        del generator
+        gc.collect()
+        await until(lambda: stacks[0].close_report is not None)

@@ -1,0 +1,170 @@
+"""Protections of the production code and how to turn each of them off, and the promise that is broken then.
+
+Each switch belongs to the test build alone: the suite proves itself by what it finds without the protection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+
+from kvtier.control.flow import promotions
+from kvtier.testing.simulation.disk import DiskFile
+from kvtier.tier_api import block_envelope
+from kvtier.tier_api.checksum import checksum
+from kvtier.types.jobs import BlockOutcome
+from kvtier_fs.files import block_file, block_steps, epochs, presence
+from kvtier_fs.format import slot_map
+from kvtier_fs.io import full_transfer
+from kvtier_fs.io.contract import IORequest
+from kvtier_fs.slab import layout
+
+
+def _verify_without(monkeypatch: pytest.MonkeyPatch, *fields: str) -> None:
+    """Loads take these fields as the header states them."""
+    verified = block_envelope.verify_block
+
+    def verify_block(
+        page: memoryview, payload: memoryview, fixed: bytes, key: bytes, keep_gil: bool = False
+    ) -> block_envelope.Mismatch | bytes:
+        found = block_envelope.decode_slot_header(page)
+        if found is None:
+            return verified(page, payload, fixed, key, keep_gil)
+        wanted = block_envelope.unpack_fixed(fixed, key)._replace(**{field: getattr(found, field) for field in fields})
+        return verified(page, payload, block_envelope.pack_fixed(wanted, len(page)), wanted.key, keep_gil)
+
+    monkeypatch.setattr(block_envelope, "verify_block", verify_block)
+
+
+def without_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The payload is what it is."""
+    verified = block_envelope.verify_block
+
+    def verify_block(
+        page: memoryview, payload: memoryview, fixed: bytes, key: bytes, keep_gil: bool = False
+    ) -> block_envelope.Mismatch | bytes:
+        found = verified(page, payload, fixed, key, keep_gil)
+        return checksum(payload) if found is block_envelope.Mismatch.PAYLOAD else found
+
+    monkeypatch.setattr(block_envelope, "verify_block", verify_block)
+
+
+def without_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose block a slot holds does not matter. Its generation guards the same mistake, so it does not count either."""
+    _verify_without(monkeypatch, "key", "generation")
+
+
+def without_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a slot says it is does not matter. Key and generation guard the same mistake and do not count either."""
+    _verify_without(monkeypatch, "root_uuid", "region", "region_generation", "slot_index", "key", "generation")
+
+
+def without_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks from before a reset count as well, when a root is opened and when a block is loaded."""
+    _verify_without(monkeypatch, "epoch")
+    counts = layout.Session.counts
+
+    def counts_in_any_epoch(self: layout.Session, header: block_envelope.SlotHeader) -> bool:
+        return counts(self, header._replace(epoch=self.epoch))
+
+    def number_of(self: slot_map.SlotMap, namespace: bytes, epoch: int) -> int:
+        return self._numbers.get(namespace, slot_map.NO_OWNER)
+
+    monkeypatch.setattr(layout.Session, "counts", counts_in_any_epoch)
+    monkeypatch.setattr(slot_map.SlotMap, "number_of", number_of)
+
+
+def without_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of a late load are free at once, although its I/O goes on."""
+    late = promotions.PromotionJob.late
+
+    def free_at_once(self: promotions.PromotionJob, now: float) -> None:
+        late(self, now)
+        self.control.cpu.unpin(self.rows)
+
+    def ended(self: promotions.PromotionJob, now: float) -> None:
+        self.lower.rows_late -= len(self.rows)
+        self.lower.rows_in_flight -= len(self.rows)
+        if self.lower.owned is not None:
+            self.lower.owned.unpin(self.slots)
+
+    monkeypatch.setattr(promotions.PromotionJob, "late", free_at_once)
+    monkeypatch.setattr(promotions.PromotionJob, "ended", ended)
+
+
+def without_short_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transfer that moved less than it was to counts as whole."""
+    shortfall = full_transfer.FullTransferIO.shortfall
+
+    def whatever_moved(self: full_transfer.FullTransferIO, request: IORequest, result: int) -> int | None:
+        return shortfall(self, request, request.length if 0 <= result < request.length else result)
+
+    monkeypatch.setattr(full_transfer.FullTransferIO, "shortfall", whatever_moved)
+
+
+def without_flush(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first flush of a file makes it durable; what is changed in place later may be lost with the power."""
+    flush, flushed = DiskFile.flush, set[DiskFile]()
+
+    def flush_once(self: DiskFile) -> None:
+        if self not in flushed:
+            flushed.add(self)
+            flush(self)
+
+    monkeypatch.setattr(DiskFile, "flush", flush_once)
+
+
+def without_epoch_of_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files from before a reset count as well."""
+    _verify_without(monkeypatch, "epoch")
+
+    async def on_disk(self: epochs.Epoch, epoch: int, storing: bool) -> int:
+        return epoch
+
+    def look(self: presence.Presence, wanted: Sequence[block_file.Wanted | None], epoch: int) -> list[bool]:
+        return [one is not None and self._present(replace(one, header=in_any_epoch(self, one))) for one in wanted]
+
+    def in_any_epoch(self: presence.Presence, wanted: block_file.Wanted) -> block_envelope.SlotHeader:
+        with suppress(OSError), self._folder.leaf(wanted.place.bucket, wanted.place.leaf) as leaf:
+            there = block_file.header_now(leaf, wanted)
+            if isinstance(there, block_envelope.SlotHeader):
+                return wanted.header._replace(epoch=there.epoch)
+        return wanted.header
+
+    monkeypatch.setattr(epochs.Epoch, "on_disk", on_disk)
+    monkeypatch.setattr(presence.Presence, "probe", look)
+
+
+def without_waiting_for_io(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that is late or cancelled gives its rows back although their I/O goes on."""
+
+    def give_up_at_once(self: block_steps.Block, outcome: BlockOutcome) -> None:
+        self.abandoned = True
+        self.end(outcome)
+
+    monkeypatch.setattr(block_steps.Block, "give_up", give_up_at_once)
+
+
+WRONG_BYTES = "was loaded with"
+
+SWITCHES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
+    "checksum": (without_checksum, WRONG_BYTES, "slab"),
+    "key compare": (without_key, WRONG_BYTES, "slab"),
+    "place compare": (without_place, f"was loaded from another place|{WRONG_BYTES}", "slab"),
+    "epoch": (without_epoch, f"not stored since the reset|{WRONG_BYTES}", "slab"),
+    "quarantine": (without_quarantine, "wrote into row|is filled by two jobs", "slab"),
+    "short-read check": (without_short_check, "with .* of .* bytes", "slab"),
+    "flush": (without_flush, f"not stored since the reset|{WRONG_BYTES}", "slab"),
+    "checksum (files)": (without_checksum, WRONG_BYTES, "files"),
+    "key compare (files)": (without_key, f"was loaded from another place|{WRONG_BYTES}", "files"),
+    "epoch (files)": (without_epoch_of_files, f"not stored since the reset|{WRONG_BYTES}", "files"),
+    "short-read check (files)": (without_short_check, "with .* of .* bytes", "files"),
+    "waiting for I/O (files)": (without_waiting_for_io, "wrote into row|is filled by two jobs|read row", "files"),
+}
+"""Name of a protection: how to turn it off, what the simulator says then (a regular expression), over which layout."""
+
+RARE = ("flush", "waiting for I/O (files)")
+"""What takes hundreds of seeds to be noticed."""

@@ -1,0 +1,142 @@
+"""Whole lives of processes with open stacks, ended in every way there is, and what they left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support_paths import PROJECT
+from support_shutdown_lives import BLOCKS, LAYOUT, NAMES, parts
+from support_stack import Engine, until, whole
+
+from kvtier.stack import TierStack
+from kvtier.types.jobs import JobKind
+from kvtier_fs.io.uring import probe_uring
+
+IO_ENGINES = [
+    "threads",
+    pytest.param("io_uring", marks=pytest.mark.skipif(bool(probe_uring()), reason="no io_uring here")),
+]
+
+ENDS = {"end": 0, "exit": 3, "raise": 1}
+"""How a life may end, and its exit status then."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a life ended: exit status (None: it hung and was killed), what it said, what it printed to stderr."""
+
+    status: int | None
+    said: list[dict[str, Any]]
+    stderr: str
+
+
+class Lives:
+    """A fork server: every life is a fresh process that opened nothing yet, and ends as real ones do."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._count = 0
+        self._names = folder / "names"
+        self._names.touch()
+        self._server = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("support_shutdown_lives.py")), str(self._names)],
+            env=os.environ | {"PYTHONPATH": str(PROJECT)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def begin(self, life: str, root: Path, io_engine: str = "threads", how: str = "", seconds: float = 60.0) -> Path:
+        """Start a life; returns the file that its words go to."""
+        self._count += 1
+        out, err = (self._folder / f"{self._count}.{name}" for name in ("out", "err"))
+        out.touch()
+        err.touch()
+        request = {"life": life, "root": str(root), "io_engine": io_engine, "how": how, "seconds": seconds}
+        assert self._server.stdin is not None
+        self._server.stdin.write(json.dumps(request | {"out": str(out), "err": str(err)}) + "\n")
+        self._server.stdin.flush()
+        return out
+
+    def end(self) -> Ended:
+        """Wait for the life that was begun."""
+        assert self._server.stdout is not None
+        status = json.loads(self._server.stdout.readline())["status"]
+        out, err = (self._folder / f"{self._count}.{name}" for name in ("out", "err"))
+        return Ended(status, words(out), err.read_text())
+
+    def live(self, life: str, root: Path, io_engine: str = "threads", how: str = "") -> Ended:
+        """A whole life."""
+        self.begin(life, root, io_engine, how)
+        return self.end()
+
+    def names_left(self) -> list[str]:
+        """The names in shared memory that a life has made, and that exist now."""
+        return [name for name in self._names.read_text().splitlines() if os.path.lexists(name)]
+
+    def close(self) -> None:
+        self._server.communicate(timeout=60)
+
+
+def quiet(stderr: str) -> bool:
+    """True for no word but those that closing may log: how much it gave up."""
+    return all(line.startswith("closed with ") for line in stderr.splitlines())
+
+
+def own_traceback(stderr: str) -> bool:
+    """True for the traceback of an uncaught `ValueError("ours")` and nothing else at all."""
+    stderr = "".join(line for line in stderr.splitlines(keepends=True) if not quiet(line))
+    return (
+        stderr.startswith("Traceback")
+        and stderr.count("Traceback") == 1
+        and stderr.endswith("ValueError: ours\n")
+        and "Exception ignored" not in stderr
+        and "destroyed" not in stderr
+    )
+
+
+async def right_bytes_or_misses(root: Path, io_engine: str) -> int:
+    """Open the root anew, load every block and compare every byte. Returns how many blocks were there."""
+    engine = Engine(LAYOUT, BLOCKS)
+    async with TierStack(parts(engine, str(root), io_engine)) as stack:
+        one = whole(NAMES)
+        result = await stack.load(stack.job(JobKind.LOAD, [one]))
+        assert not engine.wrong(one, result.outcomes[0])
+        return sum(outcome.ok for outcome in result.outcomes[0])
+
+
+async def first_word(said: Path, name: str) -> Any:
+    """What a life that goes on says of something, once it has said it."""
+    await until(lambda: said.read_text().endswith("\n"), 60.0)
+    return words(said)[0][name]
+
+
+def words(said: Path) -> list[dict[str, Any]]:
+    """What a life has said."""
+    return [json.loads(line) for line in said.read_text().splitlines()]
+
+
+def run_in_child(body: Callable[[], None]) -> int:
+    """Fork, run `body` in the child, which leaves by `os._exit`. Returns its exit status: 0 if nothing was raised."""
+    sys.stdout.flush()
+    child = os.fork()
+    if not child:
+        status = 70
+        try:
+            body()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)

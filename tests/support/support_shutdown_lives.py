@@ -1,0 +1,294 @@
+"""A process that forks a fresh one for every request and lets it live one life to its very end, interpreter and all.
+
+Requests are JSON lines on stdin: the life's name, its arguments, files for its stdout and stderr, a deadline. Answers
+are JSON lines on stdout: the exit status as `waitpid` tells it, or that it hung and was killed. The argument is a file
+that gets a line for each name that a life makes in shared memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from support_stack import Engine, fs, keys, parts_of, stack_file, until, whole
+
+from faults.machine.shared_names import record_names
+from kvtier.stack import EngineStack, StackParts, TierStack
+from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
+from kvtier.types.jobs import JobKind
+from kvtier.types.keys import OffloadKey
+
+LAYOUT = KVLayout((GroupLayout((TensorRef(0, 64 << 10),)),))
+BLOCKS = 96
+BATCH = 16
+NAMES = keys(BLOCKS, tag="life")
+
+
+def cache() -> Engine:
+    """An engine whose first BLOCKS GPU blocks hold what NAMES say."""
+    engine = Engine(LAYOUT, 2 * BLOCKS)
+    engine.compute(whole(NAMES))
+    return engine
+
+
+def parts(engine: Engine, root: str, io_engine: str, **settings: float) -> StackParts:
+    """A stack whose every block goes to disk, through one I/O engine."""
+    config = stack_file(LAYOUT, BLOCKS, fs(Path(root), capacity=32 << 20, io_engine=io_engine))
+    return parts_of(config, engine, **settings)
+
+
+def batches() -> list[tuple[int, list[OffloadKey]]]:
+    return [(start, NAMES[start : start + BATCH]) for start in range(0, BLOCKS, BATCH)]
+
+
+def under_way(stack: Any) -> int:
+    return stack._assembled.dispatcher.running
+
+
+def say(**what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def busy_engine_stack(root: str, io_engine: str) -> EngineStack:
+    """Open, with stores of every block submitted and the first on their way to the disk."""
+    engine = cache()
+    stack = EngineStack(parts(engine, root, io_engine))
+    stack.open()
+    for start, names in batches():
+        stack.submit(stack.job(JobKind.STORE, [whole(names, start)]))
+    until = time.monotonic() + 30
+    while not under_way(stack) and time.monotonic() < until:
+        stack.step()
+    return stack
+
+
+async def busy_tier_stack(root: str, io_engine: str) -> tuple[TierStack, list[asyncio.Task[Any]]]:
+    """Open, with stores of every block begun, and loads of them behind; the tasks are returned."""
+    stack = TierStack(parts(cache(), root, io_engine))
+    await stack.open()
+    tasks = [
+        asyncio.create_task(stack.store(stack.job(JobKind.STORE, [whole(names, start)]))) for start, names in batches()
+    ]
+    await tasks[0]
+    tasks += [
+        asyncio.create_task(stack.load(stack.job(JobKind.LOAD, [whole(names, BLOCKS + start)])))
+        for start, names in batches()
+    ]
+    await asyncio.sleep(0)
+    return stack, tasks
+
+
+def leave(how: str) -> None:
+    """End as programs do."""
+    if how == "exit":
+        sys.exit(3)
+    if how == "raise":
+        raise ValueError("ours")
+
+
+# -- lives: functions of (root, io_engine, how) that end however they end ---------------------------------------
+
+
+def engine_unclosed(root: str, io_engine: str, how: str) -> None:
+    globals()["kept"] = stack = busy_engine_stack(root, io_engine)
+    say(running=under_way(stack))
+    leave(how)
+
+
+def engine_closed(root: str, io_engine: str, how: str) -> None:
+    stack = busy_engine_stack(root, io_engine)
+    try:
+        say(running=under_way(stack))
+        leave(how)
+    finally:
+        stack.close()
+
+
+def tier_unclosed(root: str, io_engine: str, how: str) -> None:
+    async def main() -> None:
+        globals()["kept"] = stack, _ = await busy_tier_stack(root, io_engine)
+        say(running=under_way(stack))
+        leave(how)
+
+    asyncio.run(main())
+
+
+def tier_closed(root: str, io_engine: str, how: str) -> None:
+    async def main() -> None:
+        stack, _ = await busy_tier_stack(root, io_engine)
+        try:
+            say(running=under_way(stack))
+            leave(how)
+        finally:
+            await stack.close()
+
+    asyncio.run(main())
+
+
+def loop_closed(root: str, io_engine: str, how: str) -> None:
+    """The loop goes away under jobs that are under way, tasks, timers and all."""
+    loop = asyncio.new_event_loop()
+    stack, _ = loop.run_until_complete(busy_tier_stack(root, io_engine))
+    say(running=under_way(stack))
+    loop.close()
+    leave(how)
+
+
+def forked(root: str, io_engine: str, how: str) -> None:
+    """Forks children that end as real programs do, each its way, through this program's own with block; goes on."""
+    engine = cache()
+    one, other = whole(NAMES), whole(NAMES, BLOCKS)
+    with EngineStack(parts(engine, root, io_engine)) as stack:
+        results = []
+        for kind, group, way in (
+            (JobKind.STORE, one, "end"),
+            (JobKind.LOAD, other, "exit"),
+            (JobKind.LOAD, other, "raise"),
+        ):
+            stack.submit(stack.job(kind, [group]))
+            stack.step()
+            child = os.fork()
+            if not child:
+                leave(way)
+                return
+            _, status = os.waitpid(child, 0)
+            while not (ended := stack.step()):
+                stack.wait(30.0)
+            right = sum(one.ok for one in ended[0].outcomes[0])
+            results.append([os.waitstatus_to_exitcode(status), right, len(engine.wrong(group, ended[0].outcomes[0]))])
+    say(results=results, unfinished=stack.close_report.unfinished_jobs)
+
+
+def waiting_child() -> int:
+    """Fork a child that waits for signals, and return once it can take one.
+
+    Python forgets the signals that reach a child before it has set itself up after the fork, and `signal.pause` sleeps
+    on after one that came just before it.
+    """
+    ready, tell = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(tell, b"1")
+        while True:
+            time.sleep(0.05)
+    os.read(ready, 1)
+    return child
+
+
+def signalled(root: str, io_engine: str, how: str) -> None:
+    """Waits for a signal that closes its stack; `how` is what was there before: default, ignore, handler or child.
+
+    `child`: default, and a forked child that waits for the same signal.
+    """
+
+    async def main() -> None:
+        stack, tasks = await busy_tier_stack(root, io_engine)
+        heard = asyncio.Event()
+        before = {"ignore": signal.SIG_IGN, "handler": lambda *_: heard.set()}.get(how, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, before)
+        stack.close_on(signal.SIGTERM)
+        child = waiting_child() if how == "child" else 0
+        say(pid=os.getpid(), child=child, tasks=len(tasks))
+        if how == "ignore":
+            await until(lambda: stack.close_report is not None)
+        else:
+            await heard.wait()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        given_back = signal.getsignal(signal.SIGTERM) == before
+        say(dropped=stack.close_report.dropped_blocks, results=len(results), given_back=given_back)
+
+    asyncio.run(main())
+
+
+def interrupted(root: str, io_engine: str, how: str) -> None:
+    """Ctrl-C while loads go on without end."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
+    names = batches()
+
+    async def main() -> None:
+        async with TierStack(parts(cache(), root, io_engine)) as stack:
+            for start, some in names:
+                await stack.store(stack.job(JobKind.STORE, [whole(some, start)]))
+            say(pid=os.getpid())
+            while True:
+                for start, some in names:
+                    await stack.load(stack.job(JobKind.LOAD, [whole(some, BLOCKS + start)]))
+
+    def engine_main() -> None:
+        with EngineStack(parts(cache(), root, io_engine)) as stack:
+            for start, some in names:
+                stack.submit(stack.job(JobKind.STORE, [whole(some, start)]))
+            say(pid=os.getpid())
+            while True:
+                for start, some in names:
+                    stack.submit(stack.job(JobKind.LOAD, [whole(some, BLOCKS + start)]))
+                ended = 0
+                while ended < len(names):
+                    ended += len(stack.step())
+                    stack.wait(0.1)
+
+    engine_main() if how == "engine" else asyncio.run(main())
+
+
+LIVES = {
+    life.__name__: life
+    for life in (
+        engine_unclosed,
+        engine_closed,
+        tier_unclosed,
+        tier_closed,
+        loop_closed,
+        forked,
+        signalled,
+        interrupted,
+    )
+}
+
+
+# -- the server -------------------------------------------------------------------------------------------------
+
+
+def _wait(pid: int, seconds: float) -> int | None:
+    """The exit status, or None if the process had to be killed at the deadline."""
+    alarm = threading.Timer(seconds, os.kill, (pid, signal.SIGKILL))
+    alarm.start()
+    began = time.monotonic()
+    _, status = os.waitpid(pid, 0)
+    alarm.cancel()
+    return None if time.monotonic() - began >= seconds else os.waitstatus_to_exitcode(status)
+
+
+def _record(names: Path, name: str) -> None:
+    with names.open("a") as file:
+        file.write(f"{name}\n")
+
+
+def serve() -> dict[str, Any] | None:
+    """Fork a process for each request; returns a request in that process, and None in the server when stdin ends."""
+    while line := sys.stdin.readline():
+        request = json.loads(line)
+        pid = os.fork()
+        if not pid:
+            for fd, path in ((1, request["out"]), (2, request["err"])):
+                file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+                os.dup2(file, fd)
+                os.close(file)
+            return request
+        say(status=_wait(pid, request["seconds"]))
+    return None
+
+
+if __name__ == "__main__":
+    record_names(partial(_record, Path(sys.argv[1])))
+    parts(cache(), "/nowhere", "threads")  # what is imported when first used is imported once, not in every life
+    asked = serve()
+    if asked is not None:
+        LIVES[asked["life"]](asked["root"], asked["io_engine"], asked["how"])

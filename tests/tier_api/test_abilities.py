@@ -1,0 +1,70 @@
+"""The abilities of the tiers in this distribution are protocols, told at run time by the presence of their methods."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvtier.options import TierOptions
+from kvtier.testing.memory import MemoryOptions, MemoryTier, SharedMemoryTier
+from kvtier.tier_api import contract, registry
+from kvtier.tier_api.contract import AnswersLookups, JoinsRows, LoadStore, ProbesAlignment, ProvidesRows, Resettable
+from kvtier.tier_api.inspection import Inspects
+from kvtier.tier_api.registry import DryRuns, discover
+
+OF_INSTANCES = {AnswersLookups, JoinsRows, ProbesAlignment, ProvidesRows, Resettable, DryRuns}
+EXPECTED = {
+    "gpu": set(),
+    "cpu": {ProvidesRows, JoinsRows},
+    "fs": {ProbesAlignment, Resettable, DryRuns},
+    "shared_fs": {AnswersLookups, ProbesAlignment, Resettable, DryRuns},
+    "memory": {Resettable},
+    "shared memory": {AnswersLookups, Resettable},
+}
+
+
+def tiers(root: Path) -> dict[str, LoadStore]:
+    """One tier of each kind, not open."""
+    backends = discover()
+
+    def make(kind: str, **values: object) -> LoadStore:
+        backend = backends.get(kind)
+        options: TierOptions = backend.Options.model_validate({"type": kind, **values})
+        return backend(options)
+
+    return {
+        "gpu": make("gpu"),
+        "cpu": make("cpu", cpu_bytes_to_use=1 << 20),
+        "fs": make("fs", roots=[str(root)], capacity=1 << 30),
+        "shared_fs": make("shared_fs", root=str(root), capacity=1 << 30),
+        "memory": MemoryTier(MemoryOptions()),
+        "shared memory": SharedMemoryTier(MemoryOptions()),
+    }
+
+
+def has(tier: LoadStore, protocol: type) -> bool:
+    """`isinstance` without evaluating properties, which a tier that is not open refuses."""
+    return isinstance(tier, protocol) if protocol is not ProvidesRows else hasattr(type(tier), "rows")
+
+
+def test_every_protocol_of_instances_is_listed_here() -> None:
+    found = {
+        value
+        for module in (contract, registry)
+        for value in vars(module).values()
+        if getattr(value, "_is_protocol", False) and getattr(value, "_is_runtime_protocol", False)
+    }
+    assert found == OF_INSTANCES
+
+
+@pytest.mark.parametrize("kind", EXPECTED)
+def test_a_tier_has_just_the_abilities_it_declares(kind: str, tmp_path: Path) -> None:
+    tier = tiers(tmp_path)[kind]
+    assert {protocol for protocol in OF_INSTANCES if has(tier, protocol)} == EXPECTED[kind]
+
+
+def test_the_stores_of_the_filesystem_tiers_can_be_inspected() -> None:
+    backends = discover()
+    inspected = {name for name in ("gpu", "cpu", "fs", "shared_fs") if isinstance(backends.get(name), Inspects)}
+    assert inspected == {"fs", "shared_fs"}

@@ -1,0 +1,461 @@
+"""The CPU tier: what is reported stored is whole, sealed and stamped by every worker; loads return exactly that."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import itertools
+import mmap
+import os
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from pydantic import ValidationError
+from support_region import geometry, named
+from support_region_workers import ArrayWorker, disk_error, job, transfer
+
+from faults.machine.shared_names import names_left
+from kvtier.errors import GeometryError, IntegrityError, SharedMemoryError, UsageError
+from kvtier.tier_api.contract import AnswersLookups, KVCaches, ProvidesRows, TierContext
+from kvtier.tier_api.memory_limits import Reading
+from kvtier.types.arrays import int_array
+from kvtier.types.gpu_runs import GPURuns
+from kvtier.types.jobs import (
+    CORRUPT,
+    LATE,
+    LOADED,
+    STORED,
+    BlockStatus,
+    DropReason,
+    JobKind,
+    JobResult,
+    RowGroup,
+    dropped,
+    failed,
+)
+from kvtier.types.keys import CPU
+from kvtier.types.namespace import Namespace
+from kvtier_cpu import CPUBackend, CPUOptions, SharedRegion, open_region
+from kvtier_cpu.region.opening import RegionHost, Step
+from kvtier_gpu import GPUBackend, GPUOptions
+
+FACTOR = 2
+ROWS = 16
+
+
+class Tier:
+    """A CPU tier of 16 rows whose two workers live in this process."""
+
+    def __init__(self, *, replicated: bool = False, **options: object) -> None:
+        self.geometry = geometry(world_size=2, factor=FACTOR, replicated=replicated)
+        self.workers = [ArrayWorker(self.geometry, worker) for worker in range(2)]
+        self.ticks = itertools.count()
+        given = {"cpu_bytes_to_use": ROWS * self.geometry.row_bytes, "shared": "memfd", **options}
+        self.backend = CPUBackend(CPUOptions(**given))
+        self.context = TierContext(
+            name="cpu",
+            geometry=self.geometry,
+            namespace=Namespace(self.geometry.layout),
+            clock=lambda: float(next(self.ticks)),
+            workers=self.workers,
+        )
+
+    async def open(self) -> Tier:
+        self.opened = await self.backend.open(self.context)
+        for worker in self.workers:
+            worker.rows = self.backend.rows
+        return self
+
+    @property
+    def region(self) -> SharedRegion:
+        return self.backend.region
+
+    def expected_row(self, group: int, gpu_blocks: list[int]) -> bytes:
+        """What a row must hold after these GPU blocks were stored: every worker's pages, then zeros."""
+        data = b"".join(worker.pages[group][block].tobytes() for worker in self.workers for block in gpu_blocks)
+        return data.ljust(self.geometry.aligned_bytes(group), b"\0")
+
+
+@pytest.fixture
+async def tier() -> AsyncIterator[Tier]:
+    tier = await Tier().open()
+    yield tier
+    await tier.backend.close()
+
+
+# ---- opening
+
+
+async def test_what_an_open_tier_says_of_itself(tier: Tier) -> None:
+    layout, space = tier.geometry, tier.opened.space
+    assert isinstance(tier.backend, ProvidesRows)
+    assert CPUBackend.medium == CPU
+    assert CPUBackend.BLOCK_SIZE_ALIGNMENT == mmap.PAGESIZE
+    assert tier.opened.capacity_bytes == ROWS * layout.row_bytes
+    assert space is not None
+    assert space.regions_by_root == (1,)
+    assert space.region_bytes == ROWS * layout.row_bytes
+    assert space.num_slot_ids == tier.backend.rows.num_rows == ROWS
+    assert tier.opened.mode == "memfd, populate_write"
+
+
+async def test_the_budget_is_never_exceeded_and_never_rounded_up() -> None:
+    layout = geometry()
+    tier = await Tier(cpu_bytes_to_use=3 * layout.row_bytes - 1).open()
+    assert tier.backend.rows.view.nbytes == 2 * layout.row_bytes
+    await tier.backend.close()
+    with pytest.raises(GeometryError, match="one block needs"):
+        await Tier(cpu_bytes_to_use=layout.row_bytes - 1).open()
+
+
+async def test_too_little_memory_reaches_the_caller_and_leaves_the_tier_closed() -> None:
+    class Nothing:
+        def readings(self, directory: str | None) -> list[Reading]:
+            return [Reading("an empty machine", 0)]
+
+    tier = Tier()
+    tier.backend = CPUBackend(tier.backend.options, RegionHost(limits=Nothing()))
+    with pytest.raises(SharedMemoryError, match="an empty machine"):
+        await tier.open()
+    with pytest.raises(UsageError, match="not open"):
+        _ = tier.backend.rows
+    await tier.backend.close()
+
+
+async def test_a_cancelled_open_leaves_nothing_behind() -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    def hold(step: Step) -> None:
+        if step is Step.PUBLISHED:
+            reached.set()
+            go_on.wait()
+
+    assert not names_left()
+    tier = Tier(shared="named")
+    tier.context = replace(tier.context, engine_id=f"cancelled-{os.getpid()}")
+    tier.backend = CPUBackend(tier.backend.options, RegionHost(observe=hold))
+    task = asyncio.ensure_future(tier.backend.open(tier.context))
+    await asyncio.to_thread(reached.wait)
+    assert names_left()
+    task.cancel()
+    await asyncio.sleep(0)
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not names_left()
+    with pytest.raises(UsageError):
+        _ = tier.backend.rows
+
+
+async def test_coordinator_and_workers_arrive_in_any_order_and_meet_in_one_region() -> None:
+    assert not names_left()
+    layout, engine_id = geometry(), f"order-{os.getpid()}"
+    options = CPUOptions(cpu_bytes_to_use=ROWS * layout.row_bytes)
+    context = TierContext("cpu", layout, Namespace(layout.layout), float, engine_id=engine_id)
+    for order in itertools.permutations(("coordinator", 0, 1)):
+        backends = {who: CPUBackend(options) for who in order}
+        for who in order:
+            if who == "coordinator":
+                opened = await backends[who].open(context)
+                assert opened.mode.startswith("named")
+            else:
+                await backends[who].join(replace(context, worker=who))
+        regions = [backend.region for backend in backends.values()]
+        assert len({region.incarnation for region in regions}) == 1
+        assert all(region.complete for region in regions)
+        assert not names_left()
+        rows = int_array([3])
+        backends[0].rows.stamp(0, rows, rows)
+        backends[1].rows.stamp(1, rows, rows)
+        assert backends["coordinator"].rows.stamped(rows, rows).all()
+        for backend in backends.values():
+            await backend.close()
+
+
+async def test_a_region_without_a_name_cannot_be_joined() -> None:
+    with pytest.raises(UsageError, match="named"):
+        await Tier().backend.join(Tier().context)
+
+
+async def test_close_is_idempotent_and_a_closed_tier_says_so(tier: Tier) -> None:
+    await tier.backend.close()
+    await tier.backend.close()
+    for call in (tier.backend.store, tier.backend.load):
+        with pytest.raises(UsageError, match="not open"):
+            await call(job(JobKind.STORE))
+
+
+async def test_lookups_are_the_control_planes(tier: Tier) -> None:
+    assert not isinstance(tier.backend, AnswersLookups)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"cpu_bytes_to_use": 0}, {"cpu_bytes_to_use": "1 banana"}, {"free_watermark": 1.0}, {"shared": "posix"}, {"x": 1}],
+)
+def test_bad_options_are_refused(bad: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        CPUOptions(**{"cpu_bytes_to_use": "1GiB", **bad})
+
+
+# ---- storing
+
+
+async def test_a_stored_block_is_every_workers_pages_then_zeros_under_the_right_checksum(tier: Tier) -> None:
+    tier.region.view[:] = 0xEE  # an earlier tenant
+    groups = (
+        transfer(0, GPURuns.whole([4, 9, 30, 2], FACTOR), [5, 1]),
+        transfer(1, GPURuns.whole([7, 8], FACTOR), [12]),
+    )
+    result = await tier.backend.store(job(JobKind.STORE, *groups))
+    assert result.outcomes == ((STORED, STORED), (STORED,))
+    layout = tier.geometry
+    assert result.bytes_moved == 2 * layout.kv_bytes_per_offloaded_block(0) + layout.kv_bytes_per_offloaded_block(1)
+    assert result.seconds > 0
+    for group, row, blocks in ((0, 5, [4, 9]), (0, 1, [30, 2]), (1, 12, [7, 8])):
+        expected = tier.expected_row(group, blocks)
+        assert tier.region.row(row)[: len(expected)] == expected
+        assert tier.region.checksum(row) == xxhash.xxh3_128_digest(expected)
+    untouched = [row for row in range(ROWS) if row not in (5, 1, 12)]
+    assert (tier.region.view[untouched] == 0xEE).all()
+
+
+async def test_blocks_not_named_in_full_are_dropped_and_never_copied(tier: Tier) -> None:
+    runs = GPURuns(int_array([0, 1, 2]), int_array([1, 0, 0]), int_array([1, 2, 1]), int_array([10, 11, 12, 13]))
+    result = await tier.backend.store(job(JobKind.STORE, transfer(0, runs, [3, 4, 6])))
+    partial = dropped(DropReason.PARTIAL)
+    assert result.outcomes == ((partial, STORED, partial),)
+    for worker in tier.workers:
+        assert [group.rows.tolist() for group in worker.seen[0].groups] == [[4]]
+    assert not tier.region.view[[3, 6]].any()
+    assert tier.region.row(4)[: tier.geometry.aligned_bytes(0)] == tier.expected_row(0, [11, 12])
+    assert tier.backend.counters.partial_blocks == 2
+
+
+async def test_a_job_of_partial_blocks_only_asks_no_worker(tier: Tier) -> None:
+    runs = GPURuns(int_array([0]), int_array([1]), int_array([1]), int_array([10]))
+    result = await tier.backend.store(job(JobKind.STORE, transfer(1, runs, [3])))
+    assert result.outcomes == ((dropped(DropReason.PARTIAL),),)
+    assert result.bytes_moved == 0
+    assert [worker.seen for worker in tier.workers] == [[], []]
+
+
+async def test_what_all_workers_hold_in_common_is_stored_once_by_worker_0_and_loaded_by_each() -> None:
+    tier = await Tier(replicated=True).open()
+    first, second = tier.workers
+    kept = [pages.copy() for pages in first.pages]
+    runs = GPURuns.whole([4, 5, 6, 7], FACTOR)
+    assert tier.geometry.row_bytes < geometry(world_size=2, factor=FACTOR).row_bytes
+    stored = await tier.backend.store(job(JobKind.STORE, transfer(0, runs, [3, 9])))
+    assert stored.outcomes == ((STORED, STORED),)
+    assert stored.bytes_moved == 4 * tier.geometry.page_bytes(0)
+    assert (len(first.seen), len(second.seen)) == (1, 0)
+    whole = b"".join(kept[0][block].tobytes() for block in (4, 5)).ljust(tier.geometry.aligned_bytes(0), b"\0")
+    assert bytes(tier.region.row(3)) == whole.ljust(tier.geometry.row_bytes, b"\0")
+    loaded = await tier.backend.load(job(JobKind.LOAD, transfer(0, GPURuns.whole([20, 21, 22, 23], FACTOR), [3, 9])))
+    assert loaded.outcomes == ((LOADED, LOADED),)
+    for worker in tier.workers:
+        assert (worker.pages[0][20:24] == kept[0][4:8]).all()
+    await tier.backend.close()
+
+
+async def test_a_row_one_worker_did_not_stamp_is_a_failure_and_the_others_are_kept(tier: Tier) -> None:
+    tier.workers[1].forgets = {2}
+    result = await tier.backend.store(job(JobKind.STORE, transfer(1, GPURuns.whole([1, 2, 3, 4], FACTOR), [2, 8])))
+    assert result.outcomes == ((failed(errno.EIO), STORED),)
+    assert result.bytes_moved == tier.geometry.kv_bytes_per_offloaded_block(1)
+    assert tier.backend.counters.unstamped_blocks == 1
+
+
+async def test_a_stamp_of_an_earlier_generation_does_not_count(tier: Tier) -> None:
+    runs = GPURuns.whole([1, 2], FACTOR)
+    assert (await tier.backend.store(job(JobKind.STORE, transfer(1, runs, [2], generation=1)))).ok
+    tier.workers[0].forgets = {2}
+    result = await tier.backend.store(job(JobKind.STORE, transfer(1, runs, [2], generation=2)))
+    assert result.outcomes == ((failed(errno.EIO),),)
+
+
+async def test_the_worst_word_of_any_worker_counts_whatever_is_stamped(tier: Tier) -> None:
+    tier.workers[0].refuses = {2: LATE}
+    tier.workers[1].refuses = {2: failed(errno.ENODEV)}
+    result = await tier.backend.store(job(JobKind.STORE, transfer(1, GPURuns.whole([1, 2, 3, 4], FACTOR), [2, 8])))
+    assert result.outcomes == ((failed(errno.ENODEV), STORED),)
+
+
+async def test_a_worker_that_ends_in_an_error_fails_its_blocks_with_that_errno(tier: Tier) -> None:
+    tier.workers[1].raises = disk_error()
+    result = await tier.backend.store(job(JobKind.STORE, transfer(1, GPURuns.whole([1, 2], FACTOR), [2])))
+    assert result.outcomes == ((failed(errno.ENODEV),),)
+    assert tier.backend.counters.worker_errors == 1
+    tier.workers[1].raises = asyncio.CancelledError()
+    result = await tier.backend.store(job(JobKind.STORE, transfer(1, GPURuns.whole([1, 2], FACTOR), [2])))
+    assert result.outcomes[0][0].status is BlockStatus.CANCELLED
+
+
+async def test_a_defect_in_a_worker_is_not_mistaken_for_bad_luck(tier: Tier) -> None:
+    tier.workers[0].raises = UsageError("no such block")
+    with pytest.raises(UsageError, match="no such block"):
+        await tier.backend.store(job(JobKind.STORE, transfer(1, GPURuns.whole([1, 2], FACTOR), [2])))
+    assert tier.workers[1].calls_ended == 1, "the other worker was waited for"
+
+    async def answer_for_nothing(part: object) -> JobResult:
+        return JobResult(job(JobKind.STORE).job_id, ())
+
+    tier.workers[0].load = answer_for_nothing
+    with pytest.raises(IntegrityError):
+        await tier.backend.store(job(JobKind.STORE, transfer(1, GPURuns.whole([1, 2], FACTOR), [2])))
+
+
+async def test_jobs_that_are_not_the_cpu_tiers_are_refused_before_anything_moves(tier: Tier) -> None:
+    runs = GPURuns.whole([1, 2], FACTOR)
+    good = transfer(1, runs, [2])
+    for bad in (
+        RowGroup(good.group, good.keys, [1], [2], [1]),
+        replace(good, rows=int_array([])),
+        replace(good, group=2),
+        replace(good, runs=GPURuns.whole([1, 2, 3, 4], FACTOR)),
+    ):
+        for call in (tier.backend.store, tier.backend.load):
+            with pytest.raises(UsageError):
+                await call(job(JobKind.STORE, bad))
+    assert [worker.seen for worker in tier.workers] == [[], []]
+
+
+async def test_a_cancelled_store_ends_only_when_its_copies_have(tier: Tier) -> None:
+    tier.workers[1].gate = asyncio.Event()
+    task = asyncio.ensure_future(
+        tier.backend.store(job(JobKind.STORE, transfer(1, GPURuns.whole([1, 2], FACTOR), [2])))
+    )
+    await tier.workers[1].entered.wait()
+    for _ in range(20):
+        task.cancel()
+        await asyncio.sleep(0)
+    assert not task.done(), "the row is still being written"
+    tier.workers[1].gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert tier.workers[1].calls_ended == 1
+
+
+async def test_close_waits_for_a_store_under_way(tier: Tier) -> None:
+    tier.workers[0].gate = asyncio.Event()
+    store = asyncio.ensure_future(
+        tier.backend.store(job(JobKind.STORE, transfer(1, GPURuns.whole([1, 2], FACTOR), [2])))
+    )
+    await tier.workers[0].entered.wait()
+    close = asyncio.ensure_future(tier.backend.close())
+    await asyncio.sleep(0)
+    assert not close.done()
+    tier.workers[0].gate.set()
+    assert (await store).ok
+    await close
+
+
+# ---- loading
+
+
+async def test_what_was_stored_is_loaded_into_the_blocks_named_and_no_others(tier: Tier) -> None:
+    rows = [5, 1, 9]
+    source = GPURuns.whole([0, 1, 2, 3, 4, 5], FACTOR)
+    assert (await tier.backend.store(job(JobKind.STORE, transfer(0, source, rows)))).ok
+    before = [worker.pages[0].copy() for worker in tier.workers]
+    # an unaligned head, a whole block, a tail
+    runs = GPURuns(int_array([0, 1, 2]), int_array([1, 0, 0]), int_array([1, 2, 1]), int_array([40, 41, 42, 43]))
+    result = await tier.backend.load(job(JobKind.LOAD, transfer(0, runs, rows)))
+    assert result.outcomes == ((LOADED,) * 3,)
+    assert result.bytes_moved == 4 * tier.geometry.kv_bytes_per_block(0)
+    for worker, old in zip(tier.workers, before, strict=True):
+        old[[40, 41, 42, 43]] = old[[1, 2, 3, 4]]
+        assert (worker.pages[0] == old).all()
+
+
+async def test_a_load_reports_the_worst_of_its_workers_for_each_block(tier: Tier) -> None:
+    tier.workers[0].refuses = {2: failed(errno.EIO)}
+    tier.workers[1].refuses = {8: LATE}
+    result = await tier.backend.load(job(JobKind.LOAD, transfer(1, GPURuns.whole(range(6), FACTOR), [2, 8, 4])))
+    assert result.outcomes == ((failed(errno.EIO), LATE, LOADED),)
+    assert result.bytes_moved == tier.geometry.kv_bytes_per_offloaded_block(1)
+
+
+async def test_a_row_that_changed_since_it_was_sealed_is_corrupt_and_not_copied() -> None:
+    tier = await Tier(verify_loads=True).open()
+    rows = [5, 1, 9]
+    assert (await tier.backend.store(job(JobKind.STORE, transfer(1, GPURuns.whole(range(6), FACTOR), rows)))).ok
+    tier.region.view[1, 17] ^= 1
+    before = [worker.pages[1].copy() for worker in tier.workers]
+    result = await tier.backend.load(job(JobKind.LOAD, transfer(1, GPURuns.whole(range(40, 46), FACTOR), rows)))
+    assert result.outcomes == ((LOADED, CORRUPT, LOADED),)
+    assert tier.backend.counters.corrupt_rows == 1
+    for worker, old in zip(tier.workers, before, strict=True):
+        old[[40, 41, 44, 45]] = old[[0, 1, 4, 5]]
+        assert (worker.pages[1] == old).all()
+    await tier.backend.close()
+
+
+async def test_many_jobs_at_once_keep_their_rows_apart(tier: Tier) -> None:
+    jobs = [
+        job(JobKind.STORE, transfer(row % 2, GPURuns.whole([2 * row, 2 * row + 1], FACTOR), [row]))
+        for row in range(ROWS)
+    ]
+    results = await asyncio.gather(*map(tier.backend.store, jobs))
+    assert all(result.ok for result in results)
+    for row in range(ROWS):
+        expected = tier.expected_row(row % 2, [2 * row, 2 * row + 1])
+        assert tier.region.row(row)[: len(expected)] == expected
+        assert tier.region.checksum(row) == xxhash.xxh3_128_digest(expected)
+
+
+async def test_a_tier_without_workers_moves_nothing_and_says_so(tier: Tier) -> None:
+    tier.context = replace(tier.context, workers=())
+    alone = CPUBackend(tier.backend.options)
+    await alone.open(tier.context)
+    with pytest.raises(UsageError, match="no workers"):
+        await alone.store(job(JobKind.STORE))
+    await alone.close()
+
+
+def test_a_worker_built_for_another_namespace_cannot_join() -> None:
+    assert not names_left()
+    owner = open_region(named("/dev/shm", f"other-{os.getpid()}", 3, 2))
+    assert names_left()
+    with pytest.raises(Exception, match="another model"):
+        open_region(named("/dev/shm", f"other-{os.getpid()}", 3, 0, namespace_digest=b"z" * 16))
+    owner.close()
+    assert not names_left()
+
+
+async def test_the_gpu_tier_of_this_process_stores_and_loads_through_the_region() -> None:
+    tier = Tier()
+    rng = np.random.default_rng(5)
+    sizes = {ref.tensor: ref.page_size_bytes for group in tier.geometry.layout.groups for ref in group.refs}
+    tensors = [
+        [torch.from_numpy(rng.integers(0, 256, (64, sizes[i]), dtype=np.uint8)) for i in range(len(sizes))]
+        for _ in range(2)
+    ]
+    gpus = [GPUBackend(GPUOptions()) for _ in range(2)]
+    tier.context = replace(tier.context, workers=gpus)
+    await tier.backend.open(tier.context)
+    for worker, gpu in enumerate(gpus):
+        caches = KVCaches(tensors[worker])
+        await gpu.open(replace(tier.context, worker=worker, kv_caches=caches, rows=tier.backend.rows, workers=()))
+    blocks = [3, 60, 17, 4]
+    stored = transfer(0, GPURuns.whole(blocks, FACTOR), [9, 2]), transfer(1, GPURuns.whole(blocks, FACTOR), [0, 15])
+    assert (await tier.backend.store(job(JobKind.STORE, *stored))).ok
+    expected = [[tensor.clone() for tensor in own] for own in tensors]
+    for own in expected:
+        for tensor in own:
+            tensor[[30, 31, 32, 33]] = tensor[blocks]
+    target = GPURuns.whole([30, 31, 32, 33], FACTOR)
+    loaded = transfer(0, target, [9, 2]), transfer(1, target, [0, 15])
+    assert (await tier.backend.load(job(JobKind.LOAD, *loaded))).ok
+    for own, wanted in zip(tensors, expected, strict=True):
+        assert all(torch.equal(tensor, copy) for tensor, copy in zip(own, wanted, strict=True))
+    assert tier.region.uses_ended(1, int_array([9, 2, 0, 15])).tolist() == [2, 2, 2, 2]
+    for gpu in gpus:
+        await gpu.close()
+    await tier.backend.close()

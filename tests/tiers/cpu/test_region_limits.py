@@ -1,0 +1,291 @@
+"""Memory is counted before it is touched, reserved before it is used, and given back when something fails."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support_region import geometry, named
+
+from kvtier.errors import SharedMemoryError
+from kvtier.tier_api.memory_limits import Reading, SystemLimits, require
+from kvtier_cpu import RegionSpec, Sharing, attach_region, open_region
+from kvtier_cpu.region import populate as populate_module
+from kvtier_cpu.region.opening import RegionHost, Step
+from kvtier_cpu.region.populate import Populated, PopulatePlan, make_resident
+from kvtier_cpu.region.rendezvous import Names
+
+MIB = 1 << 20
+NOTHING_READ: list[Reading] = []
+
+
+@dataclass(frozen=True)
+class Offers:
+    """Limits that are whatever the test says."""
+
+    found: list[Reading]
+
+    def readings(self, directory: str | None) -> list[Reading]:
+        return self.found
+
+
+def anonymous(num_rows: int = 16, **more: object) -> RegionSpec:
+    return RegionSpec(geometry=geometry(), num_rows=num_rows, namespace_digest=b"n" * 16, serves=(0, 1), **more)
+
+
+@pytest.fixture
+def small_mount() -> Iterator[Path]:
+    """A tmpfs of one MiB of its own."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a tmpfs needs root")
+    yield from mounted("size=1m")
+
+
+@pytest.fixture
+def advising_mount() -> Iterator[Path]:
+    """A tmpfs that gives huge pages on advice."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a tmpfs needs root")
+    yield from mounted("size=8m,huge=advise")
+
+
+def mounted(options: str) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        answer = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], check=False, capture_output=True
+        )
+        if answer.returncode:
+            pytest.skip(f"this system does not mount a tmpfs with {options}: {answer.stderr.decode().strip()}")
+        try:
+            yield Path(folder)
+        finally:
+            subprocess.run(["umount", folder], check=True)
+
+
+def resident_bytes(label: str) -> int:
+    """Resident bytes of the mappings whose name contains `label`."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            inside = label in line
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def used_bytes(mount: Path) -> int:
+    found = os.statvfs(mount)
+    return (found.f_blocks - found.f_bfree) * found.f_frsize
+
+
+# ---- too little
+
+
+@pytest.mark.parametrize("sharing", ["memfd", "named"])
+def test_too_little_memory_is_a_typed_error_before_any_touch(sharing: str) -> None:
+    spec = anonymous() if sharing == "memfd" else named("/dev/shm", f"little-{os.getpid()}", 2)
+    names = Names.of("/dev/shm", f"little-{os.getpid()}")
+    steps: list[Step] = []
+    host = RegionHost(limits=Offers([Reading("plenty", 1 << 40), Reading("a cup", 4096)]), observe=steps.append)
+    descriptors = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(SharedMemoryError, match="a cup offers 4096 bytes") as caught:
+        open_region(spec, host)
+    assert caught.value.need_bytes >= spec.size_bytes
+    assert caught.value.have_bytes == 4096
+    assert Step.RESIDENT not in steps
+    assert set(os.listdir("/proc/self/fd")) <= descriptors
+    assert not any(os.path.lexists(name) for name in (names.control, names.rows))
+
+
+def test_a_full_mount_is_a_typed_error_that_names_need_and_have(small_mount: Path) -> None:
+    spec = named(small_mount, "e", 2, num_rows=1024)
+    with pytest.raises(SharedMemoryError, match=re.escape(str(small_mount))) as caught:
+        open_region(spec)
+    assert caught.value.need_bytes == spec.size_bytes
+    assert caught.value.have_bytes <= MIB
+    assert used_bytes(small_mount) == 0
+    assert os.listdir(small_mount) == []
+
+
+def test_a_mount_that_runs_full_while_reserving_gives_everything_back(small_mount: Path) -> None:
+    spec = named(small_mount, "e", 2, num_rows=300)
+    with pytest.raises(SharedMemoryError):
+        open_region(spec, RegionHost(limits=Offers(NOTHING_READ)))
+    assert used_bytes(small_mount) == 0, "also while the error is still referenced"
+    assert os.listdir(small_mount) == []
+    open_region(named(small_mount, "e", 2, num_rows=100)).close()
+    assert used_bytes(small_mount) == 0
+
+
+def test_a_mount_that_runs_full_while_populating_gives_everything_back(advising_mount: Path) -> None:
+    host = RegionHost(limits=Offers(NOTHING_READ))
+    with pytest.raises(SharedMemoryError):
+        open_region(named(advising_mount, "e", 2, num_rows=1200), host)
+    assert used_bytes(advising_mount) == 0
+    region = open_region(named(advising_mount, "e", 2, num_rows=900), host)
+    assert region.populated is Populated.POPULATE_WRITE
+    region.view[:] = 3
+    region.close()
+
+
+def test_a_region_that_fits_exactly_can_be_written_to_its_last_byte(small_mount: Path) -> None:
+    spec = named(small_mount, "e", 2, num_rows=64, populate=False)
+    control_bytes = spec.shape.size_bytes
+    fits = named(small_mount, "e", 2, num_rows=(MIB - 2 * control_bytes) // spec.geometry.row_bytes, populate=False)
+    region = open_region(fits)
+    region.view[:] = 255
+    assert used_bytes(small_mount) <= MIB
+    region.close()
+
+
+# ---- reading the limits
+
+
+def system(tmp_path: Path, cgroup: str, mountinfo: str, meminfo: str = "MemAvailable: 1000 kB\n") -> SystemLimits:
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "meminfo").write_text(meminfo)
+    (tmp_path / "proc" / "self" / "cgroup").write_text(cgroup)
+    (tmp_path / "proc" / "self" / "mountinfo").write_text(mountinfo)
+    return SystemLimits(tmp_path / "proc")
+
+
+def group(path: Path, **files: object) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    for name, value in files.items():
+        (path / f"memory.{name}").write_text(f"{value}\n")
+
+
+def have(limits: SystemLimits) -> dict[str, int]:
+    return {reading.where.rpartition("/")[2]: reading.have_bytes for reading in limits.readings(None)}
+
+
+def test_mem_available_counts(tmp_path: Path) -> None:
+    assert have(system(tmp_path, "", "")) == {"MemAvailable": 1_024_000}
+
+
+def test_every_enclosing_cgroup_of_version_2_counts_less_the_file_cache_it_can_drop(tmp_path: Path) -> None:
+    top = tmp_path / "cg"
+    group(top / "pod" / "box", max=900, current=700, stat="anon 10\ninactive_file 300\nactive_file 5")
+    group(top / "pod", max="max", high=5000, current=4000, stat="inactive_file 0")
+    group(top)
+    limits = system(tmp_path, "0::/pod/box\n", f"31 23 0:28 / {top} rw shared:9 - cgroup2 cgroup2 rw\n")
+    assert have(limits) == {"MemAvailable": 1_024_000, "box": 500, "pod": 1000}
+
+
+def test_version_1_counts_and_its_idea_of_no_limit_does_not(tmp_path: Path) -> None:
+    top = tmp_path / "cg"
+    group(top / "a", limit_in_bytes=800, usage_in_bytes=900, stat="inactive_file 1\ntotal_inactive_file 50")
+    group(top, limit_in_bytes=9223372036854771712, usage_in_bytes=900, stat="")
+    limits = system(tmp_path, "4:cpu,memory:/a\n0::/\n", f"31 23 0:28 / {top} rw - cgroup cgroup rw,cpu,memory\n")
+    assert have(limits) == {"MemAvailable": 1_024_000, "a": 0}
+
+
+def test_in_a_container_the_top_of_the_mount_is_its_own_cgroup(tmp_path: Path) -> None:
+    top = tmp_path / "cg"
+    group(top, max=1000, current=400, stat="")
+    mountinfo = f"31 23 0:28 /docker/abc {top} rw - cgroup2 cgroup2 rw\n"
+    for number, own in enumerate(("/docker/abc", "/", "/../other")):
+        limits = system(tmp_path / str(number), f"0::{own}\n", mountinfo)
+        assert have(limits) == {"MemAvailable": 1_024_000, "cg": 600}
+
+
+def test_limits_that_cannot_be_read_are_no_limits(tmp_path: Path) -> None:
+    limits = system(tmp_path, "nonsense\n", "more nonsense\n\n - \n", "gibberish\n")
+    assert limits.readings(str(tmp_path / "nowhere")) == []
+    require(limits, 1 << 60, None)
+
+
+def test_this_system_has_limits_and_the_mount_is_one_of_them() -> None:
+    readings = SystemLimits().readings("/dev/shm")
+    assert {"/dev/shm", "MemAvailable"} <= {reading.where for reading in readings}
+    assert all(reading.have_bytes >= 0 for reading in readings)
+
+
+# ---- populating
+
+
+@pytest.mark.parametrize("kernel", ["knows MADV_POPULATE_WRITE", "does not"])
+@pytest.mark.parametrize("huge", [True, False])
+def test_all_memory_is_resident_and_zero_afterwards(monkeypatch: pytest.MonkeyPatch, kernel: str, huge: bool) -> None:
+    if kernel == "does not":
+        monkeypatch.setattr(populate_module, "_populate_write_works", lambda: False)
+    monkeypatch.setattr(populate_module, "PIECE_BYTES", 256 * 1024)
+    spec = anonymous(num_rows=301, huge_pages=huge)
+    region = open_region(spec)
+    assert region.populated is (Populated.TOUCHED if kernel == "does not" else Populated.POPULATE_WRITE)
+    assert resident_bytes("kvtier-rows") == spec.size_bytes
+    assert not region.view.any()
+    region.close()
+
+
+def test_without_populating_memory_is_reserved_but_not_mapped() -> None:
+    spec = anonymous(num_rows=301, populate=False)
+    region = open_region(spec)
+    assert region.populated is Populated.SKIPPED
+    assert resident_bytes("kvtier-rows") < spec.size_bytes
+    assert os.fstat(region.descriptors[0]).st_blocks * 512 == spec.size_bytes
+    region.close()
+
+
+def test_a_joiner_that_populates_changes_no_byte(tmp_path: Path) -> None:
+    first = open_region(named("/dev/shm", f"joiner-{os.getpid()}", 2, 0))
+    first.view[:] = np.arange(first.row_bytes, dtype=np.uint32).astype(np.uint8)
+    expected = first.view.copy()
+    second = open_region(named("/dev/shm", f"joiner-{os.getpid()}", 2, 1))
+    assert (second.view == expected).all()
+    second.close()
+    first.close()
+
+
+def test_memory_of_a_failed_population_can_be_unmapped_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(populate_module, "_madvise", lambda pages, start, length, advice: 12 if start else 0)
+    monkeypatch.setattr(populate_module, "PIECE_BYTES", mmap.PAGESIZE)
+    fd = os.memfd_create("rows")
+    os.ftruncate(fd, 16 * mmap.PAGESIZE)
+    pages = mmap.mmap(fd, 16 * mmap.PAGESIZE)
+    plan = PopulatePlan("a cup", populate=True, huge_pages=False, stop=threading.Event())
+    with pytest.raises(SharedMemoryError, match="a cup"):
+        make_resident(fd, pages, plan)
+    pages.close()  # a view kept anywhere would make this a BufferError
+    os.close(fd)
+
+
+def flags_of(memory: np.ndarray) -> list[str]:
+    """The kernel's flags of the mapping that an array lies in."""
+    address, inside = memory.ctypes.data, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if head is not None:
+            inside = int(head[1], 16) <= address < int(head[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError(f"no mapping holds address {address:#x}")
+
+
+@pytest.mark.parametrize("dump_rows", [False, True])
+@pytest.mark.parametrize("sharing", list(Sharing))
+def test_core_dumps_leave_the_rows_out(sharing: Sharing, dump_rows: bool) -> None:
+    if sharing is Sharing.NAMED:
+        spec = named("/dev/shm", f"dump-{os.getpid()}", 1, dump_rows=dump_rows, geometry=geometry(1))
+    else:
+        spec = anonymous(sharing=sharing, dump_rows=dump_rows)
+    region = open_region(spec)
+    assert ("dd" in flags_of(region.view)) is not dump_rows
+    region.close()
+
+
+def test_a_region_of_passed_descriptors_is_kept_from_core_dumps_too() -> None:
+    region = open_region(anonymous(participants=2))
+    other = attach_region(anonymous(participants=2, participant=1), *region.descriptors)
+    assert "dd" in flags_of(other.view)
+    other.close()
+    region.close()

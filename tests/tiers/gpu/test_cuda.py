@@ -1,0 +1,107 @@
+"""The GPU tier on a CUDA device: the same bytes as on the CPU, in order with the compute stream. Needs `-m gpu`."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from support_gpu import MmapRows, context, job, make_worker, naive_copy, runs_of, transfer
+
+from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
+from kvtier.types.gpu_runs import GPURuns
+from kvtier_gpu import GPUBackend, GPUOptions
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+NUM_BLOCKS, NUM_ROWS = 40, 12
+GEOMETRY = Geometry(
+    KVLayout(
+        (
+            GroupLayout((TensorRef(0, 1000), TensorRef(1, 333))),
+            GroupLayout((TensorRef(2, 4096), TensorRef(3, 8192))),
+            GroupLayout((TensorRef(4, 512 << 10),)),
+        ),
+        world_size=2,
+        block_size_factor=3,
+    ),
+    alignment=4096,
+)
+
+
+@pytest.mark.parametrize("style", ["plain", "strided", "packed"])
+async def test_bytes_are_exact_both_ways_and_nothing_else_changes(style: str) -> None:
+    rng = np.random.default_rng(3)
+    worker = make_worker(GEOMETRY, NUM_BLOCKS, style, rng, "cuda")
+    twin = make_worker(GEOMETRY, NUM_BLOCKS, style, np.random.default_rng(3))
+    rows = MmapRows(GEOMETRY, NUM_ROWS)
+    rows.view[:] = rng.integers(0, 256, rows.view.shape, dtype=np.uint8)
+    want = rows.view.copy()
+    tier = GPUBackend(GPUOptions(device="cuda"))
+    opened = await tier.open(context(GEOMETRY, worker.tensors, rows, 1))
+    assert opened.mode.startswith("cuda:0, 2 streams")
+    pieces = [(0, 1, [7, 8]), (1, 0, [30, 2, 19]), (2, 0, [5]), (2, 2, [11])]
+    work = job(*(transfer(group, runs_of(pieces), [group, group + 4, 11 - group], 5) for group in range(3)))
+    back = job(*(transfer(group, runs_of(pieces), [group + 4, group, 11 - group]) for group in range(3)))
+    assert (await tier.load(work)).ok
+    naive_copy(GEOMETRY, work, 1, twin.tensors, want, to_gpu=False)
+    assert (rows.view == want).all()
+    assert rows.stamps[1].tolist() == [5 if row in (4, 5, 6) else 0 for row in range(NUM_ROWS)]
+    assert (await tier.store(back)).ok
+    naive_copy(GEOMETRY, back, 1, twin.tensors, want, to_gpu=True)
+    assert all((have == wanted).all() for have, wanted in zip(worker.bytes(), twin.bytes(), strict=True))
+    await tier.close()
+    rows.close()
+
+
+async def test_copies_see_what_the_compute_stream_was_given_before_them() -> None:
+    page = 64 << 10
+    geometry = Geometry(KVLayout((GroupLayout((TensorRef(0, page),)),)))
+    tensor = torch.zeros(64, page, dtype=torch.uint8, device="cuda")
+    rows = MmapRows(geometry, 64)
+    tier = GPUBackend(GPUOptions())
+    await tier.open(context(geometry, [tensor], rows))
+    compute = torch.cuda.Stream()
+    tier.follow(compute)
+    order = np.random.default_rng(1).permutation(64)
+    work = job(transfer(0, GPURuns.whole(order), order))
+    for value in range(1, 6):
+        with torch.cuda.stream(compute):
+            torch.cuda._sleep(20_000_000)
+            tensor.fill_(value)
+        assert (await tier.load(work)).ok
+        assert (rows.view == value).all()
+        rows.view[:] = value + 100
+        with torch.cuda.stream(compute):
+            torch.cuda._sleep(20_000_000)
+            tensor.zero_()
+        assert (await tier.store(work)).ok
+        with torch.cuda.stream(compute):
+            assert bool((tensor == value + 100).all())
+    await tier.close()
+    rows.close()
+
+
+async def test_many_jobs_at_once_are_exact() -> None:
+    page, blocks = 2048, 512
+    geometry = Geometry(KVLayout((GroupLayout((TensorRef(0, page), TensorRef(1, page))),), block_size_factor=2))
+    rng = np.random.default_rng(8)
+    worker = make_worker(geometry, blocks, "plain", rng, "cuda")
+    before = worker.bytes()
+    rows = MmapRows(geometry, blocks)
+    tier = GPUBackend(GPUOptions())
+    await tier.open(context(geometry, worker.tensors, rows))
+    ids = rng.permutation(blocks)
+    jobs = [job(transfer(0, GPURuns.whole(ids[i : i + 32], 2), range(i // 2, i // 2 + 16))) for i in range(0, 512, 32)]
+    assert all(result.ok for result in await asyncio.gather(*(tier.load(work) for work in jobs)))
+    for tensor in worker.tensors:
+        tensor.zero_()
+    torch.cuda.synchronize()
+    results = await asyncio.gather(*(tier.store(work) for work in jobs))
+    assert all(result.ok for result in results)
+    assert all((now == old).all() for now, old in zip(worker.bytes(), before, strict=True))
+    await tier.close()
+    rows.close()

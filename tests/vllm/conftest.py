@@ -1,0 +1,69 @@
+"""The engine lane: tests against a real vLLM. Where it is not installed they are skipped and say so; where the lane is
+asked for, with `-m engine`, a missing vLLM is an error."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from engines import HERE, KINDS, SEED, Answer, engine, prompts
+
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+collect_ignore = [] if HAS_VLLM else ["test_contract.py", "test_secondary.py"]
+
+if HAS_VLLM:
+    with warnings.catch_warnings():  # our tests treat warnings as errors; what vLLM's imports warn of is not ours
+        warnings.simplefilter("ignore")
+        import kvtier.integrations.vllm  # noqa: F401
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if HAS_VLLM:
+        return
+    asked = "engine" in (config.getoption("-m") or "").replace("(", " ").replace(")", " ").split()
+    for item in items:
+        if item.get_closest_marker("engine"):
+            if asked:
+                item.add_marker(pytest.mark.usefixtures("vllm_is_missing"))
+            else:
+                item.add_marker(pytest.mark.skip(reason="needs vLLM: see docs/vllm.md for the engine lane"))
+
+
+@pytest.fixture
+def vllm_is_missing() -> None:
+    pytest.fail("the engine lane was asked for, but vLLM is not installed")
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory) -> dict[str, Path]:
+    """The small models, each made once."""
+    folder = tmp_path_factory.mktemp("models")
+    for kind in KINDS:
+        subprocess.run([sys.executable, str(HERE / "support_models.py"), kind, str(folder / kind)], check=True)
+    return {kind: folder / kind for kind in KINDS}
+
+
+@pytest.fixture(scope="session")
+def plain(models, tmp_path_factory) -> dict[str, Answer]:
+    """What vLLM says without kvtier."""
+    folder = tmp_path_factory.mktemp("plain")
+    found = {}
+    for kind, config in KINDS.items():
+        with engine(models[kind], folder, **config) as vllm:
+            found[kind] = vllm.generate(prompts(SEED))
+        assert len({tuple(tokens) for tokens in found[kind].tokens}) == 24, "the model must tell prompts apart"
+    return found
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    """A folder for the filesystem tier."""
+    folder = tmp_path / "root"
+    folder.mkdir(mode=0o700)
+    return folder

@@ -1,0 +1,115 @@
+"""Small random models, made on the spot: `python support_models.py KIND FOLDER [SEED]`.
+
+Weights are drawn wide, so that outputs differ between prompts: a model that repeats one token would prove nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+VOCABULARY = 512
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16384,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "dtype": "float32",
+    "initializer_range": 0.3,
+}
+
+
+def llama() -> LlamaForCausalLM:
+    """Two layers of full attention: one KV cache group."""
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **SHAPE))
+
+
+def wide_llama() -> LlamaForCausalLM:
+    """As `llama`, with 13 MiB of weights, in tensors of 2 MiB."""
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **{**SHAPE, "intermediate_size": 4096}))
+
+
+def phi3() -> Phi3ForCausalLM:
+    """Two layers with longrope: one set of rotary factors for up to 4,096 tokens, another beyond."""
+    half = SHAPE["hidden_size"] // SHAPE["num_attention_heads"] // 2
+    factors = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * half,
+        "long_factor": [1.0 + number / 4 for number in range(half)],
+    }
+    config = Phi3Config(
+        num_hidden_layers=2,
+        original_max_position_embeddings=4096,
+        rope_parameters=factors,
+        pad_token_id=0,
+        **SHAPE,
+    )
+    return Phi3ForCausalLM(config)
+
+
+def gemma3() -> Gemma3ForCausalLM:
+    """Sliding windows of 256 tokens and full attention: several KV cache groups."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    shape = {**SHAPE, "initializer_range": 0.15}
+    config = Gemma3TextConfig(
+        num_hidden_layers=len(kinds),
+        layer_types=kinds,
+        sliding_window=256,
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        **shape,
+    )
+    return Gemma3ForCausalLM(config)
+
+
+def deepseek() -> DeepseekV2ForCausalLM:
+    """Two layers of latent attention (MLA): every worker holds the same latents of 512 + 64 values."""
+    shape = {**SHAPE, "num_key_value_heads": 4, "dtype": "bfloat16", "initializer_range": 0.2}
+    config = DeepseekV2Config(
+        num_hidden_layers=2,
+        first_k_dense_replace=2,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        **shape,
+    )
+    return DeepseekV2ForCausalLM(config).to(torch.bfloat16)
+
+
+MODELS = {"llama": llama, "wide_llama": wide_llama, "phi3": phi3, "gemma3": gemma3, "deepseek": deepseek}
+
+
+def main(kind: str, folder: str, seed: str = "0") -> None:
+    torch.manual_seed(int(seed))
+    MODELS[kind]().save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", bos_token="w1", eos_token="w2")
+    fast.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

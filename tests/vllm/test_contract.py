@@ -1,0 +1,202 @@
+"""The adapter's classes under a scheduler that behaves as vLLM's does, two batches in flight, without a model."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+from fake_engine import PAGE, FakeEngine, offloading_config, stack
+
+from kvtier.errors import ConfigError
+from kvtier.integrations.vllm import KVTierSpec
+from kvtier.integrations.vllm.primary import worker
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def root(tmp_path):
+    folder = tmp_path / "root"
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+def words(rng: random.Random, prefixes: int = 3) -> list[int]:
+    """A prompt of 3 to 8 chunks that begins as one of a few others do."""
+    return [rng.randrange(prefixes)] * 3 + [rng.randrange(1000) for _ in range(rng.randrange(6))]
+
+
+SHAPES = {
+    "one group": {},
+    "two groups with ids of vLLM's own": {"group_ids": (1, 4)},
+    "two workers": {"world_size": 2},
+    "one copy for two workers": {"world_size": 2, "replicated_layout": True},
+    "chunks of three blocks": {"factor": 3},
+    "everything": {"group_ids": (0, 2), "world_size": 2, "factor": 2},
+}
+
+
+@pytest.mark.parametrize("rows", [400, 12])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_loaded_byte_is_its_keys_and_every_request_ends(root, seed, shape, rows):
+    changes = SHAPES[shape]
+    copies = 1 if "replicated_layout" in changes else changes.get("world_size", 1)
+    row = PAGE * copies * changes.get("factor", 1)
+    rng = random.Random(seed)
+    config = offloading_config(stack(root, rows, row_bytes=row), **changes)
+    with FakeEngine(config, seed, num_blocks=256) as engine:
+        for _ in range(25):
+            for _ in range(rng.randrange(1, 3)):
+                engine.add(words(rng))
+            for _ in range(rng.randrange(4)):
+                engine.step()
+        engine.run()
+        print(dict(engine.counts))
+        assert engine.wrong == 0
+        assert engine.counts["pages checked"] > 20
+
+
+def test_a_reset_with_two_batches_in_flight_lets_no_old_copy_into_a_new_row(root, seed):
+    rng = random.Random(seed)
+    with FakeEngine(offloading_config(stack(root, 10)), seed, num_blocks=256) as engine:
+        for round_number in range(40):
+            for _ in range(2):
+                engine.add(words(rng))
+            for _ in range(rng.randrange(1, 5)):
+                engine.step()
+            if round_number % 4 == 1:
+                engine.run()
+            if round_number % 4 == 3:
+                engine.reset()
+        engine.run()
+        assert engine.wrong == 0
+        assert engine.counts["resets"] == 10
+        assert engine.counts["pages checked"] > 10
+
+
+def test_nothing_from_before_a_reset_is_a_hit_also_after_a_restart(root, seed):
+    prompt = [1, 2, 3, 4]
+    with FakeEngine(offloading_config(stack(root, 50)), seed) as engine:
+        engine.add(prompt)
+        engine.run()
+        engine.reset()
+        assert_hits(engine, prompt, 0)
+    with FakeEngine(offloading_config(stack(root, 50)), seed) as engine:
+        assert_hits(engine, [9, *prompt], 0)
+        assert_hits(engine, prompt, 4)  # stored again after the reset
+
+
+def assert_hits(engine: FakeEngine, prompt: list[int], expected: int) -> None:
+    request = engine.add(prompt)
+    engine.run()
+    assert request.hit == expected
+    assert engine.wrong == 0
+
+
+def test_a_restart_hits_from_disk(root, seed):
+    with FakeEngine(offloading_config(stack(root, 50)), seed) as engine:
+        assert_hits(engine, [5, 6, 7, 8, 9], 0)
+        assert_hits(engine, [5, 6, 7, 8, 9, 10], 5)
+    with FakeEngine(offloading_config(stack(root, 50)), seed) as engine:
+        assert_hits(engine, [5, 6, 7, 8, 9, 10, 11], 6)
+
+
+@pytest.mark.parametrize("change", [{"model": "other"}, {"page_bytes": 2 * PAGE}])
+def test_another_model_or_layout_is_a_clean_miss(root, seed, change):
+    with FakeEngine(offloading_config(stack(root, 50)), seed) as engine:
+        assert_hits(engine, [5, 6, 7], 0)
+    if "page_bytes" in change:
+        return
+    with FakeEngine(offloading_config(stack(root, 50), **change), seed) as engine:
+        assert_hits(engine, [5, 6, 7], 0)
+
+
+def test_a_prefix_longer_than_the_cpu_tier_is_cut_to_what_fits(root, seed):
+    long = list(range(30))
+    with FakeEngine(offloading_config(stack(root, 64)), seed, num_blocks=256) as engine:
+        assert_hits(engine, long, 0)
+    with FakeEngine(offloading_config(stack(root, 8)), seed, num_blocks=512) as engine:
+        alone = engine.add([*long, 99])
+        engine.run()
+        assert alone.hit == 8
+        together = [engine.add([*long, number]) for number in range(10)]
+        engine.run()
+        assert all(request.hit >= 1 for request in together), [request.hit for request in together]
+        assert engine.wrong == 0
+
+
+def test_events_say_what_became_reachable_and_what_ceased_to_be(root, seed):
+    with FakeEngine(offloading_config(stack(root, 6)), seed, num_blocks=128) as engine:
+        for number in range(6):
+            engine.add([number, number + 1, number + 2])
+            engine.run()
+        events = list(engine.manager.take_events())
+    told = {(event.medium.value, event.removed) for event in events}
+    assert {("CPU", False), ("CPU", True), ("STORAGE", False)} <= told
+    assert sum(len(event.keys) for event in events if event.medium.value == "STORAGE") == 18
+
+
+def under_executor(monkeypatch, executor: object) -> None:
+    """Let the workers find a configuration of vLLM that names its executor."""
+    found = executor and SimpleNamespace(parallel_config=SimpleNamespace(distributed_executor_backend=executor))
+    monkeypatch.setattr(worker, "get_current_vllm_config_or_none", lambda: found)
+
+
+@pytest.mark.parametrize(
+    ("executor", "workers", "cpu", "expected"),
+    [
+        ("uni", 1, {}, "private"),
+        ("uni", 1, {"populate": False}, "named"),
+        ("uni", 1, {"huge_pages": False}, "named"),
+        ("uni", 2, {}, "named"),
+        ("mp", 1, {}, "named"),
+        ("ray", 1, {}, "named"),
+        (object, 1, {}, "named"),
+        (None, 1, {}, "named"),
+    ],
+)
+def test_only_a_worker_that_surely_is_in_the_schedulers_process_gets_private_rows(
+    root, seed, monkeypatch, executor, workers, cpu, expected
+):
+    under_executor(monkeypatch, executor)
+    described = stack(root, 40, row_bytes=PAGE * workers)
+    described["tiers"][0] |= {"huge_pages": True, **cpu}
+    with FakeEngine(offloading_config(described, world_size=workers), seed) as engine:
+        assert engine.manager._stack.stats().tiers["cpu"].mode.startswith(expected)
+        assert_hits(engine, [1, 2, 3, 4], 0)
+        assert_hits(engine, [1, 2, 3, 4, 5], 4)
+
+
+def test_private_rows_serve_as_named_ones_do_also_over_a_reset_and_a_restart(root, seed, monkeypatch):
+    under_executor(monkeypatch, "uni")
+    rng = random.Random(seed)
+    described = stack(root, 12)
+    described["tiers"][0]["huge_pages"] = True
+    for _ in range(2):
+        with FakeEngine(offloading_config(described, engine_id="again"), seed, num_blocks=256) as engine:
+            for round_number in range(20):
+                engine.add(words(rng))
+                if round_number == 10:  # with transfers in flight
+                    engine.step()
+                    engine.reset()
+                else:  # to the end, so that a later prompt finds what this one stored
+                    engine.run()
+            assert engine.wrong == 0
+            assert engine.counts["pages checked"] > 5
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"extra": {"cpu_bytes": 1}}, "cpu_bytes"),
+        ({"extra": {"stack": 7}}, "stack"),
+        ({"extra": {"stack": "/nonexistent.yaml"}}, "nonexistent"),
+        ({"parallel": {"pp_size": 2}}, "pipeline_parallel_size"),
+        ({"canonical_layout": True}, "canonical_layout"),
+        ({"page_bytes": 0}, "worker_kv_bytes_per_block"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(root, config, named):
+    with pytest.raises(ConfigError, match=named):
+        KVTierSpec(offloading_config(stack(root, 8), **config))

@@ -1,0 +1,56 @@
+"""Latent attention (MLA): all workers hold the same latents, so a row keeps one copy, which the first of them stores.
+
+On a CPU vLLM has prefix caching for such models only with AMX, so these tests need a processor that has it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from engines import HERE, SEED, block_bytes, engine, prompts, stack
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.long,
+    pytest.mark.skipif(
+        not torch.cpu._is_amx_tile_supported(), reason="vLLM has no prefix caching for MLA on a CPU without AMX"
+    ),
+]
+ONE_BY_ONE = {"dtype": "bfloat16", "max_num_seqs": 1}
+"""In bfloat16 a token depends on what else is in the batch, and on how much of its prompt was cached."""
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory) -> Path:
+    """A small model with latent attention."""
+    folder = tmp_path_factory.mktemp("models") / "deepseek"
+    subprocess.run([sys.executable, str(HERE / "support_models.py"), "deepseek", str(folder)], check=True)
+    return folder
+
+
+def test_one_copy_for_two_workers_gives_what_vllms_own_cache_gives(deepseek, root, tmp_path):
+    asked = prompts(SEED, count=8)
+    config = {"tensor_parallel_size": 2, **ONE_BY_ONE}
+    with engine(deepseek, tmp_path, stack(root, 150, "deepseek"), **config) as vllm:
+        cold = vllm.generate(asked)
+        cached = vllm.generate(asked)
+        vllm.reset()
+        from_cpu = vllm.generate(asked)
+        told = vllm.metrics()
+    with engine(deepseek, tmp_path, stack(root, 150, "deepseek"), **config) as vllm:
+        from_disk = vllm.generate(asked)
+    assert len({tuple(tokens) for tokens in cached.tokens}) == len(asked), "the model must tell prompts apart"
+    assert (from_cpu.tokens, from_cpu.cached) == (cached.tokens, cached.cached)
+    assert (from_disk.tokens, from_disk.cached) == (cached.tokens, cached.cached)
+    assert sum(cached.cached) > 2 * sum(cold.cached)
+    blocks, kept = (_of_the_cpu_tier(told, f"kvtier_{name}_total") for name in ("stored_blocks", "store_bytes"))
+    assert blocks > 20
+    assert kept == blocks * block_bytes("deepseek"), "one copy, not one for each worker"
+
+
+def _of_the_cpu_tier(told: dict[str, float], name: str) -> float:
+    return sum(value for found, value in told.items() if found.startswith(name + "{") and "tier=cpu" in found)

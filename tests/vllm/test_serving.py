@@ -1,0 +1,100 @@
+"""The real vLLM serves from kvtier: the same tokens as without it, from every tier, over restarts and kills."""
+
+from __future__ import annotations
+
+import pytest
+from engines import BLOCK, KINDS, SEED, engine, prompts, secondary, stack
+
+from faults.machine.belongings import private_regions
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]  # each step of an engine has a deadline of its own
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_tier_gives_the_same_tokens(models, plain, root, tmp_path, kind):
+    everything = sum(len(prompt) // BLOCK * BLOCK for prompt in prompts(SEED))
+    with engine(models[kind], tmp_path, stack(root, 600, kind), **KINDS[kind]) as vllm:
+        cold = vllm.generate(prompts(SEED))
+        vllm.reset()
+        from_cpu = vllm.generate(prompts(SEED))
+    with engine(models[kind], tmp_path, stack(root, 600, kind), **KINDS[kind]) as vllm:
+        restarted = vllm.generate(prompts(SEED))
+    with engine(models[kind], tmp_path, stack(root, 32, kind), **KINDS[kind]) as vllm:
+        small = vllm.generate(prompts(SEED))
+        vllm.reset()
+        again = vllm.generate(prompts(SEED))
+    for answer in (cold, from_cpu, restarted, small, again):
+        assert answer.tokens == plain[kind].tokens
+    assert sum(from_cpu.cached) > 0.95 * everything
+    assert sum(restarted.cached) >= sum(from_cpu.cached)
+    assert sum(small.cached) >= 0.95 * sum(restarted.cached)
+    assert sum(again.cached) >= 0.95 * sum(restarted.cached)
+    print(kind, [sum(a.cached) for a in (plain[kind], cold, from_cpu, restarted, small, again)], "of", everything)
+
+
+def test_an_engine_of_one_process_has_private_rows_and_gives_the_same_tokens(
+    models, plain, root, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    with engine(models["llama"], tmp_path, stack(root, 600)) as vllm:
+        cold = vllm.generate(prompts(SEED))
+        vllm.reset()
+        from_cpu = vllm.generate(prompts(SEED))
+        assert private_regions(vllm.process.pid) == 1
+    with engine(models["llama"], tmp_path, stack(root, 600)) as vllm:
+        restarted = vllm.generate(prompts(SEED))
+    for answer in (cold, from_cpu, restarted):
+        assert answer.tokens == plain["llama"].tokens
+    assert sum(restarted.cached) >= sum(from_cpu.cached) > sum(cold.cached)
+
+
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gemma3", marks=pytest.mark.long)])
+def test_two_workers_give_the_same_tokens(models, root, tmp_path, kind):
+    config = {"tensor_parallel_size": 2, **KINDS[kind]}
+    with engine(models[kind], tmp_path, **config) as vllm:
+        expected = vllm.generate(prompts(SEED))
+    with engine(models[kind], tmp_path, stack(root, 600, kind), **config) as vllm:
+        cold = vllm.generate(prompts(SEED))
+        vllm.reset()
+        from_cpu = vllm.generate(prompts(SEED))
+    with engine(models[kind], tmp_path, stack(root, 32, kind), **config) as vllm:
+        from_disk = vllm.generate(prompts(SEED))
+    for answer in (cold, from_cpu, from_disk):
+        assert answer.tokens == expected.tokens
+    assert sum(from_disk.cached) >= 0.95 * sum(from_cpu.cached) > sum(cold.cached)
+
+
+def test_larger_chunks_give_the_same_tokens(models, plain, root, tmp_path):
+    chunks = {"connector": {"blocks_per_chunk": 3}}
+    with engine(models["gemma3"], tmp_path, stack(root, 200, "gemma3"), **KINDS["gemma3"], **chunks) as vllm:
+        cold = vllm.generate(prompts(SEED))
+        vllm.reset()
+        from_cpu = vllm.generate(prompts(SEED))
+    assert cold.tokens == from_cpu.tokens == plain["gemma3"].tokens
+    assert sum(from_cpu.cached) > sum(cold.cached)
+
+
+def test_a_reset_of_the_tiers_forgets_everything(models, plain, root, tmp_path):
+    with engine(models["llama"], tmp_path, stack(root, 600)) as vllm:
+        cold = vllm.generate(prompts(SEED))
+        vllm.reset(tiers=True)
+        again = vllm.generate(prompts(SEED))
+    assert cold.tokens == again.tokens == plain["llama"].tokens
+    assert sum(again.cached) == sum(cold.cached)
+
+
+@pytest.mark.parametrize(("tier", "place"), [("KVTierFs", "roots"), ("KVTierSharedFs", "root")])
+def test_a_disk_below_vllms_own_cpu_tier_gives_the_same_tokens(models, plain, root, tmp_path, tier, place):
+    where = {place: [str(root)] if place == "roots" else str(root)}
+    with engine(models["llama"], tmp_path, kv_transfer_config=secondary(tier, rows=40, **where)) as vllm:
+        cold = vllm.generate(prompts(SEED))
+        vllm.reset()
+        again = vllm.generate(prompts(SEED))
+        figures = vllm.metrics()
+    for answer in (cold, again):
+        assert answer.tokens == plain["llama"].tokens
+    loaded = sum(
+        value for name, value in figures.items() if name.startswith("kvtier_loaded_blocks_total{") and tier in name
+    )
+    assert loaded > 20, "the CPU tier holds 40 blocks, the prompts need three times as many"
+    assert sum(again.cached) > sum(cold.cached)
