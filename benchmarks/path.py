@@ -20,9 +20,9 @@ Stores and loads are counted from making the job (`GPUGroup` and `stack.job`; it
 asking the result whether it is `ok`. Nothing polls: the stack's loop waits for events. Each trip is warmed up, so what
 is made lazily is there; garbage collection is off while calls are counted.
 
-What varies is how often the work was cut: the fs tier gives its loop back after 0.25 ms, and each further turn is about
-11 calls. A profiled run is slower and is cut more often, so the minimum is the figure to compare. For a batch it still
-depends on the machine. Compare figures of one `--io-engine` only. Every byte that is loaded is compared.
+What varies is how often the work was interrupted: the fs tier gives its loop back after 0.25 ms, and each further turn
+is about 11 calls. A profiled run is slower and is interrupted more often, so the minimum is the figure to compare. For a
+batch it still depends on the machine. Compare figures of one `--io-engine` only. Every byte that is loaded is compared.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Counter:
             threading.setprofile(None)
 
     def _event(self, frame: FrameType, event: str, _: object) -> None:
-        # As little as possible, for the work is cut by the clock: files are looked at afterwards.
+        # As little as possible, for the clock interrupts the work: files are looked at afterwards.
         if event == "call" and self._on:
             self._seen.append((threading.get_ident(), frame.f_code))
 

@@ -91,14 +91,14 @@ class Store:
         """Store a block in each of the first slots."""
         space = opened.space
         assert space is not None
-        cut: set[int] = set()
+        formatted: set[int] = set()
         for start in range(0, self.slots, BATCH):
             slots = range(start, min(start + BATCH, self.slots))
             keys = [make_key(hashlib.sha256(slot.to_bytes(8, "big")).digest(), 0) for slot in slots]
             for row, key in enumerate(keys):
                 self.rows.fill(row, key)
-            fresh = {slot // space.slots_per_region for slot in slots} - cut
-            cut |= fresh
+            fresh = {slot // space.slots_per_region for slot in slots} - formatted
+            formatted |= fresh
             formats = [RegionFormat(region, space.slot_bytes[0], 1) for region in sorted(fresh)]
             result = await self.backend.store(
                 self._job(JobKind.STORE, keys, slots, [slot + 1 for slot in slots], formats)

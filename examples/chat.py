@@ -5,7 +5,7 @@
 A small random model is made on the spot; nothing is downloaded. The same conversation is held four times:
 
     cold   every turn computes its whole prompt
-    kept   without kvtier: the cache stays in memory from turn to turn, cut to the blocks that kvtier would keep
+    kept   without kvtier: the cache stays in memory from turn to turn, truncated to the blocks that kvtier would keep
     CPU    every turn restores its prefix from the CPU tier and saves what it computed
     disk   the same, but the stack is closed and opened again before every turn, so that nothing is left in memory
 
@@ -61,7 +61,7 @@ class Nowhere:
 
 
 class Kept(Nowhere):
-    """The cache itself, cut to whole blocks: what a restored one is compared with."""
+    """The cache itself, truncated to whole blocks: what a restored one is compared with."""
 
     def __init__(self) -> None:
         self.cache = DynamicCache()

@@ -141,7 +141,7 @@ class RowAdmission:
             self.remove(reservation)
 
     def truncate(self, request: RowRequest | None, now: float) -> bool:
-        """Cut a reservation that is short of rows for good to what it has. True when that was done."""
+        """Truncate a reservation that will not get more rows to what it has. True when that was done."""
         if not isinstance(request, Reservation) or not self._cannot_grow(request):
             return False
         request.truncate()

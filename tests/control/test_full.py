@@ -191,8 +191,8 @@ def test_sizes_share_what_room_there_is():
         disk.serve()
         world.pass_time(0.3)
     held = [disk.owned.ready(key(number, group)) is not None for number in range(60) for group in range(2)]
-    cut = sum(size >= 0 for size in disk.owned.placement.region_size)
-    assert cut >= 3
+    formatted = sum(size >= 0 for size in disk.owned.placement.region_size)
+    assert formatted >= 3
     assert sum(held) >= 3 * 4 - 2
     assert disk.owned.peak_bytes <= 8 * 4 * 2 * ROW_BYTES
 

@@ -36,7 +36,7 @@ def keys(first: int, count: int, group: int = 0) -> list[OffloadKey]:
 
 
 def regions_of(owned: OwnedTier, size: int) -> list[int]:
-    return [region for region, cut in enumerate(owned.placement.region_size) if cut == size]
+    return [region for region, found in enumerate(owned.placement.region_size) if found == size]
 
 
 # -- several slot sizes ------------------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ def test_a_cut_goes_out_with_the_first_job_that_writes_into_the_region():
     world.store(10)
     world.run_tier(0)
     job, formats = demotion(world)
-    assert formats == (), "the region is cut already"
+    assert formats == (), "the region is formatted already"
     world.finish(job)
     world.store(*range(20, 25))
     world.run_tier(0)
@@ -211,7 +211,7 @@ def test_a_cut_goes_out_with_the_first_job_that_writes_into_the_region():
 
 @pytest.mark.parametrize("end", ["late in line", "failed", "late"])
 def test_a_cut_is_told_again_until_a_job_carried_it_to_a_good_end(end):
-    """Otherwise a region whose cut was lost with its job would refuse every block from then on."""
+    """Otherwise a region whose format was lost with its job would refuse every block from then on."""
     world = World(cpu_setup(16), [fs_setup(8, 1)])
     world.store(1)
     world.run_tier(0)
@@ -242,9 +242,9 @@ def test_each_cut_of_a_region_has_the_next_generation():
         slots = fill(owned, [key(number, (number // 30) % 2)])
         formats = owned.placement.formats_for(slots)
         owned.placement.complete_formats(formats)
-        for cut in formats:
-            assert cut.slot_bytes == owned.placement.sizes[owned.placement.region_size[cut.region]]
-            seen.setdefault(cut.region, []).append(cut.generation)
+        for made in formats:
+            assert made.slot_bytes == owned.placement.sizes[owned.placement.region_size[made.region]]
+            seen.setdefault(made.region, []).append(made.generation)
     assert sum(map(len, seen.values())) >= 2
     assert all(generations == list(range(1, len(generations) + 1)) for generations in seen.values())
 
@@ -256,7 +256,7 @@ def test_an_older_cut_that_is_confirmed_late_does_not_silence_a_newer_one():
     fill(owned, keys(0, 4, 1))
     more = fill(owned, keys(10, 4, 1))
     new = owned.placement.formats_for(more)
-    assert [cut.generation for cut in new] == [2]
+    assert [made.generation for made in new] == [2]
     owned.placement.complete_formats(old)
     assert owned.placement.formats_for(more) == new
 
@@ -322,13 +322,13 @@ def test_bytes_found_at_open_count_from_the_start():
     assert fs.used_bytes == fs.peak_bytes == 2 * ROW_BYTES
 
 
-def test_regions_of_a_size_nobody_uses_are_free_to_be_cut():
+def test_regions_of_a_size_nobody_uses_are_free_to_be_formatted():
     plan = fs_setup(8, 2)
     found = recovered([(1, 0, 3)], [RegionFormat(0, ROW_BYTES, 2), RegionFormat(1, 7 * ROW_BYTES, 9)])
     world = World(cpu_setup(8), [dataclasses.replace(plan, opened=dataclasses.replace(plan.opened, recovered=found))])
     world.store(*range(10, 14))
     world.run_tier(0)
-    formats = {cut for job in world.under_way(1, STORE) for cut in world.running[job].job.formats}
+    formats = {made for job in world.under_way(1, STORE) for made in world.running[job].job.formats}
     assert formats <= {RegionFormat(1, ROW_BYTES, 10)}
     world.run_all()
     world.store(*range(20, 24))

@@ -301,7 +301,7 @@ def test_what_was_loaded_or_offered_again_is_kept_longest():
 def test_a_region_is_cut_by_the_first_job_that_writes_into_it_and_by_no_later_one():
     world = World(1)
     formats = [job.formats for number in range(24) for job in stored(world, [key(number)])]
-    assert len([cut for each in formats for cut in each]) == 3
+    assert len([made for each in formats for made in each]) == 3
 
 
 def test_the_groups_of_a_job_keep_their_rows():

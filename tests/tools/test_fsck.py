@@ -170,11 +170,11 @@ def test_blocks_that_a_reset_ended_are_old_and_no_damage(tmp_path: Path) -> None
 def test_what_an_earlier_cut_left_is_orphaned_or_nothing_and_no_damage(tmp_path: Path) -> None:
     written = write(tmp_path / "root", keys(30))
 
-    async def cut_again(tier: Tier) -> None:
+    async def format_again(tier: Tier) -> None:
         tier.directory.clear()
         await tier.store(keys(2, start=90), [tier.format_region(0, 0)])
 
-    run_tier(written.path, cut_again)
+    run_tier(written.path, format_again)
     document = tool_json("fsck", written.path)
     assert found(document) == {("orphaned", "orphaned", 28)}
     assert document["whole"] == 2

@@ -1,4 +1,4 @@
-"""The superblock of a root: who it is, how it is cut, and the epoch of each namespace. Two checksummed copies."""
+"""The superblock of a root: its identity, its regions, and the epoch of each namespace. Two checksummed copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What other namespaces left in a tier: free slots and uncut regions, taken last, the oldest namespace's first."""
+"""What other namespaces left in a tier: free slots and unformatted regions, used last, oldest namespace first."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ForeignSlots:
 
     @property
     def has_regions(self) -> bool:
-        """True while a region is left that was cut for none of our sizes."""
+        """True while a region is left that is formatted for none of our sizes."""
         return any(layer.regions for layer in self.layers)
 
     def add(self, layer: ForeignLayer) -> None:
@@ -35,7 +35,7 @@ class ForeignSlots:
             self.counts[size] += len(slots)
 
     def next(self, size: int, count: int) -> tuple[list[int], int | None]:
-        """What to overwrite next for a size: up to `count` slots, or a region to cut. Nothing when nothing is left."""
+        """What to overwrite next for a size: up to `count` slots, or a region to format; empty when nothing is left."""
         for layer in self.layers:
             stack = layer.slots[size]
             if stack:
@@ -48,7 +48,7 @@ class ForeignSlots:
         return [], None
 
     def drop(self, size: int, slots: Collection[int]) -> int:
-        """Forget slots whose region is cut for another size. Returns how many there were."""
+        """Forget slots whose region is formatted for another size. Returns how many there were."""
         before = self.counts[size]
         for layer in self.layers:
             stack = layer.slots[size]

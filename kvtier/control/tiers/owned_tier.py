@@ -333,9 +333,9 @@ class OwnedTier(TierIndex):
 
     def _formatted_bytes(self) -> int:
         slots_in, sizes, full = self.placement.slots_in_region, self.placement.sizes, self.placement.full
-        cut = sum(slots_in[size] * sizes[size] for size in self.placement.region_size if size >= 0)
+        formatted = sum(slots_in[size] * sizes[size] for size in self.placement.region_size if size >= 0)
         free = enumerate(self.placement.free_count)
-        return cut - sum((count + full.count(size)) * sizes[size] for size, count in free)
+        return formatted - sum((count + full.count(size)) * sizes[size] for size, count in free)
 
     def index_bytes(self) -> int:
         """Bytes of the arrays of this tier that grow with slots, without the dict and its keys."""

@@ -1,9 +1,9 @@
-"""Where a new block goes: regions cut into slots of one size, free slots by size, roots taken in turn.
+"""Where a new block goes: regions formatted with slots of one size, free slots by size, roots taken in turn.
 
-A size without a free slot takes a region that was never cut; then what other namespaces left, the oldest first; else
-it evicts within its own regions, unless a region of another size is colder as a whole than all of its own: then that
-region is evicted and cut again. Each size keeps at least one region. While a root's disk is full it is left at the
-regions and slots that have their room.
+A size without a free slot takes a region that was never formatted; then what other namespaces left, the oldest first;
+else it evicts within its own regions, unless a region of another size is colder as a whole than all of its own: then
+that region is evicted and formatted again. Each size keeps at least one region. While a root's disk is full, only its
+regions and slots that have their room are used.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Placement:
     @property
     def has_unformatted(self) -> bool:
         """True while a region is left that no size has taken, on a disk that has room for it."""
-        uncut = any(regions and not self.full.is_full(root) for root, regions in enumerate(self._unformatted))
-        return uncut or self.foreign.has_regions
+        left = any(regions and not self.full.is_full(root) for root, regions in enumerate(self._unformatted))
+        return left or self.foreign.has_regions
 
     @property
     def exhausted(self) -> bool:
@@ -60,22 +60,22 @@ class Placement:
 
     @property
     def fewest_slots(self) -> int:
-        """How many slots there are at least, however the regions are cut."""
+        """How many slots there are at least, however the regions are formatted."""
         return len(self.region_size) * min(self.slots_in_region)
 
     def region_of(self, slot: int) -> int:
         return slot // self.per_region
 
     def restore(self, formats: Sequence[RegionFormat]) -> None:
-        """Take over the regions found when the tier was opened; sizes this layout does not use stay uncut."""
-        for cut in formats:
-            self.region_generation[cut.region] = cut.generation
-            if cut.slot_bytes in self.sizes:
-                self._unformatted[self.root_of_region[cut.region]].remove(cut.region)
-                self._lay_out(cut.region, self.sizes.index(cut.slot_bytes))
+        """Take over the regions found when the tier was opened; sizes this layout does not use stay unformatted."""
+        for made in formats:
+            self.region_generation[made.region] = made.generation
+            if made.slot_bytes in self.sizes:
+                self._unformatted[self.root_of_region[made.region]].remove(made.region)
+                self._lay_out(made.region, self.sizes.index(made.slot_bytes))
 
     def set_aside(self, foreign: Sequence[ForeignBlocks]) -> None:
-        """These free slots and uncut regions hold blocks of other namespaces: take them last, in this order."""
+        """These free slots and unformatted regions hold blocks of other namespaces: take them last, in this order."""
         for blocks in foreign:
             by_size: list[list[int]] = [[] for _ in self.sizes]
             for slot in blocks.slots.tolist():
@@ -109,7 +109,7 @@ class Placement:
             stack[:] = kept
 
     def take(self, size: int, count: int) -> list[int]:
-        """Up to `count` free slots of one size, roots in turn; they leave the free lists. Cuts uncut regions."""
+        """Up to `count` free slots of one size, roots in turn; they leave the free lists. Formats regions as needed."""
         if count and len(self._unformatted) > 1:
             self._open_roots(size)
         while self.free_count[size] - self.foreign.counts[size] < count and self._format_unused(size):
@@ -185,10 +185,10 @@ class Placement:
             self.region_used[slot // self.per_region] = self.tick
 
     def _open_roots(self, size: int) -> None:
-        """Every root with uncut regions offers slots of this size, so blocks spread over all roots from the start."""
-        for root, uncut in enumerate(self._unformatted):
-            if uncut and not self._free[size][root] and not self.full.is_full(root):
-                self._format(uncut.pop(), size)
+        """Every root with unformatted regions offers slots of this size, so blocks spread over all roots at once."""
+        for root, regions in enumerate(self._unformatted):
+            if regions and not self._free[size][root] and not self.full.is_full(root):
+                self._format(regions.pop(), size)
 
     def _format_unused(self, size: int) -> bool:
         roots = [regions for root, regions in enumerate(self._unformatted) if not self.full.is_full(root)]
@@ -217,7 +217,7 @@ class Placement:
             self.free_count[size] += len(slots)
 
     def format_all(self) -> None:
-        """Cut every region for the only size there is, without telling the backend: memory that is born with us."""
+        """Format every region for the only size there is; the backend of memory needs no format jobs."""
         while self._format_unused(0):
             pass
         self._pending_formats.clear()
@@ -236,12 +236,12 @@ class Placement:
 
     def complete_formats(self, formats: Sequence[RegionFormat]) -> None:
         """The backend made these formats: it has stored blocks in those regions."""
-        for cut in formats:
-            if self._pending_formats.get(cut.region) == cut:
-                del self._pending_formats[cut.region]
+        for made in formats:
+            if self._pending_formats.get(made.region) == made:
+                del self._pending_formats[made.region]
 
     def colder_region(self, size: int) -> int | None:
-        """An idle region of another size that may be cut for this one, or None."""
+        """An idle region of another size that may be formatted for this one, or None."""
         if self.one_size:
             return None
         sizes = [UNFORMATTED if region in self.full.regions else size for region, size in enumerate(self.region_size)]
@@ -276,7 +276,7 @@ class Placement:
         slots = self.slots_of(region)
         state = self.table.state
         if any(state[slot] == READY for slot in slots):
-            raise IntegrityError(f"region {region} is cut while it holds ready blocks")
+            raise IntegrityError(f"region {region} is formatted while it holds ready blocks")
         root = self.root_of_region[region]
         gone = set(slots)
         stack = self._free[old][root]

@@ -257,8 +257,8 @@ async def test_jobs_that_make_no_sense_are_refused(tmp_path):
         ):
             with pytest.raises(UsageError):
                 await tier.backend.load(replace(job, groups=(wrong,)))
-        uncut = replace(group, slots=[slot + tier.space.slots_per_region for slot in group.slots])
-        assert flat(await tier.backend.store(replace(job, groups=(uncut,)))) == [failed(errno.EINVAL)] * 2
+        unformatted = replace(group, slots=[slot + tier.space.slots_per_region for slot in group.slots])
+        assert flat(await tier.backend.store(replace(job, groups=(unformatted,)))) == [failed(errno.EINVAL)] * 2
     with pytest.raises(UsageError):
         await tier.backend.open(None)  # type: ignore[arg-type]
     assert flat(await tier.backend.load(job)) == [dropped(DropReason.CLOSING)] * 2
