@@ -21,7 +21,7 @@ asking the result whether it is `ok`. Nothing polls: the stack's loop waits for 
 is made lazily is there; garbage collection is off while calls are counted.
 
 What varies is how often the work was interrupted: the fs tier gives its loop back after 0.25 ms, and each further turn
-is about 11 calls. A profiled run is slower and is interrupted more often, so the minimum is the figure to compare. For a
+is about 11 calls. A profiled run is slower and more often interrupted: the minimum is the figure to compare. For a
 batch it still depends on the machine. Compare figures of one `--io-engine` only. Every byte that is loaded is compared.
 """
 

@@ -1,7 +1,7 @@
 """Full disks: the slots of an owned tier that have no room on their disk yet, and when to try them again.
 
 The control plane gives slots out by place, but a disk gives room only when a region is first formatted, some even only
-when a slot is first written. Slots without room are kept apart for a while, and no new region of their root is formatted.
+when a slot is first written. Slots without room are kept apart for a while, and their root formats no new region.
 So stores go where there is room: to the places of blocks that are evicted for them.
 """
 

@@ -35,7 +35,7 @@ class ForeignSlots:
             self.counts[size] += len(slots)
 
     def next(self, size: int, count: int) -> tuple[list[int], int | None]:
-        """What to overwrite next for a size: up to `count` slots, or a region to format; empty when nothing is left."""
+        """What to overwrite next for a size: up to `count` slots, or a region to format; empty when none is left."""
         for layer in self.layers:
             stack = layer.slots[size]
             if stack:

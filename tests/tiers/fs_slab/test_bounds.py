@@ -1,4 +1,4 @@
-"""The capacity holds at every moment, checked from outside after each change: open, store, reformat, snapshot, close."""
+"""The capacity holds at every moment, checked from outside after each change: open, store, format, snapshot, close."""
 
 from __future__ import annotations
 
