@@ -6,33 +6,29 @@ getting it back takes a switch interval (5 ms).
 
 import ctypes
 import os
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 
 
 @cache
 def _libc() -> ctypes.PyDLL:
+    """Without `argtypes`: the arguments are made once, because converting them takes longer than the call."""
     libc = ctypes.PyDLL(None)
-    libc.eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
-    libc.eventfd_read.argtypes = (ctypes.c_int, ctypes.c_void_p)
+    libc.eventfd_write.restype = libc.eventfd_read.restype = None
     return libc
 
 
 class EventFD:
-    """A counter whose descriptor is readable while it is not zero. Raises OSError if no descriptor is left."""
+    """A counter whose descriptor is readable while it is not zero. Raises OSError if no descriptor is left.
+
+    `signal` makes it readable, `clear` makes it unreadable until the next signal.
+    """
 
     def __init__(self) -> None:
-        self._libc = _libc()
-        self._count = ctypes.c_uint64()
-        self._at = ctypes.addressof(self._count)
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-
-    def signal(self) -> None:
-        """Make it readable."""
-        self._libc.eventfd_write(self.fd, 1)
-
-    def clear(self) -> None:
-        """Make it unreadable until the next signal."""
-        self._libc.eventfd_read(self.fd, self._at)
+        libc, fd = _libc(), ctypes.c_int(self.fd)
+        self.signal: Callable[[], None] = partial(libc.eventfd_write, fd, ctypes.c_uint64(1))
+        self.clear: Callable[[], None] = partial(libc.eventfd_read, fd, ctypes.pointer(ctypes.c_uint64()))
 
     def close(self) -> None:
         """Close the descriptor. Once only: its number may be another file's afterwards."""
