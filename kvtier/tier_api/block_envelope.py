@@ -139,8 +139,13 @@ def _first_difference(page: memoryview, expected: SlotHeader) -> Mismatch:
     header = decode_slot_header(page)
     if header is None:
         return Mismatch.VERSION
+    return first_difference(header, expected) or Mismatch.KEY
+
+
+def first_difference(header: SlotHeader, expected: SlotHeader) -> Mismatch | None:
+    """The first field of a header that differs from what is expected, the payload's checksum left out; None if none."""
     found, wanted = header._asdict(), expected._asdict()
-    return next((place for place in Mismatch if found.get(place) != wanted.get(place)), Mismatch.KEY)
+    return next((place for place in Mismatch if found.get(place) != wanted.get(place)), None)
 
 
 Check = tuple[memoryview, memoryview, bytes, bytes]

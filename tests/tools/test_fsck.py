@@ -25,7 +25,9 @@ from support_tools import (
     write,
 )
 
-from kvtier_fs.format.superblock import COPY_BYTES, decode_superblock, encode_superblock
+import kvtier.cli.fsck
+from kvtier.tier_api.checksum import BODY_AT, seal
+from kvtier_fs.format.superblock import COPY_BYTES, SUPERBLOCK_MAGIC, decode_superblock, encode_superblock
 
 FINDING_KEYS = {"kind", "reason", "where", "repaired"}
 SECTOR = 512
@@ -347,6 +349,24 @@ def test_what_is_no_root_cannot_be_checked(tmp_path: Path) -> None:
     assert "is a symbolic link" in refusal("fsck", tmp_path / "link")
     written.path.chmod(0o777)
     assert "chmod go-w" in refusal("fsck", written.path)
+
+
+def test_a_root_that_another_release_began_to_use_is_refused_although_our_copy_is_whole(tmp_path: Path) -> None:
+    superblock = write(tmp_path / "root").path / "superblock"
+    body = (7).to_bytes(4, "little") + superblock.read_bytes()[BODY_AT + 4 : COPY_BYTES]
+    overwrite(superblock, COPY_BYTES, seal(SUPERBLOCK_MAGIC, body, COPY_BYTES))
+    before = superblock.read_bytes()
+    assert "holds format version 7 of layout slab" in refusal("fsck", superblock.parent, "--repair")
+    assert superblock.read_bytes() == before
+
+
+def test_an_interrupted_check_says_no_more_than_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kvtier.cli.fsck.Report, "add", interrupt)
+    result = tool("fsck", write(tmp_path / "root").path)
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "interrupted\n")
 
 
 def test_a_root_that_does_not_say_what_it_is_cannot_be_checked(tmp_path: Path) -> None:

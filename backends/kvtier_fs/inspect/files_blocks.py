@@ -4,16 +4,16 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from kvtier.tier_api.block_envelope import KEY_AT, Mismatch, SlotHeader, decode_slot_header
+from kvtier.tier_api.block_envelope import KEY_AT, Mismatch, decode_slot_header
 from kvtier.tier_api.inspection import BlockState
 from kvtier_fs.files.block_file import GONE, Wrong, vanished
 from kvtier_fs.files.paths import BlockPlace, occupied, place_of
 from kvtier_fs.format.tree_records import Tree
-from kvtier_fs.inspect.found import MAGIC, SHORT, Found, Judged, key_fault, page_fault, read_fault
-from kvtier_fs.roots.folder import open_plain
+from kvtier_fs.inspect.found import MAGIC, SHORT, Found, Judged, judge_header, page_fault, read_fault
+from kvtier_fs.roots.folder import plain_file
 
 NO_PLAIN_FILE = "file"
 
@@ -38,22 +38,22 @@ def opened_file(
 
     Raises OSError.
     """
-    fd, found = -1, None
-    try:
+    with ExitStack() as closing:
+        found = None
         with vanished():
             status = os.stat(place.name, dir_fd=leaf_fd, follow_symlinks=False)
-            judged, front = Judged(fault=NO_PLAIN_FILE), b""
-            if stat.S_ISREG(status.st_mode):
-                try:
-                    fd = open_plain(leaf_fd, place.name, os.O_RDONLY)
+            fd, judged, front = -1, Judged(fault=NO_PLAIN_FILE), b""
+            try:
+                if stat.S_ISREG(status.st_mode):
+                    fd = closing.enter_context(plain_file(leaf_fd, place.name))
                     status = os.fstat(fd)
                     page = memoryview(os.pread(fd, tree.header_bytes, 0))
                     judged, front = judge_file(page, status.st_size, place, tree, epoch_of), bytes(page[:KEY_AT])
-                except OSError as error:
-                    if error.errno in GONE:
-                        raise
-                    if error.errno != errno.ELOOP:
-                        judged = Judged(fault=read_fault(error))
+            except OSError as error:
+                if error.errno in GONE:
+                    raise
+                if error.errno != errno.ELOOP:
+                    judged = Judged(fault=read_fault(error))
             found = FoundFile(
                 judged=judged,
                 region=place.bucket,
@@ -66,9 +66,6 @@ def opened_file(
                 wrong=Wrong(status.st_ino, front),
             )
         yield found
-    finally:
-        if fd >= 0:
-            os.close(fd)
 
 
 def judge_file(page: memoryview, length: int, place: BlockPlace, tree: Tree, epoch_of: EpochOf) -> Judged:
@@ -85,25 +82,13 @@ def judge_file(page: memoryview, length: int, place: BlockPlace, tree: Tree, epo
         return Judged(fault=Mismatch.KEY)
     if due != place:
         return Judged(BlockState.ORPHANED, header)
-    fault = _field_fault(header, length, place, len(page))
-    if fault:
-        return Judged(fault=fault)
-    epoch = epoch_of(header.namespace, header.epoch)
-    if epoch is None or header.epoch > epoch:
-        return Judged(fault=Mismatch.EPOCH)
-    return Judged(BlockState.CURRENT if header.epoch == epoch else BlockState.OLD, header)
-
-
-def _field_fault(header: SlotHeader, length: int, place: BlockPlace, header_bytes: int) -> str:
-    """The first wrong field of a header that lies in its own place; empty if all are right."""
-    if header.region != place.bucket:
-        return Mismatch.REGION
-    if header.slot_index:
-        return Mismatch.SLOT_INDEX
-    if header.region_generation:
-        return Mismatch.REGION_GENERATION
-    if header.slot_bytes != length:
-        return SHORT if length < header.slot_bytes else Mismatch.SLOT_BYTES
-    if not header.payload_bytes or header.payload_bytes != length - header_bytes:
-        return Mismatch.PAYLOAD_BYTES
-    return key_fault(header)
+    if length < header.slot_bytes:
+        return Judged(fault=SHORT)
+    expected = header._replace(
+        region=place.bucket,
+        slot_index=0,
+        region_generation=0,
+        slot_bytes=length,
+        payload_bytes=max(1, length - len(page)),
+    )
+    return judge_header(header, expected, epoch_of(header.namespace, header.epoch))

@@ -118,11 +118,8 @@ class InspectedTree(StoreInspection[FoundFile, FileRun]):
     def _namespaces(self) -> tuple[StoredNamespace, ...]:
         """The namespaces that have an epoch, with what their manifests say."""
         names = filter(NAMESPACE_NAME.fullmatch, self.small_names(self.folder.epochs_fd))
-        return tuple(self._namespace(bytes.fromhex(name)) for name in names)
-
-    def _namespace(self, digest: bytes) -> StoredNamespace:
-        manifest = self.manifest(digest)
-        return StoredNamespace(digest, self.epoch(digest) or 0, None, None, manifest.model, manifest.tag)
+        digests = map(bytes.fromhex, names)
+        return tuple(self.with_manifest(StoredNamespace(digest, self.epoch(digest) or 0, None)) for digest in digests)
 
     # -- folders -----------------------------------------------------------------------------------------------------
 

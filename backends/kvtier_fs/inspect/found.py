@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from kvtier.tier_api.block_envelope import SLOT_MAGIC, Mismatch, SlotHeader, checksum_holds
+from kvtier.tier_api.block_envelope import SLOT_MAGIC, Mismatch, SlotHeader, checksum_holds, first_difference
 from kvtier.tier_api.checksum import MAGIC_BYTES
 from kvtier.tier_api.inspection import BlockState, StoredBlock
 from kvtier.types.keys import GROUP_BYTES, OffloadKey, key_group
@@ -67,7 +67,18 @@ def page_fault(page: memoryview) -> str:
     return MAGIC if any(page) else ""
 
 
-def key_fault(header: SlotHeader) -> str:
+def judge_header(header: SlotHeader, expected: SlotHeader, epoch: int | None) -> Judged:
+    """Judge a header that lies in its own place, by the fields that are known of that place and by its namespace's
+    epoch (None: no epoch counts)."""
+    fault = first_difference(header, expected) or _key_fault(header)
+    if not fault and (epoch is None or header.epoch > epoch):
+        fault = Mismatch.EPOCH
+    if fault:
+        return Judged(fault=fault)
+    return Judged(BlockState.CURRENT if header.epoch == epoch else BlockState.OLD, header)
+
+
+def _key_fault(header: SlotHeader) -> str:
     """Why a header's key is none; empty if it is one, of the group that the header names."""
     if len(header.key) <= GROUP_BYTES:
         return Mismatch.KEY

@@ -100,14 +100,9 @@ def _slab_sizes(root: InspectedRoot, repair: bool) -> Iterator[Finding]:
     """A slab that ends before a region does is truncated, where the file system reserves whole regions."""
     if filesystem_magic(root.folder.fd) not in _PREALLOCATING:
         return
-    for number, fd in root.fds.items():
-        size = os.fstat(fd).st_size
-        short = [
-            fmt.region
-            for fmt in root.formats
-            if root.plan.file_of(fmt.region) == number and root.plan.region_offset(fmt.region) + root.plan.stride > size
-        ]
-        for region in short:
+    for region in [fmt.region for fmt in root.formats]:
+        fd = root.fds[root.plan.file_of(region)]
+        if root.plan.region_offset(region) + root.plan.stride > os.fstat(fd).st_size:
             repaired = repair and _reserve(root, fd, region)
             yield Finding(FindingKind.TRUNCATED, "length", root.where(region), repaired)
 

@@ -3,25 +3,18 @@
 import fcntl
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 
 from kvtier.errors import RootBusyError, RootError
 from kvtier.tier_api.inspection import Access, StoreAbout, StoredNamespace
 from kvtier_fs.format.region_header import RegionHeader, RegionPlan, decode_region_header
 from kvtier_fs.format.snapshot import Snapshot, SnapshotOf, decode_snapshot
-from kvtier_fs.format.superblock import (
-    COPY_BYTES,
-    SUPERBLOCK_BYTES,
-    Superblock,
-    decode_superblock,
-    encode_superblock,
-    foreign_version,
-)
+from kvtier_fs.format.superblock import COPY_BYTES, SUPERBLOCK_BYTES, Superblock, encode_superblock
 from kvtier_fs.inspect.found import Found
 from kvtier_fs.inspect.slab_slots import InspectedFormat, SlotRun
 from kvtier_fs.inspect.store import StoreInspection
 from kvtier_fs.options import FSOptions
-from kvtier_fs.roots.disk import unknown_version
 from kvtier_fs.roots.folder import LOCK_NAME, SUPERBLOCK_NAME
 from kvtier_fs.roots.sidecar_files import OWNER_BYTES_MAX, owner_in_words, owner_text
 from kvtier_fs.slab.folder import SlabFolder
@@ -56,7 +49,6 @@ class InspectedRoot(StoreInspection[Found, SlotRun]):
         self.bad_regions: list[tuple[int, str]] = []
         self.snapshot_there = False
         self.snapshot: Snapshot | None = None
-        self._lock_fd = -1
         self._changed = False
         self._was_clean = False
 
@@ -76,13 +68,6 @@ class InspectedRoot(StoreInspection[Found, SlotRun]):
             notes.append(_NO_LOCK)
         about = self._described("slab", block.root_uuid, block.regions, notes)
         return replace(about, region_bytes=block.stride, session=block.session, clean=block.clean)
-
-    def close(self) -> None:
-        super().close()
-        for fd in (*self.fds.values(), self._lock_fd):
-            if fd >= 0:
-                os.close(fd)
-        self.fds, self._lock_fd = {}, -1
 
     def _parts(self) -> Iterable[int]:
         return (0,)
@@ -106,28 +91,24 @@ class InspectedRoot(StoreInspection[Found, SlotRun]):
         except FileNotFoundError:
             self.has_lock = False
             return
-        self._lock_fd = fd
-        try:
-            fcntl.flock(fd, (fcntl.LOCK_EX if changing else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self.owner = owner_in_words(os.pread(fd, OWNER_BYTES_MAX, 0))
-            if self.access is not Access.READ:
-                raise RootBusyError(self.path, self.owner) from error
-        if self.access is Access.READ:
-            # A tool that only reads must not keep a tier from opening the root meanwhile.
-            os.close(fd)
-            self._lock_fd = -1
-        elif changing:
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, owner_text(), 0)
+        with ExitStack() as lock:
+            lock.callback(os.close, fd)
+            try:
+                fcntl.flock(fd, (fcntl.LOCK_EX if changing else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                self.owner = owner_in_words(os.pread(fd, OWNER_BYTES_MAX, 0))
+                if self.access is not Access.READ:
+                    raise RootBusyError(self.path, self.owner) from error
+            if changing:
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, owner_text(), 0)
+            if self.access is not Access.READ:  # a tool that only reads must not keep a tier from opening the root
+                self.closing.push(lock.pop_all())
 
     def _read_superblock(self) -> None:
         self.data = self.folder.read_superblock()
-        block = decode_superblock(self.data)
+        block = self.folder.known_superblock(self.data)
         if block is None:
-            version = foreign_version(self.data)
-            if version is not None:
-                raise unknown_version(self.path, version)
             raise RootError(
                 self.path,
                 "cannot be checked: its superblock has no whole copy; a tier that opens it starts empty",
@@ -140,6 +121,7 @@ class InspectedRoot(StoreInspection[Found, SlotRun]):
         for number in self.folder.existing_slabs():
             if number < self.plan.files:
                 self.fds[number] = self.folder.open_file(f"slab-{number:05d}", flags)
+                self.closing.callback(os.close, self.fds[number])
 
     def _look_at_region(self, region: int) -> None:
         fd = self.fds.get(self.plan.file_of(region))
@@ -169,13 +151,10 @@ class InspectedRoot(StoreInspection[Found, SlotRun]):
         return header.generation > 0 and self.plan.can_be_formatted(header.slot_bytes)
 
     def read_snapshot(self) -> None:
-        """Read the snapshot that the next open would use, if there is one. Raises RootError."""
+        """Read the snapshot that the next open would use, if there is one. Raises OSError."""
         block, plan = self.superblock, self.plan
         limit = _SNAPSHOT_SLACK_BYTES + plan.regions * plan.stride // plan.header_bytes * _SNAPSHOT_BYTES_PER_SLOT
-        try:
-            data = self.folder.read_snapshot(limit) if block.clean else b""
-        except OSError as error:
-            raise self.folder.refusal(error) from error
+        data = self.folder.read_snapshot(limit) if block.clean else b""
         self.snapshot_there = bool(data)
         self.snapshot = decode_snapshot(data, SnapshotOf(block.root_uuid, block.session, block.stride))
         if self.snapshot is not None and len(self.snapshot.formats) != plan.regions:
@@ -196,18 +175,15 @@ class InspectedRoot(StoreInspection[Found, SlotRun]):
     def begin_change(self) -> None:
         """Before the first write: mark the root as in use, durably, and remove the snapshot that would not be true.
 
-        If the process dies then, the next open reads every header. Raises RootError.
+        If the process dies then, the next open reads every header. Raises RootError or OSError.
         """
         if self._changed:
             return
         assert self.access is Access.CHANGE
         self._was_clean = self.superblock.clean
         self._mark(clean=False)
-        try:
-            self.folder.drop_snapshot()
-            self.folder.sync(self.folder.fd)
-        except OSError as error:
-            raise self.folder.refusal(error) from error
+        self.folder.drop_snapshot()
+        self.folder.sync(self.folder.fd)
         self._changed = True
 
     def _mark(self, clean: bool) -> None:
@@ -242,6 +218,4 @@ class InspectedRoot(StoreInspection[Found, SlotRun]):
     def _namespaces(self) -> tuple[StoredNamespace, ...]:
         """The one opened last comes first."""
         known = sorted(self.superblock.namespaces, key=lambda item: item[1].session, reverse=True)
-        return tuple(
-            StoredNamespace(digest, entry.epoch, entry.session, *self.manifest(digest)) for digest, entry in known
-        )
+        return tuple(self.with_manifest(StoredNamespace(digest, entry.epoch, entry.session)) for digest, entry in known)

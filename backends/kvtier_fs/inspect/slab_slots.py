@@ -2,10 +2,10 @@
 
 from typing import NamedTuple
 
-from kvtier.tier_api.block_envelope import Mismatch, SlotHeader, checksum_holds, decode_slot_header
+from kvtier.tier_api.block_envelope import Mismatch, checksum_holds, decode_slot_header
 from kvtier.tier_api.inspection import BlockState
 from kvtier_fs.format.superblock import Superblock
-from kvtier_fs.inspect.found import MAGIC, Judged, key_fault, page_fault
+from kvtier_fs.inspect.found import MAGIC, Judged, judge_header, page_fault
 
 
 class InspectedFormat(NamedTuple):
@@ -43,21 +43,6 @@ def judge(page: memoryview, index: int, fmt: InspectedFormat, superblock: Superb
         return Judged(fault=Mismatch.REGION)
     if not fmt.own or header.region_generation != fmt.generation:
         return Judged(BlockState.ORPHANED, header)
-    fault = _place_fault(header, index, fmt, len(page))
-    if fault:
-        return Judged(fault=fault)
-    epoch = superblock.epoch(header.namespace)
-    if header.epoch > epoch:
-        return Judged(fault=Mismatch.EPOCH)
-    return Judged(BlockState.CURRENT if header.epoch == epoch else BlockState.OLD, header)
-
-
-def _place_fault(header: SlotHeader, index: int, fmt: InspectedFormat, header_bytes: int) -> str:
-    """The first wrong field of a header that has the region's current format; empty if all are right."""
-    if header.slot_index != index:
-        return Mismatch.SLOT_INDEX
-    if header.slot_bytes != fmt.slot_bytes:
-        return Mismatch.SLOT_BYTES
-    if not 0 < header.payload_bytes <= fmt.slot_bytes - header_bytes:
-        return Mismatch.PAYLOAD_BYTES
-    return key_fault(header)
+    payload_bytes = max(1, min(header.payload_bytes, fmt.slot_bytes - len(page)))
+    expected = header._replace(slot_index=index, slot_bytes=fmt.slot_bytes, payload_bytes=payload_bytes)
+    return judge_header(header, expected, superblock.epoch(header.namespace))

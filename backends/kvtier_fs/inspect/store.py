@@ -7,7 +7,8 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
 from kvtier.errors import RootError
@@ -45,14 +46,6 @@ _TEXT_MAX = 64
 _SLAB_NAME = re.compile(r"slab-[0-9]{5,9}")
 
 T = TypeVar("T")
-
-
-class Manifest(NamedTuple):
-    """The readable description of a namespace; None for what it does not state. `written_at`: seconds since 1970."""
-
-    written_at: float | None = None
-    model: str | None = None
-    tag: str | None = None
 
 
 def shown(name: str) -> str:
@@ -95,6 +88,7 @@ class StoreInspection(ABC, Generic[F, R]):
     def __init__(self, path: str, access: Access) -> None:
         self.path = path
         self.access = access
+        self.closing = ExitStack()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvtier-fs-inspect")
 
     @classmethod
@@ -118,6 +112,7 @@ class StoreInspection(ABC, Generic[F, R]):
     def close(self) -> None:
         """End the reads in flight, close every file and release the lock. Idempotent."""
         self._threads.shutdown(cancel_futures=True)
+        self.closing.close()
         self.folder.leave()
 
     def blocks(self) -> Iterator[ListStep]:
@@ -227,14 +222,16 @@ class StoreInspection(ABC, Generic[F, R]):
             return False
         return any(name == EPOCHS_NAME or BUCKET_NAME.match(name) for name in names)
 
-    def manifest(self, namespace: bytes) -> Manifest:
-        """The readable description of a namespace. It is for people only, so nothing here ever fails."""
+    def with_manifest(self, namespace: StoredNamespace) -> StoredNamespace:
+        """A namespace with what its manifest says. That is for people only, so nothing here ever fails."""
         try:
-            with plain_file(self.folder.fd, manifest_name(namespace)) as fd:
+            with plain_file(self.folder.fd, manifest_name(namespace.digest)) as fd:
                 fields, written = json.loads(os.pread(fd, _MANIFEST_BYTES_MAX, 0)), os.fstat(fd).st_mtime
-            return Manifest(written, str(fields["model"])[:_TEXT_MAX], str(fields["tag"])[:_TEXT_MAX])
+            known = replace(namespace, model=str(fields["model"])[:_TEXT_MAX], tag=str(fields["tag"])[:_TEXT_MAX])
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
-            return Manifest()
+            return namespace
+        # Each session writes it. A shared root has no sessions: there it is written once.
+        return known if namespace.session is None else replace(known, opened_at=written)
 
     def _described(self, layout: str, identity: bytes, regions: int, notes: Iterable[str]) -> StoreAbout:
         """What both layouts state of a store that was opened."""

@@ -9,7 +9,7 @@ from kvtier.tier_api.contract import SlotSpace
 from kvtier.tier_api.memory_limits import SystemLimits
 from kvtier.tier_api.registry import DryRun
 from kvtier.types.geometry import Geometry
-from kvtier_fs.format.superblock import Superblock, decode_superblock, foreign_version
+from kvtier_fs.format.superblock import Superblock
 from kvtier_fs.io.probe import DirectProbe
 from kvtier_fs.io.thread_pools import RootPools
 from kvtier_fs.options import FSOptions
@@ -65,11 +65,7 @@ def _probe(root: Root, options: FSOptions) -> list[str]:
 
 def _read_superblock(root: Root) -> Superblock | None:
     _check_owner(root)
-    data = root.folder.read_superblock()
-    version = foreign_version(data)
-    if version is not None:
-        raise disk.unknown_version(root.path, version)
-    return decode_superblock(data)
+    return root.folder.known_superblock(root.folder.read_superblock())
 
 
 def _check_owner(root: Root) -> None:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from kvtier.errors import RootError
 from kvtier_fs.format.region_header import REGIONS_PER_FILE, RegionPlan
-from kvtier_fs.format.superblock import COPY_BYTES
+from kvtier_fs.format.superblock import COPY_BYTES, Superblock, decode_superblock, foreign_version
 from kvtier_fs.io.syscalls import fallocate
 from kvtier_fs.options import RootOptions
+from kvtier_fs.roots.disk import unknown_version
 from kvtier_fs.roots.folder import SUPERBLOCK_NAME, GuardedFolder, close_quietly
 
 SNAPSHOT_NAME = "snapshot"
@@ -32,6 +33,13 @@ class SlabFolder(GuardedFolder):
     def read_superblock(self) -> bytes:
         """The superblock file's bytes; empty if there is none."""
         return self._read(SUPERBLOCK_NAME, _SUPERBLOCK_READ_BYTES)
+
+    def known_superblock(self, data: bytes) -> Superblock | None:
+        """The newest whole copy in a superblock file; None if there is none. Raises RootError for another release's."""
+        version = foreign_version(data)
+        if version is not None:
+            raise unknown_version(self.path, version)
+        return decode_superblock(data)
 
     def _read(self, name: str, limit: int) -> bytes:
         """At most `limit` bytes of a file of the root; empty if it is not there."""

@@ -14,13 +14,13 @@ from kvtier.tier_api.memory_limits import MemoryLimits, SystemLimits
 from kvtier_fs.format.region_header import manifests_bytes
 from kvtier_fs.format.slot_map import Owner, SlotMap
 from kvtier_fs.format.snapshot import Snapshot, SnapshotOf, decode_snapshot
-from kvtier_fs.format.superblock import UUID_BYTES, Superblock, decode_superblock, foreign_version
+from kvtier_fs.format.superblock import UUID_BYTES, Superblock
 from kvtier_fs.io.contract import IOEngine
 from kvtier_fs.io.probe import DirectProbe
 from kvtier_fs.io.thread_pools import RootPools
 from kvtier_fs.options import FSOptions
 from kvtier_fs.roots import sidecar_files
-from kvtier_fs.roots.disk import probe_disk, unknown_version
+from kvtier_fs.roots.disk import probe_disk
 from kvtier_fs.slab.closing import RootEnd
 from kvtier_fs.slab.folder import SlabFolder
 from kvtier_fs.slab.layout import Layout, Session
@@ -94,10 +94,7 @@ async def _own(root: Root, options: FSOptions) -> bool:
     root.probe = await root.call(probe_disk, root.path, folder.fd, options)
     folder.direct = root.probe.direct
     data = await root.call(folder.read_superblock)
-    root.stored = decode_superblock(data)
-    version = foreign_version(data)
-    if version is not None:
-        raise unknown_version(root.path, version)
+    root.stored = folder.known_superblock(data)
     root.unreadable = bool(data) and root.stored is None
     return True
 
