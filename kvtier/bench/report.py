@@ -102,9 +102,8 @@ def _time_text(microseconds: float) -> str:
 
 def machine() -> dict[str, Any]:
     """The machine and what runs on it, as far as the figures depend on it."""
-    processor = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return {
-        "cpu": processor[1].strip() if processor else platform.machine(),
+        "cpu": _processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE"),
         "kernel": platform.release(),
@@ -112,3 +111,12 @@ def machine() -> dict[str, Any]:
         "kvtier": version("kvtier"),
         "torch": version("torch"),
     }
+
+
+def _processor() -> str:
+    """The processor's name; its architecture where the system does not state a name."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.machine()

@@ -31,8 +31,8 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            click.echo("interrupted; temporary storage is removed", err=True)
+        except KeyboardInterrupt as interrupt:
+            click.echo("; ".join(("interrupted", *interrupt.args)), err=True)
             raise click.exceptions.Exit(INTERRUPTED) from None
         except click.UsageError as error:
             _fail(" ".join(error.format_message().split()))

@@ -49,8 +49,8 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
 
     try:
         return asyncio.run(main())
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        raise KeyboardInterrupt("temporary storage is removed") from None
 
 
 def size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
@@ -58,7 +58,7 @@ def size(ctx: click.Context, param: click.Parameter, value: str | None) -> int |
     if value is None:
         return None
     try:
-        found = parse_size(int(value) if value.isdecimal() else value)
+        found = parse_size(value)
     except ValueError as error:
         raise ConfigError(str(error), param.opts[0]) from None
     if found < 1:

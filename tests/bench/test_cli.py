@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 from support_stack import PLAIN, Engine, fs, keys, parts_of, stack_file, statuses, whole
 
-from kvtier.bench.report import BAR_CELLS, bar
+from kvtier.bench.report import BAR_CELLS, bar, machine
 from kvtier.bench.scratch import PREFIX, folder_beside
 from kvtier.cli import main
 from kvtier.errors import ConfigError
@@ -179,6 +180,20 @@ def test_a_root_whose_parent_is_no_place_to_write_gets_its_folder_inside(
     assert list(root.iterdir()) == []
     with pytest.raises(ConfigError, match="no temporary folder"), folder_beside("/proc/1/root-of-nobody"):
         pass
+
+
+def test_a_machine_that_does_not_name_its_processor_is_reported_by_its_architecture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read = Path.read_text
+
+    def absent(self: Path, *arguments: Any, **options: Any) -> str:
+        if self == Path("/proc/cpuinfo"):
+            raise FileNotFoundError(self)
+        return read(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "read_text", absent)
+    assert machine()["cpu"] == platform.machine()
 
 
 def test_a_bar_is_as_long_as_its_share() -> None:

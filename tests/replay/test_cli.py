@@ -230,7 +230,7 @@ def test_an_interrupted_run_leaves_nothing_behind(tmp_path: Path, temporary_fold
         process.send_signal(sent)
         stdout, stderr = process.communicate(timeout=60)
     assert (process.returncode, stdout) == (130, ""), stderr
-    assert "interrupted" in stderr
+    assert "interrupted; temporary storage is removed" in stderr
     assert list(temporary_folder.iterdir()) == []
 
 
