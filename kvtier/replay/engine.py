@@ -1,8 +1,6 @@
 """The engine's side of a replay: KV tensors on a device, a block pool and the expected content for each group."""
 
 import os
-import re
-from pathlib import Path
 
 import torch
 
@@ -11,6 +9,7 @@ from kvtier.planner import StoreMode, StorePlanner
 from kvtier.replay.content import BlockContent
 from kvtier.replay.pool import BlockPool
 from kvtier.tier_api.contract import KVCaches
+from kvtier.tier_api.memory_limits import SystemLimits, tightest
 from kvtier.types.arrays import IntArray
 from kvtier.types.geometry import KVLayout
 
@@ -68,8 +67,5 @@ def _available_bytes(device: str) -> int:
     """Memory that is available on a device now; all of its memory where the system does not report that."""
     if device != "cpu":
         return int(torch.cuda.mem_get_info()[0])
-    try:
-        found = re.search(r"^MemAvailable:\s+([0-9]+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return int(found[1]) * 1024 if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
+    limit = tightest(SystemLimits(), None)
+    return limit.have_bytes if limit else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")

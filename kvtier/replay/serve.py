@@ -27,6 +27,7 @@ from kvtier.stack import TierStack
 from kvtier.tier_api.contract import LookupResult
 from kvtier.traces.requests import KeyChain, Request, group_keys, offload_keys
 from kvtier.types.arrays import IntArray, distinct, int_array
+from kvtier.types.geometry import KVLayout
 from kvtier.types.jobs import BlockOutcome, BlockStatus, JobKind, JobResult
 from kvtier.types.keys import OffloadKey, RequestId
 
@@ -91,8 +92,7 @@ class _Work:
     """
 
     request_id: RequestId
-    prompt_blocks: int
-    prompt_tokens: int
+    request: Request
     keys: list[tuple[OffloadKey, ...]]
     offload: list[tuple[OffloadKey, ...]]
     in_stack: list[list[bool]] = field(default_factory=list)
@@ -119,6 +119,7 @@ class Server:
         self._layout = engine.layout
         self._gpu_layout = replace(engine.layout, block_size_factor=1)
         self._groups = engine.layout.groups
+        self._block_tokens = engine.layout.groups[0].block_size
         self._factor = engine.layout.block_size_factor
         self._chain = KeyChain()
         self._freed = asyncio.Condition()
@@ -166,15 +167,14 @@ class Server:
         self._begun += 1
         keys = [group_keys(digests, group) for group in range(len(self._groups))]
         offload = [offload_keys(of_group, self._factor) for of_group in keys]
-        request_id = RequestId(str(self._begun))
-        return _Work(request_id, request.prompt_blocks, request.prompt_tokens, keys, offload)
+        return _Work(RequestId(str(self._begun)), request, keys, offload)
 
     async def _lookup(self, work: _Work) -> None:
         """Look up every block of the request, and count what the stack has."""
         for offload in work.offload:
             work.in_stack.append([result in LOADABLE for result in await self._stack.lookup(offload)])
             work.where.append(self._stack.locate(offload))
-        held = [name is not None for name in work.where[0][: work.prompt_blocks // self._factor]]
+        held = [name is not None for name in work.where[0][: work.request.prompt_blocks // self._factor]]
         self.counts.block_references += len(held)
         self.counts.block_hits += held.index(False) if False in held else len(held)
 
@@ -196,9 +196,8 @@ class Server:
         """Choose the usable prefix and take GPU blocks; False, and nothing taken, if the pool is too full now."""
         self._choose_prefix(work)
         work.tables, work.missing = [], []
-        size = self._groups[0].block_size
         for group, pool in enumerate(self._engine.pools):
-            first = window_start(self._groups[group], work.length * size) // size
+            first = window_start(self._groups[group], work.length * self._block_tokens) // self._block_tokens
             table = np.full(len(work.keys[group]), NO_BLOCK, dtype=np.int64)
             held = [pool.find(key) for key in work.keys[group][first : work.computed]]
             table[first : work.computed] = int_array([NO_BLOCK if block is None else block for block in held])
@@ -217,13 +216,16 @@ class Server:
 
     def _choose_prefix(self, work: _Work) -> None:
         """The prefix the GPU holds, then the longer one that it and the stack hold together."""
-        size = self._groups[0].block_size
         cached = zip(self._engine.pools, work.keys, strict=True)
         on_gpu = [[pool.find(key) is not None for key in keys] for pool, keys in cached]
-        work.computed = usable_prefix(self._gpu_layout, on_gpu, work.prompt_tokens) // size
+        work.computed = self._usable_blocks(self._gpu_layout, on_gpu, work)
         whole = work.computed // self._factor
         present = [[True] * whole + in_stack[whole:] for in_stack in work.in_stack]
-        work.length = max(work.computed, usable_prefix(self._layout, present, work.prompt_tokens) // size)
+        work.length = max(work.computed, self._usable_blocks(self._layout, present, work))
+
+    def _usable_blocks(self, layout: KVLayout, present: list[list[bool]], work: _Work) -> int:
+        """The longest prefix, in GPU blocks, that is valid in every group."""
+        return usable_prefix(layout, present, work.request.prompt_tokens) // self._block_tokens
 
     def _check_hits(self, work: _Work) -> None:
         """Compare the blocks hit on the GPU: nothing may have written over them since they were filled."""
@@ -238,8 +240,8 @@ class Server:
         """Load what the stack has of the prefix, compare it, and leave `missing` what did not come whole."""
         if work.length == work.computed:
             return
-        size = self._groups[0].block_size
-        loads = plan_load(self._layout, work.length * size, work.computed * size, [t.tolist() for t in work.tables])
+        tokens, computed_tokens = work.length * self._block_tokens, work.computed * self._block_tokens
+        loads = plan_load(self._layout, tokens, computed_tokens, [table.tolist() for table in work.tables])
         transfers = [load.transfer(work.offload[load.group]) for load in loads]
         self.counts.longest_load = max(self.counts.longest_load, *(len(load.positions) for load in loads))
         result = await self._stack.load(self._stack.job(JobKind.LOAD, transfers))
@@ -249,12 +251,9 @@ class Server:
     def _take(self, work: _Work, load: GroupLoad, outcomes: Sequence[BlockOutcome]) -> None:
         """Compare loaded GPU blocks before use. A wrong one counts, and is computed like one that did not come."""
         group, counts, where = load.group, self.counts, work.where[load.group]
-        keys = load.transfer(work.offload[group]).keys
-        counts.earlier += sum(
-            outcome.status is BlockStatus.LOADED and key not in self._stored
-            for key, outcome in zip(keys, outcomes, strict=True)
-        )
         came = np.array([outcome.status is BlockStatus.LOADED for outcome in outcomes], dtype=np.bool_)
+        loaded_rows = load.positions[came].tolist()
+        counts.earlier += sum(work.offload[group][row] not in self._stored for row in loaded_rows)
         for row in load.positions[~came].tolist():
             # The stack has dropped it, so it is stored again once computed.
             where[row] = None
@@ -264,10 +263,9 @@ class Server:
         wrong = self._engine.contents[group].check(pages)
         bad = np.isin(pages.gpu_blocks, [page.gpu_block for page in wrong])
         good = positions[~bad]
-        loaded = int(came.sum())
-        counts.loaded += loaded
-        counts.verified += loaded
-        counts.load_failed += len(came) - loaded
+        counts.loaded += len(loaded_rows)
+        counts.verified += len(loaded_rows)
+        counts.load_failed += len(came) - len(loaded_rows)
         self._note_wrong(wrong, len(distinct(positions[bad] // self._factor)))
         work.missing[group][good] = False
         self._publish(work, group, good)
@@ -346,8 +344,7 @@ class Server:
             pool.publish(int(table[position]), keys[position])
 
     def _count_hits(self, tier: str, blocks: int) -> None:
-        tokens = blocks * self._groups[0].block_size
-        self.counts.hit_tokens[tier] = self.counts.hit_tokens.get(tier, 0) + tokens
+        self.counts.hit_tokens[tier] = self.counts.hit_tokens.get(tier, 0) + blocks * self._block_tokens
 
     def _note_wrong(self, wrong: Sequence[WrongPage], blocks: int) -> None:
         self.counts.mismatched += blocks
