@@ -130,8 +130,8 @@ async def test_a_closed_stack_is_freed_without_the_collector(tmp_path, no_collec
 
     engine = Engine(PLAIN, 32)
     references = await (programs_life() if face is TierStack else asyncio.to_thread(engines_life))
-    await asyncio.sleep(0)
-    assert [reference() for reference in references] == [None] * 4
+    # A thread of the tier may still be on its way out of its last call.
+    await until(lambda: not any(reference() for reference in references))
 
 
 def memory_parts(engine: Engine):

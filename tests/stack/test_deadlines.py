@@ -12,6 +12,9 @@ from support_stack_tiers import LOAD, STORE, MemoryTier, backends
 from kvtier.types.jobs import failed
 
 ROWS = 32
+LATE_SECONDS, JOB_SECONDS = 0.5, 1.0
+"""The deadline of a load whose tier hangs, and that of any job. A machine that stops for a while must not pass them
+before the job has begun."""
 
 
 def stack_over_memory(engine: Engine, rows: int = ROWS, settings: dict[str, float] | None = None, **options: object):
@@ -37,7 +40,7 @@ async def only_below(stack, engine, names):
 
 async def test_a_load_that_hangs_ends_late_and_its_rows_wait_for_the_io(caplog):
     engine = Engine(PLAIN, 64)
-    parts, tier = stack_over_memory(engine, job_timeout_seconds=0.3)
+    parts, tier = stack_over_memory(engine, job_timeout_seconds=JOB_SECONDS)
     names = keys(8)
     async with opened(parts) as stack:
         await only_below(stack, engine, names)
@@ -45,7 +48,7 @@ async def test_a_load_that_hangs_ends_late_and_its_rows_wait_for_the_io(caplog):
         before = engine.snapshot()
         tier.hold(LOAD)
         async with asyncio.timeout(10):
-            result = await stack.load(stack.job(LOAD, [whole(names)], timeout_seconds=0.1))
+            result = await stack.load(stack.job(LOAD, [whole(names)], timeout_seconds=LATE_SECONDS))
         assert statuses(result) == ["late"] * 8
         assert not tier.gates[LOAD].is_set()
         assert tier.moving[LOAD] == 8, "the I/O goes on"
@@ -72,7 +75,7 @@ async def test_a_load_that_hangs_ends_late_and_its_rows_wait_for_the_io(caplog):
 
 async def test_a_store_that_hangs_holds_up_neither_stores_nor_loads():
     engine = Engine(PLAIN, 64)
-    parts, tier = stack_over_memory(engine, job_timeout_seconds=0.3)
+    parts, tier = stack_over_memory(engine, job_timeout_seconds=JOB_SECONDS)
     async with opened(parts) as stack:
         tier.hold(STORE)
         batches = [keys(8, start=100 * i) for i in range(5)]
@@ -115,12 +118,12 @@ async def test_a_long_load_from_a_hung_tier_holds_up_nobody_else():
 
 async def test_loads_that_wait_behind_hung_ones_give_their_rows_back_in_time():
     engine = Engine(PLAIN, 64)
-    parts, tier = stack_over_memory(engine, job_timeout_seconds=0.3, inflight_bytes=4 * 4096)
+    parts, tier = stack_over_memory(engine, job_timeout_seconds=JOB_SECONDS, inflight_bytes=4 * 4096)
     names = keys(8)
     async with opened(parts) as stack:
         await only_below(stack, engine, names)
         tier.hold(LOAD)
-        jobs = [stack.job(LOAD, [whole([name])], timeout_seconds=0.1) for name in names]
+        jobs = [stack.job(LOAD, [whole([name])], timeout_seconds=LATE_SECONDS) for name in names]
         results = await asyncio.gather(*(stack.load(job) for job in jobs))
         assert [statuses(result) for result in results] == [["late"]] * 8
         assert tier.moving[LOAD] == 4, "four fill the bound, four wait"

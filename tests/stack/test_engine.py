@@ -223,13 +223,13 @@ def test_a_busy_engine_thread_holds_up_nothing_but_itself(tmp_path):
 
 def test_deadlines_pass_as_the_engine_steps():
     engine = Engine(PLAIN, 64)
-    stack, (tier,) = engine_stack(engine, 32, {"type": "memory", "job_timeout_seconds": 0.2})
+    stack, (tier,) = engine_stack(engine, 32, {"type": "memory"})
     with stack:
         for start in range(0, 48, 8):
             store(stack, engine, whole(keys(8, start=start)))
             drain(stack)
         stack._thread.call_soon(tier.hold, LOAD)
-        job = stack.job(LOAD, [whole(keys(8))], timeout_seconds=0.1)
+        job = stack.job(LOAD, [whole(keys(8))], timeout_seconds=0.5)
         stack.submit(job)
         results = {}
         until = time.monotonic() + 10

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import random
 import signal
-import stat
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from kvtier.errors import RegionError
 from kvtier_cpu import open_region
 from tests.tiers.cpu import test_region, test_region_race
 from tests.tiers.cpu.test_region import HOSTILE, STALE
-from tests.tiers.cpu.test_region_race import CREATOR_STEPS, SHM, chaos, names_of, race
+from tests.tiers.cpu.test_region_race import CREATOR_STEPS, chaos, race
 
 CROWD = 8
 CHAOS_SHARE = 0.25
@@ -65,21 +65,27 @@ class ForkedPeer(Peer):
             os._exit(status)
 
 
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    """An empty folder in shared memory, for this process alone."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvtier-attack-") as place:
+        yield Path(place)
+
+
 def create_race(budget: Any, tally: Any) -> Any:
     """Rounds of eight processes that open one region at once; in a quarter of them one is killed at some step."""
     rng = random.Random(budget.seed)
     ForkedPeer.started = 0
-    engine_id = f"race-{os.getpid()}"
-    with pytest.MonkeyPatch.context() as monkeypatch:
+    with pytest.MonkeyPatch.context() as monkeypatch, shared_folder() as shm:
         monkeypatch.setattr(test_region_race, "Peer", ForkedPeer)
         crowd: list[Peer] = [ForkedPeer() for _ in range(CROWD)]
         try:
             for number in range(budget.count):
                 killing = rng.random() < CHAOS_SHARE or not number
                 if killing:
-                    chaos(engine_id, crowd, rng)
+                    chaos(shm, crowd, rng)
                 else:
-                    race(crowd, engine_id, rng)
+                    race(crowd, shm, rng)
                 tally.iterations += 1
                 tally.notes["rounds with a kill ordered"] += killing
         except AssertionError as broken:
@@ -87,8 +93,8 @@ def create_race(budget: Any, tally: Any) -> Any:
         finally:
             for peer in crowd:
                 peer.kill()
+        tally.leaks += len(os.listdir(shm))
     tally.notes["processes killed on the way"] = ForkedPeer.started - CROWD
-    tally.leaks += len(names_of(engine_id))
     tally.expect(
         budget.count < 20 or tally.notes["processes killed on the way"] > 0, "no process was killed on the way"
     )
@@ -197,10 +203,9 @@ def hostile_region(budget: Any, tally: Any) -> Any:
         *rng.choices([*names, *["random damage of a live header", "random leftover"] * 8], k=budget.count),
     ]
     for name in chosen[: budget.count]:
-        with tempfile.TemporaryDirectory(dir=SHM, prefix="kvtier-attack-") as place:
-            os.chmod(place, stat.S_IRWXU)
+        with shared_folder() as shm:
             try:
-                CASES[name](Path(place), rng)
+                CASES[name](shm, rng)
             except (AssertionError, pytest.fail.Exception) as broken:
                 tally.expect(False, f"{name}: {broken!r}")
         tally.iterations += 1

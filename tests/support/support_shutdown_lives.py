@@ -8,6 +8,7 @@ that gets a line for each name that a life makes in shared memory.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -289,6 +290,8 @@ def serve() -> dict[str, Any] | None:
 if __name__ == "__main__":
     record_names(partial(_record, Path(sys.argv[1])))
     parts(cache(), "/nowhere", "threads")  # what is imported when first used is imported once, not in every life
+    gc.collect()
+    gc.freeze()  # each life would walk these objects at its end, and copy their pages: half a second of CPU time
     asked = serve()
     if asked is not None:
         LIVES[asked["life"]](asked["root"], asked["io_engine"], asked["how"])

@@ -15,7 +15,7 @@ from typing import Any
 from support_stack import PLAIN, Engine, disk_tier, keys, opened, parts_of, stack_file, whole
 from support_stack_tiers import LOAD, STORE
 
-from faults.machine.belongings import belongings, new_since
+from faults.machine.belongings import belongings, left_behind
 from kvtier_fs.io.uring import probe_uring
 from kvtier_fs.testing import FaultyIO, IOFault, IOFaultKind, seeded
 from tests.shutdown.test_leaks import lives
@@ -92,7 +92,7 @@ async def opens(budget: Any, tally: Any) -> None:
         growth[engine].end()
         tally.iterations += LIVES_AT_ONCE
         tally.notes[f"stacks opened, {engine}"] += LIVES_AT_ONCE
-        left = new_since(before)
+        left = left_behind(before)
         tally.leaks += len(left)
         tally.expect(not left, f"after {tally.iterations} lives were left: {left}")
     for engine, grown in growth.items():
@@ -134,7 +134,7 @@ class _Load:
                 await self._batch(stack, min(count - done, JOBS_AT_ONCE))
                 done += JOBS_AT_ONCE
                 growth.end()
-                left = new_since(before)
+                left = left_behind(before)
                 self.tally.leaks += len(left)
                 self.tally.expect(not left, f"{self.layout}: after {done} jobs were left: {left}")
             stats = stack.stats().tiers["fs"]

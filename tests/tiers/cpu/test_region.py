@@ -8,10 +8,8 @@ import mmap
 import os
 import socket
 import stat
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -31,13 +29,6 @@ from kvtier_cpu.region import populate
 from kvtier_cpu.region.control_area import ControlShape
 from kvtier_cpu.region.opening import RegionHost
 from kvtier_cpu.region.rendezvous import Names, Patience, open_claim, sweep_leftovers
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    """An empty folder in shared memory."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
-        yield Path(path)
 
 
 def anonymous(**more: object) -> RegionSpec:

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from support_fs import PAGE, Tier, bytes_on_disk, keys, layout, open_tier, options
 from support_paths import SUPPORT
 
+from faults.machine.belongings import belongings, new_since
 from kvtier.errors import ConfigError, GeometryError, KVTierError, ResourceError, RootBusyError, RootError, UsageError
 from kvtier.testing.trace import leaving_no_trace
 from kvtier.tier_api.contract import AnswersLookups, ProbesAlignment, Resettable, TierContext
@@ -394,13 +395,10 @@ async def test_another_alignment_is_refused(tmp_path):
 
 
 async def test_nothing_is_left_when_the_tier_is_closed(tmp_path):
-    def left() -> tuple[int, int]:
-        return len(os.listdir("/proc/self/fd")), threading.active_count()
-
     loop = asyncio.get_running_loop()
     engines = ["threads"] if probe_uring() else ["threads", "io_uring"]
     for engine in engines:
-        before = left()
+        before = belongings()
         for direct in ("off", "auto"):
             settings = options(tmp_path / "a", tmp_path / "b", io_engine=engine, direct=direct)
             async with open_tier(settings) as tier:
@@ -410,7 +408,7 @@ async def test_nothing_is_left_when_the_tier_is_closed(tmp_path):
                 await tier.backend.reset(tier.epoch + 1)
             await tier.backend.close()
         await refusal(options(tmp_path / "a", capacity=1))
-        assert left() == before, threading.enumerate()
+        assert not new_since(before)
     assert loop._default_executor is None, "no file call on the loop's own threads"  # type: ignore[attr-defined]
 
 
