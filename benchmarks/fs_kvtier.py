@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -115,10 +116,9 @@ class KVTier(Contestant):
 
     def _transfer(self, kind: JobKind, job: Job, slots: list[int]) -> TransferJob:
         self._jobs += 1
-        generation = self._tier.table.generation
-        keys = tuple(OffloadKey(key) for key in job.keys)
-        rows = [number % self._cpu.rows.num_rows for number in job.numbers]
-        group = RowGroup(GroupIndex(0), keys, rows, slots, [generation[slot] for slot in slots])
+        generation, num_rows = self._tier.table.generation, self._cpu.rows.num_rows
+        rows = [number % num_rows for number in job.numbers]
+        group = RowGroup(GroupIndex(0), tuple(keys_of(job)), rows, slots, [generation[slot] for slot in slots])
         formats = self._tier.placement.formats_for(slots) if kind is JobKind.STORE else ()
         return TransferJob(JobId(self._jobs), kind, (group,), None, self._epoch, formats)
 
@@ -128,7 +128,7 @@ class KVTier(Contestant):
         await self._hashing.each(seal_rows, self._cpu.region, self._block_bytes, rows)
 
     async def _store(self, job: Job) -> None:
-        slots = self._tier.reserve([OffloadKey(key) for key in job.keys])
+        slots = self._tier.reserve(keys_of(job))
         if len(slots) != len(job.keys):
             raise Refused(f"{len(slots)} slots for {len(job.keys)} blocks")
         transfer = self._transfer(JobKind.STORE, job, slots)
@@ -140,7 +140,7 @@ class KVTier(Contestant):
         self._tier.take_changes()
 
     async def _load(self, job: Job) -> None:
-        slots = [self._tier.ready(OffloadKey(key)) for key in job.keys]
+        slots = list(map(self._tier.ready, keys_of(job)))
         found = [slot for slot in slots if slot is not None]
         if len(found) != len(slots):
             raise Refused("a block is not there any more")
@@ -158,6 +158,11 @@ class KVTier(Contestant):
         await self._fs.close()
         await self._cpu.close()
         self._seals.shutdown()
+
+
+def keys_of(job: Job) -> list[OffloadKey]:
+    """A job's keys as kvtier names them."""
+    return cast("list[OffloadKey]", job.keys)
 
 
 if __name__ == "__main__":

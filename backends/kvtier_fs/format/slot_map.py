@@ -17,9 +17,6 @@ from kvtier.types.arrays import IntArray
 NO_OWNER = 0xFF
 """The owner of a slot that holds no block that counts."""
 
-SlotPlace = tuple[int, int, int]
-"""A region, the generation of its format, and a slot's number in it."""
-
 
 class RegionSlots:
     """The slots of one region as it is formatted now: key, generation and owner by slot number."""
@@ -78,42 +75,46 @@ class SlotMap:
         """The regions that are formatted, in order."""
         return iter(sorted(self._regions.items()))
 
-    def begin_all(self, regions: Iterable[int], indices: Iterable[int]) -> None:
-        """Slots, each given by its region and its number there, are about to be written: what they held is gone."""
-        at, slots = -1, None
-        for region, index in zip(regions, indices, strict=True):
-            if region != at:
-                at, slots = region, self._regions.get(region)
-            if slots is not None:
+    def begin_all(self, region: int, indices: Iterable[int]) -> None:
+        """Slots of a region are about to be written: what they held is gone."""
+        slots = self._regions.get(region)
+        if slots is not None:
+            for index in indices:
                 slots.owners[index] = NO_OWNER
                 slots.keys[index] = None
 
     def record(self, header: SlotHeader) -> None:
         """A slot holds what its header says, unless the region was formatted or the namespace reset meanwhile."""
         number = self.number_of(header.namespace, header.epoch)
-        place = header.region, header.region_generation, header.slot_index
-        self.hold_all(number, [place], [header.key], [header.generation])
+        format_of = header.region, header.region_generation
+        self.hold_all(number, format_of, [header.slot_index], [header.key], [header.generation])
 
     def hold_all(
-        self, number: int, places: Iterable[SlotPlace], keys: Iterable[bytes], generations: Iterable[int]
+        self,
+        number: int,
+        format_of: tuple[int, int],
+        indices: Iterable[int],
+        keys: Iterable[bytes],
+        generations: Iterable[int],
     ) -> None:
-        """Slots hold blocks of an owner, unless it is NO_OWNER or their region was formatted meanwhile."""
-        if number == NO_OWNER:
+        """Slots of a region and a generation of its format hold blocks of an owner.
+
+        Nothing changes if the owner is NO_OWNER or the region was formatted meanwhile.
+        """
+        region, region_generation = format_of
+        slots = self._regions.get(region)
+        if number == NO_OWNER or slots is None or slots.region_generation != region_generation:
             return
-        at, slots = -1, None
-        for (region, region_generation, index), key, generation in zip(places, keys, generations, strict=True):
-            if region != at:
-                at, slots = region, self._regions.get(region)
-            if slots is not None and slots.region_generation == region_generation:
-                slots.owners[index] = number
-                slots.keys[index] = key
-                slots.generations[index] = generation
+        for index, key, generation in zip(indices, keys, generations, strict=True):
+            slots.owners[index] = number
+            slots.keys[index] = key
+            slots.generations[index] = generation
 
     def refuse(self, region: int, index: int, generation: int) -> None:
         """A slot was read and does not hold what was expected: nothing that counts, unless it moved on meanwhile."""
         slots = self._regions.get(region)
         if slots is not None and slots.generations[index] == generation:
-            self.begin_all((region,), (index,))
+            self.begin_all(region, (index,))
 
     def reset(self, epoch: int) -> None:
         """Our namespace goes on with another epoch; nothing it stored before counts any more."""

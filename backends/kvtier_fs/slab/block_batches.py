@@ -3,7 +3,7 @@
 import errno
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.tier_api.block_envelope import PACK_OWN, max_key_bytes, pack_shared
@@ -17,30 +17,28 @@ from kvtier_fs.slab.root import RegionState, Root
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Blocks of one group of a job that began together, in the order of their places; entry i of each list is block i.
+    """Blocks of one region and one job that began together, in the order of their slots; entry i of a list is block i.
 
-    `payloads` are the rows' own memory, at `addresses`; `fds` and `offsets` say where the slots begin. `regions`,
-    `indices` and `region_generations` name the slots; `fixed` is what their headers say or should, `digests` the
-    checksums of payloads to store. `left` counts the blocks that have not ended.
+    `start` is where slot 0 of the region lies in the file `fd`. `payloads` are the rows' own memory. `fixed` is what
+    the headers say or should. `left` counts the blocks that have not ended.
     """
 
     run: JobRun
     group: int
-    positions: list[int] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    payloads: list[memoryview] = field(default_factory=list)
-    addresses: list[int] = field(default_factory=list)
-    keys: list[bytes] = field(default_factory=list)
-    digests: list[bytes] = field(default_factory=list)
-    regions: list[int] = field(default_factory=list)
-    indices: list[int] = field(default_factory=list)
-    region_generations: list[int] = field(default_factory=list)
-    generations: list[int] = field(default_factory=list)
-    fds: list[int] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    fixed: list[bytes] = field(default_factory=list)
+    region: int
+    region_generation: int
+    fd: int
+    start: int
+    slot_bytes: int
+    positions: Sequence[int]
+    rows: Sequence[int]
+    keys: Sequence[bytes]
+    indices: Sequence[int]
+    generations: Sequence[int]
+    payloads: list[memoryview]
+    fixed: Sequence[bytes]
+    left: int
     pages: list[int] = field(default_factory=list)
-    left: int = 0
     pieces: list[int] = field(default_factory=list)
     """Requests that have not ended, of blocks that take more than one each."""
     errors: list[int] = field(default_factory=list)
@@ -66,106 +64,77 @@ class TierSide:
 class RootShare:
     """The blocks of a job's group `number` that lie on one root; `positions` in the order of their slots."""
 
-    def __init__(self, side: TierSide, root: Root, run: JobRun, number: int, positions: list[int]) -> None:
+    def __init__(self, side: TierSide, root: Root, run: JobRun, number: int, positions: Sequence[int]) -> None:
         self.run = run
         self._side, self._root, self._number = side, root, number
-        transfer = run.groups[number]
-        self._group = int(transfer.group)
-        self._keys = transfer.keys
-        self._positions = positions
+        self._transfer = transfer = run.groups[number]
         self._slots = list(map(transfer.slots.__getitem__, positions))
-        self._rows = list(map(transfer.rows.__getitem__, positions))
-        self._generations = list(map(transfer.generations.__getitem__, positions))
+        self._positions = positions
         self._begun = 0
-        self._long_keys = max(map(len, transfer.keys), default=0) > side.max_key_bytes
         self._storing = run.kind is JobKind.STORE
         self._payload_bytes = side.layout.payload_bytes[transfer.group]
         self._slot_bytes = side.layout.slot_bytes[transfer.group]
         self._shared = pack_shared(side.header_bytes, side.namespace, run.job.epoch, root.superblock.root_uuid)
 
+    @property
+    def all_begun(self) -> bool:
+        """True if no block is left to begin."""
+        return self._begun == len(self._slots)
+
     def take(self, count: int) -> Batch | None:
-        """The next blocks, `count` at most, without those that cannot move, which have ended; None after the last.
+        """The next blocks that lie in one region, `count` at most. None if none of them can move; they have ended.
 
         The format of a region, and whether it can be written, is read now, when the blocks begin.
         """
-        first, last = self._begun, min(self._begun + count, len(self._positions))
-        if first == last:
-            return None
+        side, root, slots, first = self._side, self._root, self._slots, self._begun
+        numbered = slots[first] // side.slots_per_region
+        before, region = numbered * side.slots_per_region, numbered - root.first_region
+        last = bisect_left(slots, before + side.slots_per_region, first, min(first + count, len(slots)))
         self._begun = last
-        side = self._side
-        batch = Batch(self.run, self._number)
-        ahead = self._storing and not self._root.takes_epoch(side.namespace, self.run.job.epoch)
-        while first < last:
-            region = self._slots[first] // side.slots_per_region
-            end = bisect_left(self._slots, (region + 1) * side.slots_per_region, first, last)
-            if self._long_keys:
-                end = next((i for i in range(first, end) if self._key_too_long(i)), end)
-            if first < end:
-                self._take_region(batch, region, first, end, ahead)
-                first = end
-            else:
-                self.run.end(self._number, self._positions[first], dropped(DropReason.KEY_TOO_LONG))
-                first += 1
-        if self._storing:
-            batch.digests = list(map(side.rows.checksum, batch.rows))
-        batch.left = len(batch.rows)
-        return batch
-
-    def _take_region(self, batch: Batch, numbered: int, first: int, end: int, ahead: bool) -> None:
-        """Add the blocks `first` to `end - 1`, which lie in one region, to a batch, those that can move."""
-        side, root, slot_bytes = self._side, self._root, self._slot_bytes
-        region, before = numbered - root.first_region, numbered * side.slots_per_region
         state, fd = root.regions[region], root.fds.get(region // REGIONS_PER_FILE, -1)
-        if ahead or fd < 0 or state.slot_bytes != slot_bytes or not state.ready:
-            refused = dropped(DropReason.RESET) if ahead else self._refuse_region(state, fd)
-            if refused:
-                self.run.end_all(self._number, self._positions[first:end], refused)
-                return
-        fit = bisect_left(self._slots, before + side.region_bytes // slot_bytes, first, end)
-        if fit < end:
-            side.counters["refused.no_slot"] += end - fit
-            self.run.end_all(self._number, self._positions[fit:end], failed(errno.EINVAL))
-        count, start, generation = fit - first, root.plan.slot_offset(region, 0, slot_bytes), state.generation
-        positions, rows, generations = (part[first:fit] for part in (self._positions, self._rows, self._generations))
-        indices = [slot - before for slot in self._slots[first:fit]]
-        keys = list(map(self._keys.__getitem__, positions))
-        begins = [row * side.row_bytes for row in rows]
-        memory, address, length, group, shared = (
-            side.memory,
-            side.address,
-            self._payload_bytes,
-            self._group,
-            self._shared,
-        )
-        batch.positions += positions
-        batch.rows += rows
-        batch.generations += generations
-        batch.regions += [region] * count
-        batch.region_generations += [generation] * count
-        batch.fds += [fd] * count
-        batch.indices += indices
-        batch.offsets += [start + index * slot_bytes for index in indices]
-        batch.payloads += [memory[begin : begin + length] for begin in begins]
-        batch.addresses += [address + begin for begin in begins]
-        batch.keys += keys
-        batch.fixed += [
-            shared + PACK_OWN(region, index, generation, slot_bytes, length, own, group, len(key), 0)
-            for index, own, key in zip(indices, generations, keys, strict=True)
-        ]
+        refused = self._refusal(state, fd)
+        if refused is not None:
+            self.run.end_all(self._number, self._positions[first:last], refused)
+            return None
+        fit = bisect_left(slots, before + side.region_bytes // self._slot_bytes, first, last)
+        if fit < last:
+            side.counters["refused.no_slot"] += last - fit
+            self.run.end_all(self._number, self._positions[fit:last], failed(errno.EINVAL))
+        if first == fit:
+            return None
+        return self._batch(region, state.generation, fd, [slot - before for slot in slots[first:fit]], first)
 
-    def _key_too_long(self, i: int) -> bool:
-        return len(self._keys[self._positions[i]]) > self._side.max_key_bytes
+    def _batch(self, region: int, region_generation: int, fd: int, indices: list[int], first: int) -> Batch:
+        """The blocks in these slots of a region, the first of which is number `first` of the share."""
+        side, transfer, slot_bytes, length = self._side, self._transfer, self._slot_bytes, self._payload_bytes
+        positions = self._positions[first : first + len(indices)]
+        rows = [transfer.rows[position] for position in positions]
+        keys = [transfer.keys[position] for position in positions]
+        generations = [transfer.generations[position] for position in positions]
+        memory, row_bytes, shared, group = side.memory, side.row_bytes, self._shared, int(transfer.group)
+        payloads = [memory[row * row_bytes : row * row_bytes + length] for row in rows]
+        fixed = [
+            shared + PACK_OWN(region, index, region_generation, slot_bytes, length, generation, group, len(key), 0)
+            for index, generation, key in zip(indices, generations, keys, strict=True)
+        ]
+        start = self._root.plan.slot_offset(region, 0, slot_bytes)
+        return Batch(
+            self.run, self._number, region, region_generation, fd, start, slot_bytes,
+            positions, rows, keys, indices, generations, payloads, fixed, len(indices),
+        )  # fmt: skip
+
+    def _refusal(self, state: RegionState, fd: int) -> BlockOutcome | None:
+        """Why blocks cannot move to or from a region, if so; its file's descriptor is -1 if it has none."""
+        if self._storing and not self._root.takes_epoch(self._side.namespace, self.run.job.epoch):
+            return dropped(DropReason.RESET)
+        if state.slot_bytes != self._slot_bytes:
+            self._side.counters["refused.slot_size"] += 1
+            return failed(errno.EINVAL) if self._storing else MISSING
+        if self._storing:
+            return None if state.ready else error_outcome(state.errno or errno.EIO)
+        return MISSING if fd < 0 else None
 
     def end(self, outcome: BlockOutcome) -> None:
         """End all that have not begun."""
         self.run.end_all(self._number, self._positions[self._begun :], outcome)
-        self._begun = len(self._positions)
-
-    def _refuse_region(self, state: RegionState, fd: int) -> BlockOutcome | None:
-        """Why the share's blocks cannot move to or from a region, if so; its file's descriptor is -1 if it has none."""
-        if state.slot_bytes != self._slot_bytes:
-            self._side.counters["refused.slot_size"] += 1
-            return failed(errno.EINVAL) if self._storing else MISSING
-        if self._storing and not state.ready:
-            return error_outcome(state.errno or errno.EIO)
-        return MISSING if fd < 0 and not self._storing else None
+        self._begun = len(self._slots)

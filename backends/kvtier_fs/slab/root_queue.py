@@ -7,7 +7,7 @@ where they arrive and large ones on the root's threads, and one future for each 
 import asyncio
 import errno
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from kvtier.tier_api.block_envelope import SLOT_MAGIC, Check, Mismatch, verify_blocks
@@ -43,7 +43,7 @@ class _Piece(IORequest):
         self, batch: Batch, first: int, last: int, kind: IOKind, offset: int, buffers: list[memoryview],
         done: Callable[..., None], places: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        super().__init__(kind, batch.fds[first], offset, buffers, done, places)
+        super().__init__(kind, batch.fd, offset, buffers, done, places)
         self.batch, self.first, self.last = batch, first, last
 
 
@@ -134,10 +134,10 @@ class RootQueue:
                 if deadline is not None and now > deadline:
                     queue.popleft().end(LATE)
                     continue
-                batch = share.take(min(BATCH_BLOCKS, room))
-                if batch is None:
+                batch = None if share.all_begun else share.take(min(BATCH_BLOCKS, room))
+                if share.all_begun:
                     queue.popleft()
-                elif batch.left:
+                if batch is not None:
                     self._begin(batch)
                     requests += self._requests(batch, self._engine.in_flight + len(requests))
                 now = self.side.clock()
@@ -160,10 +160,9 @@ class RootQueue:
         self._idle.clear()
         if batch.run.kind is not JobKind.STORE:
             return
-        self.root.slot_map.begin_all(batch.regions, batch.indices)
-        pages = self._pages.pages
-        size = self._header_bytes
-        for page, fixed, digest, key in zip(batch.pages, batch.fixed, batch.digests, batch.keys, strict=True):
+        self.root.slot_map.begin_all(batch.region, batch.indices)
+        pages, size, digests = self._pages.pages, self._header_bytes, map(self.side.rows.checksum, batch.rows)
+        for page, fixed, digest, key in zip(batch.pages, batch.fixed, digests, batch.keys, strict=True):
             pages[page][:] = seal(SLOT_MAGIC, fixed + digest + key, size)
 
     def _requests(self, batch: Batch, under_way: int) -> list[IORequest]:
@@ -171,7 +170,7 @@ class RootQueue:
 
         `under_way` is how many requests there are already.
         """
-        total, count = self._header_bytes + len(batch.payloads[0]), len(batch.rows)
+        total, count = self._header_bytes + len(batch.payloads[0]), batch.left
         if total > REQUEST_BYTES:
             pieces = split(total, self._header_bytes)
             batch.pieces, batch.errors = [len(pieces)] * count, [0] * count
@@ -179,32 +178,25 @@ class RootQueue:
         most = min(JOINED_MAX, (JOINED_BYTES if under_way < self._engine.depth else REQUEST_BYTES) // total)
         if not under_way and count * total > JOINED_BYTES:
             most = min(most, -(-count // REQUESTS_ALONE))
-        fds, offsets = batch.fds, batch.offsets
-        requests: list[IORequest] = []
-        first = 0
-        for i in range(1, count):
-            if offsets[i] != offsets[i - 1] + total or i - first >= most or fds[i] != fds[i - 1]:
-                requests.append(self._piece(batch, first, i))
-                first = i
-        requests.append(self._piece(batch, first, count))
-        return requests
+        if total != batch.slot_bytes:  # blocks do not reach to the next slot
+            most = 1
+        return [self._piece(batch, first, last) for first, last in neighbours(batch.indices, max(most, 1))]
 
     def _piece(self, batch: Batch, first: int, last: int, part: tuple[int, int] | None = None) -> _Piece:
         """The request for some blocks, or for bytes `part[0]` to `part[1]` of one block and its header."""
         kind = IOKind.WRITE if batch.run.kind is JobKind.STORE else IOKind.READ
-        pages, headers, header_bytes = self._pages.pages, self._pages.addresses, self._header_bytes
-        length = len(batch.payloads[first])
-        buffers: list[memoryview] = []
-        places: list[int] = []
-        these = slice(first, last)
-        for page, payload, address in zip(
-            batch.pages[these], batch.payloads[these], batch.addresses[these], strict=True
-        ):
-            buffers += pages[page], payload
-            places += headers[page], header_bytes, address, length
-        offset = batch.offsets[first]
+        header_bytes, numbers, payloads = self._header_bytes, batch.pages[first:last], batch.payloads[first:last]
+        pages, headers = self._pages.pages, self._pages.addresses
+        buffers = payloads * 2
+        buffers[0::2] = [pages[number] for number in numbers]
+        buffers[1::2] = payloads
+        offset = batch.start + batch.indices[first] * batch.slot_bytes
         if part is not None:
             return _Piece(batch, first, last, kind, offset + part[0], span(buffers, *part), self._piece_done)
+        address, row_bytes = self.side.address, self.side.row_bytes
+        places = [0, header_bytes, 0, len(payloads[0])] * len(payloads)
+        places[0::4] = [headers[number] for number in numbers]
+        places[2::4] = [address + row * row_bytes for row in batch.rows[first:last]]
         return _Piece(batch, first, last, kind, offset, buffers, self._piece_done, places)
 
     def _piece_done(self, piece: IORequest, result: int) -> None:
@@ -233,9 +225,9 @@ class RootQueue:
     def _record(self, batch: Batch, first: int, last: int) -> None:
         """Record in the slot map what the written slots hold."""
         slot_map, these = self.root.slot_map, slice(first, last)
-        places = zip(batch.regions[these], batch.region_generations[these], batch.indices[these], strict=True)
         number = slot_map.number_of(slot_map.owners[slot_map.own].namespace, batch.run.job.epoch)
-        slot_map.hold_all(number, places, batch.keys[these], batch.generations[these])
+        format_of = batch.region, batch.region_generation
+        slot_map.hold_all(number, format_of, batch.indices[these], batch.keys[these], batch.generations[these])
 
     # -- verification --------------------------------------------------------------------------------------------
 
@@ -253,10 +245,10 @@ class RootQueue:
             self._loop.call_soon(self._verify)
         self._unverified.append(piece)
 
-    def _checks(self, piece: _Piece) -> list[Check]:
-        batch, pages, these = piece.batch, self._pages.pages, slice(piece.first, piece.last)
-        headers = map(pages.__getitem__, batch.pages[these])
-        return list(zip(headers, batch.payloads[these], batch.fixed[these], batch.keys[these], strict=True))
+    def _checks(self, piece: _Piece) -> Iterator[Check]:
+        batch, these = piece.batch, slice(piece.first, piece.last)
+        headers = map(self._pages.pages.__getitem__, batch.pages[these])
+        return zip(headers, batch.payloads[these], batch.fixed[these], batch.keys[these], strict=True)
 
     def _verify(self) -> None:
         pieces, self._unverified = self._unverified, []
@@ -285,16 +277,16 @@ class RootQueue:
 
     def _judged(self, piece: _Piece, found: Sequence[Mismatch | bytes]) -> None:
         """End the blocks of a request by what verification found."""
-        batch, first, set_checksum = piece.batch, piece.first, self.side.rows.set_checksum
+        batch, first, rows, set_checksum = piece.batch, piece.first, piece.batch.rows, self.side.rows.set_checksum
         for i, stated in enumerate(found, first):
-            if isinstance(stated, Mismatch):
-                self.side.counters[f"mismatch.{stated}"] += 1
-                self.root.slot_map.refuse(batch.regions[i], batch.indices[i], batch.generations[i])
-                self._end(batch, first, i, LOADED)
-                self._end(batch, i, i + 1, CORRUPT)
-                first = i + 1
-            else:
-                set_checksum(batch.rows[i], stated)
+            if isinstance(stated, bytes):
+                set_checksum(rows[i], stated)
+                continue
+            self.side.counters[f"mismatch.{stated}"] += 1
+            self.root.slot_map.refuse(batch.region, batch.indices[i], batch.generations[i])
+            self._end(batch, first, i, LOADED)
+            self._end(batch, i, i + 1, CORRUPT)
+            first = i + 1
         self._end(batch, first, piece.last, LOADED)
 
     def _end(self, batch: Batch, first: int, last: int, outcome: BlockOutcome) -> None:
@@ -308,3 +300,15 @@ class RootQueue:
         moved = len(batch.payloads[first]) if outcome.ok else 0
         batch.run.end_all(batch.group, batch.positions[first:last], outcome, moved)
         self._continue_or_rest()
+
+
+def neighbours(indices: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Where runs of numbers that count up by one begin and end, each 1 to `most` long."""
+    first, count = 0, len(indices)
+    while first < count:
+        last = min(first + most, count)
+        run = range(indices[first], indices[first] + last - first)
+        if indices[first:last] != list(run):
+            last = next(i for i, number in enumerate(run, first) if indices[i] != number)
+        yield first, last
+        first = last

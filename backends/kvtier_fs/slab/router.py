@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 from kvtier.errors import UsageError
-from kvtier.types.jobs import BlockOutcome, TransferJob
+from kvtier.types.jobs import BlockOutcome, DropReason, TransferJob, dropped
 from kvtier_fs.roots.job_run import JobRun
 from kvtier_fs.slab.block_batches import RootShare, TierSide
 from kvtier_fs.slab.root import Root
@@ -71,6 +71,8 @@ class SlotRouter:
         """Hand a job's blocks, in the order of their places, to the queues of all their roots."""
         for number, group in enumerate(run.groups):
             order = sorted(range(len(group.slots)), key=group.slots.__getitem__)
+            if max(map(len, group.keys), default=0) > self._side.max_key_bytes:
+                order = self._without_long_keys(run, number, order)
             if len(self._roots) == 1:
                 self._enqueue(self.queues[0], run, number, order)
                 continue
@@ -80,6 +82,13 @@ class SlotRouter:
                 owners.setdefault(bisect_right(self._first_regions, region) - 1, []).append(i)
             for owner, positions in owners.items():
                 self._enqueue(self.queues[owner], run, number, positions)
+
+    def _without_long_keys(self, run: JobRun, number: int, order: list[int]) -> list[int]:
+        """Drop the blocks whose keys are too long for a header; returns the others."""
+        keys = run.groups[number].keys
+        too_long = [i for i in order if len(keys[i]) > self._side.max_key_bytes]
+        run.end_all(number, too_long, dropped(DropReason.KEY_TOO_LONG))
+        return [i for i in order if len(keys[i]) <= self._side.max_key_bytes]
 
     def _enqueue(self, queue: RootQueue, run: JobRun, number: int, positions: list[int]) -> None:
         queue.enqueue(RootShare(self._side, queue.root, run, number, positions))

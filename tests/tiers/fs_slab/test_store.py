@@ -7,6 +7,7 @@ from support_fs import keys, layout, open_tier, options
 
 from kvtier.types.jobs import LOADED, STORED
 from kvtier_fs.io.uring import probe_uring
+from kvtier_fs.slab.root_queue import neighbours
 
 ENGINES = [
     "threads",
@@ -31,3 +32,18 @@ async def test_what_was_stored_is_loaded_and_found_again(tmp_path, engine, direc
         more = keys(4, start=100)
         assert await tier.store(more) == [STORED] * 4
         assert await tier.load_all(names + more) == [LOADED] * 20
+
+
+@pytest.mark.parametrize(
+    ("indices", "most", "runs"),
+    [
+        ([], 4, []),
+        ([7], 4, [(0, 1)]),
+        ([0, 1, 2, 3, 4], 2, [(0, 2), (2, 4), (4, 5)]),
+        ([0, 1, 3, 4, 9], 4, [(0, 2), (2, 4), (4, 5)]),
+        ([1, 1, 3], 4, [(0, 1), (1, 2), (2, 3)]),
+        ([5, 6, 7], 1, [(0, 1), (1, 2), (2, 3)]),
+    ],
+)
+def test_a_request_takes_slots_that_follow_each_other_without_a_gap(indices, most, runs):
+    assert list(neighbours(indices, most)) == runs
