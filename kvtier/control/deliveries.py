@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 
 from kvtier.tier_api.contract import LookupResult
 from kvtier.types.jobs import JobResult
 from kvtier.types.keys import JobId, OffloadKey
+from kvtier.types.values import job_value
 
 
 class DeliveryKind(StrEnum):
@@ -20,7 +20,7 @@ class DeliveryKind(StrEnum):
     ENDED = "ended"
 
 
-@dataclass(frozen=True, slots=True)
+@job_value
 class Delivery:
     """The outcome of one job, or a step towards it; `result` only with FINISHED."""
 
@@ -29,7 +29,7 @@ class Delivery:
     result: JobResult | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@job_value
 class PresenceQuery:
     """Keys whose presence in the shared tier at `position` is to be looked up, in the namespace's `epoch`."""
 
@@ -38,7 +38,7 @@ class PresenceQuery:
     epoch: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@job_value
 class PresenceAnswers:
     """A shared tier's answer to a query, one for each of its keys."""
 

@@ -6,6 +6,7 @@ take what there is to do with `take_jobs`, and what has ended with `take_finishe
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -13,9 +14,9 @@ from dataclasses import dataclass
 
 from kvtier.control.deliveries import PresenceQuery, Recipient
 from kvtier.control.flow.demotions import Demotions
-from kvtier.control.flow.loads import LoadRequest, Loads, disowned
+from kvtier.control.flow.loads import CopyJob, LoadRequest, disowned
 from kvtier.control.flow.promotions import Promotions
-from kvtier.control.flow.stores import StoreRequest, Stores
+from kvtier.control.flow.stores import StoreRequest
 from kvtier.control.reservations import Reservation, Reservations
 from kvtier.control.row_admission import RowAdmission
 from kvtier.control.state import ControlState, Emission, LowerTier, TierCounters, TierSetup
@@ -58,11 +59,11 @@ class ControlPlane(Recipient):
         limits = limits or ControlLimits()
         self.control = ControlState(cpu, lowers)
         self._demotions = Demotions(self.control, limits.watermark_rows, limits.gather_seconds)
-        promotions = Promotions(self.control, self._demotions)
-        self._loads = Loads(self.control, promotions)
-        self._stores = Stores(self.control, self._demotions, factor)
-        self._reservations = Reservations(self.control, promotions, limits.reservation_seconds, limits.lease_seconds)
+        self._promotions = Promotions(self.control, self._demotions)
+        self._factor = factor
+        self._reservations = Reservations(self._promotions, limits.reservation_seconds, limits.lease_seconds)
         self._admission = RowAdmission(self.control, self._demotions, self._reservations, limits.patience_seconds)
+        self._ages = itertools.count(1)
         self._open_loads: dict[JobId, LoadRequest] = {}
         self._open_stores: dict[JobId, StoreRequest] = {}
         self._limits = limits
@@ -145,14 +146,14 @@ class ControlPlane(Recipient):
         if job.deadline is not None:
             self._expires_at = min(self._expires_at, job.deadline)
         if job.kind is JobKind.LOAD:
-            load = LoadRequest(self._loads, job, now, self._admission.next_age)
+            load = LoadRequest(self._promotions, job, now, next(self._ages))
             self._open_loads[job.job_id] = load
-            self._admission.add(load)
-            load.take_rows(now)
+            if not load.take_rows(now):
+                self._admission.add(load)
             if request_id is not None:
                 self.end_request(request_id, now)
         else:
-            store = StoreRequest(self._stores, job, now)
+            store = StoreRequest(self.control, self._demotions, self._factor, job, now)
             self._open_stores[job.job_id] = store
             if self._closing:
                 store.stop(dropped(DropReason.CLOSING))
@@ -176,7 +177,7 @@ class ControlPlane(Recipient):
 
         `info` is not used yet.
         """
-        reservation = self._reservations.extend(request_id, keys, self._admission.next_age)
+        reservation = self._reservations.extend(request_id, keys, next(self._ages))
         self._admission.add(reservation)
         self._admission.serve(self._open_stores.values(), now)
         return reservation
@@ -196,7 +197,9 @@ class ControlPlane(Recipient):
 
     def finish(self, result: JobResult, now: float) -> None:
         """A job of `take_jobs` ended in time."""
-        self.control.finish(result, now)
+        owner = self.control.finish(result, now)
+        if isinstance(owner, CopyJob) and owner.request.todo:
+            self._admission.add(owner.request)  # a row was corrupt: the load wants another one
 
     def late(self, job_id: JobId, now: float) -> None:
         """A job passed its deadline; `ended` follows when its I/O has ended."""
@@ -220,8 +223,8 @@ class ControlPlane(Recipient):
             self._expire(now)
         if self._reservations.by_request:
             self._reservations.lapse(now)
-        if self._loads.arrived:
-            self._loads.copy_arrived()
+        for load in self._open_loads.values():
+            load.copy_arrived()
         while True:
             blocked = self._admission.serve(self._open_stores.values(), now)
             self._demotions.plan(now)

@@ -15,7 +15,6 @@ from enum import StrEnum
 
 from kvtier.control.flow.promotions import Promotions
 from kvtier.control.flow.row_request import RowRequest
-from kvtier.control.state import ControlState
 from kvtier.types.keys import OffloadKey, RequestId
 
 
@@ -132,10 +131,8 @@ class Reservation(RowRequest):
 class Reservations:
     """All reservations in order of age."""
 
-    def __init__(
-        self, control: ControlState, promotions: Promotions, deadline_seconds: float, lease_seconds: float
-    ) -> None:
-        self.control = control
+    def __init__(self, promotions: Promotions, deadline_seconds: float, lease_seconds: float) -> None:
+        self.control = promotions.control
         self.promotions = promotions
         self.deadline_seconds = deadline_seconds
         self.lease_seconds = lease_seconds

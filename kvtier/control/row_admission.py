@@ -32,7 +32,6 @@ class RowAdmission:
         self._demotions = demotions
         self._reservations = reservations
         self._patience_seconds = patience_seconds
-        self.next_age = 1
         self._requests: dict[int, LoadRequest | Reservation] = {}
 
     # -- requests -----------------------------------------------------------------------------------------------
@@ -40,7 +39,6 @@ class RowAdmission:
     def add(self, request: LoadRequest | Reservation) -> None:
         """A request joins as the youngest. A reservation that asks for more, or was revoked, is back at its own age."""
         self._requests[request.age] = request
-        self.next_age = max(self.next_age, request.age + 1)
 
     def remove(self, request: RowRequest) -> None:
         self._requests.pop(request.age, None)

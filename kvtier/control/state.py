@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from kvtier.control.tiers.breaker import Breaker, BreakerState
 from kvtier.control.tiers.owned_tier import OwnedTier
@@ -26,6 +26,7 @@ from kvtier.types.jobs import (
     TransferJob,
 )
 from kvtier.types.keys import JobId, Medium, OffloadKey
+from kvtier.types.values import job_value
 
 REFUSED = (BlockStatus.CORRUPT, BlockStatus.FAILED, BlockStatus.MISSING)
 """What a load says of an entry that is not to be tried again."""
@@ -194,7 +195,8 @@ class InFlight(ABC):
         """The I/O of a late job has really ended."""
 
 
-class Emission(NamedTuple):
+@job_value
+class Emission:
     """A job for the tier at `position` (0: CPU)."""
 
     position: int

@@ -7,16 +7,17 @@ holes (null blocks of a sliding window) are explicit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import UsageError
 from kvtier.types.arrays import IntArray, int_array
+from kvtier.types.values import job_value
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@job_value
 class GPURuns:
     """Which GPU blocks hold which sub-blocks: run i covers sub-blocks `firsts[i] .. firsts[i] + counts[i] - 1` of
     offloaded block `blocks[i]` (a position in the group's keys).

@@ -14,6 +14,7 @@ from kvtier.errors import UsageError
 from kvtier.types.arrays import IntArray, no_ids
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.keys import GroupIndex, JobId, OffloadKey
+from kvtier.types.values import job_value
 
 
 class JobKind(StrEnum):
@@ -90,7 +91,7 @@ def failed(errno: int) -> BlockOutcome:
     return BlockOutcome(BlockStatus.FAILED, None, errno)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@job_value
 class GPUGroup:
     """One group's blocks of a job between GPU blocks and CPU rows: an engine's job, or a job of the CPU tier.
 
@@ -105,7 +106,7 @@ class GPUGroup:
     generations: IntArray = field(default_factory=no_ids)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@job_value
 class RowGroup:
     """One group's blocks of a job between CPU rows and a lower tier, one row for each key.
 
@@ -128,7 +129,7 @@ class RegionFormat:
     generation: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@job_value
 class TransferJob:
     """A unit of work for one tier: groups of blocks, one direction, one deadline (seconds on the stack's clock).
 
@@ -169,7 +170,7 @@ class TransferJob:
         return self.groups  # type: ignore[return-value]  # checked just now
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@job_value
 class JobResult:
     """What became of each block: `outcomes[i][j]` belongs to key j of the job's i-th group.
 

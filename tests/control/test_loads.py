@@ -532,7 +532,7 @@ def test_what_waits_for_its_tier_costs_no_walk(wants):
     else:
         world.plane.reserve(RequestId("r"), [key(n) for n in range(1, 201)], world.now)
         world.collect()
-    promotions = world.plane._loads.promotions
+    promotions = world.plane._promotions
     looked = []
     source = promotions.source
 

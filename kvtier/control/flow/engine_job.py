@@ -9,7 +9,7 @@ from itertools import islice
 
 import numpy as np
 
-from kvtier.types.arrays import int_array
+from kvtier.control.state import ControlState
 from kvtier.types.gpu_runs import RunIndex
 from kvtier.types.jobs import BlockOutcome, GPUGroup, JobResult, TransferJob
 from kvtier.types.keys import OffloadKey
@@ -22,7 +22,8 @@ class StackRequest:
     ends when every block has an outcome.
     """
 
-    def __init__(self, job: TransferJob, now: float) -> None:
+    def __init__(self, control: ControlState, job: TransferJob, now: float) -> None:
+        self.control = control
         self.job = job
         self.groups = job.gpu_groups
         self.started = now
@@ -53,10 +54,10 @@ class StackRequest:
             outcomes[index] = outcome
         self.open -= len(indices)
 
-    def transfers(self, indices: Sequence[int], rows: list[int], generations: list[int]) -> tuple[GPUGroup, ...]:
+    def transfers(self, indices: Sequence[int], rows: list[int]) -> tuple[GPUGroup, ...]:
         """The chosen blocks as transfers between their GPU blocks and rows, grouped; `order_of` gives their order."""
         if indices == self.all and len(self.groups) == 1:
-            return (_placed(self.groups[0], rows, generations),)
+            return (self._placed(self.groups[0], rows),)
         result = []
         for g, members in self._by_group(indices).items():
             group, start = self.groups[g], self.starts[g]
@@ -64,8 +65,14 @@ class StackRequest:
             if chosen != list(range(start, start + len(group.keys))):
                 keys = tuple(self.keys[index] for index in chosen)
                 group = GPUGroup(group.group, keys, self._runs(g).select(np.array(chosen, dtype=np.int64) - start))
-            result.append(_placed(group, [rows[m] for m in members], [generations[m] for m in members]))
+            result.append(self._placed(group, [rows[m] for m in members]))
         return tuple(result)
+
+    def _placed(self, group: GPUGroup, rows: list[int]) -> GPUGroup:
+        """The group's blocks with the rows they are copied to or from."""
+        places = np.array(rows, np.int64)
+        generations = self.control.cpu.table.generations[places]
+        return GPUGroup(group.group, group.keys, group.runs, places, generations)
 
     def _runs(self, g: int) -> RunIndex:
         """A group's runs by offloaded block, made when the first part of the group is wanted."""
@@ -91,8 +98,3 @@ class StackRequest:
         each = filter(None, self.outcomes)
         outcomes = tuple([tuple(islice(each, len(group.keys))) for group in self.groups])
         return JobResult(self.job.job_id, outcomes, self.bytes_moved, now - self.started)
-
-
-def _placed(group: GPUGroup, rows: list[int], generations: list[int]) -> GPUGroup:
-    """The group's blocks with the rows they are copied to or from."""
-    return GPUGroup(group.group, group.keys, group.runs, int_array(rows), int_array(generations))

@@ -13,7 +13,7 @@ from itertools import chain
 from kvtier.control.flow.engine_job import StackRequest
 from kvtier.control.flow.promotions import Promotions
 from kvtier.control.flow.row_request import RowRequest
-from kvtier.control.state import CPU_TIER, ControlState, InFlight
+from kvtier.control.state import CPU_TIER, InFlight
 from kvtier.control.tiers.slot_table import READY
 from kvtier.types.jobs import (
     CANCELLED,
@@ -22,6 +22,7 @@ from kvtier.types.jobs import (
     MISSING,
     BlockOutcome,
     BlockStatus,
+    GPUGroup,
     JobKind,
     JobResult,
     TransferJob,
@@ -31,11 +32,10 @@ from kvtier.types.jobs import (
 class LoadRequest(StackRequest, RowRequest):
     """One load: which blocks are being promoted, copied, and which tiers were tried in vain."""
 
-    def __init__(self, loads: Loads, job: TransferJob, now: float, age: int) -> None:
-        StackRequest.__init__(self, job, now)
-        RowRequest.__init__(self, loads.promotions, age)
-        self.loads = loads
-        self.epoch = loads.control.epoch
+    def __init__(self, promotions: Promotions, job: TransferJob, now: float, age: int) -> None:
+        StackRequest.__init__(self, promotions.control, job, now)
+        RowRequest.__init__(self, promotions, age)
+        self.epoch = self.control.epoch
         self.filling = 0
         self.arrived: list[tuple[int, int]] = []
 
@@ -49,7 +49,7 @@ class LoadRequest(StackRequest, RowRequest):
         self.filling -= 1
         if self.outcomes[index] is not None:
             return
-        control = self.loads.control
+        control = self.control
         if position != CPU_TIER:
             self._load_failed(index, position)
         if row is None:
@@ -57,15 +57,13 @@ class LoadRequest(StackRequest, RowRequest):
             return
         control.cpu.pin((row,))
         control.counters(position).hits += 1
-        if not self.arrived:
-            self.loads.arrived.append(self)
         self.arrived.append((index, row))
 
     def stop(self, outcome: BlockOutcome) -> None:
         """No new transfers. Blocks whose copy is not in flight end now; copies end first, their buffers are in use."""
         self.stopping = outcome
         self.todo.clear()
-        self.loads.control.cpu.unpin([row for _, row in self.arrived])
+        self.control.cpu.unpin([row for _, row in self.arrived])
         self.arrived.clear()
         for index in self.all:
             if index not in self.in_copy:
@@ -75,14 +73,19 @@ class LoadRequest(StackRequest, RowRequest):
         """After a reset: what was loaded before it must not be taken for valid."""
         self.outcomes = [CANCELLED if outcome is LOADED else outcome for outcome in self.outcomes]
 
-    def take_rows(self, now: float) -> None:
-        """Copy the blocks that are in rows already. No other request loses a row by it, so it needs no admission."""
-        if not self._copy_all():
-            self.promote(0, None, now)
-            self.copy_arrived()
+    def take_rows(self, now: float) -> bool:
+        """Copy the blocks that are in rows already; True if that is all of them.
+
+        No other request loses a row by it, so it needs no admission.
+        """
+        if self._copy_all():
+            return True
+        self.promote(0, None, now)
+        self.copy_arrived()
+        return False
 
     def advance(self, now: float) -> int:
-        control, promotions = self.loads.control, self.promotions
+        control, promotions = self.control, self.promotions
         window = max(1, control.num_rows // 2)
         rooms = promotions.rooms(now)
         while self.todo and self.promote(min(control.cpu.available, window - self.moving), rooms, now):
@@ -93,9 +96,9 @@ class LoadRequest(StackRequest, RowRequest):
         return max(0, min(len(self.todo), window - self.moving))
 
     def _hold(self, ready: dict[int, int]) -> None:
-        cpu, rows = self.loads.control.cpu, list(ready.values())
+        cpu, rows = self.control.cpu, list(ready.values())
         cpu.pin(rows)
-        self.loads.control.cpu_counters.hits += len(rows)
+        self.control.cpu_counters.hits += len(rows)
         self.arrived += ready.items()
         if not self.walked:
             # Here and now these are the most recent: a load must not throw out its own hits to fetch the rest.
@@ -112,7 +115,7 @@ class LoadRequest(StackRequest, RowRequest):
 
         Their use is recorded when they have been copied, not now: until then they are pinned.
         """
-        control = self.loads.control
+        control = self.control
         rows = list(map(control.cpu.directory.get, self.keys))
         state = control.cpu.table.state
         found = [row for row in rows if row is not None and state[row] == READY]
@@ -132,39 +135,24 @@ class LoadRequest(StackRequest, RowRequest):
             self._copy([index for index, _ in arrived], [row for _, row in arrived])
 
     def _copy(self, indices: Sequence[int], rows: list[int]) -> None:
-        control = self.loads.control
-        generations = list(map(control.cpu.table.generation.__getitem__, rows))
         self.in_copy.update(indices)
-        copy = CopyJob(self, indices, rows, generations)
-        control.emit(CPU_TIER, JobKind.LOAD, self.transfers(indices, rows, generations), None, copy)
-
-
-class Loads:
-    """All loads in flight. Order among them is the plane's business; `arrived` are those with blocks to copy."""
-
-    def __init__(self, control: ControlState, promotions: Promotions) -> None:
-        self.control = control
-        self.promotions = promotions
-        self.arrived: list[LoadRequest] = []
-
-    def copy_arrived(self) -> None:
-        """Whatever waits for rows: blocks that have theirs go on to the GPU, for that is what frees rows."""
-        arrived, self.arrived = self.arrived, []
-        for load in arrived:
-            load.copy_arrived()
+        groups = self.transfers(indices, rows)
+        self.control.emit(CPU_TIER, JobKind.LOAD, groups, None, CopyJob(self, indices, rows, groups))
 
 
 class CopyJob(InFlight):
     """Rows to GPU blocks for one load. It has no deadline: GPU blocks belong to it until the copy has ended."""
 
-    def __init__(self, request: LoadRequest, indices: Sequence[int], rows: list[int], generations: list[int]) -> None:
+    def __init__(
+        self, request: LoadRequest, indices: Sequence[int], rows: list[int], groups: tuple[GPUGroup, ...]
+    ) -> None:
         self.request = request
         self.indices = indices
         self.rows = rows
-        self.generations = generations
+        self.groups = groups
 
     def finish(self, result: JobResult, now: float) -> None:
-        request, control = self.request, self.request.loads.control
+        request, control = self.request, self.request.control
         outcomes = list(chain.from_iterable(result.outcomes))
         request.in_copy.difference_update(self.indices)
         request.bytes_moved += result.bytes_moved
@@ -172,8 +160,9 @@ class CopyJob(InFlight):
         if outcomes.count(LOADED) == len(self.indices) == len(outcomes) and request.epoch == control.epoch:
             self._finish_whole()
             return
-        refused: list[int] = []
-        for m, outcome in zip(request.order_of(self.indices), outcomes, strict=True):
+        refused: list[tuple[int, int]] = []
+        issued = [generation for group in self.groups for generation in group.generations.tolist()]
+        for m, generation, outcome in zip(request.order_of(self.indices), issued, outcomes, strict=True):
             index = self.indices[m]
             control.cpu_counters.count(outcome)
             if outcome.ok and request.epoch != control.epoch:
@@ -182,13 +171,13 @@ class CopyJob(InFlight):
                 control.cpu_counters.loaded += 1
                 request.complete(index, LOADED)
             elif outcome.status is BlockStatus.CORRUPT:
-                refused.append(m)
+                refused.append((m, generation))
             else:
                 request.complete(index, outcome)
         control.cpu.unpin(self.rows)
-        for m in sorted(refused, reverse=True):
-            request.loads.promotions.demotions.mark_clean(self.rows[m])
-            control.cpu.discard(self.rows[m], self.generations[m])
+        for m, generation in sorted(refused, reverse=True):
+            request.promotions.demotions.mark_clean(self.rows[m])
+            control.cpu.discard(self.rows[m], generation)
             if request.stopping is None:
                 request.todo.appendleft(self.indices[m])
             else:
@@ -196,7 +185,7 @@ class CopyJob(InFlight):
 
     def _finish_whole(self) -> None:
         """The usual case in a few batch calls: every block was copied."""
-        control = self.request.loads.control
+        control = self.request.control
         self.request.complete_all(self.indices, LOADED)
         control.cpu_counters.loaded += len(self.indices)
         control.cpu.unpin(self.rows)

@@ -16,28 +16,22 @@ from kvtier.types.jobs import LATE, PRESENT, STORED, BlockOutcome, DropReason, J
 from kvtier.types.keys import OffloadKey
 
 
-class Stores:
-    """All stores in flight. A key that is filling is not stored again: a second store of it waits for that fill."""
-
-    def __init__(self, control: ControlState, demotions: Demotions, factor: int) -> None:
-        self.control = control
-        self.demotions = demotions
-        self.factor = factor
-
-
 class StoreRequest(StackRequest, FillWaiter):
-    """One store: which blocks wait for a row, are being copied, or wait for another store of the same key."""
+    """One store: which blocks wait for a row, are being copied, or wait for another store of the same key.
 
-    def __init__(self, stores: Stores, job: TransferJob, now: float) -> None:
-        super().__init__(job, now)
-        self.stores = stores
+    A key that is filling is not stored again: a second store of it waits for that fill.
+    """
+
+    def __init__(self, control: ControlState, demotions: Demotions, factor: int, job: TransferJob, now: float) -> None:
+        super().__init__(control, job, now)
+        self.demotions = demotions
         partial = False
         for start, group in zip(self.starts, self.groups, strict=True):
-            if group.runs.all_whole(len(group.keys), stores.factor):
+            if group.runs.all_whole(len(group.keys), factor):
                 continue
-            for position in np.flatnonzero(~group.runs.covers_whole(len(group.keys), stores.factor)).tolist():
+            for position in np.flatnonzero(~group.runs.covers_whole(len(group.keys), factor)).tolist():
                 self.complete(start + position, dropped(DropReason.PARTIAL))
-                stores.control.cpu_counters.drop(DropReason.PARTIAL)
+                control.cpu_counters.drop(DropReason.PARTIAL)
                 partial = True
         if partial:
             self.todo = deque(i for i in self.todo if self.outcomes[i] is None)
@@ -58,7 +52,7 @@ class StoreRequest(StackRequest, FillWaiter):
         for index in self.all:
             if index not in self.in_copy and self.outcomes[index] is None:
                 self.complete(index, outcome)
-                self.stores.control.cpu_counters.count(outcome)
+                self.control.cpu_counters.count(outcome)
 
     def advance(self, now: float) -> bool:
         """Start copies for the blocks that get rows; False when blocks are left without one.
@@ -66,7 +60,7 @@ class StoreRequest(StackRequest, FillWaiter):
         Where rows are short the leaf goes first and the root last: so no parent ages before its child, in any tier,
         and what is left in a CPU tier too small for all of it is the front of the prefix.
         """
-        control = self.stores.control
+        control = self.control
         directory, state = control.cpu.directory, control.cpu.table.state
         room = control.cpu.available
         if room and self._advance_all_new(room):
@@ -96,7 +90,7 @@ class StoreRequest(StackRequest, FillWaiter):
 
     def _advance_all_new(self, room: int) -> bool:
         """The usual case in a few batch calls: no key of the rest is known. False when there is more to look at."""
-        directory = self.stores.control.cpu.directory
+        directory = self.control.cpu.directory
         indices: Sequence[int] = self.all if len(self.todo) == len(self.all) else list(self.todo)
         keys = list(map(self.keys.__getitem__, indices))
         if len(set(keys)) < len(keys) or not directory.keys().isdisjoint(keys):
@@ -107,11 +101,10 @@ class StoreRequest(StackRequest, FillWaiter):
 
     def _copy(self, indices: Sequence[int], keys: list[OffloadKey]) -> None:
         """Copy blocks, given in prefix order, into rows of which there are enough."""
-        control = self.stores.control
+        control = self.control
         rows = control.cpu.reserve(keys)
-        generations = list(map(control.cpu.table.generation.__getitem__, rows))
         self.in_copy.update(indices)
-        transfers = self.transfers(indices, rows, generations)
+        transfers = self.transfers(indices, rows)
         control.emit(CPU_TIER, JobKind.STORE, transfers, self.job.deadline, FillJob(self, indices, rows))
 
 
@@ -122,10 +115,10 @@ class FillJob(InFlight):
         self.request = request
         self.indices = indices
         self.rows = rows
-        self.epoch = request.stores.control.epoch
+        self.epoch = request.control.epoch
 
     def finish(self, result: JobResult, now: float) -> None:
-        request, control = self.request, self.request.stores.control
+        request, control = self.request, self.request.control
         outcomes = list(chain.from_iterable(result.outcomes))
         request.in_copy.difference_update(self.indices)
         request.bytes_moved += result.bytes_moved
@@ -156,7 +149,7 @@ class FillJob(InFlight):
             if outcome.ok:
                 outcome = dropped(DropReason.RESET) if reset and state[self.rows[m]] != READY else STORED
             request.complete(index, outcome)
-        self.request.stores.demotions.row_ready(ready, CPU_TIER, now)
+        request.demotions.row_ready(ready, CPU_TIER, now)
         control.cpu.abort([self.rows[m] for m in bad])
         if control.fills:
             control.fill_ended([row for row in self.rows if state[row] == READY], True, CPU_TIER, now)
@@ -164,19 +157,19 @@ class FillJob(InFlight):
 
     def _finish_whole(self, now: float) -> None:
         """The usual case in a few batch calls: every block was stored, and no reset came in between."""
-        request, control = self.request, self.request.stores.control
+        request, control = self.request, self.request.control
         rows = self.rows[::-1]
         control.cpu.commit(rows)
         control.cpu_counters.stored += len(rows)
         request.complete_all(self.indices, STORED)
-        request.stores.demotions.row_ready(rows, CPU_TIER, now)
+        request.demotions.row_ready(rows, CPU_TIER, now)
         if control.fills:
             control.fill_ended(self.rows, True, CPU_TIER, now)
 
     def late(self, now: float) -> None:
         """The copy goes on, but whatever it reads no longer matters: its rows are unreachable until it ends."""
         request = self.request
-        control = request.stores.control
+        control = request.control
         control.cpu_counters.late += len(self.rows)
         control.cpu.quarantine(self.rows)
         request.in_copy.difference_update(self.indices)
@@ -185,4 +178,4 @@ class FillJob(InFlight):
         control.fill_ended(self.rows, False, CPU_TIER, now)
 
     def ended(self, now: float) -> None:
-        self.request.stores.control.cpu.unpin(self.rows)
+        self.request.control.cpu.unpin(self.rows)

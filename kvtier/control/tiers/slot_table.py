@@ -15,7 +15,10 @@ from array import array
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
+import numpy as np
+
 from kvtier.errors import IntegrityError
+from kvtier.types.arrays import IntArray
 from kvtier.types.keys import OffloadKey
 
 
@@ -32,12 +35,16 @@ ABSENT, FREE, FILLING, READY, QUARANTINED, RETIRED = (int(state) for state in Sl
 
 
 class SlotTable:
-    """Flat arrays indexed by slot id. Batch methods; every method keeps `counts` equal to the states."""
+    """Flat arrays indexed by slot id. Batch methods; every method keeps `counts` equal to the states.
+
+    `generations` is a view of `generation`, for many slots at once.
+    """
 
     def __init__(self, num_slot_ids: int) -> None:
         self.state = bytearray(num_slot_ids)
         self.pins = array("I", bytes(4 * num_slot_ids))
         self.generation = array("Q", bytes(8 * num_slot_ids))
+        self.generations: IntArray = np.frombuffer(self.generation, np.int64)
         self.keys: list[OffloadKey | None] = [None] * num_slot_ids
         self.counts = [0] * len(SlotState)
         self.counts[ABSENT] = num_slot_ids
