@@ -4,7 +4,6 @@ asked for, with `-m engine`, a missing vLLM is an error."""
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from engines import HERE, KINDS, SEED, Answer, engine, prompts
+from engines import KINDS, SEED, Answer, engine, make_model, prompts
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 collect_ignore = [] if HAS_VLLM else ["test_contract.py", "test_secondary.py"]
@@ -44,9 +43,7 @@ def vllm_is_missing() -> None:
 def models(tmp_path_factory) -> dict[str, Path]:
     """The small models, each made once."""
     folder = tmp_path_factory.mktemp("models")
-    for kind in KINDS:
-        subprocess.run([sys.executable, str(HERE / "support_models.py"), kind, str(folder / kind)], check=True)
-    return {kind: folder / kind for kind in KINDS}
+    return {kind: make_model(kind, folder / kind) for kind in KINDS}
 
 
 @pytest.fixture(scope="session")

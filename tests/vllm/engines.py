@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
 import random
-import select
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 HERE = Path(__file__).parent
 BLOCK = 128
@@ -22,6 +24,14 @@ SEED = 11
 KINDS: dict[str, dict[str, Any]] = {"llama": {}, "gemma3": {"disable_hybrid_kv_cache_manager": False}}
 START_SECONDS = 300.0
 ANSWER_SECONDS = 300.0
+EXIT_SECONDS = 60.0
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+IMPORTED = ["vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "vllm.lora.request"]
 
 
 def block_bytes(kind: str) -> int:
@@ -42,23 +52,22 @@ class Answer:
 class Engine:
     """A running engine. Every call has a deadline: a hang fails the test, and the process is killed."""
 
-    process: subprocess.Popen[str]
-    answers: Any
+    process: ForkServerProcess
+    questions: Connection
     log: Path
-    said: list[Any] = field(default_factory=list)
 
     def ask(self, seconds: float = ANSWER_SECONDS, **question: Any) -> Any:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(question) + "\n")
-        self.process.stdin.flush()
+        self.questions.send(question)
         return self.hear(seconds)
 
     def hear(self, seconds: float) -> Any:
-        ready, _, _ = select.select([self.answers], [], [], seconds)
-        line = self.answers.readline() if ready else ""
-        if not line:
-            raise AssertionError(f"the engine {'hangs' if not ready else 'died'}:\n{self.tail()}")
-        return json.loads(line)
+        ready = wait([self.questions, self.process.sentinel], seconds)
+        try:
+            if self.questions in ready:
+                return self.questions.recv()
+        except (EOFError, ConnectionError):
+            pass
+        raise AssertionError(f"the engine {'died' if ready else 'hangs'}:\n{self.tail()}")
 
     def generate(self, prompts: list[list[int]], tokens: int = 8, **more: Any) -> Answer:
         return Answer(**self.ask(do="generate", prompts=prompts, tokens=tokens, **more))
@@ -71,15 +80,58 @@ class Engine:
 
     def kill(self) -> None:
         """SIGKILL every process of the engine at once."""
+        assert self.process.pid is not None
         os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
 
     def tail(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-60:])
 
 
+@cache
+def fork_server() -> ForkServerContext:
+    """Makes processes that have imported vLLM. That takes 12 s of CPU, and an engine has three processes."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    with patch.dict(os.environ, ENVIRONMENT):
+        forkserver.ensure_running()
+    return context
+
+
+def make_model(kind: str, folder: Path, seed: int = 0) -> Path:
+    """A small model and its tokenizer in a new folder; another seed, other weights."""
+    process = fork_server().Process(target=_save_model, args=(kind, str(folder), seed))
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise RuntimeError(f"making the model {kind} ended with {process.exitcode}")
+    return folder
+
+
+def _save_model(*given: Any) -> None:
+    import support_models  # here, because it imports transformers
+
+    support_models.save(*given)
+
+
+def _serve(log: str, environment: dict[str, str], config: dict[str, Any], questions: Connection) -> None:
+    os.setsid()
+    out = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.environ.update(environment)
+    import support_engine  # here, because it imports vLLM
+
+    support_engine.main(config, questions)
+
+
 @contextmanager
-def engine(model: Path, folder: Path, stack: dict[str, Any] | str | None = None, **config: Any) -> Iterator[Engine]:
+def engine(
+    model: Path,
+    folder: Path,
+    stack: dict[str, Any] | str | None = None,
+    environment: dict[str, str] | None = None,
+    **config: Any,
+) -> Iterator[Engine]:
     """An engine on `model`; with kvtier when a stack is given. `connector` goes into kv_connector_extra_config."""
     connector = config.pop("connector", {})
     settings: dict[str, Any] = {"model": str(model), "max_model_len": 12288, "disable_log_stats": False, **config}
@@ -95,28 +147,23 @@ def engine(model: Path, folder: Path, stack: dict[str, Any] | str | None = None,
             },
         }
     log = folder / f"engine-{len(list(folder.glob('engine-*')))}.log"
-    read, write = os.pipe()
-    command = [sys.executable, str(HERE / "support_engine.py"), json.dumps(settings), str(write)]
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=out, stderr=out, text=True, pass_fds=(write,), start_new_session=True
-        )
-    os.close(write)
-    with os.fdopen(read) as answers:
-        started = Engine(process, answers, log)
+    ours, theirs = fork_server().Pipe()
+    given = (str(log), ENVIRONMENT | (environment or {}), settings, theirs)
+    process = fork_server().Process(target=_serve, args=given)
+    process.start()
+    theirs.close()
+    with ours:
+        started = Engine(process, ours, log)
         try:
             assert started.hear(START_SECONDS) == {"ready": True}
             yield started
-            if process.poll() is None:
-                assert process.stdin is not None
-                process.stdin.close()
-                process.wait(60)
+            if process.is_alive():
+                ours.close()
+                process.join(EXIT_SECONDS)
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            if process.stdin is not None:
-                process.stdin.close()
+            if process.is_alive():
+                started.kill()
+            process.join()
 
 
 def stack(root: Path, rows: int, kind: str = "llama", capacity: str = "256MiB", **fs: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One vLLM engine in a process of its own: `python support_engine.py CONFIG_JSON FD`; commands are lines of JSON.
+"""One vLLM engine in a process of its own; questions come through a pipe, each is answered.
 
 `{"do": "generate", "prompts": [[...], ...], "tokens": 8}` answers tokens, cached tokens and seconds of each prompt,
 with the LoRA adapter of a folder where `"adapter": "/its/folder"` names one;
@@ -7,23 +7,25 @@ with the LoRA adapter of a folder where `"adapter": "/its/folder"` names one;
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
-import sys
 import time
+from multiprocessing.connection import Connection
 from typing import Any
 
+from prometheus_client import REGISTRY
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.v1.engine import utils
+from vllm.v1.executor import multiproc_executor
 
-def main(config: dict[str, Any], answers: int) -> None:
-    os.environ.update(
-        VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_NO_USAGE_STATS="1"
-    )
-    from prometheus_client import REGISTRY
-    from vllm import LLM, SamplingParams
-    from vllm.lora.request import LoRARequest
+from kvtier.integrations.vllm.metrics import INTERVAL_SECONDS
 
-    from kvtier.integrations.vllm.metrics import INTERVAL_SECONDS
 
+def main(config: dict[str, Any], questions: Connection) -> None:
+    """Start an engine, say so, answer until the other end of the pipe is closed, shut the engine down."""
+    if os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") != "spawn":
+        fork_processes()
     llm = LLM(**{"enforce_eager": True, "dtype": "float32", **config})
 
     def generate(prompts: list[list[int]], tokens: int, adapter: str | None = None) -> dict[str, Any]:
@@ -49,21 +51,29 @@ def main(config: dict[str, Any], answers: int) -> None:
                     found[f"{sample.name}{{{labels}}}"] = sample.value
         return found
 
-    with os.fdopen(answers, "w") as out:
-        print(json.dumps({"ready": True}), file=out, flush=True)
-        for line in sys.stdin:
-            asked = json.loads(line)
-            match asked.pop("do"):
-                case "generate":
-                    answer: Any = generate(**asked)
-                case "reset":
-                    answer = llm.reset_prefix_cache(reset_connector=asked["tiers"])
-                case "metrics":
-                    answer = metrics()
-                case other:
-                    raise ValueError(other)
-            print(json.dumps(answer), file=out, flush=True)
+    questions.send({"ready": True})
+    while True:
+        try:
+            asked = questions.recv()
+        except EOFError:
+            break
+        match asked.pop("do"):
+            case "generate":
+                answer: Any = generate(**asked)
+            case "reset":
+                answer = llm.reset_prefix_cache(reset_connector=asked["tiers"])
+            case "metrics":
+                answer = metrics()
+            case other:
+                raise ValueError(other)
+        questions.send(answer)
+    llm.llm_engine.engine_core.shutdown()
 
 
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), int(sys.argv[2]))
+def fork_processes() -> None:
+    """Have vLLM fork its processes, as it does where there is a GPU. On a CPU it spawns them, each importing vLLM."""
+
+    def context() -> multiprocessing.context.BaseContext:
+        return multiprocessing.get_context("fork")
+
+    utils.get_mp_context = multiproc_executor.get_mp_context = context

@@ -1,11 +1,9 @@
-"""Small random models, made on the spot: `python support_models.py KIND FOLDER [SEED]`.
+"""Small random models, made on the spot: `engines.make_model`.
 
 Weights are drawn wide, so that outputs differ between prompts: a model that repeats one token would prove nothing.
 """
 
 from __future__ import annotations
-
-import sys
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -102,14 +100,10 @@ def deepseek() -> DeepseekV2ForCausalLM:
 MODELS = {"llama": llama, "wide_llama": wide_llama, "phi3": phi3, "gemma3": gemma3, "deepseek": deepseek}
 
 
-def main(kind: str, folder: str, seed: str = "0") -> None:
-    torch.manual_seed(int(seed))
+def save(kind: str, folder: str, seed: int) -> None:
+    torch.manual_seed(seed)
     MODELS[kind]().save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     fast = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", bos_token="w1", eos_token="w2")
     fast.save_pretrained(folder)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

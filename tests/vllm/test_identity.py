@@ -9,15 +9,13 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engines import ANSWER_SECONDS, BLOCK, HERE, VOCABULARY, Answer, Engine, engine, stack
+from engines import ANSWER_SECONDS, BLOCK, VOCABULARY, Answer, Engine, engine, make_model, stack
 from safetensors.torch import save_file
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]  # each step of an engine has a deadline of its own
@@ -30,11 +28,6 @@ WINDOW_BYTES = 64 << 10
 def wrong_kv(reason: str) -> pytest.MarkDecorator:
     """The test fails today, and by its assertion alone."""
     return pytest.mark.xfail(strict=True, raises=AssertionError, reason=f"wrong KV: {reason}")
-
-
-def make_model(kind: str, folder: Path, seed: int = 0) -> Path:
-    subprocess.run([sys.executable, str(HERE / "support_models.py"), kind, str(folder), str(seed)], check=True)
-    return folder
 
 
 def asked(count: int, blocks: int) -> list[list[int]]:

@@ -5,13 +5,11 @@ On a CPU vLLM has prefix caching for such models only with AMX, so these tests n
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from engines import HERE, SEED, block_bytes, engine, prompts, stack
+from engines import SEED, block_bytes, engine, make_model, prompts, stack
 
 pytestmark = [
     pytest.mark.engine,
@@ -27,9 +25,7 @@ ONE_BY_ONE = {"dtype": "bfloat16", "max_num_seqs": 1}
 @pytest.fixture(scope="module")
 def deepseek(tmp_path_factory) -> Path:
     """A small model with latent attention."""
-    folder = tmp_path_factory.mktemp("models") / "deepseek"
-    subprocess.run([sys.executable, str(HERE / "support_models.py"), "deepseek", str(folder)], check=True)
-    return folder
+    return make_model("deepseek", tmp_path_factory.mktemp("models") / "deepseek")
 
 
 def test_one_copy_for_two_workers_gives_what_vllms_own_cache_gives(deepseek, root, tmp_path):

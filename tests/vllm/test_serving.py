@@ -32,16 +32,14 @@ def test_every_tier_gives_the_same_tokens(models, plain, root, tmp_path, kind):
     print(kind, [sum(a.cached) for a in (plain[kind], cold, from_cpu, restarted, small, again)], "of", everything)
 
 
-def test_an_engine_of_one_process_has_private_rows_and_gives_the_same_tokens(
-    models, plain, root, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    with engine(models["llama"], tmp_path, stack(root, 600)) as vllm:
+def test_an_engine_of_one_process_has_private_rows_and_gives_the_same_tokens(models, plain, root, tmp_path):
+    alone = {"environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
+    with engine(models["llama"], tmp_path, stack(root, 600), **alone) as vllm:
         cold = vllm.generate(prompts(SEED))
         vllm.reset()
         from_cpu = vllm.generate(prompts(SEED))
         assert private_regions(vllm.process.pid) == 1
-    with engine(models["llama"], tmp_path, stack(root, 600)) as vllm:
+    with engine(models["llama"], tmp_path, stack(root, 600), **alone) as vllm:
         restarted = vllm.generate(prompts(SEED))
     for answer in (cold, from_cpu, restarted):
         assert answer.tokens == plain["llama"].tokens
@@ -75,7 +73,9 @@ def test_larger_chunks_give_the_same_tokens(models, plain, root, tmp_path):
 
 
 def test_a_reset_of_the_tiers_forgets_everything(models, plain, root, tmp_path):
-    with engine(models["llama"], tmp_path, stack(root, 600)) as vllm:
+    """With processes that vLLM spawned, as it does by itself on a CPU; those of the other tests are forked."""
+    spawned = {"environment": {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}}
+    with engine(models["llama"], tmp_path, stack(root, 600), **spawned) as vllm:
         cold = vllm.generate(prompts(SEED))
         vllm.reset(tiers=True)
         again = vllm.generate(prompts(SEED))
