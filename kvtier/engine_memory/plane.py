@@ -258,11 +258,6 @@ class EngineMemoryPlane(Recipient):
         """Blocks of the engine's jobs that have not ended."""
         return sum(len(transfer.keys) for transfer in self._transfers.values())
 
-    @property
-    def io_in_flight(self) -> int:
-        """Jobs of the tier whose I/O has not ended, those that were given up included."""
-        return len(self._jobs.running) + len(self._jobs.late_jobs)
-
     def check_integrity(self) -> None:
         """Raise IntegrityError unless states, directory and counters of an owned tier agree."""
         self.lower.index.check()

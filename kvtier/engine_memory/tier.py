@@ -23,8 +23,8 @@ from kvtier.engine_memory.options import EngineMemoryOptions
 from kvtier.engine_memory.plane import EngineMemoryPlane
 from kvtier.engine_memory.staging import EngineRows, StagedTier, StagingRows
 from kvtier.engine_memory.transfers import EngineTransfer
-from kvtier.errors import ConfigError, ResourceError
-from kvtier.stack.assembly import look_up, resolve_alignment
+from kvtier.errors import ConfigError
+from kvtier.stack.assembly import StackSettings, look_up, open_tier, resolve_alignment
 from kvtier.stack.dispatcher import Dispatcher, TierQueue
 from kvtier.stack.shutdown import close_each
 from kvtier.stack.stats import StackStats, lower_stats
@@ -34,7 +34,6 @@ from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier.types.keys import FS, OffloadKey
 from kvtier.types.namespace import Namespace
 
-OPEN_SECONDS = 600.0
 GRACE_SECONDS = 1.0
 PART_BLOCKS = 128
 PINNED_SHARE = 2
@@ -67,16 +66,14 @@ class EngineMemoryTier:
         self._staged = StagedTier(discover().get(options.type)(options), rows, self._copy_threads)
         self.thread = LoopThread("kvtier-engine-memory", "tier", at_exit=weak_call(self._release))
         try:
-            self.thread.run(self._open(namespace), OPEN_SECONDS)
-        except TimeoutError as error:
-            self._end_threads()
-            raise ResourceError(f"the tier did not open within {OPEN_SECONDS:g} s") from error
+            self.thread.run(self._open(namespace))
         except BaseException:
             self._end_threads()
             raise
 
     async def _open(self, namespace: Namespace) -> None:
-        alignment = await resolve_alignment([self._staged.backend])
+        settings = StackSettings()
+        alignment = await resolve_alignment([self._staged.backend], settings)
         geometry = rows_geometry(len(namespace.layout.groups), self._rows.row_bytes, alignment)
         row_bytes = geometry.row_bytes
         queue_rows = self._options.inflight_bytes // 2 // row_bytes
@@ -88,7 +85,7 @@ class EngineMemoryTier:
             )
         staging = StagingRows(2 * queue_rows, row_bytes)
         context = TierContext(self._name, geometry, namespace, time.monotonic, rows=staging)
-        self._opened = await self._staged.open(context)
+        self._opened = await open_tier(self._staged, context, settings)
         try:
             self.plane = self._control(queue_rows)
         except BaseException:
@@ -96,8 +93,6 @@ class EngineMemoryTier:
             raise
         self._queues = [TierQueue(self._staged, queue_rows * row_bytes) for _ in range(2)]
         self._dispatcher = Dispatcher(self._queues, row_bytes, time.monotonic, self._deliver)
-        for note in self._opened.notes:
-            self._log.warning("%s: %s", self._name, note)
         owned = self.plane.lower.owned
         opened = self._opened
         self._log.info("%s is open: %s, %d bytes at most", self._name, opened.mode, opened.capacity_bytes)
@@ -147,9 +142,7 @@ class EngineMemoryTier:
                 self.thread.start(self._look_up(query))
 
     async def _look_up(self, query: PresenceQuery) -> None:
-        results = await look_up(self._staged, query)
-        if results is not None:
-            self._deliver([PresenceAnswers(query, results)])
+        self._deliver(await look_up(self._staged, query))
 
     def _deliver(self, batch: Sequence[Delivery | PresenceAnswers]) -> None:
         """In the loop's thread: extending a deque is atomic, and the engine's thread empties it."""

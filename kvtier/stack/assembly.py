@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvtier.aio.shielded_wait import wait_done
-from kvtier.control.deliveries import Delivery, PresenceQuery
+from kvtier.control.deliveries import Delivery, PresenceAnswers, PresenceQuery
 from kvtier.control.plane import ControlLimits, ControlPlane
 from kvtier.control.state import TierSetup
 from kvtier.errors import ConfigError, ResourceError, UsageError
@@ -24,7 +24,6 @@ from kvtier.tier_api.contract import (
     JoinsRows,
     KVCaches,
     LoadStore,
-    LookupResult,
     Opened,
     ProbesAlignment,
     ProvidesRows,
@@ -160,7 +159,7 @@ def _ended_well(call: asyncio.Future[Any]) -> bool:
     return not call.cancelled() and call.exception() is None
 
 
-async def _open_tier(tier: LoadStore, context: TierContext, settings: StackSettings) -> Opened:
+async def open_tier(tier: LoadStore, context: TierContext, settings: StackSettings) -> Opened:
     """Open a tier within its deadline; one that opens later is closed then."""
 
     def close_late(opening: asyncio.Future[Opened]) -> None:
@@ -199,23 +198,23 @@ async def _assemble(
 
     namespace = parts.namespace
 
-    async def open_tier(tier: LoadStore, **more: object) -> Opened:
+    async def opened_with(tier: LoadStore, **more: object) -> Opened:
         context = TierContext(name_of(tier), geometry, namespace, clock, engine_id, **more)  # type: ignore[arg-type]
-        result = await _open_tier(tier, context, parts.settings)
+        result = await open_tier(tier, context, parts.settings)
         to_close.append(tier)
         return result
 
-    opened = [await open_tier(cpu, workers=copiers)]
+    opened = [await opened_with(cpu, workers=copiers)]
     if not isinstance(cpu, ProvidesRows):
         raise ConfigError("the cpu tier provides no rows", "tiers")
     for worker, copier in enumerate(copiers):
-        await open_tier(copier, worker=worker, kv_caches=parts.kv_caches, rows=cpu.rows)
+        await opened_with(copier, worker=worker, kv_caches=parts.kv_caches, rows=cpu.rows)
     if parts.refine is not None:
         if not isinstance(cpu, JoinsRows):
             raise ConfigError("workers in processes of their own cannot map its region", "tiers")
         namespace = parts.refine(namespace, cpu.worker_notes())
     for lower in lowers:
-        opened.append(await open_tier(lower, rows=cpu.rows))
+        opened.append(await opened_with(lower, rows=cpu.rows))
         if opened[-1].space is None:
             _check_shared(lower)
     plans = [_plan(tier, result, geometry, parts.settings) for tier, result in zip([cpu, *lowers], opened, strict=True)]
@@ -234,18 +233,18 @@ def _check_shared(lower: LoadStore) -> None:
         raise ConfigError(f"tier {name} is shared and has no lookup(keys): nothing would be found in it", "tiers")
 
 
-async def look_up(tier: LoadStore, query: PresenceQuery) -> Sequence[LookupResult] | None:
-    """A shared tier's answer to a query, or None: the deadline of its keys makes them misses then."""
+async def look_up(tier: LoadStore, query: PresenceQuery) -> list[PresenceAnswers]:
+    """A shared tier's answer to a query, or nothing: the deadline of its keys makes them misses then."""
     assert isinstance(tier, AnswersLookups)
     try:
         answers = await tier.lookup(query.keys)
     except Exception:
         logger.exception("tier %s could not answer a lookup", name_of(tier))
-        return None
+        return []
     if len(answers) != len(query.keys):
         logger.error("tier %s answered %d of %d keys", name_of(tier), len(answers), len(query.keys))
-        return None
-    return answers
+        return []
+    return [PresenceAnswers(query, answers)]
 
 
 def _limits(cpu: LoadStore, num_rows: int, settings: StackSettings) -> ControlLimits:
@@ -281,4 +280,4 @@ def _plan(tier: LoadStore, opened: Opened, geometry: Geometry, settings: StackSe
     )
 
 
-__all__ = ["StackParts", "StackSettings", "assemble", "look_up", "resolve_alignment"]
+__all__ = ["StackParts", "StackSettings", "assemble", "look_up", "open_tier", "resolve_alignment"]

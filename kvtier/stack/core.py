@@ -187,9 +187,7 @@ class StackCore(ABC):
             task.add_done_callback(self._lookups.discard)
 
     async def _look_up(self, tier: LoadStore, query: PresenceQuery) -> None:
-        answers = await look_up(tier, query)
-        if answers is not None:
-            self._deliver([PresenceAnswers(query, answers)])
+        self._deliver(await look_up(tier, query))
 
     def _resets(self, epoch: int) -> list[Coroutine[Any, Any, None]]:
         assert self._assembled is not None

@@ -184,7 +184,7 @@ def test_every_job_ends_once_and_nothing_is_left_whatever_the_disk_does(seed, nu
     assert world.disk.wrong == 0, "no load was sent to a slot that held something else"
     assert world.good > 0
     assert not world.plane.busy
-    assert not world.plane.io_in_flight
+    assert not world.lower.rows_in_flight
     assert not world.plane.backlog
     assert not any(owned.table.pins)
     assert world.lower.rows_late == 0

@@ -73,7 +73,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> list[FaultyBackend]:
 def release(vllm: Any, backend: FaultyBackend) -> None:
     """Let held jobs go, and wait until their I/O is over."""
     vllm.tier._tier.thread.call_soon(backend.release)
-    vllm.until(lambda: not vllm.tier._tier.plane.io_in_flight)
+    vllm.until(lambda: not vllm.tier._tier.plane.lower.rows_in_flight)
 
 
 def damage(root: Path, payloads: list[bytes]) -> None:
@@ -381,7 +381,7 @@ def test_whatever_goes_wrong_no_wrong_byte_is_served_and_every_job_ends_once(tie
             if rng.random() < 0.3:
                 vllm.forget()
             vllm.tier._tier.plane.check_integrity()
-        vllm.until(lambda: not vllm.tier._tier.plane.io_in_flight)
+        vllm.until(lambda: not vllm.tier._tier.plane.lower.rows_in_flight)
         vllm.tier._tier.plane.check_integrity()
         assert not any(lower.owned.table.pins)
         print(totals(vllm), faulty[-1].injected)
