@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import threading
 from types import SimpleNamespace
 
 import pytest
 from fake_engine import PAGE, FakeEngine, offloading_config, stack
+from vllm.v1.kv_offload.base import CanonicalKVCaches
 
 from kvtier.errors import ConfigError
 from kvtier.integrations.vllm import KVTierSpec
@@ -184,6 +186,16 @@ def test_private_rows_serve_as_named_ones_do_also_over_a_reset_and_a_restart(roo
                     engine.run()
             assert engine.wrong == 0
             assert engine.counts["pages checked"] > 5
+
+
+def test_a_worker_without_a_backend_leaves_no_thread(root, seed, monkeypatch):
+    def missing(*_: object) -> None:
+        raise ConfigError("no backend")
+
+    monkeypatch.setattr(worker, "build_tiers", missing)
+    with pytest.raises(ConfigError, match="no backend"):
+        KVTierSpec(offloading_config(stack(root, 8))).get_worker(CanonicalKVCaches([], []))
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvtier-worker" and thread.is_alive()]
 
 
 @pytest.mark.parametrize(

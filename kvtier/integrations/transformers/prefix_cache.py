@@ -277,7 +277,12 @@ class PrefixCache:
 
     def stats(self) -> StackStats:
         """As `AsyncPrefixCache.stats`."""
-        return self._inner.stats()
+
+        async def read() -> StackStats:
+            return self._inner.stats()
+
+        # The stack's thread changes the figures while it runs.
+        return self._inner.stats() if self._closed else self._run(read)
 
     def _run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run a call in the stack's thread. What the caller's stream computes, or reads, has ended by then."""

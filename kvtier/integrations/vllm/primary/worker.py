@@ -43,16 +43,16 @@ class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
 
     def __init__(self, plan: EnginePlan, rank: int, kv_caches: CanonicalKVCaches) -> None:
         self._factor = plan.namespace.layout.block_size_factor
-        self._thread = LoopThread("kvtier-worker", "worker")
         self._running: dict[int, Future[TransferResult]] = {}
         self._tiers = build_tiers(plan.stack)
         gpu = discover().get("gpu")
         self._gpu = gpu(gpu.Options(type="gpu"))
         self._one_process = beside_scheduler(plan)
+        refs = [[(ref.tensor_idx, ref.page_size_bytes) for ref in group] for group in kv_caches.group_data_refs]
+        layout = worker_layout(plan.namespace.layout, refs)
+        tensors = KVCaches([entry.tensor for entry in kv_caches.tensors])
+        self._thread = LoopThread("kvtier-worker", "worker")
         try:
-            refs = [[(ref.tensor_idx, ref.page_size_bytes) for ref in group] for group in kv_caches.group_data_refs]
-            layout = worker_layout(plan.namespace.layout, refs)
-            tensors = KVCaches([entry.tensor for entry in kv_caches.tensors])
             self._thread.run(self._open(plan, rank, layout, tensors, worker_note(layout)), OPEN_SECONDS)
         except BaseException:
             self.shutdown()
