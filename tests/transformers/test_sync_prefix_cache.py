@@ -31,6 +31,7 @@ from support_transformers import stack as stack_of
 from kvtier.aio.loop_thread import LoopThread
 from kvtier.errors import ConfigError, UsageError
 from kvtier.integrations.transformers import PrefixCache
+from kvtier.stack import StackStats
 
 pytestmark = needs_transformers
 
