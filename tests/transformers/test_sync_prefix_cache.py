@@ -76,9 +76,12 @@ def test_a_prefix_is_saved_and_restored_over_a_restart(tmp_path: Path) -> None:
 def test_figures_are_read_in_the_thread_that_changes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with PrefixCache(stack_file(tmp_path), llama()) as prefixes:
         read, readers = prefixes._inner.stats, []
-        monkeypatch.setattr(
-            prefixes._inner, "stats", lambda: (readers.append(threading.current_thread().name), read())[1]
-        )
+
+        def stats() -> StackStats:
+            readers.append(threading.current_thread().name)
+            return read()
+
+        monkeypatch.setattr(prefixes._inner, "stats", stats)
         assert prefixes.stats().tiers["cpu"].stored == 0
     assert readers == ["kvtier-prefixes"]
 
