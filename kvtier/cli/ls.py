@@ -57,7 +57,7 @@ def ls(root: str, as_json: bool, **options: Any) -> None:
     """
     with store_at(root, Access.READ) as store:
         blocks = _selected(store, options["namespace"].lower(), options["leftovers"])
-        chosen = islice(_in_order(store, blocks, options["sort"], options["reverse"]), options["limit"])
+        chosen = islice(_in_order(blocks, options["sort"], options["reverse"]), options["limit"])
         if as_json:
             _print_json(store, chosen, options["full"])
         else:
@@ -70,16 +70,12 @@ def _selected(store: Inspection, namespace: str, leftovers: bool) -> Iterator[St
             yield block
 
 
-def _in_order(store: Inspection, blocks: Iterator[StoredBlock], sort: str, reverse: bool) -> Iterable[StoredBlock]:
+def _in_order(blocks: Iterator[StoredBlock], sort: str, reverse: bool) -> Iterable[StoredBlock]:
     """Blocks come by place; any other order has to wait for all of them."""
     if sort == "place" and not reverse:
         return blocks
-    with progress("reading", store.about.slots) as advance:
-        found = []
-        for block in blocks:
-            found.append(block)
-            advance(1)
-    return sorted(found, key=_SORTS[sort], reverse=reverse)
+    with progress("reading"):
+        return sorted(blocks, key=_SORTS[sort], reverse=reverse)
 
 
 def _print(blocks: Iterable[StoredBlock], full: bool) -> None:

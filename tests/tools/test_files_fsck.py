@@ -29,6 +29,7 @@ from support_tools import (
 )
 
 import kvtier_fs.inspect.files_root
+from kvtier_fs.files.folder import TreeFolder
 from kvtier_fs.format.tree_records import decode_tree, encode_account, encode_epoch, encode_tree
 
 DEAD = "00000000deadbeef"
@@ -449,6 +450,21 @@ def test_a_block_that_was_replaced_since_it_was_read_is_not_removed(
     document = tool_json("fsck", written.path, "--repair", status=1)
     assert document["counts"][0]["repaired"] == 0
     assert place.read_bytes() == good
+
+
+def test_an_epoch_that_the_disk_does_not_give_back_costs_no_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = write_files(tmp_path / "root")
+
+    def fail(self: TreeFolder, namespace: bytes) -> int | None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(TreeFolder, "epoch", fail)
+    assert found(tool_json("fsck", written.path, status=1)) == {("corrupt", "epoch", 8)}
+    assert "Input/output error" in refusal("fsck", written.path, "--repair")
+    monkeypatch.undo()
+    assert tool_json("fsck", written.path)["whole"] == 8
 
 
 def test_what_is_no_usable_root_cannot_be_checked(tmp_path: Path) -> None:

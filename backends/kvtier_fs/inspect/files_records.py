@@ -135,19 +135,14 @@ def _is_folder(folder_fd: int, name: str) -> bool:
 
 
 def _stray(root: InspectedTree, folder_fd: int, folder: str, name: str, repair: bool) -> Iterator[Finding]:
-    """Other files in a folder of small files: temporaries, and unknown files."""
-    if TEMPORARY_NAME.fullmatch(name):
-        if _orphaned(root, name):
-            yield Finding(FindingKind.ORPHANED, "temporary", f"{folder}{name}", repair and _unlink(folder_fd, name))
-    else:
+    """Other files in a folder: unknown ones, and temporaries whose lease has expired. One that a process may still be
+    writing is no finding."""
+    temporary = TEMPORARY_NAME.fullmatch(name)
+    if temporary is None:
         reason = "outside_the_plan" if BUCKET_NAME.fullmatch(name) else "name"
         yield Finding(FindingKind.UNKNOWN_FILE, reason, f"{folder}{shown(name)}")
-
-
-def _orphaned(root: InspectedTree, name: str) -> bool:
-    """True for a temporary whose lease has expired; one that a process may still be writing is no finding."""
-    match = TEMPORARY_NAME.fullmatch(name)
-    return match is not None and root.leases.expired(match[1])
+    elif root.leases.expired(temporary[1]):
+        yield Finding(FindingKind.ORPHANED, "temporary", f"{folder}{name}", repair and _unlink(folder_fd, name))
 
 
 def _unlink(folder_fd: int, name: str) -> bool:
@@ -193,14 +188,11 @@ def count_anew(root: InspectedTree, number: int) -> bool:
 def _bucket_names(root: InspectedTree, number: int) -> Iterator[Finding]:
     folder, leaves, folder_fd = bucket_name(number), set(root.leaves()), root.folder.bucket(number)
     for name in root.names(number, ""):
-        if TEMPORARY_NAME.fullmatch(name):
-            if _orphaned(root, name):
-                yield Finding(FindingKind.ORPHANED, "temporary", f"{folder}/{name}")
-        elif name in leaves:
+        if name in leaves:
             if not _is_folder(folder_fd, name):
                 yield Finding(FindingKind.CORRUPT, "folder", f"{folder}/{name}")
         elif name not in (LOCK_NAME, ACCOUNT_NAME) and BLOCK_NAME.fullmatch(name) is None:
-            yield Finding(FindingKind.UNKNOWN_FILE, "name", f"{folder}/{shown(name)}")
+            yield from _stray(root, folder_fd, f"{folder}/", name, repair=False)  # a new count removes a temporary
     for leaf in filter(None, root.leaves()):
         for name in root.names(number, leaf):
             if BLOCK_NAME.fullmatch(name) is None:

@@ -19,7 +19,7 @@ from kvtier_fs.files.leases import LEASE_NAME, Leases, decode_holder, this_proce
 from kvtier_fs.files.paths import BLOCK_NAME, NAMESPACE_NAME, bucket_name, leaves
 from kvtier_fs.files.root import FilesHooks
 from kvtier_fs.files.usage import BucketUsage
-from kvtier_fs.format.tree_records import Tree, decode_epoch
+from kvtier_fs.format.tree_records import Tree
 from kvtier_fs.inspect.files_blocks import FoundFile
 from kvtier_fs.inspect.store import StoreInspection
 from kvtier_fs.options import SharedFSOptions
@@ -102,14 +102,17 @@ class InspectedTree(StoreInspection[FoundFile, FileRun]):
     def epoch(self, namespace: bytes, at_least: int = 0) -> int | None:
         """The epoch that blocks of a namespace must have; None if no whole file states one.
 
-        It is read again if a block states a later one: another process may have raised it since.
+        It is read again if a block states a later one: another process may have raised it since. Raises RootError if
+        it cannot be read and blocks are to be changed: one error of the disk must not remove a whole namespace.
         """
         known = self._epochs.get(namespace)
         if known is not None and known >= at_least:
             return known
         try:
-            known = decode_epoch(read_small(self.folder.epochs_fd, namespace.hex()), namespace)
-        except OSError:
+            known = self.folder.epoch(namespace)
+        except OSError as error:
+            if self.access is Access.CHANGE:
+                raise self.folder.refusal(error) from error
             known = None
         if known is not None:
             self._epochs[namespace] = known
