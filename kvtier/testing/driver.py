@@ -173,14 +173,14 @@ class Driver:
             groups.setdefault(key_group(key), []).append(key)
         self._jobs += 1
         transfers = tuple(self._transfer(names, row_of) for names in groups.values())
-        return TransferJob(JobId(self._jobs), kind, transfers, None, self.epoch, self._cuts(kind, keys))
+        return TransferJob(JobId(self._jobs), kind, transfers, None, self.epoch, self._formats(kind, keys))
 
     def _transfer(self, keys: Sequence[OffloadKey], row_of: dict[OffloadKey, int]) -> RowGroup:
         slots = [self.directory[key][0] for key in keys] if self.owned else []
         generations = [self.directory[key][1] for key in keys] if self.owned else []
         return RowGroup(key_group(keys[0]), tuple(keys), [row_of[key] for key in keys], slots, generations)
 
-    def _cuts(self, kind: JobKind, keys: Sequence[OffloadKey]) -> tuple[RegionFormat, ...]:
+    def _formats(self, kind: JobKind, keys: Sequence[OffloadKey]) -> tuple[RegionFormat, ...]:
         if self._places is None or kind is JobKind.LOAD:
             return ()
         regions = {self._places.region_of(self.directory[key][0]): None for key in keys}

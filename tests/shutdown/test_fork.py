@@ -89,7 +89,7 @@ def store_all(stack: EngineStack) -> None:
 @pytest.mark.parametrize("way", ["_exit", "multiprocessing"])
 def test_a_child_can_neither_use_nor_harm_its_parents_stack(tmp_path, io_engine, way):
     engine = cache()
-    with EngineStack(parts(engine, str(tmp_path / "r"), io_engine)) as stack:
+    with EngineStack(parts(engine, str(tmp_path / "r"), io_engine, close_seconds=60.0)) as stack:
         store_all(stack)
 
         def child() -> None:
@@ -97,7 +97,7 @@ def test_a_child_can_neither_use_nor_harm_its_parents_stack(tmp_path, io_engine,
                 assert f"belongs to process {os.getppid()}" in refused(use, stack), name
             began = time.monotonic()
             assert stack.close().unfinished_jobs == 0
-            assert time.monotonic() - began < 5.0, "closing in a child waits for nothing"
+            assert time.monotonic() - began < 20.0, "closing in a child waits for nothing"
 
         for _ in range(3):
             stack.submit(stack.job(JobKind.LOAD, [whole(NAMES, len(NAMES))]))

@@ -108,7 +108,7 @@ async def test_a_long_load_from_a_hung_tier_holds_up_nobody_else():
         tier.hold(LOAD)
         hung = asyncio.create_task(stack.load(stack.job(LOAD, [whole(names)], timeout_seconds=60.0)))
         await until(lambda: tier.moving[LOAD] > 0)
-        async with asyncio.timeout(8):
+        async with asyncio.timeout(20):
             assert statuses(await load(stack, engine, whole(here, 50))) == ["loaded"] * 4
             assert statuses(await store(stack, engine, whole(keys(2, start=777), 60))) == ["stored"] * 2
         assert not hung.done()

@@ -348,7 +348,7 @@ async def test_ending_a_request_lets_a_waiting_load_go_on(nothing_left):
         waiting = asyncio.create_task(load(stack, engine, whole(keys(8))))
         await asyncio.sleep(0)
         stack.end_request("first")
-        async with asyncio.timeout(8):
+        async with asyncio.timeout(20):
             assert statuses(await waiting) == ["loaded"] * 8
         assert held(stack)["cpu"]["filling"] == 0
 

@@ -218,7 +218,7 @@ async def test_a_shared_tier_that_does_not_answer_in_time_is_a_miss():
     parts, (tier,) = stack_with(engine, 8, {"type": "shared"}, lookup_seconds=0.1)
     async with opened(parts) as stack:
         tier.answers.clear()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             assert list(await stack.lookup(keys(4))) == ["miss"] * 4
             assert statuses(await load(stack, engine, whole(keys(4)))) == ["missing"] * 4
         tier.answers.set()
@@ -252,7 +252,7 @@ async def test_answers_that_are_none_become_misses(fault, caplog):
 
     tier.lookup = broken
     async with opened(parts) as stack:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             assert list(await stack.lookup(keys(4))) == ["miss"] * 4
         if fault == "raise":
             assert "could not answer a lookup" in caplog.text
@@ -310,7 +310,7 @@ async def test_a_load_of_leased_rows_does_not_wait_for_one_who_waits_for_the_lea
         waiting = stack.reserve("second", second)
         await until(lambda: waiting.oldest_since is not None)
         assert not waiting.served
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             assert statuses(await load(stack, engine, whole(first, 20))) == ["loaded"] * 6
         stack.end_request("first")
         await until(lambda: waiting.served)
@@ -329,7 +329,7 @@ async def test_hits_in_rows_are_loaded_while_others_wait_for_rows():
         assert stack.reserve("holds every row", here).served
         waiting = asyncio.create_task(load(stack, engine, whole(below)))
         await asyncio.sleep(0)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             assert statuses(await load(stack, engine, whole(here, 20))) == ["loaded"] * 8
         assert not waiting.done()
         stack.end_request("holds every row")
@@ -348,7 +348,7 @@ async def test_a_load_that_names_its_request_takes_over_the_leases():
         await until(lambda: leased.served)
         waiting = stack.reserve("second", second)
         await until(lambda: waiting.oldest_since is not None)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             result = await stack.load(stack.job(LOAD, [whole(first, 20)]), "first")
         assert statuses(result) == ["loaded"] * 6
         assert not engine.wrong(whole(first, 20))

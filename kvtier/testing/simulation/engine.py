@@ -169,15 +169,15 @@ class SimulatedEngine:
         return flight
 
     def _draw(self, reading: bool) -> RequestFault:
-        fault_profile, die = self._system.fault_profile, self._system.rng.random()
+        fault_profile, drawn = self._system.fault_profile, self._system.rng.random()
         misplaced, lost = (fault_profile.misreads, 0.0) if reading else (fault_profile.miswrites, fault_profile.lost)
         chances = (fault_profile.fails, fault_profile.short, misplaced, lost)
         for fault, chance in zip(
             (RequestFault.FAILED, RequestFault.SHORT, RequestFault.MISPLACED, RequestFault.LOST), chances, strict=True
         ):
-            if die < chance:
+            if drawn < chance:
                 return fault
-            die -= chance
+            drawn -= chance
         return RequestFault.WHOLE
 
     def _parts(self, request: EngineRequest) -> list[RequestExtent]:

@@ -256,13 +256,13 @@ class _ProcessHost:
     def plan_crash(self, process: SimulatedProcess) -> None:
         """Decide when the process dies: at a system call, during a write or a reset, or at a random time."""
         rng, system = self.rng, self.system
-        die = rng.random()
-        if die < 0.25:
+        moment = rng.random()
+        if moment < 0.25:
             system.die_at_call = rng.randint(1, 120)
-        elif die < 0.7:
+        elif moment < 0.7:
             system.die_at_write = rng.choice((1, 2, 3, 5, 8, 13))
             return
-        elif die < 0.85:
+        elif moment < 0.85:
             after = rng.choice((0.001, 0.1)) * rng.random()
             process.on_reset = lambda: system.loop.outside(after, self._die)
             return

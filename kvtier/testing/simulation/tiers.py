@@ -165,8 +165,8 @@ class SimulatedCPU(LoadStore):
         page_bytes = geometry.page_bytes(group.group)
         for worker in range(geometry.world_size):
             for sub, gpu in pages:
-                if (die := self._rng.random()) < PAUSES:
-                    await self._pause(die)
+                if (drawn := self._rng.random()) < PAUSES:
+                    await self._pause(drawn)
                 if self._rng.random() < self.fault_profile.copy_fails:
                     return failed(errno.EIO)
                 at = geometry.offset(group.group, worker, sub)
@@ -187,8 +187,8 @@ class SimulatedCPU(LoadStore):
         page_bytes = geometry.page_bytes(group.group)
         for worker in range(geometry.world_size):
             for sub, gpu in pages:
-                if (die := self._rng.random()) < PAUSES:
-                    await self._pause(die)
+                if (drawn := self._rng.random()) < PAUSES:
+                    await self._pause(drawn)
                 if self._rng.random() < self.fault_profile.copy_fails:
                     return failed(errno.EIO)
                 at = geometry.offset(group.group, worker, sub)
@@ -197,9 +197,9 @@ class SimulatedCPU(LoadStore):
                 self._gpu[worker][group.group][gpu] = view[at : at + page_bytes]
         return LOADED
 
-    async def _pause(self, die: float) -> None:
-        """Let other tasks run between two pages; for long if `die` is low."""
-        long = die < self.fault_profile.slow / 20
+    async def _pause(self, drawn: float) -> None:
+        """Let other tasks run between two pages; for long if `drawn` is low."""
+        long = drawn < self.fault_profile.slow / 20
         await asyncio.sleep(self._rng.uniform(0.1, 4.0) if long else self._rng.random() * 1e-4)
 
 
