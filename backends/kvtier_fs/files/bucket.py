@@ -5,7 +5,6 @@ no lock, because it does not change the account.
 """
 
 import asyncio
-import errno
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,11 +18,9 @@ from kvtier_fs.files.folder import Busy, TreeFolder, names_in, with_lock
 from kvtier_fs.files.paths import BLOCK_NAME, DISK_BLOCK_BYTES, TEMPORARY_NAME, occupied
 from kvtier_fs.files.usage import ACCOUNT_NAME, FULL, BucketRules, BucketUsage, Victim
 from kvtier_fs.io.syscalls import fallocate
-from kvtier_fs.roots.folder import close_quietly, open_plain
+from kvtier_fs.roots.folder import close_quietly, keeps_free, open_plain
 
 __all__ = ["ACCOUNT_NAME", "Bucket", "BucketRules"]
-
-_NO_SUPPORT = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 T = TypeVar("T")
 
@@ -75,7 +72,7 @@ class Bucket(BucketUsage):
         if used + need > self._rules.budget_bytes:
             self.write_account(used)
             return dropped(DropReason.NO_SLOT)
-        if not self._leaves_free(need):
+        if not keeps_free(self._folder.bucket(self._number), need, self._rules.min_free_bytes):
             self.write_account(used)
             return dropped(DropReason.DISK_FULL)
         return self._make(wanted, name, used, need)
@@ -121,11 +118,7 @@ class Bucket(BucketUsage):
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if self._rules.direct else 0)
         fd = open_plain(folder, name, flags)
         try:
-            try:
-                fallocate(fd, 0, file_bytes)
-            except OSError as error:
-                if error.errno not in _NO_SUPPORT:
-                    raise
+            if not fallocate(fd, 0, file_bytes):
                 os.ftruncate(fd, file_bytes)
         except OSError:
             self._remove(name, fd)
@@ -248,11 +241,6 @@ class Bucket(BucketUsage):
                 self._rules.note("evicted")
                 return occupied(status)
         return 0
-
-    def _leaves_free(self, need: int) -> bool:
-        status = os.fstatvfs(self._folder.bucket(self._number))
-        # No blocks at all: the file system does not say how large it is (ramfs, a tmpfs without a limit).
-        return not status.f_blocks or status.f_bavail * status.f_frsize - need >= self._rules.min_free_bytes
 
 
 def _wrong(leaf_fd: int, wanted: Wanted, there: SlotHeader | Wrong) -> Wrong:

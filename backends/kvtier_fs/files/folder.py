@@ -26,7 +26,7 @@ from kvtier_fs.format.tree_records import (
 )
 from kvtier_fs.options import SharedFSOptions
 from kvtier_fs.roots.disk import unknown_version
-from kvtier_fs.roots.folder import LOCK_NAME, SUPERBLOCK_NAME, GuardedFolder, close_quietly, plain_file
+from kvtier_fs.roots.folder import LOCK_NAME, SUPERBLOCK_NAME, GuardedFolder, close_quietly, plain_file, write_all
 
 EPOCHS_NAME = "epochs"
 LEASES_NAME = "leases"
@@ -76,14 +76,6 @@ def names_in(folder_fd: int) -> list[str]:
         return os.listdir(fd)
     finally:
         close_quietly(fd)
-
-
-def write_all(fd: int, data: bytes, at: int = 0) -> None:
-    """Write a small file, or a part of it that begins at `at`. Raises OSError."""
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(fd, view, at)
-        view, at = view[written:], at + written
 
 
 def write_new(folder_fd: int, name: str, data: bytes) -> None:

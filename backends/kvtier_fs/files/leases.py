@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from pydantic import TypeAdapter, ValidationError
 
-from kvtier_fs.files.folder import names_in, write_all
+from kvtier_fs.files.folder import names_in
 from kvtier_fs.format.tree_records import LEASE_BYTES_MAX, decode_lease, encode_lease
-from kvtier_fs.roots.folder import open_plain, plain_file
+from kvtier_fs.roots.folder import open_plain, plain_file, write_all
 
 LEASE_NAME = re.compile(r"[0-9a-f]{16}")
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"

@@ -49,18 +49,7 @@ def lay_out(
     buckets = choose_buckets(options.capacity, max(sizes))
     fan_out = choose_fan_out(options.capacity // buckets // min(sizes))
     tree = stored or Tree(bytes(UUID_BYTES), header, geometry.alignment, buckets, fan_out)
-    if tree.header_bytes != header:
-        raise RootError(
-            path,
-            f"was laid out for a disk alignment of {tree.header_bytes} bytes, this stack needs {header}; "
-            f"use another folder or empty this one",
-        )
-    if tree.row_alignment != geometry.alignment:
-        raise RootError(
-            path,
-            f"was laid out for rows aligned to {tree.row_alignment} bytes, this stack aligns to {geometry.alignment}; "
-            f"use another folder or empty this one",
-        )
+    disk.check_laid_out(path, tree, header, geometry.alignment)
     return tree, bucket_budget(tree, options.capacity, sizes)
 
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvtier_fs.files.block_file import vanished
-from kvtier_fs.files.folder import TreeFolder, names_in, read_small, write_all
+from kvtier_fs.files.folder import TreeFolder, names_in, read_small
 from kvtier_fs.files.leases import Leases
 from kvtier_fs.files.paths import BLOCK_NAME, DISK_BLOCK_BYTES, LEAF_NAME, TEMPORARY_NAME, occupied
 from kvtier_fs.format.tree_records import decode_account, encode_account
-from kvtier_fs.roots.folder import open_plain
+from kvtier_fs.roots.folder import open_plain, write_all
 
 ACCOUNT_NAME = "account"
 FULL = (errno.ENOSPC, errno.EDQUOT)

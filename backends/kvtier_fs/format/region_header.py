@@ -116,13 +116,12 @@ def reserve_bytes(share: int, smallest_slot: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RegionDemand:
-    """What a plan has to fit: the bytes of one root, the roots, the slot sizes, the alignment of every offset."""
+    """What a plan has to fit: the bytes of one root, the roots, the slot sizes, the header page that aligns offsets."""
 
     share: int
     roots: int
     slot_sizes: tuple[int, ...]
     header_bytes: int
-    alignment: int
 
     @property
     def room(self) -> int:
@@ -147,7 +146,7 @@ class RegionDemand:
         """True if every slot size can have a region and each region holds at least one of its slots."""
         return (
             plan.regions >= self.regions_needed
-            and plan.stride % self.alignment == 0
+            and plan.stride % self.header_bytes == 0
             and plan.region_bytes >= max(self.slot_sizes)
         )
 
@@ -168,13 +167,13 @@ def choose_plan(demand: RegionDemand, region_bytes: int | None = None) -> Region
     """
     largest = max(demand.slot_sizes)
     if region_bytes is not None:
-        plan = demand.with_stride(max(demand.alignment, region_bytes // demand.alignment * demand.alignment))
+        plan = demand.with_stride(max(demand.header_bytes, region_bytes // demand.header_bytes * demand.header_bytes))
         if plan.region_bytes < largest:
             raise GeometryError(
                 f"region_bytes is {region_bytes} but one block needs a region of {demand.header_bytes + largest} bytes"
             )
     elif demand.room < demand.regions_needed * (demand.header_bytes + largest):
-        plan = RegionPlan(demand.alignment, demand.header_bytes, 0)
+        plan = RegionPlan(demand.header_bytes, demand.header_bytes, 0)
     else:
         plan = _best_plan(demand)
     if not demand.fits(plan):
@@ -202,11 +201,11 @@ def _best_plan(demand: RegionDemand) -> RegionPlan:
     fewest = min(max(demand.room // max(target, wanted_slots), wanted), most)
     plans = []
     for regions in range(fewest, min(2 * fewest, most) + 1, max(1, fewest // PLANS_TRIED)):
-        stride = demand.room // regions // demand.alignment * demand.alignment
+        stride = demand.room // regions // demand.header_bytes * demand.header_bytes
         slots = max(1, (stride - demand.header_bytes) // largest)
         plans.append(RegionPlan(demand.header_bytes + slots * largest, demand.header_bytes, regions))
         plans.append(RegionPlan(stride, demand.header_bytes, regions))
     usable = [plan for plan in plans if demand.fits(plan) and plan.regions * plan.stride <= demand.room]
     if not usable:
-        return RegionPlan(demand.alignment, demand.header_bytes, 0)
+        return RegionPlan(demand.header_bytes, demand.header_bytes, 0)
     return max(usable, key=lambda plan: (demand.bytes_held(plan), -plan.stride))

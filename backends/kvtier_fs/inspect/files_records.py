@@ -11,7 +11,7 @@ from functools import partial
 from kvtier.errors import RootError
 from kvtier.tier_api.inspection import Finding, FindingKind
 from kvtier_fs.files.bucket import ACCOUNT_NAME, Bucket
-from kvtier_fs.files.folder import EPOCHS_NAME, LEASES_NAME, read_small, with_lock, write_all
+from kvtier_fs.files.folder import EPOCHS_NAME, LEASES_NAME, read_small, with_lock
 from kvtier_fs.files.leases import LEASE_NAME, decode_holder
 from kvtier_fs.files.paths import BLOCK_NAME, BUCKET_NAME, NAMESPACE_NAME, TEMPORARY_NAME, bucket_name
 from kvtier_fs.format.tree_records import decode_account, decode_epoch, decode_tree, encode_epoch, encode_tree
@@ -19,7 +19,7 @@ from kvtier_fs.inspect.files_blocks import NO_PLAIN_FILE
 from kvtier_fs.inspect.files_root import InspectedTree
 from kvtier_fs.inspect.found import read_fault
 from kvtier_fs.inspect.store import shown
-from kvtier_fs.roots.folder import LOCK_NAME, SUPERBLOCK_NAME, plain_file
+from kvtier_fs.roots.folder import LOCK_NAME, SUPERBLOCK_NAME, plain_file, write_all
 
 DAMAGED = "checksum"
 _COUNTED_ANEW = (FindingKind.ORPHANED, FindingKind.BAD_ACCOUNT, FindingKind.STALE_ACCOUNT)

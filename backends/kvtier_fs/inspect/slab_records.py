@@ -110,10 +110,9 @@ def _slab_sizes(root: InspectedRoot, repair: bool) -> Iterator[Finding]:
 def _reserve(root: InspectedRoot, fd: int, region: int) -> bool:
     root.begin_change()
     try:
-        fallocate(fd, root.plan.region_offset(region), root.plan.stride)
+        return fallocate(fd, root.plan.region_offset(region), root.plan.stride)
     except OSError:
         return False
-    return True
 
 
 def _mend_region(root: InspectedRoot, region: int) -> bool:

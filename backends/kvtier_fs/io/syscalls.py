@@ -15,6 +15,7 @@ _DIO_ALIGNS_AT = 0x98
 _STATFS_BYTES = 256
 _IO_URING_REGISTER = 427
 _REGISTER_IOWQ_MAX_WORKERS = 19
+_NO_SUPPORT = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 EXT4_MAGIC = 0xEF53
 XFS_MAGIC = 0x58465342
@@ -55,16 +56,19 @@ def add_ring_workers(ring_fd: int, count: int) -> None:
         _libc().syscall(_IO_URING_REGISTER, ring_fd, _REGISTER_IOWQ_MAX_WORKERS, limits, 2)
 
 
-def fallocate(fd: int, offset: int, length: int) -> None:
-    """Reserve blocks for a stretch of a file, which reads as zeros; the file grows to its end.
+def fallocate(fd: int, offset: int, length: int) -> bool:
+    """Reserve blocks for a stretch of a file, which reads as zeros; the file grows to its end. False, with nothing
+    done, where the file system cannot do that.
 
-    The raw system call: the C library's posix_fallocate would write every block where the file system cannot do it.
-    Raises OSError; EOPNOTSUPP where there is no support.
+    The raw system call: the C library's posix_fallocate would write every block there. Raises OSError.
     """
     while _libc().fallocate(fd, 0, ctypes.c_int64(offset), ctypes.c_int64(length)) != 0:
         number = ctypes.get_errno()
+        if number in _NO_SUPPORT:
+            return False
         if number != errno.EINTR:
             raise OSError(number, os.strerror(number))
+    return True
 
 
 class DirectAlignment(NamedTuple):
@@ -102,7 +106,7 @@ def rename_new(old: str, new: str, old_folder_fd: int, new_folder_fd: int) -> bo
         if call(old_folder_fd, os.fsencode(old), new_folder_fd, os.fsencode(new), _RENAME_NOREPLACE) == 0:
             return True
         number = ctypes.get_errno()
-        if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        if number in _NO_SUPPORT:
             break
         if number != errno.EINTR:
             raise OSError(number, os.strerror(number), new)

@@ -7,6 +7,8 @@ from typing import TypeVar
 
 from kvtier.errors import ResourceError, RootError
 from kvtier.tier_api.registry import DryRun
+from kvtier_fs.format.superblock import Superblock
+from kvtier_fs.format.tree_records import Tree
 from kvtier_fs.io.probe import DirectProbe, probe_direct
 from kvtier_fs.options import RootOptions
 from kvtier_fs.roots.engines import choose_engine, mode
@@ -79,6 +81,17 @@ def check_writable(path: str, folder_fd: int) -> None:
     """Raise RootError if this user may not write into an open root."""
     if not os.access(".", os.W_OK | os.X_OK, dir_fd=folder_fd, effective_ids=True):
         raise RootError(path, "no permission; make this user its owner with mode 0700")
+
+
+def check_laid_out(path: str, stored: Superblock | Tree, header_bytes: int, row_alignment: int) -> None:
+    """Raise RootError for a root that was laid out for another disk, or for a stack with other rows."""
+    if stored.header_bytes != header_bytes:
+        was, now = f"a disk alignment of {stored.header_bytes} bytes", f"needs {header_bytes}"
+    elif stored.row_alignment != row_alignment:
+        was, now = f"rows aligned to {stored.row_alignment} bytes", f"aligns to {row_alignment}"
+    else:
+        return
+    raise RootError(path, f"was laid out for {was}, this stack {now}; use another folder or empty this one")
 
 
 def unknown_version(path: str, version: int, layout: str = "slab") -> RootError:

@@ -60,6 +60,25 @@ def plain_file(folder_fd: int, name: str, flags: int = os.O_RDONLY) -> Iterator[
         close_quietly(fd)
 
 
+def write_all(fd: int, data: bytes, at: int = 0) -> None:
+    """Write bytes into a file, from `at` on. Raises OSError."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(fd, view, at)
+        if not written:
+            raise OSError(errno.EIO, "nothing was written")
+        view, at = view[written:], at + written
+
+
+def keeps_free(fd: int, growth: int, min_free_bytes: int) -> bool:
+    """True if the file system of an open file or folder keeps so many bytes free when it grows. Raises OSError.
+
+    One without any blocks does not say how large it is (ramfs, a tmpfs without a limit); it counts as large enough.
+    """
+    status = os.fstatvfs(fd)
+    return not status.f_blocks or status.f_bavail * status.f_frsize - growth >= min_free_bytes
+
+
 class GuardedFolder:
     """The folder of one root. Raises RootError for what an operator must correct, OSError for errors of the disk.
 

@@ -11,13 +11,12 @@ from kvtier_fs.format.superblock import COPY_BYTES, Superblock, decode_superbloc
 from kvtier_fs.io.syscalls import fallocate
 from kvtier_fs.options import RootOptions
 from kvtier_fs.roots.disk import unknown_version
-from kvtier_fs.roots.folder import SUPERBLOCK_NAME, GuardedFolder, close_quietly
+from kvtier_fs.roots.folder import SUPERBLOCK_NAME, GuardedFolder, close_quietly, keeps_free, write_all
 
 SNAPSHOT_NAME = "snapshot"
 _SNAPSHOT_TEMPORARY = f"{SNAPSHOT_NAME}.new"
 _SLAB_NAME = re.compile(r"slab-([0-9]{5,9})")
 _OWN_NAME = re.compile(rf"superblock|lock|snapshot(\.new)?|{_SLAB_NAME.pattern}|manifest-[0-9a-f]{{32}}\.json(\.new)?")
-_NO_SUPPORT = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _SUPERBLOCK_READ_BYTES = 1 << 16
 
 
@@ -99,12 +98,7 @@ class SlabFolder(GuardedFolder):
 
     def write_at(self, fd: int, data: bytes, at: int) -> None:
         """Write all bytes at an offset. Raises OSError. With the four below: all that this class changes on a disk."""
-        view = memoryview(data)
-        while view:
-            written = os.pwrite(fd, view, at)
-            if not written:
-                raise OSError(errno.EIO, "nothing was written")
-            view, at = view[written:], at + written
+        write_all(fd, data, at)
 
     def sync(self, fd: int) -> None:
         """Make a file's contents durable, or the folder's entries."""
@@ -163,19 +157,12 @@ class SlabFolder(GuardedFolder):
         fd = self.slab(plan.file_of(region))
         self._keep_free(fd, plan.stride)
         if self.preallocates:
-            try:
-                fallocate(fd, plan.region_offset(region), plan.stride)
-            except OSError as error:
-                if error.errno not in _NO_SUPPORT:
-                    raise
-                self.preallocates = False
+            self.preallocates = fallocate(fd, plan.region_offset(region), plan.stride)
         return fd
 
     def _keep_free(self, fd: int, growth: int) -> None:
         """Raise OSError (ENOSPC) if the file system would be left with less than `min_free_bytes`."""
-        status = os.fstatvfs(fd)
-        # No blocks at all: the file system does not say how large it is (ramfs, a tmpfs without a limit).
-        if status.f_blocks and status.f_bavail * status.f_frsize - growth < self._options.min_free_bytes:
+        if not keeps_free(fd, growth, self._options.min_free_bytes):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def unknown(self) -> list[str]:

@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from kvtier.errors import GeometryError, ResourceError, RootError
+from kvtier.errors import GeometryError, ResourceError
 from kvtier.options import INDEX_BYTES_PER_SLOT
 from kvtier.tier_api.block_envelope import MIN_HEADER_BYTES, SlotHeader
 from kvtier.tier_api.memory_limits import MemoryLimits, tightest
@@ -11,6 +11,7 @@ from kvtier.types.geometry import Geometry, round_up
 from kvtier.types.keys import GROUP_BYTES, OffloadKey, key_group
 from kvtier_fs.format.region_header import RegionDemand, RegionPlan, choose_plan, snapshot_bytes
 from kvtier_fs.options import FSOptions
+from kvtier_fs.roots.disk import check_laid_out
 from kvtier_fs.slab.root import Root
 
 
@@ -59,14 +60,9 @@ class Session:
 
 
 def header_bytes(roots: list[Root]) -> int:
-    """Bytes of a header page, the same in every root. Raises RootError if a root was laid out for another disk."""
-    needed = max(MIN_HEADER_BYTES, *(root.probe.offset_alignment for root in roots))
+    """Bytes of a header page, the same in every root."""
     stored = [root.stored.header_bytes for root in roots if root.stored is not None]
-    chosen = max(needed, *stored) if stored else needed
-    for root in roots:
-        if root.stored is not None and root.stored.header_bytes != chosen:
-            raise _laid_out_otherwise(root, f"a disk alignment of {root.stored.header_bytes} bytes", f"needs {chosen}")
-    return chosen
+    return max(MIN_HEADER_BYTES, *(root.probe.offset_alignment for root in roots), *stored)
 
 
 def check_alignment(roots: list[Root], row_alignment: int, header: int) -> None:
@@ -74,17 +70,12 @@ def check_alignment(roots: list[Root], row_alignment: int, header: int) -> None:
 
     Raises GeometryError or RootError.
     """
+    for root in roots:
+        if root.stored is not None:
+            check_laid_out(root.path, root.stored, header, row_alignment)
     wanted = max(root.probe.alignment for root in roots)
     if row_alignment % wanted or row_alignment % header:
         raise GeometryError(f"rows are aligned to {row_alignment} bytes but the disks need {max(wanted, header)}")
-    for root in roots:
-        if root.stored is not None and root.stored.row_alignment != row_alignment:
-            was = f"rows aligned to {root.stored.row_alignment} bytes"
-            raise _laid_out_otherwise(root, was, f"aligns to {row_alignment}")
-
-
-def _laid_out_otherwise(root: Root, was: str, now: str) -> RootError:
-    return RootError(root.path, f"was laid out for {was}, this stack {now}; use another folder or empty this one")
 
 
 def plan_regions(roots: list[Root], demand: RegionDemand, region_bytes: int | None) -> tuple[RegionPlan, list[str]]:
@@ -94,7 +85,7 @@ def plan_regions(roots: list[Root], demand: RegionDemand, region_bytes: int | No
     for stride, _ in strides.most_common():
         plan = demand.with_stride(stride)
         if demand.fits(plan):
-            if region_bytes is not None and region_bytes // demand.alignment * demand.alignment != stride:
+            if region_bytes is not None and region_bytes // demand.header_bytes * demand.header_bytes != stride:
                 notes.append(f"region_bytes is {stride} since the roots were made; empty them to change it")
             return plan, notes
     return choose_plan(demand, region_bytes), notes
@@ -110,7 +101,7 @@ def lay_out(roots: list[Root], options: FSOptions, geometry: Geometry) -> Layout
     if options.index_bytes_max is not None:
         capacity = min(capacity, options.index_bytes_max // INDEX_BYTES_PER_SLOT * min(sizes))
     share = capacity // len(options.roots) // 4096 * 4096
-    demand = RegionDemand(share, len(roots), sizes, header, header)
+    demand = RegionDemand(share, len(roots), sizes, header)
     plan, notes = plan_regions(roots, demand, options.region_bytes)
     return Layout(share, plan, geometry.alignment, sizes, payloads, tuple(notes))
 

@@ -330,13 +330,14 @@ class SimulatedSystem:
 
     fdatasync = fsync
 
-    def fallocate(self, fd: int, offset: int, length: int) -> None:
+    def fallocate(self, fd: int, offset: int, length: int) -> bool:
         """Stands in for the backend's own raw system call."""
         self._call()
         if self.rng.random() < self.fault_profile.disk_full:
             raise _error(errno.ENOSPC)
         self.file(fd).reserve(offset, length)
         self.on_change()
+        return True
 
     # -- the process ---------------------------------------------------------------------------------------------
 

@@ -160,8 +160,9 @@ async def test_a_block_that_turns_out_too_large_for_its_bucket_is_dropped(tmp_pa
             allocate = bucket_module.fallocate
 
             def generous(fd, offset, length):
-                allocate(fd, offset, length)
+                allocated = allocate(fd, offset, length)
                 grow(fd)
+                return allocated
 
             monkeypatch.setattr(bucket_module, "fallocate", generous)
         assert await tier.store(keys(2)) == [dropped(DropReason.NO_SLOT)] * 2

@@ -30,7 +30,6 @@ demands = st.builds(
     roots=st.integers(1, 8),
     slot_sizes=sizes,
     header_bytes=st.just(HEADER),
-    alignment=st.just(HEADER),
 )
 
 
@@ -49,19 +48,15 @@ def test_a_plan_holds_the_bound_and_serves_every_size_or_names_the_bytes_needed(
     assert plan.regions * plan.stride + reserve_bytes(demand.share, min(demand.slot_sizes)) <= demand.share
     assert plan.regions * demand.roots >= len(set(demand.slot_sizes))
     assert all(plan.slots(size) >= 1 for size in demand.slot_sizes)
-    assert plan.stride % demand.alignment == 0
+    assert plan.stride % demand.header_bytes == 0
 
 
 @settings(max_examples=200)
 @given(demands)
 def test_the_bytes_named_are_enough_and_not_a_root_more(demand):
-    enough = RegionDemand(
-        demand.bytes_needed // demand.roots, demand.roots, demand.slot_sizes, demand.header_bytes, demand.alignment
-    )
+    enough = RegionDemand(demand.bytes_needed // demand.roots, demand.roots, demand.slot_sizes, demand.header_bytes)
     choose_plan(enough)
-    too_little = RegionDemand(
-        enough.share - HEADER, demand.roots, demand.slot_sizes, demand.header_bytes, demand.alignment
-    )
+    too_little = RegionDemand(enough.share - HEADER, demand.roots, demand.slot_sizes, demand.header_bytes)
     with pytest.raises(GeometryError):
         choose_plan(too_little)
 
@@ -93,22 +88,22 @@ def test_slots_never_overlap_nor_leave_their_region(demand, data):
 
 def test_large_capacities_get_regions_of_64_to_256_mib_with_16_slots():
     for capacity in (8 << 30, 100 << 30, 2 << 40):
-        plan = choose_plan(RegionDemand(capacity, 1, (65536 + HEADER,), HEADER, HEADER))
+        plan = choose_plan(RegionDemand(capacity, 1, (65536 + HEADER,), HEADER))
         assert SMALL_REGION_BYTES // 2 <= plan.stride <= LARGE_REGION_BYTES
         assert plan.regions * plan.slots(65536 + HEADER) * (65536 + HEADER) > 0.98 * capacity
-    huge = choose_plan(RegionDemand(2 << 40, 1, ((64 << 20) + HEADER,), HEADER, HEADER))
+    huge = choose_plan(RegionDemand(2 << 40, 1, ((64 << 20) + HEADER,), HEADER))
     assert huge.slots((64 << 20) + HEADER) >= 16
 
 
 @pytest.mark.parametrize("capacity", [1 << 20, 2 << 20, 8 << 20, 64 << 20, 1 << 30])
 def test_little_is_wasted_on_one_block_size_unless_the_capacity_is_tiny(capacity):
     slot = 16384 + HEADER
-    plan = choose_plan(RegionDemand(capacity, 1, (slot,), HEADER, HEADER))
+    plan = choose_plan(RegionDemand(capacity, 1, (slot,), HEADER))
     assert plan.regions * plan.slots(slot) * slot > 0.88 * capacity
 
 
 def test_a_plan_for_the_largest_capacity_there_is_comes_at_once():
-    demand = RegionDemand(share=1 << 62, roots=1, slot_sizes=(69632,), header_bytes=HEADER, alignment=HEADER)
+    demand = RegionDemand(share=1 << 62, roots=1, slot_sizes=(69632,), header_bytes=HEADER)
     plan = choose_plan(demand, None)
     assert 0.99 * demand.share < plan.regions * plan.stride <= demand.share
 
