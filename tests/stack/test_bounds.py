@@ -54,7 +54,7 @@ async def test_a_workload_with_eviction_stays_within_both_bounds(tmp_path, seed,
             assert stats["fs"].peak_bytes <= stats["fs"].capacity_bytes <= capacity
         assert stats["cpu"].evictions > 100
         assert stats["fs"].evictions > 50
-    assert seen["samples"] >= 20
+    assert seen["samples"] >= 5
     assert 0 < seen["allocated"] <= seen["size"] <= rows * 4096
     assert 0.5 * capacity < seen["folders"][str(root)] <= capacity
 
@@ -75,7 +75,7 @@ async def test_regions_of_changing_sizes_on_two_disks_stay_within_their_shares(t
                 await stack.drain(10)
                 await load(stack, engine, whole(rng.sample(names[1 - group], 12), 40, 4))
             assert stack.stats().tiers["fs"].evictions > 20
-    assert seen["samples"] >= 20
+    assert seen["samples"] >= 5
     assert seen["size"] <= budget
     for root in roots:
         assert 0.4 * capacity / 2 < seen["folders"][str(root)] <= capacity / 2

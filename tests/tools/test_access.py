@@ -11,6 +11,7 @@ import pytest
 from support_fs import Tier, keys, layout, open_tier, options, slot_place
 from support_tools import HEADER, SLOT, found, loadable, overwrite, tool_json, write
 
+from faults.machine.belongings import belongings, new_since
 from kvtier.errors import RootBusyError
 from kvtier.tier_api.inspection import Access, Inspection
 from kvtier_fs import FSBackend
@@ -71,11 +72,11 @@ def test_without_a_lock_file_a_root_is_checked_and_the_doubt_is_told(tmp_path: P
 
 def test_a_store_can_be_let_go_of_in_the_middle(tmp_path: Path) -> None:
     write(tmp_path / "root", keys(300))
-    before = len(os.listdir("/proc/self/fd"))
+    before = belongings()
     inspected = store(tmp_path / "root", Access.READ)
     assert next(inspected.blocks()).slots
     inspected.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not new_since(before)
 
 
 def test_a_large_payload_is_verified_to_its_last_byte(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from support_tools import (
 )
 
 import kvtier_fs.inspect.files_root
+from faults.machine.belongings import belongings, new_since
 from kvtier_fs.files.folder import TreeFolder
 from kvtier_fs.format.tree_records import decode_tree, encode_account, encode_epoch, encode_tree
 
@@ -493,7 +494,7 @@ def test_neither_keys_nor_payload_bytes_are_printed(tmp_path: Path) -> None:
 
 def test_checking_leaves_no_descriptor_behind(tmp_path: Path) -> None:
     written = write_files(tmp_path / "root")
-    before = len(os.listdir("/proc/self/fd"))
+    before = belongings()
     for arguments in (("fsck",), ("fsck", "--repair"), ("ls",), ("du",), ("gc", "--old")):
         tool(arguments[0], written.path, *arguments[1:])
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert not new_since(before)
