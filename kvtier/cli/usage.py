@@ -34,10 +34,8 @@ class Usage:
         self.blocks += 1
         self.payload_bytes += block.payload_bytes
         self.stored_bytes += block.stored_bytes
-        if self.oldest_generation is None or block.generation < self.oldest_generation:
-            self.oldest_generation = block.generation
-        if self.newest_generation is None or block.generation > self.newest_generation:
-            self.newest_generation = block.generation
+        self.oldest_generation = min(block.generation, self.oldest_generation or block.generation)
+        self.newest_generation = max(block.generation, self.newest_generation or 0)
         if block.stored_at is not None:
             self.oldest_stored_at = min(block.stored_at, self.oldest_stored_at or block.stored_at)
             self.newest_stored_at = max(block.stored_at, self.newest_stored_at or block.stored_at)

@@ -178,11 +178,10 @@ def count_anew(root: InspectedTree, number: int) -> bool:
                 os.unlink(ACCOUNT_NAME, dir_fd=folder_fd)
         bucket.sweep()
 
-    try:
+    with suppress(OSError, RootError):
         root.changing(number, work)
-    except (OSError, RootError):
-        return False
-    return True
+        return True
+    return False
 
 
 def _bucket_names(root: InspectedTree, number: int) -> Iterator[Finding]:

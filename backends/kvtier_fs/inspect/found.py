@@ -70,7 +70,7 @@ def page_fault(page: memoryview) -> str:
 def judge_header(header: SlotHeader, expected: SlotHeader, epoch: int | None) -> Judged:
     """Judge a header that lies in its own place, by the fields that are known of that place and by its namespace's
     epoch (None: no epoch counts)."""
-    fault = first_difference(header, expected) or _key_fault(header)
+    fault = _key_fault(header) if header == expected else first_difference(header, expected)
     if not fault and (epoch is None or header.epoch > epoch):
         fault = Mismatch.EPOCH
     if fault:

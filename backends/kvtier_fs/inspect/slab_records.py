@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 
 from kvtier.tier_api.block_envelope import SlotHeader, decode_slot_header
 from kvtier.tier_api.inspection import Finding, FindingKind
@@ -109,10 +110,9 @@ def _slab_sizes(root: InspectedRoot, repair: bool) -> Iterator[Finding]:
 
 def _reserve(root: InspectedRoot, fd: int, region: int) -> bool:
     root.begin_change()
-    try:
+    with suppress(OSError):
         return fallocate(fd, root.plan.region_offset(region), root.plan.stride)
-    except OSError:
-        return False
+    return False
 
 
 def _mend_region(root: InspectedRoot, region: int) -> bool:

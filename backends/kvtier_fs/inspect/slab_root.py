@@ -3,7 +3,7 @@
 import fcntl
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 from kvtier.errors import RootBusyError, RootError
@@ -40,7 +40,6 @@ class InspectedRoot(StoreInspection[Found, SlotRun]):
         options = FSOptions(roots=[path], capacity=1, create=False, allow_network_fs=True)
         self.folder = SlabFolder(path, options)
         self.owner = ""
-        self.has_lock = True
         self.data = b""
         self.superblock: Superblock
         self.plan: RegionPlan
@@ -56,7 +55,7 @@ class InspectedRoot(StoreInspection[Found, SlotRun]):
         """Read the owner, superblock and region headers."""
         if self.holds_files() or not (self.folder.existing_slabs() or SUPERBLOCK_NAME in os.listdir(self.folder.fd)):
             return None
-        self._look_at_lock()
+        has_lock = self._look_at_lock()
         self._read_superblock()
         self._open_slabs()
         for region in range(self.plan.regions):
@@ -64,7 +63,7 @@ class InspectedRoot(StoreInspection[Found, SlotRun]):
         block, notes = self.superblock, [_KEPT_NOT]
         if not block.clean and not self.owner:
             notes.append(_UNCLEAN)
-        if not self.has_lock:
+        if not has_lock:
             notes.append(_NO_LOCK)
         about = self._described("slab", block.root_uuid, block.regions, notes)
         return replace(about, region_bytes=block.stride, session=block.session, clean=block.clean)
@@ -83,14 +82,16 @@ class InspectedRoot(StoreInspection[Found, SlotRun]):
         """A region in words."""
         return f"slab-{self.plan.file_of(region):05d}, region {region}"
 
-    def _look_at_lock(self) -> None:
-        """Record a live owner, or lock the root against owners, depending on the access. Raises RootBusyError."""
+    def _look_at_lock(self) -> bool:
+        """Record a live owner, or lock the root against owners, as the access says. False if there is no lock file.
+
+        Raises RootBusyError.
+        """
         changing = self.access is Access.CHANGE
         try:
             fd = self.folder.open_file(LOCK_NAME, os.O_RDWR | os.O_CREAT if changing else os.O_RDONLY)
         except FileNotFoundError:
-            self.has_lock = False
-            return
+            return False
         with ExitStack() as lock:
             lock.callback(os.close, fd)
             try:
@@ -104,6 +105,7 @@ class InspectedRoot(StoreInspection[Found, SlotRun]):
                 os.pwrite(fd, owner_text(), 0)
             if self.access is not Access.READ:  # a tool that only reads must not keep a tier from opening the root
                 self.closing.push(lock.pop_all())
+        return True
 
     def _read_superblock(self) -> None:
         self.data = self.folder.read_superblock()
@@ -167,10 +169,9 @@ class InspectedRoot(StoreInspection[Found, SlotRun]):
     def write(self, fd: int, offset: int, data: bytes) -> bool:
         """Write a page of a slab in place. False if the disk fails."""
         self.begin_change()
-        try:
+        with suppress(OSError):
             return os.pwrite(fd, data, offset) == len(data)
-        except OSError:
-            return False
+        return False
 
     def begin_change(self) -> None:
         """Before the first write: mark the root as in use, durably, and remove the snapshot that would not be true.

@@ -94,19 +94,16 @@ class StoreInspection(ABC, Generic[F, R]):
     @classmethod
     def opened(cls, path: str, access: Access) -> Self | None:
         """The inspection of a root; None if the folder holds none of its layout. Raises RootError, with all closed."""
-        store, about = cls(path, access), None
-        try:
+        store = cls(path, access)
+        with ExitStack() as closing, store._refusing():
+            closing.callback(store.close)
             if not store.folder.enter():
                 raise RootError(path, "is not there")
             about = store._open()
-        except OSError as error:
-            raise store.folder.refusal(error) from error
-        finally:
             if about is None:
-                store.close()
-        if about is None:
-            return None
-        store.about = about
+                return None
+            store.about = about
+            closing.pop_all()
         return store
 
     def close(self) -> None:
