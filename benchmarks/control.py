@@ -2,7 +2,7 @@
 
     python -m benchmarks.control [--slots 1000000] [--batch 256] [--json FILE]
 
-No I/O is done: jobs are told finished at once, so only decisions are timed. Figures are medians over repetitions.
+No I/O is done: jobs are reported finished at once, so only decisions are timed. Figures are medians over repetitions.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 import click
 import numpy as np
 
+from benchmarks.options import JSON_FILE
 from kvtier.control.plane import ControlPlane
 from kvtier.control.state import TierSetup
 from kvtier.control.tiers.owned_tier import OwnedTier
@@ -171,7 +172,7 @@ def memory(slots: int, policy: str) -> float:
 @click.command()
 @click.option("--slots", default=1_000_000, show_default=True, help="slots of the memory measurement")
 @click.option("--batch", default=256, show_default=True, help="keys in one call")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="also write the figures to this file")
+@JSON_FILE
 def main(slots: int, batch: int, json_file: Path | None) -> None:
     """Measure the control plane."""
     figures: dict[str, object] = {"machine": platform.machine(), "python": sys.version.split()[0], "batch": batch}

@@ -3,12 +3,11 @@
     python -m benchmarks.policies [--slots N] [--trace FILE] [POLICY ...]
 
 One core, the policy alone: a full tier, every cycle admits, evicts, inserts and touches one batch of new keys. The
-trace is one JSON object a line with `hash_ids`; blocks of a request are used one by one from leaf to root.
+trace is one that `kvtier replay --trace` reads; blocks of a request are used one by one from leaf to root.
 """
 
 from __future__ import annotations
 
-import json
 import tracemalloc
 from itertools import count
 from pathlib import Path
@@ -17,6 +16,7 @@ from time import perf_counter_ns
 import click
 
 from kvtier.control.policies import POLICIES, make_policy
+from kvtier.traces.read import read_lines
 from kvtier.types.keys import OffloadKey, make_key
 
 STEPS = ("admit", "evict", "insert", "touch")
@@ -105,8 +105,7 @@ def main(names: tuple[str, ...], slots: int, trace: Path | None) -> None:
                 f"  batches of {batch:4}, ns a slot: {steps}  evict + insert {cost['evict'] + cost['insert']:5.0f}"
             )
     if trace is not None:
-        with trace.open() as lines:
-            requests = [[make_key(i.to_bytes(16, "big"), 0) for i in json.loads(line)["hash_ids"]] for line in lines]
+        requests = [[make_key(i.to_bytes(16, "big"), 0) for i in line.ids.tolist()] for line in read_lines(trace)]
         for name in names or sorted(POLICIES):
             rates = "  ".join(f"{size:,}: {hit_rate(name, size, requests):.4f}" for size in (8_000, 16_000, 32_000))
             click.echo(f"{name} hits  {rates}")
