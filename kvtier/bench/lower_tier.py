@@ -93,14 +93,12 @@ class LowerTierBench:
 
     def _transfer(self, kind: JobKind, rows: range, number: int) -> TransferJob:
         keys = tuple(block_key(self._seed, number, row) for row in rows)
-        slots: list[int] = []
-        generations: list[int] = []
-        formats: tuple[RegionFormat, ...] = ()
-        if self._opened.space is not None:
-            slots = [self._slots[row] for row in rows]
-            generations = [row + number * len(self._slots) + 1 for row in rows]
-            formats = _formats(self._opened.space, slots) if kind is JobKind.STORE and number == 1 else ()
+        placed = rows if self._slots else range(0)  # a shared tier places blocks itself
+        slots = [self._slots[row] for row in placed]
+        generations = [row + number * len(self._slots) + 1 for row in placed]
         group = RowGroup(GroupIndex(0), keys, rows, slots, generations)
+        space = self._opened.space if kind is JobKind.STORE and number == 1 else None
+        formats = () if space is None else _formats(space, slots)
         return TransferJob(JobId(number), kind, (group,), None, self._opened.epoch, formats)
 
 
