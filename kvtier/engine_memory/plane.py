@@ -165,8 +165,6 @@ class EngineMemoryPlane(Recipient):
         """A job ended in time."""
         part = self._jobs.finish(result, now)
         del self._permits[result.job_id]
-        if part.new_keys and self.lower.owned is None:
-            self.lower.index.changes.append((False, part.new_keys))
         self._conclude(part.transfer, now)
 
     def late(self, job_id: JobId, now: float) -> None:

@@ -18,12 +18,11 @@ import numpy.typing as npt
 
 from kvtier.aio.daemon_pool import DaemonPool, to_the_end
 from kvtier.errors import ConfigError, IntegrityError
-from kvtier.options import TierOptions
 from kvtier.tier_api.checksum import CHECKSUM_BYTES, checksum
-from kvtier.tier_api.contract import AnswersLookups, LoadStore, LookupResult, Opened, TierContext
+from kvtier.tier_api.contract import LoadStore, Opened, TierContext
 from kvtier.types.arrays import IntArray
 from kvtier.types.jobs import CANCELLED, JobResult, TransferJob
-from kvtier.types.keys import FS, JobId, Medium, OffloadKey
+from kvtier.types.keys import FS, JobId, Medium
 
 
 class EngineRows:
@@ -134,7 +133,6 @@ class StagedTier(LoadStore):
     """
 
     medium: ClassVar[Medium] = FS
-    Options: ClassVar[type[TierOptions]] = TierOptions
 
     def __init__(self, backend: LoadStore, engine: EngineRows, threads: DaemonPool) -> None:
         self.options = backend.options
@@ -149,11 +147,6 @@ class StagedTier(LoadStore):
         assert isinstance(context.rows, StagingRows)
         self._staging = context.rows
         return await self.backend.open(context)
-
-    async def lookup(self, keys: Sequence[OffloadKey]) -> Sequence[LookupResult]:
-        """The backend's answer."""
-        assert isinstance(self.backend, AnswersLookups)
-        return await self.backend.lookup(keys)
 
     async def store(self, job: TransferJob) -> JobResult:
         """Copy the engine's rows, then store the copies. CANCELLED where the job was given up before they were made."""

@@ -142,7 +142,7 @@ class EngineMemoryTier:
                 self.thread.start(self._look_up(query))
 
     async def _look_up(self, query: PresenceQuery) -> None:
-        self._deliver(await look_up(self._staged, query))
+        self._deliver(await look_up(self._staged.backend, query))
 
     def _deliver(self, batch: Sequence[Delivery | PresenceAnswers]) -> None:
         """In the loop's thread: extending a deque is atomic, and the engine's thread empties it."""

@@ -78,11 +78,10 @@ class TransferPart(LowerTransfer):
         self.transfer = transfer
         self.members = members
         self.permit = CopyPermit()
-        self.new_keys: list[OffloadKey] = []
         self._disk_was_full = lower.disk_full
 
     def finish(self, result: JobResult, now: float) -> None:
-        """The tier's job ended in time. `new_keys` are what it stored."""
+        """The tier's job ended in time."""
         self.release()
         outcomes = self.outcomes_of(result)
         if self.kind is JobKind.STORE:
@@ -95,7 +94,9 @@ class TransferPart(LowerTransfer):
     def _finish_store(self, outcomes: Sequence[BlockOutcome], bytes_moved: int, now: float) -> None:
         lower = self.lower
         self.finish_store(outcomes, bytes_moved, now)
-        self.new_keys = [key for key, outcome in zip(self.keys, outcomes, strict=True) if outcome.ok]
+        stored = [key for key, outcome in zip(self.keys, outcomes, strict=True) if outcome.ok]
+        if lower.owned is None and stored:
+            lower.index.changes.append((False, stored))
         for outcome in outcomes:
             lower.counters.count(outcome)
         full = [at for at, outcome in enumerate(outcomes) if outcome.reason is DropReason.DISK_FULL]

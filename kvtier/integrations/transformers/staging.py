@@ -5,6 +5,7 @@ stack moves fixed pages. Here a page is the keys and values of one block of toke
 another, each (heads, block tokens, head_dim).
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from types import ModuleType
@@ -40,12 +41,9 @@ class Staging:
         with torch.inference_mode(False):
             pool = torch.zeros((pages, elements), dtype=kv.dtype, device=kv.device)
         self.caches = KVCaches([pool.view(torch.uint8)])
-        self._views: list[torch.Tensor] = []
-        start = 0
-        for heads, dim in chain.from_iterable(kv.layers):
-            end = start + heads * block_size * dim
-            self._views.append(pool[:, start:end].view(pages, heads, block_size, dim))
-            start = end
+        shapes = [(heads, block_size, dim) for heads, dim in chain.from_iterable(kv.layers)]
+        parts = torch.split(pool, [math.prod(shape) for shape in shapes], dim=1)
+        self._views = [part.view(pages, *shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def pack(self, source: Tensors, positions: Sequence[int]) -> None:
         """Copy what is at these positions, at most `capacity`, into the pages from the first on."""

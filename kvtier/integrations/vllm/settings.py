@@ -40,11 +40,9 @@ class GroupIds:
     """
 
     def __init__(self, group_ids: Sequence[int]) -> None:
-        pairs = [
-            (at.to_bytes(GROUP_BYTES, "big"), group.to_bytes(GROUP_BYTES, "big")) for at, group in enumerate(group_ids)
-        ]
-        self._to_kvtier = {group: position for position, group in pairs}
-        self._to_vllm = dict(pairs)
+        names = [group.to_bytes(GROUP_BYTES, "big") for group in group_ids]
+        self._to_kvtier = {name: position.to_bytes(GROUP_BYTES, "big") for position, name in enumerate(names)}
+        self._to_vllm = {position: name for name, position in self._to_kvtier.items()}
         self._same = list(group_ids) == list(range(len(group_ids)))
 
     def to_kvtier(self, key: bytes) -> OffloadKey:
