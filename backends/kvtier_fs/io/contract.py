@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Sequence
 from copy import copy
 from enum import Enum
@@ -22,8 +23,8 @@ class IORequest:
 
     `done(request, result)` is called once, on the event loop: bytes moved (0 at a file's end) or a negative errno.
     Until then the engine holds `buffers`, also when their job no longer waits. `places` are their addresses and lengths
-    in turn, for an engine that passes them to the kernel; empty where it has to find out. `retries` counts how often
-    an interrupted request was submitted again.
+    in turn, as 64-bit words, for an engine that passes them to the kernel; None where it has to find out. `retries`
+    counts how often an interrupted request was submitted again.
     """
 
     __slots__ = ("buffers", "done", "fd", "kind", "length", "offset", "places", "retries")
@@ -35,7 +36,7 @@ class IORequest:
         offset: int,
         buffers: list[memoryview],
         done: Callable[[IORequest, int], None],
-        places: Sequence[int] = (),
+        places: array[int] | None = None,
     ) -> None:
         self.kind = kind
         self.fd = fd
@@ -49,7 +50,7 @@ class IORequest:
     def rest(self, buffers: list[memoryview], moved: int) -> IORequest:
         """The request for the `buffers` that are left once `moved` bytes have moved."""
         rest = copy(self)
-        rest.offset, rest.buffers, rest.length, rest.places = self.offset + moved, buffers, self.length - moved, ()
+        rest.offset, rest.buffers, rest.length, rest.places = self.offset + moved, buffers, self.length - moved, None
         return rest
 
 

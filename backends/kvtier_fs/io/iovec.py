@@ -6,6 +6,8 @@ few vectors are made once, over memory that may stay, and pointed at a request's
 way to do that, so the object is written through ctypes, after checking that it is laid out as its source says.
 """
 
+from __future__ import annotations
+
 import ctypes
 from array import array
 from collections.abc import Sequence
@@ -52,14 +54,14 @@ class Vector:
             raise ResourceError("the liburing package lays its vectors out in an unknown way")
         self._words = memoryview(self._parts).cast("B").cast("Q")
 
-    def point(self, buffers: Sequence[memoryview], places: Sequence[int] = ()) -> None:
+    def point(self, buffers: Sequence[memoryview], places: array[int] | None = None) -> None:
         """Let the vector name these writable buffers, at most MAX_BUFFERS.
 
-        `places` are their addresses and lengths in turn. If they are given, they are not looked up.
+        `places` are their addresses and lengths in turn, as 64-bit words. If they are given, they are not looked up.
         """
         self._object.length = len(buffers)
-        if places:
-            self._words[: len(places)] = memoryview(array("Q", places))
+        if places is not None:
+            self._words[: len(places)] = memoryview(places)
             return
         parts = self._parts
         for i, buffer in enumerate(buffers):

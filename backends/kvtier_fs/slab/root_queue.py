@@ -4,8 +4,11 @@ One `RootQueue` for each root. Nothing here waits: requests go to the I/O engine
 where they arrive and large ones on the root's threads, and one future for each job is all a caller waits for.
 """
 
+from __future__ import annotations
+
 import asyncio
 import errno
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -23,7 +26,7 @@ from kvtier_fs.slab.root import Root
 LOADS_BYTES = 32 << 20
 LOADS_MAX = 1024
 """So much may be loaded at once: what a disk brings while another thread keeps the GIL for a switch interval (5 ms)."""
-JOINED_BYTES = 512 << 10
+JOINED_BYTES = REQUEST_BYTES // 2
 """Neighbouring slots go in one request up to here: fewer calls for the kernel and the disk, still several in flight.
 Once there are as many requests as the engine runs at once, they go in one up to REQUEST_BYTES."""
 JOINED_MAX = MAX_BUFFERS // 2
@@ -41,7 +44,7 @@ class _Piece(IORequest):
 
     def __init__(
         self, batch: Batch, first: int, last: int, kind: IOKind, offset: int, buffers: list[memoryview],
-        done: Callable[..., None], places: Sequence[int] = (),
+        done: Callable[..., None], places: array[int] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(kind, batch.fd, offset, buffers, done, places)
         self.batch, self.first, self.last = batch, first, last
@@ -194,9 +197,9 @@ class RootQueue:
         if part is not None:
             return _Piece(batch, first, last, kind, offset + part[0], span(buffers, *part), self._piece_done)
         address, row_bytes = self.side.address, self.side.row_bytes
-        places = [0, header_bytes, 0, len(payloads[0])] * len(payloads)
-        places[0::4] = [headers[number] for number in numbers]
-        places[2::4] = [address + row * row_bytes for row in batch.rows[first:last]]
+        places = array("Q", (0, header_bytes, 0, len(payloads[0]))) * len(payloads)
+        places[0::4] = array("Q", [headers[number] for number in numbers])
+        places[2::4] = array("Q", [address + row * row_bytes for row in batch.rows[first:last]])
         return _Piece(batch, first, last, kind, offset, buffers, self._piece_done, places)
 
     def _piece_done(self, piece: IORequest, result: int) -> None:

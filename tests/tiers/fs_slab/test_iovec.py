@@ -7,6 +7,7 @@ import importlib
 import mmap
 import os
 import sys
+from array import array
 
 import pytest
 from support_fs import keys, open_tier, options
@@ -69,7 +70,7 @@ def test_known_places_point_a_vector_as_the_buffers_themselves_do() -> None:
         buffers = [pages.pages[i][: 4096 - 512 * i] for i in chosen]
         places = [word for i, buffer in zip(chosen, buffers, strict=True) for word in (pages.addresses[i], len(buffer))]
         looked.point(buffers)
-        told.point(buffers, places)
+        told.point(buffers, array("Q", places))
         assert told._object.length == looked._object.length == len(chosen)
         assert told._words[: 2 * len(chosen)].tolist() == looked._words[: 2 * len(chosen)].tolist() == places
 
