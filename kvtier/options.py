@@ -89,6 +89,11 @@ class TierOptions(Options):
     )
 
     @property
+    def label(self) -> str:
+        """The tier's name in tables, metrics, logs and errors."""
+        return self.name or self.type
+
+    @property
     def folders(self) -> tuple[str, ...]:
         """The folders that the tier keeps its blocks in; none if it keeps them elsewhere."""
         return ()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvtier.errors import UsageError
-from kvtier.types.arrays import FEW
+from kvtier.types.arrays import outside
 from kvtier.types.jobs import CORRUPT, BlockOutcome, BlockStatus, DropReason, GPUGroup, TransferJob, dropped, failed
 
 UNSTAMPED = failed(errno.EIO)
@@ -92,13 +92,12 @@ def select_all(
     """
     outcomes, selections = [], []
     for index, group in enumerate(job.gpu_groups):
-        count, named = len(group.keys), group.runs.blocks
+        count = len(group.keys)
         if not 0 <= group.group < num_groups:
             raise UsageError(f"there is no group {group.group} among {num_groups}")
         if not (len(group.rows) == len(group.generations) == count):
             raise UsageError(f"{count} keys need as many rows and generations")
-        few = named.tolist() if len(named) <= FEW else (int(named.min()), int(named.max()))
-        if few and not (min(few) >= 0 and max(few) < count):
+        if outside(group.runs.blocks, count) is not None:
             raise UsageError("a run reaches outside the job's offloaded blocks")
         outcomes.append([outcome] * count)
         if count:

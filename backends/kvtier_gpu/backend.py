@@ -17,7 +17,7 @@ from pydantic import Field
 
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.shielded_wait import shielded_wait
-from kvtier.errors import ConfigError, GeometryError, UsageError
+from kvtier.errors import ConfigError, GeometryError, ResourceError, UsageError
 from kvtier.options import TierOptions
 from kvtier.tier_api.contract import LoadStore, Opened, Rows, TierContext
 from kvtier.types.arrays import IntArray
@@ -107,8 +107,10 @@ class GPUBackend(LoadStore):
         engine = self._engine(context, rows, tensors, tables)
         try:
             notes = await _off_loop(engine.start)
-        except asyncio.CancelledError:
+        except BaseException as error:
             await _off_loop(lambda: engine.stop(CLOSE_TIMEOUT_SECONDS))
+            if isinstance(error, RuntimeError):  # such as no thread to be had
+                raise ResourceError(f"the copy engine could not be started: {error}") from error
             raise
         self._open = _Open(context, rows, tables, engine)
         return Opened(capacity_bytes=sum(tensor.nbytes for tensor in tensors), mode=engine.mode, notes=notes)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import UsageError
-from kvtier.types.arrays import FEW, NO_IDS, IntArray, distinct, int_array
+from kvtier.types.arrays import NO_IDS, IntArray, distinct, int_array, outside
 from kvtier.types.geometry import Geometry
 from kvtier.types.jobs import GPUGroup, TransferJob
 from kvtier_gpu.kv_tensors import KVTensor
@@ -126,9 +126,7 @@ def _plan_group(transfer: GPUGroup, tables: Sequence[GroupTable], shape: RegionS
         (runs.firsts + runs.counts, shape.factor + 1, "end of a run"),
         (runs.gpu_blocks, table.num_blocks, "GPU block"),
     ):
-        few = values.tolist() if len(values) <= FEW else (int(values.min()), int(values.max()))
-        if few and not (min(few) >= 0 and max(few) < end):
-            wrong = min(few) if min(few) < 0 else max(few)
+        if (wrong := outside(values, end)) is not None:
             raise UsageError(f"{where}: {what} {wrong} is outside 0..{end - 1}")
     blocks, subs, ids = runs.pages()
     if to_gpu and len(set(ids.tolist())) != len(ids):

@@ -11,7 +11,7 @@ from kvtier.bench.load_generator import Timing
 from kvtier.bench.lower_tier import LowerTierBench
 from kvtier.bench.results import Figure, TierFigures
 from kvtier.bench.scratch import folder_beside
-from kvtier.config import StackConfig, build_tiers, find_tier, tier_name
+from kvtier.config import StackConfig, build_tiers, find_tier
 from kvtier.errors import ResourceError, UsageError
 from kvtier.options import LowerTierOptions, TierOptions
 from kvtier.stack.assembly import resolve_alignment
@@ -66,12 +66,12 @@ class Bench:
                 continue
             if not options.folders:
                 reason = "it keeps its blocks in no folder that a place of its own could be made beside"
-                found.append(TierFigures(tier_name(options), medium, skipped=reason))
+                found.append(TierFigures(options.label, medium, skipped=reason))
             for place, roots in _places(options).items():
-                found.append(TierFigures(tier_name(options), medium, place))
+                found.append(TierFigures(options.label, medium, place))
                 sizes = {geometry.row_bytes, *(round_up(size, alignment) for size in self._bounds.sizes)}
                 for size in sorted(sizes):
-                    progress(f"{tier_name(options)}, {place}, blocks of {size >> 10} KiB")
+                    progress(f"{options.label}, {place}, blocks of {size >> 10} KiB")
                     await self._lower(options, roots, size, geometry, found[-1])
         return found
 
@@ -80,7 +80,7 @@ class Bench:
         bounds = self._bounds
         blocks = Blocks(geometry, bounds.num_bytes, bounds.device, bounds.seed)
         gpu, cpu = self._gpu(), self._cpu(blocks.num_rows * geometry.row_bytes)
-        found = [TierFigures(tier_name(tier.options), tier.medium) for tier in (gpu, cpu)]
+        found = [TierFigures(tier.options.label, tier.medium) for tier in (gpu, cpu)]
         async with AsyncExitStack() as closing:
             started = time.perf_counter()
             opened = await _open(cpu, geometry, closing, found[1], workers=[gpu])
@@ -133,7 +133,7 @@ async def _open(
     """Open a tier, to be closed with `closing`, and note what it is."""
     closing.push_async_callback(tier.close)
     namespace = Namespace(geometry.layout, model="kvtier-bench")
-    opened = await tier.open(TierContext(tier_name(tier.options), geometry, namespace, time.monotonic, **more))
+    opened = await tier.open(TierContext(tier.options.label, geometry, namespace, time.monotonic, **more))
     if found is not None:
         found.mode, found.notes = opened.mode, opened.notes
     return opened

@@ -1,7 +1,7 @@
 """Stack files: strict YAML, validated options, and the backends they describe."""
 
 from kvtier.config.load import build_tiers, find_tier, load_stack, parse_stack
-from kvtier.config.model import StackConfig, StackOptions, tier_name
+from kvtier.config.model import StackConfig, StackOptions
 from kvtier.config.schema import stack_schema
 from kvtier.config.stack_parts import open_engine_stack, open_stack, stack_parts
 
@@ -16,5 +16,4 @@ __all__ = [
     "parse_stack",
     "stack_parts",
     "stack_schema",
-    "tier_name",
 ]

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from kvtier.config.model import StackConfig, StackOptions, tier_name
+from kvtier.config.model import StackConfig, StackOptions
 from kvtier.config.problems import collected, problems_of, raise_all, shown
 from kvtier.config.strict_yaml import Value, parse_text, read_text
 from kvtier.errors import ConfigError
@@ -108,7 +108,7 @@ def tier_problems(tiers: Sequence[TierOptions], backends: Backends) -> list[Conf
     """What is wrong between tiers that are each valid: their order, their number, their names, on_evict."""
     media = [backends.get(options.type).medium for options in tiers]
     problems = _order_problems(media)
-    names = [tier_name(options) for options in tiers]
+    names = [options.label for options in tiers]
     for index, (name, options) in enumerate(zip(names, tiers, strict=True)):
         first = names.index(name)
         if first != index:

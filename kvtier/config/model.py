@@ -40,8 +40,3 @@ class StackConfig(StackOptions):
     """A whole stack: its options and its tiers from the GPU's side down."""
 
     tiers: tuple[SerializeAsAny[TierOptions], ...] = Field(min_length=1)
-
-
-def tier_name(options: TierOptions) -> str:
-    """The name of a tier in tables, metrics and error messages."""
-    return options.name or options.type

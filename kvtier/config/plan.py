@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from kvtier.config.model import tier_name
 from kvtier.errors import ConfigError
 from kvtier.options import INDEX_BYTES_PER_SLOT
 from kvtier.tier_api.contract import LoadStore
@@ -108,7 +107,7 @@ def plan_tier(
         problems.append(ConfigError(geometry.too_small(options.capacity_bytes or 0), f"{at}.{options.CAPACITY_KEY}"))
     shown = options.model_dump(include={"policy", "write_policy", "io_engine"})
     plan = TierPlan(
-        name=tier_name(options),
+        name=options.label,
         type=options.type,
         medium=tier.medium,
         alignment=alignment,

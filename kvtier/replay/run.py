@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
-from kvtier.config import StackConfig, build_tiers, find_tier, tier_name
+from kvtier.config import StackConfig, build_tiers, find_tier
 from kvtier.errors import ConfigError
 from kvtier.planner import StoreMode
 from kvtier.replay.content import WrongPage, find_owners
@@ -119,7 +119,7 @@ class Replay:
 def _name_of(config: StackConfig, medium: Medium) -> str:
     """The name of the stack's first tier of a medium."""
     tier = find_tier(config, medium)
-    return medium.lower() if tier is None else tier_name(tier)
+    return medium.lower() if tier is None else tier.label
 
 
 def _tier_stats(gpu: str, stats: StackStats, engine: EngineCache, counts: Counts) -> dict[str, TierStats]:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from kvtier.aio.shielded_wait import wait_done
@@ -17,7 +17,7 @@ from kvtier.errors import ConfigError, ResourceError, UsageError
 from kvtier.options import MAX_LOWER_TIERS, LowerTierOptions
 from kvtier.stack.assembled import Assembled
 from kvtier.stack.dispatcher import Dispatcher, TierQueue
-from kvtier.stack.shutdown import close_each, name_of
+from kvtier.stack.shutdown import close_each
 from kvtier.tier_api.contract import (
     AnswersLookups,
     Clock,
@@ -44,14 +44,13 @@ _closing_late: set[asyncio.Task[None]] = set()
 
 
 @dataclass(frozen=True, slots=True)
-class StackSettings:
-    """Deadlines of a stack, in seconds, and what it records.
+class StackSettings(ControlLimits):
+    """Deadlines of a stack, in seconds, and the limits of its control plane.
 
     A load that passes its deadline ends with what it has; a store that finds no row by its deadline is dropped;
     closing drains lower tiers for at most `close_seconds` and then gives each tier `tier_close_seconds` to end its
     I/O. Opening gives each tier `open_seconds`, in which the CPU tier may have to fill a large region with pages.
-    `reservation_seconds` and `lease_seconds` are for engines that reserve hits before they load them.
-    `gather_seconds` is how long the write-back of a row may wait for more rows.
+    `watermark_rows` is that of the CPU tier's options, whatever is given here.
     """
 
     open_seconds: float = 300.0
@@ -60,10 +59,7 @@ class StackSettings:
     lookup_seconds: float = 1.0
     close_seconds: float = 10.0
     tier_close_seconds: float = 60.0
-    reservation_seconds: float = 10.0
-    lease_seconds: float = 10.0
     gather_seconds: float = 0.05
-    events_max: int = 65536
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +146,7 @@ async def _within(
     if not call.done():
         call.cancel()
         call.add_done_callback(when_late)
-        raise ResourceError(f"tier {name_of(tier)} did not {what} within {settings.open_seconds:g} s")
+        raise ResourceError(f"tier {tier.options.label} did not {what} within {settings.open_seconds:g} s")
     return call.result()
 
 
@@ -168,7 +164,10 @@ async def open_tier(tier: LoadStore, context: TierContext, settings: StackSettin
             _closing_late.add(closing)
             closing.add_done_callback(_closing_late.discard)
 
-    opened = await _within(settings, tier, "open", tier.open(context), close_late)
+    try:
+        opened = await _within(settings, tier, "open", tier.open(context), close_late)
+    except OSError as error:  # such as a system without a thread or a descriptor to give
+        raise ResourceError(f"tier {context.name} could not be opened: {error}") from error
     for note in opened.notes:
         logger.warning("tier %s: %s", context.name, note)
     return opened
@@ -199,7 +198,7 @@ async def _assemble(
     namespace = parts.namespace
 
     async def opened_with(tier: LoadStore, **more: object) -> Opened:
-        context = TierContext(name_of(tier), geometry, namespace, clock, engine_id, **more)  # type: ignore[arg-type]
+        context = TierContext(tier.options.label, geometry, namespace, clock, engine_id, **more)  # type: ignore[arg-type]
         result = await open_tier(tier, context, parts.settings)
         to_close.append(tier)
         return result
@@ -218,7 +217,8 @@ async def _assemble(
         if opened[-1].space is None:
             _check_shared(lower)
     plans = [_plan(tier, result, geometry, parts.settings) for tier, result in zip([cpu, *lowers], opened, strict=True)]
-    plane = ControlPlane(plans[0], plans[1:], geometry.factor, _limits(cpu, cpu.rows.num_rows, parts.settings))
+    limits = replace(parts.settings, watermark_rows=cpu.options.watermark_rows(cpu.rows.num_rows))
+    plane = ControlPlane(plans[0], plans[1:], geometry.factor, limits)
     queues = [TierQueue(cpu, UNBOUNDED_BYTES)] + [TierQueue(lower, _inflight_bytes(lower)) for lower in lowers]
     dispatcher = Dispatcher(queues, geometry.row_bytes, clock, deliver)
     return Assembled(geometry, plane, dispatcher, queues, opened, to_close)
@@ -226,7 +226,7 @@ async def _assemble(
 
 def _check_shared(lower: LoadStore) -> None:
     """Raises ConfigError unless a shared tier has the abilities that the control plane has for an owned one."""
-    name = name_of(lower)
+    name = lower.options.label
     if not isinstance(lower, Resettable):
         raise ConfigError(f"tier {name} is shared and has no reset(epoch): it would serve old weights", "tiers")
     if not isinstance(lower, AnswersLookups):
@@ -239,22 +239,12 @@ async def look_up(tier: LoadStore, query: PresenceQuery) -> list[PresenceAnswers
     try:
         answers = await tier.lookup(query.keys)
     except Exception:
-        logger.exception("tier %s could not answer a lookup", name_of(tier))
+        logger.exception("tier %s could not answer a lookup", tier.options.label)
         return []
     if len(answers) != len(query.keys):
-        logger.error("tier %s answered %d of %d keys", name_of(tier), len(answers), len(query.keys))
+        logger.error("tier %s answered %d of %d keys", tier.options.label, len(answers), len(query.keys))
         return []
     return [PresenceAnswers(query, answers)]
-
-
-def _limits(cpu: LoadStore, num_rows: int, settings: StackSettings) -> ControlLimits:
-    return ControlLimits(
-        watermark_rows=cpu.options.watermark_rows(num_rows),
-        reservation_seconds=settings.reservation_seconds,
-        lease_seconds=settings.lease_seconds,
-        gather_seconds=settings.gather_seconds,
-        events_max=settings.events_max,
-    )
 
 
 def _inflight_bytes(tier: LoadStore) -> int:
@@ -264,8 +254,7 @@ def _inflight_bytes(tier: LoadStore) -> int:
 
 def _plan(tier: LoadStore, opened: Opened, geometry: Geometry, settings: StackSettings) -> TierSetup:
     options = tier.options
-    name = options.name or options.type
-    policy = options.eviction_policy()
+    name, policy = options.label, options.eviction_policy()
     if not isinstance(options, LowerTierOptions):
         return TierSetup(name, tier.medium, opened, policy)
     return TierSetup(

@@ -59,11 +59,11 @@ class StackCore(ABC):
     # -- what a face provides ------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _decided(self) -> None:
+    def _decided(self, plane: ControlPlane) -> None:
         """The control plane may have decided something: send it, now or with the engine's next step."""
 
     @abstractmethod
-    def _advance(self) -> None:
+    def _advance(self, plane: ControlPlane) -> None:
         """Send what the control plane decided."""
 
     @abstractmethod
@@ -74,7 +74,7 @@ class StackCore(ABC):
 
     def job(self, kind: JobKind, groups: Sequence[GPUGroup], timeout_seconds: float | None = None) -> TransferJob:
         """A job with a fresh id and a deadline from now; the stack's own default when no timeout is given."""
-        self._plane()
+        self._opened()
         if timeout_seconds is None:
             timeout_seconds = self._settings.load_seconds if kind is JobKind.LOAD else self._settings.store_seconds
         job_id = JobId(self._next_job)
@@ -102,25 +102,24 @@ class StackCore(ABC):
                 transfers.append(GPUGroup(key_group(group_keys[0]), tuple(group_keys), runs))
         return self.job(kind, transfers, timeout_seconds)
 
-    def _begin(self, job: TransferJob, kind: JobKind, request_id: RequestId | None, info: RequestInfo | None) -> None:
-        plane = self._plane()
-        assert self._assembled is not None
-        check_job(job, kind, self._assembled.geometry)
-        plane.submit(job, self._clock(), request_id, info)
+    def _begin(self, job: TransferJob, request_id: RequestId | None, info: RequestInfo | None) -> ControlPlane:
+        assembled = self._opened()
+        check_job(job, assembled.geometry)
+        assembled.plane.submit(job, self._clock(), request_id, info)
+        return assembled.plane
 
     def cancel(self, job_id: JobId) -> None:
         """End a job early; its result still comes, after the copies in flight."""
-        self._plane().cancel(job_id, self._clock())
-        self._decided()
+        plane = self._plane()
+        plane.cancel(job_id, self._clock())
+        self._decided(plane)
 
     # -- from memory ---------------------------------------------------------------------------------------------
 
     @property
     def geometry(self) -> Geometry:
         """The layout in rows of the stack's alignment."""
-        self._plane()
-        assert self._assembled is not None
-        return self._assembled.geometry
+        return self._opened().geometry
 
     def locate(self, keys: Sequence[OffloadKey]) -> list[str | None]:
         """For each key the name of the highest tier that holds it, or None. Synchronous, from memory."""
@@ -134,8 +133,9 @@ class StackCore(ABC):
         self, request_id: RequestId, keys: Sequence[OffloadKey], *, info: RequestInfo | None = None
     ) -> Reservation:
         """Bring keys into rows and lease them to a request; see `kvtier.control.reservations`."""
-        reservation = self._plane().reserve(request_id, keys, self._clock(), info)
-        self._decided()
+        plane = self._plane()
+        reservation = plane.reserve(request_id, keys, self._clock(), info)
+        self._decided(plane)
         return reservation
 
     def reservation(self, request_id: RequestId) -> Reservation | None:
@@ -144,8 +144,9 @@ class StackCore(ABC):
 
     def end_request(self, request_id: RequestId) -> None:
         """The request's leases end."""
-        self._plane().end_request(request_id, self._clock())
-        self._decided()
+        plane = self._plane()
+        plane.end_request(request_id, self._clock())
+        self._decided(plane)
 
     def stats(self) -> StackStats:
         """Figures of every tier since the stack opened; also after it closed."""
@@ -166,13 +167,16 @@ class StackCore(ABC):
 
     # -- driving the control plane -------------------------------------------------------------------------------
 
-    def _plane(self) -> ControlPlane:
+    def _opened(self) -> Assembled:
         self._owner.check()
         if self._assembled is None:
             raise UsageError("the stack is not open")
         if self._closing:
             raise UsageError("the stack is closed")
-        return self._assembled.plane
+        return self._assembled
+
+    def _plane(self) -> ControlPlane:
+        return self._opened().plane
 
     def _start(self, jobs: Sequence[Emission], queries: Sequence[PresenceQuery]) -> None:
         """In the loop: begin what was decided, in its order."""
@@ -197,10 +201,10 @@ class StackCore(ABC):
     def _draining(self, plane: ControlPlane) -> Iterator[None]:
         """While closing, drain lower tiers until `_drain_until`. Yields where the face waits for progress."""
         plane.close(self._clock())
-        self._advance()
+        self._advance(plane)
         while self._clock() < self._drain_until and (not plane.idle or plane.dirty_rows):
             plane.drain(self._clock())
-            self._advance()
+            self._advance(plane)
             if plane.idle:
                 return
             yield

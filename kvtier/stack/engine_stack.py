@@ -24,6 +24,7 @@ from kvtier.aio.loop_thread import LoopThread
 from kvtier.aio.loop_waker import LoopWaker
 from kvtier.aio.weak_call import weak_call
 from kvtier.control.deliveries import Delivery, PresenceAnswers, PresenceQuery
+from kvtier.control.plane import ControlPlane
 from kvtier.control.state import CPU_TIER, Emission
 from kvtier.errors import IntegrityError, ResourceError, UsageError
 from kvtier.stack import shutdown
@@ -99,17 +100,17 @@ class EngineStack(StackCore):
         assembled = self._assembled
         self._drain_until = self._clock() + drain_seconds
         try:
-            self._receive()
+            self._receive(assembled.plane)
             for _ in self._draining(assembled.plane):
                 self.wait(self._drain_until - self._clock())
-                self._receive()
+                self._receive(assembled.plane)
         finally:
             abandoned = shutdown.abandon(assembled)
             each = self._settings.tier_close_seconds
             try:
                 self._run(shutdown.end_tiers(assembled, each), each * len(assembled.to_close) + CLOSE_GRACE_SECONDS)
             finally:
-                self._receive()
+                self._receive(assembled.plane)
                 self.close_report = shutdown.report(assembled, abandoned)
                 self._end_thread()
         return self.close_report
@@ -153,7 +154,7 @@ class EngineStack(StackCore):
     ) -> JobId:
         """Begin to store whole blocks, named as for `TierStack.store`; the result comes out of a later `step`."""
         job = self._job_of(JobKind.STORE, keys, gpu_blocks, groups, timeout_seconds)
-        self._begin(job, JobKind.STORE, None, info)
+        self._begin(job, None, info)
         return job.job_id
 
     def submit_load(
@@ -168,7 +169,7 @@ class EngineStack(StackCore):
     ) -> JobId:
         """Begin to load whole blocks, named as for `TierStack.load`; the result comes out of a later `step`."""
         job = self._job_of(JobKind.LOAD, keys, gpu_blocks, groups, timeout_seconds)
-        self._begin(job, JobKind.LOAD, request_id, info)
+        self._begin(job, request_id, info)
         return job.job_id
 
     def submit(self, job: TransferJob, request_id: RequestId | None = None, *, info: RequestInfo | None = None) -> None:
@@ -176,7 +177,7 @@ class EngineStack(StackCore):
 
         A load ends its request's leases. Raises UsageError for a job that contradicts the layout.
         """
-        self._begin(job, job.kind, request_id, info)
+        self._begin(job, request_id, info)
 
     def place(self, job: TransferJob, request_id: RequestId | None = None) -> TransferJob | None:
         """Begin a job whose copies the engine carries out itself, and say which rows: `slots` and `generations`.
@@ -185,12 +186,12 @@ class EngineStack(StackCore):
         end as cancelled (a store that found its rows taken, a load whose block is in no row). None if that is all of
         them. The job returned has an id of its own, for `EngineCopies.end`. Its group positions are the job's.
         """
-        self.submit(job, request_id)
-        self._plane().pump(time.monotonic())
-        copies = [emission.job for emission in self._send() if emission.position == CPU_TIER]
+        plane = self._begin(job, request_id, None)
+        plane.pump(time.monotonic())
+        copies = [emission.job for emission in self._send(plane) if emission.position == CPU_TIER]
         if sum(copy.num_blocks for copy in copies) < job.num_blocks:
             self.cancel(job.job_id)
-            self._send()
+            self._send(plane)
         if len(copies) > 1:
             raise IntegrityError(f"job {job.job_id} was begun in {len(copies)} parts")
         return copies[0] if copies else None
@@ -206,8 +207,7 @@ class EngineStack(StackCore):
 
     def step(self) -> list[JobResult]:
         """Once per engine step: record what ended, send what was decided, return the engine's jobs that ended."""
-        self._plane()
-        return self._receive()
+        return self._receive(self._opened().plane)
 
     def wait(self, timeout_seconds: float) -> bool:
         """For an engine with nothing else to do: wait until `step` has work, or the time is over.
@@ -235,8 +235,9 @@ class EngineStack(StackCore):
 
         Raises ResourceError if a tier could not make that durable in time; in memory it holds all the same.
         """
-        epoch = self._plane().reset(time.monotonic())
-        self._send()
+        plane = self._plane()
+        epoch = plane.reset(time.monotonic())
+        self._send(plane)
 
         async def reset_tiers() -> None:
             await asyncio.gather(*self._resets(epoch))
@@ -248,31 +249,27 @@ class EngineStack(StackCore):
 
     # -- between the two threads ---------------------------------------------------------------------------------
 
-    def _receive(self) -> list[JobResult]:
+    def _receive(self, plane: ControlPlane) -> list[JobResult]:
         """Record what arrived, send what was decided; returns the engine's jobs that ended."""
-        assert self._assembled is not None
-        plane = self._assembled.plane
         now = time.monotonic()
         while self._inbox:
             plane.deliver(self._inbox.popleft(), now)
         plane.pump(now)
-        self._send()
+        self._send(plane)
         return plane.take_finished()
 
-    def _send(self) -> Sequence[Emission]:
+    def _send(self, plane: ControlPlane) -> Sequence[Emission]:
         """Send what was decided to the loop; returns the jobs."""
-        assert self._assembled is not None
-        jobs = self._assembled.plane.take_jobs()
-        queries = self._assembled.plane.take_queries()
+        jobs, queries = plane.take_jobs(), plane.take_queries()
         if jobs or queries:
             self._outbox.append((jobs, queries))
             self._waker.wake()
         return jobs
 
-    def _advance(self) -> None:
-        self._send()
+    def _advance(self, plane: ControlPlane) -> None:
+        self._send(plane)
 
-    def _decided(self) -> None:
+    def _decided(self, plane: ControlPlane) -> None:
         """The next step sends it."""
 
     def _start_sent(self) -> None:

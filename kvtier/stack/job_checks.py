@@ -7,17 +7,15 @@ from operator import methodcaller
 from kvtier.errors import UsageError
 from kvtier.types.arrays import outside
 from kvtier.types.geometry import Geometry
-from kvtier.types.jobs import GPUGroup, JobKind, TransferJob
+from kvtier.types.jobs import GPUGroup, TransferJob
 from kvtier.types.keys import make_key
 
 
-def check_job(job: TransferJob, kind: JobKind, geometry: Geometry) -> None:
-    """Raise UsageError for a job of another kind or one that names groups, blocks or sub-blocks that do not exist.
+def check_job(job: TransferJob, geometry: Geometry) -> None:
+    """Raise UsageError for a job that names groups, blocks or sub-blocks that do not exist.
 
     Nothing below checks that again, but the bounds of memory and disks: a GPU block beyond the tensors fails its job.
     """
-    if job.kind is not kind:
-        raise UsageError(f"a {job.kind} job was handed to {kind}")
     for group in job.gpu_groups:
         _check_group(group, geometry)
 

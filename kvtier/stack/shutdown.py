@@ -27,11 +27,6 @@ class CloseReport:
     unfinished_jobs: int
 
 
-def name_of(tier: LoadStore) -> str:
-    """The tier's name in logs, errors and figures."""
-    return tier.options.name or tier.options.type
-
-
 async def close_each(tiers: Iterable[LoadStore], timeout_seconds: float) -> None:
     """Close tiers one after another, each within a deadline, whatever one of them does.
 
@@ -39,7 +34,7 @@ async def close_each(tiers: Iterable[LoadStore], timeout_seconds: float) -> None
     """
     cancelled: asyncio.CancelledError | None = None
     for tier in tiers:
-        name = name_of(tier)
+        name = tier.options.label
         closing = asyncio.ensure_future(tier.close())
         cancelled = await wait_done(closing, timeout_seconds) or cancelled
         if not closing.done():

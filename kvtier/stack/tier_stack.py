@@ -11,6 +11,7 @@ from typing import ClassVar, Self
 
 from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.control.deliveries import Delivery, PresenceAnswers
+from kvtier.control.plane import ControlPlane
 from kvtier.errors import UsageError
 from kvtier.options import TierOptions
 from kvtier.stack import shutdown
@@ -116,18 +117,20 @@ class TierStack(StackCore, LoadStore):
             warnings.warn(f"{self!r} was closed by the end of its loop; close it before", ResourceWarning, stacklevel=1)
 
     async def _end(self, assembled: Assembled) -> None:
-        for _ in self._draining(assembled.plane):
-            await self._wait_progress(self._drain_until)
-        for task in list(self._lookups):
-            task.cancel()
-        abandoned = shutdown.abandon(assembled)
-        await shutdown.end_tiers(assembled, self._settings.tier_close_seconds)
-        self.close_report = shutdown.report(assembled, abandoned)
-        if self._timer is not None:
-            self._timer.cancel()
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(UsageError("the stack was closed before the job ended"))
+        try:
+            for _ in self._draining(assembled.plane):
+                await self._wait_progress(self._drain_until)
+        finally:
+            for task in list(self._lookups):
+                task.cancel()
+            abandoned = shutdown.abandon(assembled)
+            await shutdown.end_tiers(assembled, self._settings.tier_close_seconds)
+            self.close_report = shutdown.report(assembled, abandoned)
+            if self._timer is not None:
+                self._timer.cancel()
+            for future in self._waiting.values():
+                if not future.done():
+                    future.set_exception(UsageError("the stack was closed before the job ended"))
 
     # -- moving blocks -------------------------------------------------------------------------------------------
 
@@ -172,30 +175,32 @@ class TierStack(StackCore, LoadStore):
     async def _run(
         self, job: TransferJob, kind: JobKind, request_id: RequestId | None, info: RequestInfo | None
     ) -> JobResult:
-        self._begin(job, kind, request_id, info)
+        self._opened()
+        if job.kind is not kind:
+            raise UsageError(f"a {job.kind} job was handed to {kind}")
+        plane = self._begin(job, request_id, info)
         future = self._waiting[job.job_id] = self._loop.create_future()
-        self._decided()
+        self._decided(plane)
         try:
-            return await shielded_wait(future, partial(self._cancel, job.job_id))
+            return await shielded_wait(future, partial(self._cancel, plane, job.job_id))
         finally:
             self._waiting.pop(job.job_id, None)
 
-    def _cancel(self, job_id: JobId) -> None:
+    def _cancel(self, plane: ControlPlane, job_id: JobId) -> None:
         """Also while the stack closes, which `cancel` refuses."""
-        assert self._assembled is not None
-        self._assembled.plane.cancel(job_id, self._clock())
-        self._advance()
+        plane.cancel(job_id, self._clock())
+        self._advance(plane)
 
     async def lookup(self, keys: Sequence[OffloadKey], *, info: RequestInfo | None = None) -> Sequence[LookupResult]:
         """Presence of each key. Waits for shared tiers' answers until the lookup deadline; RETRY then becomes MISS."""
         plane = self._plane()
         deadline = self._clock() + self._settings.lookup_seconds
         results = plane.lookup(keys, self._clock(), info)
-        self._advance()
+        self._advance(plane)
         while LookupResult.RETRY in results and self._clock() < deadline:
             await self._wait_progress(deadline)
             results = plane.lookup(keys, self._clock(), info)
-            self._send()
+            self._send(plane)
         return [LookupResult.MISS if result is LookupResult.RETRY else result for result in results]
 
     async def drain(self, timeout_seconds: float, backlog: int = 0) -> bool:
@@ -206,7 +211,7 @@ class TierStack(StackCore, LoadStore):
             if self._clock() >= deadline:
                 return False
             plane.flush(self._clock())
-            self._send()
+            self._send(plane)
             await self._wait_progress(deadline)
         return True
 
@@ -215,18 +220,18 @@ class TierStack(StackCore, LoadStore):
 
         Raises ResourceError if a tier could not make the reset durable; in memory it holds all the same.
         """
-        epoch = self._plane().reset(self._clock())
+        plane = self._plane()
+        epoch = plane.reset(self._clock())
         # before anything else is sent, so that no tier answers for the new epoch what it knows of the old one
         resets = asyncio.gather(*self._resets(epoch))
-        self._advance()
+        self._advance(plane)
         await resets
 
     # -- driving the control plane -------------------------------------------------------------------------------
 
-    def _decided(self) -> None:
-        assert self._assembled is not None
-        self._assembled.plane.pump(self._clock())
-        self._advance()
+    def _decided(self, plane: ControlPlane) -> None:
+        plane.pump(self._clock())
+        self._advance(plane)
 
     def _deliver(self, batch: Sequence[Delivery | PresenceAnswers]) -> None:
         assert self._assembled is not None
@@ -235,37 +240,34 @@ class TierStack(StackCore, LoadStore):
         for delivery in batch:
             plane.deliver(delivery, now)
         plane.pump(now)
-        self._advance()
+        self._advance(plane)
 
-    def _advance(self) -> None:
+    def _advance(self, plane: ControlPlane) -> None:
         """Send what the plane decided, and wake the calls that wait for progress."""
-        self._send()
+        self._send(plane)
         self._progress.set()
 
-    def _send(self) -> None:
+    def _send(self, plane: ControlPlane) -> None:
         """Send what the plane decided, complete the jobs that ended, set the timer for the next deadline."""
-        assert self._assembled is not None
-        plane = self._assembled.plane
         self._start(plane.take_jobs(), plane.take_queries())
         for result in plane.take_finished():
             future = self._waiting.get(result.job_id)
             if future is not None and not future.done():
                 future.set_result(result)
-        self._set_timer(plane.next_deadline(self._clock()))
+        self._set_timer(plane, plane.next_deadline(self._clock()))
 
-    def _set_timer(self, deadline: float | None) -> None:
+    def _set_timer(self, plane: ControlPlane, deadline: float | None) -> None:
         if self._timer is not None:
             if deadline is not None and self._timer.when() <= deadline and not self._timer.cancelled():
                 return
             self._timer.cancel()
             self._timer = None
         if deadline is not None:
-            self._timer = self._loop.call_at(deadline, self._on_timer)
+            self._timer = self._loop.call_at(deadline, self._on_timer, plane)
 
-    def _on_timer(self) -> None:
+    def _on_timer(self, plane: ControlPlane) -> None:
         self._timer = None
-        if self._assembled is not None:
-            self._decided()
+        self._decided(plane)
 
     async def _wait_progress(self, deadline: float) -> None:
         self._progress.clear()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support_backends import STANDARD, CPUTier, DiskTier, GPUTier, Idle, add_distribution, backends_in
 
-from kvtier.config import StackConfig, StackOptions, build_tiers, load_stack, parse_stack, stack_schema, tier_name
+from kvtier.config import StackConfig, StackOptions, build_tiers, load_stack, parse_stack, stack_schema
 from kvtier.config.plan import plan_stack
 from kvtier.errors import ConfigError
 from kvtier.options import INDEX_BYTES_PER_SLOT
@@ -53,7 +53,7 @@ def test_a_whole_stack_is_read(backends: Backends) -> None:
     assert (cpu.cpu_bytes_to_use, cpu.policy) == (64 << 30, "arc")
     assert isinstance(nvme, DiskTier._Options)
     assert (nvme.roots, nvme.capacity, nvme.write_policy) == ((Path("/a"),), 1 << 40, "on_evict")
-    assert [tier_name(tier) for tier in config.tiers] == ["gpu", "cpu", "nvme", "disk"]
+    assert [tier.label for tier in config.tiers] == ["gpu", "cpu", "nvme", "disk"]
     assert isinstance(disk, DiskTier._Options)
     assert disk.min_free_bytes == 4096
 

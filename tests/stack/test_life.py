@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
@@ -31,10 +33,13 @@ from support_stack import (
 from support_stack_tiers import LOAD, STORE, backends
 
 from faults.machine.belongings import belongings, new_since
+from kvtier.control.plane import ControlPlane
 from kvtier.errors import (
     ConfigError,
     GeometryError,
+    IntegrityError,
     KVTierError,
+    ResourceError,
     RootBusyError,
     RootError,
     SharedMemoryError,
@@ -303,6 +308,41 @@ async def test_opening_disks_can_be_cancelled_at_any_time(tmp_path, seed, nothin
         assert statuses(await store(stack, engine, whole(keys(4)))) == ["stored"] * 4
 
 
+async def test_an_error_while_draining_closes_every_tier_and_ends_the_jobs_that_wait(nothing_left, monkeypatch):
+    engine = Engine(PLAIN, 32)
+    parts = parts_of(stack_file(PLAIN, 16, {"type": "memory"}, backends=backends()), engine, backends())
+    stack = TierStack(parts)
+    await stack.open()
+    waiting = asyncio.create_task(store(stack, engine, whole(keys(4))))
+    await asyncio.sleep(0)
+
+    def defect(plane: ControlPlane, now: float) -> None:
+        raise IntegrityError("an invariant does not hold")
+
+    monkeypatch.setattr(ControlPlane, "close", defect)
+    with pytest.raises(IntegrityError):
+        await stack.close()
+    assert stack.close_report is not None
+    await asyncio.wait_for(asyncio.gather(waiting, return_exceptions=True), 10)
+
+
+async def test_a_system_without_threads_is_a_resource_error(monkeypatch, nothing_left):
+    start = threading.Thread.start
+
+    def start_unless(name: str) -> Callable[[threading.Thread], None]:
+        def start_or_refuse(thread: threading.Thread) -> None:
+            if thread.name.startswith(name):
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        return start_or_refuse
+
+    for name in ("kvtier-cpu", "kvtier-gpu-setup", "kvtier-copy-1"):
+        monkeypatch.setattr(threading.Thread, "start", start_unless(name))
+        with pytest.raises(ResourceError, match="thread"):
+            await TierStack(parts_of(stack_file(PLAIN, 16), Engine(PLAIN, 32))).open()
+
+
 async def test_many_lives_cost_nothing(tmp_path, nothing_left):
     engine = Engine(PLAIN, 32)
     config = stack_file(PLAIN, 8, fs(tmp_path / "r", capacity=1 << 20))
@@ -325,10 +365,10 @@ async def test_a_reservation_that_lapses_costs_no_turns_of_the_loop(nothing_left
         alarms = 0
         original = stack._on_timer
 
-        def counted() -> None:
+        def counted(plane: ControlPlane) -> None:
             nonlocal alarms
             alarms += 1
-            original()
+            original(plane)
 
         stack._on_timer = counted
         stack.reserve("nor of this", keys(4, start=10))

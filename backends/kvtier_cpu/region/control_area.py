@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import RegionError, UsageError
-from kvtier.types.arrays import FEW, IntArray
+from kvtier.types.arrays import IntArray, outside
 from kvtier.types.geometry import round_up
 
 MAGIC = b"kvtierR\0"
@@ -238,7 +238,6 @@ class ControlArea:
         return row
 
     def _rows(self, rows: IntArray) -> IntArray:
-        few = rows.tolist() if len(rows) <= FEW else (int(rows.min()), int(rows.max()))
-        if few and not (min(few) >= 0 and max(few) < self._shape.num_rows):
-            raise UsageError(f"rows {min(few)}..{max(few)} reach outside 0..{self._shape.num_rows - 1}")
+        if (wrong := outside(rows, self._shape.num_rows)) is not None:
+            raise UsageError(f"there is no row {wrong} among {self._shape.num_rows}")
         return rows

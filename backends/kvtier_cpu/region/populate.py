@@ -72,7 +72,7 @@ def make_resident(fd: int, pages: mmap.mmap, plan: PopulatePlan) -> Populated:
     """
     if plan.huge_pages:
         _madvise(pages, 0, len(pages), mmap.MADV_HUGEPAGE)  # refused where there are none; then small pages serve
-    writes = fd < 0 or (plan.populate and _populate_write_works())
+    writes = fd < 0 or (plan.populate and _kernel_takes(MADV_POPULATE_WRITE))
     if not writes:
         reserve(fd, len(pages), plan)
     return _populate(pages, plan, writes) if writes or plan.populate else Populated.SKIPPED
@@ -148,11 +148,6 @@ def _populate(pages: mmap.mmap, plan: PopulatePlan, writes: bool) -> Populated:
 def _check_wanted(stop: threading.Event) -> None:
     if stop.is_set():
         raise RegionError("opening the region was given up before it was ready")
-
-
-def _populate_write_works() -> bool:
-    """True if the kernel knows MADV_POPULATE_WRITE."""
-    return _kernel_takes(MADV_POPULATE_WRITE)
 
 
 def _kernel_takes(*advices: int) -> bool:

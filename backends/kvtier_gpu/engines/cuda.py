@@ -55,10 +55,8 @@ class _CopyStream:
         self._requests.put((plan, computed, done))
 
     def stop(self, timeout_seconds: float) -> bool:
-        if self._threads[0].ident is None:
-            return True
         self._requests.put(None)
-        for thread in self._threads:
+        for thread in filter(threading.Thread.is_alive, self._threads):  # those that could be started
             thread.join(timeout_seconds)
         ended = not any(thread.is_alive() for thread in self._threads)
         if ended:

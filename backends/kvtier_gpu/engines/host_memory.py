@@ -137,7 +137,7 @@ class HostMemoryEngine(CopyEngine):
     def stop(self, timeout_seconds: float) -> bool:
         for _ in self._threads:
             self._queue.put(None)
-        for thread in self._threads:
+        for thread in filter(threading.Thread.is_alive, self._threads):  # those that could be started
             thread.join(timeout_seconds)
         ended = not any(thread.is_alive() for thread in self._threads)
         if ended:

@@ -217,7 +217,7 @@ def test_this_system_has_limits_and_the_mount_is_one_of_them() -> None:
 @pytest.mark.parametrize("huge", [True, False])
 def test_all_memory_is_resident_and_zero_afterwards(monkeypatch: pytest.MonkeyPatch, kernel: str, huge: bool) -> None:
     if kernel == "does not":
-        monkeypatch.setattr(populate_module, "_populate_write_works", lambda: False)
+        monkeypatch.setattr(populate_module, "_kernel_takes", lambda *advices: False)
     monkeypatch.setattr(populate_module, "PIECE_BYTES", 256 * 1024)
     spec = anonymous(num_rows=301, huge_pages=huge)
     region = open_region(spec)
