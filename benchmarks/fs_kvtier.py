@@ -25,7 +25,7 @@ from kvtier.types.keys import GroupIndex, JobId, OffloadKey
 from kvtier.types.namespace import Namespace
 from kvtier_cpu import CPUBackend, CPUOptions
 from kvtier_cpu.backend import POOL_THREADS
-from kvtier_cpu.row_sealing import BlockBytes, RowHashing, seal_rows
+from kvtier_cpu.row_sealing import RowHashing, seal_rows
 from kvtier_fs import FSBackend, FSOptions
 
 FILLERS = 1 << 40
@@ -68,7 +68,6 @@ class KVTier(Contestant):
         assert opened.space is not None
         self._epoch = opened.epoch
         self._tier = OwnedTier("fs", opened.space, "lru")
-        self._block_bytes = BlockBytes.of_groups(geometry)[0]
         self._seals = DaemonPool("seals", POOL_THREADS)
         self._hashing = RowHashing(self._seals)
         self._notes = f"{opened.mode}; rows {region.mode}"
@@ -125,7 +124,7 @@ class KVTier(Contestant):
     async def _seal(self, job: Job) -> None:
         """Take the checksums of a job's rows, as the CPU tier does."""
         rows = np.arange(job.numbers.start, job.numbers.stop, dtype=np.int64) % self._cpu.rows.num_rows
-        await self._hashing.each(seal_rows, self._cpu.region, self._block_bytes, rows)
+        await self._hashing.each(seal_rows, self._cpu.region, 0, rows)
 
     async def _store(self, job: Job) -> None:
         slots = self._tier.reserve(keys_of(job))

@@ -23,7 +23,7 @@ from kvtier_cpu.block_selection import GOOD, UNSTAMPED, BlockSelection, select_a
 from kvtier_cpu.region.opening import RegionHost, open_region
 from kvtier_cpu.region.populate import private_works
 from kvtier_cpu.region.shared_region import RegionSpec, SharedRegion, Sharing
-from kvtier_cpu.row_sealing import BlockBytes, RowHashing, intact_rows, seal_rows
+from kvtier_cpu.row_sealing import RowHashing, intact_rows, seal_rows
 
 POOL_THREADS = 2
 POOL_CLOSE_SECONDS = 1.0
@@ -109,8 +109,6 @@ class CPUBackend(LoadStore):
         self._pool = DaemonPool("kvtier-cpu", POOL_THREADS)
         self._hashing = RowHashing(self._pool)
         self._transfers: set[asyncio.Future[JobResult]] = set()
-        self._sizes: tuple[BlockBytes, ...] = ()
-        self._factor = self._num_copies = 1
         self.counters = CPUCounters()
 
     @property
@@ -214,9 +212,9 @@ class CPUBackend(LoadStore):
         return await shielded_wait(task)
 
     async def _store(self, context: TierContext, region: SharedRegion, job: TransferJob) -> JobResult:
-        started = context.clock()
-        outcomes, selections = select_whole(job, len(self._sizes), self._factor)
-        reports = await self._copy(context.workers[: self._num_copies], "load", job, selections)
+        started, geometry = context.clock(), context.geometry
+        outcomes, selections = select_whole(job, geometry.num_groups, geometry.factor)
+        reports = await self._copy(context.workers[: geometry.num_copies], "load", job, selections)
         if self._region is not region:
             return JobResult.uniform(job, CANCELLED)
         sealing, copied, bytes_moved = [], 0, 0
@@ -229,16 +227,16 @@ class CPUBackend(LoadStore):
                 of_group[position] = outcome if not ok else STORED if whole else UNSTAMPED
             kept = np.array(good) & stamped
             self.counters.unstamped_blocks += sum(good) - int(kept.sum())
-            size, rows = self._sizes[transfer.group], transfer.rows[kept]
-            bytes_moved += len(rows) * size.used
-            sealing.append(self._hashing.each(seal_rows, region, size, rows))
+            rows = transfer.rows[kept]
+            bytes_moved += len(rows) * geometry.kv_bytes_per_offloaded_block(transfer.group)
+            sealing.append(self._hashing.each(seal_rows, region, transfer.group, rows))
         self.counters.partial_blocks += sum(map(len, outcomes)) - copied
         await _all(sealing)
         return JobResult(job.job_id, tuple(map(tuple, outcomes)), bytes_moved, context.clock() - started)
 
     async def _load(self, context: TierContext, region: SharedRegion, job: TransferJob) -> JobResult:
-        started = context.clock()
-        outcomes, selections = select_all(job, len(self._sizes))
+        started, geometry = context.clock(), context.geometry
+        outcomes, selections = select_all(job, geometry.num_groups)
         if self.options.verify_loads:
             selections = await self._verified(region, selections)
         reports = await self._copy(context.workers, "store", job, selections)
@@ -247,15 +245,15 @@ class CPUBackend(LoadStore):
             of_group = outcomes[selection.index]
             for position, outcome in zip(selection.positions, reported, strict=True):
                 of_group[position] = LOADED if outcome.status in GOOD else outcome
-            bytes_moved += selection.pages(reported) * self._sizes[selection.transfer.group].page
+            bytes_moved += selection.pages(reported) * geometry.kv_bytes_per_block(selection.transfer.group)
         return JobResult(job.job_id, tuple(map(tuple, outcomes)), bytes_moved, context.clock() - started)
 
     async def _verified(self, region: SharedRegion, selections: list[BlockSelection]) -> list[BlockSelection]:
         """The selections without the rows that no longer match their checksum."""
         good = []
         for selection in selections:
-            rows, size = selection.transfer.rows, self._sizes[selection.transfer.group]
-            answers = await self._hashing.each(intact_rows, region, size, rows)
+            rows = selection.transfer.rows
+            answers = await self._hashing.each(intact_rows, region, selection.transfer.group, rows)
             intact = [i for i, ok in enumerate(chain.from_iterable(answers)) if ok]
             self.counters.corrupt_rows += len(rows) - len(intact)
             if intact:
@@ -305,9 +303,6 @@ class CPUBackend(LoadStore):
                 opening.result().close()
             self._pool.shutdown()
             raise
-        geometry = context.geometry
-        self._sizes, self._factor = BlockBytes.of_groups(geometry), geometry.factor
-        self._num_copies = geometry.num_copies
         self._context, self._region = context, region
         return region
 

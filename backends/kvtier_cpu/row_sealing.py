@@ -7,41 +7,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeVar
 
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.loop_budget import ByteBudget
 from kvtier.tier_api.checksum import SHORT_BYTES, checksum
 from kvtier.types.arrays import IntArray
-from kvtier.types.geometry import Geometry
 from kvtier_cpu.region.shared_region import SharedRegion
 
 T = TypeVar("T")
 
 PIECE_BYTES = 4 << 20
 """Bytes that one call clears and hashes: below a millisecond, so that several jobs share the threads fairly."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlockBytes:
-    """The sizes of a group's blocks in a row: one GPU page over all workers, the block, and its aligned length."""
-
-    page: int
-    used: int
-    aligned: int
-
-    @staticmethod
-    def of_groups(geometry: Geometry) -> tuple[BlockBytes, ...]:
-        """The sizes of every group, computed once when the tier is opened."""
-        return tuple(
-            BlockBytes(
-                geometry.kv_bytes_per_block(group),
-                geometry.kv_bytes_per_offloaded_block(group),
-                geometry.aligned_bytes(group),
-            )
-            for group in range(geometry.num_groups)
-        )
 
 
 class RowHashing:
@@ -55,39 +32,37 @@ class RowHashing:
         self._budget = ByteBudget()
 
     async def each(
-        self,
-        call: Callable[[SharedRegion, BlockBytes, IntArray], T],
-        region: SharedRegion,
-        size: BlockBytes,
-        rows: IntArray,
+        self, call: Callable[[SharedRegion, int, IntArray], T], region: SharedRegion, group: int, rows: IntArray
     ) -> list[T]:
-        """What `seal_rows` or `intact_rows` return for these rows, in pieces of about PIECE_BYTES."""
-        step = max(1, PIECE_BYTES // size.aligned)
+        """What `seal_rows` or `intact_rows` return for these rows of a group, in pieces of about PIECE_BYTES."""
+        nbytes = region.spec.geometry.aligned_bytes(group)
+        step = max(1, PIECE_BYTES // nbytes)
         pieces = [rows[start : start + step] for start in range(0, len(rows), step)]
-        if size.aligned > SHORT_BYTES:
-            return await asyncio.gather(*[self._pool.run(call, region, size, piece) for piece in pieces])
+        if nbytes > SHORT_BYTES:
+            return await asyncio.gather(*[self._pool.run(call, region, group, piece) for piece in pieces])
         done = []
         for piece in pieces:
-            await self._budget.reserve(len(piece) * size.aligned)
-            done.append(call(region, size, piece))
+            await self._budget.reserve(len(piece) * nbytes)
+            done.append(call(region, group, piece))
         return done
 
 
-def seal_rows(region: SharedRegion, size: BlockBytes, rows: IntArray) -> None:
+def seal_rows(region: SharedRegion, group: int, rows: IntArray) -> None:
     """Zero what a block leaves unused up to its aligned length, then record each row's checksum.
 
     No lower tier reads beyond the aligned length.
     """
-    zeros = bytes(size.aligned - size.used)
-    keep_gil = size.aligned <= SHORT_BYTES
-    for row, block in zip(rows.tolist(), region.blocks(rows, size.aligned), strict=True):
+    geometry = region.spec.geometry
+    used, nbytes = geometry.kv_bytes_per_offloaded_block(group), geometry.aligned_bytes(group)
+    zeros = bytes(nbytes - used)
+    for row, block in zip(rows.tolist(), region.blocks(rows, nbytes), strict=True):
         if zeros:
-            block[size.used :] = zeros
-        region.set_checksum(row, checksum(block, keep_gil))
+            block[used:] = zeros
+        region.set_checksum(row, checksum(block, nbytes <= SHORT_BYTES))
 
 
-def intact_rows(region: SharedRegion, size: BlockBytes, rows: IntArray) -> list[bool]:
+def intact_rows(region: SharedRegion, group: int, rows: IntArray) -> list[bool]:
     """For each row: True if its bytes still match its checksum."""
-    keep_gil = size.aligned <= SHORT_BYTES
-    blocks = zip(rows.tolist(), region.blocks(rows, size.aligned), strict=True)
-    return [checksum(block, keep_gil) == region.checksum(row) for row, block in blocks]
+    nbytes = region.spec.geometry.aligned_bytes(group)
+    blocks = zip(rows.tolist(), region.blocks(rows, nbytes), strict=True)
+    return [checksum(block, nbytes <= SHORT_BYTES) == region.checksum(row) for row, block in blocks]

@@ -11,10 +11,11 @@ from kvtier.config.model import StackConfig, StackOptions
 from kvtier.config.problems import collected, problems_of, raise_all, shown
 from kvtier.config.strict_yaml import Value, parse_text, read_text
 from kvtier.errors import ConfigError
-from kvtier.options import MAX_LOWER_TIERS, LowerTierOptions, TierOptions
+from kvtier.options import LowerTierOptions, TierOptions
+from kvtier.stack.assembly import order_problems
 from kvtier.tier_api.contract import LoadStore
 from kvtier.tier_api.registry import Backends, discover, suggest
-from kvtier.types.keys import CPU, GPU, Medium
+from kvtier.types.keys import CPU, Medium
 
 MAX_TIERS = 64
 Model = TypeVar("Model", bound=BaseModel)
@@ -107,7 +108,7 @@ def _tier(value: Value, at: str, backends: Backends) -> TierOptions:
 def tier_problems(tiers: Sequence[TierOptions], backends: Backends) -> list[ConfigError]:
     """What is wrong between tiers that are each valid: their order, their number, their names, on_evict."""
     media = [backends.get(options.type).medium for options in tiers]
-    problems = _order_problems(media)
+    problems = order_problems(media)
     names = [options.label for options in tiers]
     for index, (name, options) in enumerate(zip(names, tiers, strict=True)):
         first = names.index(name)
@@ -118,23 +119,4 @@ def tier_problems(tiers: Sequence[TierOptions], backends: Backends) -> list[Conf
         if on_evict and media[:index][-1:] != [CPU]:
             reason = "on_evict is only for the tier directly below the CPU tier; write write_through"
             problems.append(ConfigError(reason, f"tiers[{index}].write_policy"))
-    return problems
-
-
-def _order_problems(media: Sequence[str]) -> list[ConfigError]:
-    problems: list[ConfigError] = []
-    for index, medium in enumerate(media):
-        at = f"tiers[{index}]"
-        if medium == GPU and index > 0:
-            problems.append(ConfigError("the GPU tier comes first, once; move or remove this one", at))
-        elif medium == CPU and CPU in media[:index]:
-            problems.append(ConfigError("a stack has exactly one CPU tier; remove this one", at))
-        elif medium == CPU and any(above != GPU for above in media[:index]):
-            problems.append(ConfigError("the CPU tier comes before every lower tier; move it up", at))
-        elif index - (GPU in media[:1]) > MAX_LOWER_TIERS:
-            problems.append(ConfigError(f"a stack has at most {MAX_LOWER_TIERS} tiers below the CPU tier", at))
-            break
-    if CPU not in media:
-        reason = "a stack needs a CPU tier; add `- type: cpu` with cpu_bytes_to_use after the GPU tier"
-        problems.append(ConfigError(reason, "tiers"))
     return problems

@@ -83,19 +83,35 @@ class StackParts:
     refine: Callable[[Namespace, Sequence[str]], Namespace] | None = None
 
 
+def order_problems(media: Sequence[str]) -> list[ConfigError]:
+    """What is wrong with the order of a stack's tiers, given from the top down."""
+    problems: list[ConfigError] = []
+    for index, medium in enumerate(media):
+        at = f"tiers[{index}]"
+        if medium == GPU and index > 0:
+            problems.append(ConfigError("the GPU tier comes first, once; move or remove this one", at))
+        elif medium == CPU and CPU in media[:index]:
+            problems.append(ConfigError("a stack has exactly one CPU tier; remove this one", at))
+        elif medium == CPU and any(above != GPU for above in media[:index]):
+            problems.append(ConfigError("the CPU tier comes before every lower tier; move it up", at))
+        elif index - (GPU in media[:1]) > MAX_LOWER_TIERS:
+            problems.append(ConfigError(f"a stack has at most {MAX_LOWER_TIERS} tiers below the CPU tier", at))
+            break
+    if CPU not in media:
+        reason = "a stack needs a CPU tier; add `- type: cpu` with cpu_bytes_to_use after the GPU tier"
+        problems.append(ConfigError(reason, "tiers"))
+    return problems
+
+
 def split_tiers(parts: StackParts) -> tuple[Sequence[LoadStore], LoadStore, list[LoadStore]]:
     """(who copies between GPU blocks and rows, CPU tier, lower tiers).
 
     Raises ConfigError when the order is wrong, UsageError when not exactly one copies for each worker of the layout.
     """
     tiers = list(parts.tiers)
-    gpu = [tiers.pop(0)] if tiers and tiers[0].medium == GPU else []
-    if not tiers or tiers[0].medium != CPU:
-        raise ConfigError("a stack needs a cpu tier, right below the gpu tier if there is one", "tiers")
-    if any(tier.medium in (GPU, CPU) for tier in tiers[1:]):
-        raise ConfigError("a stack has one gpu tier at the top and one cpu tier below it", "tiers")
-    if len(tiers) - 1 > MAX_LOWER_TIERS:
-        raise ConfigError(f"a stack has at most {MAX_LOWER_TIERS} tiers below the cpu tier", "tiers")
+    for problem in order_problems([tier.medium for tier in tiers]):
+        raise problem
+    gpu = [tiers.pop(0)] if tiers[0].medium == GPU else []
     if parts.workers and parts.kv_caches is not None:
         raise UsageError("a stack has kv_caches of its own or workers that have them, not both")
     if not parts.workers and not gpu:

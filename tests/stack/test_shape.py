@@ -36,7 +36,7 @@ async def test_a_ninth_lower_tier_is_refused_before_anything_is_opened():
     lowers = [{"type": "memory", "name": f"m{i}"} for i in range(8)]
     parts = parts_of(stack_file(PLAIN, 4, *lowers, backends=backends()), engine, backends())
     parts = dataclasses.replace(parts, tiers=[*parts.tiers, parts.tiers[-1]])
-    with pytest.raises(ConfigError, match="at most 8 tiers below the cpu tier"):
+    with pytest.raises(ConfigError, match="at most 8 tiers below the CPU tier"):
         async with opened(parts):
             pass
     assert parts.tiers[-1].context is None

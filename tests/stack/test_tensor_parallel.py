@@ -149,7 +149,7 @@ async def test_the_workers_must_be_as_many_as_the_layout_says(tmp_path):
 
     engine = Engine(PLAIN, 4)
     parts = StackParts([], Namespace(LAYOUT))
-    with pytest.raises(ConfigError, match="needs a cpu tier"):
+    with pytest.raises(ConfigError, match="needs a CPU tier"):
         await TierStack(parts).open()
 
     config = stack_file(LAYOUT, 4, fs(tmp_path / "r"))
