@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kvtier.control.deliveries import PresenceQuery, Recipient
 from kvtier.control.flow.demotions import Demotions
-from kvtier.control.flow.loads import CopyJob, LoadRequest, disowned
+from kvtier.control.flow.loads import CopyJob, LoadRequest
 from kvtier.control.flow.promotions import Promotions
 from kvtier.control.flow.stores import StoreRequest
 from kvtier.control.reservations import Reservation, Reservations
@@ -66,12 +66,12 @@ class ControlPlane(Recipient):
         self._ages = itertools.count(1)
         self._open_loads: dict[JobId, LoadRequest] = {}
         self._open_stores: dict[JobId, StoreRequest] = {}
+        self._finished: list[LoadRequest | StoreRequest] = []
         self._limits = limits
         self._pumped_at = -math.inf
         self._expires_at = math.inf
         self._events: deque[OffloadingEvent] = deque()
         self.events_lost = 0
-        self._closing = False
         self._collect_changes()
 
     # -- looking up ----------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class ControlPlane(Recipient):
         unknown = False
         for lower in lowers:
             presence = lower.index.presence(key, now)
-            if presence and lower.holds_key(key, now):
+            if presence and not lower.silent(key):
                 return LookupResult.HIT_PENDING
             if presence is None:
                 lower.index.request(key, now)
@@ -155,7 +155,7 @@ class ControlPlane(Recipient):
         else:
             store = StoreRequest(self.control, self._demotions, self._factor, job, now)
             self._open_stores[job.job_id] = store
-            if self._closing:
+            if self._demotions.closing:
                 store.stop(dropped(DropReason.CLOSING))
             elif not self.control.shortage and not store.advance(now):
                 self.control.shortage = len(store.todo)
@@ -253,18 +253,21 @@ class ControlPlane(Recipient):
                 self.touch([key for key, outcome in zip(load.keys, load.outcomes, strict=True) if outcome is LOADED])
                 self._admission.remove(load)
                 del self._open_loads[load.job.job_id]
-                self.control.finished.append(load.result(now))
+                load.ended = now
+                self._finished.append(load)
         for store in list(self._open_stores.values()):
             if not store.open:
                 del self._open_stores[store.job.job_id]
-                self.control.finished.append(store.result(now))
+                store.ended = now
+                self._finished.append(store)
 
     def next_deadline(self, now: float) -> float | None:
         """The next time, not before `now`, at which `pump` has work although no outcome was reported."""
         soonest, pumped_at = math.inf, self._pumped_at
         leases = self._reservations.deadlines() if self._reservations.by_request else ()
         deadlines = [deadline for deadline, _ in self._deadlines()]
-        for time in (*deadlines, self._admission.wake_at, *leases, *self._demotions.send_at):
+        gathered = [lower.send_at for lower in self.control.lowers]
+        for time in (*deadlines, self._admission.wake_at, *leases, *gathered):
             if pumped_at < time < soonest:
                 soonest = time
         return max(now, soonest) if soonest < math.inf else None
@@ -278,14 +281,9 @@ class ControlPlane(Recipient):
         loads cancelled, loads that ended but were not taken yet included.
         """
         self.control.epoch += 1
-        for store in self._open_stores.values():
-            store.stop(dropped(DropReason.RESET))
-        for load in self._open_loads.values():
-            load.stop(CANCELLED)
-            load.disown()
-        self.control.finished = [disowned(result) for result in self.control.finished]
-        self._reservations.reset()
-        self._admission.drop_reservations()
+        self._stop_all(DropReason.RESET)
+        for request in (*self._open_loads.values(), *self._finished):
+            request.disown()
         self._demotions.reset()
         for index in self.control.indexes:
             index.reset()
@@ -295,14 +293,17 @@ class ControlPlane(Recipient):
 
     def close(self, now: float) -> None:
         """No new stores; what waits for a row is dropped, what is queued for lower tiers goes on until `abandon`."""
-        self._closing = self._demotions.closing = True
+        self._demotions.closing = True
+        self._stop_all(DropReason.CLOSING)
+        self.pump(now)
+
+    def _stop_all(self, reason: DropReason) -> None:
         for store in self._open_stores.values():
-            store.stop(dropped(DropReason.CLOSING))
+            store.stop(dropped(reason))
         for load in self._open_loads.values():
             load.stop(CANCELLED)
         self._reservations.reset()
         self._admission.drop_reservations()
-        self.pump(now)
 
     def flush(self, now: float) -> None:
         """Write back the gathered rows now, as far as the limits allow."""
@@ -326,8 +327,8 @@ class ControlPlane(Recipient):
 
     def take_finished(self) -> list[JobResult]:
         """Results of the engine's own jobs, each once."""
-        finished, self.control.finished = self.control.finished, []
-        return finished
+        finished, self._finished = self._finished, []
+        return [request.result() for request in finished]
 
     def take_queries(self) -> list[PresenceQuery]:
         """Lookups that shared tiers are to answer."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
@@ -11,6 +13,7 @@ from kvtier.control.tiers.breaker import Breaker, BreakerState
 from kvtier.control.tiers.owned_tier import OwnedTier
 from kvtier.control.tiers.roots import Roots
 from kvtier.control.tiers.shared_tier import SharedTier
+from kvtier.control.tiers.store_order import StoreOrder
 from kvtier.control.tiers.tier_index import TierIndex
 from kvtier.errors import UsageError
 from kvtier.tier_api.contract import Opened
@@ -96,6 +99,8 @@ class LowerTier:
     `owned` is the index of an owned tier, for what only slots have: reservation, eviction, room on disk.
     Its transfers hold at most `rows_max` CPU rows at once (`rows_in_flight`), those whose job is late and has
     not really ended included (`rows_late`). So a frozen tier never takes more of the CPU tier than that.
+    Of its write-back: `queue` has the (row, generation) of dirty rows that wait, `send_at` is when they go at the
+    latest, `stores_in_flight` are the blocks that were sent, in an order that `store_order` keeps.
     `room_breaker` opens when even the places of evicted blocks are refused because the disk is full.
     """
 
@@ -116,6 +121,10 @@ class LowerTier:
         self.index: TierIndex = self.owned or SharedTier(
             plan.name, plan.hint_seconds, plan.lookup_timeout_seconds, max_hints=1 << 20
         )
+        self.queue: deque[tuple[int, int]] = deque()
+        self.send_at = math.inf
+        self.stores_in_flight = 0
+        self.store_order = StoreOrder(self.owned)
         self.load_breaker = Breaker()
         self.store_breaker = Breaker()
         self.room_breaker = Breaker(threshold=1)
@@ -155,9 +164,11 @@ class LowerTier:
 
     def holds_key(self, key: OffloadKey, now: float) -> bool:
         """True if a load of this key from here may be tried."""
-        if self.index.presence(key, now) is False:
-            return False
-        return not (self.roots.any_silent and any(map(self.roots.silent, self.index.slots((key,)))))
+        return self.index.presence(key, now) is not False and not self.silent(key)
+
+    def silent(self, key: OffloadKey) -> bool:
+        """True if the key, which is here, lies in a root that is left alone."""
+        return self.roots.any_silent and any(map(self.roots.silent, self.index.slots((key,))))
 
     @property
     def no_slot_reason(self) -> DropReason:
@@ -274,7 +285,6 @@ class ControlState(JobTable[InFlight]):
         self.lowers = [LowerTier(position, plan, rows_max) for position, plan in enumerate(lowers, start=1)]
         self.cpu_counters = TierCounters()
         super().__init__(max((plan.opened.epoch for plan in lowers), default=0))
-        self.finished: list[JobResult] = []
         self.fills: dict[int, list[tuple[FillWaiter, int]]] = {}
         self.shortage = 0
         self.num_rows = len(self.cpu.table)

@@ -457,7 +457,7 @@ def test_how_many_jobs_are_kept_in_order_is_bounded():
     stuck, *others = world.under_way(1, STORE)
     for job in others:
         world.finish(job)
-        assert len(world.plane._demotions.orders[0]._line) <= 16
+        assert len(world.plane.control.lowers[0].store_order._line) <= 16
     world.finish(stuck)
     world.check()
 

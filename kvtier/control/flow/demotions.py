@@ -12,11 +12,9 @@ at once where rows are short, on `flush` and while closing.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Collection, Sequence
 
 from kvtier.control.flow.lower_transfer import LowerTransfer
-from kvtier.control.flow.store_order import StoreOrder
 from kvtier.control.state import ControlState, LowerTier
 from kvtier.control.tiers.breaker import BreakerState
 from kvtier.control.tiers.slot_table import READY
@@ -31,7 +29,7 @@ GATHER_BLOCKS = 32
 class Demotions:
     """Plans and ends demotions to all lower tiers. In flight and quarantined, a tier holds a quarter of the rows.
 
-    `send_at` is for each tier when its gathered rows go at the latest.
+    `dirty_rows` counts the rows that are dirty for at least one lower tier.
     """
 
     def __init__(self, control: ControlState, watermark_rows: int, gather_seconds: float = 0.0) -> None:
@@ -41,20 +39,16 @@ class Demotions:
         self.dirty = bytearray(control.num_rows)
         self.demoting = bytearray(control.num_rows)
         self.retried = bytearray(control.num_rows)
-        self.queues: list[deque[tuple[int, int]]] = [deque() for _ in control.lowers]
         self._gather_seconds = gather_seconds
         self._gather_blocks = min(GATHER_BLOCKS, 1 + control.num_rows // 16)
-        self.send_at = [math.inf] * len(control.lowers)
-        self.orders = [StoreOrder(lower.owned) for lower in control.lowers]
-        self.inflight = [0] * len(control.lowers)
         self.late = 0
-        self._num_dirty = 0
+        self.dirty_rows = 0
         self._on_evict_bits = sum(lower.bit for lower in control.lowers if lower.on_evict)
 
     @property
     def in_flight(self) -> int:
         """Rows queued for or in flight to lower tiers, those of late transfers included."""
-        return sum(map(len, self.queues)) + sum(self.inflight)
+        return sum(len(lower.queue) + lower.stores_in_flight for lower in self.control.lowers)
 
     @property
     def backlog(self) -> int:
@@ -62,14 +56,9 @@ class Demotions:
         return self.in_flight - self.late
 
     @property
-    def dirty_rows(self) -> int:
-        """Rows that are dirty for at least one lower tier."""
-        return self._num_dirty
-
-    @property
     def cleaning(self) -> bool:
         """True if rows will become free once an `on_evict` tier has them, so that waiting a little is worth it."""
-        in_flight = any(lower.on_evict and self.inflight[lower.position - 1] for lower in self.control.lowers)
+        in_flight = any(lower.on_evict and lower.stores_in_flight for lower in self.control.lowers)
         return in_flight or bool(self._cold_rows(1, self._on_evict_bits))
 
     # -- rows come and go ----------------------------------------------------------------------------------------
@@ -84,21 +73,20 @@ class Demotions:
         for lower in self.control.lowers:
             if lower.position == source:
                 continue
-            queue = self.queues[lower.position - 1]
-            if not queue:
-                self.send_at[lower.position - 1] = now + self._gather_seconds
+            if not lower.queue:
+                lower.send_at = now + self._gather_seconds
             for row in rows:
                 key = table.keys[row]
                 assert key is not None
                 if lower.index.needs(key, now):
                     self._mark_dirty(row, lower)
                     if not lower.on_evict:
-                        queue.append((row, table.generation[row]))
+                        lower.queue.append((row, table.generation[row]))
 
     def _mark_dirty(self, row: int, lower: LowerTier) -> None:
         if not self.dirty[row]:
             self.control.cpu.pin((row,))
-            self._num_dirty += 1
+            self.dirty_rows += 1
         self.dirty[row] |= lower.bit
 
     def mark_clean(self, row: int, lower: LowerTier | None = None) -> None:
@@ -108,7 +96,7 @@ class Demotions:
             self.retried[row] &= self.dirty[row]
             if not self.dirty[row]:
                 self.control.cpu.unpin((row,))
-                self._num_dirty -= 1
+                self.dirty_rows -= 1
 
     def evicted_below(self, lower: LowerTier, keys: Sequence[OffloadKey]) -> None:
         """An `on_evict` tier evicted these keys: rows that have them are dirty again.
@@ -138,8 +126,8 @@ class Demotions:
         """Forget all that was queued; jobs in flight end on their own."""
         for row in range(len(self.dirty)):
             self.mark_clean(row)
-        for queue in self.queues:
-            queue.clear()
+        for lower in self.control.lowers:
+            lower.queue.clear()
 
     def drop_queued(self, reason: DropReason) -> int:
         """Give up every write-back that is not in flight; returns how many blocks that were."""
@@ -150,8 +138,8 @@ class Demotions:
                     lower.counters.drop(reason)
                     self.mark_clean(row, lower)
                     count += 1
-        for queue in self.queues:
-            queue.clear()
+        for lower in self.control.lowers:
+            lower.queue.clear()
         return count
 
     # -- planning ------------------------------------------------------------------------------------------------
@@ -160,40 +148,38 @@ class Demotions:
         """Emit the demotions that may start now: queued rows, and cold dirty rows where free rows are short."""
         for lower in self.control.lowers:
             allowed = lower.may_store(now)
-            if not lower.on_evict and not self.queues[lower.position - 1]:
+            if not lower.on_evict and not lower.queue:
                 continue
             if not allowed:
                 if lower.refusal is not None:
                     self._give_up(lower, lower.refusal)
             elif lower.on_evict:
-                self._plan_cold(lower, now)
+                needed = self._rows_needed(lower) - lower.stores_in_flight
+                self._send_cold(lower, min(needed, self._room(lower)), now)
             elif not self._gathering(lower, now):
                 self._plan_queue(lower, now)
 
     def _gathering(self, lower: LowerTier, now: float) -> bool:
         """True while the queued rows wait for more, so that one job takes the rows of several engine steps."""
-        at = lower.position - 1
-        if now >= self.send_at[at] or len(self.queues[at]) >= self._gather_blocks or self.closing:
+        if now >= lower.send_at or len(lower.queue) >= self._gather_blocks or self.closing:
             return False
         return not self.control.shortage and self.control.cpu.available >= self.watermark_rows
 
     def flush(self, now: float) -> None:
         """Send the gathered rows now, as far as the limits allow."""
-        self.send_at = [-math.inf] * len(self.queues)
+        for lower in self.control.lowers:
+            lower.send_at = -math.inf
         self.plan(now)
 
     def _room(self, lower: LowerTier) -> int:
         """How many more blocks may be in flight to this tier: within its share of the rows and its own limit."""
-        room = min(
-            lower.rows_max - lower.rows_in_flight, lower.setup.inflight_blocks - self.inflight[lower.position - 1]
-        )
+        room = min(lower.rows_max - lower.rows_in_flight, lower.setup.inflight_blocks - lower.stores_in_flight)
         return min(room, lower.roots.room) if lower.roots.several else room
 
     def _give_up(self, lower: LowerTier, reason: DropReason) -> None:
         """The tier takes nothing: queued rows become clean unwritten, and as many cold rows as are needed."""
-        queue = self.queues[lower.position - 1]
-        rows = [row for row, generation in queue if self._is_dirty(lower, row, generation)]
-        queue.clear()
+        rows = [row for row, generation in lower.queue if self._is_dirty(lower, row, generation)]
+        lower.queue.clear()
         if lower.on_evict:
             rows = self._cold_rows(self._rows_needed(lower), lower.bit)
         for row in rows:
@@ -206,7 +192,7 @@ class Demotions:
         return bool(due) and table.state[row] == READY and table.generation[row] == generation
 
     def _plan_queue(self, lower: LowerTier, now: float) -> None:
-        queue = self.queues[lower.position - 1]
+        queue = lower.queue
         while queue and (room := min(JOB_BLOCKS, self._room(lower))) > 0 and lower.may_store(now):
             rows: list[int] = []
             while queue and len(rows) < room:
@@ -220,7 +206,7 @@ class Demotions:
             if rows and not self._send(lower, rows, now) and not lower.disk_full:
                 break  # the others wait for free slots, but not on a full disk: it may have none for long
         if not queue:
-            self.send_at[lower.position - 1] = math.inf
+            lower.send_at = math.inf
 
     def _key(self, row: int) -> OffloadKey:
         key = self.control.cpu.table.keys[row]
@@ -235,7 +221,7 @@ class Demotions:
 
     def _cold_rows(self, count: int, mask: int, spared: int = 0) -> list[int]:
         """The at most `count` coldest rows, dirty for a tier in `mask` and for none in `spared`, without other pins."""
-        if count <= 0 or not self._num_dirty:
+        if count <= 0 or not self.dirty_rows:
             return []
         pins, dirty = self.control.cpu.table.pins, self.dirty
         rows = []
@@ -245,10 +231,6 @@ class Demotions:
                 if len(rows) == count:
                     break
         return rows
-
-    def _plan_cold(self, lower: LowerTier, now: float) -> None:
-        needed = self._rows_needed(lower) - self.inflight[lower.position - 1]
-        self._send_cold(lower, min(needed, self._room(lower)), now)
 
     def _send_cold(self, lower: LowerTier, count: int, now: float) -> None:
         rows = self._cold_rows(count, lower.bit)
@@ -282,23 +264,25 @@ class Demotions:
     def _put_off(self, lower: LowerTier, rows: list[int], limited: bool) -> None:
         """No slot was to be had for these rows. Where only some roots may be used they wait for those, else they go."""
         if not limited or lower.disk_full or lower.rows_in_flight == lower.rows_late:
-            self._no_slot(lower, rows)
+            lower.counters.drop(lower.no_slot_reason, len(rows))
+            for row in rows:
+                self.mark_clean(row, lower)
         elif not lower.on_evict:
             self._put_back(lower, rows)
 
     def _put_back(self, lower: LowerTier, rows: Sequence[int]) -> None:
         """Queue rows again, before the others and without gathering."""
         generation = self.control.cpu.table.generation
-        self.queues[lower.position - 1].extendleft((row, generation[row]) for row in reversed(rows))
-        self.send_at[lower.position - 1] = -math.inf
+        lower.queue.extendleft((row, generation[row]) for row in reversed(rows))
+        lower.send_at = -math.inf
 
     def _emit(self, job: DemotionJob, now: float) -> None:
         lower, rows = job.lower, job.rows
-        self.orders[lower.position - 1].sent(job)
+        lower.store_order.sent(job)
         self.control.cpu.pin(rows)
         for row in rows:
             self.demoting[row] |= lower.bit
-        self.inflight[lower.position - 1] += len(rows)
+        lower.stores_in_flight += len(rows)
         job.begin()
         deadline = now + lower.setup.timeout_seconds
         self.control.emit(lower.position, JobKind.STORE, job.groups, deadline, job, job.formats)
@@ -320,11 +304,6 @@ class Demotions:
         if not lower.on_evict:
             self._put_back(lower, [job.rows[i] for i in again])
         return set(again)
-
-    def _no_slot(self, lower: LowerTier, rows: Sequence[int]) -> None:
-        lower.counters.drop(lower.no_slot_reason, len(rows))
-        for row in rows:
-            self.mark_clean(row, lower)
 
 
 class DemotionJob(LowerTransfer):
@@ -348,7 +327,7 @@ class DemotionJob(LowerTransfer):
             if not outcome.ok and i not in again:
                 self.lower.counters.count(outcome)
         self.judge_room(outcomes, self.lower.owned is not None and len(again) < len(full), now)
-        self.demotions.orders[self.lower.position - 1].ended(self)
+        self.lower.store_order.ended(self)
         self._unpin_rows(again)
 
     def _unpin_rows(self, again: Collection[int] = ()) -> None:
@@ -358,14 +337,14 @@ class DemotionJob(LowerTransfer):
             demotions.demoting[row] &= ~bit
             if i not in again:
                 demotions.mark_clean(row, self.lower)
-        demotions.inflight[self.lower.position - 1] -= len(self.rows)
+        self.lower.stores_in_flight -= len(self.rows)
         self.release()
         demotions.control.cpu.unpin(self.rows)
 
     def late(self, now: float) -> None:
         self.begin_late(now)
         self.demotions.late += len(self.rows)
-        self.demotions.orders[self.lower.position - 1].ended(self)
+        self.lower.store_order.ended(self)
         if self.lower.on_evict:
             self.lower.counters.drop(DropReason.TIER_DOWN, len(self.rows))
         for row in self.rows:

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvtier.control.state import ControlState
 from kvtier.types.gpu_runs import RunIndex
-from kvtier.types.jobs import BlockOutcome, GPUGroup, JobResult, TransferJob
+from kvtier.types.jobs import CANCELLED, LOADED, BlockOutcome, GPUGroup, JobResult, TransferJob
 from kvtier.types.keys import OffloadKey
 
 
@@ -26,7 +26,7 @@ class StackRequest:
         self.control = control
         self.job = job
         self.groups = job.gpu_groups
-        self.started = now
+        self.started = self.ended = now
         self.keys: list[OffloadKey] = []
         self.starts: list[int] = []
         for group in self.groups:
@@ -93,8 +93,12 @@ class StackRequest:
             groups.setdefault(bisect_right(self.starts, index) - 1, []).append(m)
         return groups
 
-    def result(self, now: float) -> JobResult:
+    def disown(self) -> None:
+        """A reset overtook the request: what was loaded before it must not be taken for valid."""
+        self.outcomes = [CANCELLED if outcome is LOADED else outcome for outcome in self.outcomes]
+
+    def result(self) -> JobResult:
         """The finished request's result."""
         each = filter(None, self.outcomes)
         outcomes = tuple([tuple(islice(each, len(group.keys))) for group in self.groups])
-        return JobResult(self.job.job_id, outcomes, self.bytes_moved, now - self.started)
+        return JobResult(self.job.job_id, outcomes, self.bytes_moved, self.ended - self.started)

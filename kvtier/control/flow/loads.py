@@ -7,7 +7,6 @@ both always end. So any number of loads longer than the CPU tier get through any
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain
 
 from kvtier.control.flow.engine_job import StackRequest
@@ -68,10 +67,6 @@ class LoadRequest(StackRequest, RowRequest):
         for index in self.all:
             if index not in self.in_copy:
                 self.complete(index, outcome)
-
-    def disown(self) -> None:
-        """After a reset: what was loaded before it must not be taken for valid."""
-        self.outcomes = [CANCELLED if outcome is LOADED else outcome for outcome in self.outcomes]
 
     def take_rows(self, now: float) -> bool:
         """Copy the blocks that are in rows already; True if that is all of them.
@@ -197,11 +192,3 @@ class CopyJob(InFlight):
     def ended(self, now: float) -> None:
         """Not reached: these jobs carry no deadline."""
         raise AssertionError("a copy to the GPU has no deadline")
-
-
-def disowned(result: JobResult) -> JobResult:
-    """A result that a reset overtook: what was loaded before it must not be taken for valid."""
-    outcomes = tuple(
-        tuple(CANCELLED if outcome is LOADED else outcome for outcome in group) for group in result.outcomes
-    )
-    return replace(result, outcomes=outcomes)

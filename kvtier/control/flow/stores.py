@@ -126,33 +126,22 @@ class FillJob(InFlight):
         if outcomes.count(STORED) == len(outcomes) == len(self.rows) and self.epoch == control.epoch:
             self._finish_whole(now)
             return
-        in_order = list(outcomes)
-        for m, outcome in zip(request.order_of(self.indices), outcomes, strict=True):
-            in_order[m] = outcome
-        bad = [m for m, outcome in enumerate(in_order) if outcome is not STORED and not outcome.ok]
-        failed_rows = set()
-        for m in bad:
-            control.cpu_counters.count(in_order[m])
-            failed_rows.add(self.rows[m])
-        leaf_to_root = [row for row in reversed(self.rows) if row not in failed_rows] if bad else self.rows[::-1]
+        in_order = dict(zip(request.order_of(self.indices), outcomes, strict=True))
+        good = [row for m, row in enumerate(self.rows) if in_order[m].ok]
+        control.cpu.commit(good[::-1])
         state = control.cpu.table.state
-        control.cpu.commit(leaf_to_root)
-        ready = [row for row in leaf_to_root if state[row] == READY]
-        reset = len(ready) < len(leaf_to_root)
+        ready = [row for row in good if state[row] == READY]
         control.cpu_counters.stored += len(ready)
-        if not bad and not reset:
-            request.complete_all(self.indices, STORED)
         for m, index in enumerate(self.indices):
-            if request.outcomes[index] is not None:
-                continue
             outcome = in_order[m]
+            control.cpu_counters.count(outcome)
             if outcome.ok:
-                outcome = dropped(DropReason.RESET) if reset and state[self.rows[m]] != READY else STORED
+                outcome = STORED if state[self.rows[m]] == READY else dropped(DropReason.RESET)
             request.complete(index, outcome)
-        request.demotions.row_ready(ready, CPU_TIER, now)
-        control.cpu.abort([self.rows[m] for m in bad])
+        request.demotions.row_ready(ready[::-1], CPU_TIER, now)
+        control.cpu.abort([row for m, row in enumerate(self.rows) if not in_order[m].ok])
         if control.fills:
-            control.fill_ended([row for row in self.rows if state[row] == READY], True, CPU_TIER, now)
+            control.fill_ended(ready, True, CPU_TIER, now)
             control.fill_ended([row for row in self.rows if state[row] != READY], False, CPU_TIER, now)
 
     def _finish_whole(self, now: float) -> None:

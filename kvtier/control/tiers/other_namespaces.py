@@ -49,10 +49,14 @@ class ForeignSlots:
 
     def drop(self, size: int, slots: Collection[int]) -> int:
         """Forget slots whose region is formatted for another size. Returns how many there were."""
-        before = self.counts[size]
-        for layer in self.layers:
-            stack = layer.slots[size]
-            kept = array("q", [slot for slot in stack if slot not in slots])
-            self.counts[size] -= len(stack) - len(kept)
-            stack[:] = kept
-        return before - self.counts[size]
+        dropped = sum(take_out(layer.slots[size], slots) for layer in self.layers)
+        self.counts[size] -= dropped
+        return dropped
+
+
+def take_out(stack: array[int], slots: Collection[int]) -> int:
+    """Remove those of the slots that are on the stack; returns how many these were."""
+    kept = array("q", [slot for slot in stack if slot not in slots])
+    removed = len(stack) - len(kept)
+    stack[:] = kept
+    return removed

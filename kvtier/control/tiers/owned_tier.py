@@ -314,33 +314,23 @@ class OwnedTier(TierIndex):
         placement, counts = self.placement, self.table.counts
         if placement.one_size:
             return (counts[FILLING] + counts[READY] + counts[QUARANTINED]) * placement.sizes[0]
-        return self._bytes_of((FILLING, READY, QUARANTINED))
-
-    def _bytes_of(self, states: Sequence[int]) -> int:
-        placement = self.placement
         total = 0
         for region, size in enumerate(placement.region_size):
             if size >= 0:
-                inside = self.table.state[placement.slots_of(region).start : placement.slots_of(region).stop]
-                total += sum(inside.count(state) for state in states) * placement.sizes[size]
+                slots = placement.slots_of(region)
+                inside = self.table.state[slots.start : slots.stop]
+                total += sum(map(inside.count, (FILLING, READY, QUARANTINED))) * placement.sizes[size]
         return total
 
     def _note_peak(self) -> None:
-        if self.placement.one_size:
-            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        else:
-            self.peak_bytes = max(self.peak_bytes, self._formatted_bytes())
+        used = self.used_bytes if self.placement.one_size else self._formatted_bytes()
+        self.peak_bytes = max(self.peak_bytes, used)
 
     def _formatted_bytes(self) -> int:
         slots_in, sizes, full = self.placement.slots_in_region, self.placement.sizes, self.placement.full
         formatted = sum(slots_in[size] * sizes[size] for size in self.placement.region_size if size >= 0)
         free = enumerate(self.placement.free_count)
         return formatted - sum((count + full.count(size)) * sizes[size] for size, count in free)
-
-    def index_bytes(self) -> int:
-        """Bytes of the arrays of this tier that grow with slots, without the dict and its keys."""
-        table = self.table
-        return len(table.state) + sum(a.itemsize * len(a) for a in (table.pins, table.generation)) + 8 * len(table)
 
     def check(self) -> None:
         """Raise IntegrityError unless states, directory, free lists and counters agree."""

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Sequence
 
 from kvtier.control.tiers.disk_full import FullDisks
-from kvtier.control.tiers.other_namespaces import ForeignLayer, ForeignSlots
+from kvtier.control.tiers.other_namespaces import ForeignLayer, ForeignSlots, take_out
 from kvtier.control.tiers.slot_table import ABSENT, FREE, READY, SlotTable
 from kvtier.errors import IntegrityError
 from kvtier.tier_api.contract import ForeignBlocks, SlotSpace
@@ -100,13 +100,9 @@ class Placement:
 
     def occupy(self, size: int, slots: Sequence[int]) -> None:
         """Take these slots off the free lists (recovery only)."""
-        if not slots:
-            return
-        taken = set(slots)
-        for stack in self._free[size]:
-            kept = array("q", [slot for slot in stack if slot not in taken])
-            self.free_count[size] -= len(stack) - len(kept)
-            stack[:] = kept
+        if slots:
+            taken = set(slots)
+            self.free_count[size] -= sum(take_out(stack, taken) for stack in self._free[size])
 
     def take(self, size: int, count: int) -> list[int]:
         """Up to `count` free slots of one size, roots in turn; they leave the free lists. Formats regions as needed."""
@@ -205,10 +201,8 @@ class Placement:
             self.full.found(region, root, now)
             stack = self._free[size][root]
             apart = array("q", [slot for slot in stack if slot // self.per_region == region])
-            if apart:
-                stack[:] = array("q", [slot for slot in stack if slot // self.per_region != region])
-                self.full.slots[size][root].extend(apart)
-                self.free_count[size] -= len(apart)
+            self.full.slots[size][root].extend(apart)
+            self.free_count[size] -= take_out(stack, self.slots_of(region))
 
     def try_full_disks(self, now: float) -> None:
         """Disks that were full a while ago may have room again: what was kept apart is free as before."""
@@ -277,12 +271,8 @@ class Placement:
         state = self.table.state
         if any(state[slot] == READY for slot in slots):
             raise IntegrityError(f"region {region} is formatted while it holds ready blocks")
-        root = self.root_of_region[region]
-        gone = set(slots)
-        stack = self._free[old][root]
-        kept = array("q", [slot for slot in stack if slot not in gone])
-        self.free_count[old] -= len(stack) - len(kept) + self.foreign.drop(old, gone)
-        stack[:] = kept
+        stack = self._free[old][self.root_of_region[region]]
+        self.free_count[old] -= take_out(stack, slots) + self.foreign.drop(old, slots)
         self.table.move(slots, FREE, ABSENT)
         self._format(region, size)
 
