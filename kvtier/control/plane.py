@@ -24,7 +24,7 @@ from kvtier.control.tiers.slot_table import READY
 from kvtier.errors import UsageError
 from kvtier.tier_api.contract import LookupResult
 from kvtier.types.events import OffloadingEvent
-from kvtier.types.jobs import CANCELLED, LOADED, BlockOutcome, DropReason, JobKind, JobResult, TransferJob, dropped
+from kvtier.types.jobs import CANCELLED, BlockOutcome, DropReason, JobKind, JobResult, TransferJob, dropped
 from kvtier.types.jobs import LATE as LATE_OUTCOME
 from kvtier.types.keys import JobId, Medium, OffloadKey, RequestId
 from kvtier.types.requests import RequestInfo
@@ -250,7 +250,7 @@ class ControlPlane(Recipient):
         """Take out the loads and stores that have ended, loads first."""
         for load in list(self._open_loads.values()):
             if not load.open:
-                self.touch([key for key, outcome in zip(load.keys, load.outcomes, strict=True) if outcome is LOADED])
+                self.touch(load.loaded_keys)
                 self._admission.remove(load)
                 del self._open_loads[load.job.job_id]
                 load.ended = now

@@ -26,6 +26,7 @@ from kvtier.types.jobs import (
     JobResult,
     TransferJob,
 )
+from kvtier.types.keys import OffloadKey
 
 
 class LoadRequest(StackRequest, RowRequest):
@@ -42,6 +43,13 @@ class LoadRequest(StackRequest, RowRequest):
     def moving(self) -> int:
         """Rows this load keeps in motion."""
         return self.filling + len(self.in_copy) + len(self.arrived)
+
+    @property
+    def loaded_keys(self) -> list[OffloadKey]:
+        """The keys that were loaded so far."""
+        if self.outcomes.count(LOADED) == len(self.keys):
+            return self.keys
+        return [key for key, outcome in zip(self.keys, self.outcomes, strict=True) if outcome is LOADED]
 
     def filled(self, index: int, row: int | None, position: int, now: float) -> None:
         """A row this load waits for ended its fill."""
