@@ -62,7 +62,10 @@ class TierSide:
 
 
 class RootShare:
-    """The blocks of a job's group `number` that lie on one root; `positions` in the order of their slots."""
+    """The blocks of a job's group `number` that lie on one root; `positions` in the order of their slots.
+
+    `left` counts the blocks that have not begun.
+    """
 
     def __init__(self, side: TierSide, root: Root, run: JobRun, number: int, positions: Sequence[int]) -> None:
         self.run = run
@@ -70,27 +73,23 @@ class RootShare:
         self._transfer = transfer = run.groups[number]
         self._slots = list(map(transfer.slots.__getitem__, positions))
         self._positions = positions
-        self._begun = 0
+        self.left = len(self._slots)
         self._storing = run.kind is JobKind.STORE
         self._payload_bytes = side.layout.payload_bytes[transfer.group]
         self._slot_bytes = side.layout.slot_bytes[transfer.group]
         self._shared = pack_shared(side.header_bytes, side.namespace, run.job.epoch, root.superblock.root_uuid)
-
-    @property
-    def all_begun(self) -> bool:
-        """True if no block is left to begin."""
-        return self._begun == len(self._slots)
 
     def take(self, count: int) -> Batch | None:
         """The next blocks that lie in one region, `count` at most. None if none of them can move; they have ended.
 
         The format of a region, and whether it can be written, is read now, when the blocks begin.
         """
-        side, root, slots, first = self._side, self._root, self._slots, self._begun
+        side, root, slots = self._side, self._root, self._slots
+        first = len(slots) - self.left
         numbered = slots[first] // side.slots_per_region
         before, region = numbered * side.slots_per_region, numbered - root.first_region
         last = bisect_left(slots, before + side.slots_per_region, first, min(first + count, len(slots)))
-        self._begun = last
+        self.left = len(slots) - last
         state, fd = root.regions[region], root.fds.get(region // REGIONS_PER_FILE, -1)
         refused = self._refusal(state, fd)
         if refused is not None:
@@ -108,9 +107,9 @@ class RootShare:
         """The blocks in these slots of a region, the first of which is number `first` of the share."""
         side, transfer, slot_bytes, length = self._side, self._transfer, self._slot_bytes, self._payload_bytes
         positions = self._positions[first : first + len(indices)]
-        rows = [transfer.rows[position] for position in positions]
-        keys = [transfer.keys[position] for position in positions]
-        generations = [transfer.generations[position] for position in positions]
+        rows = list(map(transfer.rows.__getitem__, positions))
+        keys = list(map(transfer.keys.__getitem__, positions))
+        generations = list(map(transfer.generations.__getitem__, positions))
         memory, row_bytes, shared, group = side.memory, side.row_bytes, self._shared, int(transfer.group)
         payloads = [memory[row * row_bytes : row * row_bytes + length] for row in rows]
         fixed = [
@@ -136,5 +135,5 @@ class RootShare:
 
     def end(self, outcome: BlockOutcome) -> None:
         """End all that have not begun."""
-        self.run.end_all(self._number, self._positions[self._begun :], outcome)
-        self._begun = len(self._slots)
+        self.run.end_all(self._number, self._positions[len(self._slots) - self.left :], outcome)
+        self.left = 0

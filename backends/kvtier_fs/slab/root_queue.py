@@ -137,8 +137,8 @@ class RootQueue:
                 if deadline is not None and now > deadline:
                     queue.popleft().end(LATE)
                     continue
-                batch = None if share.all_begun else share.take(min(BATCH_BLOCKS, room))
-                if share.all_begun:
+                batch = share.take(min(BATCH_BLOCKS, room)) if share.left else None
+                if not share.left:
                     queue.popleft()
                 if batch is not None:
                     self._begin(batch)
@@ -191,14 +191,14 @@ class RootQueue:
         header_bytes, numbers, payloads = self._header_bytes, batch.pages[first:last], batch.payloads[first:last]
         pages, headers = self._pages.pages, self._pages.addresses
         buffers = payloads * 2
-        buffers[0::2] = [pages[number] for number in numbers]
+        buffers[0::2] = map(pages.__getitem__, numbers)
         buffers[1::2] = payloads
         offset = batch.start + batch.indices[first] * batch.slot_bytes
         if part is not None:
             return _Piece(batch, first, last, kind, offset + part[0], span(buffers, *part), self._piece_done)
         address, row_bytes = self.side.address, self.side.row_bytes
         places = array("Q", (0, header_bytes, 0, len(payloads[0]))) * len(payloads)
-        places[0::4] = array("Q", [headers[number] for number in numbers])
+        places[0::4] = array("Q", map(headers.__getitem__, numbers))
         places[2::4] = array("Q", [address + row * row_bytes for row in batch.rows[first:last]])
         return _Piece(batch, first, last, kind, offset, buffers, self._piece_done, places)
 
