@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from kvtier.control.deliveries import PresenceQuery, Recipient
 from kvtier.control.flow.demotions import Demotions
+from kvtier.control.flow.engine_job import StackRequest
 from kvtier.control.flow.loads import CopyJob, LoadRequest
 from kvtier.control.flow.promotions import Promotions
 from kvtier.control.flow.stores import StoreRequest
@@ -224,7 +225,8 @@ class ControlPlane(Recipient):
         if self._reservations.by_request:
             self._reservations.lapse(now)
         for load in self._open_loads.values():
-            load.copy_arrived()
+            if load.arrived:
+                load.copy_arrived()
         while True:
             blocked = self._admission.serve(self._open_stores.values(), now)
             self._demotions.plan(now)
@@ -265,9 +267,10 @@ class ControlPlane(Recipient):
         """The next time, not before `now`, at which `pump` has work although no outcome was reported."""
         soonest, pumped_at = math.inf, self._pumped_at
         leases = self._reservations.deadlines() if self._reservations.by_request else ()
-        deadlines = [deadline for deadline, _ in self._deadlines()]
-        gathered = [lower.send_at for lower in self.control.lowers]
-        for time in (*deadlines, self._admission.wake_at, *leases, *gathered):
+        times = [deadline for deadline, _ in self._deadlines()]
+        for lower in self.control.lowers:
+            times.append(lower.send_at)
+        for time in (*times, self._admission.wake_at, *leases):
             if pumped_at < time < soonest:
                 soonest = time
         return max(now, soonest) if soonest < math.inf else None
@@ -328,7 +331,7 @@ class ControlPlane(Recipient):
     def take_finished(self) -> list[JobResult]:
         """Results of the engine's own jobs, each once."""
         finished, self._finished = self._finished, []
-        return [request.result() for request in finished]
+        return list(map(StackRequest.result, finished))
 
     def take_queries(self) -> list[PresenceQuery]:
         """Lookups that shared tiers are to answer."""

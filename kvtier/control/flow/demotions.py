@@ -48,7 +48,10 @@ class Demotions:
     @property
     def in_flight(self) -> int:
         """Rows queued for or in flight to lower tiers, those of late transfers included."""
-        return sum(len(lower.queue) + lower.stores_in_flight for lower in self.control.lowers)
+        total = 0
+        for lower in self.control.lowers:
+            total += len(lower.queue) + lower.stores_in_flight
+        return total
 
     @property
     def backlog(self) -> int:
