@@ -7,7 +7,7 @@ import os
 import random
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing import forkserver
@@ -160,10 +160,14 @@ def engine(
             if process.is_alive():
                 ours.close()
                 process.join(EXIT_SECONDS)
+                assert not process.is_alive(), f"the engine does not end:\n{started.tail()}"
         finally:
             if process.is_alive():
                 started.kill()
             process.join()
+            with suppress(EOFError, OSError):  # the engine's other processes have the pipe too: until all have ended
+                while ours.poll(EXIT_SECONDS):
+                    ours.recv()
 
 
 def stack(root: Path, rows: int, kind: str = "llama", capacity: str = "256MiB", **fs: Any) -> dict[str, Any]:
