@@ -6,12 +6,11 @@ import random
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from kvtier.config import load_stack, strict_yaml
+from kvtier.config import load_stack
 from kvtier.errors import ConfigError
 from kvtier.tier_api.registry import Backends, discover
 
@@ -30,7 +29,7 @@ Hostile = Callable[[random.Random], str | bytes]
 
 
 def _fill(rng: random.Random, piece: str) -> str:
-    """A piece over and over: up to the limit of a file in Python, of one with libyaml, or far beyond both."""
+    """A piece over and over: below the limit of a file, up to it, or far beyond it."""
     size = rng.choice([8 << 10, 16 << 10, FULL, FULL, 300 << 10])
     return (piece * (size // len(piece) + 1))[: size - rng.randrange(8)]
 
@@ -150,18 +149,6 @@ HOSTILE: dict[str, Hostile] = {
 """By name, what makes a hostile file of a kind. None of them is ever a valid stack."""
 
 
-@contextmanager
-def _parser(in_python: bool) -> Iterator[None]:
-    """Parse with libyaml where it is, or in Python as where it is not."""
-    kept = strict_yaml._LIBYAML
-    if in_python:
-        strict_yaml._LIBYAML = None
-    try:
-        yield
-    finally:
-        strict_yaml._LIBYAML = kept
-
-
 class Refused(NamedTuple):
     """How a file was refused: seconds by the clock, of the processor, and the message (empty: accepted as a stack)."""
 
@@ -221,7 +208,7 @@ def _judge(tally: Tally, found: Refused, where: str) -> None:
 
 
 def hostile_configuration(budget: Budget) -> Tally:
-    """Every kind in turn, each from a seed of its own; every file is read with both parsers."""
+    """Every kind in turn, each from a seed of its own."""
     tally, backends = Tally(), discover()
     for name in backends.names:
         backends.get(name)  # the first use of a backend imports it, which is not what is measured here
@@ -231,25 +218,21 @@ def hostile_configuration(budget: Budget) -> Tally:
         kind, seed = kinds[number % len(kinds)], budget.seed + number
         made = HOSTILE[kind](random.Random(f"{kind}/{seed}"))
         path.write_bytes(made if isinstance(made, bytes) else made.encode())
-        for in_python in (False, True):
-            with _parser(in_python):
-                found = _median(path, backends)
-            where = f"{kind}, seed {seed}, {'in Python' if in_python else 'libyaml'}"
-            _judge(tally, found, where)
-            slowest, busiest = max(slowest, found.seconds), max(busiest, found.busy_seconds)
+        found = _median(path, backends)
+        _judge(tally, found, f"{kind}, seed {seed}")
+        slowest, busiest = max(slowest, found.seconds), max(busiest, found.busy_seconds)
         tally.iterations += 1
     tally.notes["kinds"] = min(len(kinds), budget.count)
     tally.notes["slowest, microseconds"] = round(slowest * 1e6)
     tally.notes["most processor time, microseconds"] = round(busiest * 1e6)
-    tally.notes["parsers"] = 2
     return tally
 
 
 ATTACKS = (
     Attack(
         name="hostile configuration",
-        how="stack files made from seeds (YAML bombs, nesting, duplicate keys, tags, 10 MB, NaN, ../, not UTF-8, ...), "
-        "with libyaml and in Python: a typed error that names the place, the median of three below 100 ms in one of "
+        how="stack files made from seeds (YAML bombs, nesting, duplicate keys, tags, 10 MB, NaN, ../, not UTF-8, ...): "
+        "a typed error that names the place, the median of three below 100 ms in one of "
         "four tries; on a busy machine below 100 ms of processor time, and counted as late",
         normal=210,
         long=5_000,

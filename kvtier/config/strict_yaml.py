@@ -3,8 +3,8 @@
 Built on the parser's event stream, so size, depth and node limits hold before anything is constructed. Scalars follow
 YAML 1.2's core schema: `yes` and `12:30` are text, only `true` and `false` are booleans.
 
-PyYAML parses with libyaml where it was built with it, else in Python, some twenty times slower: then less is read, and
-nesting is refused while the brackets are still being scanned, so that the most expensive text costs no more time.
+PyYAML has to parse with libyaml, as its wheels do. Its parser in Python takes some twenty times as long, so that a
+hostile text of the accepted size would keep a program waiting.
 """
 
 import math
@@ -22,11 +22,9 @@ from yaml.reader import Reader
 from kvtier.errors import ConfigError
 
 MAX_BYTES = 64 << 10
-MAX_BYTES_WITHOUT_LIBYAML = 16 << 10
 MAX_DEPTH = 16
 MAX_NODES = 1024
 MAX_DIGITS = 20
-_TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels"
 
 _LIBYAML: type[Any] | None = getattr(yaml, "CSafeLoader", None)
 _INTEGER = re.compile(r"[-+]?[0-9]+|0x[0-9a-fA-F]+|0o[0-7]+")
@@ -62,9 +60,10 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 def parse_text(text: str) -> Value:
     """The one document in a text. Raises ConfigError for anything outside the accepted part of YAML."""
-    limit = MAX_BYTES if _LIBYAML is not None else MAX_BYTES_WITHOUT_LIBYAML
-    if len(text) > limit or len(text.encode("utf-8", "surrogatepass")) > limit:
-        raise ConfigError(f"the text is larger than {limit >> 10} KiB; a stack file holds only options")
+    if _LIBYAML is None:
+        raise ConfigError("PyYAML was built without libyaml, which reads stack files; install a wheel of PyYAML")
+    if len(text) > MAX_BYTES or len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
+        raise ConfigError(f"the text is larger than {MAX_BYTES >> 10} KiB; a stack file holds only options")
     sign = Reader.NON_PRINTABLE.search(text)
     if sign:
         number = text.count("\n", 0, sign.start()) + 1
@@ -74,7 +73,7 @@ def parse_text(text: str) -> Value:
         for number, line in enumerate(text.splitlines(), 1):
             if line.startswith("%"):
                 raise ConfigError(f"line {number}: YAML directives (lines that begin with %) are not accepted")
-        loader = (_LIBYAML or _ShallowLoader)(text)
+        loader = _LIBYAML(text)
         try:
             return _Builder(_events(loader)).document()
         finally:
@@ -95,16 +94,6 @@ def _events(loader: Any) -> Iterator[yaml.Event]:
 def _refuse(event: yaml.Event, reason: str) -> ConfigError:
     mark: Any = event.start_mark
     return ConfigError(f"line {mark.line + 1}: {reason}")
-
-
-class _ShallowLoader(yaml.SafeLoader):
-    """Parses in Python. The scanner reads up to 1024 characters ahead of its last event, and its work grows with the
-    square of the brackets in them, so the depth is bounded here already."""
-
-    def fetch_flow_collection_start(self, token: Any) -> None:
-        if self.flow_level >= MAX_DEPTH:
-            raise ConfigError(f"line {self.line + 1}: {_TOO_DEEP}")
-        super().fetch_flow_collection_start(token)
 
 
 class _Builder:
@@ -137,7 +126,7 @@ class _Builder:
         if isinstance(event, yaml.ScalarEvent):
             return _scalar(event)
         if depth >= MAX_DEPTH:
-            raise _refuse(event, _TOO_DEEP)
+            raise _refuse(event, f"nested deeper than {MAX_DEPTH} levels")
         if isinstance(event, yaml.SequenceStartEvent):
             return [self._value(item, depth + 1) for item in self._until(yaml.SequenceEndEvent)]
         values: dict[str, Value] = {}
