@@ -124,7 +124,7 @@ class KVTier(Contestant):
     async def _seal(self, job: Job) -> None:
         """Take the checksums of a job's rows, as the CPU tier does."""
         rows = np.arange(job.numbers.start, job.numbers.stop, dtype=np.int64) % self._cpu.rows.num_rows
-        await self._hashing.each(seal_rows, self._cpu.region, 0, rows)
+        await self._hashing.each(seal_rows, self._cpu.rows, 0, rows)
 
     async def _store(self, job: Job) -> None:
         slots = self._tier.reserve(keys_of(job))

@@ -112,13 +112,8 @@ class CPUBackend(LoadStore):
         self.counters = CPUCounters()
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> SharedRegion:
         """The shared region. Raises UsageError before `open` or `join` and after `close`."""
-        return self.region
-
-    @property
-    def region(self) -> SharedRegion:
-        """The shared region with its views of one worker's slices."""
         if self._region is None:
             raise UsageError("the CPU tier is not open")
         return self._region
@@ -129,9 +124,8 @@ class CPUBackend(LoadStore):
         Raises GeometryError for a budget below one row, SharedMemoryError or RegionError; nothing is left behind.
         """
         world_size = context.geometry.world_size
-        sharing = self._sharing(world_size)
-        named = sharing is Sharing.NAMED
-        spec = self._spec(context, sharing)
+        spec = self._spec(context, self._sharing(world_size))
+        named = spec.sharing is Sharing.NAMED
         spec = replace(spec, participant=world_size) if named else replace(spec, serves=tuple(range(world_size)))
         region = await self._map(context, spec)
         sharing = region.spec.sharing
@@ -166,10 +160,11 @@ class CPUBackend(LoadStore):
 
     def worker_notes(self) -> list[str]:
         """The note of each worker. Raises ResourceError unless every worker has mapped the region."""
-        if not self.region.complete:
-            mapped = len(self.region.participants_mapped)
-            raise ResourceError(f"{mapped} of {self.region.spec.participants} processes have mapped the shared region")
-        return [self.region.note(worker) for worker in range(self.region.spec.geometry.world_size)]
+        region = self.rows
+        if not region.complete:
+            mapped = len(region.participants_mapped)
+            raise ResourceError(f"{mapped} of {region.spec.participants} processes have mapped the shared region")
+        return [region.note(worker) for worker in range(region.spec.geometry.world_size)]
 
     def store(self, job: TransferJob) -> Coroutine[Any, Any, JobResult]:
         """Have every worker copy its slice of each block into its row, then seal the rows.

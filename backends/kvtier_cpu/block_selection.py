@@ -16,20 +16,15 @@ UNSTAMPED = failed(errno.EIO)
 """Every worker reported success, but not every stamp is there: the row is a miss."""
 GOOD = (BlockStatus.LOADED, BlockStatus.PRESENT, BlockStatus.STORED)
 
-_SEVERITY = {
-    status: rank
-    for rank, status in enumerate(
-        (
-            *GOOD,
-            BlockStatus.DROPPED,
-            BlockStatus.MISSING,
-            BlockStatus.CANCELLED,
-            BlockStatus.LATE,
-            BlockStatus.FAILED,
-            BlockStatus.CORRUPT,
-        )
-    )
-}
+_BY_SEVERITY = (
+    *GOOD,
+    BlockStatus.DROPPED,
+    BlockStatus.MISSING,
+    BlockStatus.CANCELLED,
+    BlockStatus.LATE,
+    BlockStatus.FAILED,
+    BlockStatus.CORRUPT,
+)
 
 Outcomes = list[list[BlockOutcome]]
 
@@ -113,4 +108,4 @@ def worst(reports: Sequence[Sequence[BlockOutcome]]) -> Sequence[BlockOutcome]:
 
 
 def _severity(outcome: BlockOutcome) -> int:
-    return _SEVERITY[outcome.status]
+    return _BY_SEVERITY.index(outcome.status)

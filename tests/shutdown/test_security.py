@@ -46,7 +46,7 @@ async def test_the_shared_region_of_one_worker_has_no_name(tmp_path):
     engine = Engine(ODD, 32)
     async with TierStack(parts_of(stack_file(ODD, 16, fs(tmp_path / "r")), engine)) as stack:
         assert set(names_left()) <= before
-        for fd in stack._parts.tiers[1].region.descriptors:
+        for fd in stack._parts.tiers[1].rows.descriptors:
             assert os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:kvtier-")
             assert not os.get_inheritable(fd)
 

@@ -16,7 +16,14 @@ from kvtier.errors import RegionError, SharedMemoryError
 from kvtier.tier_api.contract import Clock
 from kvtier.tier_api.memory_limits import MemoryLimits, SystemLimits, require
 from kvtier_cpu.region.control_area import ControlArea
-from kvtier_cpu.region.populate import PopulatePlan, keep_from_core_dumps, keep_from_forks, reserve
+from kvtier_cpu.region.populate import (
+    PopulatePlan,
+    keep_from_core_dumps,
+    keep_from_forks,
+    make_resident,
+    map_populated,
+    reserve,
+)
 from kvtier_cpu.region.rendezvous import (
     Claim,
     Names,
@@ -73,12 +80,12 @@ def open_region(spec: RegionSpec, host: RegionHost | None = None) -> SharedRegio
     host = host or RegionHost()
     patience = Patience(host.clock, host.clock() + spec.deadline_seconds, host.stop)
     sweep_leftovers(spec.directory, patience)
-    if spec.sharing is Sharing.PRIVATE:
-        return _create_private(spec, host)
-    if spec.sharing is Sharing.MEMFD:
-        return _create_memfd(spec, host)
+    if spec.sharing is not Sharing.NAMED:
+        require(host.limits, spec.size_bytes, None)  # first: numpy describes no control area of more than 2**31 rows
+        require(host.limits, spec.size_bytes + spec.shape.size_bytes, None)
+        return _create_private(spec, host) if spec.sharing is Sharing.PRIVATE else _create_memfd(spec, host)
     if (private := _private.pop((os.getpid(), spec.engine_id), None)) is not None:
-        return _join_private(spec, private)
+        return _join_private(spec, host, private)
     names = Names.of(spec.directory, spec.engine_id)
     while True:
         claim = open_claim(names)
@@ -102,13 +109,7 @@ def attach_region(spec: RegionSpec, rows_fd: int, control_fd: int) -> SharedRegi
     for fd, size_bytes in ((rows_fd, spec.size_bytes), (control_fd, spec.shape.size_bytes)):
         if not _sealed(fd) or os.fstat(fd).st_size != size_bytes:
             raise RegionError("the descriptors are not those of a shared region of this size")
-    region = SharedRegion(spec, *_maps(spec, rows_fd, control_fd))
-    with _closed_on_error(region):
-        region.check_identity(spec.digest)
-        if not region.ready:
-            raise RegionError("the shared region is not ready")
-        _count_in(spec, region)
-    return region
+    return _enter(spec, RegionHost(), _maps(spec, rows_fd, control_fd))
 
 
 def _create_private(spec: RegionSpec, host: RegionHost) -> SharedRegion:
@@ -116,50 +117,45 @@ def _create_private(spec: RegionSpec, host: RegionHost) -> SharedRegion:
 
     Where another participant is to join it, that one finds it by engine id in this process, until it is closed.
     """
-    require(host.limits, spec.size_bytes, None)  # first: numpy describes no control area of more than 2**31 rows
-    require(host.limits, spec.size_bytes + spec.shape.size_bytes, None)
     region = _build(spec, host, -1, -1)
     with _closed_on_error(region):
         place = (os.getpid(), spec.engine_id)
         if not region.complete:
             if _private.setdefault(place, region) is not region:
                 raise RegionError("this process has a private region of this engine_id already; is it running twice?")
-            region.at_close(_private.pop, place, None)
+            region.at_close.callback(_private.pop, place, None)
     return region
 
 
-def _join_private(spec: RegionSpec, private: SharedRegion) -> SharedRegion:
-    """Map the private region of this process. Raises RegionError unless it is the region this participant needs."""
-    region = private.join(replace(spec, sharing=Sharing.PRIVATE))
-    with _closed_on_error(region):
-        region.check_identity(spec.digest)
-        _count_in(spec, region)
+def _join_private(spec: RegionSpec, host: RegionHost, private: SharedRegion) -> SharedRegion:
+    """A region of its own over the private memory of this process, which goes back when both are closed.
+
+    Raises RegionError unless it is the region this participant needs.
+    """
+    region = _enter(replace(spec, sharing=Sharing.PRIVATE), host, private.maps)
+    region.populated = private.populated
     return region
 
 
 def _create_memfd(spec: RegionSpec, host: RegionHost) -> SharedRegion:
     """A memfd region. Whatever goes wrong, closing the descriptors gives everything back."""
-    require(host.limits, spec.size_bytes, None)  # first: numpy describes no control area of more than 2**31 rows
-    require(host.limits, spec.size_bytes + spec.shape.size_bytes, None)
     with ExitStack() as undo:
-        rows_fd = _sealed_memfd("kvtier-rows", spec.size_bytes)
-        undo.callback(os.close, rows_fd)
-        control_fd = _sealed_memfd("kvtier-control", spec.shape.size_bytes)
-        undo.callback(os.close, control_fd)
+        rows_fd = _sealed_memfd("kvtier-rows", spec.size_bytes, undo)
+        control_fd = _sealed_memfd("kvtier-control", spec.shape.size_bytes, undo)
         reserve(control_fd, spec.shape.size_bytes, _plan(spec, host))
         region = _build(spec, host, rows_fd, control_fd)
-        region.keep_descriptors(rows_fd, control_fd)
-        undo.pop_all()
+        region.memfds = rows_fd, control_fd
+        region.at_close.push(undo.pop_all())
     return region
 
 
-def _sealed_memfd(label: str, size_bytes: int) -> int:
+def _sealed_memfd(label: str, size_bytes: int, undo: ExitStack) -> int:
     fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    undo.callback(os.close, fd)
     try:
         os.ftruncate(fd, size_bytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     except OSError as error:
-        os.close(fd)
         raise SharedMemoryError(size_bytes, 0, f"this system ({error.strerror})") from error
     return fd
 
@@ -181,8 +177,7 @@ def _create_named(spec: RegionSpec, host: RegionHost, names: Names, patience: Pa
             region = _build(spec, host, rows_fd, claim.fd, _linked(spec, host, claim, rows_fd, patience))
         finally:
             os.close(rows_fd)
-        region.at_close(claim.withdraw)
-        undo.pop_all()
+        region.at_close.push(undo.pop_all())
     return region
 
 
@@ -211,13 +206,29 @@ def _build(
     with _closed_on_error(region):
         if not region.incarnation:
             region.write_identity(spec.digest)
-        region.make_resident(rows_fd, _plan(spec, host))
+        region.populated = make_resident(rows_fd, region.maps[0], _plan(spec, host))
         host.observe(Step.RESIDENT)
         with counting_in or nullcontext():
             _count_in(spec, region)
             host.observe(Step.COUNTED)
             region.set_ready(*_file(rows_fd))
             host.observe(Step.READY)
+    return region
+
+
+def _enter(spec: RegionSpec, host: RegionHost, maps: tuple[mmap.mmap, mmap.mmap]) -> SharedRegion:
+    """A region over memory that another participant has made ready, with this participant counted in.
+
+    Raises RegionError unless it is the region this participant needs.
+    """
+    region = SharedRegion(spec, *maps)
+    with _closed_on_error(region):
+        host.observe(Step.MAPPED)
+        region.check_identity(spec.digest)
+        if not region.ready:
+            raise RegionError("the shared region is not ready")
+        _count_in(spec, region)
+        host.observe(Step.JOINED)
     return region
 
 
@@ -265,13 +276,13 @@ def _join(spec: RegionSpec, host: RegionHost, claim: Claim, patience: Patience) 
         host.observe(Step.JOINING)
         region = _map_ready(spec, host, claim, area)
     if spec.populate:
-        region.map_populated()
+        region.populated = map_populated(region.maps[0])
     return region
 
 
 def _identified(spec: RegionSpec, claim: Claim) -> ControlArea:
     """The control area behind a claim, if it is that of the region this process needs. Raises RegionError if not."""
-    if claim.size_bytes != spec.shape.size_bytes:
+    if os.fstat(claim.fd).st_size != spec.shape.size_bytes:
         raise RegionError(f"{claim.names.control} belongs to a region of another size, or to none")
     area = _control(spec, claim.fd)
     area.check_identity(spec.digest)
@@ -289,13 +300,10 @@ def _map_ready(spec: RegionSpec, host: RegionHost, claim: Claim, area: ControlAr
         raise RegionError("every participant has mapped this region already; is one running twice?")
     rows_fd = open_rows(claim.names, area.rows_file, spec.size_bytes)
     try:
-        region = SharedRegion(spec, *_maps(spec, rows_fd, claim.fd))
+        region = _enter(spec, host, _maps(spec, rows_fd, claim.fd))
     finally:
         os.close(rows_fd)
     with _closed_on_error(region):
-        host.observe(Step.MAPPED)
-        _count_in(spec, region)
-        host.observe(Step.JOINED)
         if region.complete:
             claim.unlink()
     return region

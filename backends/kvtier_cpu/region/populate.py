@@ -2,7 +2,6 @@
 
 import ctypes
 import errno
-import itertools
 import mmap
 import os
 import threading
@@ -12,6 +11,7 @@ from functools import cache
 
 import numpy as np
 
+from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.errors import RegionError, SharedMemoryError
 
 MADV_WIPEONFORK = 18
@@ -116,31 +116,27 @@ def _populate(pages: mmap.mmap, plan: PopulatePlan, writes: bool) -> Populated:
 
     Raises SharedMemoryError if the kernel finds no memory after all.
     """
-    pieces = itertools.count()
     errors: list[int] = []
 
-    def work() -> None:
-        # next() on a count is one bytecode under the GIL, so every piece is taken once
-        for piece in pieces:
-            start = piece * PIECE_BYTES
-            if start >= len(pages) or errors or plan.stop.is_set():
-                return
-            length = min(PIECE_BYTES, len(pages) - start)
-            if not writes:
-                np.frombuffer(pages, dtype=np.uint8)[start : start + length : mmap.PAGESIZE] = 0
-            elif code := _madvise(pages, start, length, MADV_POPULATE_WRITE):
-                errors.append(code)
+    def fill(start: int) -> int:
+        """Returns how many bytes it filled: none after an error, or once the region is not wanted."""
+        length = min(PIECE_BYTES, len(pages) - start)
+        if errors or plan.stop.is_set():
+            return 0
+        if not writes:
+            np.frombuffer(pages, dtype=np.uint8)[start : start + length : mmap.PAGESIZE] = 0
+        elif code := _madvise(pages, start, length, MADV_POPULATE_WRITE):
+            errors.append(code)
+            return 0
+        return length
 
-    count = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)), -(-len(pages) // PIECE_BYTES)))
-    threads = [threading.Thread(target=work, name="kvtier-populate", daemon=True) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with DaemonPool("kvtier-populate", min(MAX_THREADS, len(os.sched_getaffinity(0)))) as threads:
+        pieces = [threads.submit(fill, start) for start in range(0, len(pages), PIECE_BYTES)]
+        filled = sum(piece.result() for piece in pieces)
     _check_wanted(plan.stop)
     if errors:
         if errors[0] in _NO_MEMORY:
-            raise SharedMemoryError(len(pages), (next(pieces) - count) * PIECE_BYTES, plan.where)
+            raise SharedMemoryError(len(pages), filled, plan.where)
         raise RegionError(f"{plan.where} refused to populate the region: {os.strerror(errors[0])}")
     return Populated.POPULATE_WRITE if writes else Populated.TOUCHED
 

@@ -92,10 +92,6 @@ class Claim:
             os.close(self.fd)
             self.fd = -1
 
-    @property
-    def size_bytes(self) -> int:
-        return os.fstat(self.fd).st_size
-
     def alive(self) -> bool:
         """True while another process, the creator, holds the life lock."""
         answer = fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK, _LIFE_LOCK, 1))
@@ -150,17 +146,8 @@ def open_claim(names: Names) -> Claim | None:
 
     Raises RegionError for anything that is not a plain file of this user alone: it is neither read nor removed.
     """
-    try:
-        fd = os.open(names.control, _OPEN_FLAGS)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise RegionError(_foreign(names.control, error.strerror or "cannot be opened")) from error
-    reason = _suspicion(os.fstat(fd))
-    if reason:
-        os.close(fd)
-        raise RegionError(_foreign(names.control, reason))
-    return Claim(fd, names)
+    fd = _open(names.control)
+    return None if fd is None else Claim(fd, names)
 
 
 def new_file(directory: str, size_bytes: int) -> int:
@@ -197,18 +184,10 @@ def link_rows(fd: int, names: Names) -> None:
 
 
 def open_rows(names: Names, identity: tuple[int, int], size_bytes: int) -> int:
-    """Open the rows file a ready claim names by device and inode. Raises RegionError if it is any other file."""
-    try:
-        fd = os.open(names.rows, _OPEN_FLAGS)
-    except OSError as error:
-        raise RegionError(_foreign(names.rows, error.strerror or "cannot be opened")) from error
-    found = os.fstat(fd)
-    reason = _suspicion(found)
-    if not reason and ((found.st_dev, found.st_ino) != identity or found.st_size != size_bytes):
-        reason = "is not the file the region was created with"
-    if reason:
-        os.close(fd)
-        raise RegionError(_foreign(names.rows, reason))
+    """Open the rows file a ready claim names by device and inode. Raises RegionError if it is another file."""
+    fd = _open(names.rows, (*identity, size_bytes))
+    if fd is None:
+        raise RegionError(_foreign(names.rows, os.strerror(errno.ENOENT)))
     return fd
 
 
@@ -234,6 +213,27 @@ def remove_own(path: str) -> None:
         found = os.stat(path, follow_symlinks=False)
         if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
             os.unlink(path)
+
+
+def _open(path: str, expected: tuple[int, int, int] | None = None) -> int | None:
+    """Open a plain file of this user alone; None if there is none. `expected` is its device, inode and size.
+
+    Raises RegionError for any other file.
+    """
+    try:
+        fd = os.open(path, _OPEN_FLAGS)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RegionError(_foreign(path, error.strerror or "cannot be opened")) from error
+    found = os.fstat(fd)
+    reason = _suspicion(found)
+    if not reason and expected not in (None, (found.st_dev, found.st_ino, found.st_size)):
+        reason = "is not the file the region was created with"
+    if reason:
+        os.close(fd)
+        raise RegionError(_foreign(path, reason))
+    return fd
 
 
 def _suspicion(found: os.stat_result) -> str:

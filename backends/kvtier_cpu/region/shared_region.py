@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-import os
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -18,10 +16,7 @@ from kvtier.errors import GeometryError, UsageError
 from kvtier.types.arrays import IntArray
 from kvtier.types.geometry import Geometry
 from kvtier_cpu.region.control_area import ControlArea, ControlShape
-from kvtier_cpu.region.populate import Populated, PopulatePlan, make_resident, map_populated
-
-if TYPE_CHECKING:
-    import torch
+from kvtier_cpu.region.populate import Populated
 
 
 class Sharing(StrEnum):
@@ -102,7 +97,8 @@ class SharedRegion(ControlArea):
     I/O is not a crash, and the system gets the memory only when nothing in this process can write into it any more.
 
     `view` is all rows, writable, without a copy: shape (num_rows, row_bytes), uint8; base and rows are page-aligned.
-    `spec` is what the region was opened with, `populated` how the rows became resident in this process.
+    `spec` is what the region was opened with, `populated` how the rows became resident in this process. `maps` are the
+    mappings of rows and control area, `at_close` the calls that closing makes once.
     """
 
     def __init__(self, spec: RegionSpec, rows: mmap.mmap, control: mmap.mmap) -> None:
@@ -111,15 +107,15 @@ class SharedRegion(ControlArea):
         self.num_rows, self.row_bytes = spec.num_rows, spec.geometry.row_bytes
         self.view: npt.NDArray[np.uint8] = np.frombuffer(rows, dtype=np.uint8).reshape(self.num_rows, self.row_bytes)
         self.populated = Populated.SKIPPED
-        self._maps = rows, control
-        self._descriptors: tuple[int, int] | None = None
-        self._at_close = ExitStack()
+        self.maps = rows, control
+        self.memfds: tuple[int, int] | None = None
+        self.at_close = ExitStack()
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
             """Only what there is not, or what `close` has taken away, is looked up here."""
-            raise AttributeError(name) if "_maps" in vars(self) else UsageError("the shared region is closed")
+            raise AttributeError(name) if "maps" in vars(self) else UsageError("the shared region is closed")
 
     def row(self, row: int) -> memoryview:
         """One row as a writable buffer for I/O, `row_bytes` long."""
@@ -130,55 +126,17 @@ class SharedRegion(ControlArea):
         memory = self.view.reshape(-1).data
         return [memory[start : start + nbytes] for start in (self._rows(rows) * self.row_bytes).tolist()]
 
-    def worker_view(self, worker: int, group: int) -> torch.Tensor:
-        """A worker's slice of every row for one group: a uint8 tensor in the region's memory, of shape
-        (num_rows, worker_bytes), strided by row_bytes.
-
-        All workers have the same one where the layout is replicated.
-        """
-        import torch
-
-        start = self.spec.geometry.offset(group, worker)
-        return torch.from_numpy(self.view[:, start : start + self.spec.geometry.worker_bytes(group)])
-
     @property
     def descriptors(self) -> tuple[int, int]:
         """The (rows, control) descriptors of a memfd region, to inherit or pass on; they stay the region's."""
-        if self._descriptors is None:
+        if self.memfds is None:
             raise UsageError("only an open memfd region has descriptors to pass on")
-        return self._descriptors
-
-    def keep_descriptors(self, rows_fd: int, control_fd: int) -> None:
-        """Own the descriptors of a memfd region until `close`."""
-        self._descriptors = (rows_fd, control_fd)
-        for fd in self._descriptors:
-            self.at_close(os.close, fd)
-
-    def at_close(self, release: Callable[..., object], *args: object) -> None:
-        """Call `release(*args)` once when the region is closed."""
-        self._at_close.callback(release, *args)
-
-    def make_resident(self, rows_fd: int, plan: PopulatePlan) -> None:
-        """Reserve and populate the rows of a region that no other process has mapped yet. Raises SharedMemoryError."""
-        self.populated = make_resident(rows_fd, self._maps[0], plan)
-
-    def map_populated(self) -> None:
-        """Fill this process's page table; changes no byte."""
-        self.populated = map_populated(self._maps[0])
-
-    def join(self, spec: RegionSpec) -> SharedRegion:
-        """A region of its own over the same memory, for another participant in this process.
-
-        The memory goes back to the system when both are closed.
-        """
-        region = SharedRegion(spec, *self._maps)
-        region.populated = self.populated
-        return region
+        return self.memfds
 
     def close(self) -> None:
         """Release the region. Idempotent; never raises for views still held; an incomplete region loses its name."""
         held = vars(self)
-        maps, at_close = held.pop("_maps", ()), held.pop("_at_close", ExitStack())
+        maps, at_close = held.pop("maps", ()), held.pop("at_close", ExitStack())
         held.clear()  # with every view of the memory
         at_close.close()
         for mapping in maps:

@@ -73,7 +73,7 @@ class Tier:
 
     @property
     def region(self) -> SharedRegion:
-        return self.backend.region
+        return self.backend.rows
 
     def expected_row(self, group: int, gpu_blocks: list[int]) -> bytes:
         """What a row must hold after these GPU blocks were stored: every worker's pages, then zeros."""
@@ -165,7 +165,7 @@ async def test_coordinator_and_workers_arrive_in_any_order_and_meet_in_one_regio
                 assert opened.mode.startswith("named")
             else:
                 await backends[who].join(replace(context, worker=who))
-        regions = [backend.region for backend in backends.values()]
+        regions = [backend.rows for backend in backends.values()]
         assert len({region.incarnation for region in regions}) == 1
         assert all(region.complete for region in regions)
         assert not names_left()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from support_region import geometry, named
 
 from faults.machine.belongings import private_regions
@@ -51,27 +52,6 @@ def test_rows_are_page_aligned_and_exactly_as_many_bytes_as_asked() -> None:
     assert os.fstat(region.descriptors[0]).st_size == 16 * region.row_bytes
     assert not view.any()
     del view
-    region.close()
-
-
-def test_every_worker_view_addresses_exactly_the_bytes_geometry_says() -> None:
-    region = open_region(anonymous(num_rows=3))
-    layout = region.spec.geometry
-    flat = region.view.reshape(-1)
-    for row in range(3):
-        for group in range(layout.num_groups):
-            flat[:] = 0
-            for worker in range(layout.world_size):
-                tensor = region.worker_view(worker, group)
-                assert tuple(tensor.shape) == (3, layout.worker_bytes(group))
-                assert tensor.stride() == (layout.row_bytes, 1)
-                tensor[row] += worker + 1
-            expected = np.zeros_like(flat)
-            for worker in range(layout.world_size):
-                start = row * layout.row_bytes + layout.offset(group, worker)
-                expected[start : start + layout.worker_bytes(group)] = worker + 1
-            assert (flat == expected).all(), (row, group)
-    del flat, tensor
     region.close()
 
 
@@ -203,7 +183,7 @@ def test_ids_out_of_range_are_refused_and_write_nothing(bad: int) -> None:
 
 def test_close_twice_and_views_outlive_it() -> None:
     region = open_region(anonymous())
-    tensor, view = region.worker_view(0, 0), region.view
+    tensor, view = torch.from_numpy(region.view), region.view
     view[3] = 9
     region.close()
     region.close()
@@ -327,7 +307,7 @@ async def test_one_process_alone_gets_private_memory_where_that_has_huge_pages(
     tier = CPUBackend(CPUOptions(cpu_bytes_to_use=4 * layout.row_bytes, **options))
     engine_id = f"auto-{os.getpid()}"
     opened = await tier.open(TierContext("cpu", layout, Namespace(layout.layout), time.monotonic, engine_id))
-    assert tier.region.spec.sharing is expected
+    assert tier.rows.spec.sharing is expected
     assert opened.mode.startswith(expected)
     await tier.close()
 
