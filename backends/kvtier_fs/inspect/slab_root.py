@@ -1,9 +1,8 @@
 """A slab root opened for inspection: its lock, its superblock, the formats of its regions, pages read and written."""
 
-import fcntl
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 
 from kvtier.errors import RootBusyError, RootError
@@ -15,8 +14,7 @@ from kvtier_fs.inspect.found import Found
 from kvtier_fs.inspect.slab_slots import InspectedFormat, SlotRun
 from kvtier_fs.inspect.store import StoreInspection
 from kvtier_fs.options import FSOptions
-from kvtier_fs.roots.folder import LOCK_NAME, SUPERBLOCK_NAME
-from kvtier_fs.roots.sidecar_files import OWNER_BYTES_MAX, owner_in_words, owner_text
+from kvtier_fs.roots.folder import SUPERBLOCK_NAME
 from kvtier_fs.slab.folder import SlabFolder
 
 _SNAPSHOT_BYTES_PER_SLOT = 96
@@ -87,24 +85,15 @@ class InspectedRoot(StoreInspection[Found, SlotRun]):
 
         Raises RootBusyError.
         """
-        changing = self.access is Access.CHANGE
         try:
-            fd = self.folder.open_file(LOCK_NAME, os.O_RDWR | os.O_CREAT if changing else os.O_RDONLY)
+            if self.access is Access.READ:  # a tool that only reads must not keep a tier from opening the root
+                self.owner = self.folder.live_owner()
+            elif not self.folder.try_lock(shared=self.access is Access.CHECK):
+                raise RootBusyError(self.path, self.folder.owner())
         except FileNotFoundError:
             return False
-        with ExitStack() as lock:
-            lock.callback(os.close, fd)
-            try:
-                fcntl.flock(fd, (fcntl.LOCK_EX if changing else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                self.owner = owner_in_words(os.pread(fd, OWNER_BYTES_MAX, 0))
-                if self.access is not Access.READ:
-                    raise RootBusyError(self.path, self.owner) from error
-            if changing:
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, owner_text(), 0)
-            if self.access is not Access.READ:  # a tool that only reads must not keep a tier from opening the root
-                self.closing.push(lock.pop_all())
+        if self.access is Access.CHANGE:
+            self.folder.write_owner()
         return True
 
     def _read_superblock(self) -> None:

@@ -5,9 +5,12 @@ Every file is opened relative to the folder, without following links, closed on 
 
 import errno
 import fcntl
+import json
 import os
+import socket
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -18,6 +21,7 @@ from kvtier_fs.options import FSOptions, RootOptions
 
 SUPERBLOCK_NAME = "superblock"
 LOCK_NAME = "lock"
+_OWNER_BYTES_MAX = 4096
 
 
 def close_quietly(fd: int) -> None:
@@ -162,17 +166,17 @@ class GuardedFolder:
                 raise RootError(self.path, f"{name} is not a plain file; remove it") from error
             raise
 
-    def try_lock(self) -> bool:
-        """Become the root's owner, until `leave`. False if another process is."""
+    def try_lock(self, shared: bool = False) -> bool:
+        """Become the root's owner, until `leave`. False if another process is. Raises OSError.
+
+        `shared` only keeps owners out, and makes no lock file: FileNotFoundError if there is none.
+        """
         with self._guard:
             self._check_not_left()
-            try:
-                fd = self.open_file(LOCK_NAME)
-            except OSError as error:
-                raise self.refusal(error) from error
+            fd = self.open_file(LOCK_NAME, os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT)
             keep_from_children(fd)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             except OSError as error:
                 share_with_children(fd)
                 os.close(fd)
@@ -182,28 +186,60 @@ class GuardedFolder:
             self._lock_fd, self._lock_pid = fd, os.getpid()
             return True
 
+    def write_owner(self) -> None:
+        """Name this process in the lock file, which it has locked. Raises OSError."""
+        owner = {"pid": os.getpid(), "host": socket.gethostname()[:64], "start": round(time.time())}
+        os.ftruncate(self._lock_fd, 0)
+        write_all(self._lock_fd, json.dumps(owner).encode())
+
+    def owner(self) -> str:
+        """The owner that the lock file names, in words. Only for a message: it never fails."""
+        try:
+            with plain_file(self.fd, LOCK_NAME) as fd:
+                owner = json.loads(os.pread(fd, _OWNER_BYTES_MAX, 0))
+            started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(owner["start"])))
+            return f"process {int(owner['pid'])} on {str(owner['host'])[:64]!r} since {started}"
+        except (ValueError, TypeError, KeyError, OverflowError, OSError):
+            return "another process"
+
+    def live_owner(self) -> str:
+        """The process that owns the root now, in words; empty if there is none. Raises as `try_lock(shared=True)`.
+
+        It takes the lock for an instant, so the opening of a root tries more than once.
+        """
+        if not self.try_lock(shared=True):
+            return self.owner()
+        with self._guard:
+            self._unlock()
+        return ""
+
     def _check_not_left(self) -> None:
         """A call that was still waiting for a thread when the folder was left must not open anything any more."""
         if self._left:
             raise OSError(errno.EBADF, "the folder was left")
 
     def leave(self) -> None:
-        """Close every file and release the lock. Idempotent.
-
-        The lock is released explicitly, because a child that C code forked may have the file open. A forked child
-        closes its own files here and not the lock, which it closed right after the fork.
-        """
+        """Close every file and release the lock. Idempotent."""
         with self._guard:
             self._left = True
             self._close_files()
-            if self._lock_fd >= 0 and self._lock_pid == os.getpid():
-                with suppress(OSError):
-                    fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
-                share_with_children(self._lock_fd)
-                close_quietly(self._lock_fd)
+            self._unlock()
             if self.fd >= 0:
                 close_quietly(self.fd)
-            self._lock_fd = self.fd = -1
+            self.fd = -1
+
+    def _unlock(self) -> None:
+        """Release the lock.
+
+        That is done explicitly, because a child that C code forked may have the file open. A forked child closes its
+        own files when it leaves and not the lock, which it closed right after the fork.
+        """
+        if self._lock_fd >= 0 and self._lock_pid == os.getpid():
+            with suppress(OSError):
+                fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
+            share_with_children(self._lock_fd)
+            close_quietly(self._lock_fd)
+        self._lock_fd = -1
 
     def _close_files(self) -> None:
         """Close what a layout keeps open in the folder."""

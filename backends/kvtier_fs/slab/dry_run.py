@@ -1,7 +1,6 @@
 """What the tier would be on this machine, found without opening it: for `kvtier check`."""
 
-import fcntl
-import os
+from contextlib import suppress
 from dataclasses import replace
 
 from kvtier.errors import GeometryError, ResourceError, RootBusyError, RootError
@@ -14,8 +13,6 @@ from kvtier_fs.io.probe import DirectProbe
 from kvtier_fs.io.thread_pools import RootPools
 from kvtier_fs.options import FSOptions
 from kvtier_fs.roots import disk
-from kvtier_fs.roots.folder import LOCK_NAME
-from kvtier_fs.roots.sidecar_files import OWNER_BYTES_MAX, owner_in_words
 from kvtier_fs.slab.folder import SlabFolder
 from kvtier_fs.slab.layout import check_index, lay_out
 from kvtier_fs.slab.root import Root
@@ -64,20 +61,7 @@ def _probe(root: Root, options: FSOptions) -> list[str]:
 
 
 def _read_superblock(root: Root) -> Superblock | None:
-    _check_owner(root)
+    with suppress(FileNotFoundError):
+        if owner := root.folder.live_owner():
+            raise RootBusyError(root.path, owner)
     return root.folder.known_superblock(root.folder.read_superblock())
-
-
-def _check_owner(root: Root) -> None:
-    """Raise RootBusyError if a live process holds the root's lock."""
-    try:
-        fd = root.folder.open_file(LOCK_NAME, os.O_RDONLY)
-    except FileNotFoundError:
-        return
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        fcntl.flock(fd, fcntl.LOCK_UN)
-    except BlockingIOError as error:
-        raise RootBusyError(root.path, owner_in_words(os.pread(fd, OWNER_BYTES_MAX, 0))) from error
-    finally:
-        os.close(fd)

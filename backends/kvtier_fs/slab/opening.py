@@ -73,9 +73,12 @@ async def enter_root(path: str, options: FSOptions, hooks: Hooks) -> Root | None
 
 
 async def _become_owner(root: Root, patience_seconds: float) -> bool:
-    """Lock the root; False if another process still has it when the patience ends."""
+    """Lock the root; False if another process still has it when the patience ends.
+
+    It is tried twice at least, because a tool that tests the lock has it for an instant.
+    """
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + patience_seconds
+    deadline = loop.time() + max(patience_seconds, OWNER_POLL_SECONDS)
     while not await root.call(root.folder.try_lock):
         if loop.time() >= deadline:
             return False
@@ -86,11 +89,9 @@ async def _become_owner(root: Root, patience_seconds: float) -> bool:
 async def _own(root: Root, options: FSOptions) -> bool:
     folder = root.folder
     if not await _become_owner(root, options.owner_timeout_seconds):
-        raise RootBusyError(root.path, await sidecar_files.read_owner(folder, root.pools.files))
-    with suppress(OSError):
-        await sidecar_files.write_owner(
-            folder, root.pools.files
-        )  # for error messages only: a full disk must not keep us out
+        raise RootBusyError(root.path, await root.call(folder.owner))
+    with suppress(OSError):  # it is for error messages only: a full disk must not keep us out
+        await root.call(folder.write_owner)
     root.probe = await root.call(probe_disk, root.path, folder.fd, options)
     folder.direct = root.probe.direct
     data = await root.call(folder.read_superblock)
