@@ -3,31 +3,17 @@
 import errno
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 
 from kvtier.tier_api.block_envelope import KEY_AT, Mismatch, SlotHeader, decode_slot_header, verify_slot
-from kvtier_fs.files.folder import TreeFolder
+from kvtier_fs.files.folder import GONE, TreeFolder, vanished
 from kvtier_fs.files.paths import BlockPlace, occupied
 from kvtier_fs.io.syscalls import rename_new
 from kvtier_fs.roots.folder import close_quietly, open_plain, plain_file
 
-GONE = (errno.ENOENT, errno.ESTALE, errno.ENOTDIR)
-"""Errors that mean: evicted, here or on another host, also while it was open."""
 _NO_FILE = (*GONE, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV)
 """Those, and what it is called when something that is no plain file came in between stat and open."""
-
-
-@contextmanager
-def vanished() -> Iterator[None]:
-    """For work on a file that any process may remove at any moment: a file that is gone is no error."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in GONE:
-            raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +45,18 @@ class OpenBlock:
 def open_block(folder: TreeFolder, wanted: Wanted, direct: bool) -> OpenBlock | Wrong | None:
     """Open what lies in a block's place; None if there is nothing. Raises OSError for what the disk does."""
     place = wanted.place
-    try:
-        with folder.leaf(place.bucket, place.leaf) as leaf:
-            status = os.stat(place.name, dir_fd=leaf, follow_symlinks=False)
-            if not stat.S_ISREG(status.st_mode) or status.st_size != wanted.file_bytes:
-                return Wrong(status.st_ino)
-            fd = open_plain(leaf, place.name, os.O_RDONLY | (os.O_DIRECT if direct else 0))
-    except OSError as error:
-        if error.errno in _NO_FILE:
-            return None
-        raise
-    try:
-        status = os.fstat(fd)
-    except OSError:
-        close_quietly(fd)
-        raise
-    return OpenBlock(fd, status.st_ino, status.st_mtime)
+    with vanished(_NO_FILE), folder.leaf(place.bucket, place.leaf) as leaf:
+        status = os.stat(place.name, dir_fd=leaf, follow_symlinks=False)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != wanted.file_bytes:
+            return Wrong(status.st_ino)
+        fd = open_plain(leaf, place.name, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+        try:
+            status = os.fstat(fd)
+        except OSError:
+            close_quietly(fd)
+            raise
+        return OpenBlock(fd, status.st_ino, status.st_mtime)
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,22 +84,19 @@ def header_now(leaf_fd: int, wanted: Wanted) -> SlotHeader | Wrong | None:
 
     Raises OSError.
     """
-    try:
+    with vanished(_NO_FILE):
         status = os.stat(wanted.place.name, dir_fd=leaf_fd, follow_symlinks=False)
         if not stat.S_ISREG(status.st_mode) or status.st_size != wanted.file_bytes:
             return Wrong(status.st_ino)
         header_bytes = wanted.file_bytes - wanted.header.payload_bytes
         page = memoryview(read_front(leaf_fd, wanted.place.name, header_bytes))
-    except OSError as error:
-        if error.errno in _NO_FILE:
-            return None
-        raise
-    stated = decode_slot_header(page) if len(page) == header_bytes else None
-    if stated is None or stated._replace(generation=0, epoch=0, payload_digest=b"") != wanted.header._replace(
-        generation=0, epoch=0, payload_digest=b""
-    ):
-        return Wrong(status.st_ino, bytes(page[:KEY_AT]))
-    return stated
+        stated = decode_slot_header(page) if len(page) == header_bytes else None
+        if stated is None or stated._replace(generation=0, epoch=0, payload_digest=b"") != wanted.header._replace(
+            generation=0, epoch=0, payload_digest=b""
+        ):
+            return Wrong(status.st_ino, bytes(page[:KEY_AT]))
+        return stated
+    return None
 
 
 def read_front(leaf_fd: int, name: str, header_bytes: int) -> bytes:
@@ -131,21 +110,16 @@ def remove_if(leaf_fd: int, name: str, wrong: Wrong) -> bool:
 
     False if it is something else by now, not there, or a folder with something in it.
     """
-    try:
+    with vanished((*GONE, errno.ENOTEMPTY, errno.ELOOP)):
         status = os.stat(name, dir_fd=leaf_fd, follow_symlinks=False)
-        if status.st_ino != wrong.inode:
-            return False
-        if wrong.front and read_front(leaf_fd, name, KEY_AT) != wrong.front:
+        if status.st_ino != wrong.inode or (wrong.front and read_front(leaf_fd, name, KEY_AT) != wrong.front):
             return False
         if stat.S_ISDIR(status.st_mode):
             os.rmdir(name, dir_fd=leaf_fd)
         else:
             os.unlink(name, dir_fd=leaf_fd)
-    except OSError as error:
-        if error.errno in (*GONE, errno.ENOTEMPTY, errno.ELOOP):
-            return False
-        raise
-    return True
+        return True
+    return False
 
 
 @dataclass(frozen=True, slots=True)

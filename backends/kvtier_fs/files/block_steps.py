@@ -28,7 +28,6 @@ from kvtier.types.jobs import (
     failed,
 )
 from kvtier_fs.files.block_file import (
-    GONE,
     OpenBlock,
     Published,
     Temporary,
@@ -40,7 +39,7 @@ from kvtier_fs.files.block_file import (
     publish,
 )
 from kvtier_fs.files.bucket import Bucket
-from kvtier_fs.files.folder import Busy
+from kvtier_fs.files.folder import GONE, Busy
 from kvtier_fs.files.root import SharedRoot
 from kvtier_fs.io.contract import IOKind
 from kvtier_fs.roots.folder import close_quietly
@@ -218,12 +217,10 @@ class BlockSteps:
             block.touching = False
         if isinstance(checked.found, Mismatch):
             self._counters[f"mismatch.{checked.found}"] += 1
-            if checked.found is not Mismatch.EPOCH:
+            corrupt = checked.found is not Mismatch.EPOCH
+            if corrupt or checked.epoch < block.wanted.header.epoch:
                 await self._remove(block.wanted, Wrong(there.inode, checked.front))
-                return CORRUPT
-            if checked.epoch < block.wanted.header.epoch:
-                await self._remove(block.wanted, Wrong(there.inode, checked.front))
-            return MISSING
+            return CORRUPT if corrupt else MISSING
         await self._touch(there)
         return LOADED
 

@@ -13,27 +13,25 @@ from typing import TypeVar
 from kvtier.tier_api.block_envelope import SlotHeader, decode_slot_header
 from kvtier.types.geometry import round_up
 from kvtier.types.jobs import PRESENT, BlockOutcome, DropReason, dropped
-from kvtier_fs.files.block_file import GONE, Temporary, Wanted, Wrong, header_now, read_front, remove_if, vanished
-from kvtier_fs.files.folder import Busy, TreeFolder, names_in, with_lock
+from kvtier_fs.files.block_file import Temporary, Wanted, Wrong, header_now, read_front, remove_if
+from kvtier_fs.files.folder import GONE, Busy, TreeFolder, names_in, vanished, with_lock
 from kvtier_fs.files.paths import BLOCK_NAME, DISK_BLOCK_BYTES, TEMPORARY_NAME, occupied
-from kvtier_fs.files.usage import ACCOUNT_NAME, FULL, BucketRules, BucketUsage, Victim
+from kvtier_fs.files.usage import FULL, BucketRules, BucketUsage, Victim
 from kvtier_fs.io.syscalls import fallocate
 from kvtier_fs.roots.folder import close_quietly, keeps_free, open_plain
-
-__all__ = ["ACCOUNT_NAME", "Bucket", "BucketRules"]
 
 T = TypeVar("T")
 
 
 class Bucket(BucketUsage):
-    """A bucket in this process. `turn` allows this process one visit at a time. `refused`: the first and the last time
-    the lock was found taken since this process last held it, or None. `leftovers`: temporaries, still charged,
-    that the next visit discards."""
+    """A bucket in this process. `turn` allows this process one visit at a time. `refused`: when the lock was first
+    found taken since this process last held it, or None. `leftovers`: temporaries, still charged, that the next visit
+    discards."""
 
     def __init__(self, folder: TreeFolder, number: int, rules: BucketRules) -> None:
         super().__init__(folder, number, rules)
         self.turn = asyncio.Lock()
-        self.refused: tuple[float, float] | None = None
+        self.refused: float | None = None
         self.leftovers: list[Temporary] = []
         self._evicted = 0
 

@@ -7,7 +7,7 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
 from typing import TypeVar
@@ -38,6 +38,8 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _NO_PLAIN_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENOTDIR)
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+GONE = (errno.ENOENT, errno.ESTALE, errno.ENOTDIR)
+"""Errors that mean: evicted, here or on another host, also while it was open."""
 
 T = TypeVar("T")
 
@@ -46,6 +48,16 @@ class Busy(Enum):
     """Another process holds the lock."""
 
     BUSY = "busy"
+
+
+@contextmanager
+def vanished(errors: Collection[int] = GONE) -> Iterator[None]:
+    """For work on what any process may remove or replace at any moment: these errors only end it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in errors:
+            raise
 
 
 def read_small(folder_fd: int, name: str) -> bytes:
@@ -117,20 +129,18 @@ def with_lock(folder_fd: int, work: Callable[[], T]) -> T | Busy:
 
 def _lock_now(folder_fd: int, fd: int) -> bool:
     """Lock a folder's lock file; False if another process holds it or has replaced it after it was opened."""
-    try:
+    with vanished(_LOCK_IS_ELSEWHERE):
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         named = os.stat(LOCK_NAME, dir_fd=folder_fd, follow_symlinks=False)
-    except OSError as error:
-        if error.errno in _LOCK_IS_ELSEWHERE:
-            return False
-        raise
-    return named.st_ino == os.fstat(fd).st_ino
+        return named.st_ino == os.fstat(fd).st_ino
+    return False
 
 
 class TreeFolder(GuardedFolder):
     """The folders of one root, open. Raises RootError for what an operator must correct, OSError for the rest.
 
-    `epochs_fd` and `leases_fd` are the open folders of epochs and of leases, -1 where there is none.
+    `epochs_fd` and `leases_fd` are the open folders of epochs and of leases, -1 where there is none. `tree` is how the
+    root is laid out, once that is known.
     """
 
     def __init__(self, path: str, options: SharedFSOptions) -> None:
@@ -210,17 +220,9 @@ class TreeFolder(GuardedFolder):
         self.leases_fd = self._small_folder(LEASES_NAME, make)
 
     def _small_folder(self, name: str, make: bool) -> int:
-        try:
+        with vanished(() if make else _NO_FOLDER):
             return self._opened(name, make)
-        except OSError as error:
-            if make or error.errno not in _NO_FOLDER:
-                raise
-            return -1
-
-    def use_tree(self, tree: Tree, make: bool = True) -> None:
-        """Join, and record how the root is laid out. Raises OSError."""
-        self.join(make)
-        self.tree = tree
+        return -1
 
     def buckets(self) -> list[int]:
         """The numbers of the buckets that exist, in order. Raises OSError."""
@@ -259,12 +261,9 @@ class TreeFolder(GuardedFolder):
 
         Raises OSError: what cannot be read does not mean a reset.
         """
-        try:
+        with vanished(_NO_PLAIN_FILE):
             return decode_epoch(read_small(self.epochs_fd, namespace.hex()), namespace)
-        except OSError as error:
-            if error.errno in _NO_PLAIN_FILE:
-                return None
-            raise
+        return None
 
     def raise_epoch(self, namespace: bytes, epoch: int, temporary: str) -> int | Busy:
         """Make a namespace's epoch at least `epoch`, durably when this returns. Returns the one that counts.

@@ -64,7 +64,6 @@ async def join_root(root: SharedRoot, stored: Tree | None, options: SharedFSOpti
     holder, clock = await root.call(root.hooks.holder), asyncio.get_running_loop().time
     root.leases = Leases(root.folder.leases_fd, root.lease, holder, clock, root.hooks.lease_seconds)
     if stored is not None:
-        await root.call(root.folder.use_tree, tree)
         root.use_tree(tree, budget)
     root.leased = True
     await root.with_room(lambda: root.call(root.leases.take))
@@ -72,7 +71,6 @@ async def join_root(root: SharedRoot, stored: Tree | None, options: SharedFSOpti
         made = replace(tree, root_uuid=root.hooks.random_bytes(UUID_BYTES))
         stored = await root.call(root.folder.make, made, root.temporary())
         tree, budget = lay_out(root.path, stored, options, geometry, needed)
-        await root.call(root.folder.use_tree, tree)
         root.use_tree(tree, budget)
 
 

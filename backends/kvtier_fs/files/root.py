@@ -114,7 +114,7 @@ class SharedRoot:
 
     def use_tree(self, tree: Tree, budget_bytes: int) -> None:
         """Create the buckets."""
-        self.tree = tree
+        self.tree = self.folder.tree = tree
         direct, free, hooks = self.probe.direct, self._options.min_free_bytes, self.hooks
         leases, counters = self.leases, self.counters
         self.rules = BucketRules(budget_bytes, free, direct, leases, counters, hooks.wall, hooks.touch_seconds)
@@ -148,18 +148,12 @@ class SharedRoot:
                     bucket.refused = None
                     return result
                 now = loop.time()
-                bucket.refused = (bucket.refused[0] if bucket.refused else now, now)
-                if self._refused_long(bucket, began):
+                bucket.refused = now if bucket.refused is None else bucket.refused
+                if now - max(bucket.refused, began) >= self.hooks.lock_seconds:
+                    self.counters["lock.timeout"] += 1
                     return result
                 await asyncio.sleep(wait)
                 wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
-
-    def _refused_long(self, bucket: Bucket, began: float) -> bool:
-        """True if this process was refused a bucket's lock, time and again, for long enough since the visit began."""
-        if bucket.refused is None or bucket.refused[1] - max(bucket.refused[0], began) < self.hooks.lock_seconds:
-            return False
-        self.counters["lock.timeout"] += 1
-        return True
 
     async def discard(self, bucket: Bucket, temporary: Temporary) -> None:
         """Remove a temporary, closed already, that will not become a block: now, or at the bucket's next visit.

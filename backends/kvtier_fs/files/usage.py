@@ -14,8 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvtier_fs.files.block_file import vanished
-from kvtier_fs.files.folder import TreeFolder, names_in, read_small
+from kvtier_fs.files.folder import TreeFolder, names_in, read_small, vanished
 from kvtier_fs.files.leases import Leases
 from kvtier_fs.files.paths import BLOCK_NAME, DISK_BLOCK_BYTES, LEAF_NAME, TEMPORARY_NAME, occupied
 from kvtier_fs.format.tree_records import decode_account, encode_account

@@ -8,6 +8,7 @@ from kvtier.errors import RootError
 from kvtier.tier_api.inspection import CheckStep, Finding, FindingKind
 from kvtier_fs.files.block_file import remove_if
 from kvtier_fs.files.bucket import Bucket
+from kvtier_fs.files.folder import vanished
 from kvtier_fs.files.paths import BlockPlace, bucket_name
 from kvtier_fs.inspect.files_blocks import FoundFile, opened_file
 from kvtier_fs.inspect.files_records import check_bucket, check_leases, check_records, count_anew
@@ -22,16 +23,12 @@ class FilesInspection(InspectedTree):
     """
 
     def _found(self, run: FileRun) -> Iterator[FoundFile]:
-        try:
-            with self.folder.leaf(run.bucket, run.leaf) as leaf_fd:
-                for number, name in enumerate(run.names, run.first):
-                    place = BlockPlace(run.bucket, run.leaf, name)
-                    with opened_file(leaf_fd, place, number, self.tree, self.epoch) as found:
-                        if found is not None:
-                            yield found
-        except OSError as error:
-            if error.errno not in NOT_THERE:
-                raise
+        with vanished(NOT_THERE), self.folder.leaf(run.bucket, run.leaf) as leaf_fd:
+            for number, name in enumerate(run.names, run.first):
+                place = BlockPlace(run.bucket, run.leaf, name)
+                with opened_file(leaf_fd, place, number, self.tree, self.epoch) as found:
+                    if found is not None:
+                        yield found
 
     def _place_in_words(self, one: FoundFile) -> str:
         return "/".join(part for part in (bucket_name(one.place.bucket), one.place.leaf, one.place.name) if part)

@@ -10,10 +10,11 @@ from functools import partial
 
 from kvtier.errors import RootError
 from kvtier.tier_api.inspection import Finding, FindingKind
-from kvtier_fs.files.bucket import ACCOUNT_NAME, Bucket
+from kvtier_fs.files.bucket import Bucket
 from kvtier_fs.files.folder import EPOCHS_NAME, LEASES_NAME, read_small, with_lock
 from kvtier_fs.files.leases import LEASE_NAME, decode_holder
 from kvtier_fs.files.paths import BLOCK_NAME, BUCKET_NAME, NAMESPACE_NAME, TEMPORARY_NAME, bucket_name
+from kvtier_fs.files.usage import ACCOUNT_NAME
 from kvtier_fs.format.tree_records import decode_account, decode_epoch, decode_tree, encode_epoch, encode_tree
 from kvtier_fs.inspect.files_blocks import NO_PLAIN_FILE
 from kvtier_fs.inspect.files_root import InspectedTree
@@ -57,37 +58,38 @@ def _two_copies(
 
     `whole_of` is what the file should be by its sound copy, from which repair writes the other anew.
     """
-    name = os.path.basename(where)
-
-    def damaged(mend: bool) -> list[int] | None:
-        """Where the damaged copies begin; None if no copy is sound. With `mend` they are written anew."""
-        data = read_small(folder_fd, name)
-        whole = whole_of(data)
-        if whole is None:
-            return None
-        half = len(whole) // 2
-        bad = [at for at in (0, half) if data[at : at + half] != whole[at : at + half]]
-        if bad and mend:
-            with plain_file(folder_fd, name, os.O_RDWR) as fd:
-                for at in bad:
-                    write_all(fd, whole[at : at + half], at)
-                os.fdatasync(fd)
-        return bad
-
+    damaged = partial(_damaged, folder_fd, os.path.basename(where), whole_of)
     try:
         bad = damaged(mend=False)
     except OSError as error:
         yield Finding(kind, _unread(error), where)
+        return
+    if bad is None:
+        yield Finding(kind, DAMAGED, where)
         return
     repaired = False
     if bad and repair:
         mend = partial(damaged, mend=True)
         with suppress(OSError):  # processes replace an epoch's file; they lock its folder meanwhile
             repaired = isinstance(with_lock(folder_fd, mend) if kind is FindingKind.BAD_EPOCH else mend(), list)
-    for at in bad or ():
+    for at in bad:
         yield Finding(kind, DAMAGED, f"{where}, copy {int(at > 0)}", repaired)
-    if bad is None:
-        yield Finding(kind, DAMAGED, where)
+
+
+def _damaged(folder_fd: int, name: str, whole_of: Callable[[bytes], bytes | None], mend: bool) -> list[int] | None:
+    """Where the damaged copies begin; None if no copy is sound. With `mend` they are written anew. Raises OSError."""
+    data = read_small(folder_fd, name)
+    whole = whole_of(data)
+    if whole is None:
+        return None
+    half = len(whole) // 2
+    bad = [at for at in (0, half) if data[at : at + half] != whole[at : at + half]]
+    if bad and mend:
+        with plain_file(folder_fd, name, os.O_RDWR) as fd:
+            for at in bad:
+                write_all(fd, whole[at : at + half], at)
+            os.fdatasync(fd)
+    return bad
 
 
 def check_leases(root: InspectedTree, repair: bool) -> Iterator[Finding]:

@@ -12,13 +12,12 @@ from typing import NamedTuple, TypeVar
 
 from kvtier.errors import RootError
 from kvtier.tier_api.inspection import Access, StoreAbout, StoredNamespace
-from kvtier_fs.files.block_file import GONE
-from kvtier_fs.files.bucket import Bucket, BucketRules
-from kvtier_fs.files.folder import Busy, TreeFolder, names_in, read_small
+from kvtier_fs.files.bucket import Bucket
+from kvtier_fs.files.folder import GONE, Busy, TreeFolder, names_in, read_small, vanished
 from kvtier_fs.files.leases import LEASE_NAME, Leases, decode_holder, this_process
 from kvtier_fs.files.paths import BLOCK_NAME, NAMESPACE_NAME, bucket_name, leaves
 from kvtier_fs.files.root import FilesHooks
-from kvtier_fs.files.usage import BucketUsage
+from kvtier_fs.files.usage import BucketRules, BucketUsage
 from kvtier_fs.format.tree_records import Tree
 from kvtier_fs.inspect.files_blocks import FoundFile
 from kvtier_fs.inspect.store import StoreInspection
@@ -75,8 +74,8 @@ class InspectedTree(StoreInspection[FoundFile, FileRun]):
         tree = self.folder.read_tree()
         if tree is None:
             raise RootError(self.path, "cannot be checked: it has no superblock; empty it once no process uses it")
-        self.tree = tree
-        self.folder.use_tree(tree, make=self.access is Access.CHANGE)
+        self.tree = self.folder.tree = tree
+        self.folder.join(make=self.access is Access.CHANGE)
         seconds = FilesHooks().lease_seconds
         self.leases = Leases(self.folder.leases_fd, "", this_process(), time.monotonic, seconds)
         names = filter(LEASE_NAME.fullmatch, self.small_names(self.folder.leases_fd))
@@ -128,13 +127,9 @@ class InspectedTree(StoreInspection[FoundFile, FileRun]):
 
     def names(self, bucket: int, leaf: str) -> list[str]:
         """What lies in a folder of blocks, in order; nothing where it is gone or no folder. Raises OSError."""
-        try:
-            with self.folder.leaf(bucket, leaf) as fd:
-                return sorted(names_in(fd))
-        except OSError as error:
-            if error.errno in NOT_THERE:
-                return []
-            raise
+        with vanished(NOT_THERE), self.folder.leaf(bucket, leaf) as fd:
+            return sorted(names_in(fd))
+        return []
 
     def leaves(self) -> list[str]:
         """The folders of a bucket in which blocks may lie; the bucket itself comes first."""
