@@ -202,7 +202,7 @@ class SharedRoot:
         try:
             return await attempt()
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in FULL or not self.buckets:  # a root that is being made has nothing to evict
                 raise
         await self._evict(0, DISK_BLOCK_BYTES)
         return await attempt()

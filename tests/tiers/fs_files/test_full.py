@@ -15,6 +15,7 @@ from kvtier.errors import RootError
 from kvtier.types.jobs import LOADED, PRESENT, STORED, DropReason, dropped
 from kvtier_fs.files import bucket as bucket_module
 from kvtier_fs.files import usage as account_module
+from kvtier_fs.files.leases import Leases
 from kvtier_fs.files.root import FilesHooks
 from kvtier_fs.io.contract import IOKind
 
@@ -274,3 +275,15 @@ async def test_a_reset_and_a_new_namespace_find_room_on_a_full_disk(tmp_path):
         assert there - 5 <= len(block_files(disk)) < there, "in the place of a few blocks"
         async with open_files(settings, tag="b") as tier:
             assert tier.opened.epoch == 3
+
+
+async def test_a_new_root_on_a_full_disk_says_so(tmp_path, monkeypatch):
+    def full(leases: Leases) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (tmp_path / "root" / "bucket-00").mkdir(parents=True)  # its superblock was removed, its buckets were not
+    (tmp_path / "root").chmod(0o700)
+    monkeypatch.setattr(Leases, "take", full)
+    with pytest.raises(RootError, match="the disk is full"):
+        async with open_files(options(tmp_path / "root")):
+            pass
