@@ -19,7 +19,7 @@ from kvtier.options import ByteSize, PolicyName, TierOptions
 from kvtier.tier_api.contract import LoadStore, Opened, Rows, SlotSpace, TierContext
 from kvtier.types.jobs import CANCELLED, LOADED, STORED, BlockOutcome, JobResult, TransferJob, failed
 from kvtier.types.keys import CPU
-from kvtier_cpu.block_selection import GOOD, UNSTAMPED, BlockSelection, select_all, select_whole, worst
+from kvtier_cpu.block_selection import UNSTAMPED, BlockSelection, select_all, select_whole, worst
 from kvtier_cpu.region.opening import RegionHost, open_region
 from kvtier_cpu.region.populate import private_works
 from kvtier_cpu.region.shared_region import RegionSpec, SharedRegion, Sharing
@@ -217,7 +217,7 @@ class CPUBackend(LoadStore):
             transfer, of_group = selection.transfer, outcomes[selection.index]
             copied += len(transfer.keys)
             stamped = region.stamped(transfer.rows, transfer.generations).tolist()
-            good = [outcome.status in GOOD for outcome in reported]
+            good = [outcome.ok for outcome in reported]
             for position, outcome, ok, whole in zip(selection.positions, reported, good, stamped, strict=True):
                 of_group[position] = outcome if not ok else STORED if whole else UNSTAMPED
             kept = np.array(good) & stamped
@@ -239,7 +239,7 @@ class CPUBackend(LoadStore):
         for selection, reported in zip(selections, reports, strict=True):
             of_group = outcomes[selection.index]
             for position, outcome in zip(selection.positions, reported, strict=True):
-                of_group[position] = LOADED if outcome.status in GOOD else outcome
+                of_group[position] = LOADED if outcome.ok else outcome
             bytes_moved += selection.pages(reported) * geometry.kv_bytes_per_block(selection.transfer.group)
         return JobResult(job.job_id, tuple(map(tuple, outcomes)), bytes_moved, context.clock() - started)
 

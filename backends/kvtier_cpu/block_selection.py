@@ -14,10 +14,11 @@ from kvtier.types.jobs import CORRUPT, BlockOutcome, BlockStatus, DropReason, GP
 
 UNSTAMPED = failed(errno.EIO)
 """Every worker reported success, but not every stamp is there: the row is a miss."""
-GOOD = (BlockStatus.LOADED, BlockStatus.PRESENT, BlockStatus.STORED)
 
 _BY_SEVERITY = (
-    *GOOD,
+    BlockStatus.LOADED,
+    BlockStatus.PRESENT,
+    BlockStatus.STORED,
     BlockStatus.DROPPED,
     BlockStatus.MISSING,
     BlockStatus.CANCELLED,
@@ -57,7 +58,7 @@ class BlockSelection:
     def pages(self, outcomes: Sequence[BlockOutcome]) -> int:
         """How many GPU pages the blocks with a good outcome have."""
         runs = self.transfer.runs
-        good = np.array([outcome.status in GOOD for outcome in outcomes], dtype=np.bool_)
+        good = np.array([outcome.ok for outcome in outcomes], dtype=np.bool_)
         return len(runs.gpu_blocks) if good.all() else int(runs.counts[good[runs.blocks]].sum())
 
 

@@ -139,21 +139,19 @@ def split(plan: CopyPlan, max_bytes: int) -> list[tuple[GroupPages, ...]]:
     if plan.nbytes <= max_bytes:
         whole = tuple(pages for pages in plan.groups if len(pages.gpu_blocks))
         return [whole] if whole else []
-    parts: list[tuple[GroupPages, ...]] = []
-    part: list[GroupPages] = []
-    room = max_bytes
+    parts: list[list[GroupPages]] = []
+    room = 0
     for pages in plan.groups:
         first, page_bytes = 0, pages.table.page_bytes
         while first < len(pages.gpu_blocks):
-            taken = pages.slice(first, first + max(room // page_bytes, 0 if part else 1))
-            if len(taken.gpu_blocks):
-                part.append(taken)
-                first += len(taken.gpu_blocks)
-                room -= len(taken.gpu_blocks) * page_bytes
-            if first < len(pages.gpu_blocks):
-                parts.append(tuple(part))
-                part, room = [], max_bytes
-    return [*parts, tuple(part)] if part else parts
+            if room < page_bytes:
+                parts.append([])
+                room = max(max_bytes, page_bytes)
+            taken = pages.slice(first, first + room // page_bytes)
+            parts[-1].append(taken)
+            first += len(taken.gpu_blocks)
+            room -= len(taken.gpu_blocks) * page_bytes
+    return [tuple(part) for part in parts]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,8 +171,7 @@ def extents(pages: GroupPages) -> Extents:
     table = pages.table
     gpu = (pages.gpu_blocks[:, None] * table.strides + table.addresses).ravel()
     region = (pages.row_offsets[:, None] + table.offsets).ravel()
-    found = Extents(gpu, region, np.tile(table.lengths, len(pages.gpu_blocks)))
-    return merge(found) if len(gpu) > 1 else found
+    return merge(Extents(gpu, region, np.tile(table.lengths, len(pages.gpu_blocks))))
 
 
 def merge(found: Extents) -> Extents:

@@ -15,8 +15,6 @@ from kvtier.errors import UsageError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_Task = Callable[[], bool]
-
 
 class DaemonPool(Executor):
     """An executor of at most `limit` daemon threads, started when there is work for them.
@@ -28,12 +26,12 @@ class DaemonPool(Executor):
     def __init__(self, name: str, limit: int) -> None:
         self._name = name
         self._limit = limit
-        self._tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._ended: list[Future[None]] = []
         self._lock = threading.Lock()
         self._unfinished = 0
         self._closed = False
-        self._leaving: list[Future[None]] = []
         self._room = asyncio.Semaphore(3 * limit)
         self._pid = 0
 
@@ -47,15 +45,12 @@ class DaemonPool(Executor):
             raise UsageError(f"the threads of {self._name} belong to process {self._pid}; this one was forked from it")
         future: Future[T] = Future()
 
-        def task() -> bool:
+        def task() -> None:
             if future.set_running_or_notify_cancel():
                 try:
-                    result = fn(*args, **kwargs)
+                    future.set_result(fn(*args, **kwargs))
                 except BaseException as error:
                     future.set_exception(error)
-                else:
-                    future.set_result(result)
-            return True
 
         with self._lock:
             if self._closed:
@@ -76,7 +71,9 @@ class DaemonPool(Executor):
 
     def _start_thread(self) -> None:
         """Start one more thread. Where the system has none to give, those that are there have to do."""
-        thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
+        ended: Future[None] = Future()
+        name = f"{self._name}-{len(self._threads)}"
+        thread = threading.Thread(target=self._work, args=(ended,), name=name, daemon=True)
         try:
             thread.start()
         except RuntimeError as error:
@@ -85,11 +82,15 @@ class DaemonPool(Executor):
             return
         self._pid = os.getpid()
         self._threads.append(thread)
+        self._ended.append(ended)
 
-    def _work(self) -> None:
-        while self._tasks.get()():
+    def _work(self, ended: Future[None]) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+            del task  # or it would keep the memory that its call names
             with self._lock:
                 self._unfinished -= 1
+        ended.set_result(None)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Let the threads end once their work is done; never waits. Idempotent."""
@@ -97,16 +98,15 @@ class DaemonPool(Executor):
             if self._closed:
                 return
             self._closed = True
-            self._leaving = [Future() for _ in self._threads]
-        for left in self._leaving:
-            self._tasks.put(_leave(left))
+        for _ in self._threads:
+            self._tasks.put(None)
 
     async def close(self, timeout_seconds: float) -> int:
         """Let the threads finish their work and end. Returns how many are stuck at the deadline; then call again."""
         self.shutdown()
-        if not self._leaving:
+        if not self._threads:
             return 0
-        _, stuck = await asyncio.wait(map(asyncio.wrap_future, self._leaving), timeout=timeout_seconds)
+        _, stuck = await asyncio.wait(map(asyncio.wrap_future, self._ended), timeout=timeout_seconds)
         if stuck:
             return len(stuck)
         for thread in self._threads:
@@ -120,11 +120,3 @@ async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
     Buffers in use by a copy or by a thread stay ours until it ends; cancelling never hands them back early.
     """
     return await shielded_wait(asyncio.ensure_future(work))
-
-
-def _leave(left: Future[None]) -> _Task:
-    def task() -> bool:
-        left.set_result(None)
-        return False
-
-    return task

@@ -70,11 +70,8 @@ class LoopThread:
 
     def _send(self, call: LoopCall[Any]) -> None:
         self._calls[call.ended] = call
-        call.ended.add_done_callback(self._forget)  # a future keeps its callbacks: one that held the call were a circle
+        call.ended.add_done_callback(self._calls.pop)  # holds no call: a future keeps its callbacks
         self.loop.call_soon_threadsafe(call.begin)
-
-    def _forget(self, ended: Future[Any]) -> None:
-        self._calls.pop(ended, None)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_seconds: float | None = None) -> T:
         """The coroutine's result, or what it raised; TimeoutError once the time is over.
@@ -108,16 +105,15 @@ class LoopThread:
         if self._owner.elsewhere:
             return False
         atexit.unregister(self._close_at_exit)
-        last = None
         with self._submitting:
-            if not self._closing:  # else the loop is ending, or has ended by itself
-                self._closing = True
-                last = LoopCall(self.loop, self._wind_up(timeout_seconds))
-                self._send(last)
-        if last is not None:
-            _wait(last.ended, time.monotonic() + 2 * timeout_seconds)
-            if last.ended.done() and (last.ended.cancelled() or last.ended.result()):
-                self.thread.join(timeout_seconds)
+            if self._closing:  # the loop is ending, or has ended by itself
+                return not self.alive
+            self._closing = True
+            last = LoopCall(self.loop, self._wind_up(timeout_seconds))
+            self._send(last)
+        _wait(last.ended, time.monotonic() + 2 * timeout_seconds)
+        if last.ended.done() and (last.ended.cancelled() or last.ended.result()):
+            self.thread.join(timeout_seconds)
         return not self.alive
 
     def _serve(self) -> None:

@@ -16,7 +16,7 @@ own: two workers never write the same line.
 
 import mmap
 import secrets
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -35,36 +35,18 @@ HEADER_BYTES = mmap.PAGESIZE
 CACHE_LINE_BYTES = 64
 WORD_BYTES = 8
 
-HEADER = np.dtype(
-    [
-        ("magic", "S8"),
-        ("version", "u8"),
-        ("control_bytes", "u8"),
-        ("num_rows", "u8"),
-        ("row_bytes", "u8"),
-        ("world_size", "u8"),
-        ("copies", "u8"),
-        ("participants", "u8"),
-        ("digest", "u1", (DIGEST_BYTES,)),
-        ("incarnation", "u8"),
-        ("rows_device", "u8"),
-        ("rows_inode", "u8"),
-        ("ready", "u8"),
-    ]
-)
-
 Words = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
 class ControlShape:
-    """The sizes that decide where everything is; the header holds them under the same names."""
+    """The sizes that decide where everything is; the header holds them under the same names, in this order."""
 
     num_rows: int
     row_bytes: int
     world_size: int
-    participants: int
     copies: int
+    participants: int
 
     @property
     def sections(self) -> np.dtype[np.void]:
@@ -90,6 +72,18 @@ class ControlShape:
     def size_bytes(self) -> int:
         """Bytes of the control area, whole pages."""
         return self.sections.itemsize
+
+
+SIZES = [size.name for size in fields(ControlShape)]
+
+HEADER = np.dtype(
+    [
+        ("magic", "S8"),
+        *[(word, "u8") for word in ("version", "control_bytes", *SIZES)],
+        ("digest", "u1", (DIGEST_BYTES,)),
+        *[(word, "u8") for word in ("incarnation", "rows_device", "rows_inode", "ready")],
+    ]
+)
 
 
 class ControlArea:

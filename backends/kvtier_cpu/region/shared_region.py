@@ -77,9 +77,8 @@ class RegionSpec:
     def shape(self) -> ControlShape:
         """The sizes of the control area."""
         geometry = self.geometry
-        return ControlShape(
-            self.num_rows, geometry.row_bytes, geometry.world_size, self.participants, geometry.num_copies
-        )
+        sizes = geometry.row_bytes, geometry.world_size, geometry.num_copies
+        return ControlShape(self.num_rows, *sizes, self.participants)
 
     @property
     def digest(self) -> bytes:

@@ -19,7 +19,12 @@ Done = Callable[[Exception | None], None]
 
 
 class CopyEngine(ABC):
-    """Moves the bytes of plans. Constructors acquire nothing; plans are already checked against every bound."""
+    """Moves the bytes of plans. Constructors acquire nothing; plans are already checked against every bound.
+
+    `mode` is the device and means of copying, for people; it is there once the engine is started.
+    """
+
+    mode: str
 
     @abstractmethod
     def start(self) -> tuple[str, ...]:
@@ -27,11 +32,6 @@ class CopyEngine(ABC):
 
         Returns notes for people. Raises ResourceError and leaves nothing behind.
         """
-
-    @property
-    @abstractmethod
-    def mode(self) -> str:
-        """Device and means of copying, for people."""
 
     @abstractmethod
     def submit(self, plan: CopyPlan, direction: Direction, done: Done) -> None:

@@ -108,7 +108,6 @@ class CudaEngine(CopyEngine):
         self._device = device
         self._streams = {direction: _CopyStream(direction, device) for direction in Direction}
         self._pinned: PinnedRegion | None = None
-        self._mode = ""
         self.compute_stream: torch.cuda.Stream | None = None
 
     def start(self) -> tuple[str, ...]:
@@ -129,12 +128,8 @@ class CudaEngine(CopyEngine):
                 raise ResourceError(f"{self._device} has no room for streams and staging: {refusal}") from refusal
         for stream in self._streams.values():
             stream.start()
-        self._mode = f"{self._device}, {len(self._streams)} streams, {'pageable' if error else 'pinned'} rows"
+        self.mode = f"{self._device}, {len(self._streams)} streams, {'pageable' if error else 'pinned'} rows"
         return notes
-
-    @property
-    def mode(self) -> str:
-        return self._mode
 
     def submit(self, plan: CopyPlan, direction: Direction, done: Done) -> None:
         computed = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -115,12 +115,9 @@ class HostMemoryEngine(CopyEngine):
         self._pid = os.getpid()
         for thread in self._threads:
             thread.start()
-        return ()
-
-    @property
-    def mode(self) -> str:
         threads = f"cpu, {len(self._threads)} copy thread{'s' if len(self._threads) > 1 else ''}"
-        return f"{threads}, compiled copies" if self._compiled else threads
+        self.mode = f"{threads}, compiled copies" if self._compiled else threads
+        return ()
 
     def submit(self, plan: CopyPlan, direction: Direction, done: Done) -> None:
         if os.getpid() != self._pid:

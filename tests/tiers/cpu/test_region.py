@@ -71,7 +71,7 @@ def test_rows_never_overlap_and_are_buffers_for_io(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [ControlShape(1, 4096, 1, 1, 1), ControlShape(1001, 8192, 3, 4, 3), ControlShape(8, 4096, 8, 9, 1)]
+    "shape", [ControlShape(1, 4096, 1, 1, 1), ControlShape(1001, 8192, 3, 3, 4), ControlShape(8, 4096, 8, 1, 9)]
 )
 def test_the_sections_of_the_control_area_never_overlap(shape: ControlShape) -> None:
     sections = shape.sections
