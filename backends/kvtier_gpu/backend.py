@@ -56,8 +56,7 @@ class _Open:
     """What the tier holds while it is open. `running` jobs are counted, so that `close` can wait for `idle`."""
 
     def __init__(self, context: TierContext, rows: Rows, tables: tuple[GroupTable, ...], engine: CopyEngine) -> None:
-        self.worker = context.worker
-        self.clock = context.clock
+        self.context = context
         self.rows = rows
         self.tables = tables
         self.engine = engine
@@ -172,7 +171,7 @@ class GPUBackend(LoadStore):
         opened = self._open
         if opened is None:
             raise UsageError("the GPU tier is not open")
-        started = opened.clock()
+        started, worker = opened.context.clock(), opened.context.worker
         plan = plan_job(job, opened.tables, opened.shape, to_gpu=direction is Direction.TO_GPU)
         stamps = _stamps(job, opened.shape.factor) if direction is Direction.TO_ROWS else ()
         opened.running += 1
@@ -184,16 +183,16 @@ class GPUBackend(LoadStore):
                 error = await _start_copy(opened.engine, plan, direction)
             if error is None:
                 for rows, generations in stamps:
-                    opened.rows.stamp(opened.worker, rows, generations)
+                    opened.rows.stamp(worker, rows, generations)
         finally:
-            opened.rows.end_use(opened.worker, plan.rows)
+            opened.rows.end_use(worker, plan.rows)
             opened.running -= 1
             if not opened.running:
                 opened.idle.set()
         if error is not None:
             return self._failure(job, error)
         outcomes = tuple([(success,) * len(group.keys) for group in job.groups])
-        return JobResult(job.job_id, outcomes, plan.nbytes, opened.clock() - started)
+        return JobResult(job.job_id, outcomes, plan.nbytes, opened.context.clock() - started)
 
     def _failure(self, job: TransferJob, error: Exception) -> JobResult:
         import torch

@@ -100,15 +100,12 @@ def plan_job(job: TransferJob, tables: Sequence[GroupTable], shape: RegionShape,
     or a sub-block out of range, a row named twice, or (towards the GPU) a GPU block named twice in a group.
     """
     transfers = job.gpu_groups
-    groups, nbytes = [], 0
-    for transfer in transfers:
-        pages = _plan_group(transfer, tables, shape, to_gpu)
-        groups.append(pages)
-        nbytes += len(pages.gpu_blocks) * pages.table.page_bytes
+    groups = tuple([_plan_group(transfer, tables, shape, to_gpu) for transfer in transfers])
+    nbytes = sum([len(pages.gpu_blocks) * pages.table.page_bytes for pages in groups])
     rows = np.concatenate([transfer.rows for transfer in transfers], dtype=np.int64) if transfers else NO_IDS
     if len(set(rows.tolist())) != len(rows):
         raise UsageError(f"job {job.job_id} names a row twice")
-    return CopyPlan(tuple(groups), rows, nbytes)
+    return CopyPlan(groups, rows, nbytes)
 
 
 def _plan_group(transfer: GPUGroup, tables: Sequence[GroupTable], shape: RegionShape, to_gpu: bool) -> GroupPages:

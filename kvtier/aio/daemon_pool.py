@@ -5,11 +5,10 @@ import errno
 import os
 import queue
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
-from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.errors import UsageError
 
 P = ParamSpec("P")
@@ -112,11 +111,3 @@ class DaemonPool(Executor):
         for thread in self._threads:
             thread.join()
         return 0
-
-
-async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`, and when cancelled let it finish before the cancellation goes on.
-
-    Buffers in use by a copy or by a thread stay ours until it ends; cancelling never hands them back early.
-    """
-    return await shielded_wait(asyncio.ensure_future(work))

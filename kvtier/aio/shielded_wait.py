@@ -1,17 +1,19 @@
 """Waiting that cancellation cannot cut short: for buffers that are in use until an operation has really ended."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-async def shielded_wait(future: asyncio.Future[T], on_cancel: Callable[[], object] | None = None) -> T:
-    """The future's result; a cancellation of the caller is raised only after the future is done.
+async def shielded_wait(work: Awaitable[T], on_cancel: Callable[[], object] | None = None) -> T:
+    """The result of a future or a coroutine; a cancellation of the caller is raised only after it is done.
 
+    Buffers in use by a copy or by a thread stay ours until it ends; cancelling never hands them back early.
     `on_cancel` is called at the first cancellation, for example to end the operation early.
     """
+    future = asyncio.ensure_future(work)
     if future.done():
         return future.result()
     try:

@@ -16,7 +16,8 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.aio.daemon_pool import DaemonPool, to_the_end
+from kvtier.aio.daemon_pool import DaemonPool
+from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.errors import ConfigError, IntegrityError
 from kvtier.tier_api.checksum import CHECKSUM_BYTES, checksum
 from kvtier.tier_api.contract import LoadStore, Opened, TierContext
@@ -151,7 +152,7 @@ class StagedTier(LoadStore):
     async def store(self, job: TransferJob) -> JobResult:
         """Copy the engine's rows, then store the copies. CANCELLED where the job was given up before they were made."""
         with self._staging.taken(job.num_blocks) as rows:
-            if not await to_the_end(self._threads.run(self._fill, self.permits[job.job_id], _chunks(job), rows)):
+            if not await shielded_wait(self._threads.run(self._fill, self.permits[job.job_id], _chunks(job), rows)):
                 return JobResult.uniform(job, CANCELLED)
             return await self.backend.store(_restaged(job, rows))
 
@@ -161,7 +162,7 @@ class StagedTier(LoadStore):
             result = await self.backend.load(_restaged(job, rows))
             good = [outcome.ok for group in result.outcomes for outcome in group]
             permit = self.permits[job.job_id]
-            if await to_the_end(self._threads.run(self._empty, permit, _chunks(job), rows, good)):
+            if await shielded_wait(self._threads.run(self._empty, permit, _chunks(job), rows, good)):
                 return result
             outcomes = tuple(tuple(CANCELLED if o.ok else o for o in group) for group in result.outcomes)
             return replace(result, outcomes=outcomes, bytes_moved=0)

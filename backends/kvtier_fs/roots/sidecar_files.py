@@ -36,7 +36,7 @@ async def write_manifest(folder: GuardedFolder, namespace: bytes, text: str, exe
         finally:
             await file.close()
 
-    await shielded_wait(asyncio.ensure_future(written()))
+    await shielded_wait(written())
     replace = partial(os.replace, f"{name}.new", name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
     await asyncio.get_running_loop().run_in_executor(executor, replace)
 

@@ -33,7 +33,6 @@ class EngineCopies(LoadStore):
     """
 
     medium: ClassVar[Medium] = GPU
-    BLOCK_SIZE_ALIGNMENT: ClassVar[int] = 1
     Options: ClassVar[type[TierOptions]] = EngineCopyOptions
 
     def __init__(self, options: TierOptions | None = None) -> None:
@@ -60,9 +59,7 @@ class EngineCopies(LoadStore):
     async def close(self) -> None:
         """What has not ended has failed. Idempotent."""
         self._closed = True
-        for end in self._ends.values():
-            if not end.done():
-                end.set_result(errno.ECANCELED)
+        self._end(tuple(self._ends), errno.ECANCELED)
 
     def end(self, job_ids: Iterable[JobId], reason: int = 0) -> None:
         """The copies of these jobs are over, on every worker; `reason` is 0 or an errno. From any thread."""

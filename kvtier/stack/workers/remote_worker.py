@@ -48,7 +48,6 @@ class WorkerLink(LoadStore):
     """
 
     medium: ClassVar[Medium] = GPU
-    BLOCK_SIZE_ALIGNMENT: ClassVar[int] = 1
     Options: ClassVar[type[TierOptions]] = WorkerLinkOptions
     options: WorkerLinkOptions
 
@@ -199,7 +198,7 @@ async def serve_worker(sock: socket.socket, store: LoadStore, context: TierConte
     finally:
         try:
             if jobs:
-                await shielded_wait(asyncio.ensure_future(asyncio.wait(jobs)))
+                await shielded_wait(asyncio.wait(jobs))
         finally:
             await _close(writer, timeout_seconds=5.0)
 
