@@ -103,8 +103,7 @@ class Claim:
             found = os.stat(self.names.control, follow_symlinks=False)
         except FileNotFoundError:
             return False
-        own = os.fstat(self.fd)
-        return (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)
+        return os.path.samestat(found, os.fstat(self.fd))
 
     @contextmanager
     def gate(self, patience: Patience) -> Iterator[None]:
