@@ -83,7 +83,7 @@ class SharedFSBackend(RootTier):
         stored = await opening.enter_root(root, self.options)
         await opening.join_root(root, stored, self.options, context.geometry)
         namespace = self._namespace
-        self._epoch = Epoch(root, namespace, self.counters)
+        self._epoch = Epoch(root, namespace)
         epoch = await self._epoch.begin()
         note = await opening.describe(root, namespace, context.namespace.manifest())
         engine, engine_note = await opening.start_engine(root, self.options)

@@ -20,7 +20,7 @@ from kvtier_fs.files.block_file import Wanted, check_block
 from kvtier_fs.files.leases import decode_holder
 from kvtier_fs.files.paths import BlockPlace
 from kvtier_fs.format.region_header import decode_region_header
-from kvtier_fs.format.snapshot import SnapshotOf, decode_snapshot
+from kvtier_fs.format.snapshot import decode_snapshot
 from kvtier_fs.format.superblock import COPY_BYTES, decode_superblock, foreign_version
 from kvtier_fs.format.tree_records import decode_account, decode_epoch, decode_tree, encode_lease
 from kvtier_fs.inspect.found import payload_fault
@@ -201,15 +201,14 @@ def _slab_records(root: Stored) -> list[_Record]:
     data = root.pristine["superblock"]
     block = decode_superblock(data)
     assert block is not None
-    of = SnapshotOf(block.root_uuid, block.session, block.stride)
     slab = root.pristine["slab-00000"]
-    assert decode_snapshot(root.pristine["snapshot"], of) is not None
+    assert decode_snapshot(root.pristine["snapshot"], block) is not None
     assert decode_region_header(memoryview(slab)[:HEADER]) is not None
     return [
         _Record("superblock", data, lambda now: decode_superblock(now) == block and foreign_version(now) is None),
         _Record("superblock, its last copy", data[:COPY_BYTES], lambda now: decode_superblock(now) is None),
         _Record("region header", slab[:HEADER], lambda now: decode_region_header(memoryview(now)) is None),
-        _Record("snapshot", root.pristine["snapshot"], lambda now: decode_snapshot(now, of) is None),
+        _Record("snapshot", root.pristine["snapshot"], lambda now: decode_snapshot(now, block) is None),
     ]
 
 

@@ -9,8 +9,8 @@ import errno
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -42,6 +42,7 @@ from kvtier_fs.files.bucket import Bucket
 from kvtier_fs.files.folder import GONE, Busy
 from kvtier_fs.files.root import SharedRoot
 from kvtier_fs.io.contract import IOKind
+from kvtier_fs.io.header_pages import HeaderPages
 from kvtier_fs.roots.folder import close_quietly
 from kvtier_fs.roots.job_run import JobRun, error_outcome
 
@@ -147,15 +148,19 @@ class BlockSteps:
         return await self._publish(bucket, wanted, reserved)
 
     async def _write(self, block: Block, reserved: Temporary) -> int:
-        gate = self._root.stores
-        number = gate.pages.acquire()
-        try:
-            page = gate.pages.pages[number]
+        with self._page(block, self._root.stores.pages) as page:
             encode_slot_header(block.wanted.header, page)
-            block.touching = True
             return await self._root.io.move_file(IOKind.WRITE, reserved.fd, [page, block.payload], len(page))
+
+    @contextmanager
+    def _page(self, block: Block, pages: HeaderPages) -> Iterator[memoryview]:
+        """A header page for the I/O of a block, which may use the block's row until this ends."""
+        number = pages.acquire()
+        block.touching = True
+        try:
+            yield pages.pages[number]
         finally:
-            gate.pages.release(number)
+            pages.release(number)
             block.touching = False
 
     async def _discarded(self, bucket: Bucket, reserved: Temporary, outcome: BlockOutcome) -> BlockOutcome:
@@ -201,20 +206,13 @@ class BlockSteps:
             await root.call(close_quietly, there.fd)
 
     async def _read(self, block: Block, there: OpenBlock) -> BlockOutcome:
-        gate = self._root.loads
-        number = gate.pages.acquire()
-        try:
-            page = gate.pages.pages[number]
-            block.touching = True
+        with self._page(block, self._root.loads.pages) as page:
             error = await self._root.io.move_file(IOKind.READ, there.fd, [page, block.payload], len(page))
             if error:
                 return MISSING if error in GONE else failed(error)
             checked = await self._root.call(check_block, page, block.payload, block.wanted)
             if not isinstance(checked.found, Mismatch) and not block.abandoned:
                 self._set_checksum(block.row, checked.found)
-        finally:
-            gate.pages.release(number)
-            block.touching = False
         if isinstance(checked.found, Mismatch):
             self._counters[f"mismatch.{checked.found}"] += 1
             corrupt = checked.found is not Mismatch.EPOCH

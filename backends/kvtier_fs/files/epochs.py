@@ -1,7 +1,6 @@
 """The epoch of a tier's namespace on a shared root: which one counts, and whether the disk has taken it."""
 
 import asyncio
-from collections import Counter
 from functools import partial
 
 from kvtier.errors import RootError
@@ -19,10 +18,9 @@ class Epoch:
     the next reset, and what had been stored under it would count again.
     """
 
-    def __init__(self, root: SharedRoot, namespace: bytes, counters: Counter[str]) -> None:
+    def __init__(self, root: SharedRoot, namespace: bytes) -> None:
         self._root = root
         self._namespace = namespace
-        self._counters = counters
         self._durable = -1
         self._raising = asyncio.Lock()
         self.now = 0
@@ -51,7 +49,7 @@ class Epoch:
             try:
                 await self._raise(epoch)
             except (OSError, RootError):
-                self._counters["reset.failed"] += 1
+                self._root.counters["reset.failed"] += 1
                 return None
         return await self._root.call(self._root.folder.epoch, self._namespace)
 

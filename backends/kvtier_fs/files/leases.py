@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from kvtier_fs.files.folder import names_in
 from kvtier_fs.format.tree_records import LEASE_BYTES_MAX, decode_lease, encode_lease
-from kvtier_fs.roots.folder import open_plain, plain_file, write_all
+from kvtier_fs.roots.folder import plain_file, write_all
 
 LEASE_NAME = re.compile(r"[0-9a-f]{16}")
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
@@ -82,11 +82,8 @@ class Leases:
 
     def take(self) -> None:
         """Write our lease. Raises OSError."""
-        fd = open_plain(self._folder_fd, self.name, os.O_RDWR | os.O_CREAT)
-        try:
+        with plain_file(self._folder_fd, self.name, os.O_RDWR | os.O_CREAT, os.close) as fd:
             write_all(fd, encode_lease(_HOLDER.dump_json(self._holder).decode()))
-        finally:
-            os.close(fd)
 
     def beat(self) -> None:
         """Renew the heartbeat. A lease that others removed meanwhile is taken again. Raises OSError."""

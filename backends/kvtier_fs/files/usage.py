@@ -18,7 +18,7 @@ from kvtier_fs.files.folder import TreeFolder, names_in, read_small, vanished
 from kvtier_fs.files.leases import Leases
 from kvtier_fs.files.paths import BLOCK_NAME, DISK_BLOCK_BYTES, LEAF_NAME, TEMPORARY_NAME, occupied
 from kvtier_fs.format.tree_records import decode_account, encode_account
-from kvtier_fs.roots.folder import open_plain, write_all
+from kvtier_fs.roots.folder import plain_file, write_all
 
 ACCOUNT_NAME = "account"
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -94,11 +94,9 @@ class BucketUsage:
     def write_account(self, used: int) -> None:
         """Write the bytes in use to the account. Raises OSError; then no account is left, and the next visit counts."""
         try:
-            fd = open_plain(self._folder.bucket(self._number), ACCOUNT_NAME, os.O_RDWR | os.O_CREAT)
-            try:
+            folder = self._folder.bucket(self._number)
+            with plain_file(folder, ACCOUNT_NAME, os.O_RDWR | os.O_CREAT, os.close) as fd:
                 write_all(fd, encode_account(self._folder.tree, self._number, max(0, used)))
-            finally:
-                os.close(fd)
         except OSError:
             self.forget_account()
             raise

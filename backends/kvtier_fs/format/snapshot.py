@@ -12,23 +12,15 @@ import numpy.typing as npt
 from kvtier.tier_api.block_envelope import ENVELOPE_VERSION as FORMAT_VERSION
 from kvtier.tier_api.checksum import BODY_AT, seal, unseal
 from kvtier_fs.format.slot_map import NO_OWNER, SlotMap
+from kvtier_fs.format.superblock import Superblock
 
 SNAPSHOT_MAGIC = b"KVTIERSN"
 
 _HEADER = struct.Struct("<IIQ16sQIIQQ")
 _HEADER_BYTES = 128
 _REGION = np.dtype([("slot_bytes", "<u8"), ("generation", "<u8"), ("entries", "<u4"), ("reserved", "<u4")])
-_OWNER = struct.Struct("<16sQ")
+_OWNER = np.dtype([("namespace", "V16"), ("epoch", "<u8")])
 _ENTRY_BYTES = 8 + 4 + 2 + 1
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotOf:
-    """Which root, which session and which stride a snapshot speaks of; all must agree for it to count."""
-
-    root_uuid: bytes
-    session: int
-    stride: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +31,15 @@ class StoredFormat:
     generation: int
 
 
-def encode_snapshot(of: SnapshotOf, formats: Sequence[StoredFormat], slot_map: SlotMap) -> bytes:
-    """A snapshot's bytes: every block of the slot map that lies in a region of `formats` with a slot size."""
+def encode_snapshot(of: Superblock, formats: Sequence[StoredFormat], slot_map: SlotMap) -> bytes:
+    """A snapshot's bytes: every block of the slot map that lies in a region of `formats` with a slot size.
+
+    It speaks of one root, session and stride, those of the superblock `of`.
+    """
     regions = np.zeros(len(formats), dtype=_REGION)
     regions["slot_bytes"] = [form.slot_bytes for form in formats]
     regions["generation"] = [form.generation for form in formats]
-    owners = b"".join(_OWNER.pack(owner.namespace, owner.epoch) for owner in slot_map.owners)
+    owners = np.array([(owner.namespace, owner.epoch) for owner in slot_map.owners], dtype=_OWNER).tobytes()
     generations, indexes, owned, keys = [], [], [], list[bytes]()
     for region, slots in slot_map.regions():
         form = formats[region] if region < len(formats) else StoredFormat(0, 0)
@@ -108,21 +103,19 @@ class Snapshot:
         return True
 
 
-def decode_snapshot(data: bytes, of: SnapshotOf) -> Snapshot | None:
-    """The snapshot of exactly this root, session and stride that a file holds, whole; None if it is not that."""
+def decode_snapshot(data: bytes, of: Superblock) -> Snapshot | None:
+    """The snapshot that a file holds, whole; None unless it speaks of the root, the session and the stride of `of`."""
     if len(data) < _HEADER_BYTES or unseal(SNAPSHOT_MAGIC, memoryview(data)) is None:
         return None
     version, regions, session, uuid, stride, owners, _, entries, key_bytes = _HEADER.unpack_from(data, BODY_AT)
-    if version != FORMAT_VERSION or SnapshotOf(uuid, session, stride) != of:
+    if version != FORMAT_VERSION or (uuid, session, stride) != (of.root_uuid, of.session, of.stride):
         return None
-    fixed = _HEADER_BYTES + regions * _REGION.itemsize + owners * _OWNER.size
+    fixed = _HEADER_BYTES + regions * _REGION.itemsize + owners * _OWNER.itemsize
     if owners >= NO_OWNER or len(data) != fixed + entries * _ENTRY_BYTES + key_bytes:
         return None
     columns = _Columns(data, _HEADER_BYTES)
     table = columns.take(_REGION, regions)
-    at = columns.at
-    names = [_OWNER.unpack_from(data, at + number * _OWNER.size) for number in range(owners)]
-    columns.at += owners * _OWNER.size
+    names = columns.take(_OWNER, owners).tolist()
     generations, indexes = columns.take("<u8", entries), columns.take("<u4", entries)
     lengths, owned = columns.take("<u2", entries), columns.take("u1", entries)
     counts = table["entries"].astype(np.int64)
@@ -133,7 +126,7 @@ def decode_snapshot(data: bytes, of: SnapshotOf) -> Snapshot | None:
     return Snapshot(
         formats=tuple(StoredFormat(*form) for form in formats),
         ends=np.cumsum(counts),
-        owners=tuple((bytes(namespace), int(epoch)) for namespace, epoch in names),
+        owners=tuple((bytes(namespace), epoch) for namespace, epoch in names),
         generations=generations.astype(np.uint64),
         indexes=indexes.astype(np.uint32),
         owned=owned.astype(np.uint8),

@@ -8,7 +8,7 @@ from dataclasses import replace
 from kvtier.errors import RootBusyError, RootError
 from kvtier.tier_api.inspection import Access, StoreAbout, StoredNamespace
 from kvtier_fs.format.region_header import RegionHeader, RegionPlan, decode_region_header
-from kvtier_fs.format.snapshot import Snapshot, SnapshotOf, decode_snapshot
+from kvtier_fs.format.snapshot import Snapshot, decode_snapshot
 from kvtier_fs.format.superblock import COPY_BYTES, SUPERBLOCK_BYTES, Superblock, encode_superblock
 from kvtier_fs.inspect.found import Found
 from kvtier_fs.inspect.slab_slots import InspectedFormat, SlotRun
@@ -147,7 +147,7 @@ class InspectedRoot(StoreInspection[Found, SlotRun]):
         limit = _SNAPSHOT_SLACK_BYTES + plan.regions * plan.stride // plan.header_bytes * _SNAPSHOT_BYTES_PER_SLOT
         data = self.folder.read_snapshot(limit) if block.clean else b""
         self.snapshot_there = bool(data)
-        self.snapshot = decode_snapshot(data, SnapshotOf(block.root_uuid, block.session, block.stride))
+        self.snapshot = decode_snapshot(data, block)
         if self.snapshot is not None and len(self.snapshot.formats) != plan.regions:
             self.snapshot = None
 

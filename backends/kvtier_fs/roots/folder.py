@@ -11,7 +11,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from kvtier.aio.process_lock import keep_from_children, share_with_children
@@ -55,13 +55,15 @@ def open_plain(folder_fd: int, name: str, flags: int) -> int:
 
 
 @contextmanager
-def plain_file(folder_fd: int, name: str, flags: int = os.O_RDONLY) -> Iterator[int]:
-    """A plain file in an open folder, open until the block ends. Raises as `open_plain`."""
+def plain_file(
+    folder_fd: int, name: str, flags: int = os.O_RDONLY, close: Callable[[int], None] = close_quietly
+) -> Iterator[int]:
+    """A plain file in an open folder, open until the block ends. Raises as `open_plain`, and what `close` raises."""
     fd = open_plain(folder_fd, name, flags)
     try:
         yield fd
     finally:
-        close_quietly(fd)
+        close(fd)
 
 
 def write_all(fd: int, data: bytes, at: int = 0) -> None:
@@ -165,6 +167,15 @@ class GuardedFolder:
             if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
                 raise RootError(self.path, f"{name} is not a plain file; remove it") from error
             raise
+
+    @contextmanager
+    def opened(self, name: str, flags: int = os.O_RDWR | os.O_CREAT) -> Iterator[int]:
+        """One of the root's own files, open until the block ends. Raises as `open_file`, and what its close raises."""
+        fd = self.open_file(name, flags)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
     def try_lock(self, shared: bool = False) -> bool:
         """Become the root's owner, until `leave`. False if another process is. Raises OSError.

@@ -43,28 +43,21 @@ class SlabFolder(GuardedFolder):
     def _read(self, name: str, limit: int) -> bytes:
         """At most `limit` bytes of a file of the root; empty if it is not there."""
         try:
-            fd = self.open_file(name, os.O_RDONLY)
+            with self.opened(name, os.O_RDONLY) as fd, open(fd, "rb", closefd=False) as file:
+                return file.read(limit)
         except FileNotFoundError:
             return b""
-        try:
-            with open(fd, "rb", closefd=False) as file:
-                return file.read(limit)
-        finally:
-            os.close(fd)
 
     def write_superblock(self, copy: bytes, order: Sequence[int] = (0, COPY_BYTES)) -> None:
         """Write both copies, one after the other in `order`, each on the disk before the next is touched.
 
         When this returns, the superblock is durable, and no single damaged copy can bring an older one back.
         """
-        fd = self.open_file(SUPERBLOCK_NAME)
-        try:
+        with self.opened(SUPERBLOCK_NAME) as fd:
             for at in order:
                 self.write_at(fd, copy, at)
                 self.sync(fd)
             self.sync(self.fd)
-        finally:
-            os.close(fd)
 
     def read_snapshot(self, limit: int) -> bytes:
         """The bytes of the snapshot that a clean close left; empty if there is none, or if it is over `limit`."""
@@ -85,12 +78,9 @@ class SlabFolder(GuardedFolder):
         """Put a snapshot in place in one step. Raises OSError, and leaves none, if there is no room for it."""
         self.drop_snapshot()
         try:
-            fd = self.open_file(_SNAPSHOT_TEMPORARY, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-            try:
+            with self.opened(_SNAPSHOT_TEMPORARY, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
                 self._keep_free(fd, len(data))
                 self.write_at(fd, data, 0)
-            finally:
-                os.close(fd)
             self.rename(_SNAPSHOT_TEMPORARY, SNAPSHOT_NAME)
         except OSError:
             self.drop_snapshot()
@@ -126,13 +116,10 @@ class SlabFolder(GuardedFolder):
             if plan is None or number >= plan.files:
                 self.unlink(name)
                 continue
-            fd = self.open_file(name)
-            try:
+            with self.opened(name) as fd:
                 last = min(plan.regions - number * REGIONS_PER_FILE, REGIONS_PER_FILE)
                 if os.fstat(fd).st_size > last * plan.stride:
                     self.truncate(fd, last * plan.stride)
-            finally:
-                os.close(fd)
 
     def existing_slabs(self) -> list[int]:
         """Numbers of the slab files that are there, in order."""

@@ -13,7 +13,7 @@ from kvtier.tier_api.checksum import SHORT_BYTES
 from kvtier.tier_api.memory_limits import MemoryLimits, SystemLimits
 from kvtier_fs.format.region_header import manifests_bytes
 from kvtier_fs.format.slot_map import Owner, SlotMap
-from kvtier_fs.format.snapshot import Snapshot, SnapshotOf, decode_snapshot
+from kvtier_fs.format.snapshot import Snapshot, decode_snapshot
 from kvtier_fs.format.superblock import UUID_BYTES, Superblock
 from kvtier_fs.io.contract import IOEngine
 from kvtier_fs.io.probe import DirectProbe
@@ -108,26 +108,17 @@ async def begin_session(root: Root, session: Session, random_bytes: Callable[[in
     count. Raises RootError or OSError.
     """
     plan, stored = session.layout.plan, root.stored
-    fresh = Superblock(
-        root_uuid=random_bytes(UUID_BYTES),
-        stride=plan.stride,
-        regions=plan.regions,
-        header_bytes=plan.header_bytes,
-        row_alignment=session.layout.row_alignment,
-    )
     note = ""
     root.snapshot = await _take_snapshot(root, session.layout)
-    if stored is not None and stored.stride == plan.stride:
-        block = replace(stored, regions=plan.regions)
-    else:
+    block = stored or Superblock(b"", 0, 0, plan.header_bytes, session.layout.row_alignment)
+    if block.stride != plan.stride:
         await root.call(root.folder.trim, None)
-        block = fresh
+        block = replace(block, root_uuid=random_bytes(UUID_BYTES), stride=plan.stride)
         if root.unreadable:
             note = f"{root.path}: the superblock was damaged, so the root starts empty"
-        if stored is not None:
-            block = replace(stored, root_uuid=fresh.root_uuid, stride=plan.stride, regions=plan.regions)
+        elif stored is not None:
             note = f"{root.path}: formatted for this capacity and block size, so the root starts empty"
-    block = replace(block, session=block.session + 1, clean=False)
+    block = replace(block, regions=plan.regions, session=block.session + 1, clean=False)
     await root.write_superblock(block.with_epoch(session.namespace, session.epoch))
     await root.call(root.folder.trim, plan)
     owners = [Owner(namespace, entry.epoch) for namespace, entry in root.superblock.namespaces]
@@ -141,10 +132,7 @@ async def _take_snapshot(root: Root, layout: Layout) -> Snapshot | None:
     if stored is not None and stored.clean and stored.stride == layout.plan.stride:
         data = await root.call(root.folder.read_snapshot, layout.snapshot_bytes)
     await root.call(root.folder.drop_snapshot)
-    if stored is None or not data:
-        return None
-    of = SnapshotOf(stored.root_uuid, stored.session, stored.stride)
-    return await root.call(decode_snapshot, data, of)
+    return await root.call(decode_snapshot, data, stored) if stored is not None and data else None
 
 
 async def unknown_files(root: Root) -> str:

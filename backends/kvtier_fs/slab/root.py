@@ -11,7 +11,7 @@ from kvtier.aio.loop_budget import TimeBudget
 from kvtier.errors import RootError
 from kvtier_fs.format.region_header import RegionHeader, RegionPlan, encode_region_header
 from kvtier_fs.format.slot_map import SlotMap
-from kvtier_fs.format.snapshot import Snapshot, SnapshotOf, StoredFormat, encode_snapshot
+from kvtier_fs.format.snapshot import Snapshot, StoredFormat, encode_snapshot
 from kvtier_fs.format.superblock import Superblock, encode_superblock
 from kvtier_fs.io.contract import IOKind
 from kvtier_fs.io.full_transfer import FullTransferIO
@@ -121,9 +121,8 @@ class Root:
 
     async def write_snapshot(self, limit: int) -> None:
         """Write down what the slots hold, for the next open. Raises OSError (EFBIG if it is over `limit` bytes)."""
-        of = SnapshotOf(self.superblock.root_uuid, self.superblock.session, self.plan.stride)
         formats = [StoredFormat(state.slot_bytes if state.ready else 0, state.generation) for state in self.regions]
-        data = await self.call(encode_snapshot, of, formats, self.slot_map)
+        data = await self.call(encode_snapshot, self.superblock, formats, self.slot_map)
         if len(data) > limit:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
         await self.call(self.folder.write_snapshot, data)

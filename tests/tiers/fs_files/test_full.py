@@ -99,17 +99,17 @@ async def test_no_inode_or_no_block_for_a_small_file_evicts_as_well(tmp_path, mo
     async with open_files(settings) as tier:
         await tier.store(names)
     async with open_files(settings) as tier:
-        module = bucket_module if place == "create" else account_module
-        opened, left = module.open_plain, 1
+        module, call = (bucket_module, "open_plain") if place == "create" else (account_module, "plain_file")
+        opened, left = getattr(module, call), 1
 
-        def full_once(folder_fd, name, flags):
+        def full_once(folder_fd, name, flags, *close):
             nonlocal left
             if flags & os.O_CREAT and left:
                 left -= 1
                 raise OSError(errno.ENOSPC, "No space left on device")
-            return opened(folder_fd, name, flags)
+            return opened(folder_fd, name, flags, *close)
 
-        monkeypatch.setattr(module, "open_plain", full_once)
+        monkeypatch.setattr(module, call, full_once)
         assert await tier.store(keys(1, start=50)) == [STORED]
         assert not left
         assert account_is_true(tier)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 
 import pytest
 from support_fs import Tier, bytes_on_disk, counted, keys, layout, open_tier, options
@@ -12,9 +13,10 @@ from kvtier.tier_api.block_envelope import SlotHeader
 from kvtier.tier_api.contract import Recovered
 from kvtier.types.jobs import LOADED, RegionFormat
 from kvtier_fs.format.slot_map import Owner, SlotMap
-from kvtier_fs.format.snapshot import SnapshotOf, StoredFormat, decode_snapshot, encode_snapshot
+from kvtier_fs.format.snapshot import StoredFormat, decode_snapshot, encode_snapshot
+from kvtier_fs.format.superblock import Superblock
 
-OF = SnapshotOf(b"u" * 16, 7, 1 << 20)
+OF = Superblock(b"u" * 16, stride=1 << 20, regions=3, header_bytes=4096, row_alignment=4096, session=7)
 SHAPE = layout(16384, 8192)
 MIB = 1 << 20
 
@@ -85,7 +87,7 @@ def test_no_flipped_bit_no_missing_byte_and_no_other_session_passes(seed):
     for length in (0, 7, 24, 127, 128, len(data) - 1):
         assert decode_snapshot(data[:length], OF) is None
     assert decode_snapshot(data + b"\0", OF) is None
-    others = (SnapshotOf(b"v" * 16, 7, MIB), SnapshotOf(b"u" * 16, 6, MIB), SnapshotOf(b"u" * 16, 7, 2 * MIB))
+    others = (replace(OF, root_uuid=b"v" * 16), replace(OF, session=6), replace(OF, stride=2 * MIB))
     assert [decode_snapshot(data, other) for other in others] == [None] * 3
 
 
