@@ -53,8 +53,7 @@ def opened_file(
             except OSError as error:
                 if error.errno in GONE:
                     raise
-                if error.errno != errno.ELOOP:
-                    judged = Judged(fault=read_fault(error))
+                judged = Judged(fault=unread_fault(error))
             found = FoundFile(
                 judged=judged,
                 region=place.bucket,
@@ -67,6 +66,11 @@ def opened_file(
                 wrong=Wrong(status.st_ino, front),
             )
         yield found
+
+
+def unread_fault(error: OSError) -> str:
+    """The reason for a file that cannot be read; links are not followed, so a link is no plain file."""
+    return NO_PLAIN_FILE if error.errno == errno.ELOOP else read_fault(error)
 
 
 def judge_file(page: memoryview, length: int, place: BlockPlace, tree: Tree, epoch_of: EpochOf) -> Judged:

@@ -1,6 +1,5 @@
 """The records of a root of layout `files`, checked and repaired: superblock, epochs, leases, accounts, names."""
 
-import errno
 import os
 import re
 import stat
@@ -16,9 +15,8 @@ from kvtier_fs.files.leases import LEASE_NAME, decode_holder
 from kvtier_fs.files.paths import BLOCK_NAME, BUCKET_NAME, NAMESPACE_NAME, TEMPORARY_NAME, bucket_name
 from kvtier_fs.files.usage import ACCOUNT_NAME
 from kvtier_fs.format.tree_records import decode_account, decode_epoch, decode_tree, encode_epoch, encode_tree
-from kvtier_fs.inspect.files_blocks import NO_PLAIN_FILE
+from kvtier_fs.inspect.files_blocks import unread_fault
 from kvtier_fs.inspect.files_root import InspectedTree
-from kvtier_fs.inspect.found import read_fault
 from kvtier_fs.inspect.store import shown
 from kvtier_fs.roots.folder import LOCK_NAME, SUPERBLOCK_NAME, plain_file, write_all
 
@@ -62,7 +60,7 @@ def _two_copies(
     try:
         bad = damaged(mend=False)
     except OSError as error:
-        yield Finding(kind, _unread(error), where)
+        yield Finding(kind, unread_fault(error), where)
         return
     if bad is None:
         yield Finding(kind, DAMAGED, where)
@@ -104,14 +102,10 @@ def check_leases(root: InspectedTree, repair: bool) -> Iterator[Finding]:
             if decode_holder(read_small(root.folder.leases_fd, name)) is None:
                 kind, reason = FindingKind.BAD_LEASE, DAMAGED
         except OSError as error:
-            kind, reason = FindingKind.BAD_LEASE, _unread(error)
+            kind, reason = FindingKind.BAD_LEASE, unread_fault(error)
         gone = root.leases.expired(name)
         if kind is FindingKind.BAD_LEASE or gone:
             yield Finding(kind, reason, where, repair and gone and _unlink(root.folder.leases_fd, name))
-
-
-def _unread(error: OSError) -> str:
-    return NO_PLAIN_FILE if error.errno == errno.ELOOP else read_fault(error)
 
 
 # -- names ------------------------------------------------------------------------------------------------------------
@@ -214,7 +208,7 @@ def _compared(root: InspectedTree, number: int) -> Finding | None:
     try:
         data = read_small(root.folder.bucket(number), ACCOUNT_NAME)
     except OSError as error:
-        return Finding(FindingKind.BAD_ACCOUNT, _unread(error), where)
+        return Finding(FindingKind.BAD_ACCOUNT, unread_fault(error), where)
     stated = decode_account(data, root.tree, number)
     if data and stated is None:
         return Finding(FindingKind.BAD_ACCOUNT, DAMAGED, where)
