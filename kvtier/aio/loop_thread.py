@@ -117,11 +117,15 @@ class LoopThread:
         return not self.alive
 
     def _serve(self) -> None:
+        stopped = False
         try:
-            self.loop.run_forever()
+            while not stopped:
+                # A coroutine that raises one of these ends with it, and the loop goes on: others wait for their end.
+                with suppress(SystemExit, KeyboardInterrupt):
+                    self.loop.run_forever()
+                    stopped = True
         finally:
-            # The loop ends by itself when a coroutine raises SystemExit or KeyboardInterrupt. Nothing is sent after
-            # this, and no call waits for a coroutine that will never end.
+            # However the loop was stopped: nothing is sent after this, and no call waits for what will never end.
             with self._submitting:
                 self._closing = True
             for call in list(self._calls.values()):

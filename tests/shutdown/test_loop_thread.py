@@ -16,17 +16,35 @@ async def forever() -> None:
     await asyncio.get_running_loop().create_future()
 
 
-async def ends_the_loop(error: type[BaseException]) -> None:
+async def raises(error: type[BaseException]) -> None:
     raise error
 
 
+async def nothing() -> int:
+    return 1
+
+
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_calls_end_when_their_loop_ends_by_itself(error: type[BaseException]) -> None:
+def test_a_coroutine_that_would_end_the_loop_ends_alone(error: type[BaseException]) -> None:
+    thread = LoopThread("test", "thing")
+    waiting = thread.start(forever())
+    with pytest.raises(error):
+        thread.run(raises(error), 20)
+    assert thread.run(nothing(), 20) == 1
+    assert not waiting.ended.done()
+    assert thread.close()
+    assert waiting.ended.cancelled()
+
+
+def test_calls_end_when_somebody_else_stops_their_loop() -> None:
+    async def stop() -> None:
+        thread.loop.stop()
+        await forever()
+
     thread = LoopThread("test", "thing")
     waiting = thread.start(forever())
     with pytest.raises(UsageError, match="closed before the call ended"):
-        thread.run(ends_the_loop(error), 20)
+        thread.run(stop(), 20)
     with pytest.raises(CancelledError):
         waiting.ended.result(20)
     with pytest.raises(UsageError, match="is closed"):
@@ -36,9 +54,6 @@ def test_calls_end_when_their_loop_ends_by_itself(error: type[BaseException]) ->
 
 
 def test_no_call_is_lost_between_many_threads_and_a_close() -> None:
-    async def nothing() -> int:
-        return 1
-
     def call_until_closed() -> None:
         try:
             while True:

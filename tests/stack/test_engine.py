@@ -13,7 +13,7 @@ from kvtier.control.reservations import Reservation
 from kvtier.errors import RootError, UsageError
 from kvtier.stack import CloseReport, EngineStack
 from kvtier.tier_api.contract import LookupResult
-from kvtier.types.jobs import JobResult
+from kvtier.types.jobs import JobResult, TransferJob
 from kvtier.types.keys import JobId, RequestId
 
 
@@ -304,6 +304,25 @@ def test_closing_says_what_it_cost():
         assert store(stack, engine, whole(keys(12))) == ["stored"] * 12
     assert stack.close_report == CloseReport(12, 1)
     assert stack.close() is stack.close_report
+    assert not any(thread.name == "kvtier-stack" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+def test_a_tier_that_would_end_its_thread_ends_only_its_job(error):
+    engine = Engine(PLAIN, 64)
+    stack, (tier,) = engine_stack(engine, 16, {"type": "memory"}, close_seconds=0.2)
+
+    async def leave(job: TransferJob) -> JobResult:
+        raise error
+
+    tier.store = leave
+    with stack:
+        one = whole(keys(12))
+        assert store(stack, engine, one) == ["stored"] * 12
+        drain(stack)
+        assert load(stack, engine, one) == ["loaded"] * 12
+        assert stack.stats().tiers["memory"].failed >= 12
+    assert stack.close_report.unfinished_jobs == 0
     assert not any(thread.name == "kvtier-stack" for thread in threading.enumerate())
 
 
