@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from kvtier.errors import GeometryError
 
@@ -43,7 +44,7 @@ class TensorRef:
             raise GeometryError(f"a tensor reference needs tensor >= 0 and page_size_bytes >= 1, got {self}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GroupLayout:
     """One KV cache group of one worker: its tensors and its tokens per GPU block.
 
@@ -81,7 +82,7 @@ class GroupLayout:
         refs = tuple(TensorRef(first_tensor + index, size) for index, size in enumerate(sizes))
         return cls(refs, block_size, GroupKind(kind), window_tokens)
 
-    @property
+    @cached_property
     def page_bytes(self) -> int:
         """Bytes of one GPU block of this group on one worker, all its tensors together, and the padding."""
         return sum(ref.page_size_bytes for ref in self.refs) + self.padding_bytes
@@ -136,46 +137,50 @@ def stack_alignment(alignments: Iterable[int]) -> int:
     return math.lcm(*values)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Geometry:
-    """A KV layout laid into rows of one alignment. What follows from the two is computed once.
-
-    `factor` is the GPU blocks per offloaded block, `num_copies` that of the layout. `row_bytes` are the bytes of one
-    row: the largest aligned offloaded block over the groups.
-    """
+    """A KV layout laid into rows of one alignment. What follows from the two is computed once."""
 
     layout: KVLayout
     alignment: int = 1
-    num_groups: int = field(init=False, compare=False, repr=False)
-    world_size: int = field(init=False, compare=False, repr=False)
-    num_copies: int = field(init=False, compare=False, repr=False)
-    factor: int = field(init=False, compare=False, repr=False)
-    row_bytes: int = field(init=False, compare=False, repr=False)
-    _page_bytes: tuple[int, ...] = field(init=False, compare=False, repr=False)
-    _aligned_bytes: tuple[int, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.alignment < 1:
             raise GeometryError(f"the row alignment must be at least 1, got {self.alignment}")
-        layout = self.layout
-        pages = tuple(group.page_bytes for group in layout.groups)
-        per_page = layout.num_copies * layout.block_size_factor
-        aligned = tuple(round_up(page * per_page, self.alignment) for page in pages)
-        once = {
-            "num_groups": len(layout.groups),
-            "world_size": layout.world_size,
-            "num_copies": layout.num_copies,
-            "factor": layout.block_size_factor,
-            "row_bytes": max(aligned),
-            "_page_bytes": pages,
-            "_aligned_bytes": aligned,
-        }
-        for name, value in once.items():
-            object.__setattr__(self, name, value)
+
+    @cached_property
+    def num_groups(self) -> int:
+        """KV cache groups."""
+        return len(self.layout.groups)
+
+    @cached_property
+    def world_size(self) -> int:
+        """Workers."""
+        return self.layout.world_size
+
+    @cached_property
+    def num_copies(self) -> int:
+        """Workers with a slice of their own in a row: `KVLayout.num_copies`."""
+        return self.layout.num_copies
+
+    @cached_property
+    def factor(self) -> int:
+        """GPU blocks per offloaded block."""
+        return self.layout.block_size_factor
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of one row: the largest aligned offloaded block over the groups."""
+        return max(self._aligned_bytes)
+
+    @cached_property
+    def _aligned_bytes(self) -> tuple[int, ...]:
+        blocks = map(self.kv_bytes_per_offloaded_block, range(self.num_groups))
+        return tuple(round_up(block, self.alignment) for block in blocks)
 
     def page_bytes(self, group: int) -> int:
         """Bytes of one GPU block of a group on one worker."""
-        return self._page_bytes[group]
+        return self.layout.groups[group].page_bytes
 
     def worker_bytes(self, group: int) -> int:
         """Bytes of one worker's slice of an offloaded block of a group."""

@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 from pydantic import BaseModel
@@ -42,12 +43,14 @@ def members(owner: type) -> Iterator[tuple[str, Any]]:
         home = next((base for base in owner.__mro__ if name in vars(base)), object)
         if not name.startswith("_") and home.__module__.partition(".")[0] == "kvtier":
             thing = inspect.getattr_static(owner, name)
-            if isinstance(thing, property | classmethod | staticmethod) or inspect.isfunction(thing):
+            if isinstance(thing, property | cached_property | classmethod | staticmethod) or inspect.isfunction(thing):
                 yield name, thing
 
 
 def function_of(thing: Any) -> Any:
     """What a property, a class method or a static method wraps."""
+    if isinstance(thing, cached_property):
+        return thing.func
     return thing.fget if isinstance(thing, property) else getattr(thing, "__func__", thing)
 
 
@@ -100,7 +103,7 @@ def _entry(name: str) -> Iterator[str]:
 
 def _member(name: str, item: Any, owner: type) -> str:
     function = function_of(item)
-    shown = name if isinstance(item, property) else name + signature(function, owner)
+    shown = name if isinstance(item, property | cached_property) else name + signature(function, owner)
     kind = "async " if inspect.iscoroutinefunction(function) else ""
     return f"- `{kind}{shown}`: {first_line(function)}"
 
