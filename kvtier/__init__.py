@@ -40,45 +40,19 @@ _NAMES = {
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 """Where each public name is defined."""
 
-__all__ = [
-    "BlockOutcome",
-    "BlockStatus",
-    "CloseReport",
-    "ConfigError",
-    "DropReason",
-    "EngineStack",
-    "GPUGroup",
-    "GPURuns",
-    "GeometryError",
-    "GroupKind",
-    "GroupLayout",
-    "IntegrityError",
-    "JobKind",
-    "JobResult",
-    "KVLayout",
-    "KVTierError",
-    "LookupResult",
-    "Namespace",
-    "OffloadKey",
-    "OffloadingEvent",
-    "RequestId",
-    "RequestInfo",
-    "ResourceError",
-    "StackConfig",
-    "StackStats",
-    "TensorRef",
-    "TierStack",
-    "TierStats",
-    "TransferJob",
-    "UsageError",
-    "__version__",
-    "block_keys",
-    "load_stack",
-    "metric_families",
-    "open_engine_stack",
-    "open_stack",
-    "parse_stack",
-]
+__all__ = ["__version__"]  # type checkers read only literals
+__all__ += ["StackConfig", "load_stack", "open_engine_stack", "open_stack", "parse_stack"]
+__all__ += ["ConfigError", "GeometryError", "IntegrityError", "KVTierError", "ResourceError", "UsageError"]
+__all__ += ["metric_families"]
+__all__ += ["CloseReport", "EngineStack", "StackStats", "TierStack", "TierStats"]
+__all__ += ["LookupResult"]
+__all__ += ["OffloadingEvent"]
+__all__ += ["GroupKind", "GroupLayout", "KVLayout", "TensorRef"]
+__all__ += ["GPURuns"]
+__all__ += ["BlockOutcome", "BlockStatus", "DropReason", "GPUGroup", "JobKind", "JobResult", "TransferJob"]
+__all__ += ["OffloadKey", "RequestId", "block_keys"]
+__all__ += ["Namespace"]
+__all__ += ["RequestInfo"]
 
 if not TYPE_CHECKING:
 
