@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.options import JSON_FILE
 from benchmarks.report import ABSENT, GIB, Report, median, paired_ratio, table
-from kvtier.tier_api.contract import KVCaches, TierContext
+from kvtier.tier_api.contract import TierContext
 from kvtier.types.arrays import int_array
 from kvtier.types.geometry import Geometry, GroupKind, GroupLayout, KVLayout, TensorRef
 from kvtier.types.gpu_runs import GPURuns
@@ -81,7 +81,7 @@ class Tiers:
         """Make the region and start the copy engine."""
         context = {"geometry": self.geometry, "namespace": Namespace(self.geometry.layout), "clock": time.monotonic}
         await self.cpu.open(TierContext("cpu", workers=[self.gpu], **context))  # type: ignore[arg-type]
-        gpu = TierContext("gpu", kv_caches=KVCaches(self.tensors), rows=self.cpu.rows, **context)  # type: ignore[arg-type]
+        gpu = TierContext("gpu", kv_caches=self.tensors, rows=self.cpu.rows, **context)  # type: ignore[arg-type]
         self.mode = (await self.gpu.open(gpu)).mode
 
     async def close(self) -> None:

@@ -48,7 +48,7 @@ from benchmarks.report import Report, median, table
 from kvtier.config import open_stack, parse_stack, stack_parts
 from kvtier.config.model import StackConfig
 from kvtier.stack import EngineStack, TierStack
-from kvtier.tier_api.contract import KVCaches, LookupResult
+from kvtier.tier_api.contract import LookupResult
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import GPUGroup, JobKind
@@ -186,8 +186,8 @@ class Setting:
         page = TensorRef(0, self.size.block_bytes)
         return Namespace(KVLayout((GroupLayout((page,), BLOCK_TOKENS),)), model="benchmark")
 
-    def caches(self) -> KVCaches:
-        return KVCaches([self.blocks])
+    def caches(self) -> list[torch.Tensor]:
+        return [self.blocks]
 
 
 def _keys(name: str, count: int) -> tuple[OffloadKey, ...]:

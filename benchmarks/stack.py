@@ -35,7 +35,7 @@ from kvtier.replay.report import tier_json
 from kvtier.replay.run import Replay
 from kvtier.replay.setup import ReplayOptions
 from kvtier.stack import EngineStack
-from kvtier.tier_api.contract import KVCaches, LookupResult
+from kvtier.tier_api.contract import LookupResult
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import GPUGroup, JobKind, JobResult
@@ -261,7 +261,7 @@ def engine_steps(folder: Path, steps: int, warm: int, sleep_seconds: float, page
         f"tiers:\n  - type: gpu\n  - {{type: cpu, cpu_bytes_to_use: {rows * page_bytes}}}\n"
         f"  - {{type: fs, roots: [{folder}], capacity: {8 * rows * (page_bytes + 8192)}, min_free_bytes: 0}}\n"
     )
-    parts = stack_parts(parse_stack(text), Namespace(layout, model="benchmark"), KVCaches([tensor]))
+    parts = stack_parts(parse_stack(text), Namespace(layout, model="benchmark"), [tensor])
     with EngineStack(parts) as stack:
         engine = Engine(stack, tensor, seed=1)
         for _ in range(warm):

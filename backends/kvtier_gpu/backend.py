@@ -98,7 +98,7 @@ class GPUBackend(LoadStore):
         rows = context.rows
         if context.kv_caches is None or rows is None:
             raise UsageError("the GPU tier is opened with the engine's KV tensors and the region's rows")
-        tensors = describe_tensors(context.kv_caches.tensors, context.geometry)
+        tensors = describe_tensors(context.kv_caches, context.geometry)
         device = tensors[0].tensor.device
         if device.type not in ("cpu", "cuda") or self.options.device not in ("auto", device.type):
             raise ConfigError(f"the KV tensors are on {device}, not on {self.options.device}", path="device")

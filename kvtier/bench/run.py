@@ -15,7 +15,7 @@ from kvtier.config import StackConfig, build_tiers, find_tier
 from kvtier.errors import ResourceError, UsageError
 from kvtier.options import LowerTierOptions, TierOptions
 from kvtier.stack.assembly import resolve_alignment
-from kvtier.tier_api.contract import KVCaches, LoadStore, Opened, ProvidesRows, Rows, TierContext
+from kvtier.tier_api.contract import LoadStore, Opened, ProvidesRows, Rows, TierContext
 from kvtier.tier_api.registry import discover
 from kvtier.types.geometry import Geometry, KVLayout, round_up
 from kvtier.types.keys import CPU, GPU
@@ -86,7 +86,7 @@ class Bench:
             opened = await _open(cpu, geometry, closing, found[1], workers=[gpu])
             populated = Timing(seconds=time.perf_counter() - started, moved_bytes=opened.capacity_bytes)
             rows = _rows(cpu)
-            await _open(gpu, geometry, closing, found[0], kv_caches=KVCaches(blocks.tensors), rows=rows)
+            await _open(gpu, geometry, closing, found[0], kv_caches=blocks.tensors, rows=rows)
             for tier, figures in zip((gpu, cpu), found, strict=True):
                 await measure_copies(blocks, rows, tier, bounds.seconds, figures)
             found[1].figures.append(Figure("populate", 0, populated))

@@ -11,7 +11,7 @@ from kvtier.config.load import build_tiers, load_stack
 from kvtier.config.model import StackConfig
 from kvtier.errors import ConfigError, UsageError
 from kvtier.stack import EngineStack, StackParts, StackSettings, TierStack
-from kvtier.tier_api.contract import KVCaches, LoadStore
+from kvtier.tier_api.contract import LoadStore
 from kvtier.tier_api.registry import Backends, discover
 from kvtier.types.geometry import KVLayout
 from kvtier.types.keys import GPU
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def stack_parts(
     stack: str | os.PathLike[str] | StackConfig,
     layout: KVLayout | Namespace,
-    tensors: Sequence[torch.Tensor] | KVCaches | None = None,
+    tensors: Sequence[torch.Tensor] | None = None,
     workers: Sequence[LoadStore] = (),
     backends: Backends | None = None,
     engine_id: str = "",
@@ -38,9 +38,8 @@ def stack_parts(
     backends = backends or discover()
     config = stack if isinstance(stack, StackConfig) else load_stack(stack, backends)
     namespace = _namespace(config, layout, model)
-    kv_caches = tensors if tensors is None or isinstance(tensors, KVCaches) else KVCaches(tensors)
     tiers = build_tiers(config, backends)
-    if kv_caches is not None and tiers[0].medium != GPU:
+    if tensors is not None and tiers[0].medium != GPU:
         gpu = backends.get("gpu")
         tiers.insert(0, gpu(gpu.Options(type="gpu")))
     settings = StackSettings(
@@ -50,7 +49,7 @@ def stack_parts(
         lookup_seconds=config.lookup_timeout_seconds,
         close_seconds=config.close_timeout_seconds,
     )
-    return StackParts(tiers, namespace, kv_caches, workers, engine_id, settings)
+    return StackParts(tiers, namespace, tensors, workers, engine_id, settings)
 
 
 def _namespace(config: StackConfig, layout: KVLayout | Namespace, model: str) -> Namespace:
@@ -68,7 +67,7 @@ def _namespace(config: StackConfig, layout: KVLayout | Namespace, model: str) ->
 def open_stack(
     stack: str | os.PathLike[str] | StackConfig,
     layout: KVLayout | Namespace,
-    tensors: Sequence[torch.Tensor] | KVCaches | None = None,
+    tensors: Sequence[torch.Tensor] | None = None,
     *,
     model: str = "",
     workers: Sequence[LoadStore] = (),
@@ -86,7 +85,7 @@ def open_stack(
 def open_engine_stack(
     stack: str | os.PathLike[str] | StackConfig,
     layout: KVLayout | Namespace,
-    tensors: Sequence[torch.Tensor] | KVCaches | None = None,
+    tensors: Sequence[torch.Tensor] | None = None,
     *,
     model: str = "",
     workers: Sequence[LoadStore] = (),

@@ -8,7 +8,6 @@ from kvtier.errors import ConfigError, ResourceError
 from kvtier.planner import StoreMode, StorePlanner
 from kvtier.replay.content import BlockContent
 from kvtier.replay.pool import BlockPool
-from kvtier.tier_api.contract import KVCaches
 from kvtier.tier_api.memory_limits import SystemLimits, tightest
 from kvtier.types.arrays import IntArray
 from kvtier.types.geometry import KVLayout
@@ -36,11 +35,6 @@ class EngineCache:
         self.contents = [BlockContent(group, self.tensors) for group in layout.groups]
         self.planners = [StorePlanner(store_mode, layout.block_size_factor) for _ in layout.groups]
         self.pools = [BlockPool(num_blocks, planner.fenced) for planner in self.planners]
-
-    @property
-    def kv_caches(self) -> KVCaches:
-        """The tensors in the form that a stack takes."""
-        return KVCaches(self.tensors)
 
     def release(self, tables: list[IntArray]) -> None:
         """Release the blocks in a request's tables, one for each of the first groups. The leaf goes first, so that a

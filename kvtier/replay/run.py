@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
+import torch
+
 from kvtier.config import StackConfig, build_tiers, find_tier
 from kvtier.errors import ConfigError
 from kvtier.planner import StoreMode
@@ -16,7 +18,6 @@ from kvtier.replay.serve import DRAIN_SECONDS, Counts, ServeOptions, Server
 from kvtier.replay.setup import ReplayOptions, fit, make_layout, make_source, make_stack, read_config
 from kvtier.stack import StackStats, TierStack, TierStats
 from kvtier.stack.assembly import resolve_alignment
-from kvtier.tier_api.contract import KVCaches
 from kvtier.traces.requests import KeyChain, group_keys
 from kvtier.types.geometry import Geometry, KVLayout
 from kvtier.types.keys import CPU, GPU, Medium, OffloadKey
@@ -24,7 +25,7 @@ from kvtier.types.keys import CPU, GPU, Medium, OffloadKey
 POOL_MARGIN_BLOCKS = 16
 STORE_BLOCKS = 256
 
-MakeStack = Callable[[StackConfig, KVLayout, KVCaches], AbstractAsyncContextManager[TierStack]]
+MakeStack = Callable[[StackConfig, KVLayout, Sequence[torch.Tensor]], AbstractAsyncContextManager[TierStack]]
 """How a replay gets its stack; tests hand in others."""
 
 
@@ -54,7 +55,7 @@ class Replay:
             config = fit(config, self._options, geometry)
             engine = EngineCache(layout, self._gpu_blocks, self.device, StoreMode(self._options.store_mode))
             start = time.monotonic()
-            async with self._make_stack(config, layout, engine.kv_caches) as stack:
+            async with self._make_stack(config, layout, engine.tensors) as stack:
                 recovered = sum(tier.slots.get("ready", 0) for tier in stack.stats().tiers.values())
                 server = Server(engine, stack, self._serve_options(config, geometry))
                 counts = await server.run(self.source.requests(), progress)

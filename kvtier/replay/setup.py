@@ -1,10 +1,12 @@
 """The setup of a replay: the source of requests, the KV layout and the stack, made from the options."""
 
+from __future__ import annotations
+
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from kvtier.config import StackConfig, find_tier, load_stack, open_stack, parse_stack
 from kvtier.config.plan import plan_tier
@@ -12,13 +14,15 @@ from kvtier.errors import ConfigError
 from kvtier.options import TierOptions
 from kvtier.replay.workload import make_workload
 from kvtier.stack import TierStack
-from kvtier.tier_api.contract import KVCaches
 from kvtier.tier_api.registry import discover
 from kvtier.traces.read import read_trace
 from kvtier.traces.requests import RequestSource
 from kvtier.types.geometry import Geometry, GroupKind, GroupLayout, KVLayout
 from kvtier.types.keys import CPU, FS, Medium
 from kvtier.types.namespace import Namespace
+
+if TYPE_CHECKING:
+    import torch
 
 WorkloadName = Literal["chat", "agentic", "hybrid"]
 
@@ -123,7 +127,7 @@ def fit(config: StackConfig, options: ReplayOptions, geometry: Geometry) -> Stac
     return config
 
 
-def make_stack(config: StackConfig, layout: KVLayout, kv_caches: KVCaches) -> TierStack:
+def make_stack(config: StackConfig, layout: KVLayout, kv_caches: Sequence[torch.Tensor]) -> TierStack:
     """The stack, not yet open. Blocks of one layout and content mean the same in every run."""
     namespace = Namespace(
         layout=layout,

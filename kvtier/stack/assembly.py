@@ -7,7 +7,7 @@ import logging
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtier.aio.shielded_wait import wait_done
 from kvtier.control.deliveries import Delivery, PresenceAnswers, PresenceQuery
@@ -22,7 +22,6 @@ from kvtier.tier_api.contract import (
     AnswersLookups,
     Clock,
     JoinsRows,
-    KVCaches,
     LoadStore,
     Opened,
     ProbesAlignment,
@@ -33,6 +32,9 @@ from kvtier.tier_api.contract import (
 from kvtier.types.geometry import Geometry, stack_alignment
 from kvtier.types.keys import CPU, GPU
 from kvtier.types.namespace import Namespace
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +78,7 @@ class StackParts:
 
     tiers: Sequence[LoadStore]
     namespace: Namespace
-    kv_caches: KVCaches | None = None
+    kv_caches: Sequence[torch.Tensor] | None = None
     workers: Sequence[LoadStore] = ()
     engine_id: str = ""
     settings: StackSettings = StackSettings()

@@ -198,24 +198,15 @@ class Rows(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KVCaches:
-    """The KV cache of an engine on one worker.
-
-    `tensors[i]` has an 8-bit type and the shape (num_blocks, page bytes). It may be on any device and strided. The
-    groups of the layout refer to tensors by index.
-    """
-
-    tensors: Sequence[torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class TierContext:
     """What a tier is given when it is opened.
 
     `rows` is the shared region; the CPU tier gets None, because it makes the region. `workers` is for the CPU tier
     alone: the tiers that copy between GPU blocks and rows, one for each worker of the engine. `kv_caches` and `worker`
-    are for those. `one_process` is for a worker that joins the rows: True only if it is certain that the coordinator
-    opens the CPU tier in this very process, and later than the worker joins.
+    are for those: `kv_caches[i]` has an 8-bit type and the shape (num_blocks, page bytes), on any device, perhaps
+    strided; the groups of the layout refer to tensors by index. `one_process` is for a worker that joins the rows:
+    True only if it is certain that the coordinator opens the CPU tier in this very process, and later than the worker
+    joins.
     """
 
     name: str
@@ -224,7 +215,7 @@ class TierContext:
     clock: Clock
     engine_id: str = ""
     worker: int = 0
-    kv_caches: KVCaches | None = None
+    kv_caches: Sequence[torch.Tensor] | None = None
     rows: Rows | None = None
     workers: Sequence[LoadStore] = ()
     one_process: bool = False

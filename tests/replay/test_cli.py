@@ -164,7 +164,7 @@ def test_one_wrong_byte_makes_exit_code_1(monkeypatch: pytest.MonkeyPatch, tmp_p
         result = await load(stack, job)
         for _ in flips:
             block = int(job.groups[0].runs.gpu_blocks[0])
-            stack._parts.kv_caches.tensors[0].numpy().view(np.uint8)[block, 4095] ^= 0x80
+            stack._parts.kv_caches[0].numpy().view(np.uint8)[block, 4095] ^= 0x80
         return result
 
     monkeypatch.setattr(TierStack, "load", corrupting)

@@ -42,7 +42,7 @@ class Bench:
         self, layout: KVLayout = PLAIN, gpu_blocks: int = 16, mode: StoreMode = StoreMode.EAGER, **options: int
     ) -> None:
         self.engine = EngineCache(layout, gpu_blocks, "cpu", mode)
-        self.stack = FakeStack(layout, self.engine.kv_caches)
+        self.stack = FakeStack(layout, self.engine.tensors)
         self.server = Server(self.engine, self.stack, ServeOptions(**options))
 
     def serve(self, *requests: Request) -> Counts:

@@ -46,7 +46,6 @@ from kvtier.errors import (
     UsageError,
 )
 from kvtier.stack import CloseReport, TierStack
-from kvtier.tier_api.contract import KVCaches
 
 
 async def expect_nothing_left(since: Counter[str]) -> None:
@@ -237,7 +236,7 @@ def bad_stacks(tmp_path):
     def stack(*lowers, rows=16, engine=plain, **more):
         return parts_of(stack_file(engine.layout, rows, *lowers, **more), engine)
 
-    few = KVCaches(hybrid.kv_caches.tensors[:2])
+    few = hybrid.kv_caches[:2]
     return [
         ("a folder in a folder that is not there", lambda: stack(fs(tmp_path / "no" / "r")), RootError),
         ("a folder that must not be made", lambda: stack(fs(tmp_path / "r", create="false")), RootError),

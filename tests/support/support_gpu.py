@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvtier.tier_api.contract import KVCaches, TierContext
+from kvtier.tier_api.contract import TierContext
 from kvtier.types.arrays import IntArray, int_array
 from kvtier.types.geometry import Geometry
 from kvtier.types.gpu_runs import GPURuns
@@ -91,9 +91,7 @@ def make_worker(
 
 
 def context(geometry: Geometry, tensors: Sequence[torch.Tensor], rows: MmapRows | None, worker: int = 0) -> TierContext:
-    return TierContext(
-        "gpu", geometry, Namespace(geometry.layout), time.monotonic, "test", worker, KVCaches(tensors), rows
-    )
+    return TierContext("gpu", geometry, Namespace(geometry.layout), time.monotonic, "test", worker, tensors, rows)
 
 
 def keys(count: int, group: int = 0) -> tuple[OffloadKey, ...]:

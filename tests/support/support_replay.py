@@ -8,10 +8,11 @@ from types import TracebackType
 from typing import Self
 
 import numpy as np
+import torch
 
 from kvtier.config import StackConfig
 from kvtier.stack import StackStats, TierStats
-from kvtier.tier_api.contract import KVCaches, LookupResult
+from kvtier.tier_api.contract import LookupResult
 from kvtier.types.geometry import Geometry, KVLayout
 from kvtier.types.jobs import (
     LOADED,
@@ -55,9 +56,11 @@ class FakeStack:
     `refused` are dropped by store.
     """
 
-    def __init__(self, layout: KVLayout, kv_caches: KVCaches, cpu_blocks: int = 64, fs_blocks: int = 1024) -> None:
+    def __init__(
+        self, layout: KVLayout, kv_caches: Sequence[torch.Tensor], cpu_blocks: int = 64, fs_blocks: int = 1024
+    ) -> None:
         self.geometry = Geometry(layout)
-        self.tensors = [tensor.numpy().view(np.uint8) for tensor in kv_caches.tensors]
+        self.tensors = [tensor.numpy().view(np.uint8) for tensor in kv_caches]
         self.tiers = {"cpu": DictTier(cpu_blocks), "fs": DictTier(fs_blocks)}
         self.corrupt: Corrupt = lambda key, row: None
         self.lost: set[OffloadKey] = set()
@@ -162,6 +165,6 @@ class FakeStack:
         return pages
 
 
-def fake_stack(config: StackConfig, layout: KVLayout, kv_caches: KVCaches) -> FakeStack:
+def fake_stack(config: StackConfig, layout: KVLayout, kv_caches: Sequence[torch.Tensor]) -> FakeStack:
     """For Replay: a fake stack whatever the config says."""
     return FakeStack(layout, kv_caches)

@@ -14,7 +14,6 @@ import numpy as np
 from kvtier.config import parse_stack, stack_parts
 from kvtier.config.model import StackConfig
 from kvtier.stack import StackParts, TierStack
-from kvtier.tier_api.contract import KVCaches
 from kvtier.tier_api.registry import Backends, discover
 from kvtier.types.arrays import int_array
 from kvtier.types.geometry import Geometry, GroupKind, GroupLayout, KVLayout, TensorRef
@@ -62,7 +61,7 @@ class Engine:
         gap = 13 if strided else 0
         self.storages = [np.full((num_blocks, pages[i] + gap), JUNK, np.uint8) for i in range(len(pages))]
         self.pages = [storage[:, gap // 2 : gap // 2 + pages[i]] for i, storage in enumerate(self.storages)]
-        self.kv_caches = KVCaches([torch.from_numpy(each) for each in self.pages])
+        self.kv_caches = [torch.from_numpy(each) for each in self.pages]
 
     @property
     def factor(self) -> int:

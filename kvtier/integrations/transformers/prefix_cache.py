@@ -55,7 +55,7 @@ class Prepared:
         self.unit = block_size * self.factor
         self.staging = Staging(self.kv, block_size, self.factor)
         named = namespace(model, self.kv, self.layout, weights)
-        self.stack = TierStack(stack_parts(config, named, self.staging.caches))
+        self.stack = TierStack(stack_parts(config, named, self.staging.kv_caches))
 
 
 class AsyncPrefixCache:

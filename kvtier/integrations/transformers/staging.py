@@ -15,7 +15,6 @@ import torch
 
 from kvtier.errors import UsageError
 from kvtier.integrations.transformers.model import ModelKV
-from kvtier.tier_api.contract import KVCaches
 
 STAGING_BYTES = 64 << 20
 
@@ -40,7 +39,7 @@ class Staging:
         # Made outside inference mode, so that it can be written in and out of it.
         with torch.inference_mode(False):
             pool = torch.zeros((pages, elements), dtype=kv.dtype, device=kv.device)
-        self.caches = KVCaches([pool.view(torch.uint8)])
+        self.kv_caches = [pool.view(torch.uint8)]
         shapes = [(heads, block_size, dim) for heads, dim in chain.from_iterable(kv.layers)]
         parts = torch.split(pool, [math.prod(shape) for shape in shapes], dim=1)
         self._views = [part.view(pages, *shape) for part, shape in zip(parts, shapes, strict=True)]

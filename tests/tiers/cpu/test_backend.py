@@ -21,7 +21,7 @@ from support_region_workers import ArrayWorker, disk_error, job, transfer
 
 from faults.machine.shared_names import names_left
 from kvtier.errors import GeometryError, IntegrityError, SharedMemoryError, UsageError
-from kvtier.tier_api.contract import AnswersLookups, KVCaches, ProvidesRows, TierContext
+from kvtier.tier_api.contract import AnswersLookups, ProvidesRows, TierContext
 from kvtier.tier_api.memory_limits import Reading
 from kvtier.types.arrays import int_array
 from kvtier.types.gpu_runs import GPURuns
@@ -441,8 +441,8 @@ async def test_the_gpu_tier_of_this_process_stores_and_loads_through_the_region(
     tier.context = replace(tier.context, workers=gpus)
     await tier.backend.open(tier.context)
     for worker, gpu in enumerate(gpus):
-        caches = KVCaches(tensors[worker])
-        await gpu.open(replace(tier.context, worker=worker, kv_caches=caches, rows=tier.backend.rows, workers=()))
+        own = {"worker": worker, "kv_caches": tensors[worker]}
+        await gpu.open(replace(tier.context, **own, rows=tier.backend.rows, workers=()))
     blocks = [3, 60, 17, 4]
     stored = transfer(0, GPURuns.whole(blocks, FACTOR), [9, 2]), transfer(1, GPURuns.whole(blocks, FACTOR), [0, 15])
     assert (await tier.backend.store(job(JobKind.STORE, *stored))).ok

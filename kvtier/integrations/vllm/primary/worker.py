@@ -1,10 +1,12 @@
 """The side of each GPU process: copies between vLLM's blocks and rows of the shared region."""
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import replace
 
+import torch
 from vllm.config.vllm import get_current_vllm_config_or_none
 from vllm.v1.kv_offload.base import CanonicalKVCaches, LoadStoreSpec, OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.base import GPULoadStoreSpec as VLLMBlocks
@@ -16,7 +18,7 @@ from kvtier.integrations.vllm.identity import worker_note
 from kvtier.integrations.vllm.primary.wire import RowsSpec, copy_job
 from kvtier.integrations.vllm.settings import EnginePlan, worker_layout
 from kvtier.stack.assembly import resolve_alignment
-from kvtier.tier_api.contract import JoinsRows, KVCaches, TierContext
+from kvtier.tier_api.contract import JoinsRows, TierContext
 from kvtier.tier_api.registry import discover
 from kvtier.types.geometry import Geometry, KVLayout
 from kvtier.types.jobs import JobKind, JobResult, TransferJob
@@ -50,7 +52,7 @@ class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
         self._one_process = beside_scheduler(plan)
         refs = [[(ref.tensor_idx, ref.page_size_bytes) for ref in group] for group in kv_caches.group_data_refs]
         layout = worker_layout(plan.namespace.layout, refs)
-        tensors = KVCaches([entry.tensor for entry in kv_caches.tensors])
+        tensors = [entry.tensor for entry in kv_caches.tensors]
         self._thread = LoopThread("kvtier-worker", "worker")
         try:
             self._thread.run(self._open(plan, rank, layout, tensors, worker_note(layout)), OPEN_SECONDS)
@@ -58,7 +60,9 @@ class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
             self.shutdown()
             raise
 
-    async def _open(self, plan: EnginePlan, rank: int, layout: KVLayout, tensors: KVCaches, note: str) -> None:
+    async def _open(
+        self, plan: EnginePlan, rank: int, layout: KVLayout, tensors: Sequence[torch.Tensor], note: str
+    ) -> None:
         cpu = self._tiers[0]
         if not isinstance(cpu, JoinsRows):
             raise ConfigError("workers in processes of their own cannot map its region", "stack.tiers[0]")
