@@ -109,7 +109,7 @@ def test_twentyfour_requests_on_thirtytwo_rows_all_hit_in_full(seed):
     assert engine.hits == {RequestId(f"r{i}"): 12 for i in range(24)}
 
 
-def test_a_request_larger_than_the_cpu_tier_is_cut_to_what_fits(seed):
+def test_a_request_larger_than_the_cpu_tier_is_truncated_to_what_fits(seed):
     rng = random.Random(seed)
     wanted = [key(n, 0) for n in range(60)]
     world = resident(8, 256, wanted)

@@ -298,7 +298,7 @@ def test_what_was_loaded_or_offered_again_is_kept_longest():
     assert found == [0, 1]
 
 
-def test_a_region_is_cut_by_the_first_job_that_writes_into_it_and_by_no_later_one():
+def test_a_region_is_formatted_by_the_first_job_that_writes_into_it_and_by_no_later_one():
     world = World(1)
     formats = [job.formats for number in range(24) for job in stored(world, [key(number)])]
     assert len([made for each in formats for made in each]) == 3

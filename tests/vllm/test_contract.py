@@ -114,7 +114,7 @@ def test_another_model_or_layout_is_a_clean_miss(root, seed, change):
         assert_hits(engine, [5, 6, 7], 0)
 
 
-def test_a_prefix_longer_than_the_cpu_tier_is_cut_to_what_fits(root, seed):
+def test_a_prefix_longer_than_the_cpu_tier_is_truncated_to_what_fits(root, seed):
     long = list(range(30))
     with FakeEngine(offloading_config(stack(root, 64)), seed, num_blocks=256) as engine:
         assert_hits(engine, long, 0)

@@ -184,7 +184,7 @@ async def test_a_job_past_its_deadline_does_no_io(tmp_path):
         assert len(engine.seen) == before
 
 
-async def test_a_region_that_could_not_be_cut_is_cut_by_the_next_store(tmp_path):
+async def test_a_region_that_could_not_be_formatted_is_formatted_by_the_next_store(tmp_path):
     engine = FaultyEngine()
     async with open_tier(options(tmp_path / "root"), hooks=engine.hooks()) as tier:
         engine.fault = lambda io: -errno.ENOSPC

@@ -88,7 +88,7 @@ def test_slots_that_came_free_again_go_before_what_others_left():
     assert take(tier, names(1, 50)) == [9]
 
 
-def test_a_region_full_of_others_is_cut_for_a_size_that_has_none_left():
+def test_a_region_full_of_others_is_formatted_for_a_size_that_has_none_left():
     space = SlotSpace(40, (2,), (10, 20))
     formats = (RegionFormat(0, 10, 3), RegionFormat(1, 10, 2))
     tier = tier_of(Recovered(formats=formats, foreign=(ForeignBlocks(int_array([0, 1, 2, 3, 4])),)), space)
