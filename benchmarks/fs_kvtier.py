@@ -50,12 +50,7 @@ class KVTier(Contestant):
         capacity = int(slots * (setup.block_bytes + 4096) * 1.01) + slots * 64 + (16 << 20) + 24 * setup.block_bytes
         self._fs = FSBackend(
             FSOptions.model_validate(
-                {
-                    "roots": [f"{setup.folder}/root"],
-                    "capacity": capacity,
-                    "min_free_bytes": 0,
-                    "io_depth": setup.depth,
-                }
+                {"roots": [f"{setup.folder}/root"], "capacity": capacity, "min_free_bytes": 0, "io_depth": setup.depth}
             )
         )
         layout = KVLayout((GroupLayout((TensorRef(0, setup.block_bytes),)),))

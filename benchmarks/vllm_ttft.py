@@ -59,10 +59,7 @@ def _measure(model: Path, count: int, cpu_bytes: str, root: str) -> dict[str, li
 
     stack = {
         "namespace": "benchmark",
-        "tiers": [
-            {"type": "cpu", "cpu_bytes_to_use": cpu_bytes},
-            {"type": "fs", "roots": [root], "capacity": "1GiB"},
-        ],
+        "tiers": [{"type": "cpu", "cpu_bytes_to_use": cpu_bytes}, {"type": "fs", "roots": [root], "capacity": "1GiB"}],
     }
     connector: dict[str, Any] = {
         "kv_connector": "OffloadingConnector",

@@ -31,15 +31,7 @@ def lean(budget: Budget, *parts: tuple[str, int]) -> Tally:
         if count:
             folder = budget.folder / str(number)
             folder.mkdir(mode=0o700)
-            command = [
-                sys.executable,
-                "-m",
-                "faults.kill",
-                row,
-                str(count),
-                str(seeds.getrandbits(32)),
-                str(folder),
-            ]
+            command = [sys.executable, "-m", "faults.kill", row, str(count), str(seeds.getrandbits(32)), str(folder)]
             running.append(
                 subprocess.Popen(command, cwd=PROJECT, env=os.environ | _LEAN, stdout=subprocess.PIPE,
                                  stderr=subprocess.PIPE, text=True)

@@ -79,11 +79,7 @@ def _resolve(digits: str, known: set[bytes]) -> bytes:
 
 def _show(rows: list[dict[str, Any]], heading: str) -> None:
     cells = [
-        {
-            "namespace": row["namespace"],
-            heading: count_text(row["blocks"]),
-            "on disk": size_text(row["stored_bytes"]),
-        }
+        {"namespace": row["namespace"], heading: count_text(row["blocks"]), "on disk": size_text(row["stored_bytes"])}
         for row in rows
     ]
     print_columns(cells, left=1)

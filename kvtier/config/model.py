@@ -9,15 +9,10 @@ class StackOptions(Options):
     """Options of the stack as a whole."""
 
     namespace: str = Field(
-        default="",
-        max_length=256,
-        description="the operator's own tag: stacks with different tags never share a block",
+        default="", max_length=256, description="the operator's own tag: stacks with different tags never share a block"
     )
     block_size_factor: int | None = Field(
-        default=None,
-        ge=1,
-        le=4096,
-        description="GPU blocks in one offloaded block; the engine's own when left out",
+        default=None, ge=1, le=4096, description="GPU blocks in one offloaded block; the engine's own when left out"
     )
     open_timeout_seconds: Seconds = Field(
         default=300.0, description="how long each tier may take to open before opening the stack fails"

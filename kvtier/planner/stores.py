@@ -293,7 +293,5 @@ class StorePlanner:
     def _transfer(self, blocks: list[_Block]) -> GPUGroup:
         gpu_blocks = [gpu_block for block in blocks for gpu_block in block.gpu_blocks]
         return GPUGroup(
-            GroupIndex(blocks[0].group),
-            tuple(block.key for block in blocks),
-            GPURuns.whole(gpu_blocks, self._factor),
+            GroupIndex(blocks[0].group), tuple(block.key for block in blocks), GPURuns.whole(gpu_blocks, self._factor)
         )

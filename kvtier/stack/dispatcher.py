@@ -78,11 +78,7 @@ class Dispatcher:
     """
 
     def __init__(
-        self,
-        queues: Sequence[TierQueue],
-        block_bytes: int,
-        clock: Clock,
-        deliver: Callable[[list[Delivery]], None],
+        self, queues: Sequence[TierQueue], block_bytes: int, clock: Clock, deliver: Callable[[list[Delivery]], None]
     ) -> None:
         self.queues = queues
         self.errors = 0

@@ -56,10 +56,7 @@ def test_workers_share_the_heads_and_copy_the_last_one(world_size: int, heads: i
 
 
 def test_a_file_says_the_same_in_yaml_and_in_json(tmp_path: Path) -> None:
-    groups = [
-        {"page": "32KiB", "block": 16},
-        {"kind": "sliding_window", "page": 16384, "block": 32, "window": 512},
-    ]
+    groups = [{"page": "32KiB", "block": 16}, {"kind": "sliding_window", "page": 16384, "block": 32, "window": 512}]
     document = {"groups": groups, "world_size": 2, "block_size_factor": 4}
     (tmp_path / "layout.json").write_text(json.dumps(document))
     (tmp_path / "layout.yaml").write_text(

@@ -250,10 +250,7 @@ def test_the_schema_has_one_alternative_for_each_installed_backend(backends: Bac
 
 
 LAYOUT = KVLayout(
-    (
-        GroupLayout((TensorRef(0, 3000),), 16),
-        GroupLayout((TensorRef(1, 1000),), 16, GroupKind.SLIDING_WINDOW, 512),
-    ),
+    (GroupLayout((TensorRef(0, 3000),), 16), GroupLayout((TensorRef(1, 1000),), 16, GroupKind.SLIDING_WINDOW, 512)),
     world_size=2,
     block_size_factor=4,
 )

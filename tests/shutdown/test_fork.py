@@ -51,10 +51,7 @@ ENGINE_USES = USES | {
     "cancel": lambda stack: stack.cancel(1),
     "has_pending_work": lambda stack: stack.has_pending_work,
 }
-TIER_USES = USES | {
-    "drain": lambda stack: stack.drain(60.0),
-    "close_on": lambda stack: stack.close_on(15),
-}
+TIER_USES = USES | {"drain": lambda stack: stack.drain(60.0), "close_on": lambda stack: stack.close_on(15)}
 
 
 def refused(use, stack) -> str:

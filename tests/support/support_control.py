@@ -81,11 +81,7 @@ class World:
     """Drives one control plane. `bytes_at[(place, id)]` is what a place holds."""
 
     def __init__(
-        self,
-        cpu: TierSetup,
-        lowers: list[TierSetup],
-        factor: int = 1,
-        limits: ControlLimits | None = None,
+        self, cpu: TierSetup, lowers: list[TierSetup], factor: int = 1, limits: ControlLimits | None = None
     ) -> None:
         self.plane = ControlPlane(cpu, lowers, factor, limits)
         self.factor = factor

@@ -17,10 +17,7 @@ PEER = Path(__file__).with_name("support_region_peer.py")
 
 def geometry(world_size: int = 2, factor: int = 2, *, replicated: bool = False) -> Geometry:
     """Two groups of different page sizes, one with two tensors; rows of whole pages."""
-    groups = (
-        GroupLayout((TensorRef(0, 1000), TensorRef(1, 504))),
-        GroupLayout((TensorRef(2, 700),)),
-    )
+    groups = (GroupLayout((TensorRef(0, 1000), TensorRef(1, 504))), GroupLayout((TensorRef(2, 700),)))
     return Geometry(KVLayout(groups, world_size, factor, replicated), mmap.PAGESIZE)
 
 

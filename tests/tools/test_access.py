@@ -132,9 +132,7 @@ def test_damage_that_the_disk_will_not_have_repaired_stays_damage(
 
     monkeypatch.setattr(os, "pwrite", pwrite)
     document = tool_json("fsck", written.path, "--repair", status=1)
-    assert document["counts"] == [
-        {"kind": "corrupt", "reason": "payload", "damage": True, "count": 1, "repaired": 0},
-    ]
+    assert document["counts"] == [{"kind": "corrupt", "reason": "payload", "damage": True, "count": 1, "repaired": 0}]
 
 
 def test_a_repair_that_ends_midway_leaves_a_root_that_the_next_open_reads_header_by_header(tmp_path: Path) -> None:

@@ -94,11 +94,7 @@ def test_select_of_nothing_is_empty() -> None:
     assert pages(GPURuns.whole([1, 2, 3, 4], 2).select(NO_IDS)) == []
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 15), st.integers(0, 9)), min_size=1, max_size=4),
-    st.integers(1, 5),
-    st.data(),
-)
+@given(st.lists(st.tuples(st.integers(0, 15), st.integers(0, 9)), min_size=1, max_size=4), st.integers(1, 5), st.data())
 def test_consecutive_runs_place_each_gpu_block_by_its_logical_index(
     shapes: list[tuple[int, int]], factor: int, data: st.DataObject
 ) -> None:
@@ -155,10 +151,7 @@ def test_only_stored_loaded_and_present_are_success() -> None:
 
 def test_a_result_has_one_outcome_for_each_key_of_each_group() -> None:
     keys = tuple(make_key(bytes([i]), 0) for i in range(3))
-    groups = (
-        GPUGroup(GroupIndex(0), keys, int_array(np.arange(3))),
-        GPUGroup(GroupIndex(1), keys[:1], int_array([9])),
-    )
+    groups = (GPUGroup(GroupIndex(0), keys, int_array(np.arange(3))), GPUGroup(GroupIndex(1), keys[:1], int_array([9])))
     job = TransferJob(JobId(4), JobKind.LOAD, groups)
     assert job.num_blocks == 4
     result = JobResult.uniform(job, MISSING)

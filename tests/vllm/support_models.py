@@ -55,11 +55,7 @@ def phi3() -> Phi3ForCausalLM:
         "long_factor": [1.0 + number / 4 for number in range(half)],
     }
     config = Phi3Config(
-        num_hidden_layers=2,
-        original_max_position_embeddings=4096,
-        rope_parameters=factors,
-        pad_token_id=0,
-        **SHAPE,
+        num_hidden_layers=2, original_max_position_embeddings=4096, rope_parameters=factors, pad_token_id=0, **SHAPE
     )
     return Phi3ForCausalLM(config)
 

@@ -137,10 +137,7 @@ def test_groups_keep_vllms_own_ids(tiering, tmp_path, ids):
 
 def test_two_workers_and_chunks_of_several_blocks_are_one_row(tiering, tmp_path):
     names = tiering.keys(8)
-    changes = {
-        "parallel": {"world_size": 2, "tp_size": 2},
-        "cache": tiering.OffloadingCacheConfig(16, 4),
-    }
+    changes = {"parallel": {"world_size": 2, "tp_size": 2}, "cache": tiering.OffloadingCacheConfig(16, 4)}
     config = tiering.offloading_config(tiering.tier_config(tmp_path / "root"), chunks=40, **changes)
     with tiering.Vllm(config) as vllm:
         assert vllm.row == 4 * tiering.ROW

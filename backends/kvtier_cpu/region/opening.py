@@ -328,10 +328,7 @@ def _count_in(spec: RegionSpec, area: ControlArea) -> None:
 def _plan(spec: RegionSpec, host: RegionHost) -> PopulatePlan:
     directory = spec.directory if spec.sharing is Sharing.NAMED else None
     return PopulatePlan(
-        where=directory or "anonymous memory",
-        populate=spec.populate,
-        huge_pages=spec.huge_pages,
-        stop=host.stop,
+        where=directory or "anonymous memory", populate=spec.populate, huge_pages=spec.huge_pages, stop=host.stop
     )
 
 

@@ -287,8 +287,7 @@ class TreeFolder(GuardedFolder):
         stored = decode_epoch(data, namespace)
         if stored is None and data:
             raise RootError(
-                self.path,
-                f"{EPOCHS_NAME}/{name} is damaged, so no block of this namespace counts; empty the folder",
+                self.path, f"{EPOCHS_NAME}/{name} is damaged, so no block of this namespace counts; empty the folder"
             )
         if stored is None or stored < at_least:
             return None

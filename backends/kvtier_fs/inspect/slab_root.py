@@ -101,8 +101,7 @@ class InspectedRoot(StoreInspection[Found, SlotRun]):
         block = self.folder.known_superblock(self.data)
         if block is None:
             raise RootError(
-                self.path,
-                "cannot be checked: its superblock has no whole copy; a tier that opens it starts empty",
+                self.path, "cannot be checked: its superblock has no whole copy; a tier that opens it starts empty"
             )
         self.superblock = block
         self.plan = RegionPlan(block.stride, block.header_bytes, block.regions)

@@ -26,11 +26,7 @@ class _Part(ctypes.Structure):
 class _Object(ctypes.Structure):
     """The package's `Iovec` as CPython holds it: the object's head, then the length and the parts."""
 
-    _fields_ = [
-        ("head", ctypes.c_char * object.__basicsize__),
-        ("length", ctypes.c_size_t),
-        ("parts", ctypes.c_void_p),
-    ]
+    _fields_ = [("head", ctypes.c_char * object.__basicsize__), ("length", ctypes.c_size_t), ("parts", ctypes.c_void_p)]
 
 
 def _address(buffer: memoryview) -> int:

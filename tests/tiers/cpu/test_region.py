@@ -329,8 +329,7 @@ def test_a_memfd_region_is_shared_by_its_descriptors() -> None:
 
 
 @pytest.mark.parametrize(
-    "other",
-    [{"num_rows": 15}, {"namespace_digest": b"m" * 16}, {"geometry": geometry(factor=1)}, {"participants": 3}],
+    "other", [{"num_rows": 15}, {"namespace_digest": b"m" * 16}, {"geometry": geometry(factor=1)}, {"participants": 3}]
 )
 def test_descriptors_of_another_region_are_refused(other: dict[str, object]) -> None:
     owner = open_region(anonymous(participants=2, serves=(0,)))
@@ -427,12 +426,7 @@ def test_the_same_participant_cannot_map_twice(shm: Path) -> None:
     owner.close()
 
 
-STALE = {
-    "empty": b"",
-    "short": b"kvtierR\0",
-    "wrong magic": b"x" * 65536,
-    "zeros": bytes(65536),
-}
+STALE = {"empty": b"", "short": b"kvtierR\0", "wrong magic": b"x" * 65536, "zeros": bytes(65536)}
 
 
 @pytest.mark.parametrize("content", STALE.values(), ids=STALE.keys())

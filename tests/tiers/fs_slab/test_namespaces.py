@@ -46,10 +46,7 @@ def test_free_slots_come_first_then_uncut_regions_then_others_by_age_then_our_ow
         slots=int_array([0, 1]),
         generations=int_array([7, 8]),
         formats=(RegionFormat(0, 10, 1), RegionFormat(1, 10, 1), RegionFormat(2, 20, 4)),
-        foreign=(
-            ForeignBlocks(int_array([6]), (2,)),
-            ForeignBlocks(int_array([5, 3])),
-        ),
+        foreign=(ForeignBlocks(int_array([6]), (2,)), ForeignBlocks(int_array([5, 3]))),
     )
     tier = tier_of(ours)
     order = [take(tier, names(1, 10 + i))[0] for i in range(18)]

@@ -13,10 +13,7 @@ from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier.types.gpu_runs import GPURuns
 from kvtier_gpu import GPUBackend, GPUOptions
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 NUM_BLOCKS, NUM_ROWS = 40, 12
 GEOMETRY = Geometry(
     KVLayout(
