@@ -4,15 +4,14 @@ import ctypes
 import errno
 import mmap
 import os
-import threading
-from dataclasses import dataclass
-from enum import StrEnum
 from functools import cache
 
 import numpy as np
 
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.errors import RegionError, SharedMemoryError
+from kvtier_cpu.region.rendezvous import Patience
+from kvtier_cpu.region.shared_region import Populated, RegionSpec
 
 MADV_WIPEONFORK = 18
 """Linux 4.14; the mmap module does not name it."""
@@ -26,43 +25,25 @@ MAX_THREADS = 4
 _NO_MEMORY = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG, errno.EFAULT})
 
 
-class Populated(StrEnum):
-    """How the region's pages came to be there. SKIPPED: they are reserved, and mapped at first use."""
-
-    SKIPPED = "skipped"
-    POPULATE_WRITE = "populate_write"
-    TOUCHED = "touched"
-
-
-@dataclass(frozen=True, slots=True)
-class PopulatePlan:
-    """What to do with a fresh region. `where` names its memory in errors; `stop` is set once it is no longer wanted."""
-
-    where: str
-    populate: bool
-    huge_pages: bool
-    stop: threading.Event
-
-
-def reserve(fd: int, size_bytes: int, plan: PopulatePlan) -> None:
+def reserve(fd: int, size_bytes: int, spec: RegionSpec, patience: Patience) -> None:
     """Make the kernel set every page of the file aside.
 
     Raises SharedMemoryError naming need and have; nothing has been touched then, and closing the file frees all.
     """
     done = 0
     while done < size_bytes:
-        _check_wanted(plan.stop)
+        patience.check()
         piece = min(RESERVE_PIECE_BYTES, size_bytes - done)
         try:
             os.posix_fallocate(fd, done, piece)
         except OSError as error:
             if error.errno in _NO_MEMORY:
-                raise SharedMemoryError(size_bytes, done, plan.where) from error
-            raise RegionError(f"{plan.where} cannot reserve memory for the region: {error.strerror}") from error
+                raise SharedMemoryError(size_bytes, done, spec.where) from error
+            raise RegionError(f"{spec.where} cannot reserve memory for the region: {error.strerror}") from error
         done += piece
 
 
-def make_resident(fd: int, pages: mmap.mmap, plan: PopulatePlan) -> Populated:
+def make_resident(fd: int, pages: mmap.mmap, spec: RegionSpec, patience: Patience) -> Populated:
     """Reserve the memory of a fresh region, still all zero, and fill its page table from a few threads.
 
     Keeps no view of `pages`, so a caller can unmap them whatever happened. MADV_POPULATE_WRITE does both at once, each
@@ -70,12 +51,12 @@ def make_resident(fd: int, pages: mmap.mmap, plan: PopulatePlan) -> Populated:
     on one thread, and puts small pages in place where a mount gives huge ones only on advice. Private memory (fd -1)
     has no file to reserve, so it is always populated. Raises SharedMemoryError.
     """
-    if plan.huge_pages:
+    if spec.huge_pages:
         _madvise(pages, 0, len(pages), mmap.MADV_HUGEPAGE)  # refused where there are none; then small pages serve
-    writes = fd < 0 or (plan.populate and _kernel_takes(MADV_POPULATE_WRITE))
+    writes = fd < 0 or (spec.populate and _kernel_takes(MADV_POPULATE_WRITE))
     if not writes:
-        reserve(fd, len(pages), plan)
-    return _populate(pages, plan, writes) if writes or plan.populate else Populated.SKIPPED
+        reserve(fd, len(pages), spec, patience)
+    return _populate(pages, spec, patience, writes) if writes or spec.populate else Populated.SKIPPED
 
 
 def private_works() -> bool:
@@ -111,7 +92,7 @@ def map_populated(pages: mmap.mmap) -> Populated:
     return Populated.SKIPPED if refused else Populated.POPULATE_WRITE
 
 
-def _populate(pages: mmap.mmap, plan: PopulatePlan, writes: bool) -> Populated:
+def _populate(pages: mmap.mmap, spec: RegionSpec, patience: Patience, writes: bool) -> Populated:
     """Fill in parallel, piece by piece: by MADV_POPULATE_WRITE, or by touching pages unless `writes`.
 
     Raises SharedMemoryError if the kernel finds no memory after all.
@@ -121,7 +102,7 @@ def _populate(pages: mmap.mmap, plan: PopulatePlan, writes: bool) -> Populated:
     def fill(start: int) -> int:
         """Returns how many bytes it filled: none after an error, or once the region is not wanted."""
         length = min(PIECE_BYTES, len(pages) - start)
-        if errors or plan.stop.is_set():
+        if errors or patience.stop.is_set():
             return 0
         if not writes:
             np.frombuffer(pages, dtype=np.uint8)[start : start + length : mmap.PAGESIZE] = 0
@@ -133,17 +114,12 @@ def _populate(pages: mmap.mmap, plan: PopulatePlan, writes: bool) -> Populated:
     with DaemonPool("kvtier-populate", min(MAX_THREADS, len(os.sched_getaffinity(0)))) as threads:
         pieces = [threads.submit(fill, start) for start in range(0, len(pages), PIECE_BYTES)]
         filled = sum(piece.result() for piece in pieces)
-    _check_wanted(plan.stop)
+    patience.check()
     if errors:
         if errors[0] in _NO_MEMORY:
-            raise SharedMemoryError(len(pages), filled, plan.where)
-        raise RegionError(f"{plan.where} refused to populate the region: {os.strerror(errors[0])}")
+            raise SharedMemoryError(len(pages), filled, spec.where)
+        raise RegionError(f"{spec.where} refused to populate the region: {os.strerror(errors[0])}")
     return Populated.POPULATE_WRITE if writes else Populated.TOUCHED
-
-
-def _check_wanted(stop: threading.Event) -> None:
-    if stop.is_set():
-        raise RegionError("opening the region was given up before it was ready")
 
 
 def _kernel_takes(*advices: int) -> bool:

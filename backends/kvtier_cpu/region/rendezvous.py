@@ -47,10 +47,15 @@ class Patience:
     deadline: float
     stop: threading.Event
 
+    def check(self) -> None:
+        """Raise RegionError when stopped."""
+        if self.stop.is_set():
+            raise RegionError("opening the region was given up before it was ready")
+
     def pause(self, waiting_for: str) -> None:
         """Sleep one poll. Raises RegionError at the deadline or when stopped."""
-        if self.stop.wait(POLL_SECONDS):
-            raise RegionError("opening the region was given up before it was ready")
+        self.stop.wait(POLL_SECONDS)
+        self.check()
         if self.clock() >= self.deadline:
             raise RegionError(f"gave up waiting for {waiting_for}; is the process that created the region stuck?")
 

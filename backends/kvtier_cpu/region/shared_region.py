@@ -16,7 +16,6 @@ from kvtier.errors import GeometryError, UsageError
 from kvtier.types.arrays import IntArray
 from kvtier.types.geometry import Geometry
 from kvtier_cpu.region.control_area import ControlArea, ControlShape
-from kvtier_cpu.region.populate import Populated
 
 
 class Sharing(StrEnum):
@@ -30,6 +29,14 @@ class Sharing(StrEnum):
     PRIVATE = "private"
     MEMFD = "memfd"
     NAMED = "named"
+
+
+class Populated(StrEnum):
+    """How the region's pages came to be there. SKIPPED: they are reserved, and mapped at first use."""
+
+    SKIPPED = "skipped"
+    POPULATE_WRITE = "populate_write"
+    TOUCHED = "touched"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +79,11 @@ class RegionSpec:
     def size_bytes(self) -> int:
         """Bytes of the rows file: exactly the rows, nothing else."""
         return self.num_rows * self.geometry.row_bytes
+
+    @property
+    def where(self) -> str:
+        """Names the region's memory in errors."""
+        return self.directory if self.sharing is Sharing.NAMED else "anonymous memory"
 
     @property
     def shape(self) -> ControlShape:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +22,9 @@ from kvtier.tier_api.memory_limits import Reading, SystemLimits, require
 from kvtier_cpu import RegionSpec, Sharing, attach_region, open_region
 from kvtier_cpu.region import populate as populate_module
 from kvtier_cpu.region.opening import RegionHost, Step
-from kvtier_cpu.region.populate import Populated, PopulatePlan, make_resident
-from kvtier_cpu.region.rendezvous import Names
+from kvtier_cpu.region.populate import make_resident
+from kvtier_cpu.region.rendezvous import Names, Patience
+from kvtier_cpu.region.shared_region import Populated
 
 MIB = 1 << 20
 NOTHING_READ: list[Reading] = []
@@ -252,9 +254,10 @@ def test_memory_of_a_failed_population_can_be_unmapped_at_once(monkeypatch: pyte
     fd = os.memfd_create("rows")
     os.ftruncate(fd, 16 * mmap.PAGESIZE)
     pages = mmap.mmap(fd, 16 * mmap.PAGESIZE)
-    plan = PopulatePlan("a cup", populate=True, huge_pages=False, stop=threading.Event())
+    patience = Patience(time.monotonic, time.monotonic() + 5, threading.Event())
+    spec = named("a cup", "e", 1, huge_pages=False)
     with pytest.raises(SharedMemoryError, match="a cup"):
-        make_resident(fd, pages, plan)
+        make_resident(fd, pages, spec, patience)
     pages.close()  # a view kept anywhere would make this a BufferError
     os.close(fd)
 
