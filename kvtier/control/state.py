@@ -197,13 +197,13 @@ class InFlight(ABC):
     def finish(self, result: JobResult, now: float) -> None:
         """The job ended in time."""
 
-    @abstractmethod
     def late(self, now: float) -> None:
         """The job passed its deadline; its I/O goes on and its slots must not be reused."""
+        raise AssertionError(f"a {type(self).__name__} has no deadline")
 
-    @abstractmethod
     def ended(self, now: float) -> None:
         """The I/O of a late job has really ended."""
+        raise AssertionError(f"a {type(self).__name__} has no deadline")
 
 
 @job_value

@@ -108,10 +108,5 @@ class TransferPart(LowerTransfer):
     def late(self, now: float) -> None:
         """The tier's job passed its deadline: its blocks are late; its slots are kept until its I/O has ended."""
         self.permit.shut()
-        self.begin_late(now)
+        super().late(now)
         self.transfer.part_ended(self, [LATE] * len(self.keys))
-
-    def ended(self, now: float) -> None:
-        """The I/O of a late job has ended."""
-        self.end_late()
-        self.release()

@@ -20,14 +20,9 @@ Presence = Sequence[bool] | Callable[[int], bool]
 there), or a function of the index."""
 
 
-def offloaded_tokens(layout: KVLayout, group: int) -> int:
-    """Tokens one offloaded block of a group covers."""
-    return layout.groups[group].block_size * layout.block_size_factor
-
-
 def prefix_unit(layout: KVLayout) -> int:
     """Tokens by which usable lengths differ: the least common multiple of the groups' offloaded blocks."""
-    return math.lcm(*(offloaded_tokens(layout, group) for group in range(len(layout.groups))))
+    return math.lcm(*map(layout.tokens_per_offloaded_block, range(len(layout.groups))))
 
 
 def hit_limit(layout: KVLayout, num_tokens: int) -> int:
@@ -61,7 +56,7 @@ def usable_prefix(layout: KVLayout, present: Sequence[Presence], num_tokens: int
     length = hit_limit(layout, num_tokens)
     for index, group in enumerate(layout.groups):
         if group.kind is GroupKind.FULL:
-            tokens = offloaded_tokens(layout, index)
+            tokens = layout.tokens_per_offloaded_block(index)
             blocks = range(length // tokens)
             length = next((block for block in blocks if not there[index](block)), len(blocks)) * tokens
     length = length // unit * unit
@@ -87,6 +82,6 @@ def _asked(presence: Presence) -> Callable[[int], bool]:
 
 def _first_missing(layout: KVLayout, index: int, there: Callable[[int], bool], length: int) -> int | None:
     """The first token of the first block that a group needs for a length and lacks; None if it lacks none."""
-    tokens = offloaded_tokens(layout, index)
+    tokens = layout.tokens_per_offloaded_block(index)
     first = window_start(layout.groups[index], length) // tokens
     return next((block * tokens for block in range(first, length // tokens) if not there(block)), None)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
-from itertools import islice
+from itertools import count, islice
 from operator import eq
 
 from kvtier.errors import UsageError
@@ -113,7 +113,7 @@ class StorePlanner:
         self._queue: dict[_Block, None] = {}
         self._busy: dict[OffloadKey, _Block] = {}
         self._plans: dict[int, list[list[_Block]]] = {}
-        self._next_plan = 0
+        self._plan_ids = count()
 
     @property
     def num_queued(self) -> int:
@@ -181,8 +181,7 @@ class StorePlanner:
             del self._queue[block]
             block.state = _State.IN_FLIGHT
             groups.setdefault(block.group, []).append(block)
-        plan_id = self._next_plan
-        self._next_plan += 1
+        plan_id = next(self._plan_ids)
         blocks = [groups[group] for group in sorted(groups)]
         self._plans[plan_id] = blocks
         return StorePlan(plan_id, tuple(self._transfer(part) for part in blocks))

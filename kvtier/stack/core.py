@@ -110,7 +110,7 @@ class StackCore(ABC):
 
     def cancel(self, job_id: JobId) -> None:
         """End a job early; its result still comes, after the copies in flight."""
-        plane = self._plane()
+        plane = self._opened().plane
         plane.cancel(job_id, self._clock())
         self._decided(plane)
 
@@ -123,28 +123,28 @@ class StackCore(ABC):
 
     def locate(self, keys: Sequence[OffloadKey]) -> list[str | None]:
         """For each key the name of the highest tier that holds it, or None. Synchronous, from memory."""
-        return self._plane().locate(keys, self._clock())
+        return self._opened().plane.locate(keys, self._clock())
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """One request used these keys, given in prefix order; call it for the hits of a request after its stores."""
-        self._plane().touch(keys)
+        self._opened().plane.touch(keys)
 
     def reserve(
         self, request_id: RequestId, keys: Sequence[OffloadKey], *, info: RequestInfo | None = None
     ) -> Reservation:
         """Bring keys into rows and lease them to a request; see `kvtier.control.reservations`."""
-        plane = self._plane()
+        plane = self._opened().plane
         reservation = plane.reserve(request_id, keys, self._clock(), info)
         self._decided(plane)
         return reservation
 
     def reservation(self, request_id: RequestId) -> Reservation | None:
         """What a request reserved and got so far, in O(1)."""
-        return self._plane().reservation(request_id)
+        return self._opened().plane.reservation(request_id)
 
     def end_request(self, request_id: RequestId) -> None:
         """The request's leases end."""
-        plane = self._plane()
+        plane = self._opened().plane
         plane.end_request(request_id, self._clock())
         self._decided(plane)
 
@@ -157,7 +157,7 @@ class StackCore(ABC):
 
     def take_events(self) -> list[OffloadingEvent]:
         """What became reachable or ceased to be since the last call, in order."""
-        return self._plane().take_events()
+        return self._opened().plane.take_events()
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless the state machine's sums agree. For tests and for suspicions."""
@@ -174,9 +174,6 @@ class StackCore(ABC):
         if self._closing:
             raise UsageError("the stack is closed")
         return self._assembled
-
-    def _plane(self) -> ControlPlane:
-        return self._opened().plane
 
     def _start(self, jobs: Sequence[Emission], queries: Sequence[PresenceQuery]) -> None:
         """In the loop: begin what was decided, in its order."""

@@ -198,12 +198,12 @@ class EngineStack(StackCore):
 
     def storable(self, keys: Sequence[OffloadKey]) -> tuple[list[OffloadKey], int]:
         """(the keys that are in no row and on their way into none, in their order; how many rows can be had now)."""
-        cpu = self._plane().control.cpu
+        cpu = self._opened().plane.control.cpu
         return [key for key in dict.fromkeys(keys) if key not in cpu.directory], cpu.available
 
     def lookup(self, keys: Sequence[OffloadKey], *, info: RequestInfo | None = None) -> list[LookupResult]:
         """Presence of each key from memory; RETRY where a shared tier has yet to answer."""
-        return self._plane().lookup(keys, time.monotonic(), info)
+        return self._opened().plane.lookup(keys, time.monotonic(), info)
 
     def step(self) -> list[JobResult]:
         """Once per engine step: record what ended, send what was decided, return the engine's jobs that ended."""
@@ -228,14 +228,14 @@ class EngineStack(StackCore):
     @property
     def has_pending_work(self) -> bool:
         """True while an engine that idles should go on stepping: jobs are in flight or waiting."""
-        return not self._plane().idle
+        return not self._opened().plane.idle
 
     def reset(self, timeout_seconds: float = 30.0) -> None:
         """New weights: everything stored before is unreachable in every tier when this returns, also after a crash.
 
         Raises ResourceError if a tier could not make that durable in time; in memory it holds all the same.
         """
-        plane = self._plane()
+        plane = self._opened().plane
         epoch = plane.reset(time.monotonic())
         self._send(plane)
 

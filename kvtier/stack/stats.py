@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from kvtier.control.state import LowerTier, TierCounters
 from kvtier.control.tiers.breaker import BreakerState
@@ -56,10 +56,6 @@ class TierStats:
         return {"failed": self.failed, "corrupt": self.corrupt, "missing": self.missing, "late": self.late}
 
 
-_COUNTERS = ["hits", "loaded", "load_bytes", "stored", "store_bytes", "failed", "corrupt", "missing", "late"]
-"""The figures that the control plane counts under the same name."""
-
-
 @dataclass(frozen=True, slots=True)
 class StackStats:
     """Every tier by name, from the CPU down, and the blocks on their way to lower tiers.
@@ -92,12 +88,11 @@ def tier_stats(
 ) -> TierStats:
     """The figures of a tier without breakers."""
     seconds = {kind: sum(queue.traffic[kind].seconds(now) for queue in queues) for kind in JobKind}
-    counts = {name: getattr(counters, name) for name in _COUNTERS}
+    counts = asdict(counters) | {"dropped": {reason.value: count for reason, count in counters.dropped.items()}}
     figures = TierStats(
         **counts,
         load_seconds=seconds[JobKind.LOAD],
         store_seconds=seconds[JobKind.STORE],
-        dropped={reason.value: count for reason, count in counters.dropped.items()},
         capacity_bytes=opened.capacity_bytes,
         mode=opened.mode,
     )

@@ -105,7 +105,7 @@ class TierStack(StackCore, LoadStore):
         closes for another reason. A second signal does not wait for the closing. Raises UsageError for a signal that
         cannot be handled, and unless the stack's loop runs in the main thread, where Python handles signals.
         """
-        self._plane()
+        self._opened()
         if self._signals is None:
             self._signals = ClosingSignals(self._loop, self.close)
         self._signals.install(numbers)
@@ -193,7 +193,7 @@ class TierStack(StackCore, LoadStore):
 
     async def lookup(self, keys: Sequence[OffloadKey], *, info: RequestInfo | None = None) -> Sequence[LookupResult]:
         """Presence of each key. Waits for shared tiers' answers until the lookup deadline; RETRY then becomes MISS."""
-        plane = self._plane()
+        plane = self._opened().plane
         deadline = self._clock() + self._settings.lookup_seconds
         results = plane.lookup(keys, self._clock(), info)
         self._advance(plane)
@@ -205,7 +205,7 @@ class TierStack(StackCore, LoadStore):
 
     async def drain(self, timeout_seconds: float, backlog: int = 0) -> bool:
         """Wait until at most `backlog` blocks are on their way to lower tiers; False when the time ran out."""
-        plane = self._plane()
+        plane = self._opened().plane
         deadline = self._clock() + timeout_seconds
         while plane.backlog > backlog:
             if self._clock() >= deadline:
@@ -220,7 +220,7 @@ class TierStack(StackCore, LoadStore):
 
         Raises ResourceError if a tier could not make the reset durable; in memory it holds all the same.
         """
-        plane = self._plane()
+        plane = self._opened().plane
         epoch = plane.reset(self._clock())
         # before anything else is sent, so that no tier answers for the new epoch what it knows of the old one
         resets = asyncio.gather(*self._resets(epoch))

@@ -123,6 +123,10 @@ class KVLayout:
         """Workers with a slice of their own in a row, the ones that store: workers 0 to num_copies - 1."""
         return 1 if self.replicated else self.world_size
 
+    def tokens_per_offloaded_block(self, group: int) -> int:
+        """Tokens one offloaded block of a group covers."""
+        return self.groups[group].block_size * self.block_size_factor
+
 
 def round_up(value: int, alignment: int) -> int:
     """The smallest multiple of `alignment` that is at least `value`."""
@@ -209,10 +213,6 @@ class Geometry:
             raise GeometryError(f"no page at group {group}, worker {worker}, sub-block {sub_block}, tensor {ref}")
         before = sum(refs[i].page_size_bytes for i in range(ref))
         return worker % self.num_copies * self.worker_bytes(group) + sub_block * self.page_bytes(group) + before
-
-    def tokens_per_offloaded_block(self, group: int) -> int:
-        """Tokens one offloaded block of a group covers."""
-        return self.layout.groups[group].block_size * self.factor
 
     def num_blocks(self, cpu_bytes_to_use: int) -> int:
         """Rows that fit in a budget, never a byte more. Raises GeometryError if not even one fits."""

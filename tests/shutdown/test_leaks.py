@@ -106,7 +106,7 @@ def no_collector() -> Iterator[None]:
 def held_by(stack: TierStack | EngineStack) -> list[weakref.ref]:
     """What a stack consists of, from its plane to the queue of a disk."""
     fs_tier = stack._parts.tiers[-1]
-    return [weakref.ref(one) for one in (stack, stack._plane(), fs_tier, fs_tier._roots[0])]
+    return [weakref.ref(one) for one in (stack, stack._opened().plane, fs_tier, fs_tier._roots[0])]
 
 
 @pytest.mark.parametrize("io_engine", IO_ENGINES)

@@ -331,6 +331,7 @@ class DemotionJob(LowerTransfer):
                 self.lower.counters.count(outcome)
         self.judge_room(outcomes, self.lower.owned is not None and len(again) < len(full), now)
         self.lower.store_order.ended(self)
+        self.release()
         self._unpin_rows(again)
 
     def _unpin_rows(self, again: Collection[int] = ()) -> None:
@@ -341,11 +342,10 @@ class DemotionJob(LowerTransfer):
             if i not in again:
                 demotions.mark_clean(row, self.lower)
         self.lower.stores_in_flight -= len(self.rows)
-        self.release()
         demotions.control.cpu.unpin(self.rows)
 
     def late(self, now: float) -> None:
-        self.begin_late(now)
+        super().late(now)
         self.demotions.late += len(self.rows)
         self.lower.store_order.ended(self)
         if self.lower.on_evict:
@@ -354,6 +354,6 @@ class DemotionJob(LowerTransfer):
             self.demotions.mark_clean(row, self.lower)
 
     def ended(self, now: float) -> None:
-        self.end_late()
+        super().ended(now)
         self.demotions.late -= len(self.rows)
         self._unpin_rows()

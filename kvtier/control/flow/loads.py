@@ -192,11 +192,3 @@ class CopyJob(InFlight):
         self.request.complete_all(self.indices, LOADED)
         control.cpu_counters.loaded += len(self.indices)
         control.cpu.unpin(self.rows)
-
-    def late(self, now: float) -> None:
-        """Not reached: these jobs carry no deadline."""
-        raise AssertionError("a copy to the GPU has no deadline")
-
-    def ended(self, now: float) -> None:
-        """Not reached: these jobs carry no deadline."""
-        raise AssertionError("a copy to the GPU has no deadline")

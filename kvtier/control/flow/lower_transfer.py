@@ -143,8 +143,8 @@ class LowerTransfer(InFlight):
         elif refused:
             self.lower.room_breaker.failed(now)
 
-    def begin_late(self, now: float) -> None:
-        """The job is late: a store's slots are quarantined until `end_late`.
+    def late(self, now: float) -> None:
+        """The job is late: a store's slots are quarantined until `ended`.
 
         That counts against the tier unless another of its roots is not silent.
         """
@@ -158,11 +158,12 @@ class LowerTransfer(InFlight):
             lower.room_breaker.succeeded()  # a late store says nothing of room
             lower.index.quarantine(self.slots)
 
-    def end_late(self) -> None:
-        """The I/O of a late job has ended."""
+    def ended(self, now: float) -> None:
+        """The I/O of a late job has ended: it no longer holds its slots and rows."""
         self.lower.rows_late -= len(self.keys)
         self.lower.roots.end_late(self.root, len(self.keys))
         self.lower.index.unpin(self.slots)
+        self.release()
 
 
 def _pick(values: Sequence[T] | dict[int, T], at: Sequence[int]) -> list[T]:

@@ -140,11 +140,10 @@ class PromotionJob(LowerTransfer):
 
     def late(self, now: float) -> None:
         """What waited goes on without; the entry stays, the rows wait for their I/O."""
-        self.begin_late(now)
+        super().late(now)
         self.control.cpu.quarantine(self.rows)
         self.control.fill_ended(self.rows, False, self.lower.position, now)
 
     def ended(self, now: float) -> None:
-        self.end_late()
-        self.release()
+        super().ended(now)
         self.control.cpu.unpin(self.rows)

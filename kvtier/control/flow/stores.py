@@ -25,15 +25,13 @@ class StoreRequest(StackRequest, FillWaiter):
     def __init__(self, control: ControlState, demotions: Demotions, factor: int, job: TransferJob, now: float) -> None:
         super().__init__(control, job, now)
         self.demotions = demotions
-        partial = False
         for start, group in zip(self.starts, self.groups, strict=True):
             if group.runs.all_whole(len(group.keys), factor):
                 continue
             for position in np.flatnonzero(~group.runs.covers_whole(len(group.keys), factor)).tolist():
                 self.complete(start + position, dropped(DropReason.PARTIAL))
                 control.cpu_counters.drop(DropReason.PARTIAL)
-                partial = True
-        if partial:
+        if self.open < len(self.all):
             self.todo = deque(i for i in self.todo if self.outcomes[i] is None)
 
     def filled(self, index: int, row: int | None, position: int, now: float) -> None:
