@@ -106,7 +106,7 @@ async def measure_copies(blocks: Blocks, rows: Rows, tier: LoadStore, seconds: f
     """
     geometry = blocks.geometry
     sizes = [geometry.kv_bytes_per_offloaded_block(group) for group in range(geometry.num_groups)]
-    per_token = sum(size / geometry.layout.tokens_per_offloaded_block(group) for group, size in enumerate(sizes))
+    per_token = sum(size / geometry.tokens_per_offloaded_block(group) for group, size in enumerate(sizes))
     orders = {"": np.arange(blocks.per_group, dtype=np.int64)}
     if blocks.per_group > 1:
         orders[SCATTERED] = int_array(np.random.default_rng(blocks.per_group).permutation(blocks.per_group))

@@ -142,7 +142,7 @@ async def _open(
 def _bytes_per_token(geometry: Geometry) -> float:
     """What a lower tier moves for one token of the layout, all groups together."""
     groups = range(geometry.num_groups)
-    return sum(geometry.aligned_bytes(group) / geometry.layout.tokens_per_offloaded_block(group) for group in groups)
+    return sum(geometry.aligned_bytes(group) / geometry.tokens_per_offloaded_block(group) for group in groups)
 
 
 def _places(options: TierOptions) -> dict[str, Sequence[str]]:

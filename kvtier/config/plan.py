@@ -125,7 +125,7 @@ def plan_tier(
 def _group_plan(geometry: Geometry, group: int) -> GroupPlan:
     return GroupPlan(
         geometry.layout.groups[group].kind.value,
-        geometry.layout.tokens_per_offloaded_block(group),
+        geometry.tokens_per_offloaded_block(group),
         geometry.page_bytes(group),
         geometry.kv_bytes_per_block(group),
         geometry.kv_bytes_per_offloaded_block(group),
@@ -139,6 +139,6 @@ def _mixture(slots: Sequence[int], geometry: Geometry) -> tuple[int, int]:
     """(blocks, tokens) held when every group keeps every token; `slots[g]` is what fits of group g alone."""
     if not all(slots):
         return 0, 0
-    per_token = [Fraction(1, geometry.layout.tokens_per_offloaded_block(group)) for group in range(geometry.num_groups)]
+    per_token = [Fraction(1, geometry.tokens_per_offloaded_block(group)) for group in range(geometry.num_groups)]
     tokens = 1 / sum((share / fit for share, fit in zip(per_token, slots, strict=True)), Fraction(0))
     return int(tokens * sum(per_token)), int(tokens)

@@ -214,6 +214,10 @@ class Geometry:
         before = sum(refs[i].page_size_bytes for i in range(ref))
         return worker % self.num_copies * self.worker_bytes(group) + sub_block * self.page_bytes(group) + before
 
+    def tokens_per_offloaded_block(self, group: int) -> int:
+        """Tokens one offloaded block of a group covers."""
+        return self.layout.tokens_per_offloaded_block(group)
+
     def num_blocks(self, cpu_bytes_to_use: int) -> int:
         """Rows that fit in a budget, never a byte more. Raises GeometryError if not even one fits."""
         rows = cpu_bytes_to_use // self.row_bytes

@@ -153,7 +153,7 @@ def test_the_worked_example_of_two_groups_two_workers_factor_four() -> None:
     assert geometry.padding_bytes(1) == 24768
     assert geometry.aligned_bytes(1) == 8192
     assert geometry.offset(0, worker=1, sub_block=2, ref=1) == 16000 + 8000 + 3000
-    assert geometry.layout.tokens_per_offloaded_block(0) == 64
+    assert geometry.tokens_per_offloaded_block(0) == 64
     assert geometry.num_blocks(10 * 32768 + 32767) == 10
 
 
