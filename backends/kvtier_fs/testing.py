@@ -132,43 +132,40 @@ class FaultyEngine(IOEngine):
     def __init__(self, io: FaultyIO) -> None:
         self._io = io
         self._held: list[IORequest] = []
-        self._own = 0
+        self._in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
     def in_flight(self) -> int:
-        return self._own + len(self._held)
+        return self._in_flight
 
     def submit(self, requests: Sequence[IORequest]) -> None:
         """Queue requests, each with the fault the plan gives it."""
+        loop = asyncio.get_running_loop()
         for request in requests:
             fault = self._io.next_fault(request)
+            self._in_flight += 1
+            self._idle.clear()
             if fault is not None and fault.kind is IOFaultKind.HOLD:
                 self._held.append(request)
-                self._idle.clear()
                 self._io.holding.set()
             else:
-                self._begin(request, fault)
-
-    def _begin(self, request: IORequest, fault: IOFault | None) -> None:
-        self._own += 1
-        self._idle.clear()
-        asyncio.get_running_loop().call_soon(self._end, request, fault)
+                loop.call_soon(self._end, request, fault)
 
     def _end(self, request: IORequest, fault: IOFault | None) -> None:
-        self._own -= 1
+        self._in_flight -= 1
         request.done(request, _result(request, fault))
         if self.after_turn is not None:
             self.after_turn()
-        if not self._own and not self._held:
+        if not self._in_flight:
             self._idle.set()
 
     def release(self) -> None:
         """Submit the held requests, without a fault."""
         held, self._held = self._held, []
         for request in held:
-            self._begin(request, None)
+            asyncio.get_running_loop().call_soon(self._end, request, None)
 
     async def close(self, timeout_seconds: float) -> int:
         """Wait for every request, held ones included. Returns how many have not ended at the deadline."""
