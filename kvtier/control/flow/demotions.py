@@ -217,7 +217,8 @@ class Demotions:
         return key
 
     def _rows_needed(self, lower: LowerTier) -> int:
-        # A small tier lets go of older copies for what is stored now: it cannot keep many rows clean.
+        # A tier with few slots of a size evicts older copies for what is stored now, and their rows are dirty again.
+        # It cannot keep many rows clean, and would be written without end.
         small = lower.owned.placement.fewest_slots // 2 if lower.owned is not None else self.watermark_rows
         wanted = max(min(self.watermark_rows, small), min(self.control.shortage, max(1, self.control.num_rows // 4)))
         return wanted - self.control.cpu.available

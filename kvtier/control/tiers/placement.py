@@ -32,6 +32,7 @@ class Placement:
         self.slots_in_region = [space.region_bytes // size for size in self.sizes]
         self.one_size = len(self.sizes) == 1
         self.region_size = array("b", [UNFORMATTED] * space.num_regions)
+        self.region_count = [0] * len(self.sizes)
         self.region_generation = array("Q", bytes(8 * space.num_regions))
         self.region_used = array("Q", bytes(8 * space.num_regions))
         self.tick = 0
@@ -60,8 +61,11 @@ class Placement:
 
     @property
     def fewest_slots(self) -> int:
-        """How many slots there are at least, however the regions are formatted."""
-        return len(self.region_size) * min(self.slots_in_region)
+        """How many slots the size with the fewest has or can still get, without those whose disk is full."""
+        rooms = [0 if self.full.is_full(root) else len(regions) for root, regions in enumerate(self._unformatted)]
+        regions = [count + sum(rooms) for count in self.region_count]
+        each = enumerate(zip(regions, self.slots_in_region, strict=True))
+        return min((count * slots - self.full.count(size) for size, (count, slots) in each if count), default=0)
 
     def region_of(self, slot: int) -> int:
         return slot // self.per_region
@@ -92,6 +96,7 @@ class Placement:
 
     def _lay_out(self, region: int, size: int) -> None:
         self.region_size[region] = size
+        self.region_count[size] += 1
         first = region * self.per_region
         slots = range(first, first + self.slots_in_region[size])
         self.table.move(slots, ABSENT, FREE)
@@ -241,10 +246,7 @@ class Placement:
         sizes = [UNFORMATTED if region in self.full.regions else size for region, size in enumerate(self.region_size)]
         own = [self.region_used[r] for r, s in enumerate(sizes) if s == size]
         limit = min(own) if own else None
-        counts = [0] * len(self.sizes)
-        for owner in sizes:
-            if owner != UNFORMATTED:
-                counts[owner] += 1
+        counts = [sizes.count(owner) for owner in range(len(self.sizes))]
         candidates = [
             (self.region_used[region], region)
             for region, owner in enumerate(sizes)
@@ -274,6 +276,7 @@ class Placement:
         stack = self._free[old][self.root_of_region[region]]
         self.free_count[old] -= take_out(stack, slots) + self.foreign.drop(old, slots)
         self.table.move(slots, FREE, ABSENT)
+        self.region_count[old] -= 1
         self._format(region, size)
 
     def check(self) -> None:
