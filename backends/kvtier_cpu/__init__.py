@@ -4,13 +4,6 @@ from kvtier_cpu.backend import CPUBackend, CPUOptions
 from kvtier_cpu.region.opening import RegionHost, attach_region, open_region
 from kvtier_cpu.region.shared_region import RegionSpec, SharedRegion, Sharing
 
-__all__ = [
-    "CPUBackend",
-    "CPUOptions",
-    "RegionHost",
-    "RegionSpec",
-    "SharedRegion",
-    "Sharing",
-    "attach_region",
-    "open_region",
-]
+__all__ = ["CPUBackend", "CPUOptions"]
+__all__ += ["RegionHost", "attach_region", "open_region"]
+__all__ += ["RegionSpec", "SharedRegion", "Sharing"]

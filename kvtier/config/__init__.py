@@ -5,15 +5,7 @@ from kvtier.config.model import StackConfig, StackOptions
 from kvtier.config.schema import stack_schema
 from kvtier.config.stack_parts import open_engine_stack, open_stack, stack_parts
 
-__all__ = [
-    "StackConfig",
-    "StackOptions",
-    "build_tiers",
-    "find_tier",
-    "load_stack",
-    "open_engine_stack",
-    "open_stack",
-    "parse_stack",
-    "stack_parts",
-    "stack_schema",
-]
+__all__ = ["build_tiers", "find_tier", "load_stack", "parse_stack"]
+__all__ += ["StackConfig", "StackOptions"]
+__all__ += ["stack_schema"]
+__all__ += ["open_engine_stack", "open_stack", "stack_parts"]

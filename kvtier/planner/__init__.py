@@ -7,15 +7,6 @@ from kvtier.planner.loads import GroupLoad, blocks_to_load, plan_load
 from kvtier.planner.prefix import Presence, hit_limit, prefix_unit, usable_prefix
 from kvtier.planner.stores import StoreMode, StorePlan, StorePlanner
 
-__all__ = [
-    "GroupLoad",
-    "Presence",
-    "StoreMode",
-    "StorePlan",
-    "StorePlanner",
-    "blocks_to_load",
-    "hit_limit",
-    "plan_load",
-    "prefix_unit",
-    "usable_prefix",
-]
+__all__ = ["GroupLoad", "blocks_to_load", "plan_load"]
+__all__ += ["Presence", "hit_limit", "prefix_unit", "usable_prefix"]
+__all__ += ["StoreMode", "StorePlan", "StorePlanner"]

@@ -72,9 +72,9 @@ class SlotLists:
             after[slot] = ABSENT
 
     def take(self, which: int, count: int, pins: Sequence[int]) -> list[int] | None:
-        """Take the `count` coldest slots with no hold out of a list, or change nothing and return None.
+        """Take the `count` coldest slots that are not pinned out of a list, or change nothing and return None.
 
-        Costs O(count + held slots passed over).
+        Costs O(count + pinned slots passed over).
         """
         after, before = self.next, self.prev
         end = self.num_slots + which

@@ -51,8 +51,7 @@ class Placement:
     @property
     def has_unformatted(self) -> bool:
         """True while a region is left that no size has taken, on a disk that has room for it."""
-        left = any(regions and not self.full.is_full(root) for root, regions in enumerate(self._unformatted))
-        return left or self.foreign.has_regions
+        return any(map(self._left, range(len(self._unformatted)))) or self.foreign.has_regions
 
     @property
     def exhausted(self) -> bool:
@@ -62,10 +61,9 @@ class Placement:
     @property
     def fewest_slots(self) -> int:
         """How many slots the size with the fewest has or can still get, without those whose disk is full."""
-        rooms = [0 if self.full.is_full(root) else len(regions) for root, regions in enumerate(self._unformatted)]
-        regions = [count + sum(rooms) for count in self.region_count]
-        each = enumerate(zip(regions, self.slots_in_region, strict=True))
-        return min((count * slots - self.full.count(size) for size, (count, slots) in each if count), default=0)
+        left = sum(len(self._left(root)) for root in range(len(self._unformatted)))
+        each = enumerate(zip(self.region_count, self.slots_in_region, strict=True))
+        return min(((n + left) * slots - self.full.count(size) for size, (n, slots) in each if n + left), default=0)
 
     def region_of(self, slot: int) -> int:
         return slot // self.per_region
@@ -126,9 +124,7 @@ class Placement:
         stacks: list[array[int]] = self._free[size]
         taken: list[int] = []
         for _ in range(count):
-            roots = [
-                root for root, limit in enumerate(limits) if limit > 0 and (stacks[root] or self._may_format(root))
-            ]
+            roots = [root for root, limit in enumerate(limits) if limit > 0 and (stacks[root] or self._left(root))]
             if not roots:
                 break
             self._turn = next((root for root in roots if root > self._turn), roots[0])
@@ -139,8 +135,9 @@ class Placement:
         self.free_count[size] -= len(taken)
         return taken
 
-    def _may_format(self, root: int) -> bool:
-        return bool(self._unformatted[root]) and not self.full.is_full(root)
+    def _left(self, root: int) -> list[int]:
+        """The regions of a root that a size can take: the unformatted ones, and none while its disk is full."""
+        return [] if self.full.is_full(root) else self._unformatted[root]
 
     def _overwrite(self, size: int, count: int) -> list[int]:
         """Some slots that hold blocks of other namespaces; none when none are left."""
@@ -187,13 +184,12 @@ class Placement:
 
     def _open_roots(self, size: int) -> None:
         """Every root with unformatted regions offers slots of this size, so blocks spread over all roots at once."""
-        for root, regions in enumerate(self._unformatted):
-            if regions and not self._free[size][root] and not self.full.is_full(root):
+        for root, free in enumerate(self._free[size]):
+            if not free and (regions := self._left(root)):
                 self._format(regions.pop(), size)
 
     def _format_unused(self, size: int) -> bool:
-        roots = [regions for root, regions in enumerate(self._unformatted) if not self.full.is_full(root)]
-        most = max(roots, key=len, default=[])
+        most = max(map(self._left, range(len(self._unformatted))), key=len, default=[])
         if not most:
             return False
         self._format(most.pop(), size)
