@@ -83,11 +83,10 @@ def decode_slot_header(page: memoryview) -> SlotHeader | None:
     """The header a page holds; None if it is no whole slot header of this format."""
     if unseal(SLOT_MAGIC, page) is None:
         return None
-    version, header_bytes, *_, key_bytes, _ = _FIXED.unpack_from(page, BODY_AT)
-    if (version, header_bytes) != (ENVELOPE_VERSION, len(page)) or key_bytes > max_key_bytes(len(page)):
+    version, header_bytes, *fields, key_bytes, _ = _FIXED.unpack_from(page, BODY_AT)
+    if version != ENVELOPE_VERSION or header_bytes != len(page) or key_bytes > max_key_bytes(header_bytes):
         return None
-    fixed, key = page[BODY_AT:_PAYLOAD_DIGEST_AT], bytes(page[KEY_AT : KEY_AT + key_bytes])
-    return unpack_fixed(fixed, key, payload_digest(page))
+    return SlotHeader._make((*fields, bytes(page[KEY_AT : KEY_AT + key_bytes]), payload_digest(page)))
 
 
 def unpack_fixed(fixed: bytes | memoryview, key: bytes, payload_digest: bytes = b"") -> SlotHeader:
