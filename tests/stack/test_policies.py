@@ -296,19 +296,25 @@ async def test_a_disk_above_a_shared_tier_answers_first(tmp_path):
 # -- blocks that are in rows already ---------------------------------------------------------------------------------
 
 
+async def one_leases_what_another_waits_for(stack, engine, first, second):
+    """Store both lists of keys, lease the first to one request, and return the reservation of the second."""
+    for names in (first, second):
+        await store(stack, engine, whole(names))
+        assert await stack.drain(10)
+    leased = stack.reserve("first", first)
+    await until(lambda: leased.served)
+    waiting = stack.reserve("second", second)
+    await until(lambda: waiting.oldest_since is not None)
+    return waiting
+
+
 async def test_a_load_of_leased_rows_does_not_wait_for_one_who_waits_for_the_leases():
     """Reserved, served, loaded without naming the request, as `LoadStore.load` has it: nobody may block that."""
     engine = Engine(PLAIN, 64)
     parts, _ = stack_with(engine, 8, {"type": "memory"}, lease_seconds=60.0, reservation_seconds=60.0)
     first, second = keys(6), keys(8, start=100)
     async with opened(parts) as stack:
-        for names in (first, second):
-            await store(stack, engine, whole(names))
-            assert await stack.drain(10)
-        leased = stack.reserve("first", first)
-        await until(lambda: leased.served)
-        waiting = stack.reserve("second", second)
-        await until(lambda: waiting.oldest_since is not None)
+        waiting = await one_leases_what_another_waits_for(stack, engine, first, second)
         assert not waiting.served
         async with asyncio.timeout(20):
             assert statuses(await load(stack, engine, whole(first, 20))) == ["loaded"] * 6
@@ -341,13 +347,7 @@ async def test_a_load_that_names_its_request_takes_over_the_leases():
     parts, _ = stack_with(engine, 8, {"type": "memory"}, lease_seconds=60.0, reservation_seconds=60.0)
     first, second = keys(6), keys(8, start=100)
     async with opened(parts) as stack:
-        for names in (first, second):
-            await store(stack, engine, whole(names))
-            assert await stack.drain(10)
-        leased = stack.reserve("first", first)
-        await until(lambda: leased.served)
-        waiting = stack.reserve("second", second)
-        await until(lambda: waiting.oldest_since is not None)
+        waiting = await one_leases_what_another_waits_for(stack, engine, first, second)
         async with asyncio.timeout(20):
             result = await stack.load(stack.job(LOAD, [whole(first, 20)]), "first")
         assert statuses(result) == ["loaded"] * 6

@@ -217,11 +217,12 @@ class Demotions:
         return key
 
     def _rows_needed(self, lower: LowerTier) -> int:
-        # A tier with few slots of a size evicts older copies for what is stored now, and their rows are dirty again.
-        # It cannot keep many rows clean, and would be written without end.
-        small = lower.owned.placement.fewest_slots // 2 if lower.owned is not None else self.watermark_rows
-        wanted = max(min(self.watermark_rows, small), min(self.control.shortage, max(1, self.control.num_rows // 4)))
-        return wanted - self.control.cpu.available
+        available, watermark = self.control.cpu.available, self.watermark_rows
+        if available < watermark and lower.owned is not None:
+            # A tier with few slots of a size evicts older copies for what is stored now, and their rows are dirty
+            # again. It cannot keep many rows clean, and would be written without end.
+            watermark = min(watermark, lower.owned.placement.fewest_slots // 2)
+        return max(watermark, min(self.control.shortage, max(1, self.control.num_rows // 4))) - available
 
     def _cold_rows(self, count: int, mask: int, spared: int = 0) -> list[int]:
         """The at most `count` coldest rows, dirty for a tier in `mask` and for none in `spared`, without other pins."""
