@@ -11,7 +11,6 @@ that is loaded is compared. Medians over interleaved repetitions, percentiles ov
 from __future__ import annotations
 
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from benchmarks.fs_kvtier import KVTier
 from benchmarks.options import JSON_FILE
 from benchmarks.report import GIB, Report, median, paired_ratio, percentile, table
 from kvtier.options import parse_size
+from kvtier.temporary_folders import temporary_folder
 
 NAP_SECONDS = 0.002
 JOB_BLOCKS = 16
@@ -139,7 +139,7 @@ def main(
     report = Report("beside", {"bytes": nbytes, "repetitions": repetitions, "switch_interval": switch_interval})
     report.head()
     for size in wanted:
-        with tempfile.TemporaryDirectory(prefix="kvtier-beside-", dir=folder) as scratch:
+        with temporary_folder("kvtier-beside-", folder) as scratch:
             report.results += measure(Path(scratch), size, nbytes, repetitions)
     report.verified = True
     table(

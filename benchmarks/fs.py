@@ -25,6 +25,7 @@ from benchmarks.fs_fio import Fio
 from benchmarks.options import VLLM_PYTHON
 from benchmarks.report import ABSENT, GIB, Report, median, paired_ratio, table
 from kvtier.options import parse_size
+from kvtier.temporary_folders import temporary_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 JOB_BLOCKS = 16
@@ -150,7 +151,7 @@ class Contest:
 def compete(contest: Contest, block_bytes: int, entrants: list[Entrant], report: Report) -> None:
     """One repetition of one size: every contestant does every pass, in turns."""
     blocks = contest.blocks(block_bytes)
-    with tempfile.TemporaryDirectory(prefix="kvtier-fs-", dir=contest.folder) as place:
+    with temporary_folder("kvtier-fs-", contest.folder) as place:
         opened: list[Entrant] = []
         try:
             for entrant in entrants:

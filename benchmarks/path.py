@@ -30,7 +30,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -48,6 +47,7 @@ from benchmarks.report import Report, median, table
 from kvtier.config import open_stack, parse_stack, stack_parts
 from kvtier.config.model import StackConfig
 from kvtier.stack import EngineStack, TierStack
+from kvtier.temporary_folders import temporary_folder
 from kvtier.tier_api.contract import LookupResult
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 from kvtier.types.gpu_runs import GPURuns
@@ -344,7 +344,7 @@ def main(
     report.head()
     for count in wanted:
         size = Size(count, block_kib << 10, warm, repetitions, io_engine)
-        with tempfile.TemporaryDirectory(prefix="kvtier-path-", dir=folder) as scratch:
+        with temporary_folder("kvtier-path-", folder) as scratch:
             report.results += measure(size, Path(scratch))
     report.verified = True
     table(

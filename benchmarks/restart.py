@@ -18,7 +18,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +30,7 @@ import xxhash
 from benchmarks.options import JSON_FILE
 from benchmarks.report import Report, median, table
 from kvtier.control.tiers.owned_tier import OwnedTier
+from kvtier.temporary_folders import temporary_folder
 from kvtier.tier_api.contract import Opened, TierContext
 from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier.types.jobs import JobKind, RegionFormat, RowGroup, TransferJob
@@ -231,7 +231,7 @@ def main(
     report = Report("restart", {"slots": slots, "block_bytes": block_bytes, "repetitions": repetitions, "cold": cold})
     report.head()
     for count in counts:
-        with tempfile.TemporaryDirectory(prefix="kvtier-restart-", dir=folder) as name:
+        with temporary_folder("kvtier-restart-", folder) as name:
             needed, free = int(count * (block_bytes + mmap.PAGESIZE) * 1.2), shutil.disk_usage(name).free
             if needed > free:
                 report.notes.append(

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import resource
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +35,7 @@ from kvtier.replay.report import tier_json
 from kvtier.replay.run import Replay
 from kvtier.replay.setup import ReplayOptions
 from kvtier.stack import EngineStack
+from kvtier.temporary_folders import temporary_folder
 from kvtier.tier_api.contract import LookupResult
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 from kvtier.types.gpu_runs import GPURuns
@@ -115,8 +116,9 @@ class Spent:
 class Engine:
     """A synchronous engine without a model: 32 running requests, each block's bytes those that its key says."""
 
-    def __init__(self, stack: EngineStack, tensor: torch.Tensor, seed: int) -> None:
+    def __init__(self, stack: EngineStack, tensor: torch.Tensor, seed: int, *, records: bool = False) -> None:
         self._stack = stack
+        self._records = records
         self._pages = tensor.numpy().view(np.uint64)
         self._free = list(range(len(tensor)))
         self._random = np.random.default_rng(seed)
@@ -167,6 +169,8 @@ class Engine:
         request = Request(RequestId(f"r{self._number}"), keys, blocks, int(self._random.integers(BLOCK_TOKENS)))
         self._requests[request.name] = request
         prompt = keys[:PROMPT_BLOCKS]
+        if self._stack.follows_requests:
+            self._timed("begin_request", lambda: self._stack.begin_request(request.name, prompt))
         found = self._timed("lookup", lambda: self._stack.lookup(prompt))
         hits = next((at for at, result in enumerate(found) if result not in HITS), len(found))
         if hits:
@@ -201,8 +205,14 @@ class Engine:
         request.computed += 1
         if request.computed == len(request.keys):
             del self._requests[request.name]
-            self._timed("end_request", lambda: self._stack.end_request(request.name))
+            self._timed("end_request", lambda: self._end_request(request))
             self._ending.append(request)
+
+    def _end_request(self, request: Request) -> None:
+        self._stack.end_request(request.name, output_tokens=OUTPUT_BLOCKS * BLOCK_TOKENS)
+        if self._records:
+            prompt, output = PROMPT_BLOCKS * BLOCK_TOKENS, OUTPUT_BLOCKS * BLOCK_TOKENS
+            self._stack.record_request(request.keys[:PROMPT_BLOCKS], input_tokens=prompt, output_tokens=output)
 
     def _store(self) -> None:
         full, self._full = self._full, []
@@ -251,19 +261,28 @@ class Engine:
         return first ^ np.arange(self._pages.shape[1], dtype=np.uint64)
 
 
-def engine_steps(folder: Path, steps: int, warm: int, sleep_seconds: float, page_bytes: int) -> dict[str, object]:
-    """Percentiles of the stack's share of a step, in microseconds."""
+@contextmanager
+def engine_over(folder: Path, page_bytes: int, policy: str = "lru", traces: Path | None = None) -> Iterator[Engine]:
+    """An engine over a stack; with a folder for traces the stack records its requests."""
     layout = KVLayout((GroupLayout((TensorRef(0, page_bytes),), BLOCK_TOKENS),))
     per_request = PROMPT_BLOCKS + OUTPUT_BLOCKS
     tensor = torch.zeros((3 * RUNNING * per_request, page_bytes), dtype=torch.int8)
     rows = DOCUMENTS * SHARED_BLOCKS // 2
     text = (
-        f"tiers:\n  - type: gpu\n  - {{type: cpu, cpu_bytes_to_use: {rows * page_bytes}}}\n"
-        f"  - {{type: fs, roots: [{folder}], capacity: {8 * rows * (page_bytes + 8192)}, min_free_bytes: 0}}\n"
+        f"tiers:\n  - type: gpu\n  - {{type: cpu, cpu_bytes_to_use: {rows * page_bytes}, policy: {policy}}}\n"
+        f"  - {{type: fs, roots: [{folder}], capacity: {8 * rows * (page_bytes + 8192)}, min_free_bytes: 0, "
+        f"policy: {policy}}}\n"
     )
+    if traces is not None:
+        text += f"record: {{folder: {traces}}}\n"
     parts = stack_parts(parse_stack(text), Namespace(layout, model="benchmark"), [tensor])
     with EngineStack(parts) as stack:
-        engine = Engine(stack, tensor, seed=1)
+        yield Engine(stack, tensor, seed=1, records=traces is not None)
+
+
+def engine_steps(folder: Path, steps: int, warm: int, sleep_seconds: float, page_bytes: int) -> dict[str, object]:
+    """Percentiles of the stack's share of a step, in microseconds."""
+    with engine_over(folder, page_bytes) as engine:
         for _ in range(warm):
             engine.step()
             time.sleep(sleep_seconds)
@@ -304,7 +323,7 @@ def main(folder: str | None, quick: bool, json_file: Path | None, **given: Any) 
     steps, warm, sleep = given["steps"], 400, given["sleep_ms"] / 1000
     if quick:
         steps, warm, sleep, size = 60, 20, 0.0005, 4096
-    with tempfile.TemporaryDirectory(prefix="kvtier-stack-", dir=folder) as scratch:
+    with temporary_folder("kvtier-stack-", folder) as scratch:
         stepped = engine_steps(Path(scratch) / "steps", steps, warm, sleep, size)
         _replays(report, Path(scratch), size, given, quick)
     report.results.append(stepped)

@@ -16,14 +16,15 @@ from typing import Any, ClassVar, ParamSpec, Self, TypeVar
 import numpy as np
 
 from kvtier.control.tiers.breaker import Breaker
-from kvtier.options import TierOptions
+from kvtier.options import PolicyName, TierOptions
 from kvtier.stack import EngineStack, StackParts, StackSettings, TierStats
 from kvtier.testing import Owners, content
+from kvtier.testing.conformance import make_keys
 from kvtier.tier_api.contract import LoadStore, LookupResult, Opened, TierContext
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import LOADED, STORED, BlockOutcome, GPUGroup, JobKind, JobResult, RowGroup, TransferJob
-from kvtier.types.keys import GPU, GroupIndex, JobId, Medium, OffloadKey
+from kvtier.types.keys import GPU, GroupIndex, JobId, Medium, OffloadKey, RequestId
 from kvtier.types.namespace import Namespace
 from kvtier_cpu import CPUBackend, CPUOptions
 from kvtier_fs import FSBackend, SharedFSBackend
@@ -131,12 +132,12 @@ class Engine:
         self._drive = Drive()
         self._memory = memory
         self._random = random.Random(seed)
-        from support_fs import keys  # to be found inside an attack only
-
-        names = keys(sessions * REQUEST_BLOCKS)
+        names = make_keys(sessions * REQUEST_BLOCKS)
         self._prompts = [names[i : i + REQUEST_BLOCKS] for i in range(0, len(names), REQUEST_BLOCKS)]
         self._owners = Owners((name, 0) for name in names)
         self._results: dict[JobId, JobResult] = {}
+        self._served = 0
+        self._lower = parts.tiers[-1].options.label
 
     def __enter__(self) -> Self:
         self.stack.open()
@@ -149,13 +150,13 @@ class Engine:
         self.felt.close()
 
     @property
-    def fs(self) -> TierStats:
-        """The fs tier's figures so far."""
-        return self.stack.stats().tiers["fs"]
+    def lower(self) -> TierStats:
+        """The figures so far of the tier below the CPU."""
+        return self.stack.stats().tiers[self._lower]
 
     @property
     def breakers(self) -> tuple[Breaker, Breaker]:
-        """The fs tier's breakers of loads and of stores."""
+        """The breakers of loads and of stores of that tier."""
         assert self.stack._assembled is not None
         lower = self.stack._assembled.plane.control.lowers[0]
         return lower.load_breaker, lower.store_breaker
@@ -198,6 +199,13 @@ class Engine:
 
     def _serve(self, prompt: Sequence[OffloadKey]) -> None:
         """One request: load its blocks, compare every byte, compute what did not come, store what was not there."""
+        self._served += 1
+        request = RequestId(f"request {self._served}")
+        self.stack.begin_request(request, prompt)
+        self._answer(prompt)
+        self.stack.end_request(request, output_tokens=self._served % 500)
+
+    def _answer(self, prompt: Sequence[OffloadKey]) -> None:
         there = [found in OPEN for found in self._look(prompt)]
         blocks = [i for i, found in enumerate(there) if found]
         if blocks:
@@ -262,17 +270,29 @@ def disk_settings(*roots: Path, layout: str = "slab", **more: Any) -> dict[str, 
     return place | {"name": "fs", "capacity": CAPACITY_BYTES, "min_free_bytes": 0} | more
 
 
-def driven(*roots: Path, rows: int = 32, seed: int = 0, sessions: int = 40, **fs: Any) -> Engine:
+def driven(
+    *roots: Path, rows: int = 32, seed: int = 0, sessions: int = 40, policy: PolicyName = "lru", **fs: Any
+) -> Engine:
     """An engine over a CPU tier of a few rows and a tier in some folders; its stack is not open yet."""
-    layout = KVLayout((GroupLayout((TensorRef(0, PAGE_BYTES),)),))
-    memory = Memory(REQUEST_BLOCKS, PAGE_BYTES)
-    cpu = CPUBackend(CPUOptions(type="cpu", cpu_bytes_to_use=rows * PAGE_BYTES, huge_pages=False))
     limits = {"io_threads": 4, "job_timeout_seconds": LOAD_SECONDS, "close_timeout_seconds": CLOSE_SECONDS}
     settings = disk_settings(*roots, **(limits | fs))
+    if settings["type"] == "fs":
+        settings["policy"] = policy
     backend = FSBackend if settings["type"] == "fs" else SharedFSBackend
     tier = backend(backend.Options.model_validate(settings))
+    return engine_over(tier, rows=rows, seed=seed, sessions=sessions, policy=policy)
+
+
+def engine_over(
+    tier: LoadStore, *, rows: int = 32, seed: int = 0, sessions: int = 40, load_seconds: float = LOAD_SECONDS,
+    page_bytes: int = PAGE_BYTES, policy: PolicyName = "lru",
+) -> Engine:  # fmt: skip
+    """An engine over a CPU tier of a few rows and a tier below it; its stack is not open yet."""
+    layout = KVLayout((GroupLayout((TensorRef(0, page_bytes),)),))
+    memory = Memory(REQUEST_BLOCKS, page_bytes)
+    cpu = CPUBackend(CPUOptions(type="cpu", cpu_bytes_to_use=rows * page_bytes, huge_pages=False, policy=policy))
     seconds = StackSettings(
-        load_seconds=LOAD_SECONDS, store_seconds=1.0, close_seconds=CLOSE_SECONDS, tier_close_seconds=20.0
+        load_seconds=load_seconds, store_seconds=1.0, close_seconds=CLOSE_SECONDS, tier_close_seconds=20.0
     )
     parts = StackParts([cpu, tier], Namespace(layout, model="fault"), workers=[memory], settings=seconds)
     return Engine(parts, memory, seed, sessions)
@@ -284,11 +304,9 @@ class Neighbours:
     BLOCKS = 16
 
     def __init__(self, tier: Any) -> None:
-        from support_fs import keys  # to be found inside an attack only
-
         self.wrong = 0
         self._tier = tier
-        self._names = [keys(self.BLOCKS, start=1000 * root) for root in (0, 1)]
+        self._names = [make_keys(self.BLOCKS, start=1000 * root) for root in (0, 1)]
         self._rows = [np.arange(self.BLOCKS) + root * self.BLOCKS for root in (0, 1)]
         regions = [0, tier.space.regions_by_root[0]]
         self._slots = [np.arange(self.BLOCKS) + region * tier.space.slots_per_region for region in regions]

@@ -6,10 +6,13 @@ Several files may hold results of one fault: their counts are added up, and ever
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import click
+
+from .attack import add_notes
 
 COLUMNS = ("fault", "how", "iterations", "wrong bytes", "hangs", "leaks", "over bound", "first seeds", "command")
 COUNTS = ("iterations", "wrong_bytes", "hangs", "leaks", "over_bound")
@@ -32,11 +35,9 @@ def main(files: tuple[Path, ...]) -> None:
         print(f"| {name} | {how} | {' | '.join(figures)} | {seeds} | `--only '{name}'` |")
     print()
     for name, results in rows.items():
-        notes: dict[str, int] = {}
+        notes = Counter[str]()
         for result in results:
-            for note, count in result["notes"].items():
-                before = notes.get(note, 0)
-                notes[note] = max(before, count) if note.endswith("at most") else before + count
+            add_notes(notes, result["notes"])
         if notes:
             print(f"- **{name}**: " + ", ".join(f"{note} {count:,}" for note, count in sorted(notes.items())) + ".")
 

@@ -25,6 +25,10 @@ class ConfigError(KVTierError):
         self.path = path
         self.reason = reason
 
+    def below(self, at: str) -> "ConfigError":
+        """The same error under the path of what the key is in."""
+        return ConfigError(self.reason, f"{at}.{self.path}" if self.path else at)
+
 
 class GeometryError(KVTierError):
     """A KV layout or a budget that cannot work; the message names the bytes needed."""

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from kvtier.errors import ConfigError
 
@@ -25,6 +25,18 @@ def parse_size(text: object) -> int:
         raise ValueError(f"{text!r} is not a size; write a whole number of bytes or a number with KiB, MiB, GiB, TiB")
     fraction = match[2] or ""
     return int(match[1]) * unit + (int(fraction) * unit // 10 ** len(fraction) if fraction else 0)
+
+
+_DURATION = re.compile(r"([0-9]{1,9}) ?([smhd])")
+_UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def parse_duration(text: object) -> int:
+    """Whole seconds from text such as `90s`, `2h`, `7d`. ValueError names what is accepted."""
+    match = _DURATION.fullmatch(text) if isinstance(text, str) else None
+    if match is None or int(match[1]) == 0:
+        raise ValueError(f"{text!r} is not a time; write a number with s, m, h or d, such as 2d")
+    return int(match[1]) * _UNIT_SECONDS[match[2]]
 
 
 _SHOWN_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
@@ -61,11 +73,24 @@ ByteSize = Annotated[
     ),
 ]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=False)]
+Duration = Annotated[int, BeforeValidator(parse_duration), Field(json_schema_extra={"type": "string"})]
+"""Whole seconds, written with a unit."""
+MaxAge = Annotated[
+    Duration | None,
+    Field(description="blocks stored longer ago, such as 7d, are misses and are removed; no limit when absent"),
+]
 INDEX_BYTES_PER_SLOT = 220
 """Upper bound of the directory's memory for one slot of an owned tier, keys with hashes of up to 36 bytes included."""
 
-PolicyName = Literal["lru", "arc"]
+ADMISSION_BYTES = 4 << 20
+"""Memory of the first uses of a tier with `admit: second_use`, which is part of its index."""
+PREDICTED_BYTES = 64 << 20
+"""Memory of what a tier with `admit: predicted` knows of prompts, which is part of its index, at most."""
+
+PolicyName = Annotated[str, Field(min_length=1, max_length=64)]
+"""Of an eviction policy: one of kvtier's own, or of an entry point in the group `kvtier.policies`."""
 WritePolicy = Literal["write_through", "on_evict"]
+AdmissionName = Literal["always", "second_use", "predicted"]
 
 
 class Options(BaseModel):
@@ -136,13 +161,36 @@ class TierOptions(Options):
         """
         return self
 
-    def eviction_policy(self) -> PolicyName:
+    def eviction_policy(self) -> str:
         """Which policy evicts from the tier's slots; the default for tiers that offer no choice."""
         return "lru"
 
     def watermark_rows(self, num_rows: int) -> int:
         """How many of a CPU tier's rows background demotion keeps free or clean; none unless it offers that."""
         return 0
+
+
+class RecordOptions(Options):
+    """Options of the trace that a stack keeps of what is asked of it."""
+
+    folder: str = Field(
+        min_length=1, pattern=r"^/", description="absolute path of the folder for the trace's files; of one process"
+    )
+    max_bytes: ByteSize = Field(
+        default=1 << 30, ge=16 << 20, description="bytes of the folder's traces; a new file replaces the oldest one"
+    )
+    salt_file: str | None = Field(
+        default=None,
+        pattern=r"^/",
+        description="absolute path of a secret that the hashes depend on, made if it is absent; "
+        "without it each start has a random one, and hashes of two starts cannot be compared",
+    )
+
+    def share(self, index: int, count: int) -> Self:
+        """The options of engine `index` of `count` that are started from one stack file: a folder for each."""
+        if count == 1:
+            return self
+        return self.model_copy(update={"folder": f"{self.folder}-{index}", "max_bytes": self.max_bytes // count})
 
 
 MAX_LOWER_TIERS = 8
@@ -156,9 +204,36 @@ class LowerTierOptions(TierOptions):
         default="write_through",
         description="write_through: stored once the CPU tier has it; on_evict: stored before the CPU tier evicts it",
     )
+    admit: AdmissionName = Field(
+        default="always",
+        description="always: every block is stored; second_use: a block that was loaded, or stored a second time; "
+        "predicted: a block that is likely to be used while the tier keeps it",
+    )
     inflight_bytes: ByteSize = Field(default=64 << 20, description="bytes of transfers in flight at once, at most")
     job_timeout_seconds: Seconds = Field(
         default=30.0, description="after this a load counts as a miss, a store as dropped"
+    )
+
+    @property
+    def daily_writes(self) -> int | None:
+        """The tier's `write_bytes_per_day`, if it has that option."""
+        found: int | None = getattr(self, "write_bytes_per_day", None)
+        return found
+
+    @property
+    def admission_bytes(self) -> int:
+        """Memory that `admit` takes, whatever is stored."""
+        return {"always": 0, "second_use": ADMISSION_BYTES, "predicted": PREDICTED_BYTES}[self.admit]
+
+
+class SharedTierOptions(LowerTierOptions):
+    """Options of every tier that places and evicts by itself, because other hosts write too."""
+
+    hit_hint_seconds: Seconds = Field(
+        default=30.0, description="that a block is there is believed for so long without another lookup"
+    )
+    miss_hint_seconds: Seconds = Field(
+        default=5.0, description="that a block is not there is believed for so long: others store too"
     )
 
 
@@ -170,6 +245,20 @@ class OwnedTierOptions(LowerTierOptions):
         default=None, description="bound of the directory's memory; fewer slots are used if need be"
     )
 
-    def eviction_policy(self) -> PolicyName:
+    @model_validator(mode="after")
+    def _check_index(self) -> Self:
+        if self.index_slots_max == 0:
+            needed = self.admission_bytes + INDEX_BYTES_PER_SLOT
+            raise ValueError(f"index_bytes_max has no room for a slot with admit: {self.admit}, which needs {needed}")
+        return self
+
+    @property
+    def index_slots_max(self) -> int | None:
+        """The slots that `index_bytes_max` has room for, beside the memory of `admit`; None without that bound."""
+        if self.index_bytes_max is None:
+            return None
+        return max(0, self.index_bytes_max - self.admission_bytes) // INDEX_BYTES_PER_SLOT
+
+    def eviction_policy(self) -> str:
         """The `policy` of the file."""
         return self.policy

@@ -6,6 +6,9 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+BAR_CELLS = 10
+_PARTS = " ▏▎▍▌▋▊▉█"
+
 
 def table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], words: Collection[int] = (0,), title: str | None = None
@@ -17,3 +20,10 @@ def table(
     for row in rows:
         shown.add_row(*map(escape, row))
     return shown
+
+
+def bar(share: float, cells: int = BAR_CELLS) -> str:
+    """A share of the whole as a bar of at most `cells` characters, to an eighth of a character."""
+    eighths = round(max(0.0, min(1.0, share)) * cells * 8)
+    whole, part = divmod(eighths, 8)
+    return _PARTS[8] * whole + _PARTS[part].strip()

@@ -1,13 +1,21 @@
-"""Shared switches of the test suite: Hypothesis profiles, one seed, and the long runs that are off unless asked for."""
+"""Shared switches of the test suite: Hypothesis profiles, one seed, and the runs that are off unless asked for."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
+import re
 import signal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+from support_servers import REQUIRED
+
+if TYPE_CHECKING:
+    from support_ceph import Ceph
 
 settings.register_profile("normal", deadline=None, print_blob=True)
 settings.register_profile(
@@ -33,30 +41,49 @@ def pytest_configure(config: pytest.Config) -> None:
         # A shell starts background jobs with SIGINT ignored, and processes inherit that: tests
         # of Ctrl-C would wait without end.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "remote" in _marks_asked_for(config):
+        os.environ[REQUIRED] = "required"
     if config.getoption("--hypothesis-profile", default=None) is None:
         settings.load_profile("long" if "long" in _marks_asked_for(config) else "normal")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    long_runs = [item for item in items if item.get_closest_marker("long")]
-    if "long" in _marks_asked_for(config):
-        for item in long_runs:
+    off = [mark for mark in ("long", "cloud") if mark not in _marks_asked_for(config)]
+    kept = [item for item in items if not any(item.get_closest_marker(mark) for mark in off)]
+    for item in kept:
+        if item.get_closest_marker("long"):
             item.add_marker(pytest.mark.timeout(LONG_SECONDS))
-        return
-    if long_runs:
-        config.hook.pytest_deselected(items=long_runs)
-        items[:] = [item for item in items if not item.get_closest_marker("long")]
+    if len(kept) < len(items):
+        config.hook.pytest_deselected(items=[*set(items).difference(kept)])
+        items[:] = kept
 
 
 def _marks_asked_for(config: pytest.Config) -> set[str]:
-    """The words of `-m`: `-m long` and `-m "long and not gpu"` both ask for the long runs."""
-    return set((config.getoption("-m") or "").replace("(", " ").replace(")", " ").split())
+    """The words of `-m` without a `not` before them: `-m long` and `-m "long and not gpu"` both ask for the long runs,
+    neither for those of clouds."""
+    return set(re.findall(r"\w+", re.sub(r"\bnot\s+\w+", "", config.getoption("-m") or "")))
+
+
+@pytest.fixture(scope="session")
+def ceph() -> Iterator[Ceph]:
+    """A Ceph cluster of this process, whose gateway a test may freeze or kill if it brings it back."""
+    from support_ceph import ceph_cluster  # here, because it imports the library of object stores
+
+    with ceph_cluster() as one:
+        yield one
 
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """The seed of this test, printed with the command that replays it; `--seed N` sets it."""
-    given = request.config.getoption("--seed")
-    value = random.SystemRandom().randrange(2**32) if given is None else given
+    """The seed of this test, printed with the command that replays it; `--seed N` sets it, and with `--last-failed` it
+    is the one it failed with."""
+    value, cache = request.config.getoption("--seed"), getattr(request.config, "cache", None)
+    kept = f"kvtier/seeds/{hashlib.sha256(request.node.nodeid.encode()).hexdigest()}"
+    if value is None and cache is not None and request.config.getoption("--last-failed"):
+        value = cache.get(kept, None)
+    if value is None:
+        value = random.SystemRandom().randrange(2**32)
+    if cache is not None:
+        cache.set(kept, value)
     print(f"seed {value}: replay with python -m pytest {os.fspath(request.node.nodeid)!r} --seed {value}")
     return value

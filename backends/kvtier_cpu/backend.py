@@ -67,7 +67,7 @@ class CPUOptions(TierOptions):
             raise ConfigError("the engine cannot take back a hit; leave verify_loads out", "stack.tiers.verify_loads")
         return self.model_copy(update={"shared": "named"})
 
-    def eviction_policy(self) -> PolicyName:
+    def eviction_policy(self) -> str:
         """The `policy` of the file."""
         return self.policy
 
@@ -105,6 +105,7 @@ class CPUBackend(LoadStore):
         super().__init__(options)
         self._host = host or RegionHost()
         self._region: SharedRegion | None = None
+        self._ending: SharedRegion | None = None
         self._context: TierContext | None = None
         self._pool = DaemonPool("kvtier-cpu", POOL_THREADS)
         self._hashing = RowHashing(self._pool)
@@ -189,10 +190,11 @@ class CPUBackend(LoadStore):
         self._context = None
         if self._transfers:
             await asyncio.wait(self._transfers, timeout=CLOSE_SECONDS)
-        region, self._region = self._region, None
+        self._ending, self._region = self._region or self._ending, None
         await self._pool.close(POOL_CLOSE_SECONDS)
-        if region is not None:
-            region.close()
+        if self._ending is not None:
+            self._ending.close()
+            self._ending = None
 
     async def _transfer(self, transfer: _Transfer, job: TransferJob) -> JobResult:
         """Run a transfer to its end, also when cancelled: its buffers are in use until then."""
@@ -202,9 +204,12 @@ class CPUBackend(LoadStore):
         if not context.workers:
             raise UsageError("the CPU tier has no workers to copy with")
         task = asyncio.ensure_future(transfer(context, region, job))
-        self._transfers.add(task)
-        task.add_done_callback(self._transfers.discard)
-        return await shielded_wait(task)
+        try:
+            self._transfers.add(task)
+            task.add_done_callback(self._transfers.discard)
+        finally:
+            result = await shielded_wait(task)
+        return result
 
     async def _store(self, context: TierContext, region: SharedRegion, job: TransferJob) -> JobResult:
         started, geometry = context.clock(), context.geometry

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from kvtier.errors import ConfigError
-from kvtier.options import ByteSize, LowerTierOptions, OwnedTierOptions, Seconds, parse_size
+from kvtier.options import ByteSize, LowerTierOptions, MaxAge, OwnedTierOptions, Seconds, SharedTierOptions, parse_size
 
 
 def _absolute_path(path: str) -> str:
@@ -53,6 +53,10 @@ class FSOptions(RootOptions, OwnedTierOptions):
         description="absolute paths of folders, one for each disk; each belongs to one process at a time"
     )
     capacity: ByteSize = Field(description="bytes of all roots together, everything counted; split equally")
+    max_age: MaxAge = None
+    write_bytes_per_day: ByteSize | None = Field(
+        default=None, description="so much is written in any 24 hours, at most; with admit: predicted"
+    )
     region_bytes: ByteSize | None = Field(
         default=None, description="bytes of a region; chosen from the capacity and the block size when absent"
     )
@@ -81,7 +85,9 @@ class FSOptions(RootOptions, OwnedTierOptions):
         if count == 1:
             return self
         roots = [f"{root}-{index}" for root in self.roots]
-        return self.model_copy(update={"roots": roots, "capacity": self.capacity // count})
+        daily = None if self.write_bytes_per_day is None else self.write_bytes_per_day // count
+        shared = {"roots": roots, "capacity": self.capacity // count, "write_bytes_per_day": daily}
+        return self.model_copy(update=shared)
 
     def for_engine(self, restart_seconds: float) -> Self:
         """A root that is busy may belong to the process before: it is waited for, unless the file says how long."""
@@ -96,6 +102,12 @@ class FSOptions(RootOptions, OwnedTierOptions):
             raise ValueError("layout: files is a type of its own; write type: shared_fs, with root: instead of roots:")
         return given
 
+    @model_validator(mode="after")
+    def _check_budget(self) -> Self:
+        if self.write_bytes_per_day is not None and self.admit != "predicted":
+            raise ValueError("write_bytes_per_day needs admit: predicted, which keeps to it")
+        return self
+
     @field_validator("roots")
     @classmethod
     def _check_roots(cls, roots: list[str]) -> list[str]:
@@ -104,12 +116,13 @@ class FSOptions(RootOptions, OwnedTierOptions):
         return roots
 
 
-class SharedFSOptions(RootOptions):
+class SharedFSOptions(RootOptions, SharedTierOptions):
     """Type `shared_fs`: one folder that any number of processes and hosts use at the same time."""
 
     type: Literal["shared_fs"] = "shared_fs"
     root: RootPath = Field(description="absolute path of a folder on a file system that all its users share")
     capacity: ByteSize = Field(description="bytes of the root, everything counted, whichever process stored it")
+    max_age: MaxAge = None
 
     @property
     def folders(self) -> tuple[str, ...]:

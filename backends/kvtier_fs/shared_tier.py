@@ -2,16 +2,19 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import ClassVar
 
 from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.errors import UsageError
 from kvtier.options import TierOptions
+from kvtier.tier_api.block_age import NO_AGE_LIMIT, AgeLimit, age_limit, next_generation
 from kvtier.tier_api.block_envelope import SlotHeader, max_key_bytes
 from kvtier.tier_api.contract import LookupResult, Opened, Rows, TierContext
 from kvtier.tier_api.inspection import Access, Inspection
+from kvtier.tier_api.job_run import JobRun, check_job
 from kvtier.tier_api.registry import DryRun
 from kvtier.types.geometry import Geometry
 from kvtier.types.jobs import CANCELLED, LATE, DropReason, JobKind, JobResult, TransferJob, dropped
@@ -19,17 +22,19 @@ from kvtier.types.keys import OffloadKey, key_group
 from kvtier_fs.files import opening, presence
 from kvtier_fs.files.block_file import Wanted
 from kvtier_fs.files.block_steps import Block, BlockSteps
+from kvtier_fs.files.closing import SharedRootEnd
 from kvtier_fs.files.epochs import Epoch
 from kvtier_fs.files.paths import place_of
 from kvtier_fs.files.root import FilesHooks, SharedRoot
 from kvtier_fs.inspect.files import FilesInspection
 from kvtier_fs.options import SharedFSOptions
 from kvtier_fs.roots.engines import mode
-from kvtier_fs.roots.job_run import JobRun, check_job
 from kvtier_fs.roots.root_tier import RootTier
 
 _log = logging.getLogger("kvtier.fs")
 _NANOSECONDS = 1_000_000_000
+_PRUNE_SECONDS = 60.0
+_PRUNES_IN_AN_AGE = 16
 
 
 class SharedFSBackend(RootTier):
@@ -42,8 +47,9 @@ class SharedFSBackend(RootTier):
     none of the current epoch. If anything else differs it is CORRUPT and its file is removed.
 
     `counters` counts what happened by place and reason: `mismatch.<field>` for loads refused by verification (`file`:
-    not even a plain file of the right length), `errno.<name>` for failed I/O, `lock.timeout` for buckets whose lock
-    stayed busy, `evicted`, `temporary.swept`, `reset.failed` (the disk did not take an epoch), `close.stuck`.
+    not even a plain file of the right length; `generation`: older than `max_age`), `errno.<name>` for failed I/O,
+    `lock.timeout` for buckets whose lock stayed busy, `evicted`, `temporary.swept`, `reset.failed` (the disk did not
+    take an epoch), `close.stuck`.
     """
 
     Options: ClassVar[type[TierOptions]] = SharedFSOptions
@@ -53,6 +59,7 @@ class SharedFSBackend(RootTier):
         super().__init__(options)
         self._hooks = hooks or FilesHooks()
         self._root: SharedRoot | None = None
+        self._end: SharedRootEnd | None = None
         self._background: set[asyncio.Task[None]] = set()
         self._moving: dict[asyncio.Task[None], Block] = {}
         self._steps: BlockSteps
@@ -92,7 +99,9 @@ class SharedFSBackend(RootTier):
         self._presence = presence.Presence(root.folder, namespace)
         self._steps = BlockSteps(root, rows.set_checksum)
         root.start(engine)
-        self._in_background(root.keep_lease())
+        self._in_background(root.keep_lease)
+        if self.options.max_age is not None:
+            self._in_background(partial(self._keep_young, root, self.options.max_age))
         return Opened(
             capacity_bytes=self.options.capacity,
             epoch=epoch,
@@ -100,10 +109,20 @@ class SharedFSBackend(RootTier):
             notes=tuple(text for text in (note, engine_note) if text),
         )
 
-    def _in_background(self, work: Coroutine[None, None, None]) -> None:
-        task: asyncio.Task[None] = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+    def _in_background(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
+        task: asyncio.Task[None] = asyncio.create_task(work())
+        try:
+            self._background.add(task)
+            task.add_done_callback(self._background.discard)
+        except Exception:
+            task.cancel()
+            raise
+
+    async def _keep_young(self, root: SharedRoot, max_age: int) -> None:
+        """Remove blocks of this namespace that are too old, from time to time until cancelled."""
+        while True:
+            await presence.prune(root, self._namespace, self._epoch.now, self._ages)
+            await asyncio.sleep(max(_PRUNE_SECONDS, max_age / _PRUNES_IN_AN_AGE))
 
     def _open_root(self) -> SharedRoot:
         if self._root is None or not self._root.started:
@@ -119,21 +138,28 @@ class SharedFSBackend(RootTier):
         if self._closing:
             return [LookupResult.MISS] * len(keys)
         epoch = self._epoch.now
-        wanted = [self._wanted(key, epoch) if self._known(key) else None for key in keys]
+        ages = self._ages()
+        wanted = [self._wanted(key, epoch, ages=ages) if self._known(key) else None for key in keys]
         found = await root.call(self._presence.probe, wanted, epoch)
         return [LookupResult.HIT if there else LookupResult.MISS for there in found]
 
     def _known(self, key: OffloadKey) -> bool:
         return key_group(key) < self._context.geometry.num_groups and len(key) <= self._key_bytes_max
 
-    def _wanted(self, key: OffloadKey, epoch: int, generation: int = 0, digest: bytes = b"") -> Wanted:
+    def _ages(self) -> AgeLimit:
+        """The generations that are young enough now."""
+        return age_limit(self.options.max_age, int(self._hooks.wall() * _NANOSECONDS))
+
+    def _wanted(
+        self, key: OffloadKey, epoch: int, generation: int = 0, digest: bytes = b"", ages: AgeLimit = NO_AGE_LIMIT
+    ) -> Wanted:
         tree, group = self._open_root().tree, key_group(key)
         place = place_of(tree, self._namespace, key)
         payload_bytes = self._context.geometry.aligned_bytes(group)
         file_bytes = tree.header_bytes + payload_bytes
         of_place = (tree.root_uuid, place.bucket, 0, 0, file_bytes, payload_bytes)
         header = SlotHeader(self._namespace, epoch, *of_place, generation, group, key, digest)
-        return Wanted(place, header, file_bytes)
+        return Wanted(place, header, file_bytes, ages)
 
     async def _run(self, job: TransferJob, kind: JobKind) -> JobResult:
         self._open_root()
@@ -145,21 +171,25 @@ class SharedFSBackend(RootTier):
             return JobResult.uniform(job, LATE)
         run = JobRun(job, kind, asyncio.get_running_loop())
         blocks = self._blocks(run)
-        current = asyncio.create_task(self._epoch.on_disk(job.epoch, kind is JobKind.STORE))
-        current.add_done_callback(_seen)  # every block that is still waited for sees what it raised
-        for block in blocks:
-            task = asyncio.create_task(self._steps.run(block, current))
-            self._moving[task] = block
-            task.add_done_callback(lambda ended: self._moving.pop(ended, None))
         try:
+            self._begin(job, blocks)
             await self._wait(run, blocks, None if job.deadline is None else job.deadline - started)
-        except asyncio.CancelledError:
+        except BaseException:
             for block in blocks:
                 block.give_up(CANCELLED)
             with suppress(asyncio.CancelledError):
                 await shielded_wait(run.finished)
             raise
         return run.result(self._context.clock() - started)
+
+    def _begin(self, job: TransferJob, blocks: Sequence[Block]) -> None:
+        """Start the steps of each block. If this raises they may have begun."""
+        current = asyncio.create_task(self._epoch.on_disk(job.epoch, job.kind is JobKind.STORE))
+        current.add_done_callback(_seen)  # every block that is still waited for sees what it raised
+        for block in blocks:
+            task = asyncio.create_task(self._steps.run(block, current))
+            self._moving[task] = block
+            task.add_done_callback(lambda ended: self._moving.pop(ended, None))
 
     async def _wait(self, run: JobRun, blocks: Sequence[Block], seconds: float | None) -> None:
         """Wait for a job's blocks; past its deadline only for those whose rows are in use."""
@@ -172,7 +202,7 @@ class SharedFSBackend(RootTier):
     def _blocks(self, run: JobRun) -> list[Block]:
         """A job's blocks, without those whose key fits no header. Raises UsageError for a key of another group."""
         storing, row_bytes, longest = run.kind is JobKind.STORE, self._rows.row_bytes, self._key_bytes_max
-        blocks = []
+        blocks, ages = [], self._ages()
         for number, group in enumerate(run.groups):
             for position, (key, row) in enumerate(zip(group.keys, group.rows, strict=True)):
                 if key_group(key) != group.group:
@@ -181,14 +211,14 @@ class SharedFSBackend(RootTier):
                     run.end(number, position, dropped(DropReason.KEY_TOO_LONG))
                     continue
                 generation, digest = (self._next_generation(), self._rows.checksum(row)) if storing else (0, b"")
-                wanted = self._wanted(key, run.job.epoch, generation, digest)
+                wanted = self._wanted(key, run.job.epoch, generation, digest, ages)
                 payload = self._memory[row * row_bytes : row * row_bytes + wanted.header.payload_bytes]
                 blocks.append(Block(run, number, position, row, payload, wanted))
         return blocks
 
     def _next_generation(self) -> int:
-        """Larger than any before it in this process, and comparable between hosts as well as their clocks are."""
-        self._generation = max(self._generation + 1, int(self._hooks.wall() * _NANOSECONDS))
+        """Comparable between hosts as well as their clocks are."""
+        self._generation = next_generation(self._generation, int(self._hooks.wall() * _NANOSECONDS))
         return self._generation
 
     async def reset(self, epoch: int) -> None:
@@ -201,7 +231,7 @@ class SharedFSBackend(RootTier):
         if self._closing:
             raise UsageError("this tier is not open")
         await self._epoch.reset(epoch)
-        self._in_background(presence.prune(root, self._namespace, epoch))
+        self._in_background(partial(presence.prune, root, self._namespace, epoch))
 
     async def sweep(self) -> None:
         """Remove what ended processes left, now; it is also done from time to time."""
@@ -217,7 +247,8 @@ class SharedFSBackend(RootTier):
         await asyncio.gather(*self._background, return_exceptions=True)
         stuck = await self._drain(root, timeout)
         if not stuck:
-            stuck = await opening.leave(root, timeout)
+            self._end = self._end or SharedRootEnd(root)
+            stuck = await self._end.within(timeout)
         self.counters["close.stuck"] = stuck
         if stuck:
             _log.warning("%s: I/O is stuck; files stay open until it ends", root.path)
@@ -230,11 +261,11 @@ class SharedFSBackend(RootTier):
             block.give_up(dropped(DropReason.CLOSING))
         if self._moving:
             await asyncio.wait(list(self._moving), timeout=timeout)
-        stuck = list(self._moving.values())
+        stuck = [block for task, block in self._moving.items() if not task.done()]
         for block in stuck:  # their steps continue and clean up if the I/O ends later
             block.abandoned = True
             block.run.give_up()
-        requests = await root.engine.close(timeout) if root.started else 0
+        requests = await root.engine.close(timeout) if root.engine is not None else 0
         return max(len(stuck), requests)
 
 

@@ -8,8 +8,10 @@ from kvtier.aio.loop_budget import TimeBudget
 from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.errors import RootError, UsageError
 from kvtier.options import TierOptions
+from kvtier.tier_api.block_age import BlockAges
 from kvtier.tier_api.contract import Opened, Rows, SlotSpace, TierContext
 from kvtier.tier_api.inspection import Access, Inspection
+from kvtier.tier_api.job_run import JobRun
 from kvtier.tier_api.registry import DryRun
 from kvtier.types.geometry import Geometry
 from kvtier.types.jobs import CANCELLED, DropReason, JobKind, JobResult, TransferJob, dropped
@@ -18,10 +20,9 @@ from kvtier_fs.io.full_transfer import FullTransferIO
 from kvtier_fs.options import FSOptions
 from kvtier_fs.roots.disk import MISSING
 from kvtier_fs.roots.engines import choose_engine, make_engine, mode
-from kvtier_fs.roots.job_run import JobRun
 from kvtier_fs.roots.root_tier import RootTier
 from kvtier_fs.slab import layout, opening
-from kvtier_fs.slab.block_batches import TierSide
+from kvtier_fs.slab.block_batches import RootShare, TierSide
 from kvtier_fs.slab.closing import RootEnd
 from kvtier_fs.slab.directory import recovered
 from kvtier_fs.slab.dry_run import dry_run
@@ -54,7 +55,7 @@ class FSBackend(RootTier):
         self._roots: list[Root] = []
         self._router: SlotRouter | None = None
         self._session: Session
-        self._ends: list[RootEnd] = []
+        self._ends: dict[Root, RootEnd] = {}
         self._raising: set[asyncio.Task[None]] = set()
 
     def dry_run(self, geometry: Geometry, probe: bool) -> DryRun:
@@ -82,28 +83,33 @@ class FSBackend(RootTier):
         await side_by_side(self._recover(root, session) for root in self._roots)
         side = TierSide(rows, space, session, context.clock, self.counters)
         here, depth = self._hooks.checked_here_bytes, self.options.io_depth
-        self._router = SlotRouter([RootQueue(root, side, depth, here) for root in self._roots], side)
+        ages = BlockAges(self._hooks.wall_ns, self.options.max_age)
+        queues = [RootQueue(root, side, depth, here) for root in self._roots]
+        self._router = SlotRouter(queues, side, ages if ages.max_age_seconds is not None else None)
         direct = all(root.probe.direct for root in self._roots)
         return Opened(
             capacity_bytes=laid_out.share * len(self._roots),
             space=space,
-            recovered=recovered(self._roots, space),
+            recovered=recovered(self._roots, space, ages.limit()),
             epoch=session.epoch,
             mode=mode("slab", engine, direct),
             notes=tuple(notes),
+            ages=ages,
         )
 
     async def _enter(self) -> list[str]:
         """Take every root that is there. Returns a note for each that is not; raises RootError if none is."""
         paths = self.options.roots
 
-        async def enter(path: str) -> None:
-            root = await opening.enter_root(path, self.options, self._hooks)
-            if root is not None:
-                self._roots.append(root)
+        async def enter(root: Root) -> None:
+            if not await opening.enter_root(root, self.options):
+                self._ends[root] = RootEnd(root, None, self.counters)
+                self._roots.remove(root)
+                await self._end(root, self.options.close_timeout_seconds)
 
-        await side_by_side(map(enter, paths))
-        self._roots.sort(key=lambda root: paths.index(root.path))
+        for path in paths:
+            self._roots.append(opening.root_of(path, self.options, self._hooks))
+        await side_by_side(map(enter, list(self._roots)))
         present = {root.path for root in self._roots}
         missing = [path for path in paths if path not in present]
         if not present:
@@ -129,8 +135,12 @@ class FSBackend(RootTier):
         notes.extend([note] if note else [])
         for root in self._roots:
             replaced, budget = self._hooks.engine, TimeBudget()
-            engine = make_engine(name, root.pools.io, self.options, budget) if replaced is None else replaced(root)
-            io = FullTransferIO(engine, root.probe.offset_alignment if root.probe.direct else 1, self.counters)
+            if replaced is None:
+                make_engine(name, root.pools.io, self.options, root.hold_engine, budget)
+            else:
+                root.hold_engine(replaced(root))
+            assert root.engine is not None
+            io = FullTransferIO(root.engine, root.probe.offset_alignment if root.probe.direct else 1, self.counters)
             root.start(io, budget)
         return " and ".join(sorted({root.io.engine.name for root in self._roots}))
 
@@ -168,16 +178,27 @@ class FSBackend(RootTier):
         if router is None or self._closing:
             return JobResult.uniform(job, dropped(DropReason.CLOSING))
         run = JobRun(job, kind, asyncio.get_running_loop())
-        router.send(run)
+        shares = router.shares(run)
         try:
+            for queue, share in shares:
+                queue.enqueue(share)
             await run.finished
-        except asyncio.CancelledError:
-            left = run.going_on()
-            router.withdraw(run, CANCELLED)
-            with suppress(asyncio.CancelledError):
-                await shielded_wait(left)
+        except BaseException:
+            await self._withdraw(router, run, shares)
             raise
+        finally:
+            for queue, share in shares:
+                queue.forget(share)
         return run.result(self._context.clock() - started)
+
+    async def _withdraw(self, router: SlotRouter, run: JobRun, shares: list[tuple[RootQueue, RootShare]]) -> None:
+        """A job's wait was cut short: end its blocks whose I/O has not begun, wait for the others."""
+        left = run.going_on()
+        router.withdraw(run, CANCELLED)
+        for queue, share in shares:
+            queue.end_unknown(share)
+        with suppress(asyncio.CancelledError):
+            await shielded_wait(left)
 
     async def reset(self, epoch: int) -> None:
         """Raise the namespace's epoch in every root, durably before this returns.
@@ -207,19 +228,20 @@ class FSBackend(RootTier):
     async def _release(self) -> None:
         self._closing = True
         queues = {queue.root: queue for queue in self._router.queues} if self._router else {}
-        self._ends += [RootEnd(root, queues.get(root), self.counters) for root in self._roots]
+        for root in self._roots:
+            self._ends.setdefault(root, RootEnd(root, queues.get(root), self.counters))
         self._roots.clear()
         self._router = None
         timeout = self.options.close_timeout_seconds
-        results = await asyncio.gather(*(end.within(timeout) for end in self._ends), return_exceptions=True)
-        left, errors = [], []
         self.counters["close.stuck"] = 0
-        for end, stuck in zip(self._ends, results, strict=True):
-            if isinstance(stuck, BaseException):
-                errors.append(stuck)
-            elif stuck:
-                self.counters["close.stuck"] += stuck
-                left.append(end)
-        self._ends = left
-        for error in errors:
-            raise error
+        for error in await asyncio.gather(*(self._end(root, timeout) for root in self._ends), return_exceptions=True):
+            if error is not None:
+                raise error
+
+    async def _end(self, root: Root, timeout: float) -> None:
+        """Close a root within a time. What is stuck, or raised, is left to the next `close`."""
+        stuck = await self._ends[root].within(timeout)
+        if stuck:
+            self.counters["close.stuck"] += stuck
+        else:
+            del self._ends[root]

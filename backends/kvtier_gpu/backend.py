@@ -53,7 +53,7 @@ class GPUOptions(TierOptions):
 
 
 class _Open:
-    """What the tier holds while it is open. `running` jobs are counted, so that `close` can wait for `idle`."""
+    """What the tier holds while it is open. `running`: the tasks of jobs, so that `close` can wait for them."""
 
     def __init__(self, context: TierContext, rows: Rows, tables: tuple[GroupTable, ...], engine: CopyEngine) -> None:
         self.context = context
@@ -62,9 +62,12 @@ class _Open:
         self.engine = engine
         self.shape = RegionShape(rows.num_rows, rows.row_bytes, context.geometry.factor)
         self.room = asyncio.Semaphore(MAX_JOBS_IN_FLIGHT)
-        self.running = 0
-        self.idle = asyncio.Event()
-        self.idle.set()
+        self.running: set[asyncio.Task[Any]] = set()
+
+    @property
+    def in_flight(self) -> list[asyncio.Task[Any]]:
+        """The tasks of jobs that have not ended; one that ended without leaving `running`, as without memory, has."""
+        return [task for task in self.running if not task.done()]
 
 
 class GPUBackend(LoadStore):
@@ -83,6 +86,7 @@ class GPUBackend(LoadStore):
     def __init__(self, options: TierOptions) -> None:
         super().__init__(options)
         self._open: _Open | None = None
+        self._ending: _Open | None = None
         self._closing = asyncio.Lock()
         self.copy_errors = 0
 
@@ -105,14 +109,16 @@ class GPUBackend(LoadStore):
         tables = group_tables(context.geometry, context.worker, tensors)
         engine = self._engine(context, rows, tensors, tables)
         try:
+            opened = _Open(context, rows, tables, engine)
             notes = await _off_loop(engine.start)
+            result = Opened(sum(tensor.nbytes for tensor in tensors), mode=engine.mode, notes=notes)
         except BaseException as error:
             await _off_loop(lambda: engine.stop(CLOSE_TIMEOUT_SECONDS))
             if isinstance(error, RuntimeError):  # such as no thread to be had
                 raise ResourceError(f"the copy engine could not be started: {error}") from error
             raise
-        self._open = _Open(context, rows, tables, engine)
-        return Opened(capacity_bytes=sum(tensor.nbytes for tensor in tensors), mode=engine.mode, notes=notes)
+        self._open = opened
+        return result
 
     def _engine(
         self, context: TierContext, rows: Rows, tensors: tuple[KVTensor, ...], tables: tuple[GroupTable, ...]
@@ -156,16 +162,18 @@ class GPUBackend(LoadStore):
     async def close(self) -> None:
         """Wait for the copies in flight, then stop the engine; at the deadline log what is stuck. Idempotent."""
         async with self._closing:
-            opened, self._open = self._open, None
+            self._ending = opened = self._open or self._ending
+            self._open = None
             if opened is None:
                 return
             try:
-                async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
-                    await opened.idle.wait()
-            except TimeoutError:
-                _log.warning("the GPU tier is closed with %d jobs still in flight", opened.running)
+                if opened.in_flight:
+                    await asyncio.wait(opened.in_flight, timeout=CLOSE_TIMEOUT_SECONDS)
             finally:
-                await _off_loop(lambda: opened.engine.stop(0.0 if opened.running else CLOSE_TIMEOUT_SECONDS))
+                if stuck := len(opened.in_flight):
+                    _log.warning("the GPU tier is closed with %d jobs still in flight", stuck)
+                await _off_loop(lambda: opened.engine.stop(0.0 if stuck else CLOSE_TIMEOUT_SECONDS))
+            self._ending = None
 
     async def _run(self, job: TransferJob, direction: Direction, success: BlockOutcome) -> JobResult:
         opened = self._open
@@ -174,8 +182,9 @@ class GPUBackend(LoadStore):
         started, worker = opened.context.clock(), opened.context.worker
         plan = plan_job(job, opened.tables, opened.shape, to_gpu=direction is Direction.TO_GPU)
         stamps = _stamps(job, opened.shape.factor) if direction is Direction.TO_ROWS else ()
-        opened.running += 1
-        opened.idle.clear()
+        task = asyncio.current_task()
+        assert task is not None
+        opened.running.add(task)
         try:
             async with opened.room:
                 if self._open is not opened:
@@ -185,10 +194,10 @@ class GPUBackend(LoadStore):
                 for rows, generations in stamps:
                     opened.rows.stamp(worker, rows, generations)
         finally:
-            opened.rows.end_use(worker, plan.rows)
-            opened.running -= 1
-            if not opened.running:
-                opened.idle.set()
+            try:
+                opened.rows.end_use(worker, plan.rows)
+            finally:
+                opened.running.discard(task)
         if error is not None:
             return self._failure(job, error)
         outcomes = tuple([(success,) * len(group.keys) for group in job.groups])
@@ -237,16 +246,35 @@ def _start_copy(engine: CopyEngine, plan: CopyPlan, direction: Direction) -> Cor
 
     def done(error: Exception | None) -> None:
         if not loop.is_closed():
-            loop.call_soon_threadsafe(landed.set_result, error)
+            loop.call_soon_threadsafe(_land, landed, error)
 
-    engine.submit(plan, direction, done)
-    return shielded_wait(landed)
+    waiting = shielded_wait(landed)  # made before: nothing may fail once the copy is in flight
+    try:
+        engine.submit(plan, direction, done)
+    except BaseException:
+        waiting.close()
+        raise
+    return waiting
+
+
+def _land(landed: asyncio.Future[Exception | None], error: Exception | None) -> None:
+    """In the loop: the copy has ended. Its job waits for this, so it is tried until it succeeds."""
+    said = False
+    while not said:
+        try:
+            if not landed.done():  # an engine that could not call back calls again
+                landed.set_result(error)
+            said = True
+        except MemoryError:
+            continue
 
 
 async def _off_loop(call: Callable[[], T]) -> T:
     """Run a blocking call on a daemon thread of its own and wait for its end, also when cancelled."""
     pool = DaemonPool("kvtier-gpu-setup", 1)
     try:
-        return await shielded_wait(asyncio.wrap_future(pool.submit(call)))
+        ended = pool.submit(call)
+        pool.shutdown()  # the thread ends with its call, also where the waiting is interrupted
+        return await shielded_wait(asyncio.wrap_future(ended))
     finally:
         await pool.close(POOL_CLOSE_SECONDS)

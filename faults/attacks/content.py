@@ -19,6 +19,13 @@ def wrong_file(budget: Budget) -> Tally:
     return wrong_files.wrong_file(budget)
 
 
+def lying_roots(budget: Budget) -> Tally:
+    """Records that lie under a checksum that holds; see `content/lies.py`."""
+    from ..content import lies
+
+    return lies.lying_roots(budget)
+
+
 def namespace_skew(budget: Budget) -> Tally:
     """Another namespace or format version; see `content/skew.py`."""
     from ..content import skew
@@ -44,6 +51,18 @@ ATTACKS = (
         normal=126,
         long=2_520,
         attack=wrong_file,
+    ),
+    Attack(
+        name="lying records",
+        how="fields of every record (superblock, region, slot and block headers, snapshot, epoch, account, lease, "
+        "lock, manifest) set to limits, powers of two, random and other records' values, JSON to 1e999, NaN, nesting, "
+        "shorter records, before opening or in use, the checksum recomputed; then tools, a stack with 50 operations, "
+        "repair: typed errors only, 20 s a step, 256 MiB above an undamaged root, nothing left open",
+        normal=2_000,
+        long=100_000,
+        attack=lying_roots,
+        minutes=10.0,
+        shards=4,
     ),
     Attack(
         name="namespace skew",

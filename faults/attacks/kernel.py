@@ -126,13 +126,13 @@ def _served(tally: Tally, engine: Engine, heard: Heard, what: str) -> None:
     """Threads serve, the log says so once, and every byte is right."""
     said = [words for words in heard.lines if "threads serve instead" in words]
     tally.expect(len(said) == 1, f"{what}: said {len(said)} times that threads serve: {heard.lines}")
-    tally.expect(", threads, " in engine.fs.mode, f"{what}: runs as {engine.fs.mode}")
+    tally.expect(", threads, " in engine.lower.mode, f"{what}: runs as {engine.lower.mode}")
     engine.run(requests=40)
     engine.drain(5.0)
     engine.run(requests=20)
-    tally.expect(engine.fs.loaded > 0 and engine.fs.failed == 0, f"{what}: {engine.fs}")
+    tally.expect(engine.lower.loaded > 0 and engine.lower.failed == 0, f"{what}: {engine.lower}")
     tally.wrong_bytes += len(engine.wrong)
-    tally.notes["blocks loaded by threads"] += engine.fs.loaded
+    tally.notes["blocks loaded by threads"] += engine.lower.loaded
 
 
 def _checked(tally: Tally, folder: Path, what: str) -> None:

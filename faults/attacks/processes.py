@@ -35,6 +35,12 @@ ATTACKS = (
         6, 100, partial(flat, "support_lives_ended.shutdown_and_fork"),
     ),
     Attack(
+        "memory errors",
+        "MemoryError at a random line that may ask for memory, of the product with its tiers fs, in any thread, "
+        "while a stack opens, stores, loads, looks up, resets, closes; exceptions of every kind out of signal handlers",
+        24, 2000, partial(flat, "support_exceptions.memory_errors"), shards=4,
+    ),
+    Attack(
         "create race",
         "8 processes open one region at once; in a quarter of the rounds one dies at some step of it",
         5, 20_000, partial(flat, "support_races.create_race"), shards=2,

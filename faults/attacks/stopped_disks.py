@@ -116,9 +116,9 @@ def _drive_slow(line: Line, root: Path, kind: str, idle: bool, chosen: dict[str,
                 found.expect(felt < FELT_SECONDS * 1e6, f"99 % of {call} calls took {felt} us")
             late = drive.slowest_load_seconds
             found.expect(late < LOAD_SECONDS + 0.5, f"a load of {LOAD_SECONDS} s ended after {late:.1f} s")
-            found.notes["blocks late, dropped or missed"] += engine.fs.late + sum(engine.fs.dropped.values())
+            found.notes["blocks late, dropped or missed"] += engine.lower.late + sum(engine.lower.dropped.values())
             stopped = kind in ("frozen", "hung")
-            found.expect(not stopped or engine.fs.late > 0, f"nothing was late: {engine.fs}")
+            found.expect(not stopped or engine.lower.late > 0, f"nothing was late: {engine.lower}")
             line.say("felt")
             line.hear("good")
             recovered(found, engine, "the disk works again")
@@ -223,9 +223,9 @@ def _beside_in_a_stack(
         engine.fill()
         for _ in range(3):
             alone.append(_traffic(engine, disks[1]))
-            late = engine.fs.late
+            late = engine.lower.late
             with frozen(machine, disks[0]):
-                noticed = engine.run_until(lambda late=late: engine.fs.late > late, RECOVER_SECONDS)
+                noticed = engine.run_until(lambda late=late: engine.lower.late > late, RECOVER_SECONDS)
                 tally.expect(noticed is not None, "nothing was late in the frozen root")
                 beside.append(_traffic(engine, disks[1]))
             recovered(tally, engine, "the neighbour thawed")

@@ -14,6 +14,7 @@ SEEDS_APART = 10_000_000
 
 ALWAYS_COVERED = (
     "blocks evicted from disk",
+    "blocks expired",
     "blocks loaded and compared",
     "blocks of loads corrupt",
     "blocks recovered",
@@ -39,7 +40,7 @@ LEAKS = ("are open after", "not accounted for", "uncaught exception", "had not e
 OVER_BOUND = " takes "
 """Parts of the messages of the simulator, by the column in which they count; all others are wrong bytes."""
 
-ONLY_SLABS = ("blocks evicted from disk", "blocks recovered", "regions formatted again")
+ONLY_SLABS = ("blocks evicted from disk", "blocks expired", "blocks recovered", "regions formatted again")
 """What the control plane does with slots; a shared root is placed and evicted by its backend."""
 
 

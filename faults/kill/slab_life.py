@@ -41,7 +41,8 @@ class SlabLife(Life):
                 names.update({own: number << FILE_SHIFT | file for file, own in root.fds.items()})
             return names[fd]
 
-        return self.noted(make_engine(self.world.engine, root.pools.io, self.world.options), file_of)
+        engine = make_engine(self.world.engine, root.pools.io, self.world.options, root.hold_engine)
+        return self.noted(engine, file_of)
 
     def _take_over(self, opened: Opened) -> None:
         assert opened.space is not None

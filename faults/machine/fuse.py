@@ -81,8 +81,9 @@ def without_fuse() -> str | None:
         return "needs /dev/fuse"
     if importlib.util.find_spec("mfusepy") is None:
         return "needs the Python package mfusepy"
-    looked = subprocess.run([sys.executable, "-c", "import mfusepy"], check=False, capture_output=True)
-    return "needs libfuse (Debian: libfuse3-3, fuse3)" if looked.returncode else None
+    code = "import sys, mfusepy; sys.exit(mfusepy.fuse_version_major < 3)"
+    looked = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)
+    return "needs libfuse 3 (Debian: libfuse3-3, fuse3)" if looked.returncode else None
 
 
 def without_bad_disks() -> str | None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,11 @@ from . import guard
 from .undo import Machine, run, without_root
 
 MIB = 1 << 20
+MKFS = {
+    "ext4": ("mkfs.ext4", "-q", "-m", "0"),
+    "btrfs": ("mkfs.btrfs", "-q"),
+    "xfs": ("mkfs.xfs", "-q", "-m", "reflink=1"),
+}
 _THROTTLES = Path("/sys/fs/cgroup/blkio")
 
 
@@ -30,6 +36,13 @@ class Disk:
     def free_bytes(self) -> int:
         status = os.statvfs(self.mount)
         return status.f_bavail * status.f_frsize
+
+    @property
+    def used_bytes(self) -> int:
+        """Everything that the file system itself says is taken, once what it does later has been done."""
+        run("sync", "--file-system", self.mount)
+        status = os.statvfs(self.mount)
+        return (status.f_blocks - status.f_bfree) * status.f_frsize
 
     @property
     def free_inodes(self) -> int:
@@ -71,12 +84,20 @@ class Disk:
         return taken
 
 
-def without_loops() -> str | None:
-    """Why no small disk can be made here, if so."""
-    missing = next((name for name in ("losetup", "mkfs.ext4", "mount") if not shutil.which(name)), None)
+def without_loops(kind: str = "ext4") -> str | None:
+    """Why no small disk with this file system can be made here, if so."""
+    missing = next((name for name in ("losetup", MKFS[kind][0], "mount") if not shutil.which(name)), None)
     if missing is not None:
         return f"needs {missing}"
+    if kind not in Path("/proc/filesystems").read_text().split() and not _loadable(kind):
+        return f"needs a kernel with {kind}"
     return without_root() or (None if os.path.exists("/dev/loop-control") else "needs loop devices")
+
+
+def _loadable(module: str) -> bool:
+    """Whether the kernel has a module by this name, which the first mount loads."""
+    command = ["modprobe", "--dry-run", "--quiet", module]
+    return shutil.which("modprobe") is not None and not subprocess.run(command, check=False).returncode
 
 
 def without_throttle() -> str | None:
@@ -124,18 +145,25 @@ def unmount(folder: Path) -> None:
 
 
 @contextmanager
-def ext4(
-    machine: Machine, folder: Path, mib: int = 64, mkfs: tuple[str, ...] = (), options: str = "", losetup: str = ""
+def file_system(
+    machine: Machine, kind: str, folder: Path, mib: int, mkfs: Sequence[str] = (), options: str = "", losetup: str = ""
 ) -> Iterator[Disk]:
-    """An ext4 file system of its own in a new folder, on a loop device."""
+    """A file system of its own in a new folder, on a loop device: ext4, btrfs, or XFS with reflinks."""
     folder.mkdir(parents=True)
     image = folder / "image"
     with open(image, "wb") as file:
         file.truncate(mib * MIB)
     with loop_device(machine, image, *losetup.split()) as device:
-        run("mkfs.ext4", "-q", "-m", "0", *mkfs, device)
-        with mounted("ext4", device, folder / "mount", options) as mount:
+        run(*MKFS[kind], *mkfs, device)
+        with mounted(kind, device, folder / "mount", options) as mount:
             yield Disk(mount, device, image)
+
+
+def ext4(
+    machine: Machine, folder: Path, mib: int = 64, mkfs: tuple[str, ...] = (), options: str = "", losetup: str = ""
+) -> AbstractContextManager[Disk]:
+    """An ext4 file system of its own in a new folder, on a loop device."""
+    return file_system(machine, "ext4", folder, mib, mkfs, options, losetup)
 
 
 @contextmanager

@@ -26,9 +26,13 @@ class EventFD:
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        libc, fd = _libc(), ctypes.c_int(self.fd)
-        self.signal: Callable[[], None] = partial(libc.eventfd_write, fd, ctypes.c_uint64(1))
-        self.clear: Callable[[], None] = partial(libc.eventfd_read, fd, ctypes.pointer(ctypes.c_uint64()))
+        try:
+            libc, fd = _libc(), ctypes.c_int(self.fd)
+            self.signal: Callable[[], None] = partial(libc.eventfd_write, fd, ctypes.c_uint64(1))
+            self.clear: Callable[[], None] = partial(libc.eventfd_read, fd, ctypes.pointer(ctypes.c_uint64()))
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Close the descriptor. Once only: its number may be another file's afterwards."""

@@ -32,8 +32,12 @@ class LoopWaker:
     def wake(self) -> None:
         """Wake the loop, unless a wake is pending. From one thread; does nothing once detached."""
         if not self._signalled and self._event is not None:
-            self._signalled = True
-            self._event.signal()
+            try:
+                self._signalled = True
+                self._event.signal()
+            except BaseException:  # of a signal handler, perhaps before the signal: the next wake is to signal
+                self._signalled = False
+                raise
 
     def _on_readable(self) -> None:
         assert self._event is not None
@@ -42,8 +46,9 @@ class LoopWaker:
         self._callback()
 
     def detach(self) -> None:
-        """Stop listening. The loop has stopped. Idempotent."""
-        event, self._event = self._event, None
-        if event is not None and self._loop is not None:
-            self._loop.remove_reader(event.fd)
-            event.close()
+        """Stop listening. Call in the loop, or once it is closed. Idempotent."""
+        if self._event is not None:
+            if self._loop is not None and not self._loop.is_closed():
+                self._loop.remove_reader(self._event.fd)
+            self._event.close()
+            self._event = None

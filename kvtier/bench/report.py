@@ -14,11 +14,9 @@ from rich.markup import escape
 
 from kvtier.bench.results import SCATTERED, Figure, TierFigures
 from kvtier.options import size_text
-from kvtier.tables import table
+from kvtier.tables import BAR_CELLS, bar, table
 
 JSON_VERSION = 1
-BAR_CELLS = 10
-_PARTS = " ▏▎▍▌▋▊▉█"
 _NONE = "-"
 _BAR = " " * BAR_CELLS
 _HEADINGS = ("move       ", "   block", "GiB/s", _BAR, "one: p50", "     p99", "s/GiB", "tokens/s")
@@ -87,13 +85,6 @@ def _cells(figure: Figure, most: float) -> tuple[str, ...]:
         f"{figure.bulk.cpu_seconds_per_gib:.2f}" if figure.bulk.cpu_seconds else _NONE,
         f"{figure.tokens_per_second:,.0f}" if figure.bytes_per_token else _NONE,
     )
-
-
-def bar(share: float) -> str:
-    """A share of the whole as a bar of BAR_CELLS characters at most, to an eighth of a character."""
-    eighths = round(max(0.0, min(1.0, share)) * BAR_CELLS * 8)
-    whole, part = divmod(eighths, 8)
-    return _PARTS[8] * whole + _PARTS[part].strip()
 
 
 def _time_text(microseconds: float) -> str:

@@ -1,13 +1,11 @@
 """Temporary space on the very file system a root lies on, that no tier reads, and that is removed afterwards."""
 
-import fcntl
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 
 from kvtier.errors import ConfigError
+from kvtier.temporary_folders import temporary_folder
 
 PREFIX = ".kvtier-bench-"
 
@@ -17,16 +15,14 @@ def folder_beside(root: str) -> Iterator[str]:
     """A path for a temporary root on the file system of `root`. It does not exist yet, and its content is removed.
 
     It lies in a new folder beside the root, or inside the root where that is a mount or its parent cannot be written.
-    What a killed measurement left there is removed first. Raises ConfigError if there is no place to write.
+    What a killed tool left there is removed first. Raises ConfigError if there is no place to write.
     """
     parent = _parent_for(root)
-    _sweep(parent)
-    try:
-        temporary = tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True)
-    except OSError as error:
-        raise ConfigError(f"{parent}: no temporary folder can be made there: {error.strerror}") from error
-    with temporary as folder, _directory(folder) as fd:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+    with ExitStack() as temporary:
+        try:
+            folder = temporary.enter_context(temporary_folder(PREFIX, parent))
+        except OSError as error:
+            raise ConfigError(f"{parent}: no temporary folder can be made there: {error.strerror}") from error
         yield os.path.join(folder, "root")
 
 
@@ -41,25 +37,3 @@ def _parent_for(root: str) -> str:
     except OSError:
         return parent
     return parent if here == beside and os.access(parent, os.W_OK | os.X_OK) else root
-
-
-def _sweep(parent: str) -> None:
-    """Remove folders of earlier measurements whose lock is free: their process has ended."""
-    for name in os.listdir(parent):
-        if not name.startswith(PREFIX):
-            continue
-        folder = os.path.join(parent, name)
-        with suppress(OSError), _directory(folder) as fd:  # a link, or a measurement that still runs
-            if os.fstat(fd).st_uid == os.geteuid():
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _directory(path: str) -> Iterator[int]:
-    """The descriptor of a directory that is no link."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        yield fd
-    finally:
-        os.close(fd)

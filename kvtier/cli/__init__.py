@@ -7,7 +7,7 @@ import click
 
 from kvtier.errors import IntegrityError, KVTierError
 
-COMMANDS = ("bench", "check", "du", "fsck", "gc", "ls", "replay")
+COMMANDS = ("advise", "bench", "check", "du", "fsck", "gc", "ls", "record", "replay", "simulate", "top")
 CANNOT = 2
 INTERRUPTED = 130
 

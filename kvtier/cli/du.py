@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from kvtier.cli.addresses import StoreAddress, store_arguments
 from kvtier.cli.stores import (
     json_option,
     parts_text,
@@ -22,21 +23,27 @@ from kvtier.tier_api.inspection import Access, BlockState, StoreAbout, StoredBlo
 Row = tuple[dict[str, Any], Usage, StoredNamespace | None]
 """A place (a namespace's digest in hex, one with a group, or a region), what it holds, and its namespace if known."""
 
-_BY = {"namespace": ("namespace",), "group": ("namespace", "group"), "region": ("region",)}
+_BY = {
+    "namespace": ("namespace",),
+    "epoch": ("namespace", "epoch"),
+    "group": ("namespace", "group"),
+    "region": ("region",),
+}
 _OF_NAMESPACE = ("epoch", "session", "opened_at", "model", "tag")
 _NONE = "-"
 
 
 @click.command(short_help="Print how much of a store belongs to which namespace.")
 @root_argument
+@store_arguments
 @click.option("--by", type=click.Choice(list(_BY)), default="namespace")
 @json_option
-def du(root: str, by: str, as_json: bool) -> None:
-    """Add up the blocks of ROOT by namespace, by KV cache group or by region.
+def du(where: StoreAddress, by: str, as_json: bool) -> None:
+    """Add up the blocks of ROOT by namespace, by its epochs, by KV cache group or by region.
 
     A store in use is read beside its owner. Exits with 2 if the store cannot be read.
     """
-    with store_at(root, Access.READ) as store:
+    with store_at(where, Access.READ) as store:
         about = store.about
         usages, total = add_up("reading", about.slots, store.blocks(), lambda block: _place(block, by))
     known = {namespace.digest.hex(): namespace for namespace in about.namespaces}
@@ -52,7 +59,7 @@ def _place(block: StoredBlock, by: str) -> tuple[Any, ...]:
         return (block.region,)
     # A block of another store belongs to none of these namespaces, even if its header names one.
     digest = "foreign" if block.state is BlockState.FOREIGN else block.namespace.hex()
-    return (digest, block.group) if by == "group" else (digest,)
+    return {"epoch": (digest, block.epoch), "group": (digest, block.group)}.get(by, (digest,))
 
 
 def _print_json(about: StoreAbout, by: str, rows: list[Row], total: Usage) -> None:
@@ -66,17 +73,27 @@ def _print_json(about: StoreAbout, by: str, rows: list[Row], total: Usage) -> No
 
 
 def _show(about: StoreAbout, by: str, rows: list[Row], total: Usage) -> None:
-    cells = [{name: str(part) for name, part in place.items()} | _figures(usage, total) for place, usage, _ in rows]
-    cells.append({**dict.fromkeys(_BY[by], ""), _BY[by][0]: "total", **_figures(total, total)})
-    if by == "namespace":
-        for line, (_, _, namespace) in zip(cells, rows, strict=False):
-            opened_at, model, tag = (getattr(namespace, name, None) for name in ("opened_at", "model", "tag"))
-            line |= {"last opened": time_text(opened_at), "model": printable(model), "tag": printable(tag)}
-        cells[-1] |= dict.fromkeys(("last opened", "model", "tag"), "")
+    cells = [_named(place) | _figures(usage, total) | _recorded(by, place, of) for place, usage, of in rows]
+    last = dict.fromkeys(_BY[by], "") | {_BY[by][0]: "total"}
+    cells.append(last | _figures(total, total) | dict.fromkeys(_recorded(by, {}, None), ""))
     print_columns(cells, left=len(_BY[by]))
     click.echo(f"{parts_text(about)}; leftover: of an older epoch, out of place, or foreign, and never loaded again")
     for note in about.notes:
         click.echo(f"note: {note}")
+
+
+def _named(place: dict[str, Any]) -> dict[str, str]:
+    return {name: _NONE if part is None else str(part) for name, part in place.items()}
+
+
+def _recorded(by: str, place: dict[str, Any], namespace: StoredNamespace | None) -> dict[str, str]:
+    """The cells of what the store records of a namespace, or of one of its epochs."""
+    if by == "epoch":
+        return {"current": "yes" if namespace is not None and namespace.epoch == place["epoch"] else "no"}
+    if by != "namespace":
+        return {}
+    opened_at, model, tag = (getattr(namespace, name, None) for name in ("opened_at", "model", "tag"))
+    return {"last opened": time_text(opened_at), "model": printable(model), "tag": printable(tag)}
 
 
 def _figures(usage: Usage, total: Usage) -> dict[str, str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from kvtier.cli.addresses import StoreAddress, store_arguments
 from kvtier.cli.progress import progress
 from kvtier.cli.stores import json_option, parts_text, print_columns, print_json, root_argument, store_at
 from kvtier.options import count_text, size_text
@@ -69,20 +70,25 @@ class Report:
         }
 
 
-@click.command(short_help="Verify every block of a store on disk.")
+@click.command(short_help="Verify every block of a store.")
 @root_argument
+@store_arguments
 @click.option("--repair", is_flag=True, help="Make damaged blocks empty and mend the store's own records.")
+@click.option("--online", is_flag=True, help="Check beside the process that owns ROOT, locking nothing.")
 @click.option("--limit", type=click.IntRange(0), default=20, metavar="N", help="Findings shown of each kind.")
 @json_option
-def fsck(root: str, repair: bool, limit: int, as_json: bool) -> None:
+def fsck(where: StoreAddress, repair: bool, online: bool, limit: int, as_json: bool) -> None:
     """Verify every block of ROOT: its header, its place, its key, its payload's checksum.
 
     Reads only, unless --repair is given. Exits with 0 if nothing is damaged (any more), with 1 if something is, with 2
     if the store cannot be checked: owned by a process, no permission, no store. A store that processes share is
-    checked beside them.
+    checked beside them, and with --online one that a process owns is as well: what it writes meanwhile is not damage.
     """
+    if repair and online:
+        raise click.UsageError("--repair needs the store for itself, so it goes without --online")
     report = Report(limit)
-    with store_at(root, Access.CHANGE if repair else Access.CHECK) as store:
+    access = Access.CHANGE if repair else Access.READ if online else Access.CHECK
+    with store_at(where, access) as store:
         about = store.about
         with progress("checking", about.slots) as advance:
             for step in store.check(repair):

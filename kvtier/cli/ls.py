@@ -4,12 +4,16 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain, islice, repeat
+from pathlib import Path
 from typing import Any
 
 import click
 
+from kvtier.cli import CANNOT
+from kvtier.cli.addresses import StoreAddress, store_arguments
+from kvtier.cli.learned import print_learned
 from kvtier.cli.progress import progress
-from kvtier.cli.stores import about_json, json_option, root_argument, store_at, time_text
+from kvtier.cli.stores import about_json, in_namespace, json_option, root_argument, store_at, time_text
 from kvtier.options import size_text
 from kvtier.tier_api.inspection import Access, BlockState, Inspection, StoredBlock
 from kvtier.types.keys import OffloadKey, key_hash
@@ -24,8 +28,8 @@ _HEADINGS = ("namespace", "group", "key", "size", "generation", "region", "slot"
 SortKey = Callable[[StoredBlock], Any]
 _SORTS: dict[str, SortKey] = {
     "place": lambda block: (block.region, block.slot),
-    "namespace": lambda block: (block.namespace, block.group, block.generation),
-    "group": lambda block: (block.group, block.namespace, block.generation),
+    "namespace": lambda block: (block.namespace, block.group or 0, block.generation),
+    "group": lambda block: (block.group or 0, block.namespace, block.generation),
     "size": lambda block: (block.payload_bytes, block.region, block.slot),
     "generation": lambda block: (block.generation, block.region, block.slot),
     "key": lambda block: block.key,
@@ -33,8 +37,9 @@ _SORTS: dict[str, SortKey] = {
 }
 
 
-@click.command(short_help="List the blocks of a store on disk.")
+@click.command(short_help="List the blocks of a store.")
 @root_argument
+@store_arguments
 @click.option(
     "--namespace",
     default="",
@@ -49,13 +54,18 @@ _SORTS: dict[str, SortKey] = {
 @click.option("--reverse", is_flag=True, help="The largest first.")
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="At most N blocks.")
 @click.option("--full", is_flag=True, help="Print content hashes whole, not only how they begin.")
+@click.option("--policy", is_flag=True, help="What the stack's policies have learned instead; ROOT may be a state_dir.")
 @json_option
-def ls(root: str, as_json: bool, **options: Any) -> None:
+def ls(where: StoreAddress, as_json: bool, policy: bool, **options: Any) -> None:
     """List the blocks of ROOT from their headers; payloads are neither read nor printed.
 
     A store in use is read beside its owner. Exits with 2 if the store cannot be read.
     """
-    with store_at(root, Access.READ) as store:
+    if policy:
+        if not print_learned(Path(where.folder), as_json):
+            raise click.exceptions.Exit(CANNOT)
+        return
+    with store_at(where, Access.READ) as store:
         blocks = _selected(store, options["namespace"].lower(), options["leftovers"])
         chosen = islice(_in_order(blocks, options["sort"], options["reverse"]), options["limit"])
         if as_json:
@@ -66,7 +76,7 @@ def ls(root: str, as_json: bool, **options: Any) -> None:
 
 def _selected(store: Inspection, namespace: str, leftovers: bool) -> Iterator[StoredBlock]:
     for block in chain.from_iterable(listed.blocks for listed in store.blocks()):
-        if (leftovers or block.state is BlockState.CURRENT) and block.namespace.hex().startswith(namespace):
+        if (leftovers or block.state is BlockState.CURRENT) and in_namespace(block.namespace, namespace):
             yield block
 
 
@@ -88,16 +98,18 @@ def _print(blocks: Iterable[StoredBlock], full: bool) -> None:
         digits=max([len("generation"), *(len(str(block.generation)) for block in first)]),
     )
     click.echo(line(**dict(zip(_HEADINGS, _HEADINGS, strict=True))))
-    _echo(
-        line(**_row(block, full), size=size_text(block.payload_bytes)) + _known(block) + "\n"
-        for block in chain(first, blocks)
-    )
+    _echo(line(**(_row(block, full) | _shown(block))) + _known(block) + "\n" for block in chain(first, blocks))
 
 
 def _echo(pieces: Iterator[str]) -> None:
     """Print in large portions: one call for each block would take most of the time."""
     while portion := "".join(islice(pieces, _LINES_AT_ONCE)):
         click.echo(portion, nl=False)
+
+
+def _shown(block: StoredBlock) -> dict[str, str]:
+    """What a line shows otherwise than JSON does."""
+    return {"size": size_text(block.payload_bytes), "group": "-" if block.group is None else str(block.group)}
 
 
 def _known(block: StoredBlock) -> str:
@@ -118,5 +130,5 @@ def _print_json(store: Inspection, blocks: Iterable[StoredBlock], full: bool) ->
 
 
 def _row(block: StoredBlock, full: bool) -> dict[str, Any]:
-    digits = key_hash(OffloadKey(block.key)).hex()
+    digits = (block.key if block.group is None else key_hash(OffloadKey(block.key))).hex()
     return block._asdict() | {"namespace": block.namespace.hex(), "key": digits if full else digits[:PREFIX_DIGITS]}

@@ -16,10 +16,11 @@ class Advance(Protocol):
 
 @contextmanager
 def progress(title: str, total: int | None = None) -> Iterator[Advance]:
-    """A bar on stderr, if that is a terminal. Without a total only the title and the time are shown."""
+    """A bar on stderr, if that is a terminal. Without a total it says how many steps were done, and the time."""
     console = Console(stderr=True)
     known = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    columns = (TextColumn("{task.description}"), *(known if total is not None else (TimeElapsedColumn(),)))
+    unknown = (TextColumn("{task.completed:,.0f}"), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}"), *(unknown if total is None else known))
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task(title, total=total)
         yield lambda steps=1, title=None: bar.update(task, advance=steps, description=title)

@@ -1,15 +1,25 @@
 """`kvtier replay`: drive a stack with a workload or a trace, check every byte, and report the work of each tier."""
 
+import time
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import click
 
 from kvtier.cli.progress import progress
-from kvtier.cli.run_report import json_file_option, report, run_to_end, size
-from kvtier.options import PolicyName
+from kvtier.cli.run_report import (
+    backlog_option,
+    html_file_option,
+    json_file_option,
+    report,
+    run_to_end,
+    size,
+    store_mode_option,
+)
 from kvtier.replay.run import Replay
 from kvtier.replay.setup import ReplayOptions
+from kvtier.replay.timeline import Timeline
+from kvtier.whatif.run_page import WatchedReplay
 
 
 @click.command(short_help="Serve requests over a stack, and check every byte.")
@@ -36,29 +46,38 @@ from kvtier.replay.setup import ReplayOptions
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
 @click.option("--seed", type=int, default=0, help="Seed of a generated workload.")
 @json_file_option
+@html_file_option
 @click.option("--gpu-blocks", type=click.IntRange(1), metavar="N", help="Size of the GPU pool of each group.")
 @click.option("--cpu-blocks", type=click.IntRange(1), metavar="N", help="Rows of the CPU tier, in place of its budget.")
 @click.option("--fs-blocks", type=click.IntRange(1), metavar="N", help="Slots of the fs tier, at least.")
 @click.option(
     "--fs-root", type=click.Path(path_type=Path), help="Folder of the fs tier; kept, so a second run hits it."
 )
-@click.option("--policy", type=click.Choice(get_args(PolicyName)), help="Eviction policy of every tier.")
-@click.option("--store-mode", type=click.Choice(["eager", "lazy"]), default="eager")
-@click.option("--concurrency", type=click.IntRange(1, 256), default=1, help="Requests at once.")
 @click.option(
-    "--backlog",
-    type=click.IntRange(0),
-    default=0,
-    metavar="N",
-    help="Blocks that may be queued or in flight to lower tiers when the next request begins.",
+    "--server",
+    type=click.Choice(["embedded"]),
+    help="Try STACK.yaml out on this machine: a server of its own for each tier on one, disks in a temporary folder.",
 )
-def replay(json_file: Path | None, **options: Any) -> None:
+@click.option("--server-blocks", type=click.IntRange(1), metavar="N", help="Room of an embedded server, about.")
+@click.option("--policy", metavar="NAME", help="Eviction policy of every tier.")
+@store_mode_option
+@click.option("--concurrency", type=click.IntRange(1, 256), default=1, help="Requests at once.")
+@backlog_option
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(0, 65535),
+    metavar="PORT",
+    help="Serve metrics on http://127.0.0.1:PORT/metrics meanwhile.",
+)
+def replay(json_file: Path | None, html_file: Path | None, **options: Any) -> None:
     """Serve requests over the tiers of STACK.yaml, moving and checking real bytes.
 
-    Without a stack file: a GPU pool, a CPU tier and a filesystem tier in a temporary folder. Exits with 1 if a single
+    Without a stack file: a GPU pool, a CPU tier and a filesystem tier in a temporary folder. Those are also the sizes
+    of the tiers with `--server embedded`, which needs `pip install 'kvtier[embedded]'`. Exits with 1 if a single
     byte was wrong, with 2 and one line for each error if the stack, the trace or an option is.
     """
     prepared = Replay(ReplayOptions(**options))
     with progress(prepared.source.name, prepared.source.num_requests) as advance:
-        found = run_to_end(prepared.run(advance))
-    report(found, json_file)
+        timeline = Timeline(time.monotonic, "real") if html_file else None
+        found = run_to_end(prepared.run(advance, timeline))
+    report(found if timeline is None else WatchedReplay(found, timeline), json_file, html_file)

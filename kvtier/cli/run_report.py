@@ -1,20 +1,23 @@
-"""What commands that run for a while share: sizes as arguments, a file for the figures, an orderly end on a signal."""
+"""What commands that run for a while share: options, sizes as arguments, files for the figures, an orderly end on a
+signal."""
 
 import asyncio
 import json
 import os
 import signal
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import click
 from rich.console import Console
 
 from kvtier.errors import ConfigError
 from kvtier.options import parse_size
+from kvtier.whatif.page import check_plotly
 
 T = TypeVar("T")
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 class Figures(Protocol):
@@ -26,16 +29,30 @@ class Figures(Protocol):
     def to_json(self) -> dict[str, Any]: ...
 
 
-def report(found: Figures, json_file: Path | None) -> None:
-    """Show what was found and write it to the file, if there is one. Exits with 1 if a byte was wrong."""
+@runtime_checkable
+class HasPage(Protocol):
+    """Figures that can be shown in a browser."""
+
+    def to_html(self) -> str:
+        """A page that needs no network. Raises ConfigError where the plotting library is not installed."""
+
+
+def report(found: Figures, json_file: Path | None, html_file: Path | None = None) -> None:
+    """Show what was found and write it to the files, if there are any. Exits with 1 if a byte was wrong."""
     found.show(Console())
     if json_file is not None:
-        try:
-            json_file.write_text(json.dumps(found.to_json(), indent=2) + "\n")
-        except OSError as error:
-            raise ConfigError(f"cannot write {os.fspath(json_file)}: {error.strerror}", "--json") from None
+        _write(json_file, json.dumps(found.to_json(), indent=2) + "\n", "--json")
+    if html_file is not None and isinstance(found, HasPage):
+        _write(html_file, found.to_html(), "--html")
     if not found.ok:
         raise click.exceptions.Exit(1)
+
+
+def _write(path: Path, text: str, option: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"cannot write {os.fspath(path)}: {error.strerror}", option) from None
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
@@ -69,15 +86,33 @@ def size(ctx: click.Context, param: click.Parameter, value: str | None) -> int |
 def _writable(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
     """Refuse a bad path for the figures before the run, not after a long wait."""
     if path and (path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK)):
-        raise ConfigError(f"cannot write {os.fspath(path)}: not a file in a folder that can be written", "--json")
+        option = param.opts[0]
+        raise ConfigError(f"cannot write {os.fspath(path)}: not a file in a folder that can be written", option)
     return path
 
 
-json_file_option = click.option(
-    "--json",
-    "json_file",
-    type=click.Path(path_type=Path),
-    callback=_writable,
-    metavar="FILE",
-    help="Write the figures here.",
+def _page_file(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
+    """The same for a page, and refuse it before the run where it could not be drawn."""
+    if path:
+        check_plotly()
+    return _writable(ctx, param, path)
+
+
+def _output_option(name: str, text: str, check: Callable[..., Path | None] = _writable) -> Callable[[Command], Command]:
+    """An option that names a file to write."""
+    path = click.Path(path_type=Path)
+    return click.option(f"--{name}", f"{name}_file", type=path, callback=check, metavar="FILE", help=text)
+
+
+json_file_option = _output_option("json", "Write the figures here.")
+html_file_option = _output_option(
+    "html", "Write a page for a browser here; needs `pip install 'kvtier[plots]'`.", _page_file
+)
+store_mode_option = click.option("--store-mode", type=click.Choice(["eager", "lazy"]), default="eager")
+backlog_option = click.option(
+    "--backlog",
+    type=click.IntRange(0),
+    default=0,
+    metavar="N",
+    help="Blocks that may be queued or in flight to lower tiers when the next request begins.",
 )

@@ -1,7 +1,6 @@
-"""What the tools for stores on disk share: finding the store, notes, JSON, columns."""
+"""What the tools for stores share: opening the store, notes, JSON, columns."""
 
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -9,21 +8,21 @@ from typing import Any
 
 import click
 
+from kvtier.cli.addresses import StoreAddress
 from kvtier.options import count_text, size_text
-from kvtier.tier_api.inspection import Access, Inspection, StoreAbout, find_store
-from kvtier.tier_api.registry import discover
+from kvtier.tier_api.inspection import Access, Inspection, StoreAbout
 
 JSON_VERSION = 1
 _UNKNOWN = "-"
 
-root_argument = click.argument("root", type=click.Path(readable=False), metavar="ROOT")
+root_argument = click.argument("root", metavar="ROOT")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
 
 
 @contextmanager
-def store_at(root: str, access: Access) -> Iterator[Inspection]:
-    """The store in a folder, closed at the end. Prints a note on stderr if a process owns it."""
-    with closing(find_store(os.path.abspath(root), access, discover())) as store:
+def store_at(where: StoreAddress, access: Access) -> Iterator[Inspection]:
+    """A store, closed at the end. Prints a note on stderr if a process owns it."""
+    with closing(where.open(access)) as store:
         if store.about.owner:
             owner = store.about.owner
             click.echo(f"note: in use by {owner}; what is stored or evicted meanwhile may be missed", err=True)
@@ -33,8 +32,8 @@ def store_at(root: str, access: Access) -> Iterator[Inspection]:
 def parts_text(about: StoreAbout) -> str:
     """How many parts a store has, and how large they are if all are of one size: `12 regions of 664 KiB`."""
     if about.region_bytes:
-        return f"{count_text(about.regions)} regions of {size_text(about.region_bytes)}"
-    return f"{count_text(about.regions)} buckets"
+        return f"{count_text(about.regions)} {about.parts} of {size_text(about.region_bytes)}"
+    return f"{count_text(about.regions)} {about.parts}"
 
 
 def about_json(command: str, about: StoreAbout) -> dict[str, Any]:
@@ -72,3 +71,10 @@ def time_text(seconds: float | None) -> str:
 def printable(text: str | None) -> str:
     """A text of unknown origin, safe to print."""
     return "".join(sign if sign.isprintable() else "?" for sign in text) if text else _UNKNOWN
+
+
+def in_namespace(namespace: bytes, digits: str) -> bool:
+    """True for a namespace whose digest begins so. A store may keep the front of digests only: the rest of the digits
+    has nothing to be compared with then."""
+    known = namespace.hex()
+    return known.startswith(digits[: len(known)])

@@ -44,7 +44,11 @@ class Usage:
 
 
 def add_up(
-    title: str, slots: int, steps: Iterator[ListStep], place: Callable[[StoredBlock], Any], chosen: Chosen | None = None
+    title: str,
+    slots: int | None,
+    steps: Iterator[ListStep],
+    place: Callable[[StoredBlock], Any],
+    chosen: Chosen | None = None,
 ) -> tuple[dict[Any, Usage], Usage]:
     """The chosen blocks (None: all) by their place, in its order, and all of them together. Shows how far it is."""
     usages: dict[Any, Usage] = {}

@@ -13,6 +13,7 @@ from kvtier.config.strict_yaml import Value, parse_text, read_text
 from kvtier.errors import ConfigError
 from kvtier.options import LowerTierOptions, TierOptions
 from kvtier.stack.assembly import order_problems
+from kvtier.stack.installed_policies import find_policy
 from kvtier.tier_api.contract import LoadStore
 from kvtier.tier_api.registry import Backends, discover, suggest
 from kvtier.types.keys import CPU, Medium
@@ -102,7 +103,15 @@ def _tier(value: Value, at: str, backends: Backends) -> TierOptions:
         model = backends.get(kind).Options
     except ConfigError as error:
         raise ConfigError(error.reason, f"{at}.type") from None
-    return validate(model, value, at)
+    problems: list[ConfigError] = []
+    with collected(problems):
+        options = validate(model, value, at)
+    policy = value.get("policy")
+    if "policy" in model.model_fields and isinstance(policy, str):
+        with collected(problems, at):
+            find_policy(policy)
+    raise_all(problems)
+    return options
 
 
 def tier_problems(tiers: Sequence[TierOptions], backends: Backends) -> list[ConfigError]:

@@ -1,8 +1,10 @@
 """The content of a valid stack file."""
 
+from typing import Annotated, Literal
+
 from pydantic import Field, SerializeAsAny
 
-from kvtier.options import Options, Seconds, TierOptions
+from kvtier.options import Options, RecordOptions, Seconds, TierOptions
 
 
 class StackOptions(Options):
@@ -13,6 +15,9 @@ class StackOptions(Options):
     )
     block_size_factor: int | None = Field(
         default=None, ge=1, le=4096, description="GPU blocks in one offloaded block; the engine's own when left out"
+    )
+    state_dir: str = Field(
+        default="", description="folder for what eviction policies have learned; the first lower tier's when left out"
     )
     open_timeout_seconds: Seconds = Field(
         default=300.0, description="how long each tier may take to open before opening the stack fails"
@@ -28,6 +33,25 @@ class StackOptions(Options):
     )
     close_timeout_seconds: Seconds = Field(
         default=10.0, description="how long closing may drain what is in flight before it drops the rest"
+    )
+    prefill_tokens_per_second: (
+        Literal["measured"] | Annotated[float, Field(ge=0, allow_inf_nan=False, strict=False)]
+    ) = Field(
+        default=0.0,
+        description="speed at which the engine computes a prompt, or measured: what a tier would load later is a miss; "
+        "0: not known",
+    )
+    curves: bool = Field(
+        default=False, description="count what each owned tier would hit at half, twice and four times its size"
+    )
+    stats_socket: str = Field(
+        default="",
+        pattern=r"^(/.*)?$",
+        max_length=100,
+        description="absolute path of a Unix socket that serves figures to kvtier top; none when left out",
+    )
+    record: RecordOptions | None = Field(
+        default=None, description="keep an anonymised trace of what is asked: folder, max_bytes, salt_file"
     )
 
 

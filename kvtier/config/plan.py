@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from kvtier.errors import ConfigError
-from kvtier.options import INDEX_BYTES_PER_SLOT
+from kvtier.options import INDEX_BYTES_PER_SLOT, LowerTierOptions, SharedTierOptions, TierOptions
 from kvtier.tier_api.contract import LoadStore
 from kvtier.tier_api.registry import DryRun, DryRuns
 from kvtier.types.geometry import Geometry, KVLayout, stack_alignment
@@ -91,7 +91,7 @@ def plan_tier(
     """The plan of one tier, and what would keep it from opening. `at` is the path of the tier in its file."""
     options = tier.options
     dry_run = tier.dry_run(geometry, probe) if isinstance(tier, DryRuns) else DryRun()
-    problems = [ConfigError(problem, at) for problem in dry_run.problems]
+    problems = [_problem(problem, at) for problem in dry_run.problems]
     capacity = options.capacity_bytes if dry_run.capacity_bytes is None else dry_run.capacity_bytes
     num_blocks = tokens = slots = None
     if dry_run.space is not None and tier.medium != CPU:
@@ -114,12 +114,25 @@ def plan_tier(
         capacity_bytes=capacity,
         num_blocks=num_blocks,
         tokens=tokens,
-        index_bytes=None if slots is None else slots * INDEX_BYTES_PER_SLOT,
+        index_bytes=_index_bytes(options, slots),
         mode=dry_run.mode,
         notes=dry_run.notes,
         **shown,
     )
     return plan, problems
+
+
+def _index_bytes(options: TierOptions, slots: int | None) -> int | None:
+    """The memory of a tier's index: of its directory, which a shared tier has not, and of the first uses where the tier
+    has an admission."""
+    admission = options.admission_bytes if isinstance(options, LowerTierOptions) else 0
+    indexed = None if isinstance(options, SharedTierOptions) else slots
+    return (indexed or 0) * INDEX_BYTES_PER_SLOT + admission if indexed is not None or admission else None
+
+
+def _problem(problem: str | ConfigError, at: str) -> ConfigError:
+    """A problem of a tier under the path of the key that it is about, as far as that is known."""
+    return problem.below(at) if isinstance(problem, ConfigError) else ConfigError(problem, at)
 
 
 def _group_plan(geometry: Geometry, group: int) -> GroupPlan:

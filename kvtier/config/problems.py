@@ -17,12 +17,15 @@ MAX_PROBLEMS = 32
 
 
 @contextmanager
-def collected(problems: list[ConfigError]) -> Iterator[None]:
-    """Add a ConfigError to the problems instead of raising it, so that what else is wrong is found too."""
+def collected(problems: list[ConfigError], at: str = "") -> Iterator[None]:
+    """Add a ConfigError to the problems instead of raising it, so that what else is wrong is found too.
+
+    `at` is the path of what its key is in.
+    """
     try:
         yield
     except ConfigError as error:
-        problems.append(error)
+        problems.append(error.below(at) if at else error)
 
 
 def raise_all(problems: Sequence[ConfigError]) -> None:

@@ -42,14 +42,19 @@ def stack_parts(
     if tensors is not None and tiers[0].medium != GPU:
         gpu = backends.get("gpu")
         tiers.insert(0, gpu(gpu.Options(type="gpu")))
+    prefill = config.prefill_tokens_per_second
     settings = StackSettings(
         open_seconds=config.open_timeout_seconds,
         load_seconds=config.load_timeout_seconds,
         store_seconds=config.store_timeout_seconds,
         lookup_seconds=config.lookup_timeout_seconds,
         close_seconds=config.close_timeout_seconds,
+        prefill_tokens_per_second=0.0 if prefill == "measured" else prefill,
+        measures_prefill=prefill == "measured",
+        curves=config.curves,
     )
-    return StackParts(tiers, namespace, tensors, workers, engine_id, settings)
+    parts = StackParts(tiers, namespace, tensors, workers, engine_id, settings)
+    return replace(parts, record=config.record, state_dir=config.state_dir, stats_socket=config.stats_socket)
 
 
 def _namespace(config: StackConfig, layout: KVLayout | Namespace, model: str) -> Namespace:

@@ -12,22 +12,26 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtier.control.deliveries import PresenceQuery, Recipient
+from kvtier.control.deliveries import JoiningTiers, PresenceQuery, Recipient
 from kvtier.control.flow.demotions import Demotions
 from kvtier.control.flow.engine_job import StackRequest
+from kvtier.control.flow.load_or_compute import LoadOrCompute
 from kvtier.control.flow.loads import CopyJob, LoadRequest
 from kvtier.control.flow.promotions import Promotions
 from kvtier.control.flow.stores import StoreRequest
+from kvtier.control.lookups import look_up
+from kvtier.control.request_uses import RequestUses
 from kvtier.control.reservations import Reservation, Reservations
 from kvtier.control.row_admission import RowAdmission
-from kvtier.control.state import ControlState, Emission, LowerTier, TierCounters, TierSetup
+from kvtier.control.state import ControlState, Emission, TierSetup
+from kvtier.control.tiers.counters import TierCounters
 from kvtier.control.tiers.slot_table import READY
 from kvtier.errors import UsageError
 from kvtier.tier_api.contract import LookupResult
 from kvtier.types.events import OffloadingEvent
 from kvtier.types.jobs import CANCELLED, BlockOutcome, DropReason, JobKind, JobResult, TransferJob, dropped
 from kvtier.types.jobs import LATE as LATE_OUTCOME
-from kvtier.types.keys import JobId, Medium, OffloadKey, RequestId
+from kvtier.types.keys import GroupIndex, JobId, Medium, OffloadKey, RequestId
 from kvtier.types.requests import RequestInfo
 
 
@@ -40,7 +44,9 @@ class ControlLimits:
     `patience_seconds` is how long a store waits for rows that are to be written below, and a load or a reservation
     for those that an `on_evict` tier is to have, before they take them anyway. `gather_seconds` is how long the
     write-back of a row may wait for more rows, so that one job takes those of several engine steps.
-    `events_max` bounds the events kept for `take_events`; 0 records none.
+    `events_max` bounds the events kept for `take_events`; 0 records none. `block_seconds` is how long the engine takes
+    to compute an offloaded block, for `LoadOrCompute`; without it everything found is worth a load. With `curves` it is
+    counted what owned tiers of other sizes would hit (`SizeCurve`).
     """
 
     watermark_rows: int = 0
@@ -49,18 +55,32 @@ class ControlLimits:
     patience_seconds: float = 1.0
     gather_seconds: float = 0.0
     events_max: int = 65536
+    block_seconds: float = math.inf
+    curves: bool = False
 
 
 class ControlPlane(Recipient):
-    """Everything that decides. See the module's docstring for how to drive it."""
+    """Everything that decides. See the module's docstring for how to drive it.
+
+    `uses` (`RequestUses`, with `chains`) takes in requests where a policy follows them, and with `limits.curves`. No
+    other call uses its `info`.
+    """
 
     def __init__(
-        self, cpu: TierSetup, lowers: Sequence[TierSetup], factor: int = 1, limits: ControlLimits | None = None
+        self,
+        cpu: TierSetup,
+        lowers: Sequence[TierSetup],
+        factor: int = 1,
+        limits: ControlLimits | None = None,
+        chains: frozenset[GroupIndex] | None = None,
     ) -> None:
         limits = limits or ControlLimits()
         self.control = ControlState(cpu, lowers)
+        followed = limits.curves or list(self.control.models)
+        self.uses = RequestUses(self.control, chains, limits.curves) if followed else None
         self._demotions = Demotions(self.control, limits.watermark_rows, limits.gather_seconds)
         self._promotions = Promotions(self.control, self._demotions)
+        self.choice = LoadOrCompute(self._promotions, limits.block_seconds)
         self._factor = factor
         self._reservations = Reservations(self._promotions, limits.reservation_seconds, limits.lease_seconds)
         self._admission = RowAdmission(self.control, self._demotions, self._reservations, limits.patience_seconds)
@@ -77,46 +97,14 @@ class ControlPlane(Recipient):
 
     # -- looking up ----------------------------------------------------------------------------------------------
 
-    def lookup(self, keys: Sequence[OffloadKey], now: float, info: RequestInfo | None = None) -> list[LookupResult]:
+    def lookup(
+        self, keys: Sequence[OffloadKey], now: float, info: RequestInfo | None = None, ask: bool = True
+    ) -> list[LookupResult]:
         """For each key: HIT (in a row), HIT_PENDING (lower down or on its way), RETRY (unknown yet) or MISS.
 
-        `info` is not used yet.
+        What is unknown is looked up, unless `ask` is False. A lookup that asks is counted once nothing is unknown.
         """
-        cpu = self.control.cpu
-        state = cpu.table.state
-        hit, pending = LookupResult.HIT, LookupResult.HIT_PENDING
-        rows = list(map(cpu.directory.get, keys))
-        absent = rows.count(None)
-        if not absent:
-            return [hit if state[row] == READY else pending for row in rows]  # type: ignore[index]
-        if absent == len(rows):
-            return self._lookup_below(keys, now)
-        below = iter(self._lookup_below([key for key, row in zip(keys, rows, strict=True) if row is None], now))
-        return [next(below) if row is None else hit if state[row] == READY else pending for row in rows]
-
-    def _lookup_below(self, keys: Sequence[OffloadKey], now: float) -> list[LookupResult]:
-        """Presence in the tiers below the CPU: of each key in the highest tier that has it and may be asked."""
-        lowers = [lower for lower in self.control.lowers if lower.may_load(now)]
-        if not lowers:
-            return [LookupResult.MISS] * len(keys)
-        if len(lowers) == 1 and lowers[0].owned is not None and not lowers[0].roots.any_silent:
-            tier = lowers[0].owned
-            state, pending, miss = tier.table.state, LookupResult.HIT_PENDING, LookupResult.MISS
-            slots = map(tier.directory.get, keys)
-            return [miss if slot is None or state[slot] != READY else pending for slot in slots]
-        return [self._lookup_in(lowers, key, now) for key in keys]
-
-    @staticmethod
-    def _lookup_in(lowers: Sequence[LowerTier], key: OffloadKey, now: float) -> LookupResult:
-        unknown = False
-        for lower in lowers:
-            presence = lower.index.presence(key, now)
-            if presence and not lower.silent(key):
-                return LookupResult.HIT_PENDING
-            if presence is None:
-                lower.index.request(key, now)
-                unknown = True
-        return LookupResult.RETRY if unknown else LookupResult.MISS
+        return look_up(self.control, keys, now, ask)
 
     def locate(self, keys: Sequence[OffloadKey], now: float) -> list[str | None]:
         """For each key the name of the highest tier that holds it ready, or None."""
@@ -126,6 +114,8 @@ class ControlPlane(Recipient):
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """One request used these keys, given in prefix order. Recorded leaf to root, so that no parent ages first."""
         for tier in self.control.owned_tiers:
+            if tier.follower is not None and self.uses is not None and self.uses.counted:
+                continue
             state = tier.table.state
             found = map(tier.directory.get, reversed(keys))
             slots = [slot for slot in found if slot is not None and state[slot] == READY]
@@ -140,7 +130,7 @@ class ControlPlane(Recipient):
         """Begin a load or a store of GPU blocks with what needs no other request's rows. Pump afterwards.
 
         Its result comes out of `take_finished` under the job's id. A load that names a request ends that request's
-        leases once it holds the rows itself. `info` is not used yet.
+        leases once it holds the rows itself.
         """
         if job.job_id in self._open_loads or job.job_id in self._open_stores:
             raise UsageError(f"job {job.job_id} is in flight already")
@@ -174,10 +164,7 @@ class ControlPlane(Recipient):
     def reserve(
         self, request_id: RequestId, keys: Sequence[OffloadKey], now: float, info: RequestInfo | None = None
     ) -> Reservation:
-        """Bring keys into rows and lease them to a request. Pump afterwards. May be called again with more keys.
-
-        `info` is not used yet.
-        """
+        """Bring keys into rows and lease them to a request. Pump afterwards. May be called again with more keys."""
         reservation = self._reservations.extend(request_id, keys, next(self._ages))
         self._admission.add(reservation)
         self._admission.serve(self._open_stores.values(), now)
@@ -215,18 +202,40 @@ class ControlPlane(Recipient):
         if query.epoch == self.control.epoch:
             self.control.lowers[query.position - 1].index.answer(query.keys, results, now)
 
+    def join(self, tiers: JoiningTiers, now: float) -> None:
+        """Take in the lower tiers, which were held back: what they hold is found, and stores go to them.
+
+        Not if a reset came that does not hold for them yet: they arrive once more when it does. Nor while closing, or
+        once they are held back for good.
+        """
+        if self.control.joining and tiers.resets == self.control.resets and not self._demotions.closing:
+            self.control.join(list(tiers.lowers), tiers.epoch)
+            self._demotions.joined(now)
+            self._collect_changes()
+
+    def hold_back(self, now: float) -> None:
+        """From here on no lower tier loads or stores; transfers in flight end as usual, and nothing else is sent.
+
+        What the tiers hold is not reachable: loads and reservations that wait for it end with misses.
+        """
+        self._demotions.drop_queued(DropReason.HELD_BACK)
+        self.control.hold_back()
+        self.pump(now)
+
     # -- time ----------------------------------------------------------------------------------------------------
 
     def pump(self, now: float) -> None:
         """Do all work that is possible now. Call after outcomes were reported, and when `next_deadline` has passed."""
         self._pumped_at = now
-        if now >= self._expires_at:
+        if self.uses is not None:
+            self.uses.advance(now)
+        if now >= min(self._expires_at, self.control.reclaim_at):
             self._expire(now)
         if self._reservations.by_request:
             self._reservations.lapse(now)
         for load in self._open_loads.values():
             if load.arrived:
-                load.copy_arrived()
+                load.copy_arrived(now)
         while True:
             blocked = self._admission.serve(self._open_stores.values(), now)
             self._demotions.plan(now)
@@ -241,12 +250,16 @@ class ControlPlane(Recipient):
             if now >= deadline:
                 request.stop(dropped(DropReason.NO_ROW) if isinstance(request, StoreRequest) else LATE_OUTCOME)
         self._expires_at = min((deadline for deadline, _ in self._deadlines()), default=math.inf)
+        self.control.reclaim(now)
 
     def _deadlines(self) -> list[tuple[float, LoadRequest | StoreRequest]]:
         """The jobs that have a deadline and were not stopped."""
         requests: list[LoadRequest | StoreRequest] = [*self._open_loads.values(), *self._open_stores.values()]
-        timed = [(request.job.deadline, request) for request in requests if request.stopping is None]
-        return [(deadline, request) for deadline, request in timed if deadline is not None]
+        return [
+            (deadline, request)
+            for request in requests
+            if request.stopping is None and (deadline := request.job.deadline) is not None
+        ]
 
     def _finish(self, now: float) -> None:
         """Take out the loads and stores that have ended, loads first."""
@@ -254,23 +267,22 @@ class ControlPlane(Recipient):
             if not load.open:
                 self.touch(load.loaded_keys)
                 self._admission.remove(load)
-                del self._open_loads[load.job.job_id]
                 load.ended = now
                 self._finished.append(load)
+                del self._open_loads[load.job.job_id]
         for store in list(self._open_stores.values()):
             if not store.open:
-                del self._open_stores[store.job.job_id]
                 store.ended = now
                 self._finished.append(store)
+                del self._open_stores[store.job.job_id]
 
     def next_deadline(self, now: float) -> float | None:
         """The next time, not before `now`, at which `pump` has work although no outcome was reported."""
         soonest, pumped_at = math.inf, self._pumped_at
         leases = self._reservations.deadlines() if self._reservations.by_request else ()
         times = [deadline for deadline, _ in self._deadlines()]
-        for lower in self.control.lowers:
-            times.append(lower.send_at)
-        for time in (*times, self._admission.wake_at, *leases):
+        times += [lower.send_at for lower in self.control.lowers]
+        for time in (*times, self.control.reclaim_at, self._admission.wake_at, *leases):
             if pumped_at < time < soonest:
                 soonest = time
         return max(now, soonest) if soonest < math.inf else None
@@ -284,6 +296,7 @@ class ControlPlane(Recipient):
         loads cancelled, loads that ended but were not taken yet included.
         """
         self.control.epoch += 1
+        self.control.resets += 1
         self._stop_all(DropReason.RESET)
         for request in (*self._open_loads.values(), *self._finished):
             request.disown()
@@ -335,12 +348,8 @@ class ControlPlane(Recipient):
 
     def take_queries(self) -> list[PresenceQuery]:
         """Lookups that shared tiers are to answer."""
-        queries = []
-        for lower in self.control.lowers:
-            if lower.index.queries:
-                keys = tuple(lower.index.take_queries())
-                queries.append(PresenceQuery(lower.position, keys, self.control.epoch))
-        return queries
+        asked, epoch = [lower for lower in self.control.lowers if lower.index.queries], self.control.epoch
+        return [PresenceQuery(lower.position, tuple(lower.index.take_queries()), epoch) for lower in asked]
 
     def take_events(self) -> list[OffloadingEvent]:
         """What became reachable or ceased to be, in order, each once."""
@@ -356,6 +365,7 @@ class ControlPlane(Recipient):
                     self._publish(lower.setup.medium, keys, removed)
                     if removed:
                         self._demotions.evicted_below(lower, keys)
+                        lower.evicted(keys)
         if control.cpu.changes:
             for removed, keys in control.cpu.take_changes():
                 self._publish(control.cpu_setup.medium, keys, removed)

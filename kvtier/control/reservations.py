@@ -111,6 +111,13 @@ class Reservation(RowRequest):
         self.oldest_since = None
         self.leased_until = math.inf
 
+    def fail(self) -> None:
+        """Nothing is to be had from here on: every key is a miss. The rows stay as they are."""
+        self.todo.clear()
+        self.rows.clear()
+        self.state = [KeyState.MISSING] * len(self.keys)
+        self.open = 0
+
     @property
     def served(self) -> bool:
         """True when every key asked for is leased or missing."""

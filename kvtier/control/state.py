@@ -6,33 +6,34 @@ import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
+from kvtier.control.policies import EvictionPolicy, RequestModels
+from kvtier.control.tiers.aged_tier import AgedTier
 from kvtier.control.tiers.breaker import Breaker, BreakerState
+from kvtier.control.tiers.counters import TierCounters
+from kvtier.control.tiers.load_speed import LoadSpeed
 from kvtier.control.tiers.owned_tier import OwnedTier
+from kvtier.control.tiers.predicted import make_admission
+from kvtier.control.tiers.prefix_probe import ProbedTier
 from kvtier.control.tiers.roots import Roots
 from kvtier.control.tiers.shared_tier import SharedTier
 from kvtier.control.tiers.store_order import StoreOrder
 from kvtier.control.tiers.tier_index import TierIndex
+from kvtier.control.tiers.write_allowance import WriteAllowance
+from kvtier.control.tiers.write_pace import WritePace
 from kvtier.errors import UsageError
+from kvtier.options import AdmissionName
 from kvtier.tier_api.contract import Opened
-from kvtier.types.jobs import (
-    BlockOutcome,
-    BlockStatus,
-    DropReason,
-    GPUGroup,
-    JobKind,
-    JobResult,
-    RegionFormat,
-    RowGroup,
-    TransferJob,
-)
-from kvtier.types.keys import JobId, Medium, OffloadKey
+from kvtier.types.jobs import BlockStatus, DropReason, GPUGroup, JobKind, JobResult, RegionFormat, RowGroup, TransferJob
+from kvtier.types.keys import GroupIndex, JobId, Medium, OffloadKey
 from kvtier.types.values import job_value
 
 REFUSED = (BlockStatus.CORRUPT, BlockStatus.FAILED, BlockStatus.MISSING)
 """What a load says of an entry that is not to be tried again."""
+MAX_HINTS = 1 << 20
+"""Keys of a shared tier about which something is believed, at most."""
 CPU_TIER = 0
 """The CPU tier's position in a stack's list of tiers below the GPU."""
 
@@ -42,69 +43,52 @@ class TierSetup:
     """What the control plane must know of one tier: its name and medium, what it offers, and its limits.
 
     `inflight_blocks` bounds blocks of transfers in flight; `timeout_seconds` is the deadline of one transfer. Where
-    transfers are not `by_root`, each may reach several roots, and a late one counts against all of them.
+    transfers are not `by_root`, each may reach several roots, and a late one counts against all of them. A tier that is
+    `held_back` is not open yet: it neither loads nor stores, and `opened` says nothing of it. `probed_groups` are those
+    of which a shared tier is asked for few keys of a prefix (`ProbedTier`). `admit: predicted` keeps to
+    `write_bytes_per_day`; a block counts as `block_bytes`. The tier keeps a token in `token_bytes`, with its share of
+    each group's slots. `kind` is the tier's type, and `eviction` what its policy is called, for people.
     """
 
     name: str
     medium: Medium
     opened: Opened
-    policy: str = "lru"
+    policy: str | type[EvictionPolicy] = "lru"
     write_policy: Literal["write_through", "on_evict"] = "write_through"
     inflight_blocks: int = 1024
     timeout_seconds: float = 30.0
-    hint_seconds: float = 30.0
+    hit_hint_seconds: float = 30.0
+    miss_hint_seconds: float = 5.0
     lookup_timeout_seconds: float = 1.0
     by_root: bool = True
-
-
-@dataclass(slots=True)
-class TierCounters:
-    """Counts by outcome since the stack opened; bytes are payload."""
-
-    hits: int = 0
-    loaded: int = 0
-    load_bytes: int = 0
-    stored: int = 0
-    store_bytes: int = 0
-    failed: int = 0
-    corrupt: int = 0
-    missing: int = 0
-    late: int = 0
-    dropped: dict[DropReason, int] = field(default_factory=dict)
-
-    def drop(self, reason: DropReason, count: int = 1) -> None:
-        """Count blocks that were not stored."""
-        self.dropped[reason] = self.dropped.get(reason, 0) + count
-
-    def count(self, outcome: BlockOutcome) -> None:
-        """Count one block's outcome by reason, unless it succeeded or was cancelled."""
-        match outcome.status:
-            case BlockStatus.FAILED:
-                self.failed += 1
-            case BlockStatus.CORRUPT:
-                self.corrupt += 1
-            case BlockStatus.MISSING:
-                self.missing += 1
-            case BlockStatus.LATE:
-                self.late += 1
-            case BlockStatus.DROPPED:
-                self.drop(outcome.reason or DropReason.BACKLOG)
-            case _:
-                pass
+    held_back: bool = False
+    admit: AdmissionName = "always"
+    probed_groups: frozenset[GroupIndex] = frozenset()
+    write_bytes_per_day: int | None = None
+    block_bytes: int = 1
+    token_bytes: float = 0.0
+    kind: str = ""
+    eviction: str = ""
 
 
 class LowerTier:
     """A tier below the CPU: its index, limits, health and counts.
 
-    `owned` is the index of an owned tier, for what only slots have: reservation, eviction, room on disk.
+    `owned` is the index of an owned tier, for what only slots have: reservation, eviction, room on disk. `direct` is
+    the same, unless more than a key's slot decides whether the key is present.
     Its transfers hold at most `rows_max` CPU rows at once (`rows_in_flight`), those whose job is late and has
     not really ended included (`rows_late`). So a frozen tier never takes more of the CPU tier than that.
+    `admission` decides which blocks the tier takes; None: every one. `follows`: its policy follows requests. Then
+    rows, given leaf before root, are queued root first: `queue_step` is how they are walked.
     Of its write-back: `queue` has the (row, generation) of dirty rows that wait, `send_at` is when they go at the
     latest, `stores_in_flight` are the blocks that were sent, in an order that `store_order` keeps.
     `room_breaker` opens when even the places of evicted blocks are refused because the disk is full.
+    What a tier recovered of an epoch before `epoch` is not reachable. `models` are those of its stack.
     """
 
-    def __init__(self, position: int, plan: TierSetup, rows_max: int) -> None:
+    def __init__(
+        self, position: int, plan: TierSetup, rows_max: int, epoch: int = 0, models: RequestModels | None = None
+    ) -> None:
         self.position = position
         self.bit = 1 << (position - 1)
         self.setup = plan
@@ -116,11 +100,21 @@ class LowerTier:
         self.roots = Roots(plan.opened.space if plan.by_root else None, rows_max)
         self.owned: OwnedTier | None = None
         if plan.opened.space is not None:
-            self.owned = OwnedTier(plan.name, plan.opened.space, plan.policy)
+            ages = plan.opened.ages
+            tier_class = OwnedTier if ages is None or ages.max_age_seconds is None else AgedTier
+            self.owned = tier_class(plan.name, plan.opened.space, plan.policy, models, ages)
             self.owned.restore(plan.opened.recovered)
-        self.index: TierIndex = self.owned or SharedTier(
-            plan.name, plan.hint_seconds, plan.lookup_timeout_seconds, max_hints=1 << 20
-        )
+            if plan.opened.epoch < epoch:
+                self.owned.reset()
+                self.owned.take_changes()  # they were never published
+        self.direct = None if isinstance(self.owned, AgedTier) else self.owned
+        self.follows = self.owned is not None and self.owned.follower is not None
+        self.queue_step = -1 if self.follows else 1
+        self.index: TierIndex = self.owned or _shared_tier(plan)
+        self.allowance: WriteAllowance | None = None
+        if plan.write_bytes_per_day is not None:
+            self.allowance = WriteAllowance(WritePace(plan.write_bytes_per_day), plan.block_bytes, self.on_evict)
+        self.admission = make_admission(plan.admit, models or RequestModels(), self.allowance)
         self.queue: deque[tuple[int, int]] = deque()
         self.send_at = math.inf
         self.stores_in_flight = 0
@@ -129,6 +123,29 @@ class LowerTier:
         self.store_breaker = Breaker()
         self.room_breaker = Breaker(threshold=1)
         self.counters = TierCounters()
+        self.speed = LoadSpeed()
+        if plan.held_back:
+            self.hold_back()
+
+    def hold_back(self) -> None:
+        """From here on the tier neither loads nor stores."""
+        self.load_breaker.hold_back()
+        self.store_breaker.hold_back()
+
+    def evicted(self, keys: Sequence[OffloadKey]) -> None:
+        """The tier has these blocks no more."""
+        if self.admission is not None:
+            self.admission.evicted(keys)
+
+    @property
+    def held_back(self) -> bool:
+        """True if the tier neither loads nor stores, whatever its health."""
+        return self.store_breaker.state is BreakerState.HELD_BACK
+
+    @property
+    def admits_all(self) -> bool:
+        """True if every block is written: there is no admission, and a policy that does not follow requests."""
+        return self.admission is None and not self.follows
 
     @property
     def stuck(self) -> bool:
@@ -153,6 +170,8 @@ class LowerTier:
     @property
     def refusal(self) -> DropReason | None:
         """Why stores are given up at once; None if they may go, or wait for one that tries the tier out."""
+        if self.held_back:
+            return DropReason.HELD_BACK
         if self.rows_late >= self.rows_max or self.store_breaker.state is BreakerState.OPEN:
             return DropReason.TIER_DOWN
         return DropReason.DISK_FULL if self.room_breaker.state is BreakerState.OPEN else None
@@ -177,6 +196,25 @@ class LowerTier:
             return DropReason.DISK_FULL
         one_size = self.owned is None or self.owned.placement.one_size
         return DropReason.NO_SLOT if one_size else DropReason.NO_REGION
+
+
+def _shared_tier(plan: TierSetup) -> SharedTier:
+    """What is believed about the keys of a shared tier."""
+    seconds = (plan.hit_hint_seconds, plan.miss_hint_seconds, plan.lookup_timeout_seconds)
+    if plan.probed_groups:
+        return ProbedTier(plan.name, *seconds, MAX_HINTS, plan.probed_groups)
+    return SharedTier(plan.name, *seconds, MAX_HINTS)
+
+
+def lower_tiers(
+    setups: Sequence[TierSetup], num_rows: int, epoch: int, models: RequestModels | None = None
+) -> list[LowerTier]:
+    """The tiers below a CPU tier of `num_rows` rows, in the namespace's `epoch`. Takes long for a large tier.
+
+    `models` are those of the stack, which may be in use in another thread (see `RequestPolicy`).
+    """
+    rows_max = max(1, num_rows // 4)
+    return [LowerTier(position, setup, rows_max, epoch, models) for position, setup in enumerate(setups, start=1)]
 
 
 class FillWaiter(ABC):
@@ -274,22 +312,62 @@ class JobTable(Generic[OwnerT]):
 
 
 class ControlState(JobTable[InFlight]):
-    """State shared by loads, stores, promotions, demotions and reservations. No logic of its own beyond bookkeeping."""
+    """State shared by loads, stores, promotions, demotions and reservations. No logic of its own beyond bookkeeping.
+
+    `epoch` is the namespace's, which the jobs carry; `resets` counts those of this session. `joining`: the lower tiers
+    are held back and may join yet. `indexes` are those of the tiers that are not held back. `models` are what the
+    tiers' policies learn from requests; there are none if no policy follows them.
+    """
 
     def __init__(self, cpu: TierSetup, lowers: Sequence[TierSetup]) -> None:
         assert cpu.opened.space is not None
         self.cpu_setup = cpu
-        self.cpu = OwnedTier(cpu.name, cpu.opened.space, cpu.policy)
+        self.models = RequestModels([setup.policy for setup in (cpu, *lowers)])
+        self.cpu = OwnedTier(cpu.name, cpu.opened.space, cpu.policy, self.models)
         self.cpu.placement.format_all()
-        rows_max = max(1, len(self.cpu.table) // 4)
-        self.lowers = [LowerTier(position, plan, rows_max) for position, plan in enumerate(lowers, start=1)]
         self.cpu_counters = TierCounters()
         super().__init__(max((plan.opened.epoch for plan in lowers), default=0))
+        self.resets = 0
         self.fills: dict[int, list[tuple[FillWaiter, int]]] = {}
         self.shortage = 0
         self.num_rows = len(self.cpu.table)
-        self.indexes: list[TierIndex] = [self.cpu, *(lower.index for lower in self.lowers)]
+        self.joining = any(plan.held_back for plan in lowers)
+        self.lowers = lower_tiers(lowers, self.num_rows, self.epoch, self.models)
+        self.indexes: list[TierIndex] = []
+        self.owned_tiers: list[OwnedTier] = []
+        self.all_owned = True
+        self.aged_tiers: list[AgedTier] = []
+        self.reclaim_at = math.inf
+        self.list_indexes()
+
+    def list_indexes(self) -> None:
+        """Lower tiers were taken in or are held back."""
+        self.indexes = [self.cpu, *(lower.index for lower in self.lowers if not lower.held_back)]
         self.owned_tiers = [index for index in self.indexes if isinstance(index, OwnedTier)]
+        self.all_owned = len(self.owned_tiers) == len(self.indexes)
+        self.aged_tiers = [index for index in self.indexes if isinstance(index, AgedTier)]
+        self.reclaim_at = -math.inf if self.aged_tiers else math.inf
+
+    def reclaim(self, now: float) -> None:
+        """Free slots of blocks that are too old, in tiers for which it is time for that. `reclaim_at` is the next."""
+        for tier in self.aged_tiers:
+            tier.reclaim(now)
+        self.reclaim_at = min((tier.reclaim_at for tier in self.aged_tiers), default=math.inf)
+
+    def join(self, lowers: list[LowerTier], epoch: int) -> None:
+        """The lower tiers are open: these take the places of those that were held back."""
+        for held_back, lower in zip(self.lowers, lowers, strict=True):
+            lower.counters = held_back.counters
+        self.lowers, self.epoch, self.joining = lowers, epoch, False
+        self.list_indexes()
+
+    def hold_back(self) -> None:
+        """No lower tier loads or stores from here on, and none will join. What they hold is not reachable."""
+        self.joining = False
+        for lower in self.lowers:
+            lower.hold_back()
+            lower.index.reset()
+        self.list_indexes()
 
     def counters(self, position: int) -> TierCounters:
         return self.cpu_counters if position == CPU_TIER else self.lowers[position - 1].counters

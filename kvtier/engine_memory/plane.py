@@ -11,12 +11,24 @@ from collections.abc import Sequence
 
 from kvtier.control.deliveries import PresenceQuery, Recipient
 from kvtier.control.state import Emission, JobTable, LowerTier
+from kvtier.control.tiers.aged_tier import AgedTier
 from kvtier.control.tiers.breaker import BreakerState
 from kvtier.engine_memory.staging import CopyPermits
 from kvtier.engine_memory.transfers import EngineTransfer, TransferPart
 from kvtier.errors import UsageError
 from kvtier.tier_api.contract import LookupResult
-from kvtier.types.jobs import CANCELLED, MISSING, PRESENT, BlockOutcome, DropReason, JobKind, JobResult, dropped
+from kvtier.types.jobs import (
+    CANCELLED,
+    LATE,
+    MISSING,
+    PRESENT,
+    BlockOutcome,
+    DropReason,
+    JobKind,
+    JobResult,
+    SkipReason,
+    dropped,
+)
 from kvtier.types.keys import JobId, OffloadKey
 
 LOADS, STORES = 0, 1
@@ -68,6 +80,7 @@ class EngineMemoryPlane(Recipient):
         if presence is None:
             lower.index.request(key, now)
             return LookupResult.RETRY
+        lower.counters.look_up(1, int(not presence))
         if not presence:
             return LookupResult.MISS
         slots = lower.index.slots((key,))
@@ -88,7 +101,7 @@ class EngineMemoryPlane(Recipient):
             raise UsageError(f"job {transfer.job_id} is in flight")
         self._transfers[transfer.job_id] = transfer
         if transfer.kind is JobKind.STORE:
-            members = self._with_slots(transfer, self._admit(transfer, self._without_present(transfer), now), now)
+            members = self._with_slots(transfer, self._admit(transfer, self._without_present(transfer, now), now), now)
             members.reverse()  # leaves go first, so that a parent never ages before its children
         else:
             members = self._admit(transfer, self._found(transfer, now), now)
@@ -97,11 +110,11 @@ class EngineMemoryPlane(Recipient):
             self._send(TransferPart(self.lower, transfer, members[start : start + size]), deadline)
         self._conclude(transfer, now)
 
-    def _without_present(self, transfer: EngineTransfer) -> list[int]:
+    def _without_present(self, transfer: EngineTransfer, now: float) -> list[int]:
         """The blocks that are not here. A block that another job is storing is left to that job."""
         owned = self.lower.owned
         if owned is None:
-            return list(range(len(transfer.keys)))
+            return self._without_known(transfer, now)
         todo: dict[OffloadKey, int] = {}
         present = []
         for i, key in enumerate(transfer.keys):
@@ -115,6 +128,14 @@ class EngineMemoryPlane(Recipient):
                 todo[key] = i
         owned.touch(present[::-1])
         return list(todo.values())
+
+    def _without_known(self, transfer: EngineTransfer, now: float) -> list[int]:
+        """The blocks that a shared tier is not known to have."""
+        needed = [i for i, key in enumerate(transfer.keys) if self.lower.index.needs(key, now)]
+        known = transfer.complete(set(range(len(transfer.keys))).difference(needed), PRESENT)
+        if known:
+            self.lower.counters.skip(SkipReason.ALREADY_THERE, known)
+        return needed
 
     def _found(self, transfer: EngineTransfer, now: float) -> list[int]:
         """The blocks that may be loaded, in an owned tier with their slots."""
@@ -181,10 +202,16 @@ class EngineMemoryPlane(Recipient):
         self.lower.index.answer(query.keys, results, now)
 
     def relieve(self, now: float) -> None:
-        """Give up the newest stores while stores pin too many of the engine's rows and the oldest has waited long.
+        """Give up jobs that were lost, and the newest stores while stores pin too many rows and the oldest waits long.
 
-        A slow disk must not take the engine's CPU tier away. What was copied out of its rows by then is stored.
+        A slow disk must not take the engine's CPU tier away. What was copied out of its rows by then is stored. Also
+        frees slots whose blocks are too old.
         """
+        if isinstance(self.lower.owned, AgedTier):
+            self.lower.owned.reclaim(now)
+        lost_before = now - self.lower.setup.timeout_seconds - PATIENCE_SECONDS
+        for transfer in [each for each in self._transfers.values() if each.started <= lost_before]:
+            self._give_up(transfer, LATE, now)
         stores = [transfer for transfer in self._transfers.values() if transfer.kind is JobKind.STORE]
         if not stores or now < stores[0].started + PATIENCE_SECONDS:
             return

@@ -139,6 +139,7 @@ class StagedTier(LoadStore):
         self.options = backend.options
         self.backend = backend
         self.permits: CopyPermits = {}
+        self.counters: object = getattr(backend, "counters", None)
         self._engine = engine
         self._threads = threads
         self._staging: StagingRows

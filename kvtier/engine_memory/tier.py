@@ -17,15 +17,19 @@ from collections.abc import Sequence
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.loop_thread import LoopThread
 from kvtier.aio.weak_call import weak_call
-from kvtier.control.deliveries import Delivery, PresenceAnswers, PresenceQuery
-from kvtier.control.state import LowerTier, TierSetup
+from kvtier.control.deliveries import Arrival, PresenceQuery
+from kvtier.control.state import Emission, LowerTier, TierSetup
+from kvtier.engine_memory.failed_plane import FailedEngineMemoryPlane
 from kvtier.engine_memory.options import EngineMemoryOptions
 from kvtier.engine_memory.plane import EngineMemoryPlane
 from kvtier.engine_memory.staging import EngineRows, StagedTier, StagingRows
 from kvtier.engine_memory.transfers import EngineTransfer
-from kvtier.errors import ConfigError
-from kvtier.stack.assembly import StackSettings, look_up, open_tier, resolve_alignment
+from kvtier.errors import ConfigError, UsageError
+from kvtier.stack.assembly import StackSettings, open_tier, resolve_alignment
 from kvtier.stack.dispatcher import Dispatcher, TierQueue
+from kvtier.stack.installed_policies import find_policy
+from kvtier.stack.lookups import Lookups
+from kvtier.stack.setups import with_hints
 from kvtier.stack.shutdown import close_each
 from kvtier.stack.stats import StackStats, lower_stats
 from kvtier.tier_api.contract import LookupResult, TierContext
@@ -60,13 +64,16 @@ class EngineMemoryTier:
         self._name = name
         self._log = log
         self._shut = False
-        self._inbox: deque[Delivery | PresenceAnswers] = deque()
+        self._inbox: deque[Arrival] = deque()
+        self._jobs: dict[int, EngineTransfer] = {}
+        self._lookups = Lookups()
         self._arrived = threading.Event()
         self._copy_threads = DaemonPool("kvtier-engine-memory-copy", options.copy_threads)
         self._staged = StagedTier(discover().get(options.type)(options), rows, self._copy_threads)
         self.thread = LoopThread("kvtier-engine-memory", "tier", at_exit=weak_call(self._release))
         try:
-            self.thread.run(self._open(namespace))
+            self.thread.open()
+            self.thread.run(lambda: self._open(namespace))
         except BaseException:
             self._end_threads()
             raise
@@ -88,6 +95,7 @@ class EngineMemoryTier:
         self._opened = await open_tier(self._staged, context, settings)
         try:
             self.plane = self._control(queue_rows)
+            self._failed = FailedEngineMemoryPlane(self.plane, self._jobs)
         except BaseException:
             await self._staged.close()
             raise
@@ -107,44 +115,71 @@ class EngineMemoryTier:
 
     def _control(self, queue_rows: int) -> EngineMemoryPlane:
         options, opened = self._options, self._opened
-        policy, timeout_seconds = options.eviction_policy(), options.job_timeout_seconds
-        setup = TierSetup(self._name, FS, opened, policy, timeout_seconds=timeout_seconds, by_root=False)
+        eviction, timeout_seconds = options.eviction_policy(), options.job_timeout_seconds
+        setup = TierSetup(
+            self._name,
+            FS,
+            opened,
+            find_policy(eviction),
+            timeout_seconds=timeout_seconds,
+            by_root=False,
+            kind=options.type,
+            eviction=eviction,
+        )
         # Several jobs fit side by side, so that copies and I/O overlap.
         part_blocks = max(1, min(PART_BLOCKS, queue_rows // 4))
         pinned_max = max(1, self._rows.num_rows // PINNED_SHARE)
-        lower = LowerTier(1, setup, queue_rows)
+        lower = LowerTier(1, with_hints(setup, options), queue_rows)
         return EngineMemoryPlane(lower, self._staged.permits, part_blocks, pinned_max, opened.epoch)
 
     # -- requests and jobs ---------------------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, request_id: str) -> LookupResult:
         """As `EngineMemoryPlane.lookup`; MISS after `close`."""
-        return LookupResult.MISS if self._shut else self.plane.lookup(key, request_id, time.monotonic())
+        if self._shut:
+            return LookupResult.MISS
+        try:
+            return self.plane.lookup(key, request_id, time.monotonic())
+        except BaseException as error:
+            self._fail(error)
+            return LookupResult.MISS
 
     def submit(self, transfer: EngineTransfer) -> None:
         """Begin to store or load blocks. The job's rows are this tier's until `finished` returns it."""
-        self.plane.submit(transfer, time.monotonic())
+        if transfer.job_id in self._jobs:
+            raise UsageError(f"job {transfer.job_id} is in flight")
+        self._jobs[transfer.job_id] = transfer
+        try:
+            self.plane.submit(transfer, time.monotonic())
+        except BaseException as error:
+            self._fail(error)
         self._send()
 
     def end_step(self) -> None:
         """The step's loads were submitted: its hits need not be kept any longer."""
-        self.plane.end_step()
+        try:
+            self.plane.end_step()
+        except BaseException as error:
+            self._fail(error)
         self._send()
 
     def _send(self) -> None:
-        jobs, queries = self.plane.take_jobs(), self.plane.take_queries()
-        if self._shut:
-            self.plane.give_up(time.monotonic())
-        elif self.thread.alive:  # else `_receive` gives up what is in flight
-            if jobs:
-                self.thread.call_soon(self._dispatcher.submit, jobs)
-            for query in queries:
-                self.thread.start(self._look_up(query))
+        try:
+            jobs, queries = self.plane.take_jobs(), self.plane.take_queries()
+            if self._shut:
+                self.plane.give_up(time.monotonic())
+            elif (jobs or queries) and self.thread.alive:  # else `_receive` gives up what is in flight
+                self.thread.call_soon(self._start, jobs, queries)
+        except BaseException as error:  # such as of a loop that has ended just now
+            self._fail(error)
 
-    async def _look_up(self, query: PresenceQuery) -> None:
-        self._deliver(await look_up(self._staged.backend, query))
+    def _start(self, jobs: Sequence[Emission], queries: Sequence[PresenceQuery]) -> None:
+        """In the loop: begin what was decided."""
+        self._dispatcher.submit(jobs)
+        for query in queries:
+            self._lookups.begin(self._staged.backend, query, self._deliver)
 
-    def _deliver(self, batch: Sequence[Delivery | PresenceAnswers]) -> None:
+    def _deliver(self, batch: Sequence[Arrival]) -> None:
         """In the loop's thread: extending a deque is atomic, and the engine's thread empties it."""
         self._inbox.extend(batch)
         self._arrived.set()
@@ -152,19 +187,51 @@ class EngineMemoryTier:
     def finished(self) -> list[EngineTransfer]:
         """The engine's jobs that ended since the last call, each once."""
         self._receive()
-        return self.plane.take_ended()
+        try:
+            ended = self.plane.take_ended()
+        except BaseException as error:
+            self._fail(error)
+            ended = self.plane.take_ended()
+        for transfer in ended:
+            self._jobs.pop(transfer.job_id, None)
+        return ended
 
     def _receive(self) -> None:
         if self._shut:
             return
-        plane, now = self.plane, time.monotonic()
+        now = time.monotonic()
         self._arrived.clear()
         while self._inbox:
-            plane.deliver(self._inbox.popleft(), now)
-        if plane.busy and not self.thread.alive:
-            self._log.error("%s: the thread that moves blocks has ended", self._name)
-            plane.give_up(now)
-        plane.relieve(now)
+            try:
+                self.plane.deliver(self._inbox.popleft(), now)
+            except BaseException as error:
+                self._fail(error)
+        try:
+            if self.plane.busy and not self.thread.alive:
+                self._log.error("%s: the thread that moves blocks has ended", self._name)
+                self.plane.give_up(now)
+            self.plane.relieve(now)
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """An exception left the plane half-way through a step: one that finds nothing takes its place.
+
+        Call in an except clause. Raises again what ends a program, such as KeyboardInterrupt.
+        """
+        first, self.plane = self.plane is not self._failed, self._failed
+        self._log.critical(
+            "%s has failed: every job ends, and nothing is found here any more", self._name, exc_info=error
+        )
+        try:
+            if first:
+                self._failed.take_over()
+            if self.thread.alive:
+                self.thread.call_soon(self._dispatcher.stop)
+        except Exception:  # no job begins without the plane, and those in flight may touch the engine's rows no more
+            self._log.exception("%s: what was in flight could not be stopped", self._name)
+        if not isinstance(error, Exception):
+            raise error
 
     # -- ending --------------------------------------------------------------------------------------------------
 
@@ -199,7 +266,7 @@ class EngineMemoryTier:
         seconds = self._options.close_timeout_seconds + GRACE_SECONDS
         try:
             if self.thread.alive:
-                self.thread.run(self._close(seconds), 2 * seconds)
+                self.thread.run(lambda: self._close(seconds), 2 * seconds)
         except TimeoutError:
             self._log.warning("%s did not close within %g s and is left behind", self._name, 2 * seconds)
         finally:
@@ -207,6 +274,7 @@ class EngineMemoryTier:
 
     async def _close(self, seconds: float) -> None:
         self._dispatcher.stop()
+        self._lookups.cancel()
         await close_each([self._staged], seconds)
         await self._copy_threads.close(GRACE_SECONDS)  # what has ended is delivered meanwhile
 
@@ -216,7 +284,7 @@ class EngineMemoryTier:
 
     def stats(self) -> StackStats:
         """Figures since the tier was opened; also after closing."""
-        figures = lower_stats(self.plane.lower, self._opened, self._queues, time.monotonic())
+        figures = lower_stats(self.plane.lower, self._queues, time.monotonic())
         return StackStats({self._name: figures}, self.plane.backlog)
 
 

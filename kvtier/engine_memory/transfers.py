@@ -102,7 +102,7 @@ class TransferPart(LowerTransfer):
         full = [at for at, outcome in enumerate(outcomes) if outcome.reason is DropReason.DISK_FULL]
         if lower.owned is not None and full:
             lower.owned.placement.disk_full([self.slots[at] for at in full], now)
-        tried_again = self._disk_was_full or lower.room_breaker.state is not BreakerState.CLOSED
+        tried_again = lower.owned is None or self._disk_was_full or lower.room_breaker.state is not BreakerState.CLOSED
         self.judge_room(outcomes, tried_again, now)
 
     def late(self, now: float) -> None:

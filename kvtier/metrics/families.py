@@ -4,30 +4,36 @@ Names follow the conventions of Prometheus: the prefix `kvtier_`, base units (`_
 `_total`, and `_total` on counters only. A colon would be replaced by exporters, so that one metric had two names.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from kvtier.control.tiers.histogram import DURATION_BOUNDS, HistogramFigures
 from kvtier.stack.stats import StackStats
 
-Samples = dict[tuple[str, ...], float]
-"""One metric's values at one moment, by the values of its labels."""
+Samples = dict[tuple[str, ...], float | HistogramFigures]
+"""One metric's values at one moment, by the values of its labels; those of a histogram are `HistogramFigures`."""
 
 
 @dataclass(frozen=True, slots=True)
 class MetricDefinition:
     """One metric: `figure` of `TierStats` for every tier, or of `StackStats` where there are no labels.
 
-    A figure with values by reason or state has a second label.
+    A figure with values by reason or state has a second label. `transfers.queued_bytes` is a figure of each value of
+    `transfers`. `bounds` are those of a histogram's buckets.
     """
 
     name: str
     figure: str
     label_names: tuple[str, ...]
     help: str
+    bounds: tuple[float, ...] = ()
 
     @property
-    def kind(self) -> Literal["counter", "gauge"]:
+    def kind(self) -> Literal["counter", "gauge", "histogram"]:
         """A counter, which only grows while the stack is open, if the name ends in `_total`. A gauge may fall."""
+        if self.bounds:
+            return "histogram"
         return "counter" if self.name.endswith("_total") else "gauge"
 
 
@@ -37,41 +43,96 @@ def metric_families(stats: StackStats) -> dict[MetricDefinition, Samples]:
 
 
 def _samples(definition: MetricDefinition, stats: StackStats) -> Samples:
-    if not definition.label_names:
-        return {(): getattr(stats, definition.figure)}
+    if "tier" not in definition.label_names:
+        return dict(_labelled((), getattr(stats, definition.figure)))
+    name, _, inner = definition.figure.partition(".")
     samples: Samples = {}
     for tier, figures in stats.tiers.items():
-        value = getattr(figures, definition.figure)
-        if isinstance(value, dict):
-            samples |= {(tier, key): each for key, each in value.items()}
-        else:
-            samples[tier,] = value
+        value = getattr(figures, name)
+        if inner:
+            value = {key: getattr(each, inner) for key, each in value.items()}
+        samples.update(_labelled((tier,), value))
     return samples
 
 
+def _labelled(labels: tuple[str, ...], value: object) -> Iterator[tuple[tuple[str, ...], float | HistogramFigures]]:
+    """Each value of a figure with its labels: one by reason or state has one more, one by a tuple as many as that."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from _labelled((*labels, *key) if isinstance(key, tuple) else (*labels, key), each)
+    else:
+        assert isinstance(value, int | float | HistogramFigures)
+        yield labels, value
+
+
 _TIER = ("tier",)
+_DIRECTION = ("tier", "direction")
+_LOOKED_UP = "Blocks looked up in the tier because no tier above had them."
+_LACKED = "Blocks looked up in the tier that it did not have."
+_TOOK = "Seconds from the beginning of a transfer job to its end."
+_WAITED = "Seconds that a transfer job waited in the tier's queue."
+_MOVING = "Bytes of the rows of transfer jobs in flight."
+_QUEUED = "Bytes of the rows of transfer jobs that wait."
+_LATE = "Transfer jobs whose deadline passed, by where they were."
 _IN_FLIGHT = "Seconds in which at least one {} of the tier was in flight."
 _ERRORS = "Blocks that the tier could not load or store: failed, corrupt, missing or late. Each is a miss."
+_UP = "1 while the tier is used, 0 while a breaker refuses its loads, its stores or its lookups."
+_SKIPPED = "Blocks not sent to the tier, without a loss: already there, or not admitted so far."
+_COMPUTED = "Blocks found in the tier and not loaded, because the engine computes them sooner."
+_AGAIN = "Blocks stored in the stack once more after the tier did not admit them."
+_WRITTEN = "Bytes on the tier's device of the blocks stored in it, with headers and padding."
+_BREAKER = "1 for the state that a breaker of the tier is in, 0 for the others."
+_ENTERED = "Times that a breaker of the tier entered the state."
+_EVENTS = "What the tier itself counted, such as repeated requests."
+_ABOUT = ("tier", "type", "policy", "write_policy", "admit", "mode")
+_USED = "Blocks of the requests that began, where curves are on."
+_MISSED = "Of them, those that the tier would not have had at so many times its size, estimated."
 
 DEFINITIONS: tuple[MetricDefinition, ...] = tuple(
     MetricDefinition(*row)
     for row in (
+        ("kvtier_looked_up_blocks_total", "looked_up", _TIER, _LOOKED_UP),
+        ("kvtier_missed_blocks_total", "missed", _TIER, _LACKED),
+        ("kvtier_promoted_blocks_total", "promoted", _TIER, "Blocks promoted from the tier to the CPU tier."),
+        ("kvtier_demoted_blocks_total", "demoted", _TIER, "Blocks demoted from the CPU tier to the tier."),
         ("kvtier_hit_blocks_total", "hits", _TIER, "Blocks loaded for requests whose highest copy was in the tier."),
         ("kvtier_loaded_blocks_total", "loaded", _TIER, "Blocks loaded from the tier."),
         ("kvtier_stored_blocks_total", "stored", _TIER, "Blocks stored in the tier."),
         ("kvtier_evicted_blocks_total", "evictions", _TIER, "Blocks evicted from the tier."),
+        ("kvtier_expired_blocks_total", "expired", _TIER, "Blocks of the tier that became older than its max_age."),
         ("kvtier_load_bytes_total", "load_bytes", _TIER, "Payload bytes loaded from the tier."),
         ("kvtier_store_bytes_total", "store_bytes", _TIER, "Payload bytes stored in the tier."),
+        ("kvtier_written_bytes_total", "written_bytes", _TIER, _WRITTEN),
         ("kvtier_load_seconds_total", "load_seconds", _TIER, _IN_FLIGHT.format("load")),
         ("kvtier_store_seconds_total", "store_seconds", _TIER, _IN_FLIGHT.format("store")),
+        ("kvtier_transfer_seconds", "transfers.took_seconds", _DIRECTION, _TOOK, DURATION_BOUNDS),
+        ("kvtier_transfer_wait_seconds", "transfers.waited_seconds", _DIRECTION, _WAITED, DURATION_BOUNDS),
+        ("kvtier_in_flight_bytes", "transfers.in_flight_bytes", _DIRECTION, _MOVING),
+        ("kvtier_queued_bytes", "transfers.queued_bytes", _DIRECTION, _QUEUED),
+        ("kvtier_missed_deadlines_total", "transfers.deadlines_missed", (*_DIRECTION, "reason"), _LATE),
         ("kvtier_block_errors_total", "errors", ("tier", "reason"), _ERRORS),
         ("kvtier_dropped_blocks_total", "dropped", ("tier", "reason"), "Blocks that were not stored in the tier."),
+        ("kvtier_skipped_blocks_total", "skipped", ("tier", "reason"), _SKIPPED),
+        ("kvtier_computed_sooner_blocks_total", "computed_sooner", _TIER, _COMPUTED),
+        ("kvtier_computed_again_blocks_total", "computed_again", _TIER, _AGAIN),
+        ("kvtier_curve_used_blocks_total", "curve_used", _TIER, _USED),
+        ("kvtier_curve_missed_blocks_total", "curve_missed", ("tier", "size"), _MISSED),
         ("kvtier_used_bytes", "used_bytes", _TIER, "Bytes of the slots that hold a block."),
         ("kvtier_peak_used_bytes", "peak_bytes", _TIER, "Largest value of used bytes so far."),
         ("kvtier_capacity_bytes", "capacity_bytes", _TIER, "Bytes the tier may use at most."),
+        ("kvtier_used_tokens", "used_tokens", _TIER, "Tokens whose blocks of every group fit in the used bytes."),
+        ("kvtier_capacity_tokens", "capacity_tokens", _TIER, "Tokens whose blocks of every group fit in the tier."),
+        ("kvtier_recovered_blocks", "recovered", _TIER, "Blocks found in the tier when it was opened."),
+        ("kvtier_recovery_seconds", "recovery_seconds", _TIER, "Seconds in which the tier was opened."),
         ("kvtier_slots", "slots", ("tier", "state"), "Slots of the tier by state."),
-        ("kvtier_tier_up", "up", _TIER, "1 while the tier is used, 0 while a breaker refuses its loads or its stores."),
+        ("kvtier_tier_up", "up", _TIER, _UP),
+        ("kvtier_breaker_state", "breaker_states", (*_DIRECTION, "state"), _BREAKER),
+        ("kvtier_breaker_transitions_total", "breakers.entered", (*_DIRECTION, "state"), _ENTERED),
+        ("kvtier_tier_events_total", "events", ("tier", "reason"), _EVENTS),
+        ("kvtier_tier_joined", "joined", _TIER, "1 while the tier loads and stores, 0 while it is held back."),
         ("kvtier_backlog_blocks", "backlog", (), "Blocks queued or in flight to lower tiers."),
+        ("kvtier_config_info", "about", _ABOUT, "1, with the settings of the tier as labels."),
+        ("kvtier_build_info", "build", ("version",), "1, with the version of kvtier as label."),
         ("kvtier_lost_events_total", "events_lost", (), "Keys whose events were discarded because they were not read."),
     )
 )

@@ -6,6 +6,8 @@ content    the expected content of each block, a function of its key
 pool       GPU blocks with reference counts, and the prefix cache over them
 engine     KV tensors, and a pool, a store planner and the content for each group
 serve      the loop
+timeline   a run over time, for a page
+watched_server  the loop with a timeline
 run        one whole replay
 report     the result: counts, table, JSON
 """

@@ -1,12 +1,14 @@
 """The engine's side of a replay: KV tensors on a device, a block pool and the expected content for each group."""
 
 import os
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from kvtier.errors import ConfigError, ResourceError
 from kvtier.planner import StoreMode, StorePlanner
-from kvtier.replay.content import BlockContent
+from kvtier.replay.content import BlockContent, Pages, WrongPage
 from kvtier.replay.pool import BlockPool
 from kvtier.tier_api.memory_limits import SystemLimits, tightest
 from kvtier.types.arrays import IntArray
@@ -15,11 +17,39 @@ from kvtier.types.geometry import KVLayout
 NO_BLOCK = -1
 
 
-class EngineCache:
-    """GPU blocks of a layout: a tensor for each tensor reference; a pool, a store planner, a content for each group.
+class Content(Protocol):
+    """What the blocks of one group hold."""
+
+    def write(self, pages: Pages) -> None:
+        """Afterwards each page holds the content of its key."""
+
+    def check(self, pages: Pages) -> list[WrongPage]:
+        """The pages that do not hold the content of their key."""
+
+
+class EngineBlocks:
+    """GPU blocks of a layout by their ids: a pool, a store planner and a content for each group.
 
     Block ids of a group are good in all of the group's tensors. No two groups share a tensor.
     """
+
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, contents: Sequence[Content], store_mode: StoreMode = StoreMode.EAGER
+    ) -> None:
+        self.layout = layout
+        self.contents = contents
+        self.planners = [StorePlanner(store_mode, layout.block_size_factor) for _ in layout.groups]
+        self.pools = [BlockPool(num_blocks, planner.fenced) for planner in self.planners]
+
+    def release(self, tables: list[IntArray]) -> None:
+        """Release the blocks in a request's tables, one for each of the first groups. The leaf goes first, so that a
+        prefix outlives what follows it."""
+        for pool, table in zip(self.pools, tables, strict=False):
+            pool.release(table[table != NO_BLOCK][::-1].tolist())
+
+
+class EngineCache(EngineBlocks):
+    """GPU blocks with their bytes: a tensor for each tensor reference of the layout."""
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: str, store_mode: StoreMode = StoreMode.EAGER) -> None:
         """Zeroed tensors for `num_blocks` GPU blocks of every group. Raises ResourceError where memory is short."""
@@ -30,17 +60,9 @@ class EngineCache:
                 f"the GPU pool needs {need} bytes on {device} and {have} are available: "
                 f"lower --block-bytes or --gpu-blocks"
             )
-        self.layout, self.device = layout, device
+        self.device = device
         self.tensors = allocate_tensors(layout, num_blocks, device)
-        self.contents = [BlockContent(group, self.tensors) for group in layout.groups]
-        self.planners = [StorePlanner(store_mode, layout.block_size_factor) for _ in layout.groups]
-        self.pools = [BlockPool(num_blocks, planner.fenced) for planner in self.planners]
-
-    def release(self, tables: list[IntArray]) -> None:
-        """Release the blocks in a request's tables, one for each of the first groups. The leaf goes first, so that a
-        prefix outlives what follows it."""
-        for pool, table in zip(self.pools, tables, strict=False):
-            pool.release(table[table != NO_BLOCK][::-1].tolist())
+        super().__init__(layout, num_blocks, [BlockContent(group, self.tensors) for group in layout.groups], store_mode)
 
 
 def allocate_tensors(layout: KVLayout, num_blocks: int, device: str) -> tuple[torch.Tensor, ...]:

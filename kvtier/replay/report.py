@@ -12,6 +12,7 @@ from kvtier.stack import TierStats
 from kvtier.tables import table
 
 GIB = 1 << 30
+COLUMNS = ("tier", "hit tokens", "loaded", "stored", "evicted", "dropped", "used of bound")
 _NONE = "-"
 
 
@@ -67,18 +68,11 @@ class ReplayReport:
     def show(self, console: Console) -> None:
         """Print the table by tier, what was verified, and each wrong page that was kept."""
         counts = self.counts
-        columns = ("tier", "hit tokens", "loaded", "stored", "evicted", "dropped", "used of bound")
-        console.print(table(columns, self._rows(), title="Replay by tier"))
+        console.print(table(COLUMNS, self.rows(), title="Replay by tier"))
         console.print(
             "; ".join(f"{escape(name)}: {escape(tier.mode)}" for name, tier in self.tiers.items() if tier.mode)
         )
-        hit = sum(counts.hit_tokens.values())
-        console.print(
-            f"{counts.requests:,} requests, {counts.prompt_tokens:,} prompt tokens, {hit:,} hit "
-            f"({_share(hit, counts.prompt_tokens)}), in {self.seconds:.1f} s. Blocks: {counts.stored:,} stored, "
-            f"{counts.loaded:,} loaded, {counts.verified:,} verified, {counts.mismatched:,} mismatched; "
-            f"{counts.gpu_verified:,} verified in place on the GPU."
-        )
+        console.print(self.summary())
         if self.recovered_blocks:
             console.print(
                 f"{self.recovered_blocks:,} blocks of an earlier run were there at the start; {counts.earlier:,} loads "
@@ -91,10 +85,22 @@ class ReplayReport:
         verdict = "[green]every byte right[/green]" if self.ok else "[bold red]WRONG BYTES[/bold red]"
         console.print(f"Verdict: {verdict}.")
 
+    def summary(self) -> str:
+        """Requests, hits, time, and what was verified, in a line."""
+        counts = self.counts
+        hit = sum(counts.hit_tokens.values())
+        return (
+            f"{counts.requests:,} requests, {counts.prompt_tokens:,} prompt tokens, {hit:,} hit "
+            f"({_share(hit, counts.prompt_tokens)}), in {self.seconds:.1f} s. Blocks: {counts.stored:,} stored, "
+            f"{counts.loaded:,} loaded, {counts.verified:,} verified, {counts.mismatched:,} mismatched; "
+            f"{counts.gpu_verified:,} verified in place on the GPU."
+        )
+
     def _names(self) -> Iterable[str]:
         return dict.fromkeys([*self.tiers, *self.counts.hit_tokens])
 
-    def _rows(self) -> Iterator[tuple[str, ...]]:
+    def rows(self) -> Iterator[tuple[str, ...]]:
+        """One row of text for each tier, with the columns COLUMNS."""
         for name, tier in self.tiers.items():
             tokens = self.counts.hit_tokens.get(name, 0)
             yield (

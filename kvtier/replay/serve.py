@@ -10,10 +10,11 @@ demotions are queued or in flight.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,20 +23,45 @@ from kvtier.errors import ConfigError
 from kvtier.planner import GroupLoad, StoreMode, StorePlan, StorePlanner, plan_load, usable_prefix
 from kvtier.planner.prefix import window_start
 from kvtier.replay.content import Pages, WrongPage
-from kvtier.replay.engine import NO_BLOCK, EngineCache
-from kvtier.stack import TierStack
+from kvtier.replay.engine import NO_BLOCK, EngineBlocks
 from kvtier.tier_api.contract import LookupResult
 from kvtier.traces.requests import KeyChain, Request, group_keys, offload_keys
 from kvtier.types.arrays import IntArray, distinct, int_array
 from kvtier.types.geometry import KVLayout
-from kvtier.types.jobs import BlockOutcome, BlockStatus, JobKind, JobResult
+from kvtier.types.jobs import BlockOutcome, BlockStatus, GPUGroup, JobKind, JobResult, TransferJob
 from kvtier.types.keys import OffloadKey, RequestId
+from kvtier.types.requests import RequestInfo
 
 WRONG_PAGES_KEPT = 16
 DRAIN_SECONDS = 60.0
 LOADABLE = (LookupResult.HIT, LookupResult.HIT_PENDING)
 
 Flags = npt.NDArray[np.bool_]
+Prefill = Callable[[Request, int], Awaitable[None]]
+"""Called with a request and how many tokens of its prompt are left to compute; returns when the first token is out."""
+
+
+class ServedStack(Protocol):
+    """What the loop calls of a stack: a `TierStack`, or one in virtual time."""
+
+    async def lookup(self, keys: Sequence[OffloadKey]) -> Sequence[LookupResult]: ...
+    def locate(self, keys: Sequence[OffloadKey]) -> list[str | None]: ...
+    def job(self, kind: JobKind, groups: Sequence[GPUGroup]) -> TransferJob: ...
+    async def load(self, keys: TransferJob) -> JobResult: ...
+    async def store(self, keys: TransferJob) -> JobResult: ...
+    def begin_request(
+        self, request_id: RequestId, keys: Sequence[OffloadKey], *, time: float | None, info: RequestInfo | None
+    ) -> None: ...
+    def end_request(self, request_id: RequestId, *, output_tokens: int | None) -> None: ...
+    def touch(self, keys: Sequence[OffloadKey]) -> None: ...
+    async def drain(self, timeout_seconds: float, backlog: int) -> bool: ...
+
+
+class Condition(AbstractAsyncContextManager[None], Protocol):
+    """What the loop calls of an `asyncio.Condition`, which another scheduler may replace."""
+
+    async def wait(self) -> object: ...
+    def notify_all(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +109,7 @@ class Counts:
 
 
 @dataclass(slots=True, eq=False)
-class _Work:
+class Work:
     """One request in flight; every list has one entry for each group, every position counts GPU blocks.
 
     `keys` are the GPU blocks' keys, `offload` the offloaded blocks', `in_stack` and `where` the stack's answers for
@@ -109,9 +135,19 @@ class _Work:
 
 
 class Server:
-    """Serves requests over one engine cache and one stack. Counts are in `counts`."""
+    """Serves requests over one engine's blocks and one stack. Counts are in `counts`.
 
-    def __init__(self, engine: EngineCache, stack: TierStack, options: ServeOptions | None = None) -> None:
+    `prefill` computes what is missing of a prompt. With a `freed` of its own `serve` needs no event loop of asyncio.
+    """
+
+    def __init__(
+        self,
+        engine: EngineBlocks,
+        stack: ServedStack,
+        options: ServeOptions | None = None,
+        freed: Condition | None = None,
+        prefill: Prefill | None = None,
+    ) -> None:
         self.counts = Counts()
         self._engine = engine
         self._stack = stack
@@ -122,7 +158,8 @@ class Server:
         self._block_tokens = engine.layout.groups[0].block_size
         self._factor = engine.layout.block_size_factor
         self._chain = KeyChain()
-        self._freed = asyncio.Condition()
+        self._freed = freed or asyncio.Condition()
+        self._prefill = prefill
         self._begun = 0
         self._stored: set[OffloadKey] = set()
 
@@ -147,18 +184,20 @@ class Server:
         work = self._begin(request)
         if self._engine.planners[0].mode is StoreMode.LAZY:
             await self._store_coldest(len(work.keys[0]))
+        self._announce(work)
         await self._lookup(work)
         async with self._blocks(work):
             self._check_hits(work)
             await self._load(work)
-            self._compute(work)
+            await self._compute(work)
             await self._store(work)
         self._stack.touch(self._touched(work))
+        self._stack.end_request(work.request_id, output_tokens=request.output_tokens)
         await self._stack.drain(DRAIN_SECONDS, self._options.backlog)
         self.counts.requests += 1
         self.counts.prompt_tokens += request.prompt_tokens
 
-    def _begin(self, request: Request) -> _Work:
+    def _begin(self, request: Request) -> Work:
         """Hash the request."""
         digests = self._chain.digests(request)
         if len(digests) > self._engine.pools[0].num_blocks:
@@ -167,9 +206,15 @@ class Server:
         self._begun += 1
         keys = [group_keys(digests, group) for group in range(len(self._groups))]
         offload = [offload_keys(of_group, self._factor) for of_group in keys]
-        return _Work(RequestId(str(self._begun)), request, keys, offload)
+        return Work(RequestId(str(self._begun)), request, keys, offload)
 
-    async def _lookup(self, work: _Work) -> None:
+    def _announce(self, work: Work) -> None:
+        """Name the blocks of the prompt. Policies that follow requests take the time of the trace for theirs."""
+        request, whole = work.request, work.request.prompt_blocks // self._factor
+        keys = [key for offload in work.offload for key in offload[:whole]]
+        self._stack.begin_request(work.request_id, keys, time=request.arrived, info=request.info)
+
+    async def _lookup(self, work: Work) -> None:
         """Look up every block of the request, and count what the stack has."""
         for offload in work.offload:
             work.in_stack.append([result in LOADABLE for result in await self._stack.lookup(offload)])
@@ -179,7 +224,7 @@ class Server:
         self.counts.block_hits += held.index(False) if False in held else len(held)
 
     @asynccontextmanager
-    async def _blocks(self, work: _Work) -> AsyncIterator[None]:
+    async def _blocks(self, work: Work) -> AsyncIterator[None]:
         """Take all the GPU blocks a request needs. A request that cannot have them all takes none and waits. It does
         not wait forever: the pool has room for any one request."""
         async with self._freed:
@@ -192,7 +237,7 @@ class Server:
             async with self._freed:
                 self._freed.notify_all()
 
-    def _claim(self, work: _Work) -> bool:
+    def _claim(self, work: Work) -> bool:
         """Choose the usable prefix and take GPU blocks; False, and nothing taken, if the pool is too full now."""
         self._choose_prefix(work)
         work.tables, work.missing = [], []
@@ -214,7 +259,7 @@ class Server:
             work.missing.append(missing)
         return True
 
-    def _choose_prefix(self, work: _Work) -> None:
+    def _choose_prefix(self, work: Work) -> None:
         """The prefix the GPU holds, then the longer one that it and the stack hold together."""
         cached = zip(self._engine.pools, work.keys, strict=True)
         on_gpu = [[pool.find(key) is not None for key in keys] for pool, keys in cached]
@@ -223,11 +268,11 @@ class Server:
         present = [[True] * whole + in_stack[whole:] for in_stack in work.in_stack]
         work.length = max(work.computed, self._usable_blocks(self._layout, present, work))
 
-    def _usable_blocks(self, layout: KVLayout, present: list[list[bool]], work: _Work) -> int:
+    def _usable_blocks(self, layout: KVLayout, present: list[list[bool]], work: Work) -> int:
         """The longest prefix, in GPU blocks, that is valid in every group."""
         return usable_prefix(layout, present, work.request.prompt_tokens) // self._block_tokens
 
-    def _check_hits(self, work: _Work) -> None:
+    def _check_hits(self, work: Work) -> None:
         """Compare the blocks hit on the GPU: nothing may have written over them since they were filled."""
         for group, table in enumerate(work.tables):
             hit = np.flatnonzero((table != NO_BLOCK) & ~work.missing[group])
@@ -236,7 +281,7 @@ class Server:
             self._note_wrong(wrong, len({page.gpu_block for page in wrong}))
         self._count_hits(self._options.gpu_name, work.computed)
 
-    async def _load(self, work: _Work) -> None:
+    async def _load(self, work: Work) -> None:
         """Load what the stack has of the prefix, compare it, and leave `missing` what did not come whole."""
         if work.length == work.computed:
             return
@@ -248,7 +293,7 @@ class Server:
         for load, outcomes in zip(loads, result.outcomes, strict=True):
             self._take(work, load, outcomes)
 
-    def _take(self, work: _Work, load: GroupLoad, outcomes: Sequence[BlockOutcome]) -> None:
+    def _take(self, work: Work, load: GroupLoad, outcomes: Sequence[BlockOutcome]) -> None:
         """Compare loaded GPU blocks before use. A wrong one counts, and is computed like one that did not come."""
         group, counts, where = load.group, self.counts, work.where[load.group]
         came = np.array([outcome.status is BlockStatus.LOADED for outcome in outcomes], dtype=np.bool_)
@@ -273,15 +318,19 @@ class Server:
             for row in (good // self._factor).tolist():
                 self._count_hits(where[row] or self._options.cpu_name, 1)
 
-    def _compute(self, work: _Work) -> None:
+    async def _compute(self, work: Work) -> None:
         """Fill what is missing, as the model would have."""
+        if self._prefill is not None:
+            present = int(np.argmax(work.missing[0])) if work.missing[0].any() else len(work.missing[0])
+            tokens = work.request.prompt_tokens - min(present, work.length) * self._block_tokens
+            await self._prefill(work.request, tokens)
         for group, missing in enumerate(work.missing):
             positions = np.flatnonzero(missing)
             self._engine.contents[group].write(work.pages(group, positions))
             self._publish(work, group, positions)
             self.counts.computed += len(positions)
 
-    async def _store(self, work: _Work) -> None:
+    async def _store(self, work: Work) -> None:
         """Name the whole blocks that the stack lacks to the planners, and store what they choose now."""
         for group, planner in enumerate(self._engine.planners):
             offload, where = work.offload[group], work.where[group]
@@ -328,7 +377,7 @@ class Server:
         self.counts.stored += stored
         self.counts.dropped += len(statuses) - stored - statuses.count(BlockStatus.PRESENT)
 
-    def _touched(self, work: _Work) -> list[OffloadKey]:
+    def _touched(self, work: Work) -> list[OffloadKey]:
         """The offload keys the request used, in prefix order, the groups side by side."""
         used = [
             (row, group)
@@ -338,7 +387,7 @@ class Server:
         ]
         return [work.offload[group][row] for row, group in sorted(used)]
 
-    def _publish(self, work: _Work, group: int, positions: IntArray) -> None:
+    def _publish(self, work: Work, group: int, positions: IntArray) -> None:
         pool, keys, table = self._engine.pools[group], work.keys[group], work.tables[group]
         for position in positions.tolist():
             pool.publish(int(table[position]), keys[position])

@@ -14,6 +14,7 @@ from kvtier.errors import ConfigError
 from kvtier.options import TierOptions
 from kvtier.replay.workload import make_workload
 from kvtier.stack import TierStack
+from kvtier.stack.installed_policies import find_policy
 from kvtier.tier_api.registry import discover
 from kvtier.traces.read import read_trace
 from kvtier.traces.requests import RequestSource
@@ -57,15 +58,23 @@ class ReplayOptions:
     cpu_blocks: int | None = None
     fs_blocks: int | None = None
     fs_root: Path | None = None
+    server: Literal["embedded"] | None = None
+    server_blocks: int | None = None
     policy: str | None = None
     store_mode: Literal["eager", "lazy"] = "eager"
     concurrency: int = 1
     backlog: int = 0
+    metrics_port: int | None = None
 
     @property
     def kind(self) -> str:
         """`trace` or the workload's name."""
         return "trace" if self.trace is not None else self.workload or "chat"
+
+    @property
+    def temporary(self) -> bool:
+        """True for tiers that are made for this replay alone, in sizes of a trial, and are gone after it."""
+        return self.stack is None or self.server is not None
 
 
 def make_source(options: ReplayOptions) -> RequestSource:
@@ -102,28 +111,38 @@ def make_layout(options: ReplayOptions, block_tokens: int, factor: int | None) -
 
 
 def read_config(options: ReplayOptions, scratch: Path) -> StackConfig:
-    """The stack of the options, or a GPU, CPU and filesystem stack in `scratch`, whose sizes `fit` sets."""
+    """The stack of the options, or a GPU, CPU and filesystem stack. What is temporary has its disks in `scratch`, and
+    `fit` sets its sizes. It records nothing."""
     config = parse_stack(DEFAULT_STACK) if options.stack is None else load_stack(options.stack)
-    root = options.fs_root or (scratch / "fs" if options.stack is None else None)
+    config = config.model_copy(update={"record": None})
+    if options.temporary:
+        placed = [tier.in_folders([str(scratch / tier.label)]) if tier.folders else tier for tier in config.tiers]
+        config = config.model_copy(update={"tiers": tuple(placed)})
+    root = options.fs_root
     if root is not None:
         config = _change(config, FS, "--fs-root", lambda tier: tier.in_folders([str(root.absolute())]))
     if options.policy is not None:
+        try:
+            find_policy(options.policy)
+        except ConfigError as error:
+            raise ConfigError(error.reason, "--policy") from None
         tiers = tuple(tier.with_known(policy=options.policy) for tier in config.tiers)
         config = config.model_copy(update={"tiers": tiers})
     return config
 
 
 def fit(config: StackConfig, options: ReplayOptions, geometry: Geometry) -> StackConfig:
-    """The stack with the capacities that the options give in blocks; the default stack has defaults of its own."""
+    """The stack with the capacities that the options give in blocks; a temporary one has defaults of its own."""
     cpu_blocks, fs_blocks, row = options.cpu_blocks, options.fs_blocks, geometry.row_bytes
-    if options.stack is None:
+    if options.temporary:
         defaults = DEFAULT_BLOCKS[options.kind]
         cpu_blocks = cpu_blocks or max(16, min(defaults[0], CPU_BYTES_MAX // row))
-        fs_blocks = fs_blocks or max(64, min(defaults[1], FS_BYTES_MAX // row))
+        if fs_blocks is None and find_tier(config, FS):
+            fs_blocks = max(64, min(defaults[1], FS_BYTES_MAX // row))
     if cpu_blocks is not None:
         config = _change(config, CPU, "--cpu-blocks", lambda tier: tier.with_capacity(cpu_blocks * row))
     if fs_blocks is not None:
-        config = _change(config, FS, "--fs-blocks", lambda tier: _with_slots(tier, geometry, fs_blocks))
+        config = _change(config, FS, "--fs-blocks", lambda tier: with_slots(tier, geometry, fs_blocks))
     return config
 
 
@@ -139,7 +158,7 @@ def make_stack(config: StackConfig, layout: KVLayout, kv_caches: Sequence[torch.
     return open_stack(config, namespace, kv_caches)
 
 
-def _with_slots(tier: TierOptions, geometry: Geometry, blocks: int) -> TierOptions:
+def with_slots(tier: TierOptions, geometry: Geometry, blocks: int) -> TierOptions:
     """The tier with the smallest capacity that holds at least `blocks` blocks."""
     backend = discover().get(tier.type)
 

@@ -2,22 +2,48 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvtier.control.plane import ControlPlane
 from kvtier.stack.dispatcher import Dispatcher, TierQueue
-from kvtier.tier_api.contract import LoadStore, Opened
+from kvtier.stack.joining import Joining
+from kvtier.stack.model_files import ModelFiles
+from kvtier.tier_api.contract import LoadStore
+from kvtier.traces.recorder import Recorder
 from kvtier.types.geometry import Geometry
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+class Served(Protocol):
+    """What serves the stack's figures beside it."""
+
+    async def close(self) -> asyncio.CancelledError | None:
+        """Serve nothing any more. Returns the cancellation that came meanwhile."""
+
+
+@dataclass(slots=True, eq=False)
 class Assembled:
-    """An open stack's insides. `queues[i].tier` are the tiers from the CPU down; `opened[i]` what they said."""
+    """An open stack's insides. `queues[i].tier` are the tiers from the CPU down.
+
+    With `joining` the lower tiers are opened later; `to_close` then grows by them. `plane` becomes a `FailedPlane` when
+    an exception leaves it half-way through a step. `models` keeps what policies learn, where there is a place for it.
+    """
 
     geometry: Geometry
     plane: ControlPlane
     dispatcher: Dispatcher
     queues: Sequence[TierQueue]
-    opened: Sequence[Opened]
     to_close: Sequence[LoadStore]
+    joining: Joining | None = None
+    recorder: Recorder | None = None
+    models: ModelFiles | None = None
+    stats_socket: Served | None = None
+
+    @property
+    def num_closings(self) -> int:
+        """How many tiers are closed at most, one after another; writing what was learned, and the end of opening those
+        that join, count too."""
+        joining = len(self.queues) if self.joining is not None else 0
+        return len(self.to_close) + joining + (self.models is not None)

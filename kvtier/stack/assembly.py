@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtier.aio.shielded_wait import wait_done
-from kvtier.control.deliveries import Delivery, PresenceAnswers, PresenceQuery
+from kvtier.control.deliveries import Arrival, PresenceAnswers, PresenceQuery
 from kvtier.control.plane import ControlLimits, ControlPlane
-from kvtier.control.state import TierSetup
+from kvtier.control.policies import RequestModels
+from kvtier.control.state import LowerTier, TierSetup
 from kvtier.errors import ConfigError, ResourceError, UsageError
-from kvtier.options import MAX_LOWER_TIERS, LowerTierOptions
+from kvtier.options import MAX_LOWER_TIERS, RecordOptions
 from kvtier.stack.assembled import Assembled
 from kvtier.stack.dispatcher import Dispatcher, TierQueue
+from kvtier.stack.joining import Joining, LowerTiers
+from kvtier.stack.kept_paces import kept_paces
+from kvtier.stack.model_files import ModelFiles
+from kvtier.stack.setups import chains, inflight_bytes, tier_setup
 from kvtier.stack.shutdown import close_each
 from kvtier.tier_api.contract import (
     AnswersLookups,
@@ -29,6 +36,7 @@ from kvtier.tier_api.contract import (
     Resettable,
     TierContext,
 )
+from kvtier.traces.recorder import Recorder
 from kvtier.types.geometry import Geometry, stack_alignment
 from kvtier.types.keys import CPU, GPU
 from kvtier.types.namespace import Namespace
@@ -38,7 +46,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-UNBOUNDED_BYTES = 1 << 62
 
 T = TypeVar("T")
 _closing_late: set[asyncio.Task[None]] = set()
@@ -52,16 +59,27 @@ class StackSettings(ControlLimits):
     A load that passes its deadline ends with what it has; a store that finds no row by its deadline is dropped;
     closing drains lower tiers for at most `close_seconds` and then gives each tier `tier_close_seconds` to end its
     I/O. Opening gives each tier `open_seconds`, in which the CPU tier may have to fill a large region with pages.
-    `watermark_rows` is that of the CPU tier's options, whatever is given here.
+    Opening waits at most `identity_seconds` for `StackParts.refine`, and goes on without the lower tiers then.
+    `watermark_rows` is that of the CPU tier's options, whatever is given here, and `block_seconds` follows from
+    `prefill_tokens_per_second`, the speed at which the engine computes a prompt; 0: not known. With `measures_prefill`
+    it is that of the prompts given to `StackCore.prompt_computed`.
     """
 
     open_seconds: float = 300.0
+    identity_seconds: float = 5.0
     load_seconds: float = 30.0
     store_seconds: float = 10.0
     lookup_seconds: float = 1.0
+    prefill_tokens_per_second: float = 0.0
+    measures_prefill: bool = False
     close_seconds: float = 10.0
     tier_close_seconds: float = 60.0
     gather_seconds: float = 0.05
+
+    @property
+    def chooses(self) -> bool:
+        """True if what a tier would load later than the engine computes it is a miss."""
+        return self.measures_prefill or self.prefill_tokens_per_second > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +87,19 @@ class StackParts:
     """What an embedder hands over: tiers from the top down, the namespace, and the KV cache tensors or the workers.
 
     `refine` completes the namespace of the lower tiers by what the workers in other processes said of themselves when
-    they mapped the CPU tier's region; it raises ConfigError where they contradict each other.
+    they mapped the CPU tier's region; it raises ConfigError where they contradict each other. If it takes longer than
+    `settings.identity_seconds` the stack opens with its lower tiers held back: they neither load nor store. They are
+    opened and join when it ends. If they cannot be then, they are held back for the life of the stack; so they are too
+    if it raises OSError or ResourceError, in time or not, because the machine does not say what the namespace is.
 
     `workers`, one for each worker of the layout, replace the GPU tier where other processes copy between GPU blocks
     and rows; a gpu tier among `tiers` is theirs then and is not opened here. `engine_id` names the shared region for
-    processes that have to find it; random when empty.
+    processes that have to find it; random when empty. With `record` the stack keeps a trace of what it is given by
+    `StackCore.record_request`.
+
+    `state_dir` is the folder for what policies have learned, for the next start; when empty, the first folder of the
+    highest lower tier that has one. `stats_socket` is the path of a Unix socket that serves the stack's figures; empty:
+    none.
     """
 
     tiers: Sequence[LoadStore]
@@ -82,7 +108,10 @@ class StackParts:
     workers: Sequence[LoadStore] = ()
     engine_id: str = ""
     settings: StackSettings = StackSettings()
-    refine: Callable[[Namespace, Sequence[str]], Namespace] | None = None
+    refine: Callable[[Namespace, Sequence[str]], Awaitable[Namespace]] | None = None
+    record: RecordOptions | None = None
+    state_dir: str = ""
+    stats_socket: str = ""
 
 
 def order_problems(media: Sequence[str]) -> list[ConfigError]:
@@ -150,13 +179,17 @@ async def _within(
 ) -> T:
     """The result of a tier's call. Raises ResourceError when it does not end in time.
 
-    A call that is late, or whose caller is cancelled, is cancelled. It may go on for as long as a disk does not answer:
-    nothing waits for that, and `when_late` is called with it when it ends after all.
+    A call that is late, or whose caller is cancelled or cannot wait, is cancelled. It may go on for as long as a disk
+    does not answer: nothing waits for that, and `when_late` is called with it when it ends after all.
     """
-    call = asyncio.ensure_future(work)
+    try:
+        call = asyncio.ensure_future(work)
+    except Exception:
+        work.close()
+        raise
     try:
         await asyncio.wait((call,), timeout=settings.open_seconds)
-    except asyncio.CancelledError:
+    except BaseException:
         call.cancel()
         await wait_done(call, settings.tier_close_seconds)
         call.add_done_callback(when_late)
@@ -182,16 +215,20 @@ async def open_tier(tier: LoadStore, context: TierContext, settings: StackSettin
             _closing_late.add(closing)
             closing.add_done_callback(_closing_late.discard)
 
+    began = context.clock()
     try:
         opened = await _within(settings, tier, "open", tier.open(context), close_late)
+        for note in opened.notes:
+            logger.warning("tier %s: %s", context.name, note)
+        return replace(opened, open_seconds=context.clock() - began)
+    except MemoryError:  # it may come after all that the tier's own opening undoes
+        await close_each([tier], settings.tier_close_seconds)
+        raise
     except OSError as error:  # such as a system without a thread or a descriptor to give
         raise ResourceError(f"tier {context.name} could not be opened: {error}") from error
-    for note in opened.notes:
-        logger.warning("tier %s: %s", context.name, note)
-    return opened
 
 
-async def assemble(parts: StackParts, clock: Clock, deliver: Callable[[list[Delivery]], None]) -> Assembled:
+async def assemble(parts: StackParts, clock: Clock, deliver: Callable[[Sequence[Arrival]], None]) -> Assembled:
     """Open every tier and build the control plane over what they found.
 
     On any error all that was opened is closed, and the links to workers are closed.
@@ -206,49 +243,117 @@ async def assemble(parts: StackParts, clock: Clock, deliver: Callable[[list[Deli
 
 
 async def _assemble(
-    parts: StackParts, clock: Clock, deliver: Callable[[list[Delivery]], None], to_close: list[LoadStore]
+    parts: StackParts, clock: Clock, deliver: Callable[[Sequence[Arrival]], None], to_close: list[LoadStore]
 ) -> Assembled:
     copiers, cpu, lowers = split_tiers(parts)
     alignment = await resolve_alignment([*copiers, cpu, *lowers], parts.settings)
     geometry = Geometry(parts.namespace.layout, alignment)
     engine_id = parts.engine_id or uuid.uuid4().hex
 
-    namespace = parts.namespace
-
-    async def opened_with(tier: LoadStore, **more: object) -> Opened:
+    async def opened_with(tier: LoadStore, namespace: Namespace = parts.namespace, **more: object) -> Opened:
         context = TierContext(tier.options.label, geometry, namespace, clock, engine_id, **more)  # type: ignore[arg-type]
-        result = await open_tier(tier, context, parts.settings)
         to_close.append(tier)
-        return result
+        try:
+            return await open_tier(tier, context, parts.settings)
+        except BaseException as error:
+            to_close.remove(tier)
+            if isinstance(error, ConfigError) and tier in parts.tiers:
+                raise error.below(f"tiers[{parts.tiers.index(tier)}]") from error
+            raise
 
-    opened = [await opened_with(cpu, workers=copiers)]
+    def setup(tier: LoadStore, opened: Opened) -> TierSetup:
+        return tier_setup(tier, opened, geometry, parts.settings.lookup_seconds)
+
+    cpu_opened = await opened_with(cpu, workers=copiers)
     if not isinstance(cpu, ProvidesRows):
         raise ConfigError("the cpu tier provides no rows", "tiers")
+    rows = cpu.rows
     for worker, copier in enumerate(copiers):
-        await opened_with(copier, worker=worker, kv_caches=parts.kv_caches, rows=cpu.rows)
-    if parts.refine is not None:
-        if not isinstance(cpu, JoinsRows):
-            raise ConfigError("workers in processes of their own cannot map its region", "tiers")
-        namespace = parts.refine(namespace, cpu.worker_notes())
-    for lower in lowers:
-        opened.append(await opened_with(lower, rows=cpu.rows))
-        if opened[-1].space is None:
-            _check_shared(lower)
-    plans = [_plan(tier, result, geometry, parts.settings) for tier, result in zip([cpu, *lowers], opened, strict=True)]
-    limits = replace(parts.settings, watermark_rows=cpu.options.watermark_rows(cpu.rows.num_rows))
-    plane = ControlPlane(plans[0], plans[1:], geometry.factor, limits)
-    queues = [TierQueue(cpu, UNBOUNDED_BYTES)] + [TierQueue(lower, _inflight_bytes(lower)) for lower in lowers]
+        await opened_with(copier, worker=worker, kv_caches=parts.kv_caches, rows=rows)
+
+    async def open_lower(lower: LoadStore, namespace: Namespace) -> TierSetup:
+        return setup(lower, _checked(lower, await opened_with(lower, namespace, rows=rows)))
+
+    below = LowerTiers(lowers, open_lower)
+    refining = await _refining(parts, cpu, lowers)
+    known = refining is None or (refining.done() and not isinstance(refining.exception(), (OSError, ResourceError)))
+    if known:
+        setups = await below.open(refining.result() if refining is not None else parts.namespace)
+    else:
+        setups = [replace(setup(lower, Opened(0)), held_back=True) for lower in lowers]
+    limits = control_limits(parts, cpu.options.watermark_rows(rows.num_rows))
+    plane = ControlPlane(setup(cpu, cpu_opened), setups, geometry.factor, limits, chains(geometry))
+    joining = None
+    if refining is not None and not known:
+        joining = Joining(below, refining, rows.num_rows, plane.control.models, deliver)
+    queues = [TierQueue(tier, inflight_bytes(tier)) for tier in (cpu, *lowers)]
     dispatcher = Dispatcher(queues, geometry.row_bytes, clock, deliver)
-    return Assembled(geometry, plane, dispatcher, queues, opened, to_close)
+    files = model_files(parts.state_dir, lowers, plane.control.models, plane.control.lowers)
+    if files is not None:
+        await files.restore(parts.settings.identity_seconds)
+    return Assembled(geometry, plane, dispatcher, queues, to_close, joining, _recorder(parts), files)
 
 
-def _check_shared(lower: LoadStore) -> None:
+def control_limits(parts: StackParts, watermark_rows: int) -> StackSettings:
+    """The settings with what follows from the tiers and the layout."""
+    return replace(parts.settings, watermark_rows=watermark_rows, block_seconds=_block_seconds(parts))
+
+
+def _block_seconds(parts: StackParts) -> float:
+    """How long the engine takes to compute an offloaded block of the first group."""
+    speed = parts.settings.prefill_tokens_per_second
+    return parts.namespace.layout.tokens_per_offloaded_block(0) / speed if speed else math.inf
+
+
+def _recorder(parts: StackParts) -> Recorder | None:
+    """A recorder that has begun, of requests in offloaded blocks of the first group."""
+    if parts.record is None:
+        return None
+    recorder = Recorder(parts.record, parts.namespace.layout.tokens_per_offloaded_block(0))
+    recorder.open()
+    return recorder
+
+
+def model_files(
+    state_dir: str, lowers: Sequence[LoadStore], models: RequestModels, limited: Sequence[LowerTier]
+) -> ModelFiles | None:
+    """Where models and what was written are kept; None without a place, and where nothing is learned."""
+    folders = [folder for lower in lowers for folder in lower.options.folders]
+    if not list(models) or not (state_dir or folders):
+        return None
+    return ModelFiles(Path(state_dir or folders[0]), models, bool(state_dir), kept_paces(limited))
+
+
+async def _refining(parts: StackParts, cpu: LoadStore, lowers: Sequence[LoadStore]) -> asyncio.Future[Namespace] | None:
+    """The namespace of the lower tiers as `parts.refine` completes it, perhaps later than `identity_seconds`.
+
+    None if there is nothing to ask, or no tier to ask for.
+    """
+    if parts.refine is None:
+        return None
+    if not isinstance(cpu, JoinsRows):
+        raise ConfigError("workers in processes of their own cannot map its region", "tiers")
+    notes, settings = cpu.worker_notes(), parts.settings
+    if not lowers:
+        return None
+    refining = asyncio.ensure_future(parts.refine(parts.namespace, notes))
+    try:
+        await asyncio.wait((refining,), timeout=settings.identity_seconds)
+    except asyncio.CancelledError:
+        refining.cancel()
+        await wait_done(refining, settings.tier_close_seconds)
+        raise
+    return refining
+
+
+def _checked(lower: LoadStore, opened: Opened) -> Opened:
     """Raises ConfigError unless a shared tier has the abilities that the control plane has for an owned one."""
     name = lower.options.label
-    if not isinstance(lower, Resettable):
+    if opened.space is None and not isinstance(lower, Resettable):
         raise ConfigError(f"tier {name} is shared and has no reset(epoch): it would serve old weights", "tiers")
-    if not isinstance(lower, AnswersLookups):
+    if opened.space is None and not isinstance(lower, AnswersLookups):
         raise ConfigError(f"tier {name} is shared and has no lookup(keys): nothing would be found in it", "tiers")
+    return opened
 
 
 async def look_up(tier: LoadStore, query: PresenceQuery) -> list[PresenceAnswers]:
@@ -265,26 +370,5 @@ async def look_up(tier: LoadStore, query: PresenceQuery) -> list[PresenceAnswers
     return [PresenceAnswers(query, answers)]
 
 
-def _inflight_bytes(tier: LoadStore) -> int:
-    options = tier.options
-    return options.inflight_bytes if isinstance(options, LowerTierOptions) else UNBOUNDED_BYTES
-
-
-def _plan(tier: LoadStore, opened: Opened, geometry: Geometry, settings: StackSettings) -> TierSetup:
-    options = tier.options
-    name, policy = options.label, options.eviction_policy()
-    if not isinstance(options, LowerTierOptions):
-        return TierSetup(name, tier.medium, opened, policy)
-    return TierSetup(
-        name,
-        tier.medium,
-        opened,
-        policy,
-        options.write_policy,
-        max(1, options.inflight_bytes // geometry.row_bytes),
-        options.job_timeout_seconds,
-        lookup_timeout_seconds=settings.lookup_seconds,
-    )
-
-
-__all__ = ["StackParts", "StackSettings", "assemble", "look_up", "open_tier", "resolve_alignment"]
+__all__ = ["StackParts", "StackSettings", "assemble", "look_up", "open_tier"]
+__all__ += ["resolve_alignment"]

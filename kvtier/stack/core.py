@@ -7,31 +7,41 @@ from one thread and the tiers in one event loop; for a `TierStack` both are the 
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import time
 import warnings
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Iterator, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 
 from kvtier.aio.process_guard import ProcessGuard
-from kvtier.control.deliveries import Delivery, PresenceAnswers, PresenceQuery
-from kvtier.control.plane import ControlPlane
+from kvtier.control.deliveries import Arrival, PresenceQuery
+from kvtier.control.failed_plane import FailedPlane
 from kvtier.control.reservations import Reservation
 from kvtier.control.state import Emission
-from kvtier.errors import UsageError
+from kvtier.errors import IntegrityError, UsageError
 from kvtier.stack import shutdown
 from kvtier.stack.assembled import Assembled
-from kvtier.stack.assembly import StackParts, look_up
+from kvtier.stack.assembly import StackParts, assemble
 from kvtier.stack.job_checks import check_job
+from kvtier.stack.lookups import Lookups
 from kvtier.stack.shutdown import CloseReport
 from kvtier.stack.stats import StackStats, collect
-from kvtier.tier_api.contract import Clock, LoadStore, Resettable
+from kvtier.stack.stats_socket import StatsSocket
+from kvtier.tier_api.contract import Clock, Resettable
 from kvtier.types.events import OffloadingEvent
 from kvtier.types.geometry import Geometry
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import GPUGroup, JobKind, TransferJob
 from kvtier.types.keys import JobId, OffloadKey, RequestId, key_group
-from kvtier.types.requests import RequestInfo
+from kvtier.types.requests import NO_INFO, RequestInfo
+
+logger = logging.getLogger(__name__)
+
+GRACE_SECONDS = 1.0
+"""How long after its deadline a job may take to end, and copies that were in flight then to be recorded."""
 
 BlockGroup = tuple[Sequence[OffloadKey], Sequence[int]]
 """Keys of one KV cache group, and their GPU blocks: `block_size_factor` consecutive ids for each key."""
@@ -50,7 +60,13 @@ class StackCore(ABC):
         self._next_job = 1
         self._closing = False
         self._drain_until = 0.0
-        self._lookups: set[asyncio.Task[None]] = set()
+        self._lookups = Lookups()
+        self._jobs: dict[JobId, TransferJob] = {}
+        self._overdue_at = math.inf
+        self._overdue: set[JobId] = set()
+        self._copies_then: set[JobId] = set()
+        self._failed: FailedPlane | None = None
+        self._errors = 0
 
     def __del__(self) -> None:
         if self._assembled is not None and self.close_report is None and not self._owner.elsewhere:
@@ -59,15 +75,19 @@ class StackCore(ABC):
     # -- what a face provides ------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _decided(self, plane: ControlPlane) -> None:
+    def _decided(self) -> None:
         """The control plane may have decided something: send it, now or with the engine's next step."""
 
     @abstractmethod
-    def _advance(self, plane: ControlPlane) -> None:
+    def _advance(self) -> None:
         """Send what the control plane decided."""
 
     @abstractmethod
-    def _deliver(self, batch: Sequence[Delivery | PresenceAnswers]) -> None:
+    def _stop_dispatcher(self) -> None:
+        """Have the dispatcher begin no job any more. Called again until it has happened."""
+
+    @abstractmethod
+    def _deliver(self, batch: Sequence[Arrival]) -> None:
         """Pass on what arrived. Called in the loop."""
 
     # -- jobs ----------------------------------------------------------------------------------------------------
@@ -102,17 +122,26 @@ class StackCore(ABC):
                 transfers.append(GPUGroup(key_group(group_keys[0]), tuple(group_keys), runs))
         return self.job(kind, transfers, timeout_seconds)
 
-    def _begin(self, job: TransferJob, request_id: RequestId | None, info: RequestInfo | None) -> ControlPlane:
+    def _begin(self, job: TransferJob, request_id: RequestId | None, info: RequestInfo | None) -> None:
         assembled = self._opened()
         check_job(job, assembled.geometry)
-        assembled.plane.submit(job, self._clock(), request_id, info)
-        return assembled.plane
+        if job.job_id in self._jobs:
+            raise UsageError(f"job {job.job_id} is in flight already")
+        self._jobs[job.job_id] = job
+        if job.deadline is not None:
+            self._overdue_at = min(self._overdue_at, job.deadline + GRACE_SECONDS)
+        try:
+            assembled.plane.submit(job, self._clock(), request_id, info)
+        except BaseException as error:
+            self._fail(error)
 
     def cancel(self, job_id: JobId) -> None:
         """End a job early; its result still comes, after the copies in flight."""
-        plane = self._opened().plane
-        plane.cancel(job_id, self._clock())
-        self._decided(plane)
+        try:
+            self._opened().plane.cancel(job_id, self._clock())
+        except BaseException as error:
+            self._fail(error)
+        self._decided()
 
     # -- from memory ---------------------------------------------------------------------------------------------
 
@@ -125,35 +154,137 @@ class StackCore(ABC):
         """For each key the name of the highest tier that holds it, or None. Synchronous, from memory."""
         return self._opened().plane.locate(keys, self._clock())
 
+    @property
+    def follows_requests(self) -> bool:
+        """True if the policy of a tier follows requests, or with `curves`: `begin_request` has a use."""
+        return self._opened().plane.uses is not None
+
+    def begin_request(
+        self,
+        request_id: RequestId,
+        keys: Sequence[OffloadKey],
+        *,
+        time: float | None = None,
+        info: RequestInfo | None = None,
+    ) -> None:
+        """A request begins that uses these keys, each group's from its first block on, in prefix order.
+
+        Call it before the request's loads and stores, for policies that follow requests (`reuse`); without such a
+        policy it does nothing. `time`, in seconds, is what they take for the time, such as that of a trace; once one is
+        given, their time is that of the calls. Without it they go by the stack's clock. A time that goes back counts as
+        the last one.
+        """
+        plane = self._opened().plane
+        if plane.uses is not None:
+            try:
+                plane.uses.begin(request_id, keys, self._clock(), time, info or NO_INFO)
+            except BaseException as error:
+                self._fail(error)
+
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """One request used these keys, given in prefix order; call it for the hits of a request after its stores."""
-        self._opened().plane.touch(keys)
+        plane = self._opened().plane
+        try:
+            if plane.uses is not None:
+                plane.uses.touched(keys, self._clock())
+            plane.touch(keys)
+        except BaseException as error:
+            self._fail(error)
+
+    def worth_loading(self, keys: Sequence[OffloadKey]) -> int:
+        """How many of a request's keys, given in prefix order, are worth a load: all, unless a tier is slower than the
+        engine computes (`prefill_tokens_per_second`). `TierStack.lookup` heeds it; others call it once for a request.
+        """
+        assembled = self._opened()
+        if assembled.plane is self._failed:
+            return len(keys)
+        try:
+            return assembled.plane.choice.worth_loading(keys, self._clock())
+        except BaseException as error:
+            self._fail(error)
+            return len(keys)
+
+    def prompt_computed(self, tokens: int, begun: float, ended: float) -> None:
+        """The engine has computed so many tokens of a prompt, between these times by `time.monotonic`.
+
+        `worth_loading` goes by that where the stack file says `prefill_tokens_per_second: measured`; less than a block
+        says nothing of the speed.
+        """
+        blocks = tokens / self._parts.namespace.layout.tokens_per_offloaded_block(0)
+        if self._settings.measures_prefill and blocks >= 1:
+            self._opened().plane.choice.computed(blocks, begun, ended)
+
+    def record_request(
+        self, keys: Sequence[OffloadKey], *, input_tokens: int, output_tokens: int, arrived: float | None = None
+    ) -> None:
+        """A request has ended: have it written to the trace if the stack keeps one. It never waits and never fails.
+
+        `keys` are those of the first group of all whole blocks of the prompt, in prefix order, hits or not; they must
+        not change afterwards. The lengths are in tokens. `arrived` is when it came, by `time.monotonic`; now if absent.
+        """
+        recorder = self._opened().recorder
+        if recorder is not None:
+            recorder.record(keys, input_tokens, output_tokens, time.monotonic() if arrived is None else arrived)
 
     def reserve(
         self, request_id: RequestId, keys: Sequence[OffloadKey], *, info: RequestInfo | None = None
     ) -> Reservation:
         """Bring keys into rows and lease them to a request; see `kvtier.control.reservations`."""
-        plane = self._opened().plane
-        reservation = plane.reserve(request_id, keys, self._clock(), info)
-        self._decided(plane)
+        try:
+            reservation = self._opened().plane.reserve(request_id, keys, self._clock(), info)
+        except BaseException as error:
+            self._fail(error)
+            reservation = self._opened().plane.reserve(request_id, keys, self._clock(), info)
+        self._decided()
         return reservation
 
     def reservation(self, request_id: RequestId) -> Reservation | None:
         """What a request reserved and got so far, in O(1)."""
         return self._opened().plane.reservation(request_id)
 
-    def end_request(self, request_id: RequestId) -> None:
-        """The request's leases end."""
+    def end_leases(self, request_id: RequestId) -> None:
+        """The request's leases end; it goes on."""
+        try:
+            self._opened().plane.end_request(request_id, self._clock())
+        except BaseException as error:
+            self._fail(error)
+        self._decided()
+
+    def end_request(self, request_id: RequestId, *, output_tokens: int | None = None) -> None:
+        """The request has ended, with so many tokens of output where known: its leases end too."""
+        self.end_leases(request_id)
         plane = self._opened().plane
-        plane.end_request(request_id, self._clock())
-        self._decided(plane)
+        if plane.uses is not None:
+            try:
+                plane.uses.end(request_id, output_tokens)
+                if self._assembled is not None and self._assembled.models is not None:
+                    self._assembled.models.save_if_due(self._clock())
+            except BaseException as error:
+                self._fail(error)
+
+    def hold_back(self, reason: str) -> None:
+        """From here on, for the life of the stack, no lower tier loads or stores; `reason` is for the log.
+
+        For weights that were replaced in a running engine: `reset` the stack, then call this. Transfers in flight end
+        as usual. Loads and reservations that wait for a lower tier end with misses.
+        """
+        assembled = self._opened()
+        if assembled.joining is not None:
+            assembled.joining.stop()
+        try:
+            assembled.plane.hold_back(self._clock())
+        except BaseException as error:
+            self._fail(error)
+        names = ", ".join(lower.name for lower in assembled.plane.control.lowers)
+        logger.warning("tiers %s are held back for good, and neither load nor store: %s", names, reason)
+        self._decided()
 
     def stats(self) -> StackStats:
         """Figures of every tier since the stack opened; also after it closed."""
         self._owner.check()
         if self._assembled is None:
             raise UsageError("the stack was never opened")
-        return collect(self._assembled, self._clock())
+        return collect(self._assembled, self._clock(), self._errors + self._lookups.errors)
 
     def take_events(self) -> list[OffloadingEvent]:
         """What became reachable or ceased to be since the last call, in order."""
@@ -181,27 +312,104 @@ class StackCore(ABC):
         if jobs:
             self._assembled.dispatcher.submit(jobs)
         for query in queries:
-            task = asyncio.get_running_loop().create_task(
-                self._look_up(self._assembled.queues[query.position].tier, query)
-            )
-            self._lookups.add(task)
-            task.add_done_callback(self._lookups.discard)
+            self._lookups.begin(self._assembled.queues[query.position].tier, query, self._deliver)
 
-    async def _look_up(self, tier: LoadStore, query: PresenceQuery) -> None:
-        self._deliver(await look_up(tier, query))
+    def _begin_reset(self) -> Callable[[], Awaitable[object]]:
+        """New weights, in memory. What is returned is called in the loop, and then awaited: it makes that durable."""
+        assembled = self._opened()
+        try:
+            epoch = assembled.plane.reset(self._clock())
+        except BaseException as error:
+            self._fail(error)
+            epoch = assembled.plane.reset(self._clock())
+        control, joining = assembled.plane.control, assembled.joining
+        if joining is not None and control.joining:
+            return partial(joining.reset, control.resets)
+        tiers = [queue.tier for queue in assembled.queues]
+        return lambda: asyncio.gather(*(tier.reset(epoch) for tier in tiers if isinstance(tier, Resettable)))
 
-    def _resets(self, epoch: int) -> list[Coroutine[Any, Any, None]]:
-        assert self._assembled is not None
-        tiers = [queue.tier for queue in self._assembled.queues]
-        return [tier.reset(epoch) for tier in tiers if isinstance(tier, Resettable)]
+    def _abandon(self, assembled: Assembled) -> shutdown.Abandoned:
+        """Give up what is dirty: draining is over."""
+        try:
+            return shutdown.abandon(assembled)
+        except BaseException as error:
+            self._fail(error)
+            return shutdown.abandon(assembled)
 
-    def _draining(self, plane: ControlPlane) -> Iterator[None]:
+    def _draining(self) -> Iterator[None]:
         """While closing, drain lower tiers until `_drain_until`. Yields where the face waits for progress."""
-        plane.close(self._clock())
-        self._advance(plane)
-        while self._clock() < self._drain_until and (not plane.idle or plane.dirty_rows):
-            plane.drain(self._clock())
-            self._advance(plane)
-            if plane.idle:
+        assert self._assembled is not None
+        try:
+            self._assembled.plane.close(self._clock())
+        except BaseException as error:
+            self._fail(error)
+        self._advance()
+        while self._clock() < self._drain_until and (not (plane := self._assembled.plane).idle or plane.dirty_rows):
+            try:
+                plane.drain(self._clock())
+            except BaseException as error:
+                self._fail(error)
+            self._advance()
+            if self._assembled.plane.idle:
                 return
             yield
+
+    # -- exceptions ----------------------------------------------------------------------------------------------
+
+    async def _open_tiers(self) -> None:
+        """Open the tiers, in the loop. What is needed when the control plane fails is made now."""
+        assembled = await assemble(self._parts, self._clock, self._deliver)
+        try:
+            plane, dispatcher = assembled.plane, assembled.dispatcher
+            self._failed = FailedPlane(plane, self._jobs, lambda: dispatcher.stopped and not dispatcher.copies())
+            await self._open_stats_socket(assembled)
+            self._assembled = assembled
+        except BaseException:
+            await shutdown.end_tiers(assembled, self._settings.tier_close_seconds)
+            raise
+
+    async def _open_stats_socket(self, assembled: Assembled) -> None:
+        """Serve the figures if a path is given. The socket does not keep a stack alive that its program forgot."""
+        if self._parts.stats_socket:
+            stack = weakref.ref(self)
+            served = StatsSocket(self._parts.stats_socket, lambda: one.stats() if (one := stack()) else None)
+            assembled.stats_socket = served
+            await served.open()
+
+    def _fail(self, error: BaseException) -> None:
+        """An exception left the control plane, perhaps half-way through a step: a `FailedPlane` takes its place.
+
+        Call in an except clause. Raises again what is not a failure: UsageError, which comes before any change, and
+        what ends a program, such as KeyboardInterrupt.
+        """
+        if isinstance(error, UsageError):
+            raise error
+        assembled, failed = self._assembled, self._failed
+        assert assembled is not None
+        assert failed is not None
+        first, assembled.plane = assembled.plane is not failed, failed
+        self._errors += 1
+        logger.critical("the control plane has failed: every request ends as a miss from now on", exc_info=error)
+        try:
+            self._stop_dispatcher()
+            if first:
+                failed.take_over()
+        except Exception:
+            self._errors += 1
+            logger.exception("what the failed control plane had could not be given up whole")
+        if not isinstance(error, Exception):
+            raise error
+
+    def _look_for_overdue(self, now: float) -> None:
+        """Jobs that have not ended in time, and wait for no copy, were lost: nothing else would end them."""
+        assert self._assembled is not None
+        times = {number: job.deadline + GRACE_SECONDS for number, job in self._jobs.items() if job.deadline is not None}
+        overdue = {number for number, time in times.items() if time <= now}
+        self._overdue_at = now + GRACE_SECONDS if overdue else min(times.values(), default=math.inf)
+        copies = self._assembled.dispatcher.copies()
+        if self._overdue.isdisjoint(overdue):  # none of those before: these may wait for any copy
+            self._overdue, self._copies_then = overdue, copies
+        elif self._copies_then:  # the end of a copy may be on its way: then one look more
+            self._overdue, self._copies_then = self._overdue & overdue, self._copies_then & copies
+        elif self._assembled.plane is not self._failed:
+            self._fail(IntegrityError("a job did not end by its deadline"))

@@ -19,6 +19,8 @@ from functools import partial
 from kvtier.control.deliveries import Delivery, DeliveryKind
 from kvtier.control.state import Emission
 from kvtier.errors import IntegrityError
+from kvtier.stack.duplicates import store_absent
+from kvtier.stack.traffic import Traffic
 from kvtier.tier_api.contract import Clock, LoadStore
 from kvtier.types.jobs import CANCELLED, DropReason, JobKind, JobResult, TransferJob, dropped, failed
 from kvtier.types.keys import JobId
@@ -27,37 +29,16 @@ logger = logging.getLogger(__name__)
 
 RESOLUTION_SECONDS = 1e-6
 """A timer may fire this much before its time."""
-
-
-@dataclass(slots=True)
-class Traffic:
-    """Seconds in which at least one job of a kind was in flight on a tier."""
-
-    running: int = 0
-    since: float = 0.0
-    busy_seconds: float = 0.0
-
-    def begin(self, now: float) -> None:
-        if not self.running:
-            self.since = now
-        self.running += 1
-
-    def end(self, now: float) -> None:
-        self.running -= 1
-        if not self.running:
-            self.busy_seconds += now - self.since
-
-    def seconds(self, now: float) -> float:
-        """Busy seconds up to now."""
-        return self.busy_seconds + (now - self.since if self.running else 0.0)
+FAILURE = [Delivery(DeliveryKind.FAILED, JobId(0))]
+"""Made in advance: there may be no memory when it is needed."""
 
 
 @dataclass(slots=True)
 class TierQueue:
     """One tier's waiting jobs, each kind in the order of its deadlines, and what is in flight.
 
-    `deadlines` are those of running jobs that are not late yet. `alarm_at` is when the dispatcher next looks for passed
-    deadlines, at the latest.
+    `running` are the jobs in flight, late ones included; `deadlines` are those of the jobs that are not late yet.
+    `alarm_at` is when the dispatcher next looks for passed deadlines, at the latest.
     """
 
     tier: LoadStore
@@ -65,16 +46,23 @@ class TierQueue:
     loads: deque[TransferJob] = field(default_factory=deque)
     stores: deque[TransferJob] = field(default_factory=deque)
     inflight_bytes: int = 0
+    running: dict[JobId, asyncio.Future[JobResult]] = field(default_factory=dict)
     deadlines: dict[JobId, float] = field(default_factory=dict)
     alarm: asyncio.TimerHandle | None = None
     alarm_at: float = math.inf
     traffic: dict[JobKind, Traffic] = field(default_factory=lambda: {kind: Traffic() for kind in JobKind})
 
+    def waiting(self, kind: JobKind) -> deque[TransferJob]:
+        """The waiting jobs of a kind."""
+        return self.loads if kind is JobKind.LOAD else self.stores
+
 
 class Dispatcher:
     """Feeds jobs to tiers. `deliver` is called in the loop with a batch of deliveries, at most once a turn.
 
-    The clock is that of the loop, `time.monotonic`.
+    The clock is that of the loop, `time.monotonic`. An exception that leaves a step of its own half done, such as
+    MemoryError, is delivered as FAILED: nothing is begun any more, and what is in flight ends. `errors` counts these,
+    and the calls of tiers that raised.
     """
 
     def __init__(
@@ -85,37 +73,58 @@ class Dispatcher:
         self._block_bytes = block_bytes
         self._clock = clock
         self._deliver = deliver
-        self._tasks: dict[JobId, asyncio.Task[JobResult]] = {}
         self._late: set[JobId] = set()
         self._batch: list[Delivery] = []
         self._stopped = False
 
     def submit(self, emissions: Sequence[Emission]) -> None:
         """Queue jobs and start what the bounds allow; once stopped, jobs end as dropped. Call in the loop."""
-        for emission in emissions:
-            queue, job = self.queues[emission.position], emission.job
-            (queue.loads if job.kind is JobKind.LOAD else queue.stores).append(job)
-            if job.deadline is not None and job.deadline < queue.alarm_at:
-                self._set_alarm(queue, job.deadline)
-        for queue in self.queues:
-            if queue.loads or queue.stores:
-                self._start(queue)
+        try:
+            now = self._clock()
+            for emission in emissions:
+                queue, job = self.queues[emission.position], emission.job
+                queue.waiting(job.kind).append(job)
+                queue.traffic[job.kind].queue(job, self._size(job), now)
+                if job.deadline is not None and job.deadline < queue.alarm_at:
+                    self._set_alarm(queue, job.deadline)
+            for queue in self.queues:
+                if queue.loads or queue.stores:
+                    self._start(queue)
+        except BaseException as error:
+            self._fail(error)
+
+    def _size(self, job: TransferJob) -> int:
+        """The bytes of the rows that a job names."""
+        return job.num_blocks * self._block_bytes
 
     def stop(self) -> None:
         """Start no further job: those that wait, and those that are still submitted, end as dropped(closing)."""
-        self._stopped = True
-        for queue in self.queues:
-            self._start(queue)
+        try:
+            self._stopped = True
+            for queue in self.queues:
+                self._start(queue)
+        except BaseException as error:
+            self._fail(error)
 
     def detach(self) -> None:
         """Deliver nothing any more, unless something is to come: so the dispatcher does not keep its stack alive."""
-        if not (self._tasks or self._batch):
+        if not (self.running or self._batch):
             self._deliver = _discard
 
     @property
     def running(self) -> int:
         """Jobs in flight on backends, late ones included."""
-        return len(self._tasks)
+        return sum(len(queue.running) for queue in self.queues)
+
+    @property
+    def stopped(self) -> bool:
+        """True once no further job begins. From any thread."""
+        return self._stopped
+
+    def copies(self) -> set[JobId]:
+        """The jobs of the first tier that have not ended: copies of GPU blocks, late ones left out. From any thread."""
+        running = list(self.queues[0].running.items())
+        return {job_id for job_id, ended in running if job_id not in self._late and not ended.done()}
 
     def _start(self, queue: TierQueue) -> None:
         """Start waiting jobs, loads first, as far as the bound on bytes in flight allows."""
@@ -125,9 +134,9 @@ class Dispatcher:
         while jobs := queue.loads or queue.stores:
             job = jobs[0]
             if job.deadline is not None and now >= job.deadline:
-                self._expire(jobs, now)
+                self._expire(queue, jobs, now)
                 continue
-            size = job.num_blocks * self._block_bytes
+            size = self._size(job)
             if queue.inflight_bytes and queue.inflight_bytes + size > queue.inflight_bytes_max:
                 return
             jobs.popleft()
@@ -135,51 +144,66 @@ class Dispatcher:
 
     def _begin(self, queue: TierQueue, job: TransferJob, size: int, now: float) -> None:
         queue.inflight_bytes += size
-        queue.traffic[job.kind].begin(now)
+        queue.traffic[job.kind].begin(job, size, now)
         if job.deadline is not None:
             queue.deadlines[job.job_id] = job.deadline
-        tier = queue.tier
-        task = asyncio.ensure_future(tier.load(job) if job.kind is JobKind.LOAD else tier.store(job))
-        self._tasks[job.job_id] = task
-        task.add_done_callback(partial(self._conclude, queue, job, size))
+        tier, work = queue.tier, None
+        ended: asyncio.Future[JobResult]
+        end = partial(self._conclude, queue, job, size)
+        try:
+            if job.kind is JobKind.LOAD:
+                work = tier.load(job)
+            else:
+                work = store_absent(tier, job) if tier.LOOK_UP_BEFORE_STORE else tier.store(job)
+            ended = queue.running[job.job_id] = asyncio.ensure_future(work)
+        except Exception as error:  # raised before the first await, or no memory for a task
+            if work is not None:
+                work.close()
+            ended = queue.running[job.job_id] = asyncio.get_running_loop().create_future()
+            ended.set_exception(error)
+        ended.add_done_callback(end)
 
     def _drop_waiting(self, queue: TierQueue) -> None:
         for jobs in (queue.loads, queue.stores):
             while jobs:
                 job = jobs.popleft()
+                queue.traffic[job.kind].unqueue(job, self._size(job))
                 result = JobResult.uniform(job, dropped(DropReason.CLOSING))
                 self._report(Delivery(DeliveryKind.FINISHED, job.job_id, result))
-        if not self._tasks and queue.alarm is not None:
+        if not self.running and queue.alarm is not None:
             queue.alarm.cancel()
 
-    def _conclude(self, queue: TierQueue, job: TransferJob, size: int, task: asyncio.Task[JobResult]) -> None:
+    def _conclude(self, queue: TierQueue, job: TransferJob, size: int, ended: asyncio.Future[JobResult]) -> None:
         """Report a job that has ended.
 
         A task is cancelled only when its loop ends. Then the job is reported as cancelled and no other begins. Its
         I/O is over also then, because a backend delays cancellation until its I/O has ended.
         """
-        queue.traffic[job.kind].end(self._clock())
-        queue.inflight_bytes -= size
-        queue.deadlines.pop(job.job_id, None)
-        del self._tasks[job.job_id]
-        if task.cancelled():
-            self._stopped = True
-            result = JobResult.uniform(job, CANCELLED)
-        elif (error := task.exception()) is not None:
-            result = self._failure(queue, job, error)
-        else:
-            result = task.result()
-            if not result.fits(job):
-                result = self._failure(
-                    queue, job, IntegrityError("the result does not have one outcome for each block")
-                )
-        if job.job_id in self._late:
-            self._late.remove(job.job_id)
-            self._report(Delivery(DeliveryKind.ENDED, job.job_id))
-        else:
-            self._report(Delivery(DeliveryKind.FINISHED, job.job_id, result))
-        if queue.loads or queue.stores or self._stopped:
-            self._start(queue)
+        try:
+            queue.traffic[job.kind].end(job, size, self._clock())
+            queue.inflight_bytes -= size
+            queue.deadlines.pop(job.job_id, None)
+            del queue.running[job.job_id]
+            if ended.cancelled():
+                self._stopped = True
+                result = JobResult.uniform(job, CANCELLED)
+            elif (error := ended.exception()) is not None:
+                result = self._failure(queue, job, error)
+            else:
+                result = ended.result()
+                if not result.fits(job):
+                    result = self._failure(
+                        queue, job, IntegrityError("the result does not have one outcome for each block")
+                    )
+            if job.job_id in self._late:
+                self._late.remove(job.job_id)
+                self._report(Delivery(DeliveryKind.ENDED, job.job_id))
+            else:
+                self._report(Delivery(DeliveryKind.FINISHED, job.job_id, result))
+            if queue.loads or queue.stores or self._stopped:
+                self._start(queue)
+        except BaseException as failure:
+            self._fail(failure)
 
     def _failure(self, queue: TierQueue, job: TransferJob, error: BaseException) -> JobResult:
         """A backend must not raise for an I/O error. Whatever it raised, its blocks failed and the stack goes on."""
@@ -204,21 +228,24 @@ class Dispatcher:
         for job_id in [job_id for job_id, deadline in queue.deadlines.items() if now >= deadline]:
             del queue.deadlines[job_id]
             self._late.add(job_id)
+            for traffic in queue.traffic.values():
+                traffic.late(job_id)
             self._report(Delivery(DeliveryKind.LATE, job_id))
         for jobs in (queue.loads, queue.stores):
-            self._expire(jobs, now)
+            self._expire(queue, jobs, now)
         self._start(queue)
         waiting = [jobs[0].deadline for jobs in (queue.loads, queue.stores) if jobs]
         ahead = [deadline for deadline in (*queue.deadlines.values(), *waiting) if deadline is not None]
         if ahead:
             self._set_alarm(queue, min(ahead))
 
-    def _expire(self, jobs: deque[TransferJob], now: float) -> None:
+    def _expire(self, queue: TierQueue, jobs: deque[TransferJob], now: float) -> None:
         """Report the jobs in front that passed their deadline before they began: late, and ended."""
         while jobs and (deadline := jobs[0].deadline) is not None and now >= deadline:
-            job_id = jobs.popleft().job_id
-            self._report(Delivery(DeliveryKind.LATE, job_id))
-            self._report(Delivery(DeliveryKind.ENDED, job_id))
+            job = jobs.popleft()
+            queue.traffic[job.kind].unqueue(job, self._size(job), late=True)
+            self._report(Delivery(DeliveryKind.LATE, job.job_id))
+            self._report(Delivery(DeliveryKind.ENDED, job.job_id))
 
     # -- deliveries ----------------------------------------------------------------------------------------------
 
@@ -228,14 +255,29 @@ class Dispatcher:
         self._batch.append(delivery)
 
     def _flush(self) -> None:
-        batch, self._batch = self._batch, []
-        self._deliver(batch)
+        try:
+            batch, self._batch = self._batch, []
+            self._deliver(batch)
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """A step of this class was left half done, and may have lost a job. Call in an except clause."""
+        self._stopped = True
+        self.errors += 1
+        self._deliver(FAILURE)
+        logger.critical("the queues of the tiers are damaged: nothing is begun any more", exc_info=error)
+        if not isinstance(error, Exception):
+            raise error
 
 
 def _look_for_deadlines(dispatcher: weakref.ref[Dispatcher], queue: TierQueue) -> None:
     alive = dispatcher()
     if alive is not None:
-        alive._on_alarm(queue)
+        try:
+            alive._on_alarm(queue)
+        except BaseException as error:
+            alive._fail(error)
 
 
 def _discard(batch: list[Delivery]) -> None:

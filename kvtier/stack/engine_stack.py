@@ -12,24 +12,23 @@ outbox, once per engine step; no call but `open`, `close`, `reset` and `wait` wa
 
 from __future__ import annotations
 
-import asyncio
-import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Self, TypeVar
 
+from kvtier.aio.each_step import take_each
+from kvtier.aio.latch import Latch
 from kvtier.aio.loop_thread import LoopThread
 from kvtier.aio.loop_waker import LoopWaker
 from kvtier.aio.weak_call import weak_call
-from kvtier.control.deliveries import Delivery, PresenceAnswers, PresenceQuery
-from kvtier.control.plane import ControlPlane
+from kvtier.control.deliveries import Arrival, PresenceQuery
 from kvtier.control.state import CPU_TIER, Emission
 from kvtier.errors import IntegrityError, ResourceError, UsageError
 from kvtier.stack import shutdown
 from kvtier.stack.assembled import Assembled
-from kvtier.stack.assembly import StackParts, assemble
+from kvtier.stack.assembly import StackParts
 from kvtier.stack.core import BlockGroup, StackCore
 from kvtier.stack.shutdown import CloseReport
 from kvtier.tier_api.contract import LookupResult
@@ -51,10 +50,12 @@ class EngineStack(StackCore):
     def __init__(self, parts: StackParts) -> None:
         super().__init__(parts)
         self._thread: LoopThread | None = None
-        self._inbox: deque[Delivery | PresenceAnswers] = deque()
+        self._inbox: deque[Arrival] = deque()
         self._outbox: deque[tuple[Sequence[Emission], Sequence[PresenceQuery]]] = deque()
         self._waker = LoopWaker(self._start_sent)
-        self._arrived = threading.Event()
+        self._arrived = Latch()
+        self._results: dict[JobId, JobResult] = {}
+        self._abandoned: shutdown.Abandoned | None = None
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -72,15 +73,28 @@ class EngineStack(StackCore):
             raise UsageError("a stack is opened once")
         self._owner.claim()
         self._thread = LoopThread("kvtier-stack", "stack", at_exit=weak_call(self._close_at_exit))
+        settings, tiers = self._settings, len(self._parts.tiers) + len(self._parts.workers)
+        seconds = (2 * settings.open_seconds + settings.tier_close_seconds) * tiers + settings.identity_seconds
         try:
-            self._assembled = self._run(self._assemble())
+            self._thread.open()
+            self._run(self._assemble, seconds + CLOSE_GRACE_SECONDS)
         except BaseException:
-            self._end_thread()
+            take_each(self._undo_open, self._end_thread)
             raise
 
-    async def _assemble(self) -> Assembled:
+    async def _assemble(self) -> None:
+        """In the loop: an interruption of the engine's thread loses nothing that was opened."""
         self._waker.attach()
-        return await assemble(self._parts, time.monotonic, self._deliver)
+        await self._open_tiers()
+
+    def _undo_open(self) -> None:
+        """Close the tiers if all of them were open when the engine's thread was interrupted."""
+        assembled = self._assembled
+        if assembled is not None and self._thread is not None and self._thread.alive:
+            self._closing = True
+            each = self._settings.tier_close_seconds
+            self._run(lambda: shutdown.end_tiers(assembled, each), each * assembled.num_closings + CLOSE_GRACE_SECONDS)
+        self._assembled = None
 
     def close(self) -> CloseReport:
         """Drain lower tiers until the closing deadline, drop the rest, close every tier. Idempotent.
@@ -91,29 +105,38 @@ class EngineStack(StackCore):
         return self._close(self._settings.close_seconds)
 
     def _close(self, drain_seconds: float) -> CloseReport:
+        assembled, report = self._assembled, self.close_report
         if self._owner.elsewhere:
             return CloseReport(0, 0)
-        if self._closing or self._assembled is None:
+        if assembled is None or report is not None:
             self._closing = True
-            return self.close_report or CloseReport(0, 0)
-        self._closing = True
-        assembled = self._assembled
-        self._drain_until = self._clock() + drain_seconds
-        try:
-            self._receive(assembled.plane)
-            for _ in self._draining(assembled.plane):
-                self.wait(self._drain_until - self._clock())
-                self._receive(assembled.plane)
-        finally:
-            abandoned = shutdown.abandon(assembled)
-            each = self._settings.tier_close_seconds
-            try:
-                self._run(shutdown.end_tiers(assembled, each), each * len(assembled.to_close) + CLOSE_GRACE_SECONDS)
-            finally:
-                self._receive(assembled.plane)
-                self.close_report = shutdown.report(assembled, abandoned)
+            if self._thread is not None and self._thread.alive:  # an exception came in between
                 self._end_thread()
-        return self.close_report
+            return report or CloseReport(0, 0)
+        if not self._closing:
+            self._drain_until = self._clock() + drain_seconds
+            self._closing = True
+        try:
+            self._receive()
+            for _ in self._draining():
+                self.wait(self._drain_until - self._clock())
+                self._receive()
+        finally:
+            take_each(lambda: self._end_tiers(assembled), lambda: self._report(assembled), self._end_thread)
+        return self.close_report or CloseReport(0, 0)
+
+    def _end_tiers(self, assembled: Assembled) -> None:
+        """Give up what is dirty and close the tiers; once more, if an exception came in between."""
+        each = self._settings.tier_close_seconds
+        if self._abandoned is None:
+            self._end_until = self._clock() + each * assembled.num_closings + CLOSE_GRACE_SECONDS
+            self._abandoned = self._abandon(assembled)
+        self._run(lambda: shutdown.end_tiers(assembled, each), max(0.0, self._end_until - self._clock()))
+
+    def _report(self, assembled: Assembled) -> None:
+        if self.close_report is None and self._abandoned is not None:
+            self._receive()
+            self.close_report = shutdown.report(assembled, self._abandoned)
 
     def _close_at_exit(self) -> None:
         """Close a stack that was left open when the interpreter ends, without draining.
@@ -132,10 +155,14 @@ class EngineStack(StackCore):
         What hangs is left behind, such as a tier that has not opened in time; the thread ends after it.
         """
         assert self._thread is not None
-        self._thread.call_soon(self._waker.detach)
-        self._thread.close(CLOSE_GRACE_SECONDS)
+        try:
+            if self._thread.alive:
+                self._thread.call_soon(self._waker.detach)
+        finally:
+            if self._thread.close(CLOSE_GRACE_SECONDS):
+                self._waker.detach()  # where the loop did not
 
-    def _run(self, work: Coroutine[Any, Any, T], timeout_seconds: float | None = None) -> T:
+    def _run(self, work: Callable[[], Coroutine[Any, Any, T]], timeout_seconds: float | None = None) -> T:
         """Run a coroutine in the loop, after what was sent before, and wait for it."""
         assert self._thread is not None
         self._thread.call_soon(self._start_sent)
@@ -186,28 +213,50 @@ class EngineStack(StackCore):
         end as cancelled (a store that found its rows taken, a load whose block is in no row). None if that is all of
         them. The job returned has an id of its own, for `EngineCopies.end`. Its group positions are the job's.
         """
-        plane = self._begin(job, request_id, None)
-        plane.pump(time.monotonic())
-        copies = [emission.job for emission in self._send(plane) if emission.position == CPU_TIER]
+        self._begin(job, request_id, None)
+        try:
+            self._opened().plane.pump(time.monotonic())
+        except BaseException as error:
+            self._fail(error)
+        copies = [emission.job for emission in self._send() if emission.position == CPU_TIER]
         if sum(copy.num_blocks for copy in copies) < job.num_blocks:
             self.cancel(job.job_id)
-            self._send(plane)
+            self._advance()
         if len(copies) > 1:
             raise IntegrityError(f"job {job.job_id} was begun in {len(copies)} parts")
         return copies[0] if copies else None
 
     def storable(self, keys: Sequence[OffloadKey]) -> tuple[list[OffloadKey], int]:
         """(the keys that are in no row and on their way into none, in their order; how many rows can be had now)."""
-        cpu = self._opened().plane.control.cpu
+        plane = self._opened().plane
+        cpu = plane.control.cpu
+        if plane is self._failed:
+            return [], 0
         return [key for key in dict.fromkeys(keys) if key not in cpu.directory], cpu.available
 
-    def lookup(self, keys: Sequence[OffloadKey], *, info: RequestInfo | None = None) -> list[LookupResult]:
-        """Presence of each key from memory; RETRY where a shared tier has yet to answer."""
-        return self._opened().plane.lookup(keys, time.monotonic(), info)
+    def lookup(
+        self, keys: Sequence[OffloadKey], *, info: RequestInfo | None = None, ask: bool = True
+    ) -> list[LookupResult]:
+        """Presence of each key from memory; RETRY where a shared tier has yet to answer.
+
+        With `ask=False` no tier is asked. An engine that looks the keys of a request up one by one asks for all that
+        are unknown at once, in prefix order: a tier may find them with fewer requests.
+        """
+        try:
+            return self._opened().plane.lookup(keys, time.monotonic(), info, ask)
+        except BaseException as error:
+            self._fail(error)
+            return self._opened().plane.lookup(keys, time.monotonic(), info, ask)
 
     def step(self) -> list[JobResult]:
         """Once per engine step: record what ended, send what was decided, return the engine's jobs that ended."""
-        return self._receive(self._opened().plane)
+        self._opened()
+        self._receive()
+        for job_id in self._results:
+            self._jobs.pop(job_id, None)
+        results = list(self._results.values())
+        self._results = {}  # interrupted before this, the next step returns them; no signal handler runs after it
+        return results
 
     def wait(self, timeout_seconds: float) -> bool:
         """For an engine with nothing else to do: wait until `step` has work, or the time is over.
@@ -219,8 +268,13 @@ class EngineStack(StackCore):
         if self._inbox:
             return True
         now = time.monotonic()
-        due = self._assembled.plane.next_deadline(now) if self._assembled is not None else None
-        if due is None or due - now > timeout_seconds:
+        try:
+            due = self._assembled.plane.next_deadline(now) if self._assembled is not None else None
+        except BaseException as error:
+            self._fail(error)
+            return True
+        due = self._overdue_at if due is None else min(due, self._overdue_at)
+        if due - now > timeout_seconds:
             return self._arrived.wait(max(0.0, timeout_seconds))
         self._arrived.wait(due - now)
         return True
@@ -228,48 +282,75 @@ class EngineStack(StackCore):
     @property
     def has_pending_work(self) -> bool:
         """True while an engine that idles should go on stepping: jobs are in flight or waiting."""
-        return not self._opened().plane.idle
+        return bool(self._results) or not self._opened().plane.idle
 
     def reset(self, timeout_seconds: float = 30.0) -> None:
         """New weights: everything stored before is unreachable in every tier when this returns, also after a crash.
 
-        Raises ResourceError if a tier could not make that durable in time; in memory it holds all the same.
+        Raises ResourceError if a tier could not make that durable in time; in memory it holds all the same. For tiers
+        that are held back it is made durable when they join.
         """
-        plane = self._opened().plane
-        epoch = plane.reset(time.monotonic())
-        self._send(plane)
+        make_durable = self._begin_reset()
+        self._advance()
 
         async def reset_tiers() -> None:
-            await asyncio.gather(*self._resets(epoch))
+            await make_durable()
 
         try:
-            self._run(reset_tiers(), timeout_seconds)
+            self._run(reset_tiers, timeout_seconds)
         except TimeoutError as error:
             raise ResourceError(f"the reset was not made durable within {timeout_seconds} s") from error
 
     # -- between the two threads ---------------------------------------------------------------------------------
 
-    def _receive(self, plane: ControlPlane) -> list[JobResult]:
-        """Record what arrived, send what was decided; returns the engine's jobs that ended."""
-        now = time.monotonic()
+    def _receive(self) -> None:
+        """Record what arrived, send what was decided; the results of the engine's jobs that ended are for `step`."""
+        assert self._assembled is not None
+        plane, now = self._assembled.plane, time.monotonic()
         while self._inbox:
-            plane.deliver(self._inbox.popleft(), now)
-        plane.pump(now)
-        self._send(plane)
-        return plane.take_finished()
+            try:
+                plane.deliver(self._inbox.popleft(), now)
+            except BaseException as error:
+                self._fail(error)
+        try:
+            plane = self._assembled.plane
+            plane.pump(now)
+            self._send()
+            if now >= self._overdue_at:
+                self._look_for_overdue(now)
+            finished = plane.take_finished()
+        except BaseException as error:
+            self._fail(error)
+            finished = self._assembled.plane.take_finished()
+        for result in finished:
+            self._results[result.job_id] = result
 
-    def _send(self, plane: ControlPlane) -> Sequence[Emission]:
+    def _send(self) -> Sequence[Emission]:
         """Send what was decided to the loop; returns the jobs."""
-        jobs, queries = plane.take_jobs(), plane.take_queries()
-        if jobs or queries:
-            self._outbox.append((jobs, queries))
-            self._waker.wake()
+        assert self._assembled is not None
+        plane = self._assembled.plane
+        try:
+            jobs, queries = plane.take_jobs(), plane.take_queries()
+            if jobs or queries:
+                self._outbox.append((jobs, queries))
+                self._waker.wake()
+        except BaseException as error:
+            self._fail(error)
+            return []
+        if plane is self._failed and not self._assembled.dispatcher.stopped:
+            self._stop_dispatcher()
         return jobs
 
-    def _advance(self, plane: ControlPlane) -> None:
-        self._send(plane)
+    def _stop_dispatcher(self) -> None:
+        assert self._thread is not None
+        assert self._assembled is not None
+        if self._thread.alive:
+            self._thread.call_soon(self._assembled.dispatcher.stop)
 
-    def _decided(self, plane: ControlPlane) -> None:
+    def _advance(self) -> None:
+        self._send()
+
+    def _decided(self) -> None:
         """The next step sends it."""
 
     def _start_sent(self) -> None:
@@ -277,7 +358,7 @@ class EngineStack(StackCore):
         while self._outbox:
             self._start(*self._outbox.popleft())
 
-    def _deliver(self, batch: Sequence[Delivery | PresenceAnswers]) -> None:
+    def _deliver(self, batch: Sequence[Arrival]) -> None:
         """In the loop's thread: a deque append is atomic, and the engine's thread drains it."""
         self._inbox.extend(batch)
         self._arrived.set()

@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 UNCLOSED = "{!r}: its threads, files and locks stay until the process ends; close it, or use it in a with block"
 
+TRIES = 2
+
 
 @dataclass(frozen=True, slots=True)
 class CloseReport:
@@ -30,17 +32,25 @@ class CloseReport:
 async def close_each(tiers: Iterable[LoadStore], timeout_seconds: float) -> None:
     """Close tiers one after another, each within a deadline, whatever one of them does.
 
-    What raises or does not return is logged. Goes on to the last tier when cancelled; the cancellation follows then.
+    What raises is logged and tried once more, what does not return is logged. Goes on to the last tier when cancelled;
+    the cancellation follows then.
     """
     cancelled: asyncio.CancelledError | None = None
     for tier in tiers:
-        name = tier.options.label
-        closing = asyncio.ensure_future(tier.close())
-        cancelled = await wait_done(closing, timeout_seconds) or cancelled
-        if not closing.done():
-            logger.warning("tier %s did not close within %g s and is left behind", name, timeout_seconds)
-        elif not closing.cancelled() and (failure := closing.exception()) is not None:
-            logger.error("tier %s could not be closed", name, exc_info=failure)
+        for _ in range(TRIES):
+            try:
+                closing = asyncio.ensure_future(tier.close())
+                cancelled = await wait_done(closing, timeout_seconds) or cancelled
+                if closing.done() and not closing.cancelled():
+                    closing.result()
+            except Exception:
+                logger.exception("tier %s could not be closed", tier.options.label)
+                continue
+            if not closing.done():
+                logger.warning(
+                    "tier %s did not close within %g s and is left behind", tier.options.label, timeout_seconds
+                )
+            break
     if cancelled is not None:
         raise cancelled
 
@@ -57,13 +67,33 @@ class Abandoned:
 def abandon(assembled: Assembled) -> Abandoned:
     """Give up the dirty blocks that are not in flight. Call in the thread of the control plane."""
     given_up = assembled.plane.abandon()
+    if assembled.models is not None and assembled.plane.uses is not None:
+        assembled.models.save(last=True)
     return Abandoned(given_up, assembled.plane.in_flight, _stored(assembled))
 
 
 async def end_tiers(assembled: Assembled, timeout_seconds: float) -> None:
     """Start no job any more and close every tier, lower ones first. Call in the loop."""
-    assembled.dispatcher.stop()
-    await close_each(reversed(assembled.to_close), timeout_seconds)
+    joining, recorder, cancelled = assembled.joining, assembled.recorder, None
+    try:
+        assembled.dispatcher.stop()
+    finally:
+        if assembled.stats_socket is not None:
+            cancelled = await assembled.stats_socket.close()
+        if joining is not None:
+            cancelled = await joining.end(timeout_seconds) or cancelled
+        if assembled.models is not None:
+            closing = asyncio.ensure_future(assembled.models.close(timeout_seconds))
+            cancelled = await wait_done(closing, timeout_seconds) or cancelled
+        try:
+            await close_each(reversed(assembled.to_close), timeout_seconds)
+        except MemoryError:  # between two tiers; closing is idempotent
+            await close_each(reversed(assembled.to_close), timeout_seconds)
+        finally:  # cancelled, it raises once all are closed
+            if recorder is not None:
+                cancelled = await recorder.close() or cancelled
+    if cancelled is not None:
+        raise cancelled
     await asyncio.sleep(0)  # what has ended is delivered in the next iteration of the loop
 
 

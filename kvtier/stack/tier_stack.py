@@ -10,14 +10,14 @@ from functools import partial
 from typing import ClassVar, Self
 
 from kvtier.aio.shielded_wait import shielded_wait
-from kvtier.control.deliveries import Delivery, PresenceAnswers
-from kvtier.control.plane import ControlPlane
+from kvtier.control.deliveries import Arrival
+from kvtier.control.flow.load_or_compute import answers
 from kvtier.errors import UsageError
 from kvtier.options import TierOptions
 from kvtier.stack import shutdown
 from kvtier.stack.assembled import Assembled
-from kvtier.stack.assembly import StackParts, assemble
-from kvtier.stack.core import BlockGroup, StackCore
+from kvtier.stack.assembly import StackParts
+from kvtier.stack.core import GRACE_SECONDS, BlockGroup, StackCore
 from kvtier.stack.signals import ClosingSignals
 from kvtier.tier_api.contract import LoadStore, LookupResult, Opened, TierContext
 from kvtier.types.jobs import JobKind, JobResult, TransferJob
@@ -64,10 +64,13 @@ class TierStack(StackCore, LoadStore):
         self._loop = asyncio.get_running_loop()
         self._clock = self._loop.time
         self._owner.claim()
-        self._assembled = await assemble(self._parts, self._clock, self._deliver)
         self._loop_end = _close_at_loop_end(weakref.ref(self))
+        await self._open_tiers()
+        assert self._assembled is not None
         await anext(self._loop_end)
-        return Opened(sum(opened.capacity_bytes for opened in self._assembled.opened))
+        control = self._assembled.plane.control
+        setups = [control.cpu_setup, *(lower.setup for lower in control.lowers)]
+        return Opened(sum(setup.opened.capacity_bytes for setup in setups))
 
     async def close(self) -> None:
         """Drain lower tiers until the closing deadline, drop the rest, close every tier. Idempotent.
@@ -76,6 +79,7 @@ class TierStack(StackCore, LoadStore):
         tier before the cancellation goes on. In a forked child it does nothing.
         """
         try:
+            self._closing = self._closing or self._assembled is not None
             await self._close(self._settings.close_seconds)
         finally:
             if self._loop_end is not None:
@@ -84,7 +88,7 @@ class TierStack(StackCore, LoadStore):
     async def _close(self, drain_seconds: float) -> None:
         if self._assembled is None or self._owner.elsewhere:
             return
-        if self._ending is None:
+        if self._ending is None or (self._ending.done() and self.close_report is None):  # an exception ended that
             self._closing = True
             self._drain_until = self._clock() + drain_seconds
             self._ending = self._loop.create_task(self._end(self._assembled), name="kvtier close")
@@ -113,17 +117,19 @@ class TierStack(StackCore, LoadStore):
     async def _close_late(self) -> None:
         """Close without draining and warn, unless it is being closed already or belongs to another process."""
         if self._ending is None and not self._owner.elsewhere:
+            forgotten = not self._closing
             await self._close(0.0)
-            warnings.warn(f"{self!r} was closed by the end of its loop; close it before", ResourceWarning, stacklevel=1)
+            if forgotten:
+                text = f"{self!r} was closed by the end of its loop; close it before"
+                warnings.warn(text, ResourceWarning, stacklevel=1)
 
     async def _end(self, assembled: Assembled) -> None:
         try:
-            for _ in self._draining(assembled.plane):
+            for _ in self._draining():
                 await self._wait_progress(self._drain_until)
         finally:
-            for task in list(self._lookups):
-                task.cancel()
-            abandoned = shutdown.abandon(assembled)
+            self._lookups.cancel()
+            abandoned = self._abandon(assembled)
             await shutdown.end_tiers(assembled, self._settings.tier_close_seconds)
             self.close_report = shutdown.report(assembled, abandoned)
             if self._timer is not None:
@@ -178,96 +184,157 @@ class TierStack(StackCore, LoadStore):
         self._opened()
         if job.kind is not kind:
             raise UsageError(f"a {job.kind} job was handed to {kind}")
-        plane = self._begin(job, request_id, info)
-        future = self._waiting[job.job_id] = self._loop.create_future()
-        self._decided(plane)
+        future: asyncio.Future[JobResult] = self._loop.create_future()
+        cancel = partial(self._cancel, job.job_id)
+        overdue = None
         try:
-            return await shielded_wait(future, partial(self._cancel, plane, job.job_id))
+            if job.deadline is not None:
+                overdue = self._loop.call_at(job.deadline + GRACE_SECONDS, self._on_overdue, job.job_id)
+            self._begin(job, request_id, info)
+            self._waiting[job.job_id] = future
+            self._decided()
+            return await shielded_wait(future, cancel)
+        except Exception:
+            if self._jobs.get(job.job_id) is not job or future.done():
+                raise  # it was not begun, or it has ended with this
+            self._waiting[job.job_id] = future  # nothing but this call failed
+            return await shielded_wait(future, cancel)
         finally:
-            self._waiting.pop(job.job_id, None)
+            if overdue is not None:
+                overdue.cancel()
+            if self._jobs.get(job.job_id) is job:
+                del self._jobs[job.job_id]
+                self._waiting.pop(job.job_id, None)
 
-    def _cancel(self, plane: ControlPlane, job_id: JobId) -> None:
+    def _on_overdue(self, job_id: JobId) -> None:
+        """The job ought to have ended. Look again later if it still has not."""
+        if job_id in self._jobs:
+            self._loop.call_later(GRACE_SECONDS, self._on_overdue, job_id)
+            self._decided()
+            self._look_for_overdue(self._clock())
+            self._advance()
+
+    def _cancel(self, job_id: JobId) -> None:
         """Also while the stack closes, which `cancel` refuses."""
-        plane.cancel(job_id, self._clock())
-        self._advance(plane)
+        assert self._assembled is not None
+        try:
+            self._assembled.plane.cancel(job_id, self._clock())
+        except BaseException as error:
+            self._fail(error)
+        self._advance()
 
     async def lookup(self, keys: Sequence[OffloadKey], *, info: RequestInfo | None = None) -> Sequence[LookupResult]:
-        """Presence of each key. Waits for shared tiers' answers until the lookup deadline; RETRY then becomes MISS."""
-        plane = self._opened().plane
+        """Presence of each key. Waits for shared tiers' answers until the lookup deadline; RETRY then becomes MISS.
+
+        So does what a tier would load later than the engine computes it, see `worth_loading`.
+        """
         deadline = self._clock() + self._settings.lookup_seconds
-        results = plane.lookup(keys, self._clock(), info)
-        self._advance(plane)
+        assembled = self._opened()
+        results = self._look(assembled, keys, info)
+        self._progress.set()
         while LookupResult.RETRY in results and self._clock() < deadline:
             await self._wait_progress(deadline)
-            results = plane.lookup(keys, self._clock(), info)
-            self._send(plane)
-        return [LookupResult.MISS if result is LookupResult.RETRY else result for result in results]
+            results = self._look(assembled, keys, info)
+        return answers(results, self.worth_loading(keys) if self._settings.chooses else len(keys))
+
+    def _look(
+        self, assembled: Assembled, keys: Sequence[OffloadKey], info: RequestInfo | None
+    ) -> Sequence[LookupResult]:
+        """Presence from memory; what is unknown is asked for."""
+        try:
+            results = assembled.plane.lookup(keys, self._clock(), info)
+        except BaseException as error:
+            self._fail(error)
+            results = assembled.plane.lookup(keys, self._clock(), info)
+        self._send()
+        return results
 
     async def drain(self, timeout_seconds: float, backlog: int = 0) -> bool:
         """Wait until at most `backlog` blocks are on their way to lower tiers; False when the time ran out."""
-        plane = self._opened().plane
+        assembled = self._opened()
         deadline = self._clock() + timeout_seconds
-        while plane.backlog > backlog:
+        while assembled.plane.backlog > backlog:
             if self._clock() >= deadline:
                 return False
-            plane.flush(self._clock())
-            self._send(plane)
-            await self._wait_progress(deadline)
+            try:
+                assembled.plane.flush(self._clock())
+            except BaseException as error:
+                self._fail(error)
+            self._send()
+            if assembled.plane.backlog > backlog:  # a policy may have refused all that was queued
+                await self._wait_progress(deadline)
         return True
 
     async def reset(self) -> None:
         """New weights: everything stored before is unreachable in every tier when this returns, also after a crash.
 
-        Raises ResourceError if a tier could not make the reset durable; in memory it holds all the same.
+        Raises ResourceError if a tier could not make the reset durable; in memory it holds all the same. For tiers that
+        are held back it is made durable when they join.
         """
-        plane = self._opened().plane
-        epoch = plane.reset(self._clock())
+        make_durable = self._begin_reset()
         # before anything else is sent, so that no tier answers for the new epoch what it knows of the old one
-        resets = asyncio.gather(*self._resets(epoch))
-        self._advance(plane)
-        await resets
+        durable = make_durable()
+        self._advance()
+        await durable
 
     # -- driving the control plane -------------------------------------------------------------------------------
 
-    def _decided(self, plane: ControlPlane) -> None:
-        plane.pump(self._clock())
-        self._advance(plane)
+    def _decided(self) -> None:
+        assert self._assembled is not None
+        try:
+            self._assembled.plane.pump(self._clock())
+        except BaseException as error:
+            self._fail(error)
+        self._send()
+        self._progress.set()
 
-    def _deliver(self, batch: Sequence[Delivery | PresenceAnswers]) -> None:
+    def _deliver(self, batch: Sequence[Arrival]) -> None:
         assert self._assembled is not None
         plane = self._assembled.plane
         now = self._clock()
         for delivery in batch:
-            plane.deliver(delivery, now)
-        plane.pump(now)
-        self._advance(plane)
+            try:
+                plane.deliver(delivery, now)
+            except BaseException as error:
+                self._fail(error)
+        self._decided()
 
-    def _advance(self, plane: ControlPlane) -> None:
+    def _advance(self) -> None:
         """Send what the plane decided, and wake the calls that wait for progress."""
-        self._send(plane)
+        self._send()
         self._progress.set()
 
-    def _send(self, plane: ControlPlane) -> None:
+    def _send(self) -> None:
         """Send what the plane decided, complete the jobs that ended, set the timer for the next deadline."""
-        self._start(plane.take_jobs(), plane.take_queries())
-        for result in plane.take_finished():
-            future = self._waiting.get(result.job_id)
-            if future is not None and not future.done():
-                future.set_result(result)
-        self._set_timer(plane, plane.next_deadline(self._clock()))
+        assert self._assembled is not None
+        plane = self._assembled.plane
+        try:
+            self._start(plane.take_jobs(), plane.take_queries())
+            for result in plane.take_finished():
+                future = self._waiting.get(result.job_id)
+                if future is not None and not future.done():
+                    future.set_result(result)
+            self._set_timer(plane.next_deadline(self._clock()))
+        except BaseException as error:
+            self._fail(error)
+            self._set_timer(self._clock())
 
-    def _set_timer(self, plane: ControlPlane, deadline: float | None) -> None:
+    def _stop_dispatcher(self) -> None:
+        assert self._assembled is not None
+        self._assembled.dispatcher.stop()
+
+    def _set_timer(self, deadline: float | None) -> None:
         if self._timer is not None:
             if deadline is not None and self._timer.when() <= deadline and not self._timer.cancelled():
                 return
             self._timer.cancel()
             self._timer = None
         if deadline is not None:
-            self._timer = self._loop.call_at(deadline, self._on_timer, plane)
+            self._timer = self._loop.call_at(deadline, self._on_timer)
 
-    def _on_timer(self, plane: ControlPlane) -> None:
+    def _on_timer(self) -> None:
         self._timer = None
-        self._decided(plane)
+        self._decided()
 
     async def _wait_progress(self, deadline: float) -> None:
         self._progress.clear()

@@ -8,6 +8,7 @@ from kvtier.testing.content import Owners, content
 from kvtier.testing.faults import NO_FAULTS, Fault, FaultKind, FaultPlan, FaultyBackend, NthJob, SeededFaults
 from kvtier.testing.memory import MemoryOptions, MemoryStorage, MemoryTier, SharedMemoryTier
 from kvtier.testing.rows import TestRows
+from kvtier.testing.tcp_proxy import ProxyFaults, StreamFaults, TcpProxy
 
 __all__ = [
     "NO_FAULTS",
@@ -20,8 +21,11 @@ __all__ = [
     "MemoryTier",
     "NthJob",
     "Owners",
+    "ProxyFaults",
     "SeededFaults",
     "SharedMemoryTier",
+    "StreamFaults",
+    "TcpProxy",
     "TestRows",
     "content",
 ]

@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import functools
 import gc
+import io
 import os
+import socket
+import subprocess
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, ParamSpec
+from unittest import mock
 
 P = ParamSpec("P")
 
 JOIN_SECONDS = 10.0
 TEST_SECONDS = 120.0
+_IO = (
+    (builtins, "open"),
+    (io, "open"),
+    (os, "open"),
+    (os, "mkdir"),
+    (os, "listdir"),
+    (os, "scandir"),
+    (os, "memfd_create"),
+    (socket, "socket"),
+    (subprocess, "Popen"),
+    (threading.Thread, "start"),
+)
 
 
 class _RefusedExecutor(ThreadPoolExecutor):
@@ -28,6 +46,22 @@ class _RefusedExecutor(ThreadPoolExecutor):
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         self.asked += 1
         raise RuntimeError("a tier must not run anything on the event loop's default executor")
+
+
+@contextmanager
+def refusing_io() -> Iterator[None]:
+    """Nothing opens a file, a socket or a process, or starts a thread. Raises AssertionError where something does."""
+    with ExitStack() as patches:
+        for owner, name in _IO:
+            patches.enter_context(mock.patch.object(owner, name, _refusal(name)))
+        yield
+
+
+def _refusal(name: str) -> Callable[..., None]:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError(f"a constructor called {name}; all I/O belongs into open")
+
+    return refuse
 
 
 def open_files() -> dict[str, str]:
@@ -47,7 +81,10 @@ def leaving_no_trace() -> Iterator[None]:
     files, threads = open_files(), set(threading.enumerate())
     yield
     for thread in set(threading.enumerate()) - threads:
-        thread.join(JOIN_SECONDS)
+        while not thread.is_alive() and thread in threading.enumerate():
+            time.sleep(0.001)  # it is being started
+        if thread.is_alive():
+            thread.join(JOIN_SECONDS)
     left = [thread.name for thread in threading.enumerate() if thread not in threads]
     assert not left, f"threads were left behind: {left}"
     if _new_files(files):

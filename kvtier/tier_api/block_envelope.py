@@ -11,14 +11,22 @@ from typing import NamedTuple
 import xxhash
 
 from kvtier.tier_api.checksum import BODY_AT, CHECKSUM_BYTES, MAGIC_BYTES, checksum, seal, unseal
+from kvtier.types.keys import GROUP_BYTES, OffloadKey, key_group
 
 SLOT_MAGIC = b"KVTIERSL"
+MAGIC = "magic"
+"""The fault of a page that is no header of any version."""
 ENVELOPE_VERSION = 1
 MIN_HEADER_BYTES = 4096
+COUNTER_LIMIT = 1 << 62
+"""Epochs, generations, sessions and sizes on a disk are below this: what is not was never counted up to, and neither it
+nor what follows it would fit the 64-bit numbers of the control plane."""
 
 _FIXED = struct.Struct("<II16sQ16sIIQQQQIHH")
 _SHARED = struct.Struct("<II16sQ16s")
 _OWN = struct.Struct("<IIQQQQIHH")
+_GENERATION = struct.Struct("<Q")
+_GENERATION_AT = BODY_AT + struct.calcsize("<II16sQ16sIIQQQ")
 _PAYLOAD_DIGEST_AT = BODY_AT + _FIXED.size
 KEY_AT = _PAYLOAD_DIGEST_AT + CHECKSUM_BYTES
 
@@ -66,12 +74,37 @@ PACK_OWN = _OWN.pack
 
 def encode_slot_header(header: SlotHeader, page: memoryview) -> None:
     """Fill a header page; whatever the header does not use is zero."""
-    page[:] = seal(SLOT_MAGIC, pack_fixed(header, len(page)) + header.payload_digest + header.key, len(page))
+    page[:] = encoded_header(header, len(page))
+
+
+def encoded_header(header: SlotHeader, header_bytes: int) -> bytes:
+    """A header page; whatever the header does not use is zero."""
+    return seal(SLOT_MAGIC, pack_fixed(header, header_bytes) + header.payload_digest + header.key, header_bytes)
 
 
 def checksum_holds(page: memoryview) -> bool:
     """True if the header page is as it was written, whatever its magic."""
     return bytes(page[MAGIC_BYTES:BODY_AT]) == xxhash.xxh3_128_digest(page[BODY_AT:])
+
+
+def page_fault(page: memoryview) -> str:
+    """Why a page is no whole header of this format; empty if it is all zeros."""
+    if page[:MAGIC_BYTES] == SLOT_MAGIC:
+        return Mismatch.VERSION if checksum_holds(page) else Mismatch.HEADER_CHECKSUM
+    return MAGIC if any(page) else ""
+
+
+def key_fault(header: SlotHeader) -> str:
+    """Why a header's key is none; empty if it is one, of the group that the header names."""
+    if len(header.key) <= GROUP_BYTES:
+        return Mismatch.KEY
+    return "" if key_group(OffloadKey(header.key)) == header.group else Mismatch.GROUP
+
+
+def stated_generation(page: memoryview) -> int:
+    """The generation as the header states it; it counts only once the header's checksum was compared."""
+    generation: int = _GENERATION.unpack_from(page, _GENERATION_AT)[0]
+    return generation
 
 
 def payload_digest(page: memoryview) -> bytes:
@@ -80,13 +113,16 @@ def payload_digest(page: memoryview) -> bytes:
 
 
 def decode_slot_header(page: memoryview) -> SlotHeader | None:
-    """The header a page holds; None if it is no whole slot header of this format."""
-    if unseal(SLOT_MAGIC, page) is None:
+    """The header a page holds; None if it is no whole slot header of this format, with numbers that can be."""
+    if len(page) < KEY_AT or unseal(SLOT_MAGIC, page) is None:
         return None
-    version, header_bytes, *fields, key_bytes, _ = _FIXED.unpack_from(page, BODY_AT)
-    if version != ENVELOPE_VERSION or header_bytes != len(page) or key_bytes > max_key_bytes(header_bytes):
+    fields = _FIXED.unpack_from(page, BODY_AT)
+    version, header_bytes, _, epoch, _, _, _, formats, slot_bytes, payload_bytes, generation, _, key_bytes, _ = fields
+    if version != ENVELOPE_VERSION or header_bytes != len(page) or KEY_AT + key_bytes > header_bytes:
         return None
-    return SlotHeader._make((*fields, bytes(page[KEY_AT : KEY_AT + key_bytes]), payload_digest(page)))
+    if epoch | formats | slot_bytes | payload_bytes | generation >= COUNTER_LIMIT:
+        return None
+    return SlotHeader._make((*fields[2:12], bytes(page[KEY_AT : KEY_AT + key_bytes]), payload_digest(page)))
 
 
 def unpack_fixed(fixed: bytes | memoryview, key: bytes, payload_digest: bytes = b"") -> SlotHeader:

@@ -12,8 +12,8 @@ There are two kinds of tier below the CPU:
   implements `AnswersLookups` and `Resettable`.
 
 Other abilities are optional protocols, recognized by the presence of their methods: `ProbesAlignment`, `Resettable`,
-`ProvidesRows` and `JoinsRows` here, `DryRuns` in `kvtier.tier_api.registry`, and `Inspects` in
-`kvtier.tier_api.inspection`.
+`ProvidesRows` and `JoinsRows` here, `DryRuns` in `kvtier.tier_api.registry`, and `Inspects`
+and `InspectsServers` in `kvtier.tier_api.inspection`.
 
 `kvtier.testing.conformance` holds a tier to all of this; `tests/conformance/example_backend` is a small whole tier.
 """
@@ -31,6 +31,7 @@ import numpy.typing as npt
 
 from kvtier.errors import UsageError
 from kvtier.options import TierOptions
+from kvtier.tier_api.block_age import BlockAges
 from kvtier.types.arrays import NO_IDS, IntArray
 from kvtier.types.geometry import Geometry
 from kvtier.types.jobs import JobResult, RegionFormat, TransferJob
@@ -74,10 +75,17 @@ class LoadStore(ABC):
 
     `BLOCK_SIZE_ALIGNMENT`: offsets and lengths of the tier's I/O are multiples of this many bytes. Rows are aligned to
     the least common multiple over the tiers of a stack.
+
+    For shared tiers, which other hosts write too: `LOOK_UP_BEFORE_STORE` says that a lookup of a job's keys costs much
+    less than to store them, so the stack makes one before each store and sends only what is not there. `PROBE_PREFIX`
+    says that each key of a lookup costs a request, so of a prompt's blocks the stack asks for few, and believes that
+    those before one that is there are there too.
     """
 
     medium: ClassVar[Medium]
     BLOCK_SIZE_ALIGNMENT: ClassVar[int] = 1
+    LOOK_UP_BEFORE_STORE: ClassVar[bool] = False
+    PROBE_PREFIX: ClassVar[bool] = False
     Options: ClassVar[type[TierOptions]]
     options: TierOptions
 
@@ -153,6 +161,14 @@ class JoinsRows(Protocol):
 
     def worker_notes(self) -> list[str]:
         """The note of each worker, in the owner's process. Raises ResourceError until all have mapped the region."""
+
+
+@runtime_checkable
+class HasWords(Protocol):
+    """Rows with words beside them through which an integration's workers and its coordinator speak."""
+
+    words: npt.NDArray[np.uint64]
+    """Shape (workers + 1, 8), zero at first. A worker alone writes its line, the coordinator the last one."""
 
 
 class Rows(Protocol):
@@ -281,7 +297,11 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Opened:
-    """What an open tier is. `space` is None for a shared tier. `mode` and `notes` are for people to read."""
+    """What an open tier is. `space` is None for a shared tier. `mode` and `notes` are for people to read.
+
+    `ages`, of an owned tier: its generations are wall-clock times, and `recovered` has no block that is too old.
+    `open_seconds` is how long opening took, which the stack fills in.
+    """
 
     capacity_bytes: int
     space: SlotSpace | None = None
@@ -289,3 +309,5 @@ class Opened:
     epoch: int = 0
     mode: str = ""
     notes: tuple[str, ...] = ()
+    ages: BlockAges | None = None
+    open_seconds: float = 0.0

@@ -1,14 +1,16 @@
-"""Reading what a backend keeps on disk without opening it as a tier: for `kvtier fsck`, `ls`, `du` and `gc`.
+"""Reading what a backend keeps without opening it as a tier: for `kvtier fsck`, `ls`, `du` and `gc`.
 
-A backend class takes part by implementing `Inspects`. It is found through the registry; the core knows none by name.
+A backend class takes part by implementing `Inspects` for stores in a folder, or `InspectsServers` for stores on a
+server. It is found through the registry; the core knows none by name.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from kvtier.errors import ConfigError, RootError
+from kvtier.options import TierOptions
 from kvtier.tier_api.registry import Backends
 
 
@@ -71,16 +73,17 @@ class Finding(NamedTuple):
 
 
 class StoredBlock(NamedTuple):
-    """One block on disk, as its header says; its payload was not read. `key` is the full offload key.
+    """One block of a store, as its header or its name says; its payload was not read.
 
-    `region` is the part of the store it lies in, `slot` its number there. `stored_bytes` counts everything it takes up,
+    `key` is the full offload key, or the digest that stands for it where names are all that is read. `region` is the
+    part of the store it lies in, `slot` its number there. `stored_bytes` counts everything it takes up,
     `payload_bytes` the block alone. Of two copies of a key in one namespace the larger `generation` is the newer.
-    `stored_at` and `used_at` (seconds since 1970) and `hits` are None where the store does not keep them.
+    `stored_at` and `used_at` (seconds since 1970), `hits`, `group` and `epoch` are None where the store does not say.
     """
 
     state: BlockState
     namespace: bytes
-    group: int
+    group: int | None
     key: bytes
     region: int
     slot: int
@@ -90,6 +93,7 @@ class StoredBlock(NamedTuple):
     stored_at: float | None = None
     hits: int | None = None
     used_at: float | None = None
+    epoch: int | None = None
 
 
 class ListStep(NamedTuple):
@@ -128,16 +132,16 @@ class StoredNamespace:
 class StoreAbout:
     """One store as a whole.
 
-    `slots` is how many slots listing or checking it will read, an estimate where others store meanwhile.
-    `region_bytes` 0: parts of no fixed size. `session` counts how often it was opened, and `clean` says that the last
-    session closed in order; both are None where the store does not record them. `owner` describes the process that has
-    it open now; empty: none.
+    `slots` is how many slots listing or checking it will read, an estimate where others store meanwhile; None: unknown.
+    `parts` is what its regions are called. `region_bytes` 0: parts of no fixed size. `session` counts how often it was
+    opened, and `clean` says that the last session closed in order; both are None where the store does not record them.
+    `owner` describes the process that has it open now; empty: none.
     """
 
     root: str
     layout: str
     identity: str
-    slots: int
+    slots: int | None
     regions: int
     region_bytes: int
     session: int | None
@@ -145,6 +149,7 @@ class StoreAbout:
     owner: str
     namespaces: tuple[StoredNamespace, ...]
     notes: tuple[str, ...] = ()
+    parts: str = "regions"
 
 
 class Inspection(Protocol):
@@ -187,6 +192,25 @@ class Inspects(Protocol):
         """
 
 
+@runtime_checkable
+class InspectsServers(Protocol):
+    """A backend class whose stores lie on a server, at an address such as `valkey://cache-0:6379/team-a`."""
+
+    @classmethod
+    def address_options(cls, address: str) -> dict[str, Any] | None:
+        """What a stack file says of the tier at an address; None for an address of another kind.
+
+        Raises ConfigError for one that holds a user or a password: addresses stand on command lines.
+        """
+
+    @classmethod
+    def inspect_server(cls, options: TierOptions, access: Access) -> Inspection:
+        """The store that a tier of these options uses. Other processes use it at the same time.
+
+        Raises ConfigError with the option to correct, or RootError. Keeps nothing open then.
+        """
+
+
 def find_store(root: str, access: Access, backends: Backends) -> Inspection:
     """The store in a folder, of the first backend (by name) that recognises it.
 
@@ -217,3 +241,21 @@ def find_store(root: str, access: Access, backends: Backends) -> Inspection:
     raise RootError(
         root, f"holds no store of blocks that a backend knows (asked: {', '.join(asked) or 'none'}{unasked})"
     )
+
+
+def find_server(address: str, backends: Backends) -> tuple[type[TierOptions], dict[str, Any]]:
+    """The options of the tier at an address such as `valkey://cache-0:6379/team-a`: their model and what they are.
+
+    Raises RootError if no backend reads such addresses, ConfigError for an address with a user or a password.
+    """
+    scheme, broken = address.partition("://")[0], list[str]()
+    for name in sorted(backends.names, key=lambda name: name != scheme):  # the likely one first: each is imported
+        try:
+            backend = backends.get(name)
+        except ConfigError:
+            broken.append(name)
+            continue
+        if isinstance(backend, InspectsServers) and (options := backend.address_options(address)) is not None:
+            return backend.Options, options
+    unasked = f" (cannot be loaded: {', '.join(broken)})" if broken else ""
+    raise RootError(f"{scheme}://", f"no backend reads such an address{unasked}")

@@ -3,10 +3,12 @@
 import inspect
 import sys
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from kvtier.errors import ConfigError
@@ -22,14 +24,15 @@ class DryRun:
     """What a tier would be if it were opened now, found without opening it.
 
     `space` is what an owned tier would offer for placement, None where the question does not arise. `mode` says how
-    its I/O would go. Each problem is one line that names the place and says what to do; with any, opening would fail.
+    its I/O would go. Each problem is one line that names the place and says what to do, or a ConfigError whose path is
+    the option to correct; with any, opening would fail.
     """
 
     capacity_bytes: int | None = None
     space: SlotSpace | None = None
     mode: str = ""
     notes: tuple[str, ...] = ()
-    problems: tuple[str, ...] = ()
+    problems: tuple[str | ConfigError, ...] = ()
 
 
 @runtime_checkable
@@ -45,7 +48,21 @@ class DryRuns(Protocol):
         """
 
 
-def _distribution(entry_point: EntryPoint) -> str:
+@runtime_checkable
+class EmbedsServer(Protocol):
+    """A tier on a server that can start one of its own on this machine, so that a stack can be tried out without any:
+    for `kvtier replay --server embedded`."""
+
+    def embedded(self, folder: Path, blocks: int, row_bytes: int) -> AbstractContextManager[TierOptions]:
+        """Run a server until the end of the block, and give the tier's options with it in place of those of the file.
+
+        It holds about `blocks` blocks of `row_bytes` and then evicts. `folder` is empty and this server's alone. It
+        ends with this process, however that ends. Blocking. Raises ConfigError that says what to install.
+        """
+
+
+def distribution(entry_point: EntryPoint) -> str:
+    """Who installed an entry point, for an error."""
     return f"{entry_point.dist.name} {entry_point.dist.version}" if entry_point.dist else "an unnamed distribution"
 
 
@@ -77,7 +94,7 @@ class Backends:
             known = ", ".join(self.names) or "none is installed"
             raise ConfigError(f"no backend is called {name!r}{suggest(name, self.names)} (known: {known})")
         if len(points) > 1:
-            owners = " and ".join(sorted(map(_distribution, points)))
+            owners = " and ".join(sorted(map(distribution, points)))
             raise ConfigError(f"the backend {name!r} is claimed by {owners}; uninstall all but one")
         return _load(points[0])
 
@@ -99,7 +116,7 @@ def _installed(search_path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
 
 def _owner(point: EntryPoint) -> str:
     """The name of a backend in an error. The version is read from a file, so this is for errors alone."""
-    return f"the backend {point.name!r} of {_distribution(point)}"
+    return f"the backend {point.name!r} of {distribution(point)}"
 
 
 def _load(point: EntryPoint) -> type[LoadStore]:

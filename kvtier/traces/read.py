@@ -1,16 +1,20 @@
-"""Readers of request traces: JSON lines, plain or gzip.
+"""Readers of request traces: JSON lines, plain, gzip or zstd.
 
 Each line is one request with `input_length`, `output_length` and one id for each block of the prompt, either as a
 list (`hash_ids`) or run-length coded (`rle`: `[first_id, count]` pairs). With a `session` the ids are local to it;
-without one they are global. All other fields are ignored, the times too: a replay goes as fast as it can.
+without one they are global. The time is `timestamp`, in milliseconds, or `t`, in seconds. `block_tokens` are the tokens
+of a block. All other fields are ignored.
 """
 
 import gzip
+import importlib
+import logging
+import sys
 import zlib
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, BinaryIO, ClassVar, Self, cast
+from typing import Annotated, Any, BinaryIO, ClassVar, Self, cast
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -19,11 +23,20 @@ from kvtier.errors import ConfigError
 from kvtier.traces.requests import Request, RequestSource
 from kvtier.types.arrays import NO_IDS, IntArray, int_array
 
+try:
+    zstd: Any = importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
+except ImportError:
+    zstd = None
+
 LINE_BYTES_MAX = 64 << 20
 BLOCKS_MAX = 1 << 22
 ID_MAX = (1 << 63) - 1
 GZIP_MAGIC = b"\x1f\x8b"
+ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 BLOCK_TOKENS_TRIED = tuple(1 << power for power in range(13))
+
+_ZSTD_ERRORS = () if zstd is None else (zstd.ZstdError,)
+_log = logging.getLogger(__name__)
 
 BlockId = Annotated[int, Field(ge=0, le=ID_MAX)]
 Run = tuple[Annotated[int, Field(ge=0, le=ID_MAX - BLOCKS_MAX)], Annotated[int, Field(ge=1)]]
@@ -37,6 +50,9 @@ class TraceLine(BaseModel):
     session: str = ""
     input_length: int = Field(ge=1, le=ID_MAX)
     output_length: int = Field(ge=0, le=ID_MAX)
+    block_tokens: int | None = Field(default=None, ge=1, le=ID_MAX)
+    timestamp: float | None = Field(default=None, allow_inf_nan=False)
+    t: float | None = Field(default=None, allow_inf_nan=False)
     hash_ids: Annotated[list[BlockId], Field(max_length=BLOCKS_MAX, fail_fast=True)] | None = None
     rle: Annotated[list[Run], Field(max_length=BLOCKS_MAX, fail_fast=True)] | None = None
 
@@ -47,6 +63,11 @@ class TraceLine(BaseModel):
         if sum(count for _, count in self.rle or ()) > BLOCKS_MAX:
             raise ValueError(f"rle names more than {BLOCKS_MAX} blocks")
         return self
+
+    @property
+    def seconds(self) -> float | None:
+        """When the request came; None where the line does not say."""
+        return self.timestamp / 1000 if self.timestamp is not None else self.t
 
     @property
     def ids(self) -> IntArray:
@@ -61,7 +82,8 @@ def read_trace(path: Path, limit: int | None = None, block_tokens: int | None = 
     """The first `limit` lines (all when None) of a trace as requests.
 
     The file is read once as a whole here, so every line is checked before anything runs. The number of tokens
-    in a block is `block_tokens`, or else follows from the lengths. Raises ConfigError with the number of a bad line.
+    in a block is `block_tokens`, or what the lines say, or else follows from the lengths. Raises ConfigError with the
+    number of a bad line.
     """
     count = longest = 0
     candidates = list(BLOCK_TOKENS_TRIED)
@@ -69,6 +91,7 @@ def read_trace(path: Path, limit: int | None = None, block_tokens: int | None = 
         count += 1
         blocks = len(line.ids)
         longest = max(longest, blocks)
+        block_tokens = block_tokens or line.block_tokens
         candidates = [tokens for tokens in candidates if _fits(line.input_length, blocks, tokens)]
     if not count:
         raise ConfigError("holds no request", str(path))
@@ -80,14 +103,19 @@ def read_trace(path: Path, limit: int | None = None, block_tokens: int | None = 
 
 
 def read_lines(path: Path) -> Iterator[TraceLine]:
-    """Every line of a trace, one at a time. Raises ConfigError for a file or a line that is none."""
+    """Every line of a trace, one at a time. Raises ConfigError for a file or a line that is none.
+
+    A compressed file that ends too early, as after a crash of its writer, is read up to its last whole line.
+    """
     try:
         with _open(path) as stream:
             for number, raw in enumerate(iter(lambda: stream.readline(LINE_BYTES_MAX + 1), b""), start=1):
                 if raw.strip():
                     yield _parse(raw, f"{path}:{number}")
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ConfigError(f"broken gzip data: {error}", str(path)) from None
+    except EOFError:
+        _log.warning("%s ends too early; what is whole of it is read", path)
+    except (zlib.error, gzip.BadGzipFile, *_ZSTD_ERRORS) as error:
+        raise ConfigError(f"broken compressed data: {error}", str(path)) from None
     except OSError as error:
         raise ConfigError(f"cannot read the trace: {error.strerror or error}", str(path)) from None
 
@@ -97,13 +125,17 @@ def _requests(path: Path, limit: int) -> Iterator[Request]:
     for line in islice(read_lines(path), limit):
         ids = line.ids
         root = f"trace:{path.name}:{line.session}"
-        yield Request(root, line.session, ids, len(ids), line.input_length, line.output_length)
+        yield Request(root, line.session, ids, len(ids), line.input_length, line.output_length, line.seconds)
 
 
 def _open(path: Path) -> BinaryIO:
     with path.open("rb") as stream:
-        zipped = stream.read(2) == GZIP_MAGIC
-    return cast(BinaryIO, gzip.open(path, "rb")) if zipped else path.open("rb")
+        magic = stream.read(len(ZSTD_MAGIC))
+    if magic == ZSTD_MAGIC:
+        if zstd is None:
+            raise ConfigError("is compressed by zstd: pip install 'kvtier[zstd]', or `zstd -d` it", str(path))
+        return cast(BinaryIO, zstd.open(path, "rb"))
+    return cast(BinaryIO, gzip.open(path, "rb")) if magic.startswith(GZIP_MAGIC) else path.open("rb")
 
 
 def _fits(input_length: int, blocks: int, tokens: int) -> bool:

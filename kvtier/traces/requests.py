@@ -14,6 +14,7 @@ import xxhash
 
 from kvtier.types.arrays import IntArray
 from kvtier.types.keys import OffloadKey, make_key
+from kvtier.types.requests import RequestInfo
 
 REMEMBERED_SESSIONS = 16
 
@@ -23,7 +24,8 @@ class Request:
     """One request: block ids in prefix order, of which the first `prompt_blocks` belong to the prompt.
 
     Ids mean the same only below the same `root`: requests of two roots never share a block. `session` only names the
-    conversation, so that a growing one need not be hashed again from its first block.
+    conversation, so that a growing one need not be hashed again from its first block. `arrived` is when the request
+    came, in seconds, None where that is not known; times may go back.
     """
 
     root: str
@@ -32,6 +34,12 @@ class Request:
     prompt_blocks: int
     prompt_tokens: int
     output_tokens: int
+    arrived: float | None = None
+
+    @property
+    def info(self) -> RequestInfo | None:
+        """What is handed to policies that follow requests."""
+        return RequestInfo(session=f"{self.root} {self.session}") if self.session else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,21 @@ class DropReason(StrEnum):
     DISK_FULL = "disk_full"
     RESET = "reset"
     CLOSING = "closing"
+    HELD_BACK = "held_back"
+    WRITE_BUDGET = "write_budget"
+    BYPASSED = "bypassed"
+
+
+class SkipReason(StrEnum):
+    """Why a block was not sent to a tier although the tier would have taken it. Nothing is lost by it.
+
+    NOT_ADMITTED: its use did not earn it a write so far. BYPASSED: the tier's policy values what it would evict for it
+    more. ALREADY_THERE: the tier has it.
+    """
+
+    NOT_ADMITTED = "not_admitted"
+    BYPASSED = "bypassed"
+    ALREADY_THERE = "already_there"
 
 
 @dataclass(frozen=True, slots=True)

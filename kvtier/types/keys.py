@@ -16,6 +16,7 @@ Medium = NewType("Medium", str)
 GPU = Medium("GPU")
 CPU = Medium("CPU")
 FS = Medium("FS")
+REMOTE = Medium("REMOTE")
 
 GROUP_BYTES = 4
 

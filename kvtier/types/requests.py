@@ -1,6 +1,9 @@
-"""What an embedder may say of the request that a call of the stack serves."""
+"""What a stack knows of the requests that its calls serve."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from kvtier.types.keys import GroupIndex, OffloadKey, RequestId
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,11 +14,30 @@ class RequestInfo:
     higher the more urgent. `retain_until` is a time on the stack's clock (that of `time.monotonic`) until which the
     request's blocks are likely to be used again.
 
-    No policy reads it today: calls accept it so that embedders can pass what they know now, and a later version can
-    use it without a change of the calls.
+    Policies that follow requests are given it (`RequestUse.info`); the others decide without it.
     """
 
     session: str = ""
     tenant: str = ""
     priority: int = 0
     retain_until: float | None = None
+
+
+NO_INFO = RequestInfo()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestUse:
+    """One request begins and uses these blocks of one KV cache group: for policies that follow requests.
+
+    `keys` are in prefix order from position 0: `keys[i - 1]` is the parent of `keys[i]`, and no key comes twice. They
+    are the blocks of the prompt, and those of the output where the caller knows them. `new_blocks` of them no tier
+    holds. `time` is in seconds and never goes back. A request of several groups is one use for each of them.
+    """
+
+    request_id: RequestId
+    time: float
+    keys: Sequence[OffloadKey]
+    group: GroupIndex
+    new_blocks: int
+    info: RequestInfo = NO_INFO

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import platform
@@ -13,11 +12,12 @@ import pytest
 from click.testing import CliRunner, Result
 from support_stack import PLAIN, Engine, fs, keys, parts_of, stack_file, statuses, whole
 
-from kvtier.bench.report import BAR_CELLS, bar, machine
+from kvtier.bench.report import machine
 from kvtier.bench.scratch import PREFIX, folder_beside
 from kvtier.cli import main
 from kvtier.errors import ConfigError
 from kvtier.stack import EngineStack
+from kvtier.tables import BAR_CELLS, bar
 from kvtier.types.jobs import MISSING, JobKind, JobResult, TransferJob
 from kvtier.types.keys import OffloadKey
 from kvtier_fs import FSBackend
@@ -148,25 +148,6 @@ def test_what_cannot_be_measured_is_one_line(tmp_path: Path, lower: str, argumen
     assert result.exit_code == 2, result.output
     assert result.stderr.startswith(told)
     assert len(result.stderr.splitlines()) == 1
-
-
-def test_what_a_killed_measurement_left_is_removed_and_what_another_one_uses_is_not(tmp_path: Path) -> None:
-    dead, alive, foreign = (tmp_path / name for name in (f"{PREFIX}dead", f"{PREFIX}alive", "others"))
-    for folder in (dead, alive, foreign):
-        folder.mkdir()
-        (folder / "data").write_bytes(b"x")
-    (tmp_path / f"{PREFIX}link").symlink_to(foreign)
-    fd = os.open(alive, os.O_RDONLY)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        with folder_beside(str(tmp_path / "root")) as own:
-            assert Path(own).parent.parent == tmp_path
-            assert not dead.exists()
-    finally:
-        os.close(fd)
-    assert (alive / "data").exists()
-    assert (foreign / "data").exists()
-    assert not Path(own).parent.exists()
 
 
 def test_a_root_whose_parent_is_no_place_to_write_gets_its_folder_inside(

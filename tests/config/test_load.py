@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 from support_backends import STANDARD, CPUTier, DiskTier, GPUTier, Idle, add_distribution, backends_in
 
 from kvtier.config import StackConfig, StackOptions, build_tiers, load_stack, parse_stack, stack_schema
-from kvtier.config.plan import plan_stack
+from kvtier.config.plan import TierPlan, plan_stack
 from kvtier.errors import ConfigError
-from kvtier.options import INDEX_BYTES_PER_SLOT
+from kvtier.options import ADMISSION_BYTES, INDEX_BYTES_PER_SLOT, OwnedTierOptions
 from kvtier.tier_api.registry import Backends
 from kvtier.types.geometry import GroupKind, GroupLayout, KVLayout, TensorRef
 
@@ -110,7 +111,7 @@ MISTAKES = {
     "no number": ("tiers: [{type: cpu, cpu_bytes_to_use: .5}]", "tiers[0].cpu_bytes_to_use: 0.5 is not a size"),
     "unknown policy": (
         "tiers: [{type: cpu, cpu_bytes_to_use: 1GiB, policy: fifo}]",
-        "tiers[0].policy: 'fifo' is not known; write 'lru' or 'arc'",
+        "tiers[0].policy: no policy is called 'fifo' (known: arc, lru",
     ),
     "text for true": (
         "tiers: [{type: cpu, cpu_bytes_to_use: 1GiB, huge_pages: yes}]",
@@ -285,6 +286,26 @@ def test_a_backend_with_a_dry_run_is_believed(backends: Backends) -> None:
     assert disk.num_blocks == int(tokens / 64 * 2)
     assert disk.mode == "direct"
     assert disk.index_bytes == 8 * ((1 << 20) // (4096 + 12288)) * INDEX_BYTES_PER_SLOT
+
+
+def test_the_memory_of_first_uses_is_index_memory(backends: Backends) -> None:
+    def disk(more: str) -> TierPlan:
+        config = parse_stack(f"tiers: [{CPU}, {{{DISK}, {more}}}]", backends)
+        plan, _ = plan_stack(build_tiers(config, backends), LAYOUT)
+        return plan.tiers[1]
+
+    every, second = disk("admit: always").index_bytes, disk("admit: second_use").index_bytes
+    assert every is not None
+    assert second == every + ADMISSION_BYTES
+
+
+def test_the_bound_of_the_index_holds_with_an_admission_too() -> None:
+    options = OwnedTierOptions.model_validate({"type": "disk", "index_bytes_max": "5MiB"})
+    assert options.index_slots_max == (5 << 20) // INDEX_BYTES_PER_SLOT
+    options = OwnedTierOptions.model_validate({"type": "disk", "index_bytes_max": "5MiB", "admit": "second_use"})
+    assert options.index_slots_max == (1 << 20) // INDEX_BYTES_PER_SLOT
+    with pytest.raises(ValidationError, match="no room for a slot with admit: second_use, which needs 4194524"):
+        OwnedTierOptions.model_validate({"type": "disk", "index_bytes_max": "4MiB", "admit": "second_use"})
 
 
 @pytest.mark.parametrize(

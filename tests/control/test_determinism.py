@@ -54,12 +54,12 @@ def describe(emission) -> str:
 def trace(seed: int, steps: int = 300) -> list[str]:
     """Everything a plane with three tiers says to a random engine on random disks."""
     rng = random.Random(seed)
-    policy = rng.choice(["lru", "arc"])
+    policy = rng.choice(["lru", "arc", "reuse"])
     lowers = [
         fs_setup(
             24, 4, (ROW_BYTES, 2 * ROW_BYTES), policy=policy, write_policy=rng.choice(["write_through", "on_evict"])
         ),
-        shared_setup(hint_seconds=3.0),
+        shared_setup(hint_seconds=3.0, admit=rng.choice(["always", "second_use"])),
     ]
     world = Recorder(cpu_setup(14, policy, groups=2), lowers, limits=ControlLimits(watermark_rows=2))
     for _ in range(steps):

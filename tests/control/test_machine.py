@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -9,7 +11,7 @@ from support_control import ROW_BYTES, World, cpu_setup, fs_setup, key, shared_s
 
 from kvtier.control.plane import ControlLimits
 from kvtier.types.jobs import JobKind
-from kvtier.types.keys import RequestId
+from kvtier.types.keys import GroupIndex, RequestId
 
 KEYS = st.lists(st.integers(0, 30), min_size=1, max_size=12, unique=True)
 FAULTS = st.sampled_from([None, None, None, "failed", "corrupt"])
@@ -26,8 +28,9 @@ class Machine(RuleBasedStateMachine):
         write_policy=st.sampled_from(["write_through", "on_evict"]),
         kind=st.sampled_from(["none", "one", "hybrid", "shared", "fs+shared", "two roots"]),
         watermark=st.integers(0, 2),
+        admit=st.sampled_from(["always", "second_use"]),
     )
-    def build(self, rows, slots, policy, write_policy, kind, watermark):
+    def build(self, rows, slots, policy, write_policy, kind, watermark, admit):
         lowers = {
             "none": [],
             "one": [fs_setup(slots, policy=policy, write_policy=write_policy)],
@@ -36,6 +39,8 @@ class Machine(RuleBasedStateMachine):
             "fs+shared": [fs_setup(slots, write_policy=write_policy), shared_setup(hint_seconds=5.0)],
             "two roots": [fs_setup(slots, 4, roots=2, policy=policy, write_policy=write_policy)],
         }[kind]
+        probed = frozenset([GroupIndex(0)] if watermark else [])
+        lowers = [replace(setup, admit=admit, probed_groups=probed) for setup in lowers]
         self.world = World(cpu_setup(rows, policy, groups=2), lowers, limits=ControlLimits(watermark_rows=watermark))
         self.requests = 0
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from support_control import World, cpu_setup, fs_setup, key, shared_setup
 
+from kvtier.control.tiers.breaker import BreakerState
+from kvtier.control.tiers.disk_full import PAUSE_SECONDS
 from kvtier.control.tiers.shared_tier import SharedTier
 from kvtier.tier_api.contract import LookupResult
 from kvtier.types.jobs import PRESENT, DropReason, JobKind, dropped
@@ -69,12 +71,45 @@ def test_a_backend_that_says_retry_is_asked_again_but_not_for_ever():
     while look(world, 1) == [RETRY]:
         rounds += 1
         assert rounds < 30, "an unknown key must become a miss"
-        (question,) = world.unanswered
-        world.unanswered.clear()
-        world.plane.answer(question, [RETRY], world.now)
+        answer(world, RETRY)
+        if rounds % 4 == 0:
+            look(world, 100 + rounds)
+            answer(world, MISS)
         world.now += 0.1
     assert 9 <= rounds <= 11
     assert look(world, 1) == [MISS]
+
+
+def test_a_backend_that_answers_no_question_is_left_alone_for_a_while():
+    """Else each request waits for its lookups until they are given up."""
+    world = shared_world(remote=(9,))
+    assert look(world, 9) == [RETRY]
+    assert look(world, 9) == [PENDING]
+    world.silent = True
+    for n in range(5):
+        assert look(world, n) == [RETRY]
+        answer(world, RETRY)
+    assert look(world, 5, 6, 9) == [MISS, MISS, PENDING], "what is known holds"
+    assert not world.unanswered
+    world.now = 4.9
+    assert look(world, 6) == [MISS]
+    world.now = 5.1
+    assert look(world, 6) == [RETRY], "it is tried again"
+    answer(world, RETRY)
+    assert look(world, 6) == [MISS], "once"
+    world.now = 10.2
+    assert look(world, 10) == [RETRY]
+    answer(world, MISS)
+    for n in range(11, 15):
+        assert look(world, n) == [RETRY], "an answer ends that"
+        answer(world, RETRY)
+
+
+def answer(world: World, result: LookupResult) -> None:
+    """The backend's answer to the only question."""
+    (question,) = world.unanswered
+    world.unanswered.clear()
+    world.plane.answer(question, [result] * len(question.keys), world.now)
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -180,7 +215,7 @@ def test_what_was_asked_before_a_reset_says_nothing_after_it():
 
 
 def test_hints_and_open_questions_are_bounded():
-    shared = SharedTier("s", hint_seconds=10.0, lookup_timeout_seconds=1.0, max_hints=100)
+    shared = SharedTier("s", 10.0, 10.0, lookup_timeout_seconds=1.0, max_hints=100)
     for number in range(1000):
         shared.learn(key(number), True, 0.0)
         shared.request(key(2000 + number), 0.0)
@@ -191,3 +226,47 @@ def test_hints_and_open_questions_are_bounded():
     assert shared.presence(key(999), 1.0) is True, "the newest are kept"
     assert shared.presence(key(2999), 0.5) is None
     assert shared.presence(key(2999), 1.0) is False
+
+
+@pytest.mark.parametrize("status", ["corrupt", "missing"])
+def test_what_a_load_refused_is_no_hit_any_more(status):
+    """A damaged block that cannot be removed would else be found and refused by every request."""
+    world = shared_world(remote=(1,))
+    assert look(world, 1) == [RETRY]
+    assert look(world, 1) == [PENDING]
+    world.load(1)
+    world.finish(*world.under_way(1, LOAD), status)
+    assert look(world, 1) == [MISS]
+
+
+def test_what_is_there_is_believed_longer_than_what_is_not():
+    """Other hosts store all the time; what they stored must be found soon."""
+    world = World(cpu_setup(4), [shared_setup(hit_hint_seconds=30.0, miss_hint_seconds=5.0)])
+    world.remote = {key(1): (key(1), 0)}
+    look(world, 1, 2)
+    world.now = 4.9
+    assert look(world, 1, 2) == [PENDING, MISS]
+    world.now = 5.0
+    assert look(world, 1, 2) == [PENDING, RETRY]
+    world.now = 30.0
+    assert look(world, 1) == [RETRY]
+
+
+def test_a_full_server_is_left_alone_for_a_while():
+    """Each block would be sent in vain. A full server is not a broken one: loads go on."""
+    world = shared_world(rows=16)
+    lower = world.plane.control.lowers[0]
+    for number in range(8):
+        world.store(number)
+        world.run_tier(0)
+        for job in world.under_way(1, STORE):
+            world.end(job, dropped(DropReason.DISK_FULL))
+    assert lower.room_breaker.opened == 1
+    assert world.plane.counters(1).dropped == {DropReason.DISK_FULL: 8}
+    assert lower.refusal is DropReason.DISK_FULL
+    assert lower.may_load(world.now)
+    world.pass_time(PAUSE_SECONDS)
+    world.store(20)
+    world.run_all()
+    assert lower.room_breaker.state is BreakerState.CLOSED
+    assert key(20) in world.remote

@@ -1,27 +1,41 @@
-"""A tier below an engine's memory that does not open in time."""
+"""A tier below an engine's memory that does not open in time, or that an exception stopped: every job ends."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import threading
+import time
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from kvtier.control.deliveries import PresenceQuery
 from kvtier.engine_memory import tier as module
 from kvtier.engine_memory.options import EngineMemoryOptions
+from kvtier.engine_memory.plane import EngineMemoryPlane
 from kvtier.engine_memory.staging import EngineRows
 from kvtier.engine_memory.tier import EngineMemoryTier, rows_geometry
-from kvtier.errors import ResourceError
+from kvtier.engine_memory.transfers import EngineTransfer
+from kvtier.errors import ResourceError, UsageError
+from kvtier.options import SharedTierOptions
 from kvtier.stack import StackSettings
-from kvtier.testing.memory import MemoryOptions, MemoryTier
+from kvtier.stack.dispatcher import Dispatcher
+from kvtier.testing.memory import MemoryOptions, MemoryTier, SharedMemoryTier
+from kvtier.tier_api.contract import LookupResult
+from kvtier.types.arrays import int_array
+from kvtier.types.jobs import JobKind
+from kvtier.types.keys import make_key
 from kvtier.types.namespace import Namespace
 
 ROW = 4096
+ENDS_SECONDS = 10.0
+KEYS = [make_key(number.to_bytes(16, "big"), 0) for number in range(4)]
 
 
 class Options(EngineMemoryOptions, MemoryOptions):
@@ -56,3 +70,128 @@ def test_a_tier_that_opens_too_late_is_an_error_and_is_closed_then(monkeypatch):
     finally:
         Frozen.answer.set()
     assert Frozen.closed.wait(20)
+
+
+@pytest.fixture
+def tier(monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineMemoryTier]:
+    monkeypatch.setattr(module, "discover", lambda: SimpleNamespace(get=lambda name: MemoryTier))
+    rows = EngineRows(memoryview(np.ones((8, ROW), dtype=np.uint8)))
+    options = Options(type="memory", name="below", job_timeout_seconds=1.0)
+    namespace = Namespace(rows_geometry(1, ROW, 1).layout)
+    tier = EngineMemoryTier(options, namespace, rows, "below", logging.getLogger("test"))
+    yield tier
+    tier.close()
+    assert not tier.thread.alive
+
+
+def transfer(job_id: int, kind: JobKind = JobKind.STORE) -> EngineTransfer:
+    return EngineTransfer(job_id, kind, KEYS, int_array(range(len(KEYS))), "request", time.monotonic())
+
+
+def ended(tier: EngineMemoryTier, job_id: int) -> EngineTransfer:
+    """The job, once it is returned."""
+    until = time.monotonic() + ENDS_SECONDS
+    while time.monotonic() < until:
+        for each in tier.finished():
+            if each.job_id == job_id:
+                return each
+        time.sleep(0.002)
+    raise TimeoutError(f"job {job_id} did not end")
+
+
+PLANE = ("submit", "finish", "take_jobs", "take_queries", "take_ended", "relieve", "_conclude", "end_step", "deliver")
+STEPS = [
+    *((EngineMemoryPlane, name, True) for name in PLANE),
+    *((Dispatcher, name, True) for name in ("_start", "_begin", "_report")),
+    *((Dispatcher, name, False) for name in ("submit", "_conclude", "_flush")),
+]
+"""Where an exception is raised, and whether the tier is told; if not, its job ends after its deadline."""
+
+
+@pytest.mark.parametrize(("owner", "name", "told"), STEPS)
+def test_every_job_ends_when_one_step_raises(owner, name, told, tier, monkeypatch):
+    usual, raised = getattr(owner, name), []
+
+    def raising(*args: Any) -> Any:
+        if raised:
+            return usual(*args)
+        raised.append(1)
+        raise MemoryError(name)
+
+    monkeypatch.setattr(owner, name, raising)
+    for number, kind in enumerate((JobKind.STORE, JobKind.LOAD)):
+        tier.submit(transfer(number, kind))
+        tier.end_step()
+        assert len(ended(tier, number)._outcomes) == len(KEYS)
+    assert raised
+    tier.submit(transfer(9, JobKind.LOAD))
+    assert not ended(tier, 9).good
+    assert (tier.plane is tier._failed) == told
+    assert tier.lookup(KEYS[0], "request") is LookupResult.MISS
+    assert not tier.finished()
+
+
+def test_a_failed_plane_finds_nothing_and_says_so_once(tier, monkeypatch):
+    tier.submit(transfer(1))
+    assert ended(tier, 1).ok
+    assert tier.lookup(KEYS[0], "request") is LookupResult.HIT
+    tier.plane.take_changes()
+    with monkeypatch.context() as patched:
+        patched.setattr(EngineMemoryPlane, "relieve", lambda plane, now: 1 / 0)
+        assert not tier.finished()
+    assert tier.lookup(KEYS[0], "request") is LookupResult.MISS
+    assert [(removed, set(names)) for removed, names in tier.plane.take_changes()] == [(True, set(KEYS))]
+    assert not tier.plane.take_changes()
+    tier.submit(transfer(2, JobKind.LOAD))
+    with pytest.raises(UsageError, match="job 2 is in flight"):
+        tier.submit(transfer(2, JobKind.LOAD))
+    assert not ended(tier, 2).good
+
+
+def test_a_job_ends_whose_loop_ended_just_now(tier, monkeypatch):
+    def gone(*_: Any) -> None:
+        raise RuntimeError("Event loop is closed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tier.thread, "call_soon", gone)
+        tier.submit(transfer(1))
+    assert not ended(tier, 1).good
+
+
+def test_a_job_whose_delivery_was_lost_ends_after_its_deadline(tier, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(tier, "_deliver", lambda batch: None)
+        patched.setattr(tier._dispatcher, "_deliver", lambda batch: None)
+        tier.submit(transfer(1))
+        assert not ended(tier, 1).good
+    tier.submit(transfer(2))
+    ended(tier, 2)
+
+
+def test_how_long_is_believed_what_a_shared_tier_holds_stands_in_its_options(monkeypatch):
+    class SharedOptions(EngineMemoryOptions, SharedTierOptions, MemoryOptions):
+        """A shared tier in memory, below an engine's rows."""
+
+    monkeypatch.setattr(module, "discover", lambda: SimpleNamespace(get=lambda name: SharedMemoryTier))
+    rows = EngineRows(memoryview(np.ones((8, ROW), dtype=np.uint8)))
+    options = SharedOptions(type="memory", name="below", hit_hint_seconds=7.0, miss_hint_seconds=3.0)
+    namespace = Namespace(rows_geometry(1, ROW, 1).layout)
+    tier = EngineMemoryTier(options, namespace, rows, "below", logging.getLogger("test"))
+    try:
+        setup = tier.plane.lower.setup
+        assert (setup.hit_hint_seconds, setup.miss_hint_seconds) == (7.0, 3.0)
+    finally:
+        tier.close()
+
+
+def test_lookups_that_are_never_answered_do_not_pile_up(tier, monkeypatch):
+    monkeypatch.setattr("kvtier.stack.lookups.LOOKUPS_MAX", 4)
+
+    async def ask() -> int:
+        tier._staged.backend.lookup = lambda names: asyncio.Event().wait()
+        tier._start([], [PresenceQuery(1, (name,)) for name in KEYS * 5])
+        await asyncio.sleep(0)
+        return len(tier._lookups.tasks)
+
+    monkeypatch.setattr("kvtier.stack.assembly.AnswersLookups", object)
+    assert tier.thread.run(ask, ENDS_SECONDS) == 4

@@ -6,24 +6,72 @@ import re
 from dataclasses import fields
 
 import pytest
+from support_control import World, cpu_setup, key, shared_setup
 from support_paths import PROJECT
 
+import kvtier
+from kvtier.control.tiers.histogram import Histogram, HistogramFigures
+from kvtier.control.tiers.shared_tier import SharedTier
 from kvtier.metrics import DEFINITIONS, MetricDefinition, metric_families
+from kvtier.metrics.families import Samples
 from kvtier.stack import StackStats, TierStats
+from kvtier.stack.stats import lower_stats
+from kvtier.stack.traffic import TransferStats
+from kvtier.tier_api.contract import LookupResult
 
-UNITS = ("_bytes", "_seconds", "_blocks", "_slots", "_events", "_errors", "_up")
+UNITS = (
+    "_bytes",
+    "_seconds",
+    "_blocks",
+    "_slots",
+    "_events",
+    "_errors",
+    "_deadlines",
+    "_tokens",
+    "_state",
+    "_transitions",
+    "_info",
+    "_up",
+    "_joined",
+)
 NO_BASE_UNIT = ("_ms", "_us", "_milliseconds", "_kib", "_mib", "_gib", "_percent", "_hits")
-GAUGES = ("used_bytes", "peak_bytes", "capacity_bytes", "slots", "up", "backlog")
+GAUGES = (
+    "used_tokens",
+    "capacity_tokens",
+    "recovered",
+    "recovery_seconds",
+    "breaker_states",
+    "about",
+    "build",
+    "used_bytes",
+    "peak_bytes",
+    "capacity_bytes",
+    "slots",
+    "up",
+    "joined",
+    "backlog",
+    "transfers.in_flight_bytes",
+    "transfers.queued_bytes",
+)
+TIMES = Histogram().figures()
+TRANSFERS = {"load": TransferStats(TIMES, TIMES, in_flight_bytes=94, queued_bytes=95, deadlines_missed={"queued": 96})}
+_BY_LABEL = {
+    "dropped": {"no_slot": 90},
+    "slots": {"ready": 91, "free": 92},
+    "curve_missed": {"2": 93},
+    "transfers": TRANSFERS,
+    "events": {"repeated": 97},
+}
 each = pytest.mark.parametrize("definition", DEFINITIONS, ids=lambda definition: definition.name)
 
 
 def tier(**changes: object) -> TierStats:
     """Figures in which every number is another one."""
     numbers = {field.name: number for number, field in enumerate(fields(TierStats), start=1) if field.default == 0}
-    return TierStats(**(numbers | {"dropped": {"no_slot": 90}, "slots": {"ready": 91, "free": 92}} | changes))  # type: ignore[arg-type]
+    return TierStats(**(numbers | _BY_LABEL | changes))  # type: ignore[arg-type]
 
 
-def values(stats: StackStats) -> dict[str, dict[tuple[str, ...], float]]:
+def values(stats: StackStats) -> dict[str, Samples]:
     return {metric.name: samples for metric, samples in metric_families(stats).items()}
 
 
@@ -37,7 +85,7 @@ def test_a_name_has_the_prefix_base_units_and_no_colon(definition: MetricDefinit
 
 @each
 def test_a_name_ends_in_total_if_its_figure_only_grows(definition: MetricDefinition) -> None:
-    grows = definition.figure not in GAUGES
+    grows = definition.figure not in GAUGES and not definition.bounds
     assert definition.name.endswith("_total") == grows
     assert (definition.kind == "counter") == grows
 
@@ -58,9 +106,13 @@ def test_the_documentation_names_no_other_metric() -> None:
 def test_every_number_of_a_tier_is_a_sample() -> None:
     figures = tier()
     found = values(StackStats({"disk": figures}, backlog=77, events_lost=78))
-    samples = sorted(value for samples in found.values() for value in samples.values())
+    values_found = [value for samples in found.values() for value in samples.values()]
+    samples = sorted(value for value in values_found if not isinstance(value, HistogramFigures))
+    assert len(samples) + 2 == len(values_found)
     numbers = [getattr(figures, field.name) for field in fields(TierStats) if field.default == 0]
-    assert samples == sorted([*numbers, 90, 91, 92, 77, 78, 1])
+    numbers.remove(figures.token_bytes)
+    derived = [figures.capacity_tokens, figures.used_tokens]
+    assert samples == sorted([*numbers, *range(90, 98), 77, 78, 1, 1, 1, 1, *derived])
 
 
 def test_samples_carry_the_labels_of_their_definition() -> None:
@@ -72,6 +124,9 @@ def test_samples_carry_the_labels_of_their_definition() -> None:
     assert found["kvtier_block_errors_total"]["disk", "corrupt"] == 3
     assert found["kvtier_dropped_blocks_total"]["cpu", "no_slot"] == 90
     assert found["kvtier_backlog_blocks"] == {(): 1}
+    assert found["kvtier_queued_bytes"]["disk", "load"] == 95
+    assert found["kvtier_missed_deadlines_total"]["disk", "load", "queued"] == 96
+    assert found["kvtier_transfer_seconds"]["disk", "load"] is TIMES
 
 
 @pytest.mark.parametrize(
@@ -83,9 +138,61 @@ def test_samples_carry_the_labels_of_their_definition() -> None:
         ("open", 0),
         ("load open, store closed", 0),
         ("load half_open, store open", 0),
+        ("load closed, store closed, lookup open", 0),
         ("open: I/O is stuck", 0),
     ],
 )
 def test_a_tier_is_up_unless_a_breaker_is_open(breaker: str, up: int) -> None:
     found = values(StackStats({"disk": tier(breaker=breaker)}, backlog=0))
     assert found["kvtier_tier_up"] == {("disk",): up}
+
+
+def test_a_breaker_of_lookups_is_shown() -> None:
+    world = World(cpu_setup(4), [shared_setup(hint_seconds=5.0, lookup_timeout_seconds=1.0)])
+    (lower,) = world.plane.control.lowers
+    assert isinstance(lower.index, SharedTier)
+    assert lower_stats(lower, [], world.now).breaker == "closed"
+    for number in range(lower.index.lookup_breaker.threshold):
+        lower.index.answer([key(number)], [LookupResult.RETRY], world.now)
+    stats = lower_stats(lower, [], world.now)
+    assert (stats.breaker, stats.up) == ("load closed, store closed, lookup open", 0)
+    world.plane.hold_back(world.now)
+    assert lower_stats(lower, [], world.now).breaker == "held_back"
+
+
+def test_breakers_are_shown_apart_with_what_they_went_through() -> None:
+    world = World(cpu_setup(4), [shared_setup()])
+    (lower,) = world.plane.control.lowers
+    breaker = lower.load_breaker
+    for _ in range(breaker.threshold):
+        breaker.failed(world.now)
+    assert not breaker.allows(world.now)
+    stats = StackStats({"s3": lower_stats(lower, [], world.now)}, backlog=0)
+    found = values(stats)["kvtier_breaker_state"]
+    assert {labels[1:]: value for labels, value in found.items() if value} == {
+        ("load", "open"): 1,
+        ("store", "closed"): 1,
+        ("lookup", "closed"): 1,
+    }
+    assert breaker.allows(world.now + breaker.pause_seconds)
+    breaker.succeeded()
+    stats = StackStats({"s3": lower_stats(lower, [], world.now)}, backlog=0)
+    entered = values(stats)["kvtier_breaker_transitions_total"]
+    assert {labels: value for labels, value in entered.items() if value} == {
+        ("s3", "load", "open"): 1,
+        ("s3", "load", "half_open"): 1,
+        ("s3", "load", "closed"): 1,
+    }
+
+
+def test_settings_and_the_version_are_labels() -> None:
+    described = tier(kind="fs", policy="arc", write_policy="on_evict", admit="always", mode="io_uring")
+    found = values(StackStats({"disk": described}, backlog=0))
+    assert found["kvtier_config_info"] == {("disk", "fs", "arc", "on_evict", "always", "io_uring"): 1}
+    assert found["kvtier_build_info"] == {(kvtier.__version__,): 1}
+
+
+def test_a_tier_without_a_size_in_tokens_or_breakers_has_no_such_samples() -> None:
+    found = values(StackStats({"cpu": tier(token_bytes=0.0)}, backlog=0))
+    names = ("capacity_tokens", "used_tokens", "promoted_blocks_total", "demoted_blocks_total", "breaker_state")
+    assert [found[f"kvtier_{name}"] for name in names] == [{}] * len(names)

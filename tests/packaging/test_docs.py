@@ -72,12 +72,13 @@ def test_an_example_stack_is_valid_and_works_for_a_hybrid_layout(path: Path) -> 
     plan, problems = plan_stack(tiers, layout)
     assert not problems
     assert plan.row_bytes % plan.alignment == 0
-    assert all(tier.num_blocks for tier in plan.tiers if tier.type != "gpu")
+    assert all(tier.num_blocks for tier in plan.tiers if tier.type not in ("gpu", "valkey", "mooncake"))
 
 
 def test_the_example_stacks_are_these() -> None:
-    general = ["cpu-only.yaml", "gpu-cpu-fs.yaml", "gpu-cpu.yaml", "multi-root.yaml"]
-    assert [path.name for path in CONFIGS] == [*general, "vllm-cpu-disk.yaml", "vllm-shared-fs.yaml"]
+    local = {"cpu-only.yaml", "gpu-cpu.yaml", "gpu-cpu-fs.yaml", "multi-root.yaml"}
+    remote = {"valkey.yaml", "s3.yaml", "mooncake.yaml", "gpu-cpu-fs-valkey-s3.yaml"}
+    assert {path.name for path in CONFIGS} == local | remote | {"vllm-cpu-disk.yaml", "vllm-shared-fs.yaml"}
 
 
 def test_the_readme_holds_exactly_two_commands_that_install_from_a_clone() -> None:
@@ -108,5 +109,6 @@ def test_every_option_is_documented() -> None:
     text = (ROOT / "docs" / "configuration.md").read_text()
     documented = set(re.findall(r"^\| `([a-z_]+)` \|", text, re.MULTILINE))
     backends = discover()
-    options = {name for kind in ("gpu", "cpu", "fs", "shared_fs") for name in backends.get(kind).Options.model_fields}
+    kinds = ("gpu", "cpu", "fs", "shared_fs", "valkey", "s3", "gcs", "azure", "mooncake")
+    options = {name for kind in kinds for name in backends.get(kind).Options.model_fields}
     assert options | set(StackOptions.model_fields) | {"tiers"} == documented

@@ -19,7 +19,7 @@ from support_paths import PROJECT
 
 ROOT = PROJECT
 LIBRARY = "kvtier_gpu/engines/native_copy.native.so"
-PACKAGES = ("kvtier", "kvtier_cpu", "kvtier_fs", "kvtier_gpu")
+PACKAGES = ("kvtier", "kvtier_cpu", "kvtier_fs", "kvtier_gpu", "kvtier_remote")
 STACK = """
 tiers:
   - type: gpu

@@ -61,6 +61,8 @@ def test_the_page_has_these_blocks() -> None:
         "tests/policies/test_policies.py",
         "kvtier_ramstore/__init__.py",
         "tests/test_ramstore.py",
+        "kvtier_sqlite/__init__.py",
+        "tests/test_sqlite.py",
         "what_becomes_of_old_roots.py",
         "what_the_new_release_lacks.py",
     ]
@@ -73,11 +75,12 @@ def test_the_policy_keeps_the_contract_of_policies(tmp_path: Path) -> None:
     assert run_tests(tmp_path, "test_slru.py", PROJECT / "tests" / "policies") > contract.count("policy, _ = filled")
 
 
-def test_the_tier_keeps_the_contract_of_tiers(tmp_path: Path) -> None:
-    (tmp_path / "kvtier_ramstore").mkdir()
-    (tmp_path / "kvtier_ramstore" / "__init__.py").write_text(BLOCKS["kvtier_ramstore/__init__.py"])
-    (tmp_path / "test_ramstore.py").write_text(BLOCKS["tests/test_ramstore.py"])
-    assert run_tests(tmp_path, "test_ramstore.py") > 30
+@pytest.mark.parametrize(("name", "tests"), [("ramstore", 30), ("sqlite", 50)])
+def test_a_tier_keeps_its_contracts(tmp_path: Path, name: str, tests: int) -> None:
+    (tmp_path / f"kvtier_{name}").mkdir()
+    (tmp_path / f"kvtier_{name}" / "__init__.py").write_text(BLOCKS[f"kvtier_{name}/__init__.py"])
+    (tmp_path / f"test_{name}.py").write_text(BLOCKS[f"tests/test_{name}.py"])
+    assert run_tests(tmp_path, f"test_{name}.py") > tests
 
 
 def test_the_tier_is_announced_as_the_recipe_says() -> None:

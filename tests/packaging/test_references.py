@@ -17,16 +17,16 @@ DOCUMENTS = [
     PROJECT / "benchmarks" / "README.md",
     *sorted((PROJECT / "docs").glob("*.md")),
 ]
-PLANNED = {"backends/kvtier_remote", "kvtier/whatif"}
+PLANNED: set[str] = set()
 """Rooms that have a name and no code yet. One that gets code leaves this set."""
 
 ROOMS = "kvtier|backends|tests|docs|faults|benchmarks|configs|examples"
 PATH = re.compile(rf"(?<![\w/.-])(?:{ROOMS})/[\w./*{{}},-]*(?::{{1,2}}[A-Za-z_][\w.]*)?")
 FILE = re.compile(r"`(\w+\.(?:py|c))((?::[A-Za-z_][\w.]*)?)`")
-MODULE = re.compile(r"(?<![\w/.])(?:kvtier|kvtier_fs|kvtier_cpu|kvtier_gpu|faults|benchmarks)(?:\.\w+)+")
+MODULE = re.compile(r"(?<![\w/.])(?:kvtier|kvtier_fs|kvtier_cpu|kvtier_gpu|kvtier_remote|faults|benchmarks)(?:\.\w+)+")
 SOURCE_ROOTS = [PROJECT, PROJECT / "backends"]
-OTHER_NAMES = {"kvtier.backends", "kvtier/transformers/1"}
-"""Names that look like a module or a path: a group of entry points, and what every hash of token ids begins with."""
+OTHER_NAMES = {"kvtier.backends", "kvtier.policies", "kvtier/transformers/1"}
+"""Names that look like a module or a path: groups of entry points, and what every hash of token ids begins with."""
 
 
 def expanded(token: str) -> Iterator[str]:

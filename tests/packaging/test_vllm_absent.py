@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, re
 
 
 def test_without_vllm_the_error_names_the_supported_generation():
-    with pytest.raises(ConfigError, match=r"needs vLLM 0\.32; no vLLM is installed"):
+    with pytest.raises(ConfigError, match=r"needs vLLM 0\.32 or 0\.33; no vLLM is installed"):
         importlib.import_module("kvtier.integrations.vllm")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import OrderedDict
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 import pytest
 from hypothesis import settings
@@ -15,7 +15,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvtier.control.policies import ARC, LRU, POLICIES, make_policy
 from kvtier.control.policies.ghosts import GhostLists
 from kvtier.errors import ConfigError, IntegrityError
-from kvtier.options import PolicyName
 from kvtier.types.keys import OffloadKey, make_key
 
 
@@ -563,7 +562,3 @@ class Numbered(bytes):
         self = super().__new__(cls, key_of(number))
         self.number = number
         return self
-
-
-def test_the_policies_of_stack_files_are_those_that_exist() -> None:
-    assert set(get_args(PolicyName)) == set(POLICIES)

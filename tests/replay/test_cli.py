@@ -8,13 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from support_replay import run
 
 from kvtier.cli import main
 from kvtier.replay.run import Replay
@@ -22,23 +22,8 @@ from kvtier.replay.setup import ReplayOptions
 from kvtier.stack import TierStack
 from kvtier.types.jobs import JobResult, TransferJob
 
+pytestmark = pytest.mark.usefixtures("temporary_folder")
 SMALL = ("--block-bytes", "4KiB", "--requests", "120", "--cpu-blocks", "300", "--fs-blocks", "3000")
-
-
-@pytest.fixture(autouse=True)
-def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the default stack puts its storage, so that what is left behind is seen."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    return folder
-
-
-def run(*args: str) -> Result:
-    result = CliRunner().invoke(main, ["replay", *args])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
 
 
 def figures(tmp_path: Path, *args: str) -> dict[str, Any]:

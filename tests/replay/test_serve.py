@@ -23,6 +23,7 @@ from kvtier.types.arrays import int_array
 from kvtier.types.geometry import GroupKind, GroupLayout, KVLayout, TensorRef
 from kvtier.types.jobs import JobKind, JobResult, TransferJob
 from kvtier.types.keys import OffloadKey
+from kvtier.types.requests import RequestInfo
 
 TOKENS = 16
 PLAIN = KVLayout((GroupLayout((TensorRef(0, 96),), TOKENS),))
@@ -167,6 +168,15 @@ def test_requests_are_touched_whole_in_prefix_order() -> None:
     bench.serve(ask(1, 2, 3), ask(1, 2))
     keys = list(bench.stack.jobs[0].groups[0].keys)
     assert bench.stack.touched == [keys, keys[:2]]
+
+
+def test_a_request_is_announced_with_its_prompt_and_ends_with_its_output() -> None:
+    bench = Bench()
+    first = Request("root", "s", int_array([1, 2, 3, 4]), 3, 3 * TOKENS, 17, 5.5)
+    bench.serve(first, ask(1, 2))
+    keys = list(bench.stack.jobs[0].groups[0].keys)
+    assert bench.stack.begun == [("1", keys[:3], 5.5, RequestInfo(session="root s")), ("2", keys[:2], None, None)]
+    assert bench.stack.ended == [("1", 17), ("2", 0)]
 
 
 def test_a_long_store_goes_in_jobs_of_bounded_size() -> None:

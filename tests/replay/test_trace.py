@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from backports.zstd import compress as zstd_compress
 from support_paths import TRACES
 
 from kvtier.errors import ConfigError
@@ -53,6 +54,16 @@ def test_sessions_never_share_a_block(tmp_path: Path) -> None:
     assert not set(first) & set(second)
 
 
+def test_times_are_read_in_seconds_as_they_are(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", line([1], 400, timestamp=90_500), line([1], 400, timestamp=0.0))
+    assert [request.arrived for request in read_trace(path).requests()] == [90.5, 0.0]
+    agentic = {"t": 7.5, "input_length": 64, "output_length": 0, "rle": [[1, 1]]}
+    without = {"input_length": 64, "output_length": 0, "rle": [[1, 1]]}
+    assert [line.seconds for line in read_lines(write(tmp_path / "u.jsonl", agentic, without))] == [7.5, None]
+    with pytest.raises(ConfigError, match="timestamp"):
+        read_trace(write(tmp_path / "v.jsonl", {**without, "timestamp": "noon"}))
+
+
 def test_stops_at_the_limit(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", line([1], 400), line([1, 2], 600), "not json")
     trace = read_trace(path, limit=2)
@@ -96,16 +107,41 @@ def test_a_bad_line_is_named_by_its_number(tmp_path: Path, bad: object, reason: 
 
 
 def test_files_that_are_no_trace(tmp_path: Path) -> None:
-    cut = tmp_path / "cut.gz"
-    cut.write_bytes(gzip.compress(json.dumps(line([1], 5)).encode() * 99)[:-9])
+    broken = tmp_path / "broken.gz"
+    data = bytearray(gzip.compress(json.dumps(line([1], 5)).encode() * 99))
+    data[-6] ^= 1
+    broken.write_bytes(data)
     for path, reason in [
         (tmp_path / "absent", "No such file"),
         (tmp_path, "directory"),
         (write(tmp_path / "empty"), "no request"),
-        (cut, "gzip"),
+        (broken, "broken compressed data"),
     ]:
         with pytest.raises(ConfigError, match=reason):
             read_trace(path)
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, zstd_compress], ids=["gzip", "zstd"])
+def test_a_compressed_file_is_read_up_to_where_it_was_truncated(tmp_path, caplog, compress) -> None:
+    lines = [json.dumps(line([number], 5)) + "\n" for number in range(5000)]
+    path = tmp_path / "t"
+    path.write_bytes(compress("".join(lines).encode()))
+    assert [found.hash_ids for found in read_lines(path)] == [[number] for number in range(5000)]
+    assert not caplog.records
+    path.write_bytes(path.read_bytes()[: len(path.read_bytes()) // 2])
+    found = [found.hash_ids for found in read_lines(path)]
+    assert found == [[number] for number in range(len(found))]
+    assert 500 < len(found) < 4999
+    assert "ends too early" in caplog.text
+
+
+def test_a_line_says_when_it_came_and_its_tokens_of_a_block(tmp_path: Path) -> None:
+    path = write(tmp_path / "t", line([1, 2], 2 * 384, timestamp=2500, block_tokens=384), line([1], 384, timestamp=0))
+    trace = read_trace(path)
+    assert trace.block_tokens == 384
+    assert [request.arrived for request in trace.requests()] == [2.5, 0.0]
+    since = {"session": "s", "t": 0.5, "input_length": 64, "output_length": 0, "rle": [[1, 1]]}
+    assert [request.arrived for request in read_trace(write(tmp_path / "u", since)).requests()] == [0.5]
 
 
 @pytest.mark.trace

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import gc
+import os
+import signal
+import socket
 import threading
+import time
 from concurrent.futures import CancelledError
 
 import pytest
 
-from kvtier.aio.loop_thread import LoopThread
+from kvtier.aio.loop_thread import LoopCall, LoopThread
 from kvtier.errors import UsageError
 
 
@@ -27,10 +33,11 @@ async def nothing() -> int:
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
 def test_a_coroutine_that_would_end_the_loop_ends_alone(error: type[BaseException]) -> None:
     thread = LoopThread("test", "thing")
-    waiting = thread.start(forever())
+    thread.open()
+    waiting = thread.start(forever)
     with pytest.raises(error):
-        thread.run(raises(error), 20)
-    assert thread.run(nothing(), 20) == 1
+        thread.run(lambda: raises(error), 20)
+    assert thread.run(nothing, 20) == 1
     assert not waiting.ended.done()
     assert thread.close()
     assert waiting.ended.cancelled()
@@ -42,13 +49,14 @@ def test_calls_end_when_somebody_else_stops_their_loop() -> None:
         await forever()
 
     thread = LoopThread("test", "thing")
-    waiting = thread.start(forever())
+    thread.open()
+    waiting = thread.start(forever)
     with pytest.raises(UsageError, match="closed before the call ended"):
-        thread.run(stop(), 20)
+        thread.run(stop, 20)
     with pytest.raises(CancelledError):
         waiting.ended.result(20)
     with pytest.raises(UsageError, match="is closed"):
-        thread.run(forever(), 20)
+        thread.run(forever, 20)
     thread.thread.join(20)
     assert thread.close()
 
@@ -57,12 +65,13 @@ def test_no_call_is_lost_between_many_threads_and_a_close() -> None:
     def call_until_closed() -> None:
         try:
             while True:
-                assert thread.run(nothing(), 20) == 1
+                assert thread.run(nothing, 20) == 1
         except UsageError:
             ended.append(1)
 
     for _ in range(20):
         thread, ended = LoopThread("test", "thing"), []
+        thread.open()
         callers = [threading.Thread(target=call_until_closed, daemon=True) for _ in range(4)]
         for caller in callers:
             caller.start()
@@ -70,3 +79,86 @@ def test_no_call_is_lost_between_many_threads_and_a_close() -> None:
         for caller in callers:
             caller.join(20)
         assert len(ended) == 4
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_second_close_that_arrives_as_the_first_stops_the_loop_leaves_no_coroutine(monkeypatch) -> None:
+    """A signal that interrupts a close between what it sends and what it notes lets the next one send again."""
+    thread = LoopThread("test", "thing")
+    again: list[LoopCall[bool]] = []
+    wind_up = thread._wind_up
+
+    async def wind_up_and_send(timeout_seconds: float) -> bool:
+        ended = await wind_up(timeout_seconds)  # what stops the loop is next; what is sent now begins after it
+        again.append(LoopCall(thread.loop, lambda: wind_up(timeout_seconds), thread._calls))
+        again[0].send()
+        return ended
+
+    monkeypatch.setattr(thread, "_wind_up", wind_up_and_send)
+    thread.open()
+    assert thread.close()
+    assert again[0].ended.cancelled()
+    task = again[0]._task
+    assert task is not None
+    assert task.cancelled()
+
+
+class Interruption(Exception):
+    """Raised by a signal handler."""
+
+
+def test_a_signal_while_the_loop_is_made_loses_no_socket(monkeypatch) -> None:
+    """CPython's `socketpair` moves each descriptor from one object to another: between them none owns it."""
+    made, began = socket.socketpair, threading.main_thread().ident
+    assert began is not None
+
+    def signalled() -> tuple[socket.socket, socket.socket]:
+        one, other = made()
+        descriptor = other.detach()
+        signal.pthread_kill(began, signal.SIGUSR1)
+        time.sleep(0)  # a handler of this thread runs by now
+        return one, socket.socket(fileno=descriptor)
+
+    def interrupt(*_: object) -> None:
+        raise Interruption
+
+    before, usual = set(os.listdir("/proc/self/fd")), signal.signal(signal.SIGUSR1, interrupt)
+    monkeypatch.setattr(socket, "socketpair", signalled)
+    thread = LoopThread("test", "thing")
+    try:
+        with pytest.raises(Interruption):
+            thread.open()
+    finally:
+        signal.signal(signal.SIGUSR1, usual)
+        assert thread.close()
+    gc.collect()
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_loop_that_cannot_be_made_is_an_error_and_leaves_nothing(monkeypatch) -> None:
+    def refuse() -> None:
+        raise OSError(errno.EMFILE, "no descriptor")
+
+    monkeypatch.setattr(asyncio, "new_event_loop", refuse)
+    closed: list[int] = []
+    thread = LoopThread("test", "thing", at_exit=lambda: closed.append(1))
+    with pytest.raises(OSError, match="no descriptor"):
+        thread.open()
+    assert thread.close()
+    assert thread.close()
+    assert not thread.alive
+
+
+def test_a_thread_that_never_began_is_closed_at_once(monkeypatch) -> None:
+    thread = LoopThread("test", "thing")
+
+    def start() -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(thread.thread, "start", start)
+    with pytest.raises(RuntimeError, match="start new thread"):
+        thread.open()
+    assert thread.close(20)
+    thread._serve()
+    assert not hasattr(thread, "loop"), "nor does it make a loop when it begins after all"
+    assert thread.close(20)

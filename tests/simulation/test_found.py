@@ -13,6 +13,7 @@ from support_stack import PLAIN, Engine, keys, opened, parts_of, stack_file, sto
 from support_stack_tiers import LOAD, STORE, MemoryTier, backends
 
 from kvtier.errors import RootError
+from kvtier.testing.simulation.seed_run import run_seed
 from kvtier.types.jobs import DropReason, dropped
 from kvtier_fs.slab.folder import SlabFolder
 from kvtier_fs.slab.opening import Hooks
@@ -94,3 +95,12 @@ async def test_nothing_is_written_for_an_epoch_that_is_not_durable(tmp_path):
         shutil.copytree(tmp_path / "killed", tmp_path / "killed again")
     async with open_tier(options(tmp_path / "killed again")) as tier:
         assert (tier.epoch, list(tier.opened.recovered.keys)) == (1, [])
+
+
+def test_a_store_that_waits_for_rows_offers_the_ones_it_has_once():
+    """Each step it made them dirty for a disk whose policy then refused them, and never came to an end."""
+    assert not run_seed(277).violations
+
+
+def test_a_job_that_waits_for_a_copy_is_not_lost_by_the_copies_of_others():
+    assert not run_seed(4001210, "files").violations

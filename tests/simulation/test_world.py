@@ -150,6 +150,21 @@ def test_a_temporary_of_the_same_block_is_its_place_and_no_other_is():
     assert not file("", b"a" * 512).is_place(first, (file("", b"a" * 512), first)), "a slab has no name of a block"
 
 
+@pytest.mark.parametrize(("payload", "same"), [(b"a", True), (b"b", False)])
+def test_a_misplaced_write_of_the_same_block_is_no_other_place(payload, same):
+    """A temporary's write that lands in the file of its block, and never in the temporary itself."""
+    named, temporary = DiskFile(), DiskFile()
+    named.write(0, b"h" * BLOCK_BYTES + b"a" * SECTOR_BYTES)
+    named.final_name = "block"
+    temporary.reserve(0, BLOCK_BYTES + SECTOR_BYTES)
+    block = b"H" * BLOCK_BYTES + payload * SECTOR_BYTES
+    named.write(0, block[:SECTOR_BYTES], (temporary, 0))
+    named.write(SECTOR_BYTES, block[SECTOR_BYTES:], (temporary, SECTOR_BYTES))
+    assert named.is_place(0, named.meant_for(0)) is same
+    named.write(0, b"h" * BLOCK_BYTES)
+    assert named.is_place(0, named.meant_for(0)), "written over, as it should be"
+
+
 def test_a_read_of_another_file_is_foreign_unless_it_brings_the_page_that_stands_in_its_place():
     def file(at: int, page: bytes) -> DiskFile:
         made = DiskFile()

@@ -24,6 +24,8 @@ from support_stack import (
 )
 from support_stack_tiers import LOAD, STORE, backends
 
+from kvtier.stack import TierStack
+from kvtier.stack.shutdown import end_tiers
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 
 LARGE = KVLayout((GroupLayout((TensorRef(0, 64 << 10),)),))
@@ -185,3 +187,29 @@ async def test_waiting_for_lookups_and_settling_can_be_cancelled_at_any_time(see
                 await looking
             remote.answers.set()
         assert list(await stack.lookup(keys(3))) == ["miss"] * 3
+
+
+async def test_closing_that_is_cancelled_ends_the_thread_that_records(tmp_path, monkeypatch):
+    begun, go = asyncio.Event(), asyncio.Event()
+    engine = Engine(LARGE, 8)
+    file = stack_file(LARGE, 4, fs(tmp_path / "r", capacity=16 << 20), record=f"{{folder: {tmp_path / 'traces'}}}")
+    async with TierStack(parts_of(file, engine)) as stack:
+        stack.record_request(keys(3), input_tokens=48, output_tokens=1)
+        recorder, tier = stack._assembled.recorder, stack._assembled.to_close[-1]
+        close = tier.close
+
+        async def slow() -> None:
+            begun.set()
+            await go.wait()
+            await close()
+
+        monkeypatch.setattr(tier, "close", slow)
+        closing = asyncio.ensure_future(end_tiers(stack._assembled, 10.0))
+        await begun.wait()
+        closing.cancel()
+        await turns(3)
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert recorder._ended.done()
+        assert recorder.recorded == 1

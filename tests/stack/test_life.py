@@ -319,10 +319,10 @@ async def test_an_error_while_draining_closes_every_tier_and_ends_the_jobs_that_
         raise IntegrityError("an invariant does not hold")
 
     monkeypatch.setattr(ControlPlane, "close", defect)
-    with pytest.raises(IntegrityError):
-        await stack.close()
+    await stack.close()
     assert stack.close_report is not None
-    await asyncio.wait_for(asyncio.gather(waiting, return_exceptions=True), 10)
+    assert stack.stats().errors == 1
+    await asyncio.wait_for(waiting, 10)
 
 
 async def test_a_system_without_threads_is_a_resource_error(monkeypatch, nothing_left):

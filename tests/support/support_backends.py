@@ -115,13 +115,15 @@ STANDARD = {
 }
 
 
-def add_distribution(site: Path, name: str, points: dict[str, str], version: str = "1.0") -> None:
-    """Write the metadata of a distribution that brings these backends into a site folder."""
+def add_distribution(
+    site: Path, name: str, points: dict[str, str], version: str = "1.0", group: str = "kvtier.backends"
+) -> None:
+    """Write the metadata of a distribution that brings these backends, or what `group` is for, into a site folder."""
     folder = site / f"{name.replace('-', '_')}-{version}.dist-info"
     folder.mkdir(parents=True)
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     lines = "".join(f"{key} = {value}\n" for key, value in points.items())
-    (folder / "entry_points.txt").write_text(f"[kvtier.backends]\n{lines}")
+    (folder / "entry_points.txt").write_text(f"[{group}]\n{lines}")
 
 
 def backends_in(*sites: Path) -> Backends:

@@ -51,7 +51,10 @@ def fs_setup(
     return TierSetup("fs", FS, Opened(slots * max(sizes), space), **more)  # type: ignore[arg-type]
 
 
-def shared_setup(**more: object) -> TierSetup:
+def shared_setup(hint_seconds: float | None = None, **more: object) -> TierSetup:
+    """A shared tier; `hint_seconds` is for hits and misses alike."""
+    if hint_seconds is not None:
+        more |= {"hit_hint_seconds": hint_seconds, "miss_hint_seconds": hint_seconds}
     return TierSetup("shared", Medium("SHARED"), Opened(1 << 30, None), **more)  # type: ignore[arg-type]
 
 

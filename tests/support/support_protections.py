@@ -12,15 +12,22 @@ from dataclasses import replace
 import pytest
 
 from kvtier.control.flow import promotions
+from kvtier.control.tiers.aged_tier import AgedTier
 from kvtier.testing.simulation.disk import DiskFile
 from kvtier.tier_api import block_envelope
+from kvtier.tier_api.block_age import AgeLimit
 from kvtier.tier_api.checksum import checksum
+from kvtier.types.arrays import NO_IDS
 from kvtier.types.jobs import BlockOutcome
 from kvtier_fs.files import block_file, block_steps, epochs, presence
 from kvtier_fs.format import slot_map
 from kvtier_fs.io import full_transfer
 from kvtier_fs.io.contract import IORequest
 from kvtier_fs.slab import layout
+from kvtier_remote import value
+from kvtier_remote.names import BlockNames
+from kvtier_remote.transport import Marker
+from kvtier_remote.valkey import transport as valkey_transport
 
 
 def _verify_without(monkeypatch: pytest.MonkeyPatch, *fields: str) -> None:
@@ -36,7 +43,8 @@ def _verify_without(monkeypatch: pytest.MonkeyPatch, *fields: str) -> None:
         wanted = block_envelope.unpack_fixed(fixed, key)._replace(**{field: getattr(found, field) for field in fields})
         return verified(page, payload, block_envelope.pack_fixed(wanted, len(page)), wanted.key, keep_gil)
 
-    monkeypatch.setattr(block_envelope, "verify_block", verify_block)
+    for module in (block_envelope, value):
+        monkeypatch.setattr(module, "verify_block", verify_block)
 
 
 def without_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +57,8 @@ def without_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
         found = verified(page, payload, fixed, key, keep_gil)
         return checksum(payload) if found is block_envelope.Mismatch.PAYLOAD else found
 
-    monkeypatch.setattr(block_envelope, "verify_block", verify_block)
+    for module in (block_envelope, value):
+        monkeypatch.setattr(module, "verify_block", verify_block)
 
 
 def without_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,19 +157,36 @@ def without_waiting_for_io(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_steps.Block, "give_up", give_up_at_once)
 
 
+def without_age(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block of any age will do: at opening, at a lookup, at a load."""
+    monkeypatch.setattr(AgeLimit, "allows", lambda self, generation: True)
+    monkeypatch.setattr(slot_map.RegionSlots, "numbers_within", lambda self, owner, limit: self.numbers_of(owner))
+
+
+def without_reclaiming(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that is too old keeps its slot until one asks for it or evicts it."""
+    monkeypatch.setattr(AgedTier, "_too_old", lambda self: NO_IDS)
+
+
 WRONG_BYTES = "was loaded with"
+
+_ELSEWHERE = "was loaded from another place"
+"""Also what a misplaced read says that finds a file of the same block from before the reset, replaced meanwhile: only
+the epoch in its header tells it apart."""
 
 SWITCHES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
     "checksum": (without_checksum, WRONG_BYTES, "slab"),
     "key compare": (without_key, WRONG_BYTES, "slab"),
-    "place compare": (without_place, f"was loaded from another place|{WRONG_BYTES}", "slab"),
+    "place compare": (without_place, f"{_ELSEWHERE}|{WRONG_BYTES}", "slab"),
     "epoch": (without_epoch, f"not stored since the reset|{WRONG_BYTES}", "slab"),
     "quarantine": (without_quarantine, "wrote into row|is filled by two jobs", "slab"),
     "short-read check": (without_short_check, "with .* of .* bytes", "slab"),
     "flush": (without_flush, f"not stored since the reset|{WRONG_BYTES}", "slab"),
+    "age": (without_age, "s after it was stored|every copy of it is too old|was to be reclaimed", "slab"),
+    "reclaiming": (without_reclaiming, "was to be reclaimed", "slab"),
     "checksum (files)": (without_checksum, WRONG_BYTES, "files"),
-    "key compare (files)": (without_key, f"was loaded from another place|{WRONG_BYTES}", "files"),
-    "epoch (files)": (without_epoch_of_files, f"not stored since the reset|{WRONG_BYTES}", "files"),
+    "key compare (files)": (without_key, f"{_ELSEWHERE}|{WRONG_BYTES}", "files"),
+    "epoch (files)": (without_epoch_of_files, f"not stored since the reset|{_ELSEWHERE}|{WRONG_BYTES}", "files"),
     "short-read check (files)": (without_short_check, "with .* of .* bytes", "files"),
     "waiting for I/O (files)": (without_waiting_for_io, "wrote into row|is filled by two jobs|read row", "files"),
 }
@@ -168,3 +194,44 @@ SWITCHES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
 
 RARE = ("flush", "waiting for I/O (files)")
 """What takes hundreds of seeds to be noticed."""
+
+
+# ---- values on a server
+
+
+def without_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which namespace, epoch and incarnation a value is does not matter."""
+    _verify_without(monkeypatch, "namespace", "epoch", "root_uuid", "generation")
+
+
+def without_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value of any length will do. The checksum guards the same mistake, so it does not count either."""
+
+    class Whatever(list[int]):
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        def __ne__(self, other: object) -> bool:
+            return False
+
+        __hash__ = None  # type: ignore[assignment]
+
+    monkeypatch.setattr(valkey_transport, "_sizes", lambda parts: Whatever())
+    without_checksum(monkeypatch)
+
+
+def without_epochs_in_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All epochs of a namespace share their names. The headers guard the same mistake and do not count either."""
+    namer = BlockNames.namer
+    monkeypatch.setattr(BlockNames, "namer", lambda self, marker: namer(self, Marker(bytes(8), 0)))
+    without_identity(monkeypatch)
+
+
+REMOTE_SWITCHES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, int]] = {
+    "checksum": (without_checksum, "values", 22),
+    "key compare": (without_key, "values", 22),
+    "identity compare": (without_identity, "values", 22),
+    "length check": (without_lengths, "values", 22),
+    "epochs in names": (without_epochs_in_names, "hosts", 5),
+}
+"""Name of a protection of values on a server: how to turn it off, the attack that notices, and in how many rounds."""

@@ -9,7 +9,9 @@ from typing import Self
 
 import numpy as np
 import torch
+from click.testing import CliRunner, Result
 
+from kvtier.cli import main
 from kvtier.config import StackConfig
 from kvtier.stack import StackStats, TierStats
 from kvtier.tier_api.contract import LookupResult
@@ -27,7 +29,8 @@ from kvtier.types.jobs import (
     TransferJob,
     dropped,
 )
-from kvtier.types.keys import JobId, OffloadKey
+from kvtier.types.keys import JobId, OffloadKey, RequestId
+from kvtier.types.requests import RequestInfo
 
 Row = np.ndarray
 Corrupt = Callable[[OffloadKey, Row], None]
@@ -67,6 +70,8 @@ class FakeStack:
         self.refused: set[OffloadKey] = set()
         self.jobs: list[TransferJob] = []
         self.touched: list[list[OffloadKey]] = []
+        self.begun: list[tuple[RequestId, list[OffloadKey], float | None, RequestInfo | None]] = []
+        self.ended: list[tuple[RequestId, int | None]] = []
 
     async def __aenter__(self) -> Self:
         return self
@@ -93,6 +98,19 @@ class FakeStack:
     async def load(self, job: TransferJob) -> JobResult:
         self.jobs.append(job)
         return JobResult(job.job_id, tuple(self._load(group) for group in job.groups))
+
+    def begin_request(
+        self,
+        request_id: RequestId,
+        keys: Sequence[OffloadKey],
+        *,
+        time: float | None = None,
+        info: RequestInfo | None = None,
+    ) -> None:
+        self.begun.append((request_id, list(keys), time, info))
+
+    def end_request(self, request_id: RequestId, *, output_tokens: int | None = None) -> None:
+        self.ended.append((request_id, output_tokens))
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         self.touched.append(list(keys))
@@ -168,3 +186,11 @@ class FakeStack:
 def fake_stack(config: StackConfig, layout: KVLayout, kv_caches: Sequence[torch.Tensor]) -> FakeStack:
     """For Replay: a fake stack whatever the config says."""
     return FakeStack(layout, kv_caches)
+
+
+def run(*args: str) -> Result:
+    """`kvtier replay` with these arguments, in this process; what it raised unexpectedly is raised."""
+    result = CliRunner().invoke(main, ["replay", *args])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result

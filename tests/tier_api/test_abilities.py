@@ -9,16 +9,28 @@ import pytest
 from kvtier.options import TierOptions
 from kvtier.testing.memory import MemoryOptions, MemoryTier, SharedMemoryTier
 from kvtier.tier_api import contract, registry
-from kvtier.tier_api.contract import AnswersLookups, JoinsRows, LoadStore, ProbesAlignment, ProvidesRows, Resettable
+from kvtier.tier_api.contract import (
+    AnswersLookups,
+    HasWords,
+    JoinsRows,
+    LoadStore,
+    ProbesAlignment,
+    ProvidesRows,
+    Resettable,
+)
 from kvtier.tier_api.inspection import Inspects
-from kvtier.tier_api.registry import DryRuns, discover
+from kvtier.tier_api.registry import DryRuns, EmbedsServer, discover
 
-OF_INSTANCES = {AnswersLookups, JoinsRows, ProbesAlignment, ProvidesRows, Resettable, DryRuns}
+OF_INSTANCES = {AnswersLookups, JoinsRows, ProbesAlignment, ProvidesRows, Resettable, DryRuns, EmbedsServer}
+OF_ROWS = {HasWords}
+"""What the rows of a tier may have besides, not the tier."""
 EXPECTED = {
     "gpu": set(),
     "cpu": {ProvidesRows, JoinsRows},
     "fs": {ProbesAlignment, Resettable, DryRuns},
     "shared_fs": {AnswersLookups, ProbesAlignment, Resettable, DryRuns},
+    "valkey": {AnswersLookups, Resettable, DryRuns, EmbedsServer},
+    "s3": {AnswersLookups, Resettable, DryRuns},
     "memory": {Resettable},
     "shared memory": {AnswersLookups, Resettable},
 }
@@ -38,6 +50,8 @@ def tiers(root: Path) -> dict[str, LoadStore]:
         "cpu": make("cpu", cpu_bytes_to_use=1 << 20),
         "fs": make("fs", roots=[str(root)], capacity=1 << 30),
         "shared_fs": make("shared_fs", root=str(root), capacity=1 << 30),
+        "valkey": make("valkey", servers=["cache:6379"]),
+        "s3": make("s3", bucket="kv-cache"),
         "memory": MemoryTier(MemoryOptions()),
         "shared memory": SharedMemoryTier(MemoryOptions()),
     }
@@ -55,7 +69,7 @@ def test_every_protocol_of_instances_is_listed_here() -> None:
         for value in vars(module).values()
         if getattr(value, "_is_protocol", False) and getattr(value, "_is_runtime_protocol", False)
     }
-    assert found == OF_INSTANCES
+    assert found == OF_INSTANCES | OF_ROWS
 
 
 @pytest.mark.parametrize("kind", EXPECTED)
@@ -66,5 +80,7 @@ def test_a_tier_has_just_the_abilities_it_declares(kind: str, tmp_path: Path) ->
 
 def test_the_stores_of_the_filesystem_tiers_can_be_inspected() -> None:
     backends = discover()
-    inspected = {name for name in ("gpu", "cpu", "fs", "shared_fs") if isinstance(backends.get(name), Inspects)}
+    inspected = {
+        name for name in ("gpu", "cpu", "fs", "shared_fs", "valkey") if isinstance(backends.get(name), Inspects)
+    }
     assert inspected == {"fs", "shared_fs"}

@@ -28,7 +28,7 @@ def test_installed_distributions_are_searched(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_backends_of_this_distribution_are_installed() -> None:
-    assert {"gpu", "cpu", "fs", "shared_fs"} <= set(discover().names)
+    assert {"gpu", "cpu", "fs", "shared_fs", "valkey", "s3", "gcs", "azure"} <= set(discover().names)
 
 
 def test_an_unknown_type_lists_the_known_ones_and_suggests_the_nearest(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_one_distribution_seen_twice_on_the_path_is_one(tmp_path: Path, monkeypa
 def test_the_installed_distributions_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     discover()
     monkeypatch.setattr(registry, "entry_points", lambda **_: pytest.fail("searched again"))
-    assert {"gpu", "cpu", "fs", "shared_fs"} <= set(discover().names)
+    assert {"gpu", "cpu", "fs", "shared_fs", "valkey", "s3", "gcs", "azure"} <= set(discover().names)
 
 
 @pytest.mark.parametrize(

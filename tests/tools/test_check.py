@@ -59,6 +59,17 @@ def test_the_figures_are_those_of_the_geometry(stack: Path) -> None:
     assert cpu["index_bytes"] == 256 * 220
 
 
+def test_a_tier_that_answers_lookups_itself_has_no_index_in_memory(stack: Path) -> None:
+    """A bucket of a fleet holds more blocks than the memory of a host could index."""
+    bucket = "{type: s3, bucket: kv-cache, write_bytes_per_day: 2TiB, expire_days: 3, hosts: 100}"
+    write(stack, f"  - {bucket}")
+    result = check(stack, "--no-probe", "--json")
+    assert result.exit_code == 0, result.output
+    plan = json.loads(result.stdout)["tiers"][-1]
+    assert plan["num_blocks"] > 1 << 20
+    assert plan["index_bytes"] is None
+
+
 def test_people_get_tables_with_every_tier_and_group(stack: Path) -> None:
     write(stack, "")
     result = check(stack, "--layout", LAYOUT)
@@ -101,7 +112,7 @@ def test_the_schema_is_printed_without_a_stack() -> None:
     assert result.exit_code == 0
     schema = json.loads(result.stdout)
     kinds = [tier["properties"]["type"]["const"] for tier in schema["properties"]["tiers"]["items"]["oneOf"]]
-    assert {"gpu", "cpu", "fs", "shared_fs"} <= set(kinds)
+    assert {"gpu", "cpu", "fs", "shared_fs", "valkey", "s3", "gcs", "azure"} <= set(kinds)
 
 
 def test_without_a_stack_the_usage_is_explained() -> None:

@@ -23,6 +23,7 @@ from support_tools import (
     write_files,
 )
 
+from kvtier.tier_api.block_envelope import decode_slot_header, encode_slot_header
 from kvtier.types.keys import key_hash
 from kvtier_fs.format.tree_records import encode_epoch
 
@@ -189,3 +190,18 @@ def test_a_store_of_many_blocks_is_listed_counted_checked_and_dropped(tmp_path: 
     assert tool_json("fsck", tmp_path / "root")["whole"] == 2000
     assert tool_json("gc", tmp_path / "root", "--namespace", digest())["dropped"][0]["blocks"] == 2000
     assert found(tool_json("fsck", tmp_path / "root")) == set()
+
+
+def test_blocks_older_than_an_age_are_dropped(root: Path) -> None:
+    path = next(path for path in block_files(root) if path.is_file())
+    page = memoryview(bytearray(path.read_bytes()[:4096]))
+    header = decode_slot_header(page)
+    assert header is not None
+    encode_slot_header(header._replace(generation=header.generation - 3 * 86400 * 10**9), page)
+    with path.open("r+b") as file:
+        file.write(page)
+    for age, blocks in (("4d", 0), ("2d", 1), ("2d", 0)):
+        dropped = tool_json("gc", root, "--older-than", age)["dropped"]
+        assert sum(row["blocks"] for row in dropped) == blocks
+    assert len(block_files(root)) == 7
+    assert "'2 weeks' is not a time" in refusal("gc", root, "--older-than", "2 weeks")

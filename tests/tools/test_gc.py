@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,42 @@ def test_a_namespace_that_is_not_known_drops_nothing(root: Path) -> None:
     assert contents(root) == before
 
 
+def test_a_store_without_times_is_not_pruned_by_age(root: Path) -> None:
+    before = contents(root)
+    assert "does not keep when its blocks were stored" in refusal("gc", root, "--older-than", "1s")
+    assert contents(root) == before
+
+
+def dated(root: Path, ages_days: list[float]) -> None:
+    """Add a block for each of these ages to the root of namespace `three`."""
+
+    async def store(tier: Tier) -> None:
+        tier.directory = {bytes([slot]) * 8: (slot, 0) for slot in range(8)}
+        for number, days in enumerate(ages_days):
+            tier.generation = time.time_ns() - int(days * 86400e9)
+            await tier.store_all(keys(1, start=200 + number))
+
+    run_tier(root, store, tag="three")
+
+
+def test_what_was_stored_longer_ago_is_dropped_and_what_has_no_time_stays(root: Path) -> None:
+    dated(root, [9, 8, 6.9, 0])
+    before = contents(root)
+    document = tool_json("gc", root, "--older-than", "7d", "--dry-run")
+    gone = [{"namespace": digest("three"), "blocks": 2, "stored_bytes": 2 * SLOT}]
+    assert (document["dropped"], contents(root)) == (gone, before)
+    result = tool("gc", root, "--older-than", "7d")
+    assert result.exit_code == 0
+    assert digest("three") in result.stdout
+    assert result.stderr == "note: 8 blocks stay that do not say when they were stored\n"
+    assert loadable(root, tag="three") == keys(2, start=202)
+    assert (loadable(root), loadable(root, tag="two")) == (ONE, TWO)
+    assert tool("gc", root, "--older-than", "7d").stdout == "there is nothing to drop\n"
+    stored = [block["stored_at"] for block in tool_json("ls", root)["blocks"]]
+    assert sorted(round((time.time() - at) / 86400, 1) for at in stored if at is not None) == [0.0, 6.9]
+    assert stored.count(None) == 8
+
+
 def test_exactly_one_way_to_choose_is_asked_for(root: Path) -> None:
     before = contents(root)
     assert "give one of" in refusal("gc", root)
@@ -96,7 +133,7 @@ def test_exactly_one_way_to_choose_is_asked_for(root: Path) -> None:
 
 def test_a_live_root_is_refused_with_the_name_of_its_owner(tmp_path: Path) -> None:
     with owned_elsewhere(tmp_path / "root") as owner:
-        for arguments in (("--old",), ("--namespace", digest()), ("--old", "--dry-run")):
+        for arguments in (("--old",), ("--namespace", digest()), ("--older-than", "1s"), ("--old", "--dry-run")):
             assert f"in use by process {owner} on " in refusal("gc", tmp_path / "root", *arguments)
     assert tool_json("fsck", tmp_path / "root")["whole"] == 4
 

@@ -24,6 +24,7 @@ from kvtier.types.keys import key_hash
 
 BLOCK_KEYS = {
     "namespace",
+    "epoch",
     "group",
     "key",
     "payload_bytes",

@@ -174,6 +174,7 @@ def interrupt(*_: Any) -> None:
 def test_an_interrupted_call_ends_before_its_interruption_is_raised() -> None:
     """Until then its buffers are in use."""
     loop = LoopThread("kvtier-test", "prefix cache")
+    loop.open()
     steps: list[str] = []
     begun = threading.Event()
 
@@ -192,7 +193,7 @@ def test_an_interrupted_call_ends_before_its_interruption_is_raised() -> None:
     sender.start()
     try:
         with pytest.raises(Interrupted):
-            loop.run(work())
+            loop.run(work)
         assert steps == ["ended"]
     finally:
         sender.join()
@@ -202,6 +203,7 @@ def test_an_interrupted_call_ends_before_its_interruption_is_raised() -> None:
 
 def test_a_call_under_way_when_the_loop_stops_is_told_so_and_so_is_a_later_one() -> None:
     loop = LoopThread("kvtier-test", "prefix cache")
+    loop.open()
     begun = threading.Event()
     errors: list[BaseException] = []
 
@@ -211,7 +213,7 @@ def test_a_call_under_way_when_the_loop_stops_is_told_so_and_so_is_a_later_one()
 
     def wait() -> None:
         try:
-            loop.run(forever())
+            loop.run(forever)
         except UsageError as error:
             errors.append(error)
 
@@ -222,4 +224,4 @@ def test_a_call_under_way_when_the_loop_stops_is_told_so_and_so_is_a_later_one()
     waiting.join(20)
     assert [str(error) for error in errors] == ["the prefix cache was closed before the call ended"]
     with pytest.raises(UsageError, match="is closed"):
-        loop.run(forever())
+        loop.run(forever)

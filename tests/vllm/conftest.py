@@ -14,7 +14,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from engines import KINDS, SEED, Answer, engine, make_model, prompts
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
-collect_ignore = [] if HAS_VLLM else ["test_contract.py", "test_secondary.py"]
+UNITS = [
+    *("test_adapters.py", "test_contract.py", "test_model_weights.py", "test_prefills.py", "test_release.py"),
+    *("test_secondary.py", "test_weight_files.py"),
+]
+collect_ignore = [] if HAS_VLLM else UNITS
 
 if HAS_VLLM:
     with warnings.catch_warnings():  # our tests treat warnings as errors; what vLLM's imports warn of is not ours

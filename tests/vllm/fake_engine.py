@@ -3,7 +3,7 @@
 It scans prefixes from the left and windows from the right as vLLM does, allocates GPU blocks, loads what was a hit,
 checks every byte of it, "computes" the rest by writing what a block of that key holds, and offers it for storing.
 Two batches are in flight: what a step schedules is executed by the workers two steps later, as with asynchronous
-scheduling.
+scheduling. The order of calls is that of the installed release, or of vLLM 0.33 if asked for.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from vllm.v1.kv_offload.base import (
@@ -25,6 +26,7 @@ from vllm.v1.kv_offload.base import (
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
     LookupResult,
+    OffloadingManager,
     ReqContext,
     ScheduleEndContext,
     make_offload_key,
@@ -40,6 +42,8 @@ from vllm.v1.kv_offload.config import (
 from kvtier.integrations.vllm import KVTierSpec
 
 PAGE = 4096
+AS_0_33 = hasattr(OffloadingManager, "on_reset_flushed")
+"""The installed release ends a step after its stores, and says when the copies from before a reset have ended."""
 BATCHES_IN_FLIGHT = 2
 
 
@@ -118,20 +122,36 @@ class Job:
     pending: int
 
 
+class Model(torch.nn.Linear):
+    """What the workers have loaded."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+    def load_weights(self, weights: list[float]) -> set[str]:
+        with torch.no_grad():
+            self.bias[:] = torch.tensor(weights)
+        return {"bias"}
+
+
 class FakeEngine:
     """See the module's docstring. `wrong` counts bytes that were loaded and are not what their key says."""
 
-    def __init__(self, config: OffloadingConfig, seed: int, *, num_blocks: int = 64, window: int = 2) -> None:
-        self.config, self.random, self.window = config, random.Random(seed), window
+    def __init__(
+        self, config: OffloadingConfig, seed: int, *, num_blocks: int = 64, window: int = 2, as_0_33: bool = AS_0_33
+    ) -> None:
+        self.config, self.random, self.window, self.as_0_33 = config, random.Random(seed), window, as_0_33
         self.factor = config.cache.blocks_per_chunk
         self.num_groups = len(config.groups)
         self.replicated = config.replicated_layout
         self.tensors = [torch.zeros((num_blocks, PAGE), dtype=torch.int8) for _ in range(config.parallel.world_size)]
         self.workers = []
+        self.model = Model()
         for rank, tensor in enumerate(self.tensors):
             refs = [[CanonicalKVCacheRef(0, PAGE)] for _ in config.groups]
             caches = CanonicalKVCaches([CanonicalKVCacheTensor(tensor, PAGE)], refs)
-            self.workers.append(KVTierSpec(_ranked(config, rank)).get_worker(caches))
+            with patch("kvtier.integrations.vllm.primary.worker.loaded_models", lambda: ([self.model], True)):
+                self.workers.append(KVTierSpec(_ranked(config, rank)).get_worker(caches))
         self.manager = KVTierSpec(config).get_manager()
         self.free = list(range(1, num_blocks))
         self.waiting: list[Request] = []
@@ -139,6 +159,8 @@ class FakeEngine:
         self.running: dict[int, Job] = {}
         self.unsubmitted: list[Job] = []
         self.stale_below = 0
+        self.jobs: set[int] = set()
+        self.fence: set[int] = set()
         self.next_job = 0
         self.finished: list[Request] = []
         self.counts: Counter[str] = Counter()
@@ -211,10 +233,13 @@ class FakeEngine:
         for request in list(self.waiting):
             if request.state == "waiting" and self._schedule(request, batch):
                 new.append(request.context.req_id)
-        self.manager.on_schedule_end(ScheduleEndContext(new, ()))
+        if not self.as_0_33:
+            self.manager.on_schedule_end(ScheduleEndContext(new, ()))
         for request in list(self.waiting):
             if request.state == "computed":
                 self._offer(request, batch)
+        if self.as_0_33:
+            self.manager.on_schedule_end(ScheduleEndContext(new, ()))
         self.batches.append(batch)
         if len(self.batches) > BATCHES_IN_FLIGHT:
             self._execute(self.batches.popleft())
@@ -253,6 +278,7 @@ class FakeEngine:
     def _job(self, request: Request, keys: list[bytes], rows: Any, blocks: GPULoadStoreSpec, *, stores: bool) -> Job:
         request.jobs += 1
         self.next_job += 1
+        self.jobs.add(self.next_job)
         return Job(self.next_job, request, keys, rows, blocks, stores, len(self.workers))
 
     def _compute(self, request: Request) -> None:
@@ -311,6 +337,9 @@ class FakeEngine:
                 job.pending -= 1  # vLLM acknowledges for the ranks that do not write
             elif job.stores:
                 assert worker.submit_store(job.number, job.blocks, job.rows)
+            elif self.as_0_33 and job.number % 2:  # within the step, as vLLM 0.33 does up to sync_load_budget_bytes
+                assert worker.submit_load(job.number, job.rows, job.blocks, expedited=True)
+                worker.wait({job.number})
             else:
                 assert worker.submit_load(job.number, job.rows, job.blocks)
 
@@ -327,6 +356,7 @@ class FakeEngine:
     def _ended(self, job: Job) -> None:
         request = job.request
         request.jobs -= 1
+        self.jobs.remove(job.number)
         if job.number > self.stale_below:
             if job.stores:
                 self.manager.complete_store(job.keys, request.context)
@@ -337,6 +367,13 @@ class FakeEngine:
                 self._check(request)
             self._compute(request)
         self._end_if_done(request)
+        if job.number in self.fence:
+            self.fence.remove(job.number)
+            self._say_flushed()
+
+    def _say_flushed(self) -> None:
+        if self.as_0_33 and not self.fence:
+            self.manager.on_reset_flushed()
 
     def _check(self, request: Request) -> None:
         for group, names in enumerate(request.keys):
@@ -356,6 +393,8 @@ class FakeEngine:
     def reset(self) -> None:
         """As vLLM does it: all jobs are forgotten, though batches with them are still on their way to the workers."""
         self.manager.reset_cache()
+        self.fence = set(self.jobs)
+        self._say_flushed()
         self.stale_below = self.next_job
         self.counts["resets"] += 1
 

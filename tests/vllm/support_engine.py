@@ -2,15 +2,19 @@
 
 `{"do": "generate", "prompts": [[...], ...], "tokens": 8}` answers tokens, cached tokens and seconds of each prompt,
 with the LoRA adapter of a folder where `"adapter": "/its/folder"` names one;
+`{"do": "reload", "weights": "/a/model"}` replaces the weights, `{"do": "flip"}` the embedding, unknown to vLLM;
+`{"do": "load_in_place", "adapter": "/its/folder"}` has the workers read its files again;
 `{"do": "reset", "tiers": false}` empties vLLM's prefix cache, and the tiers too when asked; `{"do": "metrics"}`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import REGISTRY
@@ -19,11 +23,22 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine import utils
 from vllm.v1.executor import multiproc_executor
 
+from kvtier.integrations.digests import ContentDigests, FileState
 from kvtier.integrations.vllm.metrics import INTERVAL_SECONDS
+from kvtier.types.jobs import JobResult, TransferJob
+from kvtier_fs import FSBackend
 
 
 def main(config: dict[str, Any], questions: Connection) -> None:
-    """Start an engine, say so, answer until the other end of the pipe is closed, shut the engine down."""
+    """Start an engine, say so, answer until the other end of the pipe is closed, shut the engine down.
+
+    Digests of files are not computed before the file exists that `digests_after` names. Loads from the disk take the
+    seconds a block that the file says which `slow_loads` names.
+    """
+    if slowness := config.pop("slow_loads", None):
+        slow_loads(Path(slowness))
+    if gate := config.pop("digests_after", None):
+        wait_with_digests(Path(gate))
     if os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") != "spawn":
         fork_processes()
     llm = LLM(**{"enforce_eager": True, "dtype": "float32", **config})
@@ -60,6 +75,12 @@ def main(config: dict[str, Any], questions: Connection) -> None:
         match asked.pop("do"):
             case "generate":
                 answer: Any = generate(**asked)
+            case "reload":
+                answer = llm.collective_rpc("reload_weights", kwargs={"weights_path": asked["weights"]})
+            case "flip":
+                answer = llm.collective_rpc(flip_embedding)
+            case "load_in_place":
+                answer = llm.llm_engine.add_lora(LoRARequest("adapter", 1, asked["adapter"], load_inplace=True))
             case "reset":
                 answer = llm.reset_prefix_cache(reset_connector=asked["tiers"])
             case "metrics":
@@ -68,6 +89,40 @@ def main(config: dict[str, Any], questions: Connection) -> None:
                 raise ValueError(other)
         questions.send(answer)
     llm.llm_engine.engine_core.shutdown()
+
+
+def flip_embedding(worker: Any) -> None:
+    """Write into the memory of the weights, as an extension of the workers may."""
+    weight = next(tensor for name, tensor in worker.get_model().named_parameters() if "embed_tokens" in name)
+    weight.data.copy_(weight.data.flip(0))
+
+
+def slow_loads(slowness: Path) -> None:
+    """One load of the disk after another, so many seconds a block."""
+    load = FSBackend.load
+    one_at_a_time = asyncio.Lock()
+
+    async def slow(self: FSBackend, job: TransferJob) -> JobResult:
+        async with one_at_a_time:
+            result = await load(self, job)
+            await asyncio.sleep(seconds() * job.num_blocks)
+            return result
+
+    def seconds() -> float:
+        return float(slowness.read_text())
+
+    FSBackend.load = slow  # type: ignore[method-assign]
+
+
+def wait_with_digests(gate: Path) -> None:
+    read = ContentDigests._read
+
+    def late(self: ContentDigests, state: FileState) -> str:
+        while not gate.exists() and not self._cancelled.is_set():
+            time.sleep(0.05)
+        return read(self, state)
+
+    ContentDigests._read = late  # type: ignore[method-assign]
 
 
 def fork_processes() -> None:

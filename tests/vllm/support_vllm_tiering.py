@@ -186,6 +186,8 @@ class Vllm:
     def forget(self) -> None:
         """vLLM's CPU tier is emptied, as a reset does it."""
         self.manager.reset_cache()
+        if hasattr(self.manager, "on_reset_flushed"):  # vLLM 0.33, which takes promotions up again after this
+            self.manager.on_reset_flushed()
 
     def stats(self) -> dict[str, dict[tuple[str, ...], float]]:
         """Metrics since the last call, by name and labels."""

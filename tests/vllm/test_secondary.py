@@ -110,6 +110,19 @@ def test_what_was_cascaded_is_served_with_an_empty_cpu_tier_and_after_a_restart(
         vllm.tier._tier.plane.check_integrity()
 
 
+def test_what_an_adapter_may_not_have_computed_is_not_kept_and_its_jobs_end(tiering, tmp_path, monkeypatch):
+    names = tiering.keys(24)
+    config = tiering.tier_config(tmp_path / "root")
+    with tiering.Vllm(tiering.offloading_config(config)) as vllm:
+        with monkeypatch.context() as changed:
+            changed.setattr(vllm.tier._adapters, "storable", lambda _: False)
+            vllm.store(names[:12])
+        vllm.store(names[12:])
+    with tiering.Vllm(tiering.offloading_config(config)) as vllm:
+        assert vllm.hits(names[:12]) == []
+        assert vllm.hits(names[12:]) == names[12:]
+
+
 def test_the_padding_of_a_row_belongs_to_vllm_and_comes_back_as_it_was(tiering, tmp_path):
     names = tiering.keys(4)
     config = tiering.tier_config(tmp_path / "root")
@@ -371,7 +384,9 @@ def test_whatever_goes_wrong_no_wrong_byte_is_served_and_every_job_ends_once(tie
         faulty[-1].plan = SeededFaults(seed, chances)
         lower = vllm.tier._tier.plane.lower
         lower.load_breaker.pause_seconds = lower.store_breaker.pause_seconds = 0.01
-        for _ in range(80):
+        rounds = 0
+        while rounds < 80 or (rounds < 800 and min(served // 2, totals(vllm).loaded) <= 50):
+            rounds += 1  # where the machine is so slow that most jobs are late, more rounds are needed
             names = rng.choice(prompts)
             served += len(vllm.hits(names))
             vllm.store(names, settle=rng.random() < 0.7)
@@ -495,8 +510,9 @@ WRONG = {
     "polcy": ({"polcy": "arc"}, "secondary_tiers.KVTierFs.polcy: unknown key; did you mean 'policy'?"),
     "capacity": ({"capacity": "10 bananas"}, "secondary_tiers.KVTierFs.capacity: '10 bananas' is not a size"),
     "text": ({"io_depth": "5"}, "secondary_tiers.KVTierFs.io_depth: '5' is not accepted"),
-    "no tag": ({"namespace": ""}, "namespace: is required: nothing tells these weights"),
+    "no tag": ({"namespace": ""}, "namespace: is required, because vLLM shows a secondary tier no model"),
     "on_evict": ({"write_policy": "on_evict"}, "write_policy: vLLM hands blocks down"),
+    "second use": ({"admit": "second_use"}, "admit: vLLM does not say which blocks of its CPU tier were used again"),
     "staging": ({"inflight_bytes": "16KiB"}, "inflight_bytes: is 16384 bytes, but a row needs 16384"),
     "locality": ({"locality": "NEAR"}, "secondary_tiers.KVTierFs.locality"),
 }
@@ -508,23 +524,6 @@ def test_what_is_wrong_is_said_by_name_and_nothing_is_left_behind(tiering, tmp_p
     with pytest.raises(ConfigError) as raised:
         tiering.Vllm(tiering.offloading_config(tiering.tier_config(tmp_path / "root", **change)))
     assert said in str(raised.value)
-
-
-def test_a_local_model_needs_no_tag(tiering, tmp_path):
-    names = tiering.keys(4)
-    folder = tmp_path / "model"
-    folder.mkdir()
-    weights = folder / "model.safetensors"
-    weights.write_bytes(b"weights")
-    config = tiering.tier_config(tmp_path / "root", namespace="")
-    model = {"model": tiering.OffloadingModelConfig(str(folder), "bfloat16")}
-    with tiering.Vllm(tiering.offloading_config(config, **model)) as vllm:
-        vllm.store(names)
-    with tiering.Vllm(tiering.offloading_config(config, **model)) as vllm:
-        assert vllm.hits(names) == names
-    weights.write_bytes(b"other weights")
-    with tiering.Vllm(tiering.offloading_config(config, **model)) as vllm:
-        assert vllm.hits(names) == []
 
 
 def test_a_root_in_use_is_waited_for_until_the_deadline(tiering, tmp_path):
@@ -604,6 +603,11 @@ def test_figures_reach_vllms_metrics_under_names_it_knows(tiering, tmp_path, mon
             assert all(len(labels) == len(known[name].labelnames) for labels in values), name
         assert told["kvtier_stored_blocks_total"][("disk",)] == told["kvtier_loaded_blocks_total"][("disk",)] == 8
         assert told["kvtier_used_bytes"][("disk",)] > 8 * tiering.ROW
+        transfers = vllm.tier.stats().tiers["disk"].transfers
+        for direction in ("load", "store"):
+            took = told["kvtier_transfer_seconds"]["disk", direction]
+            assert len(took) == transfers[direction].took_seconds.count > 0
+            assert sum(took) == pytest.approx(transfers[direction].took_seconds.sum)
         assert "kvtier_stored_blocks_total" not in vllm.stats(), "counters are told once"
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 from engines import BLOCK, KINDS, SEED, engine, prompts, secondary, stack
+from support_valkey import valkey_server
 
 from faults.machine.belongings import private_regions
 
@@ -30,6 +33,31 @@ def test_every_tier_gives_the_same_tokens(models, plain, root, tmp_path, kind):
     assert sum(small.cached) >= 0.95 * sum(restarted.cached)
     assert sum(again.cached) >= 0.95 * sum(restarted.cached)
     print(kind, [sum(a.cached) for a in (plain[kind], cold, from_cpu, restarted, small, again)], "of", everything)
+
+
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gemma3", marks=pytest.mark.long)])
+def test_a_server_gives_the_same_tokens_after_the_disk_was_emptied(models, plain, root, tmp_path, kind):
+    everything = sum(len(prompt) // BLOCK * BLOCK for prompt in prompts(SEED))
+    with valkey_server() as server:
+        tier = {"type": "valkey", "servers": [server.address], "tls": False, "connections": 2}
+        times = {"request_timeout_seconds": 20.0, "job_timeout_seconds": 40.0}
+        below = stack(root, 600, kind) | {"lookup_timeout_seconds": 40.0}
+        below["tiers"].append(tier | times)
+        with engine(models[kind], tmp_path, below, **KINDS[kind]) as vllm:
+            cold = vllm.generate(prompts(SEED))
+            vllm.reset()
+            from_cpu = vllm.generate(prompts(SEED))
+        shutil.rmtree(root)
+        root.mkdir(mode=0o700)
+        with engine(models[kind], tmp_path, below, **KINDS[kind]) as vllm:
+            from_server = vllm.generate(prompts(SEED))
+            hits = vllm.metrics()
+    assert cold.tokens == from_cpu.tokens == from_server.tokens == plain[kind].tokens
+    assert sum(from_server.cached) >= sum(from_cpu.cached) > 0.95 * everything
+    loaded = {name: value for name, value in hits.items() if name.startswith("kvtier_loaded_blocks_total{")}
+    assert [value > 0 for name, value in loaded.items() if "valkey" in name] == [True], loaded
+    assert not any(value for name, value in loaded.items() if "tier=fs" in name), loaded
+    print(kind, [sum(answer.cached) for answer in (cold, from_cpu, from_server)], "of", everything, loaded)
 
 
 def test_an_engine_of_one_process_has_private_rows_and_gives_the_same_tokens(models, plain, root, tmp_path):

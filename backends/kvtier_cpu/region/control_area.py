@@ -9,6 +9,7 @@ One small shared mapping of native 64-bit words, laid out as::
     uses ended         (world_size, rows) u64  counts up; only that worker writes it
     checksums          (rows, 16) u8           written by the coordinator
     notes              (world_size, 8192) u8   what a worker says of itself, length first, before it counts itself in
+    words              (world_size + 1, 8) u64 for the two sides of an integration; the coordinator's are the last
 
 Every word has one writer, so none needs a lock. Sections and each worker's stretch begin on a cache line of their
 own: two workers never write the same line.
@@ -27,7 +28,7 @@ from kvtier.types.arrays import IntArray, outside
 from kvtier.types.geometry import round_up
 
 MAGIC = b"kvtierR\0"
-VERSION = 2
+VERSION = 3
 DIGEST_BYTES = 32
 CHECKSUM_BYTES = 16
 NOTE_BYTES = 8192
@@ -60,6 +61,7 @@ class ControlShape:
             "ended": ("u8", (self.world_size, stride)),
             "checksums": ("u1", (self.num_rows * CHECKSUM_BYTES,)),
             "notes": ("u1", (self.world_size, NOTE_BYTES)),
+            "words": ("u8", (self.world_size + 1, CACHE_LINE_BYTES // WORD_BYTES)),
         }
         formats = [np.dtype(section) for section in sections.values()]
         starts = [0, HEADER_BYTES]
@@ -102,6 +104,7 @@ class ControlArea:
         self._ended: Words = area["ended"][0]
         self._checksums: memoryview = area["checksums"][0].data
         self._notes: npt.NDArray[np.uint8] = area["notes"][0]
+        self.words: Words = area["words"][0]
 
     def write_identity(self, digest: bytes) -> None:
         """Record what this region is, with a new incarnation. It must not be used before `set_ready`."""

@@ -67,7 +67,6 @@ def open_region(spec: RegionSpec, host: RegionHost | None = None) -> SharedRegio
     must not be joined or was not ready by the deadline; nothing is left behind then.
     """
     opening = _Opening(spec, host or RegionHost())
-    sweep_leftovers(spec.directory, opening.patience)
     if spec.sharing is not Sharing.NAMED:
         limits = opening.host.limits
         require(limits, spec.size_bytes, None)  # first: numpy describes no control area of more than 2**31 rows
@@ -79,6 +78,7 @@ def open_region(spec: RegionSpec, host: RegionHost | None = None) -> SharedRegio
     while True:
         claim = open_claim(names)
         if claim is None:
+            sweep_leftovers(spec.directory, opening.patience)  # what the dead hold is not there for a new region
             region = opening.create_named(names)
         else:
             with closing(claim):
@@ -140,7 +140,7 @@ class _Opening:
             reserve(control_fd, self.spec.shape.size_bytes, self.spec, self.patience)
             region = self._build(rows_fd, control_fd, nullcontext())
             region.memfds = rows_fd, control_fd
-            region.at_close.push(undo.pop_all())
+            region.at_close = undo.pop_all()
         return region
 
     def create_named(self, names: Names) -> SharedRegion | None:
@@ -160,7 +160,7 @@ class _Opening:
                 region = self._build(rows_fd, claim.fd, self._linked(claim, rows_fd))
             finally:
                 os.close(rows_fd)
-            region.at_close.push(undo.pop_all())
+            region.at_close = undo.pop_all()
         return region
 
     @contextmanager
@@ -288,12 +288,15 @@ class _Opening:
 
 def _sealed_memfd(label: str, size_bytes: int, undo: ExitStack) -> int:
     fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    undo.callback(os.close, fd)
     try:
         os.ftruncate(fd, size_bytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    except OSError as error:
-        raise SharedMemoryError(size_bytes, 0, f"this system ({error.strerror})") from error
+        undo.callback(os.close, fd)
+    except BaseException as error:
+        os.close(fd)
+        if isinstance(error, OSError):
+            raise SharedMemoryError(size_bytes, 0, f"this system ({error.strerror})") from error
+        raise
     return fd
 
 

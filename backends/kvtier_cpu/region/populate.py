@@ -113,6 +113,7 @@ def _populate(pages: mmap.mmap, spec: RegionSpec, patience: Patience, writes: bo
 
     with DaemonPool("kvtier-populate", min(MAX_THREADS, len(os.sched_getaffinity(0)))) as threads:
         pieces = [threads.submit(fill, start) for start in range(0, len(pages), PIECE_BYTES)]
+        threads.shutdown()  # they end with their work, also where the waiting is interrupted
         filled = sum(piece.result() for piece in pieces)
     patience.check()
     if errors:

@@ -1,9 +1,10 @@
 """Where processes that cannot pass a descriptor meet: two names in /dev/shm that exist until all have mapped.
 
-`kvtier-<digest>.control` is the claim. It is built without a name, complete and with its *life lock* (byte 0) held by
-the creator, and only then linked into the directory. So a name always leads to a claimed region, and a life lock once
-free stays free: a name whose life lock is free is a leftover of a dead creator, and any process may remove it.
-`kvtier-<digest>.rows` is linked after the claim and removed before it, never the other way round.
+`kvtier-<user>-<digest>.control` is the claim. It is built without a name, complete and with its *life lock* (byte 0)
+held by the creator, and only then linked into the directory. So a name always leads to a claimed region, and a life
+lock once free stays free: a name whose life lock is free is a leftover of a dead creator, and any process of the user
+may remove it.
+`kvtier-<user>-<digest>.rows` is linked after the claim and removed before it, never the other way round.
 
 Counting in, unlinking and sweeping happen under the *gate* (byte 1 of the same file) and only while the name still
 leads to that very file, so no process removes a successor's name. The locks are open file description locks: the kernel
@@ -23,7 +24,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 
 from kvtier.errors import RegionError
 from kvtier.tier_api.contract import Clock
@@ -31,11 +33,15 @@ from kvtier.tier_api.contract import Clock
 FILE_MODE = 0o600
 POLL_SECONDS = 0.005
 WITHDRAW_SECONDS = 1.0
+NAMES_MAX = 1 << 16
+"""Names in the folder that one sweep lists: 0.1 s at most."""
+CLAIMS_MAX = 256
+"""Names like ours that one sweep opens: anyone may make such names."""
+SWEEP_SECONDS = 1.0
 
 _LIFE_LOCK = 0
 _GATE = 1
 _FLOCK = "hhqqi4x"
-_CONTROL_NAME = re.compile(r"kvtier-[0-9a-f]{32}\.control")
 _OPEN_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -46,6 +52,15 @@ class Patience:
     clock: Clock
     deadline: float
     stop: threading.Event
+
+    def at_most(self, seconds: float) -> Patience:
+        """The same for work that may take so long, and no longer."""
+        return replace(self, deadline=min(self.deadline, self.clock() + seconds))
+
+    @property
+    def over(self) -> bool:
+        """True at the deadline, or when stopped."""
+        return self.stop.is_set() or self.clock() >= self.deadline
 
     def check(self) -> None:
         """Raise RegionError when stopped."""
@@ -62,24 +77,35 @@ class Patience:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The two paths of a region. They show nothing of the engine but a digest."""
+    """The two paths of a region. They show nothing of the engine but its user and a digest."""
 
     directory: str
-    digest: str
+    stem: str
 
     @staticmethod
     def of(directory: str, engine_id: str) -> Names:
         """The names for an engine id; two users never share one."""
         text = f"kvtier region\0{os.geteuid()}\0{engine_id}"
-        return Names(directory, hashlib.sha256(text.encode()).hexdigest()[:32])
+        return Names(directory, f"kvtier-{os.geteuid()}-{hashlib.sha256(text.encode()).hexdigest()[:32]}")
+
+    @staticmethod
+    def own(directory: str) -> list[Names]:
+        """The names under which there may be a region of this user, from a listing with bounds. Raises OSError.
+
+        Names of others are not even looked at: there may be any number of them.
+        """
+        control = re.compile(rf"(kvtier-{os.geteuid()}-[0-9a-f]{{32}})\.control")
+        with os.scandir(directory) as entries:
+            found = (control.fullmatch(entry.name) for entry in islice(entries, NAMES_MAX))
+            return [Names(directory, match[1]) for match in islice(filter(None, found), CLAIMS_MAX)]
 
     @property
     def control(self) -> str:
-        return os.path.join(self.directory, f"kvtier-{self.digest}.control")
+        return os.path.join(self.directory, f"{self.stem}.control")
 
     @property
     def rows(self) -> str:
-        return os.path.join(self.directory, f"kvtier-{self.digest}.rows")
+        return os.path.join(self.directory, f"{self.stem}.rows")
 
 
 class Claim:
@@ -196,19 +222,23 @@ def open_rows(names: Names, identity: tuple[int, int], size_bytes: int) -> int:
 
 
 def sweep_leftovers(directory: str, patience: Patience) -> None:
-    """Remove every region in `directory` whose creator is dead. What is foreign or alive is left alone."""
-    try:
-        found = sorted(entry for entry in os.listdir(directory) if _CONTROL_NAME.fullmatch(entry))
-    except OSError:
-        return
-    for entry in found:
-        with suppress(RegionError):
-            names = Names(directory, entry.removeprefix("kvtier-").removesuffix(".control"))
-            claim = open_claim(names)
-            if claim is not None:
-                with closing(claim):
-                    if not claim.alive():
-                        claim.sweep(patience)
+    """Remove the regions of this user in `directory` whose creator is dead, as far as a second suffices. What is
+    foreign or alive is left alone."""
+    with suppress(OSError):
+        patience = patience.at_most(SWEEP_SECONDS)
+        for names in Names.own(directory):
+            if patience.over:
+                return
+            with suppress(RegionError):
+                _sweep(names, patience)
+
+
+def _sweep(names: Names, patience: Patience) -> None:
+    claim = open_claim(names)
+    if claim is not None:
+        with closing(claim):
+            if not claim.alive():
+                claim.sweep(patience)
 
 
 def remove_own(path: str) -> None:

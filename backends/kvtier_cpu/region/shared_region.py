@@ -126,7 +126,7 @@ class SharedRegion(ControlArea):
 
         def __getattr__(self, name: str) -> Any:
             """Only what there is not, or what `close` has taken away, is looked up here."""
-            raise AttributeError(name) if "maps" in vars(self) else UsageError("the shared region is closed")
+            raise AttributeError(name) if "view" in vars(self) else UsageError("the shared region is closed")
 
     def row(self, row: int) -> memoryview:
         """One row as a writable buffer for I/O, `row_bytes` long."""
@@ -147,9 +147,12 @@ class SharedRegion(ControlArea):
     def close(self) -> None:
         """Release the region. Idempotent; never raises for views still held; an incomplete region loses its name."""
         held = vars(self)
-        maps, at_close = held.pop("maps", ()), held.pop("at_close", ExitStack())
-        held.clear()  # with every view of the memory
-        at_close.close()
-        for mapping in maps:
+        if "at_close" in held:
+            self.at_close.close()
+        held.pop("view", None)
+        for name in held.keys() - {"maps"}:
+            del held[name]  # with every other view of the memory
+        for mapping in held.get("maps", ()):
             with suppress(BufferError):  # exported views keep the mapping; it goes with the last of them
                 mapping.close()
+        held.clear()

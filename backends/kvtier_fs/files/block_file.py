@@ -3,9 +3,10 @@
 import errno
 import os
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
+from kvtier.tier_api.block_age import NO_AGE_LIMIT, AgeLimit
 from kvtier.tier_api.block_envelope import KEY_AT, Mismatch, SlotHeader, decode_slot_header, verify_slot
 from kvtier_fs.files.folder import GONE, TreeFolder, vanished
 from kvtier_fs.files.paths import BlockPlace, occupied
@@ -18,11 +19,13 @@ _NO_FILE = (*GONE, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV)
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A block as its reader expects it: where it lies, its header but for the generation, the file's length."""
+    """A block as its reader expects it: where it lies, its header but for the generation, the file's length, and the
+    generations that are young enough."""
 
     place: BlockPlace
     header: SlotHeader
     file_bytes: int
+    ages: AgeLimit = NO_AGE_LIMIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,29 +36,38 @@ class Wrong:
     front: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class OpenBlock:
-    """An open file of the right kind and length; nothing in it is trusted yet."""
+@dataclass(slots=True, eq=False)
+class OwnedFile:
+    """A file whose owner makes this before it is opened, and closes it whatever is raised. `fd`: -1 unless open."""
 
-    fd: int
-    inode: int
-    touched: float
+    fd: int = field(default=-1, init=False)
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            close_quietly(fd)
 
 
-def open_block(folder: TreeFolder, wanted: Wanted, direct: bool) -> OpenBlock | Wrong | None:
-    """Open what lies in a block's place; None if there is nothing. Raises OSError for what the disk does."""
+@dataclass(slots=True, eq=False)
+class OpenBlock(OwnedFile):
+    """A file of the right kind and length, open; nothing in it is trusted yet."""
+
+    inode: int = -1
+    touched: float = 0.0
+
+
+def open_block(folder: TreeFolder, wanted: Wanted, direct: bool, there: OpenBlock) -> OpenBlock | Wrong | None:
+    """Open what lies in a block's place as `there`; None if there is nothing. Raises OSError for what the disk does."""
     place = wanted.place
     with vanished(_NO_FILE), folder.leaf(place.bucket, place.leaf) as leaf:
         status = os.stat(place.name, dir_fd=leaf, follow_symlinks=False)
         if not stat.S_ISREG(status.st_mode) or status.st_size != wanted.file_bytes:
             return Wrong(status.st_ino)
-        fd = open_plain(leaf, place.name, os.O_RDONLY | (os.O_DIRECT if direct else 0))
-        try:
-            status = os.fstat(fd)
-        except OSError:
-            close_quietly(fd)
-            raise
-        return OpenBlock(fd, status.st_ino, status.st_mtime)
+        there.fd = open_plain(leaf, place.name, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+        status = os.fstat(there.fd)
+        there.inode, there.touched = status.st_ino, status.st_mtime
+        return there
     return None
 
 
@@ -76,13 +88,15 @@ def check_block(page: memoryview, payload: memoryview, wanted: Wanted) -> Verifi
     stated = decode_slot_header(page)
     expected = wanted.header if stated is None else wanted.header._replace(generation=stated.generation)
     found = verify_slot(page, payload, expected)
+    if stated is not None and isinstance(found, bytes) and not wanted.ages.allows(stated.generation):
+        found = Mismatch.GENERATION
     return Verification(found, bytes(page[:KEY_AT]), -1 if stated is None else stated.epoch)
 
 
 def header_now(leaf_fd: int, wanted: Wanted) -> SlotHeader | Wrong | None:
-    """The header of the file in a block's place if all of it but perhaps the epoch is right; None if there is no file.
+    """The header of the file in a block's place if all of it but perhaps the epoch is right, and it is young enough.
 
-    Raises OSError.
+    None if there is no file. Raises OSError.
     """
     with vanished(_NO_FILE):
         status = os.stat(wanted.place.name, dir_fd=leaf_fd, follow_symlinks=False)
@@ -91,8 +105,11 @@ def header_now(leaf_fd: int, wanted: Wanted) -> SlotHeader | Wrong | None:
         header_bytes = wanted.file_bytes - wanted.header.payload_bytes
         page = memoryview(read_front(leaf_fd, wanted.place.name, header_bytes))
         stated = decode_slot_header(page) if len(page) == header_bytes else None
-        if stated is None or stated._replace(generation=0, epoch=0, payload_digest=b"") != wanted.header._replace(
-            generation=0, epoch=0, payload_digest=b""
+        if (
+            stated is None
+            or not wanted.ages.allows(stated.generation)
+            or stated._replace(generation=0, epoch=0, payload_digest=b"")
+            != wanted.header._replace(generation=0, epoch=0, payload_digest=b"")
         ):
             return Wrong(status.st_ino, bytes(page[:KEY_AT]))
         return stated
@@ -122,13 +139,16 @@ def remove_if(leaf_fd: int, name: str, wrong: Wrong) -> bool:
     return False
 
 
-@dataclass(frozen=True, slots=True)
-class Temporary:
-    """A file that is being written, of full size from the beginning. `charged_bytes` are reserved in its bucket."""
+@dataclass(slots=True, eq=False)
+class Temporary(OwnedFile):
+    """A file that is being written, of full size from the beginning. `charged_bytes` are reserved in its bucket.
+
+    `there`: it was made, and is not the block. Then its owner discards it, whatever is raised.
+    """
 
     name: str
-    fd: int
-    charged_bytes: int
+    charged_bytes: int = 0
+    there: bool = False
 
 
 class Published(Enum):
@@ -150,7 +170,8 @@ def publish(folder: TreeFolder, wanted: Wanted, temporary: Temporary, now: float
         os.utime(temporary.fd, (now, now))
         taken = occupied(os.fstat(temporary.fd))
     finally:
-        os.close(temporary.fd)  # network file systems write the last bytes now; an error of that is raised here
+        fd, temporary.fd = temporary.fd, -1
+        os.close(fd)  # network file systems write the last bytes now; an error of that is raised here
     if taken > temporary.charged_bytes:
         return Published.GROWN
     return give_name(folder, wanted, temporary)
@@ -162,6 +183,7 @@ def give_name(folder: TreeFolder, wanted: Wanted, temporary: Temporary) -> Publi
     with folder.leaf(place.bucket, place.leaf) as leaf:
         try:
             if rename_new(temporary.name, place.name, bucket, leaf):
+                temporary.there = False
                 return Published.NAMED
         except FileExistsError:
             pass
@@ -169,4 +191,5 @@ def give_name(folder: TreeFolder, wanted: Wanted, temporary: Temporary) -> Publi
         if isinstance(there, SlotHeader) and there.epoch >= wanted.header.epoch:
             return Published.TAKEN
         os.rename(temporary.name, place.name, src_dir_fd=bucket, dst_dir_fd=leaf)
+        temporary.there = False
         return Published.NAMED if there is None else Published.REPLACED

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvtier.tier_api.block_envelope import Mismatch, encode_slot_header
+from kvtier.tier_api.job_run import JobRun, error_outcome
 from kvtier.types.jobs import (
     CORRUPT,
     LOADED,
@@ -29,6 +30,7 @@ from kvtier.types.jobs import (
 )
 from kvtier_fs.files.block_file import (
     OpenBlock,
+    OwnedFile,
     Published,
     Temporary,
     Wanted,
@@ -40,19 +42,21 @@ from kvtier_fs.files.block_file import (
 )
 from kvtier_fs.files.bucket import Bucket
 from kvtier_fs.files.folder import GONE, Busy
-from kvtier_fs.files.root import SharedRoot
+from kvtier_fs.files.root import Gate, SharedRoot
 from kvtier_fs.io.contract import IOKind
-from kvtier_fs.io.header_pages import HeaderPages
-from kvtier_fs.roots.folder import close_quietly
-from kvtier_fs.roots.job_run import JobRun, error_outcome
 
 _log = logging.getLogger("kvtier.fs")
 _FULL = dropped(DropReason.DISK_FULL)
+_DEFECT = failed(errno.EIO)
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One block of a job. `touching`: I/O may use its row. `abandoned`: its job has an outcome for it already."""
+    """One block of a job. `touching`: I/O may use its row. `abandoned`: its job has an outcome for it already.
+
+    Its steps release `file`, which they have open, or have made, or are about to, and `page`, the number of the header
+    page it holds (-1: none), whatever is raised.
+    """
 
     run: JobRun
     group: int
@@ -62,6 +66,8 @@ class Block:
     wanted: Wanted
     touching: bool = field(default=False)
     abandoned: bool = field(default=False)
+    file: OwnedFile | None = field(default=None)
+    page: int = field(default=-1)
 
     def end(self, outcome: BlockOutcome) -> None:
         """Report its outcome. The first one counts."""
@@ -85,27 +91,46 @@ class BlockSteps:
 
     async def run(self, block: Block, current: asyncio.Future[int | None]) -> None:
         """Run all steps of a block; it always ends with an outcome. `current`: the epoch that the root states now."""
-        storing = block.run.kind is JobKind.STORE
-        gate = self._root.stores if storing else self._root.loads
-        async with gate.permits:
+        try:
+            async with self._gate(block).permits:
+                if not block.abandoned:
+                    outcome = await self._moved(block, current)
+                    await self._release(block)
+                    block.end(outcome)
+        except Exception:
+            # The task's boundary: without an outcome the job would wait for this block for ever.
             try:
-                if block.abandoned:
-                    return
-                epoch = await asyncio.shield(current)
-                if epoch != block.wanted.header.epoch:
-                    self._counters["epoch.outdated"] += 1
-                    block.end(dropped(DropReason.RESET) if storing else MISSING)
-                elif storing:
-                    block.end(await self._store(block))
-                else:
-                    block.end(await self._load(block))
-            except OSError as error:
-                block.end(self._failure(error, storing))
-            except Exception:
-                # The task's boundary: without an outcome the job would wait for this block for ever.
+                await self._release(block)
                 _log.exception("%s: a block could not be moved", self._root.path)
                 self._counters["defect"] += 1
-                block.end(failed(errno.EIO))
+            finally:
+                block.touching = False
+                block.run.fail_rest(block.group, (block.position,), _DEFECT)
+
+    def _gate(self, block: Block) -> Gate:
+        return self._root.stores if block.run.kind is JobKind.STORE else self._root.loads
+
+    async def _moved(self, block: Block, current: asyncio.Future[int | None]) -> BlockOutcome:
+        storing = block.run.kind is JobKind.STORE
+        try:
+            epoch = await asyncio.shield(current)
+            if epoch != block.wanted.header.epoch:
+                self._counters["epoch.outdated"] += 1
+                return dropped(DropReason.RESET) if storing else MISSING
+            return await (self._store(block) if storing else self._load(block))
+        except OSError as error:
+            return self._failure(error, storing)
+
+    async def _release(self, block: Block) -> None:
+        """Release a block's page and its file, which is removed unless it became the block. May be called again."""
+        root, file = self._root, block.file
+        if block.page >= 0:
+            self._gate(block).pages.release(block.page)
+            block.page = -1
+        if file is not None and file.fd >= 0:
+            await root.call(file.close)
+        if isinstance(file, Temporary) and file.there:
+            await root.discard(root.buckets[block.wanted.place.bucket], file)
 
     def _failure(self, error: OSError, storing: bool) -> BlockOutcome:
         number = error.errno or errno.EIO
@@ -122,6 +147,7 @@ class BlockSteps:
         if outcome != _FULL or block.abandoned:
             return outcome
         wanted = block.wanted
+        await self._release(block)
         if await self._root.make_room(wanted.place.bucket, wanted.file_bytes):
             self._counters["full.retried"] += 1
             outcome = await self._try(block)
@@ -130,83 +156,66 @@ class BlockSteps:
 
     async def _try(self, block: Block) -> BlockOutcome:
         root, wanted = self._root, block.wanted
-        bucket = root.buckets[wanted.place.bucket]
+        bucket, block.file = root.buckets[wanted.place.bucket], Temporary(root.temporary())
         try:
-            reserved = await root.visit(bucket, partial(bucket.reserve, wanted, root.temporary()))
+            reserved = await root.visit(bucket, partial(bucket.reserve, wanted, block.file))
+            if isinstance(reserved, Busy):
+                return dropped(DropReason.BACKLOG)
+            if not isinstance(reserved, Temporary):
+                return reserved
+            if block.abandoned:
+                return dropped(DropReason.BACKLOG)
+            number = await self._write(block, reserved)
+            if number or block.abandoned:  # abandoned by close: its row may have changed while it was written
+                return error_outcome(number) if number else dropped(DropReason.CLOSING)
+            return await self._publish(bucket, wanted, reserved)
         except OSError as error:
             return self._failure(error, True)
-        if isinstance(reserved, Busy):
-            return dropped(DropReason.BACKLOG)
-        if not isinstance(reserved, Temporary):
-            return reserved
-        if block.abandoned:
-            return await self._discarded(bucket, reserved, dropped(DropReason.BACKLOG))
-        number = await self._write(block, reserved)
-        if number or block.abandoned:  # abandoned by close: its row may have changed while it was written
-            outcome = error_outcome(number) if number else dropped(DropReason.CLOSING)
-            return await self._discarded(bucket, reserved, outcome)
-        return await self._publish(bucket, wanted, reserved)
 
     async def _write(self, block: Block, reserved: Temporary) -> int:
-        with self._page(block, self._root.stores.pages) as page:
+        with self._page(block) as page:
             encode_slot_header(block.wanted.header, page)
             return await self._root.io.move_file(IOKind.WRITE, reserved.fd, [page, block.payload], len(page))
 
     @contextmanager
-    def _page(self, block: Block, pages: HeaderPages) -> Iterator[memoryview]:
+    def _page(self, block: Block) -> Iterator[memoryview]:
         """A header page for the I/O of a block, which may use the block's row until this ends."""
-        number = pages.acquire()
+        pages = self._gate(block).pages
+        block.page = pages.acquire()
         block.touching = True
         try:
-            yield pages.pages[number]
+            yield pages.pages[block.page]
         finally:
-            pages.release(number)
             block.touching = False
 
-    async def _discarded(self, bucket: Bucket, reserved: Temporary, outcome: BlockOutcome) -> BlockOutcome:
-        await self._root.call(close_quietly, reserved.fd)
-        await self._root.discard(bucket, reserved)
-        return outcome
-
     async def _publish(self, bucket: Bucket, wanted: Wanted, written: Temporary) -> BlockOutcome:
-        """Make a complete temporary the block. It is always closed, and removed unless it became the block."""
-        root, outcome = self._root, PRESENT
-        try:
-            published = await root.call(publish, root.folder, wanted, written, root.hooks.wall())
-            if published is Published.GROWN:
-                charged = await root.visit(bucket, bucket.charge_grown)
-                outcome = dropped(DropReason.BACKLOG if isinstance(charged, Busy) else DropReason.NO_SLOT)
-                if charged is True:
-                    published = await root.call(give_name, root.folder, wanted, written)
-                    outcome = PRESENT
-        except OSError as error:
-            published, outcome = None, self._failure(error, True)
+        """Make a complete temporary the block. It is always closed. Raises OSError."""
+        root = self._root
+        published = await root.call(publish, root.folder, wanted, written, root.hooks.wall())
+        if published is Published.GROWN:
+            charged = await root.visit(bucket, bucket.charge_grown)
+            if charged is not True:
+                return dropped(DropReason.BACKLOG if isinstance(charged, Busy) else DropReason.NO_SLOT)
+            published = await root.call(give_name, root.folder, wanted, written)
         if published is Published.REPLACED:
             with suppress(OSError):
                 await root.visit(bucket, bucket.sweep)
-        if published in (Published.NAMED, Published.REPLACED):
-            return STORED
-        await root.discard(bucket, written)
-        return outcome
+        return PRESENT if published is Published.TAKEN else STORED
 
     # -- loading -------------------------------------------------------------------------------------------------
 
     async def _load(self, block: Block) -> BlockOutcome:
         root = self._root
-        there = await root.call(open_block, root.folder, block.wanted, root.probe.direct)
-        if there is None:
-            return MISSING
+        block.file = OpenBlock()
+        there = await root.call(open_block, root.folder, block.wanted, root.probe.direct, block.file)
         if isinstance(there, Wrong):
             self._counters["mismatch.file"] += 1
             await self._remove(block.wanted, there)
             return CORRUPT
-        try:
-            return MISSING if block.abandoned else await self._read(block, there)
-        finally:
-            await root.call(close_quietly, there.fd)
+        return MISSING if there is None or block.abandoned else await self._read(block, there)
 
     async def _read(self, block: Block, there: OpenBlock) -> BlockOutcome:
-        with self._page(block, self._root.loads.pages) as page:
+        with self._page(block) as page:
             error = await self._root.io.move_file(IOKind.READ, there.fd, [page, block.payload], len(page))
             if error:
                 return MISSING if error in GONE else failed(error)
@@ -215,8 +224,8 @@ class BlockSteps:
                 self._set_checksum(block.row, checked.found)
         if isinstance(checked.found, Mismatch):
             self._counters[f"mismatch.{checked.found}"] += 1
-            corrupt = checked.found is not Mismatch.EPOCH
-            if corrupt or checked.epoch < block.wanted.header.epoch:
+            corrupt = checked.found not in (Mismatch.EPOCH, Mismatch.GENERATION)
+            if checked.found is not Mismatch.EPOCH or checked.epoch < block.wanted.header.epoch:
                 await self._remove(block.wanted, Wrong(there.inode, checked.front))
             return CORRUPT if corrupt else MISSING
         await self._touch(there)

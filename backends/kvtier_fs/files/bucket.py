@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
+from kvtier.tier_api.block_age import AgeLimit
 from kvtier.tier_api.block_envelope import SlotHeader, decode_slot_header
 from kvtier.types.geometry import round_up
 from kvtier.types.jobs import PRESENT, BlockOutcome, DropReason, dropped
@@ -18,7 +19,7 @@ from kvtier_fs.files.folder import GONE, Busy, TreeFolder, names_in, vanished, w
 from kvtier_fs.files.paths import BLOCK_NAME, DISK_BLOCK_BYTES, TEMPORARY_NAME, occupied
 from kvtier_fs.files.usage import FULL, BucketRules, BucketUsage, Victim
 from kvtier_fs.io.syscalls import fallocate
-from kvtier_fs.roots.folder import close_quietly, keeps_free, open_plain
+from kvtier_fs.roots.folder import keeps_free, open_plain
 
 T = TypeVar("T")
 
@@ -40,15 +41,15 @@ class Bucket(BucketUsage):
         return with_lock(self._folder.make_bucket(self._number), lambda: self._visit(work))
 
     def _visit(self, work: Callable[[], T]) -> T:
-        self._clear()
         try:
+            self._clear()
             return work()
-        except OSError:
+        except Exception:
             self.forget_account()  # how much was done is unknown
             raise
 
-    def reserve(self, wanted: Wanted, name: str) -> Temporary | BlockOutcome:
-        """Make room for a block and its temporary of full size.
+    def reserve(self, wanted: Wanted, temporary: Temporary) -> Temporary | BlockOutcome:
+        """Make room for a block, and make its temporary of full size.
 
         PRESENT if it is there already, which counts as a use of it; dropped if there is no room.
         Raises OSError.
@@ -73,7 +74,7 @@ class Bucket(BucketUsage):
         if not keeps_free(self._folder.bucket(self._number), need, self._rules.min_free_bytes):
             self.write_account(used)
             return dropped(DropReason.DISK_FULL)
-        return self._make(wanted, name, used, need)
+        return self._make(wanted, temporary, used, need)
 
     def _touch(self, leaf_fd: int, name: str) -> None:
         with suppress(OSError):
@@ -82,46 +83,41 @@ class Bucket(BucketUsage):
                 os.utime(name, (now, now), dir_fd=leaf_fd, follow_symlinks=False)
                 self._rules.note("touched")
 
-    def _make(self, wanted: Wanted, name: str, used: int, need: int) -> Temporary | BlockOutcome:
+    def _make(self, wanted: Wanted, temporary: Temporary, used: int, need: int) -> Temporary | BlockOutcome:
         """Charge the bucket and create the temporary."""
         self.write_account(used + need)
         try:
-            fd = self._create(name, wanted.file_bytes)
+            self._create(temporary, wanted.file_bytes)
         except OSError as error:
             if error.errno not in FULL:
                 raise
+            self._remove(temporary)
             self.write_account(used)
             return dropped(DropReason.DISK_FULL)
-        try:
-            charged = max(need, occupied(os.fstat(fd)))  # file systems may need blocks of their own for it
-            total = used + charged
-            if charged > need:
-                total = self._evict(total, self._rules.budget_bytes)
-                self.write_account(total)
-        except OSError:
-            self._remove(name, fd)
-            raise
+        charged = max(need, occupied(os.fstat(temporary.fd)))  # file systems may need blocks of their own for it
+        temporary.charged_bytes, total = charged, used + charged
+        if charged > need:
+            total = self._evict(total, self._rules.budget_bytes)
+            self.write_account(total)
         if total <= self._rules.budget_bytes:
-            return Temporary(name, fd, charged)
-        self._remove(name, fd)
+            return temporary
+        self._remove(temporary)
         self.write_account(total - charged)
         return dropped(DropReason.NO_SLOT)
 
-    def _remove(self, name: str, fd: int) -> None:
-        close_quietly(fd)
-        os.unlink(name, dir_fd=self._folder.bucket(self._number))
-
-    def _create(self, name: str, file_bytes: int) -> int:
+    def _create(self, temporary: Temporary, file_bytes: int) -> None:
         folder = self._folder.bucket(self._number)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if self._rules.direct else 0)
-        fd = open_plain(folder, name, flags)
-        try:
-            if not fallocate(fd, 0, file_bytes):
-                os.ftruncate(fd, file_bytes)
-        except OSError:
-            self._remove(name, fd)
-            raise
-        return fd
+        temporary.fd = open_plain(folder, temporary.name, flags)
+        temporary.there = True
+        if not fallocate(temporary.fd, 0, file_bytes):
+            os.ftruncate(temporary.fd, file_bytes)
+
+    def _remove(self, temporary: Temporary) -> None:
+        temporary.close()
+        if temporary.there:
+            os.unlink(temporary.name, dir_fd=self._folder.bucket(self._number))
+            temporary.there = False
 
     def charge_grown(self) -> bool:
         """A temporary takes more than it was charged for: count it as it is, and make room. False if there is none.
@@ -143,8 +139,10 @@ class Bucket(BucketUsage):
             os.unlink(temporary.name, dir_fd=folder)
         except OSError as error:
             if error.errno in GONE:
+                temporary.there = False
                 return False
             raise
+        temporary.there = False
         if freed == temporary.charged_bytes:
             self.write_account(used - freed)
         else:
@@ -152,13 +150,12 @@ class Bucket(BucketUsage):
         return True
 
     def _clear(self) -> None:
-        left, self.leftovers = self.leftovers, []
-        for temporary in left:
+        for temporary in tuple(self.leftovers):
             try:
                 self.discard(temporary)
+                self.leftovers.remove(temporary)
             except OSError:
                 self.forget_account()
-                self.leftovers.append(temporary)
 
     def make_room(self, need: int) -> bool:
         """Evict the oldest blocks, for so many bytes. False if there was nothing to evict. Raises OSError."""
@@ -190,13 +187,16 @@ class Bucket(BucketUsage):
         else:
             self.forget_account()
 
-    def prune(self, namespace: bytes, epoch: int) -> int:
-        """Remove the blocks of a namespace of an epoch before `epoch`. Returns their number. Raises OSError."""
-        used, removed = self.used(), 0
+    def prune(self, namespace: bytes, epoch: int, ages: Callable[[], AgeLimit]) -> int:
+        """Remove the blocks of a namespace of an epoch before `epoch`, and those that are too old.
+
+        `ages` is asked while the lock is held: what is here was stored before. Returns their number. Raises OSError.
+        """
+        used, removed, young = self.used(), 0, ages()
         for leaf_name in self.leaves():
             with self._folder.leaf(self._number, leaf_name) as leaf:
                 for name in names_in(leaf):
-                    if not BLOCK_NAME.fullmatch(name) or not self._outdated(leaf, name, namespace, epoch):
+                    if not BLOCK_NAME.fullmatch(name) or not self._outdated(leaf, name, (namespace, epoch, young)):
                         continue
                     with vanished():
                         freed = occupied(os.stat(name, dir_fd=leaf, follow_symlinks=False))
@@ -205,12 +205,16 @@ class Bucket(BucketUsage):
         self.write_account(used)
         return removed
 
-    def _outdated(self, leaf_fd: int, name: str, namespace: bytes, epoch: int) -> bool:
+    def _outdated(self, leaf_fd: int, name: str, right: tuple[bytes, int, AgeLimit]) -> bool:
+        """True for a block of the namespace that is of an earlier epoch than the right one, or too old."""
+        namespace, epoch, ages = right
         try:
             header = decode_slot_header(memoryview(read_front(leaf_fd, name, self._folder.tree.header_bytes)))
         except OSError:
             return False
-        return header is not None and header.namespace == namespace and header.epoch < epoch
+        if header is None or header.namespace != namespace:
+            return False
+        return header.epoch < epoch or not ages.allows(header.generation)
 
     def has_temporaries(self) -> bool:
         """True if there is a temporary of a lease that has expired. Needs no lock. Raises OSError."""

@@ -4,40 +4,27 @@ import asyncio
 from functools import partial
 
 from kvtier.errors import RootError
+from kvtier.tier_api.shared_epoch import SharedEpoch
 from kvtier_fs.files.folder import Busy
 from kvtier_fs.files.root import SharedRoot
 
 _WAIT_SECONDS = 0.01
 
 
-class Epoch:
+class Epoch(SharedEpoch):
     """One namespace's epoch in this process.
 
-    `now` is the epoch of the last reset in this process; it holds at once, in memory. No block is stored under an
-    epoch that this process has not seen become durable: a number that a crash takes back would be given to
-    the next reset, and what had been stored under it would count again.
+    No block is stored under an epoch that this process has not seen become durable: a number that a crash takes back
+    would be given to the next reset, and what had been stored under it would count again.
     """
 
     def __init__(self, root: SharedRoot, namespace: bytes) -> None:
+        super().__init__()
         self._root = root
         self._namespace = namespace
-        self._durable = -1
-        self._raising = asyncio.Lock()
-        self.now = 0
 
-    async def begin(self) -> int:
-        """The epoch that the root states, made durable. Raises RootError, OSError."""
-        await self._raise(0)
-        self.now = self._durable
-        return self.now
-
-    async def reset(self, epoch: int) -> None:
-        """Raise it for all processes, durably before this returns. Raises RootError if that failed; `now` holds."""
-        self.now = max(self.now, epoch)
-        try:
-            await self._raise(epoch)
-        except OSError as error:
-            raise RootError(self._root.path, f"the epoch cannot be written ({error.strerror})") from error
+    def _failure(self, error: OSError) -> RootError:
+        return RootError(self._root.path, f"the epoch cannot be written ({error.strerror})")
 
     async def on_disk(self, epoch: int, storing: bool) -> int | None:
         """What the root states now, None if nothing it states counts. Raises OSError.
@@ -45,7 +32,7 @@ class Epoch:
         Before a store `epoch` is written again if it is not durable yet; None if that fails.
         """
         self.now = max(self.now, epoch)
-        if storing and epoch > self._durable:
+        if storing and epoch > self._raised:
             try:
                 await self._raise(epoch)
             except (OSError, RootError):
@@ -53,12 +40,11 @@ class Epoch:
                 return None
         return await self._root.call(self._root.folder.epoch, self._namespace)
 
-    async def _raise(self, epoch: int) -> None:
-        async with self._raising:
-            if epoch > self._durable:
-                self._durable = await self._root.with_room(partial(self._write, epoch))
-
     async def _write(self, epoch: int) -> int:
+        """Durably."""
+        return await self._root.with_room(partial(self._write_locked, epoch))
+
+    async def _write_locked(self, epoch: int) -> int:
         """Write the epoch once no other process holds the lock. Raises RootError after `lock_seconds`, OSError."""
         root, loop = self._root, asyncio.get_running_loop()
         deadline = loop.time() + root.hooks.lock_seconds

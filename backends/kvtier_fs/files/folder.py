@@ -17,6 +17,7 @@ from kvtier.errors import RootError
 from kvtier_fs.files.paths import BUCKET_NAME, bucket_name, leaves, occupied
 from kvtier_fs.format.superblock import foreign_version
 from kvtier_fs.format.tree_records import (
+    FILES_VERSION,
     SUPERBLOCK_COPY_BYTES,
     Tree,
     decode_epoch,
@@ -106,7 +107,7 @@ def make_folder(folder_fd: int, name: str) -> int:
     fd = os.open(name, _FOLDER, dir_fd=folder_fd)
     try:
         os.fchmod(fd, 0o700)
-    except OSError:
+    except Exception:
         close_quietly(fd)
         raise
     return fd
@@ -122,9 +123,11 @@ def with_lock(folder_fd: int, work: Callable[[], T]) -> T | Busy:
         try:
             return work() if _lock_now(folder_fd, fd) else Busy.BUSY
         finally:
-            with suppress(OSError):  # a child that C code forked has this descriptor too: closing ours is not enough
-                fcntl.flock(fd, fcntl.LOCK_UN)
-            share_with_children(fd)
+            try:
+                with suppress(OSError):
+                    fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: a child that C code forked has it too
+            finally:
+                share_with_children(fd)
 
 
 def _lock_now(folder_fd: int, fd: int) -> bool:
@@ -152,9 +155,10 @@ class TreeFolder(GuardedFolder):
         self.tree: Tree
 
     def _close_files(self) -> None:
-        for fd in self._open.values():
+        while self._open:
+            _, fd = self._open.popitem()
             close_quietly(fd)
-        self._open, self._made = {}, set()
+        self._made = set()
         self.epochs_fd = self.leases_fd = -1
 
     def _opened(self, name: str, make: bool) -> int:
@@ -179,7 +183,7 @@ class TreeFolder(GuardedFolder):
         if _is_slab(data):
             return RootError(self.path, "holds a tier of type fs; use another folder or type: fs")
         version = foreign_version(data)
-        if version is not None and version > 1000:
+        if version is not None and version > 1000 and version != FILES_VERSION:
             return unknown_version(self.path, version - 1000, "files")
         return RootError(self.path, "the superblock is damaged; stop all processes that use this folder and empty it")
 
@@ -299,7 +303,7 @@ class TreeFolder(GuardedFolder):
         try:
             write_new(folder_fd, temporary, data)
             os.rename(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
-        except OSError:
+        except Exception:
             with suppress(OSError):
                 os.unlink(temporary, dir_fd=folder_fd)
             raise

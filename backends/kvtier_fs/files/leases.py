@@ -7,12 +7,14 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Annotated
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
+from kvtier.tier_api.block_envelope import COUNTER_LIMIT
 from kvtier_fs.files.folder import names_in
 from kvtier_fs.format.tree_records import LEASE_BYTES_MAX, decode_lease, encode_lease
-from kvtier_fs.roots.folder import plain_file, write_all
+from kvtier_fs.roots.folder import Pid, ShortText, plain_file, write_all
 
 LEASE_NAME = re.compile(r"[0-9a-f]{16}")
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
@@ -22,11 +24,11 @@ _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 class Holder:
     """Who holds a lease. `boot` and `pid_namespace` say where `pid` means anything; `started` tells pids apart."""
 
-    host: str
-    boot: str
-    pid_namespace: int
-    pid: int
-    started: int
+    host: ShortText
+    boot: ShortText
+    pid_namespace: Annotated[int, Field(strict=True, ge=0, lt=COUNTER_LIMIT)]
+    pid: Pid
+    started: Annotated[int, Field(strict=True, ge=0, lt=COUNTER_LIMIT)]
 
 
 _HOLDER = TypeAdapter(Holder)

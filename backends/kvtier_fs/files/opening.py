@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-from contextlib import suppress
 from dataclasses import replace
 
 from kvtier.errors import GeometryError, RootError
@@ -91,25 +90,10 @@ async def describe(root: SharedRoot, namespace: bytes, manifest: str) -> str:
 async def start_engine(root: SharedRoot, options: SharedFSOptions) -> tuple[IOEngine, str]:
     """The I/O engine, and a note if it is not the preferred one. Raises ResourceError."""
     if root.hooks.engine is not None:
-        return root.hooks.engine(), ""
+        root.hold_engine(engine := root.hooks.engine())
+        return engine, ""
     name, note = await root.call(choose_engine, options)
-    return make_engine(name, root.io_threads, options), note
-
-
-async def leave(root: SharedRoot, timeout_seconds: float) -> int:
-    """Remove the lease, close everything, end the threads. Returns how many threads are stuck at the deadline."""
-    try:
-        async with asyncio.timeout(timeout_seconds):
-            await root.clear(timeout_seconds / 2)
-            await root.calls_ended()  # a folder must not be closed under a call that works in it
-            if root.leased:
-                with suppress(OSError):
-                    await root.call(root.leases.remove, root.lease)
-            await root.call(root.folder.leave)
-    except TimeoutError:
-        return 1  # every thread is stuck in a file call
-    stuck = await root.io_threads.close(timeout_seconds)
-    return stuck + await root.files.close(timeout_seconds)
+    return make_engine(name, root.io_threads, options, root.hold_engine), note
 
 
 def dry_run(options: SharedFSOptions, geometry: Geometry, probe: bool) -> DryRun:

@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 from kvtier.errors import GeometryError
 from kvtier.types.geometry import round_up
-from kvtier_fs.format.tree_records import Tree
+from kvtier_fs.format.tree_records import BUCKETS_MAX, Tree
 
-BUCKETS_MAX = 256
 BLOCK_NAME = re.compile(r"[0-9a-f]{40}")
 TEMPORARY_NAME = re.compile(r"new-([0-9a-f]{16})-[0-9a-f]{1,16}")
 NAMESPACE_NAME = re.compile(r"[0-9a-f]{32}")

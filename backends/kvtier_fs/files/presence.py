@@ -1,15 +1,17 @@
 """Lookups by headers alone, and removal of blocks that a reset made unreachable."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
+from kvtier.tier_api.block_age import AgeLimit
 from kvtier.tier_api.block_envelope import SlotHeader
 from kvtier_fs.files.block_file import Wanted, header_now
 from kvtier_fs.files.folder import Busy, TreeFolder
 from kvtier_fs.files.root import SharedRoot
 
 _VALIDATED_MAX = 1 << 16
+_NOTHING = ((-1, -1), 0)
 
 
 class Presence:
@@ -18,7 +20,7 @@ class Presence:
     def __init__(self, folder: TreeFolder, namespace: bytes) -> None:
         self._folder = folder
         self._namespace = namespace
-        self._validated: dict[str, tuple[int, int]] = {}
+        self._validated: dict[str, tuple[tuple[int, int], int]] = {}
 
     def probe(self, wanted: Sequence[Wanted | None], epoch: int) -> list[bool]:
         """For each block: True if its file is there, of the right length, with a header that is right.
@@ -40,7 +42,8 @@ class Presence:
             with self._folder.leaf(place.bucket, place.leaf) as leaf:
                 status = os.stat(place.name, dir_fd=leaf, follow_symlinks=False)
                 seen = status.st_ino, wanted.header.epoch
-                if status.st_size == wanted.file_bytes and self._validated.get(place.name) == seen:
+                known, generation = self._validated.get(place.name, _NOTHING)
+                if status.st_size == wanted.file_bytes and known == seen and wanted.ages.allows(generation):
                     return True
                 header = header_now(leaf, wanted)
         except OSError:
@@ -49,16 +52,17 @@ class Presence:
             return False
         if len(self._validated) >= _VALIDATED_MAX:
             self._validated.clear()
-        self._validated[place.name] = seen
+        self._validated[place.name] = seen, header.generation
         return True
 
 
-async def prune(root: SharedRoot, namespace: bytes, epoch: int) -> None:
-    """Remove blocks that a reset made unreachable. What is busy or fails is evicted later, as the oldest."""
+async def prune(root: SharedRoot, namespace: bytes, epoch: int, ages: Callable[[], AgeLimit] = AgeLimit) -> None:
+    """Remove blocks that a reset made unreachable, and those that are too old when their bucket's turn comes. What
+    is busy or fails is evicted later, as the oldest."""
     for number in range(root.tree.buckets):
         bucket = root.buckets[number]
         try:
-            pruned = await root.visit(bucket, partial(bucket.prune, namespace, epoch))
+            pruned = await root.visit(bucket, partial(bucket.prune, namespace, epoch, ages))
         except OSError as error:
             root.note_failure("prune", error)
             continue

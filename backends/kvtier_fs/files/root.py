@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import logging
 import os
 import time
 from collections import Counter
@@ -13,6 +14,7 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from kvtier.aio.daemon_pool import DaemonPool
+from kvtier.aio.shielded_wait import wait_done
 from kvtier_fs.files.block_file import Temporary
 from kvtier_fs.files.bucket import Bucket
 from kvtier_fs.files.folder import Busy, TreeFolder, names_in
@@ -26,6 +28,7 @@ from kvtier_fs.io.header_pages import HeaderPages
 from kvtier_fs.io.probe import DirectProbe
 from kvtier_fs.options import SharedFSOptions
 
+_log = logging.getLogger("kvtier.fs")
 _FIRST_WAIT_SECONDS = 0.001
 _LONGEST_WAIT_SECONDS = 0.05
 _IN_VAIN_MAX = 8
@@ -78,7 +81,7 @@ class SharedRoot:
         self.started = False
         self.leased = False
         self.tree: Tree
-        self.engine: IOEngine
+        self.engine: IOEngine | None = None
         self.io: FullTransferIO
         self.loads: Gate
         self.stores: Gate
@@ -93,11 +96,17 @@ class SharedRoot:
         self._after_death: dict[str, set[int]] = {}
 
     async def call(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a file call on the root's threads. Raises what it raises."""
+        """Run a file call on the root's threads. Raises what it raises. It has ended then, but after a cancellation."""
         future = self.files.submit(fn, *args, **kwargs)
-        self._calls.add(future)
-        future.add_done_callback(self._calls.discard)
-        return await asyncio.wrap_future(future)
+        try:
+            self._calls.add(future)
+            future.add_done_callback(self._calls.discard)
+            return await asyncio.wrap_future(future)
+        except Exception:
+            if not future.done():  # the waiting failed, such as without memory for it
+                await wait_done(asyncio.wrap_future(future))
+            self._calls.discard(future)
+            raise
 
     async def calls_ended(self) -> None:
         """Wait until no file call is in flight, cancelled ones included."""
@@ -120,11 +129,14 @@ class SharedRoot:
         self.rules = BucketRules(budget_bytes, free, direct, leases, counters, hooks.wall, hooks.touch_seconds)
         self.buckets = [Bucket(self.folder, number, self.rules) for number in range(tree.buckets)]
 
+    def hold_engine(self, engine: IOEngine) -> None:
+        """The engine that is to be closed with this root."""
+        self.engine = engine
+
     def start(self, engine: IOEngine) -> None:
         """Start the I/O: blocks can move from now on."""
         depth, header_bytes = self._options.io_depth, self.tree.header_bytes
         alignment = self.probe.offset_alignment if self.probe.direct else 1
-        self.engine = engine
         self.io = FullTransferIO(engine, alignment, self.counters)
         self.loads, self.stores = Gate(depth, header_bytes), Gate(depth, header_bytes)
         self.started = True
@@ -266,13 +278,18 @@ class SharedRoot:
                         os.unlink(name, dir_fd=folder_fd)
 
     async def keep_lease(self) -> None:
-        """Renew the lease and sweep until cancelled."""
+        """Renew the lease and sweep until cancelled, whatever is raised: without it others remove what is written."""
         beat_seconds = self.hooks.lease_seconds / 6
         while True:
-            await self.sweep()
-            for _ in range(5):
+            try:
+                await self.sweep()
+                for _ in range(5):
+                    await asyncio.sleep(beat_seconds)
+                    await self._beat()
+            except Exception:
+                _log.exception("%s: the lease was not renewed, and is tried again", self.path)
+                self.counters["defect"] += 1
                 await asyncio.sleep(beat_seconds)
-                await self._beat()
 
     async def _beat(self) -> None:
         try:

@@ -4,6 +4,7 @@ import struct
 from dataclasses import dataclass
 
 from kvtier.errors import GeometryError
+from kvtier.tier_api.block_envelope import COUNTER_LIMIT
 from kvtier.tier_api.block_envelope import ENVELOPE_VERSION as FORMAT_VERSION
 from kvtier.tier_api.checksum import BODY_AT, seal, unseal
 from kvtier.types.geometry import round_up
@@ -50,7 +51,7 @@ def decode_region_header(page: memoryview) -> RegionHeader | None:
     if body is None:
         return None
     version, header_bytes, uuid, region, _, slot_bytes, generation = _HEADER.unpack_from(body)
-    if (version, header_bytes) != (FORMAT_VERSION, len(page)):
+    if (version, header_bytes) != (FORMAT_VERSION, len(page)) or generation >= COUNTER_LIMIT:
         return None
     return RegionHeader(uuid, region, slot_bytes, generation)
 
@@ -75,6 +76,10 @@ class RegionPlan:
     def files(self) -> int:
         """Slab files of a root."""
         return -(-self.regions // REGIONS_PER_FILE)
+
+    def regions_of(self, file: int) -> range:
+        """The regions that lie in a slab file."""
+        return range(file * REGIONS_PER_FILE, min((file + 1) * REGIONS_PER_FILE, self.regions))
 
     def file_of(self, region: int) -> int:
         """Which slab file a region lies in."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.tier_api.block_age import AgeLimit
 from kvtier.tier_api.block_envelope import SlotHeader
 from kvtier.types.arrays import IntArray
 
@@ -37,6 +38,12 @@ class RegionSlots:
     def numbers_of(self, owner: int) -> IntArray:
         """Numbers of the slots that belong to one namespace."""
         return np.flatnonzero(self.owner_array == owner)
+
+    def numbers_within(self, owner: int, limit: AgeLimit) -> IntArray:
+        """As `numbers_of`, without slots whose blocks a limit of ages does not allow."""
+        numbers = self.numbers_of(owner)
+        generations = np.frombuffer(self.generations, dtype=np.int64)[numbers]
+        return numbers[(generations >= limit.oldest) & (generations <= limit.newest)]
 
 
 @dataclass(slots=True)

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.tier_api.block_envelope import COUNTER_LIMIT, max_key_bytes
 from kvtier.tier_api.block_envelope import ENVELOPE_VERSION as FORMAT_VERSION
 from kvtier.tier_api.checksum import BODY_AT, seal, unseal
+from kvtier.types.keys import GROUP_BYTES
 from kvtier_fs.format.slot_map import NO_OWNER, SlotMap
 from kvtier_fs.format.superblock import Superblock
 
@@ -89,8 +91,8 @@ class Snapshot:
         """Enter the blocks of one region, which has `count` slots. False if they cannot be right."""
         part = slice(int(self.ends[region - 1]) if region else 0, int(self.ends[region]))
         indexes = self.indexes[part]
-        if len(indexes) and int(indexes.max()) >= count:
-            return False
+        if len(indexes) and (int(indexes[-1]) >= count or not (indexes[1:] > indexes[:-1]).all()):
+            return False  # not so many slots, or two blocks in one
         translation = np.full(256, NO_OWNER, dtype=np.uint8)
         for number, (namespace, epoch) in enumerate(self.owners):
             translation[number] = slot_map.number_of(namespace, epoch)
@@ -108,7 +110,8 @@ def decode_snapshot(data: bytes, of: Superblock) -> Snapshot | None:
     if len(data) < _HEADER_BYTES or unseal(SNAPSHOT_MAGIC, memoryview(data)) is None:
         return None
     version, regions, session, uuid, stride, owners, _, entries, key_bytes = _HEADER.unpack_from(data, BODY_AT)
-    if version != FORMAT_VERSION or (uuid, session, stride) != (of.root_uuid, of.session, of.stride):
+    stated = (version, uuid, session, stride, regions)
+    if stated != (FORMAT_VERSION, of.root_uuid, of.session, of.stride, of.regions):
         return None
     fixed = _HEADER_BYTES + regions * _REGION.itemsize + owners * _OWNER.itemsize
     if owners >= NO_OWNER or len(data) != fixed + entries * _ENTRY_BYTES + key_bytes:
@@ -120,6 +123,10 @@ def decode_snapshot(data: bytes, of: Superblock) -> Snapshot | None:
     lengths, owned = columns.take("<u2", entries), columns.take("u1", entries)
     counts = table["entries"].astype(np.int64)
     if int(counts.sum()) != entries or int(lengths.sum(dtype=np.int64)) != key_bytes:
+        return None
+    if max(one.max(initial=0) for one in (generations, table["generation"])) >= COUNTER_LIMIT:
+        return None
+    if entries and not GROUP_BYTES < lengths.min() <= lengths.max() <= max_key_bytes(of.header_bytes):
         return None
     edges = columns.at + np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
     formats = zip(table["slot_bytes"].tolist(), table["generation"].tolist(), strict=True)

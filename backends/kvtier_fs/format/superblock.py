@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass, replace
 
+from kvtier.tier_api.block_envelope import COUNTER_LIMIT, MIN_HEADER_BYTES
 from kvtier.tier_api.block_envelope import ENVELOPE_VERSION as FORMAT_VERSION
 from kvtier.tier_api.checksum import BODY_AT, MAGIC_BYTES, seal, unseal
 
@@ -13,6 +14,8 @@ SUPERBLOCK_BYTES = 2 * COPY_BYTES
 SUPERBLOCK_MAGIC = b"KVTIERSB"
 MAX_NAMESPACES = 96
 UUID_BYTES = 16
+HEADER_BYTES_MAX = 1 << 20
+"""No device aligns direct I/O to more."""
 
 _FIXED = struct.Struct("<IIQ16sQIIQIIIIQ")
 _NAMESPACES_AT = 512 - BODY_AT
@@ -47,6 +50,20 @@ class Superblock:
     floor_epoch: int = 0
     namespaces: tuple[tuple[bytes, NamespaceEpoch], ...] = ()
 
+    @property
+    def possible(self) -> bool:
+        """True if a session can have stated these numbers. A checksum that holds does not say so."""
+        entries = [entry for _, entry in self.namespaces]
+        counters = (self.sequence, self.session, self.floor_epoch, *(max(one.epoch, one.session) for one in entries))
+        return (
+            can_be_aligned(self.header_bytes, self.row_alignment)
+            and self.stride > self.header_bytes
+            and self.stride % self.header_bytes == 0
+            and 0 < self.regions * self.stride < COUNTER_LIMIT
+            and max(counters) < COUNTER_LIMIT
+            and len(dict(self.namespaces)) == len(entries)
+        )
+
     def epoch(self, namespace: bytes) -> int:
         """The epoch entries of a namespace must carry to count."""
         return next((entry.epoch for digest, entry in self.namespaces if digest == namespace), self.floor_epoch)
@@ -65,6 +82,13 @@ class Superblock:
             floor = max(floor, oldest[1].epoch + 1)
         entry = NamespaceEpoch(max(epoch, self.epoch(namespace)), self.session)
         return replace(self, namespaces=(*others, (namespace, entry)), floor_epoch=floor)
+
+
+def can_be_aligned(header_bytes: int, row_alignment: int) -> bool:
+    """True if a root can have header pages of this size, and rows of this alignment."""
+    power_of_two = header_bytes & (header_bytes - 1) == 0
+    possible = power_of_two and MIN_HEADER_BYTES <= header_bytes <= HEADER_BYTES_MAX
+    return possible and row_alignment > 0 and row_alignment % header_bytes == 0
 
 
 def encode_superblock(block: Superblock) -> bytes:
@@ -113,8 +137,9 @@ def _decode_copy(page: bytes) -> Superblock | None:
     version, copy_bytes, sequence, uuid, session, flags, *layout, count, _, floor = _FIXED.unpack_from(body)
     if version != FORMAT_VERSION or copy_bytes != COPY_BYTES or count > MAX_NAMESPACES:
         return None
-    row_alignment, stride, header_bytes, regions = layout
     table = _NAMESPACE.iter_unpack(body[_NAMESPACES_AT : _NAMESPACES_AT + count * _NAMESPACE.size])
     namespaces = tuple((digest, NamespaceEpoch(epoch, last)) for digest, epoch, last in table)
     clean = bool(flags & _CLEAN)
-    return Superblock(uuid, stride, regions, header_bytes, row_alignment, sequence, session, clean, floor, namespaces)
+    alignment, stride, header, regions = layout
+    block = Superblock(uuid, stride, regions, header, alignment, sequence, session, clean, floor, namespaces)
+    return block if block.possible else None

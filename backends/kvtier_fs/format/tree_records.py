@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from kvtier.tier_api.block_envelope import COUNTER_LIMIT
 from kvtier.tier_api.block_envelope import ENVELOPE_VERSION as FORMAT_VERSION
 from kvtier.tier_api.checksum import seal, unseal
-from kvtier_fs.format.superblock import SUPERBLOCK_MAGIC
+from kvtier_fs.format.superblock import SUPERBLOCK_MAGIC, can_be_aligned
 
 FILES_VERSION = 1000 + FORMAT_VERSION
 """The version in the superblock. It shares its place and its magic with slab roots, so that each refuses the other."""
@@ -16,6 +17,8 @@ SUPERBLOCK_COPY_BYTES = 4096
 EPOCH_COPY_BYTES = 128
 ACCOUNT_BYTES = 128
 LEASE_BYTES_MAX = 1024
+BUCKETS_MAX = 256
+FAN_OUT_MAX = 2
 
 _EPOCH_MAGIC = b"KVTIEREP"
 _ACCOUNT_MAGIC = b"KVTIERAC"
@@ -34,6 +37,12 @@ class Tree:
     row_alignment: int
     buckets: int
     fan_out: int
+
+    @property
+    def possible(self) -> bool:
+        """True if a root can have been laid out so. A checksum that holds does not say so."""
+        numbers = 0 < self.buckets <= BUCKETS_MAX and self.fan_out <= FAN_OUT_MAX
+        return numbers and can_be_aligned(self.header_bytes, self.row_alignment)
 
 
 def encode_tree(tree: Tree) -> bytes:
@@ -57,7 +66,9 @@ def decode_tree(data: bytes) -> Tree | None:
     for header_bytes, uuid, alignment, buckets, fan_out in _records(
         SUPERBLOCK_MAGIC, data, SUPERBLOCK_COPY_BYTES, _TREE
     ):
-        return Tree(uuid, header_bytes, alignment, buckets, fan_out)
+        tree = Tree(uuid, header_bytes, alignment, buckets, fan_out)
+        if tree.possible:
+            return tree
     return None
 
 
@@ -69,7 +80,7 @@ def encode_epoch(namespace: bytes, epoch: int) -> bytes:
 def decode_epoch(data: bytes, namespace: bytes) -> int | None:
     """The epoch an epoch file states for its namespace, from either copy; None if neither is whole."""
     records = _records(_EPOCH_MAGIC, data, EPOCH_COPY_BYTES, _EPOCH)
-    return next((int(epoch) for owner, epoch in records if owner == namespace), None)
+    return next((int(epoch) for owner, epoch in records if owner == namespace and epoch < COUNTER_LIMIT), None)
 
 
 def encode_account(tree: Tree, bucket: int, used_bytes: int) -> bytes:
@@ -80,7 +91,8 @@ def encode_account(tree: Tree, bucket: int, used_bytes: int) -> bytes:
 def decode_account(data: bytes, tree: Tree, bucket: int) -> int | None:
     """What a bucket's account states; None if it is no whole account of this bucket."""
     records = _records(_ACCOUNT_MAGIC, data, len(data), _ACCOUNT)
-    return next((int(used) for uuid, number, used in records if (uuid, number) == (tree.root_uuid, bucket)), None)
+    owner = tree.root_uuid, bucket
+    return next((int(used) for *of, used in records if (*of,) == owner and used < COUNTER_LIMIT), None)
 
 
 def encode_lease(text: str) -> bytes:

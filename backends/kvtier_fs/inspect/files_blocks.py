@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from kvtier.tier_api.block_envelope import KEY_AT, Mismatch, decode_slot_header
+from kvtier.tier_api.block_envelope import KEY_AT, MAGIC, Mismatch, decode_slot_header, page_fault
 from kvtier.tier_api.inspection import BlockState
 from kvtier_fs.files.block_file import Wrong
 from kvtier_fs.files.folder import GONE, vanished
 from kvtier_fs.files.paths import BlockPlace, occupied, place_of
 from kvtier_fs.format.tree_records import Tree
-from kvtier_fs.inspect.found import MAGIC, SHORT, Found, Judged, judge_header, page_fault, read_fault
+from kvtier_fs.inspect.found import SHORT, Found, Judged, judge_header, read_fault
 from kvtier_fs.roots.folder import plain_file
 
 NO_PLAIN_FILE = "file"

@@ -9,6 +9,7 @@ from functools import partial
 
 from kvtier.errors import RootError
 from kvtier.tier_api.inspection import Finding, FindingKind
+from kvtier.tier_api.stack_files import MODEL_FILE
 from kvtier_fs.files.bucket import Bucket
 from kvtier_fs.files.folder import EPOCHS_NAME, LEASES_NAME, read_small, with_lock
 from kvtier_fs.files.leases import LEASE_NAME, decode_holder
@@ -116,7 +117,7 @@ def _root_names(root: InspectedTree, repair: bool) -> Iterator[Finding]:
     planned = [bucket_name(number) for number in range(root.tree.buckets)]
     own = {SUPERBLOCK_NAME, LOCK_NAME, EPOCHS_NAME, LEASES_NAME, *planned}
     for name in sorted(os.listdir(root.folder.fd)):
-        if name not in own and _MANIFEST_NAME.fullmatch(name) is None:
+        if name not in own and not (_MANIFEST_NAME.fullmatch(name) or MODEL_FILE.fullmatch(name)):
             yield from _stray(root, root.folder.fd, "", name, repair)
     for name in (EPOCHS_NAME, LEASES_NAME, *planned):
         if not _is_folder(root.folder.fd, name):

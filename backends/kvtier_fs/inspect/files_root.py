@@ -8,6 +8,7 @@ import fcntl
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from kvtier.errors import RootError
@@ -82,7 +83,8 @@ class InspectedTree(StoreInspection[FoundFile, FileRun]):
         users = list(filter(None, (self._user(name) for name in names if not self.leases.expired(name))))
         more = len(users) - _USERS_SHOWN
         self.owner = ", ".join(users[:_USERS_SHOWN]) + (f" and {more} more" if more > 0 else "")
-        return self._described("files", tree.root_uuid, tree.buckets, (_KEPT_NOT, _SHARED) if users else (_KEPT_NOT,))
+        notes = (_KEPT_NOT, _SHARED) if users else (_KEPT_NOT,)
+        return replace(self._described("files", tree.root_uuid, tree.buckets, notes), parts="buckets")
 
     # -- leases and epochs ------------------------------------------------------------------------------------------
 

@@ -7,15 +7,12 @@ from typing import NamedTuple
 
 import xxhash
 
-from kvtier.tier_api.block_envelope import SLOT_MAGIC, Mismatch, SlotHeader, checksum_holds, first_difference
-from kvtier.tier_api.checksum import MAGIC_BYTES
+from kvtier.tier_api.block_age import stored_at
+from kvtier.tier_api.block_envelope import Mismatch, SlotHeader, first_difference, key_fault
 from kvtier.tier_api.inspection import BlockState, StoredBlock
-from kvtier.types.keys import GROUP_BYTES, OffloadKey, key_group
 
-MAGIC = "magic"
 SHORT = "truncated"
 _PIECE_BYTES = 1 << 20
-_NANOSECONDS = 1_000_000_000
 
 
 class Judged(NamedTuple):
@@ -41,7 +38,7 @@ class Found:
 
     @property
     def block(self) -> StoredBlock | None:
-        """The block as the tools list it; None if this is none. In layout `files` a generation is a time."""
+        """The block as the tools list it; None if this is none."""
         state, header, _ = self.judged
         if state is None or header is None:
             return None
@@ -55,34 +52,21 @@ class Found:
             generation=header.generation,
             payload_bytes=header.payload_bytes,
             stored_bytes=self.stored_bytes,
-            stored_at=None if self.used_at is None else header.generation / _NANOSECONDS,
+            stored_at=stored_at(header.generation),
             used_at=self.used_at,
+            epoch=header.epoch,
         )
-
-
-def page_fault(page: memoryview) -> str:
-    """Why a page is no whole header of this format; empty if it is all zeros."""
-    if page[:MAGIC_BYTES] == SLOT_MAGIC:
-        return Mismatch.VERSION if checksum_holds(page) else Mismatch.HEADER_CHECKSUM
-    return MAGIC if any(page) else ""
 
 
 def judge_header(header: SlotHeader, expected: SlotHeader, epoch: int | None) -> Judged:
     """Judge a header that lies in its own place, by the fields that are known of that place and by its namespace's
     epoch (None: no epoch counts)."""
-    fault = _key_fault(header) if header == expected else first_difference(header, expected)
+    fault = key_fault(header) if header == expected else first_difference(header, expected)
     if not fault and (epoch is None or header.epoch > epoch):
         fault = Mismatch.EPOCH
     if fault:
         return Judged(fault=fault)
     return Judged(BlockState.CURRENT if header.epoch == epoch else BlockState.OLD, header)
-
-
-def _key_fault(header: SlotHeader) -> str:
-    """Why a header's key is none; empty if it is one, of the group that the header names."""
-    if len(header.key) <= GROUP_BYTES:
-        return Mismatch.KEY
-    return "" if key_group(OffloadKey(header.key)) == header.group else Mismatch.GROUP
 
 
 def payload_fault(fd: int, offset: int, header: SlotHeader) -> str:

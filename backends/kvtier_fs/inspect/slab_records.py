@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from kvtier.tier_api.block_envelope import SlotHeader, decode_slot_header
 from kvtier.tier_api.inspection import Finding, FindingKind
-from kvtier_fs.format.region_header import RegionHeader, encode_region_header
+from kvtier_fs.format.region_header import LARGE_REGION_BYTES, RegionHeader, encode_region_header
 from kvtier_fs.format.superblock import COPY_BYTES, decode_superblock
 from kvtier_fs.inspect.slab_root import InspectedRoot
 from kvtier_fs.inspect.slab_slots import InspectedFormat, SlotRun
@@ -83,8 +83,10 @@ def lost_slots(
     if snapshot is None or not run.fmt.own or snapshot.formats[region].generation != run.fmt.generation:
         return
     part = slice(int(snapshot.ends[region - 1]) if region else 0, int(snapshot.ends[region]))
+    end = first + run.slots
+    last = end == root.slots_in_file(run.fmt)  # a block behind the end of the file is lost as well
     for index, key in zip(snapshot.indexes[part].tolist(), snapshot.keys[part], strict=True):
-        if first <= index < first + run.slots and index not in corrupt and whole.get(index) != key:
+        if first <= index and (index < end or last) and index not in corrupt and whole.get(index) != key:
             repaired = repair and _forget_snapshot(root)
             yield Finding(FindingKind.CORRUPT, "lost_block", f"{root.where(region)}, slot {index}", repaired)
 
@@ -103,8 +105,11 @@ def _slab_sizes(root: InspectedRoot, repair: bool) -> Iterator[Finding]:
         return
     for region in [fmt.region for fmt in root.formats]:
         fd = root.fds[root.plan.file_of(region)]
-        if root.plan.region_offset(region) + root.plan.stride > os.fstat(fd).st_size:
-            repaired = repair and _reserve(root, fd, region)
+        length = os.fstat(fd).st_size
+        missing = root.plan.region_offset(region) + root.plan.stride - length
+        if missing > 0:
+            # Only the superblock says how much: it may take twice what is there, or what regions usually take.
+            repaired = repair and missing <= max(length, LARGE_REGION_BYTES) and _reserve(root, fd, region)
             yield Finding(FindingKind.TRUNCATED, "length", root.where(region), repaired)
 
 
@@ -141,7 +146,7 @@ def _mend_region(root: InspectedRoot, region: int) -> bool:
 def _stated_headers(root: InspectedRoot, fd: int, region: int) -> Iterator[SlotHeader]:
     """Every slot header of a region that lies where it says, whatever the region's header says."""
     plan = root.plan
-    for at in range(plan.header_bytes, plan.stride - plan.header_bytes + 1, plan.header_bytes):
+    for at in range(plan.header_bytes, root.bytes_in_file(region) + 1, plan.header_bytes):
         try:
             page = memoryview(os.pread(fd, plan.header_bytes, plan.region_offset(region) + at))
         except OSError:

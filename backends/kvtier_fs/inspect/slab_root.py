@@ -20,7 +20,7 @@ from kvtier_fs.slab.folder import SlabFolder
 _SNAPSHOT_BYTES_PER_SLOT = 96
 _SNAPSHOT_SLACK_BYTES = 1 << 20
 _RUN_BYTES = 16 << 20
-_KEPT_NOT = "when blocks were stored and how often they were hit is not kept on disk; generations order them"
+_KEPT_NOT = "when blocks were used last and how often they were hit is not kept on disk"
 _UNCLEAN = "the last session did not close in order; a few torn slots are to be expected then"
 _NO_LOCK = "there is no lock file, so it is unknown whether the root is in use"
 
@@ -54,10 +54,10 @@ class InspectedRoot(StoreInspection[Found, SlotRun]):
         if self.holds_files() or not (self.folder.existing_slabs() or SUPERBLOCK_NAME in os.listdir(self.folder.fd)):
             return None
         has_lock = self._look_at_lock()
-        self._read_superblock()
+        self.read_superblock()
+        self.plan = RegionPlan(self.superblock.stride, self.superblock.header_bytes, self.superblock.regions)
         self._open_slabs()
-        for region in range(self.plan.regions):
-            self._look_at_region(region)
+        self.read_regions()
         block, notes = self.superblock, [_KEPT_NOT]
         if not block.clean and not self.owner:
             notes.append(_UNCLEAN)
@@ -72,9 +72,19 @@ class InspectedRoot(StoreInspection[Found, SlotRun]):
     def runs(self, part: int) -> Iterator[SlotRun]:
         """Every slot of the regions that are formatted, some of one region at a time."""
         for fmt in list(self.formats):
-            slots, step = self.plan.slots(fmt.slot_bytes), max(1, _RUN_BYTES // fmt.slot_bytes)
+            slots, step = self.slots_in_file(fmt), max(1, _RUN_BYTES // fmt.slot_bytes)
             for first in range(0, slots, step):
                 yield SlotRun(fmt, first, min(step, slots - first))
+
+    def slots_in_file(self, fmt: InspectedFormat) -> int:
+        """Slots of a region that begin before its file ends, and one at least."""
+        return max(1, min(self.plan.slots(fmt.slot_bytes), -(-self.bytes_in_file(fmt.region) // fmt.slot_bytes)))
+
+    def bytes_in_file(self, region: int) -> int:
+        """Bytes of a region behind its header page that its file has, however long the superblock says that it is."""
+        plan = self.plan
+        length = os.fstat(self.fds[plan.file_of(region)]).st_size - plan.region_offset(region) - plan.header_bytes
+        return max(0, min(length, plan.region_bytes))
 
     def where(self, region: int) -> str:
         """A region in words."""
@@ -96,7 +106,8 @@ class InspectedRoot(StoreInspection[Found, SlotRun]):
             self.folder.write_owner()
         return True
 
-    def _read_superblock(self) -> None:
+    def read_superblock(self) -> None:
+        """Read what the root states of itself. Raises RootError if no copy is whole."""
         self.data = self.folder.read_superblock()
         block = self.folder.known_superblock(self.data)
         if block is None:
@@ -104,7 +115,27 @@ class InspectedRoot(StoreInspection[Found, SlotRun]):
                 self.path, "cannot be checked: its superblock has no whole copy; a tier that opens it starts empty"
             )
         self.superblock = block
-        self.plan = RegionPlan(block.stride, block.header_bytes, block.regions)
+
+    @property
+    def copies_agree(self) -> bool:
+        """True if both copies of the superblock are the same."""
+        return self.data[:COPY_BYTES] == self.data[COPY_BYTES : 2 * COPY_BYTES]
+
+    def read_regions(self) -> None:
+        """Read the header of every region."""
+        self.formats, self.bad_regions = [], []
+        for number, fd in self.fds.items():
+            for region in self.plan.regions_of(number):
+                fmt = self._look_at_region(fd, region)
+                if isinstance(fmt, InspectedFormat):
+                    self.formats.append(fmt)
+                elif fmt:
+                    self.bad_regions.append((region, fmt))
+
+    def format_now(self, region: int) -> InspectedFormat | None:
+        """The format that the header of a region states now; None if it states none."""
+        fmt = self._look_at_region(self.fds[self.plan.file_of(region)], region)
+        return fmt if isinstance(fmt, InspectedFormat) else None
 
     def _open_slabs(self) -> None:
         flags = os.O_RDWR if self.access is Access.CHANGE else os.O_RDONLY
@@ -113,28 +144,23 @@ class InspectedRoot(StoreInspection[Found, SlotRun]):
                 self.fds[number] = self.folder.open_file(f"slab-{number:05d}", flags)
                 self.closing.callback(os.close, self.fds[number])
 
-    def _look_at_region(self, region: int) -> None:
-        fd = self.fds.get(self.plan.file_of(region))
-        if fd is None:
-            return
+    def _look_at_region(self, fd: int, region: int) -> InspectedFormat | str:
+        """The format of a region, or what is wrong with its header; empty for a region that never had one."""
         try:
             page = memoryview(os.pread(fd, self.plan.header_bytes, self.plan.region_offset(region)))
         except OSError:
-            self.bad_regions.append((region, "unreadable"))
-            return
+            return "unreadable"
         if len(page) < self.plan.header_bytes or not any(page):
-            return
+            return ""
         header = decode_region_header(page)
         if header is None:
-            self.bad_regions.append((region, "header_checksum"))
-        elif not self.can_be_formatted(header):
-            self.bad_regions.append((region, "slot_size"))
-        elif header.root_uuid != self.superblock.root_uuid:
-            self.formats.append(InspectedFormat(region, header.slot_bytes, header.generation, False))
-        elif header.region != region:
-            self.bad_regions.append((region, "region"))
-        else:
-            self.formats.append(InspectedFormat(region, header.slot_bytes, header.generation, True))
+            return "header_checksum"
+        if not self.can_be_formatted(header):
+            return "slot_size"
+        own = header.root_uuid == self.superblock.root_uuid
+        if own and header.region != region:
+            return "region"
+        return InspectedFormat(region, header.slot_bytes, header.generation, own)
 
     def can_be_formatted(self, header: RegionHeader) -> bool:
         """True if a region can have the format that a header states."""
@@ -142,13 +168,12 @@ class InspectedRoot(StoreInspection[Found, SlotRun]):
 
     def read_snapshot(self) -> None:
         """Read the snapshot that the next open would use, if there is one. Raises OSError."""
-        block, plan = self.superblock, self.plan
-        limit = _SNAPSHOT_SLACK_BYTES + plan.regions * plan.stride // plan.header_bytes * _SNAPSHOT_BYTES_PER_SLOT
+        block = self.superblock
+        slots_max = sum(os.fstat(fd).st_size for fd in self.fds.values()) // self.plan.header_bytes
+        limit = _SNAPSHOT_SLACK_BYTES + slots_max * _SNAPSHOT_BYTES_PER_SLOT
         data = self.folder.read_snapshot(limit) if block.clean else b""
         self.snapshot_there = bool(data)
         self.snapshot = decode_snapshot(data, block)
-        if self.snapshot is not None and len(self.snapshot.formats) != plan.regions:
-            self.snapshot = None
 
     def place(self, fmt: InspectedFormat, index: int) -> tuple[int, int]:
         """The file and the offset of a slot."""

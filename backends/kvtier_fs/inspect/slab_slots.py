@@ -2,10 +2,10 @@
 
 from typing import NamedTuple
 
-from kvtier.tier_api.block_envelope import Mismatch, checksum_holds, decode_slot_header
+from kvtier.tier_api.block_envelope import MAGIC, Mismatch, checksum_holds, decode_slot_header, page_fault
 from kvtier.tier_api.inspection import BlockState
 from kvtier_fs.format.superblock import Superblock
-from kvtier_fs.inspect.found import MAGIC, Judged, judge_header, page_fault
+from kvtier_fs.inspect.found import Judged, judge_header
 
 
 class InspectedFormat(NamedTuple):

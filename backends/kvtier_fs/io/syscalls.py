@@ -1,9 +1,12 @@
-"""System calls the standard library lacks, through the C library: fallocate, renameat2, statfs, statx, io_uring."""
+"""System calls the standard library lacks, through the C library: fallocate, renameat2, statfs, statx, io_uring, and
+the attributes of files, by ioctl."""
 
 import ctypes
 import errno
+import fcntl
 import os
 import struct
+from contextlib import suppress
 from functools import cache
 from typing import NamedTuple
 
@@ -17,7 +20,13 @@ _IO_URING_REGISTER = 427
 _REGISTER_IOWQ_MAX_WORKERS = 19
 _NO_SUPPORT = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
+_GET_FLAGS, _SET_FLAGS = 0x80086601, 0x40086602
+_FLAGS = "@i4x"
+_COMPRESSION, _NO_COPY_ON_WRITE = 0x404, 0x00800000
+
+BTRFS_MAGIC = 0x9123683E
 EXT4_MAGIC = 0xEF53
+OVERLAYFS_MAGIC = 0x794C7630
 XFS_MAGIC = 0x58465342
 NETWORK_MAGICS = {
     0x6969: "NFS",
@@ -94,6 +103,30 @@ def filesystem_magic(fd: int) -> int:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     return ctypes.c_long.from_buffer(buffer).value & 0xFFFFFFFF
+
+
+def overwrites_in_place(fd: int) -> bool:
+    """Have the blocks of a file overwritten where they are. False if the file system writes elsewhere and keeps a
+    stretch of old blocks until all of it is overwritten, so that a full file takes several times its size (btrfs).
+
+    That can be changed while a file is empty only, and not on every disk (a zoned one). Raises OSError.
+    """
+    magic = filesystem_magic(fd)
+    if magic not in (BTRFS_MAGIC, OVERLAYFS_MAGIC):
+        return True
+    flags = 0
+    with suppress(OSError):  # not the owner, read-only, another ABI, no btrfs below: the flag is the answer
+        flags = _file_flags(fd)
+        if not flags & _NO_COPY_ON_WRITE:
+            for change in (0, _NO_COPY_ON_WRITE):  # compression excludes it, and has to go first
+                fcntl.ioctl(fd, _SET_FLAGS, struct.pack(_FLAGS, flags & ~_COMPRESSION | change))
+            flags = _file_flags(fd)
+    return bool(flags & _NO_COPY_ON_WRITE) or magic != BTRFS_MAGIC
+
+
+def _file_flags(fd: int) -> int:
+    flags: int = struct.unpack(_FLAGS, fcntl.ioctl(fd, _GET_FLAGS, bytes(struct.calcsize(_FLAGS))))[0]
+    return flags
 
 
 def rename_new(old: str, new: str, old_folder_fd: int, new_folder_fd: int) -> bool:

@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import ClassVar
 
@@ -38,6 +39,8 @@ class ThreadsEngine(LoopEngine):
 
     @property
     def in_flight(self) -> int:
+        if self._failed:  # what the count missed
+            return sum(not call.done() for call in self._calls) + len(self._finished) + len(self._completions.ended)
         return self._in_flight + len(self._completions.ended)
 
     def _enqueue(self, requests: Sequence[IORequest]) -> None:
@@ -50,15 +53,27 @@ class ThreadsEngine(LoopEngine):
         """Have as many threads as there is work for."""
         while self._servers < self.depth and self._servers < self._in_flight:
             try:
-                call = self._threads.submit(self._serve)
+                self._calls.add(call := self._threads.submit(self._serve))
             except OSError as error:
                 # Not one thread is to be had: the requests end, as they would if the kernel had no room for them.
                 while not self._queue.empty():
                     self._report(self._queue.get(), -(error.errno or errno.EAGAIN))
                 return
             self._servers += 1
-            self._calls.add(call)
-            call.add_done_callback(self._calls.discard)
+            call.add_done_callback(self._served)
+
+    def _served(self, call: Future[None]) -> None:
+        self._calls.discard(call)
+        if call.exception() is not None:  # such as MemoryError: the thread may have lost a request
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._fail)
+
+    def _forget_queued(self) -> None:
+        with suppress(Empty):
+            while True:
+                self._queue.get_nowait()
+        for _ in self._calls:
+            self._queue.put(None)
 
     def _serve(self) -> None:
         """On a thread: take requests until none has come for a while."""

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 from kvtier.aio.eventfd import EventFD
 from kvtier.aio.loop_budget import TimeBudget
-from kvtier.errors import ResourceError
+from kvtier.errors import ResourceError, UsageError
 from kvtier_fs.io.contract import IOKind, IORequest
 from kvtier_fs.io.iovec import Vector
 from kvtier_fs.io.loop_engine import Ended, LoopEngine
@@ -32,6 +32,8 @@ _SUBMIT_BYTES = 4 << 20
 _PROBE_SECONDS = 1.0
 _CHILD_SECONDS = 10.0
 _RETRY_SECONDS = 0.001
+_NOTHING = (1 << 64) - 1
+"""The number of an entry that was made to do nothing."""
 
 
 class _Ring:
@@ -55,32 +57,41 @@ class _Ring:
             api.io_uring_queue_init(depth, ring)
         except OSError as error:
             raise ResourceError(f"the kernel offers no io_uring ({error.strerror})") from error
-        opened = _Ring(api, ring)
         try:
+            opened = _Ring(api, ring)
             opened.vectors = [Vector(api.Iovec) for _ in range(depth)]
             add_ring_workers(ring.ring_fd, depth)
             api.io_uring_register_eventfd(ring, event.fd)
         except OSError as error:
-            opened.close()
+            api.io_uring_queue_exit(ring)
             raise ResourceError(f"io_uring refuses an eventfd ({error.strerror})") from error
-        except ResourceError:
-            opened.close()
+        except BaseException:
+            api.io_uring_queue_exit(ring)
             raise
         return opened
 
-    def prepare(self, request: IORequest, number: int) -> Vector | None:
-        """Put a request into the ring. Returns the vector to give back when it ends; None if the ring is full."""
-        entry = self.api.io_uring_get_sqe(self.ring)
-        if entry is None:
-            return None
+    def vector(self, request: IORequest) -> Vector:
+        """A vector that names a request's buffers, to give back when it has ended."""
         vector = self.vectors.pop() if self.vectors else Vector(self.api.Iovec)
         vector.point(request.buffers, request.places)
-        if request.kind is IOKind.READ:
-            self.api.io_uring_prep_readv(entry, request.fd, vector.iovec, request.offset)
-        else:
-            self.api.io_uring_prep_writev(entry, request.fd, vector.iovec, request.offset)
-        entry.user_data = number
         return vector
+
+    def prepare(self, request: IORequest, vector: Vector, number: int) -> bool:
+        """Put a request into the ring. False if the ring is full. If it raises, the ring has nothing of the request."""
+        entry = self.api.io_uring_get_sqe(self.ring)
+        if entry is None:
+            return False
+        try:
+            if request.kind is IOKind.READ:
+                self.api.io_uring_prep_readv(entry, request.fd, vector.iovec, request.offset)
+            else:
+                self.api.io_uring_prep_writev(entry, request.fd, vector.iovec, request.offset)
+            entry.user_data = number
+        except BaseException:
+            self.api.io_uring_prep_nop(entry)
+            entry.user_data = _NOTHING
+            raise
+        return True
 
     def submit(self) -> bool:
         """Tell the kernel. False if it wants to be asked again later."""
@@ -93,8 +104,8 @@ class _Ring:
     def ready(self) -> int:
         return int(self.api.io_uring_cq_ready(self.ring))
 
-    def take(self) -> tuple[int, int]:
-        """The next completion: its number and its result. Only when `ready` says there is one."""
+    def look(self) -> tuple[int, int]:
+        """The next completion: its number and its result. Only when `ready` says there is one. Call `advance` then."""
         self.api.io_uring_peek_cqe(self.ring, self.cqe)
         entry = self.cqe[0]
         number = int(entry.user_data)
@@ -102,8 +113,11 @@ class _Ring:
             result = int(entry.res)
         except OSError as error:
             result = -(error.errno or 1)
-        self.api.io_uring_cq_advance(self.ring, 1)
         return number, result
+
+    def advance(self) -> None:
+        """The completion that was looked at is done with."""
+        self.api.io_uring_cq_advance(self.ring, 1)
 
     def close(self) -> None:
         self.api.io_uring_queue_exit(self.ring)
@@ -120,12 +134,9 @@ def probe_uring() -> str:
         return reason
     with ExitStack() as opened:
         try:
-            event = EventFD()
-            opened.callback(event.close)
-            fd = os.memfd_create("kvtier-probe", os.MFD_CLOEXEC)
-            opened.callback(os.close, fd)
-            ring = _Ring.open(4, event)
-            opened.callback(ring.close)
+            opened.callback((event := EventFD()).close)
+            opened.callback(os.close, fd := os.memfd_create("kvtier-probe", os.MFD_CLOEXEC))
+            opened.callback((ring := _Ring.open(4, event)).close)
         except OSError as error:
             return f"there is no file to try io_uring out on ({error.strerror})"
         except ResourceError as error:
@@ -136,13 +147,16 @@ def probe_uring() -> str:
 def _try_out(ring: _Ring, event: EventFD, fd: int) -> str:
     written, read = memoryview(bytearray(b"kvtier" * 64)), memoryview(bytearray(384))
     for kind, buffer in ((IOKind.WRITE, written), (IOKind.READ, read)):
-        kept = ring.prepare(IORequest(kind, fd, 0, [buffer], lambda request, result: None), 1)
-        if kept is None or not ring.submit():
+        request = IORequest(kind, fd, 0, [buffer], lambda request, result: None)
+        kept = ring.vector(request)
+        if not ring.prepare(request, kept, 1) or not ring.submit():
             return "io_uring takes no request"
         _wait_readable(event.fd)
         event.clear()
-        if not ring.ready() or ring.take() != (1, len(buffer)):
+        if not ring.ready() or ring.look() != (1, len(buffer)):
             return "io_uring does not complete a request"
+        ring.advance()
+        ring.vectors.append(kept)
     return "" if read == written else "io_uring moves wrong bytes"
 
 
@@ -209,7 +223,7 @@ class UringEngine(LoopEngine):
         assert self._event is not None
         try:
             self._ring = _Ring.open(self.depth, self._event)
-        except ResourceError:
+        except BaseException:
             self._stop_listening()
             raise
 
@@ -228,7 +242,13 @@ class UringEngine(LoopEngine):
 
     def _called_pump(self) -> None:
         self._pump_called = False
-        self._pump()
+        try:
+            self._pump()
+        except UsageError:  # in a forked child
+            raise
+        except BaseException:
+            self._fail()
+            raise
 
     def _pump(self) -> None:
         """Hand queued requests to the kernel, for a while; later, if that was called for already."""
@@ -252,13 +272,20 @@ class UringEngine(LoopEngine):
     def _fill(self, ring: _Ring) -> None:
         batch_bytes = 0
         while self._queue and len(self._kernel) < self.depth and batch_bytes < _SUBMIT_BYTES:
-            request = self._queue[0]
-            kept = ring.prepare(request, self._next)
-            if kept is None:
+            request, number = self._queue[0], self._next
+            kept = ring.vector(request)
+            self._kernel[number] = (request, kept)  # before the ring has it: the kernel may use its buffers then
+            try:
+                self._next += 1
+                taken = ring.prepare(request, kept, number)
+            except BaseException:
+                del self._kernel[number]
+                raise
+            if not taken:
+                del self._kernel[number]
+                ring.vectors.append(kept)
                 return
             self._queue.popleft()
-            self._kernel[self._next] = (request, kept)
-            self._next += 1
             batch_bytes += request.length
 
     def _keep(self, needed: bool) -> None:
@@ -273,12 +300,19 @@ class UringEngine(LoopEngine):
         ring, ended = self._ring, list[Ended]()
         if ring is not None:
             for _ in range(min(ring.ready(), most)):
-                number, result = ring.take()
-                request, vector = self._kernel.pop(number)
-                ring.vectors.append(vector)
-                ended.append((request, result))
+                number, result = ring.look()
+                held = self._kernel.pop(number, None)
+                ring.advance()
+                if held is not None:
+                    ring.vectors.append(held[1])
+                    ended.append((held[0], result))
             self._keep(bool(self._kernel))
         return ended
+
+    def _forget_queued(self) -> None:
+        self._queue.clear()
+        if self._ring is not None and self._kernel:
+            self._ring.submit()
 
     async def _release(self) -> None:
         if self._ring is not None:

@@ -1,6 +1,7 @@
 """Which I/O engine serves a root."""
 
 import asyncio
+from collections.abc import Callable
 
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.loop_budget import TimeBudget
@@ -23,14 +24,21 @@ def choose_engine(options: RootOptions) -> tuple[str, str]:
     return name, f"{reason}; threads serve instead" if reason else ""
 
 
-def make_engine(name: str, threads: DaemonPool, options: RootOptions, budget: TimeBudget | None = None) -> IOEngine:
+def make_engine(
+    name: str,
+    threads: DaemonPool,
+    options: RootOptions,
+    hold: Callable[[IOEngine], object],
+    budget: TimeBudget | None = None,
+) -> IOEngine:
     """An engine of the chosen kind for one root; threads if the ring cannot be made and io_uring is not required.
 
-    Raises ResourceError.
+    `hold` is called with it before it is opened, so that its owner can close it in any case. Raises ResourceError.
     """
     loop = asyncio.get_running_loop()
     if name == "io_uring":
         ring = UringEngine(loop, options.io_depth, budget)
+        hold(ring)
         try:
             ring.open()
         except ResourceError:
@@ -39,6 +47,7 @@ def make_engine(name: str, threads: DaemonPool, options: RootOptions, budget: Ti
         else:
             return ring
     engine = ThreadsEngine(loop, threads, options.io_threads, budget)
+    hold(engine)
     engine.open()
     return engine
 

@@ -5,7 +5,6 @@ Every file is opened relative to the folder, without following links, closed on 
 
 import errno
 import fcntl
-import json
 import os
 import socket
 import stat
@@ -13,6 +12,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from kvtier.aio.process_lock import keep_from_children, share_with_children
 from kvtier.errors import RootError
@@ -22,6 +25,20 @@ from kvtier_fs.options import FSOptions, RootOptions
 SUPERBLOCK_NAME = "superblock"
 LOCK_NAME = "lock"
 _OWNER_BYTES_MAX = 4096
+Pid = Annotated[int, Field(strict=True, ge=1, lt=1 << 31)]
+ShortText = Annotated[str, Field(strict=True, max_length=64)]
+
+
+@dataclass(frozen=True, slots=True)
+class LockOwner:
+    """The process that a lock file names, for messages. `start`: seconds since 1970 when it became the owner."""
+
+    pid: Pid
+    host: ShortText
+    start: Annotated[float, Field(ge=0, lt=1 << 36)]
+
+
+_LOCK_OWNER = TypeAdapter(LockOwner)
 
 
 def close_quietly(fd: int) -> None:
@@ -185,33 +202,45 @@ class GuardedFolder:
         with self._guard:
             self._check_not_left()
             fd = self.open_file(LOCK_NAME, os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT)
-            keep_from_children(fd)
             try:
+                keep_from_children(fd)
                 fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-            except OSError as error:
+                self._lock_fd, self._lock_pid = fd, os.getpid()
+            except Exception as error:
                 share_with_children(fd)
                 os.close(fd)
+                if not isinstance(error, OSError):
+                    raise
                 if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                     return False
                 raise RootError(self.path, f"the file system cannot lock files ({error.strerror})") from error
-            self._lock_fd, self._lock_pid = fd, os.getpid()
             return True
+
+    def keeps_lock(self) -> bool:
+        """True if the lock file that this process holds is still the one in the folder. Raises OSError.
+
+        Where it is another one, or gone, another process can have locked the root.
+        """
+        with suppress(FileNotFoundError):
+            named = os.stat(LOCK_NAME, dir_fd=self.fd, follow_symlinks=False)
+            return named.st_ino == os.fstat(self._lock_fd).st_ino
+        return False
 
     def write_owner(self) -> None:
         """Name this process in the lock file, which it has locked. Raises OSError."""
-        owner = {"pid": os.getpid(), "host": socket.gethostname()[:64], "start": round(time.time())}
+        owner = LockOwner(os.getpid(), socket.gethostname()[:64], round(time.time()))
         os.ftruncate(self._lock_fd, 0)
-        write_all(self._lock_fd, json.dumps(owner).encode())
+        write_all(self._lock_fd, _LOCK_OWNER.dump_json(owner))
 
     def owner(self) -> str:
         """The owner that the lock file names, in words. Only for a message: it never fails."""
         try:
             with plain_file(self.fd, LOCK_NAME) as fd:
-                owner = json.loads(os.pread(fd, _OWNER_BYTES_MAX, 0))
-            started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(owner["start"])))
-            return f"process {int(owner['pid'])} on {str(owner['host'])[:64]!r} since {started}"
-        except (ValueError, TypeError, KeyError, OverflowError, OSError):
+                owner = _LOCK_OWNER.validate_json(os.pread(fd, _OWNER_BYTES_MAX, 0))
+        except (ValidationError, OSError):
             return "another process"
+        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner.start))
+        return f"process {owner.pid} on {owner.host!r} since {started}"
 
     def live_owner(self) -> str:
         """The process that owns the root now, in words; empty if there is none. Raises as `try_lock(shared=True)`.

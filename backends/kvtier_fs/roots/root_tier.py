@@ -1,19 +1,24 @@
 """What both filesystem tiers share: their options, the probe of their disks, and the order of open and close."""
 
 import asyncio
+import errno
+import logging
 import mmap
 from abc import abstractmethod
 from collections import Counter
-from typing import ClassVar
+from collections.abc import Coroutine
+from typing import Any, ClassVar
 
 from kvtier.aio.daemon_pool import DaemonPool
-from kvtier.errors import UsageError
+from kvtier.errors import ResourceError, UsageError
 from kvtier.options import TierOptions
 from kvtier.tier_api.contract import LoadStore, Opened, Rows, TierContext
-from kvtier.types.jobs import JobKind, JobResult, TransferJob
+from kvtier.types.jobs import JobKind, JobResult, TransferJob, failed
 from kvtier.types.keys import FS, Medium
 from kvtier_fs.io.probe import probe_path
 from kvtier_fs.options import RootOptions
+
+_log = logging.getLogger("kvtier.fs")
 
 
 class RootTier(LoadStore):
@@ -39,7 +44,7 @@ class RootTier(LoadStore):
         """The largest alignment over the roots: pages, buffers and offsets of direct I/O. Leaves nothing behind.
 
         A root that does not exist yet is judged by the folder it will be created in. One that cannot be probed counts
-        as page-aligned; `open` reports its error.
+        as page-aligned; `open` reports its error. Raises ResourceError for what has to do with none of the roots.
         """
         if self.options.direct == "off":
             return mmap.PAGESIZE
@@ -48,6 +53,8 @@ class RootTier(LoadStore):
             loop = asyncio.get_running_loop()
             probes = [loop.run_in_executor(threads, probe_path, root) for root in self.options.folders]
             return max(await asyncio.gather(*probes))
+        except OSError as error:
+            raise ResourceError(f"the disks of the roots cannot be probed ({error.strerror})") from error
         finally:
             await threads.close(self.options.close_timeout_seconds)
 
@@ -68,16 +75,27 @@ class RootTier(LoadStore):
             await self._release()
             raise
 
-    async def store(self, job: TransferJob) -> JobResult:
+    def store(self, job: TransferJob) -> Coroutine[Any, Any, JobResult]:
         """Write the job's blocks; one outcome for each (see the class). Returns once no I/O uses the job's rows."""
-        return await self._run(job, JobKind.STORE)
+        return self._ended(job, JobKind.STORE)
 
-    async def load(self, job: TransferJob) -> JobResult:
+    def load(self, job: TransferJob) -> Coroutine[Any, Any, JobResult]:
         """Read and verify the job's blocks; one outcome for each (see the class). Returns once no I/O uses their rows.
 
         The bytes of a row count only after LOADED.
         """
-        return await self._run(job, JobKind.LOAD)
+        return self._ended(job, JobKind.LOAD)
+
+    async def _ended(self, job: TransferJob, kind: JobKind) -> JobResult:
+        """The result of a job, which has failed where an exception such as MemoryError ended it."""
+        try:
+            return await self._run(job, kind)
+        except UsageError:
+            raise
+        except Exception as error:
+            _log.exception("a job could not be moved")
+            self.counters["defect"] += 1
+            return JobResult.uniform(job, failed(errno.ENOMEM if isinstance(error, MemoryError) else errno.EIO))
 
     async def close(self) -> None:
         """Let I/O end within `close_timeout_seconds`, then release everything. Idempotent.
@@ -93,7 +111,8 @@ class RootTier(LoadStore):
     async def _open(self, context: TierContext, rows: Rows) -> Opened: ...
 
     @abstractmethod
-    async def _run(self, job: TransferJob, kind: JobKind) -> JobResult: ...
+    async def _run(self, job: TransferJob, kind: JobKind) -> JobResult:
+        """Move a job's blocks. If it raises, no I/O uses their rows."""
 
     @abstractmethod
     async def _release(self) -> None: ...

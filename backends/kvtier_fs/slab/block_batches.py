@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from kvtier.tier_api.block_envelope import PACK_OWN, max_key_bytes, pack_shared
 from kvtier.tier_api.contract import Rows, SlotSpace
+from kvtier.tier_api.job_run import JobRun, error_outcome
 from kvtier.types.jobs import MISSING, BlockOutcome, DropReason, JobKind, dropped, failed
 from kvtier_fs.format.region_header import REGIONS_PER_FILE
-from kvtier_fs.roots.job_run import JobRun, error_outcome
 from kvtier_fs.slab.layout import Session
 from kvtier_fs.slab.root import RegionState, Root
 
@@ -68,11 +68,10 @@ class RootShare:
     """
 
     def __init__(self, side: TierSide, root: Root, run: JobRun, number: int, positions: Sequence[int]) -> None:
-        self.run = run
-        self._side, self._root, self._number = side, root, number
+        self.run, self.number, self.positions = run, number, positions
+        self._side, self._root = side, root
         self._transfer = transfer = run.groups[number]
         self._slots = list(map(transfer.slots.__getitem__, positions))
-        self._positions = positions
         self.left = len(self._slots)
         self._storing = run.kind is JobKind.STORE
         self._payload_bytes = side.layout.payload_bytes[transfer.group]
@@ -93,12 +92,12 @@ class RootShare:
         state, fd = root.regions[region], root.fds.get(region // REGIONS_PER_FILE, -1)
         refused = self._refusal(state, fd)
         if refused is not None:
-            self.run.end_all(self._number, self._positions[first:last], refused)
+            self.run.end_all(self.number, self.positions[first:last], refused)
             return None
         fit = bisect_left(slots, before + side.region_bytes // self._slot_bytes, first, last)
         if fit < last:
             side.counters["refused.no_slot"] += last - fit
-            self.run.end_all(self._number, self._positions[fit:last], failed(errno.EINVAL))
+            self.run.end_all(self.number, self.positions[fit:last], failed(errno.EINVAL))
         if first == fit:
             return None
         return self._batch(region, state.generation, fd, [slot - before for slot in slots[first:fit]], first)
@@ -106,7 +105,7 @@ class RootShare:
     def _batch(self, region: int, region_generation: int, fd: int, indices: list[int], first: int) -> Batch:
         """The blocks in these slots of a region, the first of which is number `first` of the share."""
         side, transfer, slot_bytes, length = self._side, self._transfer, self._slot_bytes, self._payload_bytes
-        positions = self._positions[first : first + len(indices)]
+        positions = self.positions[first : first + len(indices)]
         rows = list(map(transfer.rows.__getitem__, positions))
         keys = list(map(transfer.keys.__getitem__, positions))
         generations = list(map(transfer.generations.__getitem__, positions))
@@ -118,7 +117,7 @@ class RootShare:
         ]
         start = self._root.plan.slot_offset(region, 0, slot_bytes)
         return Batch(
-            self.run, self._number, region, region_generation, fd, start, slot_bytes,
+            self.run, self.number, region, region_generation, fd, start, slot_bytes,
             positions, rows, keys, indices, generations, payloads, fixed, len(indices),
         )  # fmt: skip
 
@@ -133,7 +132,12 @@ class RootShare:
             return None if state.ready else error_outcome(state.errno or errno.EIO)
         return MISSING if fd < 0 else None
 
+    def fail(self, outcome: BlockOutcome) -> None:
+        """End all that have not ended, wherever an exception left them. None has I/O in flight."""
+        self.left = 0
+        self.run.fail_rest(self.number, self.positions, outcome)
+
     def end(self, outcome: BlockOutcome) -> None:
         """End all that have not begun."""
-        self.run.end_all(self._number, self._positions[len(self._slots) - self.left :], outcome)
+        self.run.end_all(self.number, self.positions[len(self._slots) - self.left :], outcome)
         self.left = 0

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.tier_api.block_age import NO_AGE_LIMIT, AgeLimit
 from kvtier.tier_api.contract import ForeignBlocks, Recovered, SlotSpace
 from kvtier.types.arrays import IntArray, int_array
 from kvtier.types.jobs import RegionFormat
@@ -14,8 +15,9 @@ from kvtier_fs.format.slot_map import NO_OWNER, RegionSlots
 from kvtier_fs.slab.root import Root
 
 
-def recovered(roots: Sequence[Root], space: SlotSpace) -> Recovered:
-    """What all roots hold together: each key once, its newest copy, from the oldest generation to the newest."""
+def recovered(roots: Sequence[Root], space: SlotSpace, limit: AgeLimit = NO_AGE_LIMIT) -> Recovered:
+    """What all roots hold together, as far as the limit of ages allows it: each key once, its newest copy, from the
+    oldest generation to the newest."""
     groups: dict[int, set[bytes]] = {}
     for group, size in enumerate(space.slot_bytes):
         groups.setdefault(size, set()).add(group.to_bytes(GROUP_BYTES, "big"))
@@ -23,7 +25,7 @@ def recovered(roots: Sequence[Root], space: SlotSpace) -> Recovered:
     for root in roots:
         for region, slots in root.slot_map.regions():
             if (size := root.regions[region].slot_bytes) in groups:
-                numbers = slots.numbers_of(root.slot_map.own)
+                numbers = slots.numbers_within(root.slot_map.own, limit)
                 keys = [key for number in numbers.tolist() if (key := slots.keys[number]) is not None]
                 fitting = [at for at, key in enumerate(keys) if key[-GROUP_BYTES:] in groups[size]]
                 if len(fitting) < len(keys):

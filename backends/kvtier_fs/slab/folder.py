@@ -1,14 +1,16 @@
 """The files of a slab root. Blocking calls, made on the root's own threads only, never on the event loop."""
 
 import errno
+import logging
 import os
 import re
 from collections.abc import Sequence
 
 from kvtier.errors import RootError
+from kvtier.tier_api.stack_files import MODEL_FILE
 from kvtier_fs.format.region_header import REGIONS_PER_FILE, RegionPlan
 from kvtier_fs.format.superblock import COPY_BYTES, Superblock, decode_superblock, foreign_version
-from kvtier_fs.io.syscalls import fallocate
+from kvtier_fs.io.syscalls import fallocate, overwrites_in_place
 from kvtier_fs.options import RootOptions
 from kvtier_fs.roots.disk import unknown_version
 from kvtier_fs.roots.folder import SUPERBLOCK_NAME, GuardedFolder, close_quietly, keeps_free, write_all
@@ -18,6 +20,11 @@ _SNAPSHOT_TEMPORARY = f"{SNAPSHOT_NAME}.new"
 _SLAB_NAME = re.compile(r"slab-([0-9]{5,9})")
 _OWN_NAME = re.compile(rf"superblock|lock|snapshot(\.new)?|{_SLAB_NAME.pattern}|manifest-[0-9a-f]{{32}}\.json(\.new)?")
 _SUPERBLOCK_READ_BYTES = 1 << 16
+_COPIED_ON_WRITE = (
+    "the file system writes elsewhere what is overwritten (copy-on-write), so this root may take several times its "
+    "capacity; close it and remove its slab files, which are then made anew, or choose another disk"
+)
+_log = logging.getLogger("kvtier.fs")
 
 
 class SlabFolder(GuardedFolder):
@@ -28,6 +35,7 @@ class SlabFolder(GuardedFolder):
         self._slabs: dict[int, int] = {}
         self.direct = False
         self.preallocates = True
+        self.in_place = True
 
     def read_superblock(self) -> bytes:
         """The superblock file's bytes; empty if there is none."""
@@ -51,8 +59,13 @@ class SlabFolder(GuardedFolder):
     def write_superblock(self, copy: bytes, order: Sequence[int] = (0, COPY_BYTES)) -> None:
         """Write both copies, one after the other in `order`, each on the disk before the next is touched.
 
-        When this returns, the superblock is durable, and no single damaged copy can bring an older one back.
+        When this returns, the superblock is durable, and no single damaged copy can bring an older one back. Raises
+        RootError if the lock file was taken away, because then another process may own the root by now.
         """
+        if not self.keeps_lock():
+            raise RootError(
+                self.path, "its lock file was removed or replaced, so its superblock is not written; restart this one"
+            )
         with self.opened(SUPERBLOCK_NAME) as fd:
             for at in order:
                 self.write_at(fd, copy, at)
@@ -132,7 +145,10 @@ class SlabFolder(GuardedFolder):
             self._check_not_left()
             if number not in self._slabs:
                 flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if self.direct else 0)
-                self._slabs[number] = self.open_file(f"slab-{number:05d}", flags)
+                fd = self._slabs[number] = self.open_file(f"slab-{number:05d}", flags)
+                if self.in_place and not overwrites_in_place(fd):
+                    self.in_place = False
+                    _log.warning("%s: %s", self.path, _COPIED_ON_WRITE)
             return self._slabs[number]
 
     def allocate(self, plan: RegionPlan, region: int) -> int:
@@ -154,9 +170,9 @@ class SlabFolder(GuardedFolder):
 
     def unknown(self) -> list[str]:
         """Names in the folder that are none of ours, in order."""
-        return sorted(name for name in os.listdir(self.fd) if _OWN_NAME.fullmatch(name) is None)
+        known = (_OWN_NAME, MODEL_FILE)
+        return sorted(name for name in os.listdir(self.fd) if not any(own.fullmatch(name) for own in known))
 
     def _close_files(self) -> None:
-        slabs, self._slabs = self._slabs, {}
-        for fd in slabs.values():
-            close_quietly(fd)
+        while self._slabs:
+            close_quietly(self._slabs.popitem()[1])

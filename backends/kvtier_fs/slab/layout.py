@@ -98,8 +98,8 @@ def lay_out(roots: list[Root], options: FSOptions, geometry: Geometry) -> Layout
     payloads = tuple(geometry.aligned_bytes(group) for group in range(geometry.num_groups))
     sizes = tuple(round_up(header + payload, header) for payload in payloads)
     capacity = options.capacity
-    if options.index_bytes_max is not None:
-        capacity = min(capacity, options.index_bytes_max // INDEX_BYTES_PER_SLOT * min(sizes))
+    if options.index_slots_max is not None:
+        capacity = min(capacity, options.index_slots_max * min(sizes))
     share = capacity // len(options.roots) // 4096 * 4096
     demand = RegionDemand(share, len(roots), sizes, header)
     plan, notes = plan_regions(roots, demand, options.region_bytes)

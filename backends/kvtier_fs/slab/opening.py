@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections import Counter
+import time
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -21,7 +21,6 @@ from kvtier_fs.io.thread_pools import RootPools
 from kvtier_fs.options import FSOptions
 from kvtier_fs.roots import sidecar_files
 from kvtier_fs.roots.disk import probe_disk
-from kvtier_fs.slab.closing import RootEnd
 from kvtier_fs.slab.folder import SlabFolder
 from kvtier_fs.slab.layout import Layout, Session
 from kvtier_fs.slab.root import Root
@@ -44,32 +43,32 @@ async def side_by_side(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 @dataclass(frozen=True, slots=True)
 class Hooks:
     """What a simulator or a fault test replaces: the files, the I/O engine (None: chosen by the options), the rng,
-    how large a payload may be that is verified on the event loop, and the limits of memory."""
+    how large a payload may be that is verified on the event loop, the limits of memory, and the time of day."""
 
     folder: Callable[[str, FSOptions], SlabFolder] = SlabFolder
     engine: Callable[[Root], IOEngine] | None = None
     random_bytes: Callable[[int], bytes] = os.urandom
     checked_here_bytes: int = SHORT_BYTES
     limits: MemoryLimits = field(default_factory=SystemLimits)
+    wall_ns: Callable[[], int] = time.time_ns
 
 
-async def enter_root(path: str, options: FSOptions, hooks: Hooks) -> Root | None:
-    """Open a root's folder, become its owner and look at its disk. None if the folder is not there.
+def root_of(path: str, options: FSOptions, hooks: Hooks) -> Root:
+    """A root of which nothing is open yet."""
+    pools = RootPools.of(path, options.io_threads)
+    return Root(hooks.folder(path, options), pools, DirectProbe(False, reason="turned off"))
 
-    Raises RootError, having let go of everything.
+
+async def enter_root(root: Root, options: FSOptions) -> bool:
+    """Open a root's folder, become its owner and look at its disk. False if the folder is not there.
+
+    Raises RootError. The caller closes the root.
     """
-    folder = hooks.folder(path, options)
-    root = Root(folder, RootPools.of(path, options.io_threads), DirectProbe(False, reason="turned off"))
-    entered = False
     try:
         await root.pools.begin()
-        entered = await root.call(folder.enter) and await _own(root, options)
+        return await root.call(root.folder.enter) and await _own(root, options)
     except OSError as error:
-        raise folder.refusal(error) from error
-    finally:
-        if not entered:
-            await RootEnd(root, None, Counter()).within(options.close_timeout_seconds)
-    return root if entered else None
+        raise root.folder.refusal(error) from error
 
 
 async def _become_owner(root: Root, patience_seconds: float) -> bool:

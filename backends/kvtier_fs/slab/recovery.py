@@ -51,7 +51,7 @@ async def _read_regions(root: Root) -> None:
     """Read every region header. What cannot be read, or is not where it says it is, does not count."""
     plan = root.plan
     pages = HeaderPages(_PAGES_PER_BATCH, plan.header_bytes).pages
-    present = [region for region in range(plan.regions) if plan.file_of(region) in root.fds]
+    present = [region for number in root.fds for region in plan.regions_of(number)]
     heads = ((root.fds[plan.file_of(region)], plan.region_offset(region), region) for region in present)
     for chunk in _chunks(heads, _PAGES_PER_BATCH):
         errors = await root.io.move(IOKind.READ, pages[: len(chunk)], [(fd, offset) for fd, offset, _ in chunk])

@@ -13,7 +13,7 @@ from kvtier_fs.format.region_header import RegionHeader, RegionPlan, encode_regi
 from kvtier_fs.format.slot_map import SlotMap
 from kvtier_fs.format.snapshot import Snapshot, StoredFormat, encode_snapshot
 from kvtier_fs.format.superblock import Superblock, encode_superblock
-from kvtier_fs.io.contract import IOKind
+from kvtier_fs.io.contract import IOEngine, IOKind
 from kvtier_fs.io.full_transfer import FullTransferIO
 from kvtier_fs.io.header_pages import HeaderPages
 from kvtier_fs.io.probe import DirectProbe
@@ -47,7 +47,7 @@ class Root:
         self.probe = probe
         self.stored: Superblock | None = None
         self.unreadable = False
-        self._started = False
+        self.engine: IOEngine | None = None
         self.superblock: Superblock
         self.snapshot: Snapshot | None = None
         self.slot_map: SlotMap
@@ -79,10 +79,13 @@ class Root:
         self.regions = [RegionState() for _ in range(self.plan.regions)]
         self.unready.clear()
 
+    def hold_engine(self, engine: IOEngine) -> None:
+        """The engine that is to be closed with this root."""
+        self.engine = engine
+
     def start(self, io: FullTransferIO, budget: TimeBudget) -> None:
         """Bytes can move from now on. `budget` is the time that each kind of work takes in a turn of the loop."""
         self.io, self.budget = io, budget
-        self._started = True
 
     async def call(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a file call on the root's threads. Raises what it raises, or OSError if there is no thread to be had."""
@@ -138,8 +141,8 @@ class Root:
         state = self.regions[region]
         if generation <= state.generation:
             return
-        state.slot_bytes, state.generation, state.ready = slot_bytes, generation, False
         self.unready.add(region)
+        state.slot_bytes, state.generation, state.ready = slot_bytes, generation, False
         self.slot_map.format(region, generation, self.plan.slots(slot_bytes))
         self._begin_format(region)
 
@@ -147,12 +150,12 @@ class Root:
         """What a store into a region has to wait for, None if nothing; a format that failed is tried once more."""
         if region not in self.unready:
             return None
-        return self._formatting.get(region) or self._begin_format(region)
+        task = self._formatting.get(region)
+        return task if task is not None and not task.done() else self._begin_format(region)
 
     def _begin_format(self, region: int) -> asyncio.Task[None]:
-        task = asyncio.create_task(
-            self._write_format(region, self._formatting.get(region)), name=f"format region {region}"
-        )
+        before = self._formatting.get(region)
+        task = asyncio.create_task(self._write_format(region, before), name=f"format region {region}")
         self._formatting[region] = task
         task.add_done_callback(lambda ended: self._format_ended(region, ended))
         return task
@@ -200,8 +203,8 @@ class Root:
     @property
     def requests_in_flight(self) -> int:
         """Requests of the I/O engine that have not ended."""
-        return self.io.engine.in_flight if self._started else 0
+        return self.engine.in_flight if self.engine is not None else 0
 
     async def stop_engine(self, timeout_seconds: float) -> int:
         """Release the I/O engine. Returns how many requests have not ended at the deadline; then it is as it was."""
-        return await self.io.engine.close(timeout_seconds) if self._started else 0
+        return await self.engine.close(timeout_seconds) if self.engine is not None else 0

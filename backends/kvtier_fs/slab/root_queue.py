@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
+from typing import Any
 
+from kvtier.aio.weak_call import weak_call
 from kvtier.tier_api.block_envelope import SLOT_MAGIC, Check, Mismatch, verify_blocks
 from kvtier.tier_api.checksum import seal
+from kvtier.tier_api.job_run import JobRun, error_outcome
 from kvtier.types.jobs import CORRUPT, LATE, LOADED, STORED, BlockOutcome, JobKind, failed
 from kvtier_fs.io.contract import MAX_BUFFERS, IOKind, IORequest
-from kvtier_fs.io.full_transfer import REQUEST_BYTES, span, split
+from kvtier_fs.io.full_transfer import LOOK_SECONDS, REQUEST_BYTES, span, split
 from kvtier_fs.io.header_pages import HeaderPages
-from kvtier_fs.roots.job_run import JobRun, error_outcome
 from kvtier_fs.slab.block_batches import Batch, RootShare, TierSide
 from kvtier_fs.slab.root import Root
 
@@ -35,6 +39,8 @@ REQUESTS_ALONE = 4
 BATCH_BLOCKS = 64
 STARTS_AT_ONCE = 16
 """While blocks are under way, others begin when so many can: each batch has a price of its own."""
+_FAILED = failed(errno.EIO)
+_log = logging.getLogger("kvtier.fs")
 
 
 class _Piece(IORequest):
@@ -74,19 +80,43 @@ class RootQueue:
         self._idle = asyncio.Event()
         self._idle.set()
         self._fill_called = self._fill_wanted = False
+        self._shares: set[RootShare] = set()
         self._engine.after_turn = self._fill_if_wanted
+        self._io.after_failure = weak_call(self._end_failed)
 
     def enqueue(self, share: RootShare) -> None:
-        """Take a share of a job on; its blocks begin when there is room for them, the first before this returns."""
+        """Take a share of a job on, until `forget`; its blocks begin when there is room, the first before this returns.
+
+        In a queue that has failed they end as failed.
+        """
+        self._shares.add(share)
+        if self._io.failed:
+            self.fail()
+            return
         queue = self._loads if share.run.kind is JobKind.LOAD else self._stores
-        queue.append(share)
-        if len(self._loads) + len(self._stores) == 1 and not self._fill_called:
-            self._fill()
-        else:
-            self._call_fill()
+        try:
+            queue.append(share)
+            if len(self._loads) + len(self._stores) == 1 and not self._fill_called:
+                self._fill()
+            else:
+                self._call_fill()
+        except Exception:
+            self._fail_step()
+
+    def end_unknown(self, share: RootShare) -> None:
+        """End a share that was never taken on."""
+        if share not in self._shares:
+            share.end(_FAILED)
+
+    def forget(self, share: RootShare) -> None:
+        """The job of a share has ended."""
+        self._shares.discard(share)
 
     def withdraw(self, outcome: BlockOutcome, run: JobRun | None = None) -> None:
         """End the blocks (of one job, or all) whose I/O has not begun; those under way go on to their end."""
+        self._taking(self._withdraw, outcome, run)
+
+    def _withdraw(self, outcome: BlockOutcome, run: JobRun | None) -> None:
         for queue in (self._loads, self._stores):
             shares = list(queue)
             queue.clear()
@@ -97,8 +127,15 @@ class RootQueue:
                     share.end(outcome)
 
     async def idle(self) -> None:
-        """Wait until no block is under way."""
-        await self._idle.wait()
+        """Wait until no block is under way, and no job either if the queue has failed."""
+        while not self._idle.is_set() or (self.failed and self._shares):
+            if self.failed:
+                if not self._engine.in_flight:
+                    self._io.end_waiting()
+                await asyncio.sleep(LOOK_SECONDS)
+            else:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._idle.wait(), LOOK_SECONDS)
 
     def give_up(self) -> None:
         """Report the jobs whose I/O did not end in time."""
@@ -110,7 +147,7 @@ class RootQueue:
         self._fill_wanted = True
         if not self._fill_called:
             self._fill_called = True
-            self._loop.call_soon(self._called_fill)
+            self._loop.call_soon(self._taking, self._called_fill)
 
     def _called_fill(self) -> None:
         self._fill_called = False
@@ -118,7 +155,7 @@ class RootQueue:
 
     def _fill_if_wanted(self) -> None:
         """After completions: begin blocks if there was room for some."""
-        if self._fill_wanted:
+        if self._fill_wanted and not self._io.failed:
             self._fill()
 
     def _fill(self) -> None:
@@ -203,7 +240,14 @@ class RootQueue:
         return _Piece(batch, first, last, kind, offset, buffers, self._piece_done, places)
 
     def _piece_done(self, piece: IORequest, result: int) -> None:
-        assert isinstance(piece, _Piece)
+        try:
+            assert isinstance(piece, _Piece)
+            self._piece_ended(piece, result)
+        except Exception:
+            self.fail()
+            raise
+
+    def _piece_ended(self, piece: _Piece, result: int) -> None:
         error = self._io.shortfall(piece, result)
         if error is None:
             return
@@ -232,6 +276,35 @@ class RootQueue:
         format_of = batch.region, batch.region_generation
         slot_map.hold_all(number, format_of, batch.indices[these], batch.keys[these], batch.generations[these])
 
+    # -- exceptions ----------------------------------------------------------------------------------------------
+
+    def _taking(self, step: Callable[..., None], *args: Any) -> None:
+        """Take a step. An exception such as MemoryError may leave it half done: then the queue fails."""
+        try:
+            step(*args)
+        except Exception:
+            self._fail_step()
+
+    def _fail_step(self) -> None:
+        self.fail()
+        _log.exception("%s: a step was left half done", self.root.path)
+
+    @property
+    def failed(self) -> bool:
+        """True once an exception left a step half done. No block begins any more, and the slot map may be wrong."""
+        return self._io.failed
+
+    def fail(self) -> None:
+        """Begin no block any more, and end all jobs as failed as soon as no I/O uses their rows."""
+        self._io.fail()
+
+    def _end_failed(self) -> None:
+        for share in self._shares:
+            share.fail(_FAILED)
+        for each in (self._loads, self._stores, self._running, self._unverified):
+            each.clear()
+        self._idle.set()
+
     # -- verification --------------------------------------------------------------------------------------------
 
     def _check(self, piece: _Piece) -> None:
@@ -245,7 +318,7 @@ class RootQueue:
                 self._judged(piece, found)
             return
         if not self._unverified:
-            self._loop.call_soon(self._verify)
+            self._loop.call_soon(self._taking, self._verify)
         self._unverified.append(piece)
 
     def _checks(self, piece: _Piece) -> Iterator[Check]:
@@ -261,7 +334,7 @@ class RootQueue:
         except OSError as error:  # not one thread is to be had: nothing was checked, so nothing was loaded
             self._unchecked(pieces, error.errno or errno.EAGAIN)
         else:
-            checked.add_done_callback(partial(self._verified, pieces))
+            checked.add_done_callback(partial(self._taking, self._verified, pieces))
 
     def _unchecked(self, pieces: Sequence[_Piece], number: int) -> None:
         for piece in pieces:
@@ -269,6 +342,8 @@ class RootQueue:
             self._end(piece.batch, piece.first, piece.last, failed(number))
 
     def _verified(self, pieces: Sequence[_Piece], checked: asyncio.Future[list[Mismatch | bytes]]) -> None:
+        if self.failed:
+            return
         if checked.cancelled() or checked.exception() is not None:
             self._unchecked(pieces, errno.EIO)
             return

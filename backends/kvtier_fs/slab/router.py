@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 from kvtier.errors import UsageError
-from kvtier.types.jobs import BlockOutcome, DropReason, TransferJob, dropped
-from kvtier_fs.roots.job_run import JobRun
+from kvtier.tier_api.block_age import BlockAges
+from kvtier.tier_api.job_run import JobRun
+from kvtier.types.jobs import MISSING, BlockOutcome, DropReason, JobKind, TransferJob, dropped
 from kvtier_fs.slab.block_batches import RootShare, TierSide
 from kvtier_fs.slab.root import Root
 from kvtier_fs.slab.root_queue import RootQueue
@@ -16,10 +17,13 @@ _UNREADY = attrgetter("unready")
 
 
 class SlotRouter:
-    """Sends the blocks of jobs to the queues of the roots that their slots lie in."""
+    """Sends the blocks of jobs to the queues of the roots that their slots lie in.
 
-    def __init__(self, queues: Sequence[RootQueue], side: TierSide) -> None:
-        self.queues, self._side = queues, side
+    `ages`, of a tier with a `max_age`: blocks that are too old when their load begins are not read.
+    """
+
+    def __init__(self, queues: Sequence[RootQueue], side: TierSide, ages: BlockAges | None = None) -> None:
+        self.queues, self._side, self._ages = queues, side, ages
         self._roots = roots = [queue.root for queue in queues]
         self._space, self._layout = side.space, side.layout
         self._num_rows, self._num_slots = side.rows.num_rows, side.space.num_slot_ids
@@ -55,7 +59,11 @@ class SlotRouter:
         """
         for wanted in job.formats:
             root, region = self.locate(wanted.region)
-            root.format_region(region, wanted.slot_bytes, wanted.generation)
+            try:
+                root.format_region(region, wanted.slot_bytes, wanted.generation)
+            except BaseException:
+                self.queues[self._roots.index(root)].fail()  # the slot map may hold what the region held before
+                raise
         if not any(map(_UNREADY, self._roots)):
             return []
         pending = []
@@ -67,21 +75,24 @@ class SlotRouter:
     def _regions_of(self, job: TransferJob) -> list[int]:
         return sorted({slot // self._slots_per_region for group in job.row_groups for slot in group.slots})
 
-    def send(self, run: JobRun) -> None:
-        """Hand a job's blocks, in the order of their places, to the queues of all their roots."""
+    def shares(self, run: JobRun) -> list[tuple[RootQueue, RootShare]]:
+        """A job's blocks, in the order of their places, and the queues of all their roots."""
+        shares: list[tuple[RootQueue, RootShare]] = []
         for number, group in enumerate(run.groups):
             order = sorted(range(len(group.slots)), key=group.slots.__getitem__)
-            if max(map(len, group.keys), default=0) > self._side.max_key_bytes:
-                order = self._without_long_keys(run, number, order)
+            if self._ages is not None or max(map(len, group.keys), default=0) > self._side.max_key_bytes:
+                order = self._without_old(run, number, self._without_long_keys(run, number, order))
             if len(self._roots) == 1:
-                self._enqueue(self.queues[0], run, number, order)
+                shares.append((self.queues[0], RootShare(self._side, self._roots[0], run, number, order)))
                 continue
             owners: dict[int, list[int]] = {}
             for i in order:
                 region = group.slots[i] // self._slots_per_region
                 owners.setdefault(bisect_right(self._first_regions, region) - 1, []).append(i)
             for owner, positions in owners.items():
-                self._enqueue(self.queues[owner], run, number, positions)
+                share = RootShare(self._side, self._roots[owner], run, number, positions)
+                shares.append((self.queues[owner], share))
+        return shares
 
     def _without_long_keys(self, run: JobRun, number: int, order: list[int]) -> list[int]:
         """Drop the blocks whose keys are too long for a header; returns the others."""
@@ -90,8 +101,15 @@ class SlotRouter:
         run.end_all(number, too_long, dropped(DropReason.KEY_TOO_LONG))
         return [i for i in order if len(keys[i]) <= self._side.max_key_bytes]
 
-    def _enqueue(self, queue: RootQueue, run: JobRun, number: int, positions: list[int]) -> None:
-        queue.enqueue(RootShare(self._side, queue.root, run, number, positions))
+    def _without_old(self, run: JobRun, number: int, order: list[int]) -> list[int]:
+        """End the blocks of a load that are too old, whatever the control plane knew of them; returns the others."""
+        if self._ages is None or run.kind is JobKind.STORE:
+            return order
+        allows, generations = self._ages.limit().allows, run.groups[number].generations
+        old = [i for i in order if not allows(generations[i])]
+        run.end_all(number, old, MISSING)
+        self._side.counters["expired"] += len(old)
+        return [i for i in order if allows(generations[i])]
 
     def withdraw(self, run: JobRun, outcome: BlockOutcome) -> None:
         """End the blocks of a job whose I/O has not begun."""

@@ -1,10 +1,14 @@
 """The contract of a copy engine: it takes plans and calls back once when the last byte of a plan has landed."""
 
+import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from enum import StrEnum
 
 from kvtier_gpu.copy_plan import CopyPlan
+
+_log = logging.getLogger(__name__)
 
 
 class Direction(StrEnum):
@@ -15,7 +19,23 @@ class Direction(StrEnum):
 
 
 Done = Callable[[Exception | None], None]
-"""Called exactly once for each submitted plan, from any thread, after every copy of it has ended."""
+"""Called for each submitted plan, from any thread, after every copy of it has ended; again if it raised."""
+
+CALLS_MAX = 100
+CALL_AGAIN_SECONDS = 0.02
+
+
+def call_back(done: Done, error: Exception | None) -> None:
+    """Say that a plan has ended. There may be no memory for it: then say it again, or its job would wait for ever."""
+    calls = 0
+    while calls < CALLS_MAX:
+        try:
+            done(error)
+            return
+        except Exception:
+            calls += 1
+            _log.exception("a copy has ended and that could not be said")
+            time.sleep(CALL_AGAIN_SECONDS)
 
 
 class CopyEngine(ABC):

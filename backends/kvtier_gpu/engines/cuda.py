@@ -6,8 +6,12 @@ direction: one issues copies, the other waits for their events. So several copie
 thread never waits for the device.
 """
 
+import logging
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import cast
 
@@ -17,14 +21,26 @@ import torch
 
 from kvtier.errors import ResourceError
 from kvtier_gpu.copy_plan import CopyPlan, split
-from kvtier_gpu.engines.contract import CopyEngine, Direction, Done
+from kvtier_gpu.engines.contract import CALL_AGAIN_SECONDS, CALLS_MAX, CopyEngine, Direction, Done
 from kvtier_gpu.engines.gather import STAGING_BYTES, GatherCopier, GroupTensors, staging_bytes
 from kvtier_gpu.engines.pinned_region import PinnedRegion, Runtime
 
-_Requested = tuple[CopyPlan, torch.cuda.Event, Done]
-"""A plan, the event that says that what it copies has been computed, and its call back."""
-_Issued = tuple[torch.cuda.Event | None, Exception | None, Done]
-"""The event that ends a plan's copies, or why they could not all be issued."""
+_log = logging.getLogger(__name__)
+_NOT_ISSUED = RuntimeError("the copies could not be issued")
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A plan on its way through a stream. `computed`: the event that says that what it copies has been computed.
+
+    `plan` is there until it is issued, `ended` is the event that ends its copies, `error` why not all were issued.
+    """
+
+    plan: CopyPlan | None
+    computed: torch.cuda.Event
+    done: Done
+    ended: torch.cuda.Event | None = None
+    error: Exception | None = _NOT_ISSUED
 
 
 class _CopyStream:
@@ -33,8 +49,8 @@ class _CopyStream:
     def __init__(self, direction: Direction, device: torch.device) -> None:
         self._direction = direction
         self._device = device
-        self._requests: SimpleQueue[_Requested | None] = SimpleQueue()
-        self._issued: SimpleQueue[_Issued | None] = SimpleQueue()
+        self._requests: SimpleQueue[_Copy | None] = SimpleQueue()
+        self._issued: SimpleQueue[_Copy | None] = SimpleQueue()
         self._threads = [
             threading.Thread(target=target, name=f"kvtier-{direction}-{part}", daemon=True)
             for target, part in ((self._issue_all, "issue"), (self._wait_all, "wait"))
@@ -52,7 +68,7 @@ class _CopyStream:
             thread.start()
 
     def submit(self, plan: CopyPlan, computed: torch.cuda.Event, done: Done) -> None:
-        self._requests.put((plan, computed, done))
+        self._requests.put(_Copy(plan, computed, done))
 
     def stop(self, timeout_seconds: float) -> bool:
         self._requests.put(None)
@@ -64,36 +80,82 @@ class _CopyStream:
         return ended
 
     def _issue_all(self) -> None:
+        try:
+            with self._entered():
+                _take_each(self._requests, self._issue)
+        except Exception:
+            _log.exception("the device could not be entered, and is entered for each plan")
+            _take_each(self._requests, self._enter_and_issue)
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
         # inference mode is a thread's own; in it both normal and inference tensors may be written
         with torch.inference_mode(), torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            while (request := self._requests.get()) is not None:
-                plan, computed, done = request
-                try:
-                    self._issue(plan, computed)
-                    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-                    event.record(self._stream)
-                    self._issued.put((event, None, done))
-                except Exception as failure:  # the thread must live on, and the job must end with an outcome
-                    self._issued.put((None, failure.with_traceback(None), done))
-                del request, plan, computed, done
-            self._issued.put(None)
+            yield
 
-    def _issue(self, plan: CopyPlan, computed: torch.cuda.Event) -> None:
-        self._stream.wait_event(computed)
+    def _enter_and_issue(self, copy: _Copy | None) -> None:
+        try:
+            with self._entered():
+                self._issue(copy)
+        except Exception as refusal:
+            if copy is not None:
+                copy.error = refusal.with_traceback(None)
+            self._issued.put(copy)
+
+    def _issue(self, copy: _Copy | None) -> None:
+        """Issue a plan's copies, once, and have their end waited for."""
+        if copy is not None and copy.plan is not None:
+            plan, copy.plan = copy.plan, None
+            try:
+                self._copy(plan, copy)
+            except Exception as failure:
+                copy.error = failure.with_traceback(None)
+        self._issued.put(copy)
+
+    def _copy(self, plan: CopyPlan, copy: _Copy) -> None:
         assert self._copier is not None
+        self._stream.wait_event(copy.computed)
         for part in split(plan, STAGING_BYTES):
             for pages in part:
                 self._copier.copy(pages, self._direction)
+        ended = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        ended.record(self._stream)
+        copy.ended, copy.error = ended, None
 
     def _wait_all(self) -> None:
-        while (issued := self._issued.get()) is not None:
-            event, error, done = issued
-            try:
-                (event or self._stream).synchronize()  # without an event, part of the job may have been issued
-            except Exception as failure:  # a device in error ends every copy; the job must end with an outcome
-                error = error or failure.with_traceback(None)
-            done(error)
-            del issued, event, error, done
+        _take_each(self._issued, self._wait)
+
+    def _wait(self, copy: _Copy | None) -> None:
+        if copy is None:
+            return
+        try:
+            (copy.ended or self._stream).synchronize()  # without an event, part of the plan may have been issued
+        except Exception as failure:  # a device in error ends every copy; the job must end with an outcome
+            copy.error = copy.error or failure.with_traceback(None)
+        copy.done(copy.error)
+
+
+def _take_each(copies: SimpleQueue[_Copy | None], step: Callable[[_Copy | None], None]) -> None:
+    """Take a step for each item of a queue up to None; again for the same one if it raised, because a job waits."""
+    copy: _Copy | None = None
+    held = False
+    tries = 0
+    while True:
+        try:
+            if not held:
+                copy = copies.get()
+                held = True
+                tries = 0
+            step(copy)
+            held = False
+            if copy is None:
+                return
+            copy = None
+        except Exception:
+            tries += 1
+            held = held and tries < CALLS_MAX
+            _log.exception("a copy could not be taken further")
+            time.sleep(CALL_AGAIN_SECONDS)
 
 
 class CudaEngine(CopyEngine):

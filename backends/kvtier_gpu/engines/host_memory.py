@@ -16,6 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 
 import numpy as np
@@ -24,7 +25,7 @@ import numpy.typing as npt
 from kvtier.errors import UsageError
 from kvtier.types.arrays import IntArray
 from kvtier_gpu.copy_plan import CopyPlan, Extents, GatherBatch, GroupPages, batches, extents, split
-from kvtier_gpu.engines.contract import CopyEngine, Direction, Done
+from kvtier_gpu.engines.contract import CopyEngine, Direction, Done, call_back
 from kvtier_gpu.engines.native_copy import CopyScattered
 from kvtier_gpu.kv_tensors import KVTensor
 
@@ -66,20 +67,20 @@ def _sides(found: Extents, region: Bytes, direction: Direction) -> tuple[IntArra
 
 
 class _Countdown:
-    """Counts the parts of a plan down and completes it once, with the first error."""
+    """Waits for the parts of a plan and completes it, with the first error. A part may be said to be done again."""
 
     def __init__(self, parts: int, done: Done) -> None:
-        self._left = parts
+        self._left = set(range(parts))
         self._done = done
         self._error: Exception | None = None
         self._lock = threading.Lock()
 
-    def part_done(self, error: Exception | None) -> None:
-        """Complete one part, from any thread."""
+    def part_done(self, part: int, error: Exception | None) -> None:
+        """One part has ended. From any thread."""
         with self._lock:
             self._error = self._error or error
-            self._left -= 1
-            last = self._left == 0
+            self._left.discard(part)
+            last = not self._left
         if last:
             self._done(self._error)
 
@@ -124,10 +125,17 @@ class HostMemoryEngine(CopyEngine):
             raise UsageError("the GPU tier was opened by another process; open it after the fork")
         part_bytes = min(PART_BYTES_MAX, max(PART_BYTES_MIN, -(-plan.nbytes // len(self._threads))))
         parts = split(plan, part_bytes)
+        ends = [done]
         if len(parts) > 1:
-            done = _Countdown(len(parts), done).part_done
-        for part in parts:
-            self._queue.put((part, direction, done))
+            countdown = _Countdown(len(parts), done)
+            ends = [partial(countdown.part_done, number) for number in range(len(parts))]
+        begun = 0
+        try:
+            for begun, part in enumerate(parts):
+                self._queue.put((part, direction, ends[begun]))
+        except Exception as error:  # such as no memory for the queue: the parts before are in flight
+            for end in ends[begun:]:
+                call_back(end, error)
         if not parts:
             done(None)
 
@@ -143,15 +151,20 @@ class HostMemoryEngine(CopyEngine):
         return ended
 
     def _serve(self) -> None:
-        while (work := self._queue.get()) is not None:
-            part, direction, done = work
-            error: Exception | None = None
+        """The thread lives on, and each part ends with an outcome, whatever a line of this raises."""
+        work = error = None
+        ended = False
+        while not ended:
             try:
-                self._copy(part, direction)
-            except Exception as failure:  # the thread must live on, and the job must end with an outcome
+                if work is not None:
+                    call_back(work[2], error)
+                work = error = None  # nothing is kept while the thread waits
+                work = self._queue.get()
+                if work is not None:
+                    self._copy(work[0], work[1])
+                ended = work is None
+            except Exception as failure:
                 error = failure.with_traceback(None)
-            done(error)
-            del work, part, done, error
 
     def _copy(self, part: tuple[GroupPages, ...], direction: Direction) -> None:
         region = self._region

@@ -15,10 +15,11 @@ import math
 from collections.abc import Collection, Sequence
 
 from kvtier.control.flow.lower_transfer import LowerTransfer
-from kvtier.control.state import ControlState, LowerTier
+from kvtier.control.flow.refused_rows import RefusedRows
+from kvtier.control.state import CPU_TIER, ControlState, LowerTier
 from kvtier.control.tiers.breaker import BreakerState
 from kvtier.control.tiers.slot_table import READY
-from kvtier.types.jobs import DropReason, JobKind, JobResult
+from kvtier.types.jobs import DropReason, JobKind, JobResult, SkipReason
 from kvtier.types.keys import OffloadKey
 
 JOB_BLOCKS = 128
@@ -29,7 +30,7 @@ GATHER_BLOCKS = 32
 class Demotions:
     """Plans and ends demotions to all lower tiers. In flight and quarantined, a tier holds a quarter of the rows.
 
-    `dirty_rows` counts the rows that are dirty for at least one lower tier.
+    `dirty_rows` counts the rows that are dirty for at least one lower tier. `admits_all`: no tier has an admission.
     """
 
     def __init__(self, control: ControlState, watermark_rows: int, gather_seconds: float = 0.0) -> None:
@@ -39,19 +40,22 @@ class Demotions:
         self.dirty = bytearray(control.num_rows)
         self.demoting = bytearray(control.num_rows)
         self.retried = bytearray(control.num_rows)
+        self._refused = RefusedRows(control, self.dirty)
         self._gather_seconds = gather_seconds
         self._gather_blocks = min(GATHER_BLOCKS, 1 + control.num_rows // 16)
         self.late = 0
         self.dirty_rows = 0
-        self._on_evict_bits = sum(lower.bit for lower in control.lowers if lower.on_evict)
+        self.list_tiers()
+
+    def list_tiers(self) -> None:
+        """Lower tiers were taken in."""
+        self._on_evict_bits = sum(lower.bit for lower in self.control.lowers if lower.on_evict)
+        self.admits_all = all(lower.admits_all for lower in self.control.lowers)
 
     @property
     def in_flight(self) -> int:
         """Rows queued for or in flight to lower tiers, those of late transfers included."""
-        total = 0
-        for lower in self.control.lowers:
-            total += len(lower.queue) + lower.stores_in_flight
-        return total
+        return sum(len(lower.queue) + lower.stores_in_flight for lower in self.control.lowers)
 
     @property
     def backlog(self) -> int:
@@ -70,21 +74,60 @@ class Demotions:
         """These rows became ready, filled by a store (`source` 0) or from the lower tier at position `source`.
 
         In the lower tiers, too, a parent must not age before its children: `rows` are in order, leaf before root, and
-        are queued in that order.
+        are queued in that order; the other way round for a policy that follows requests, which takes the front first.
         """
-        table = self.control.cpu.table
+        if not self.admits_all:
+            self._refused.clear(rows)
         for lower in self.control.lowers:
             if lower.position == source:
                 continue
-            if not lower.queue:
-                lower.send_at = now + self._gather_seconds
-            for row in rows:
-                key = table.keys[row]
-                assert key is not None
-                if lower.index.needs(key, now):
-                    self._mark_dirty(row, lower)
-                    if not lower.on_evict:
-                        lower.queue.append((row, table.generation[row]))
+            if lower.store_breaker.state is BreakerState.HELD_BACK:  # as `held_back`, without a call
+                lower.counters.drop(DropReason.HELD_BACK, len(rows))
+            else:
+                self._offer(lower, rows, source != CPU_TIER, now)
+
+    def used(self, rows: Sequence[int], now: float) -> None:
+        """What these rows hold was loaded, or stored once more: tiers that did not admit it decide anew.
+
+        Call unless `admits_all`. The order of the rows is as in `row_ready`.
+        """
+        for lower in self.control.lowers:
+            again = [row for row in rows if self._refused.take(lower, row)]  # they may name a row twice
+            if again and not lower.held_back:
+                self._offer(lower, again, True, now)
+
+    def _offer(self, lower: LowerTier, rows: Sequence[int], used_again: bool, now: float) -> None:
+        """Rows become dirty for a tier that admits them and does not have them."""
+        table, admission = self.control.cpu.table, lower.admission
+        if not lower.queue:
+            lower.send_at = now + self._gather_seconds
+        for row in rows[:: lower.queue_step]:
+            key = table.keys[row]
+            assert key is not None
+            if not lower.index.needs(key, now):
+                lower.counters.skip(SkipReason.ALREADY_THERE)
+            elif admission is not None:
+                self._mark_admitted(lower, row, used_again, now)
+            else:
+                self._mark_dirty(row, lower)
+                if not lower.on_evict:
+                    lower.queue.append((row, table.generation[row]))
+
+    def _mark_admitted(self, lower: LowerTier, row: int, used_again: bool, now: float) -> None:
+        generation = self.control.cpu.table.generation
+        for taken in self._refused.admitted(lower, row, used_again, now):
+            self._mark_dirty(taken, lower)
+            if not lower.on_evict:
+                lower.queue.append((taken, generation[taken]))
+
+    def joined(self, now: float) -> None:
+        """Lower tiers were taken in: what is in rows already is dirty for them, where they need it.
+
+        That are the most recent rows alone, as many as one tier may hold in flight: dirty rows are not free for others.
+        """
+        self.list_tiers()
+        ready = list(self.control.cpu.policy.coldest())
+        self.row_ready(ready[-max(1, self.control.num_rows // 4) :], CPU_TIER, now)
 
     def _mark_dirty(self, row: int, lower: LowerTier) -> None:
         if not self.dirty[row]:
@@ -102,15 +145,14 @@ class Demotions:
                 self.dirty_rows -= 1
 
     def evicted_below(self, lower: LowerTier, keys: Sequence[OffloadKey]) -> None:
-        """An `on_evict` tier evicted these keys: rows that have them are dirty again.
-
-        Not while closing: each row is written once, because a tier smaller than the rows would never be done.
-        """
-        if not lower.on_evict or self.closing:
+        """A tier evicted these keys: rows that have them are dirty again if it is `on_evict`, or offered anew once they
+        are used if its policy follows requests. Not while closing: a tier smaller than the rows would never be done."""
+        if self.closing or lower.held_back or not (lower.on_evict or lower.follows):
             return
-        for key in keys:
-            row = self.control.cpu.ready(key)
-            if row is not None:
+        for row in map(self.control.cpu.ready, keys):
+            if row is not None and lower.follows:
+                self._refused.offer_again(lower, row)
+            elif row is not None:
                 self._mark_dirty(row, lower)
 
     def drop_dirty(self, count: int, patient: bool) -> None:
@@ -185,6 +227,9 @@ class Demotions:
         lower.queue.clear()
         if lower.on_evict:
             rows = self._cold_rows(self._rows_needed(lower), lower.bit)
+        self._drop(lower, rows, reason)
+
+    def _drop(self, lower: LowerTier, rows: Sequence[int], reason: DropReason) -> None:
         for row in rows:
             lower.counters.drop(reason)
             self.mark_clean(row, lower)
@@ -195,26 +240,24 @@ class Demotions:
         return bool(due) and table.state[row] == READY and table.generation[row] == generation
 
     def _plan_queue(self, lower: LowerTier, now: float) -> None:
-        queue = lower.queue
+        queue, keys = lower.queue, self.control.cpu.table.keys
         while queue and (room := min(JOB_BLOCKS, self._room(lower))) > 0 and lower.may_store(now):
             rows: list[int] = []
             while queue and len(rows) < room:
                 row, generation = queue.popleft()
                 if not self._is_dirty(lower, row, generation):
                     continue
-                if lower.index.needs(self._key(row), now):
+                key = keys[row]
+                assert key is not None
+                if lower.index.needs(key, now):
                     rows.append(row)
                 else:
+                    lower.counters.skip(SkipReason.ALREADY_THERE)
                     self.mark_clean(row, lower)
-            if rows and not self._send(lower, rows, now) and not lower.disk_full:
+            if rows and not self._send(lower, rows[:: lower.queue_step], now) and not lower.disk_full:
                 break  # the others wait for free slots, but not on a full disk: it may have none for long
         if not queue:
             lower.send_at = math.inf
-
-    def _key(self, row: int) -> OffloadKey:
-        key = self.control.cpu.table.keys[row]
-        assert key is not None
-        return key
 
     def _rows_needed(self, lower: LowerTier) -> int:
         available, watermark = self.control.cpu.available, self.watermark_rows
@@ -251,10 +294,16 @@ class Demotions:
 
     def _send(self, lower: LowerTier, rows: list[int], now: float) -> bool:
         """Emit demotion jobs, one for each root; False when the lower tier has no slot at all for now."""
+        if over := self._refused.over_budget(lower, rows, now):
+            self._drop(lower, over, DropReason.WRITE_BUDGET)
+            return len(over) == len(rows) or self._send(lower, [row for row in rows if row not in over], now)
         keys: list[OffloadKey] = list(map(self.control.cpu.table.keys.__getitem__, rows))  # type: ignore[arg-type]
         if lower.owned is None:
             self._emit(DemotionJob(self, lower, keys, rows, ()), now)
             return True
+        if lower.owned.follower is not None and (unwanted := lower.owned.bypassed(keys[::-1])):
+            rows = self._bypass(lower, rows, set(unwanted))
+            return not rows or self._send(lower, rows, now)
         if lower.disk_full and not any(self.retried[row] & lower.bit for row in rows):
             lower.owned.placement.try_full_disks(now)
         limits = lower.roots.limits(len(keys))
@@ -266,19 +315,25 @@ class Demotions:
             self._emit(job, now)
         return bool(slots)
 
+    def _bypass(self, lower: LowerTier, rows: list[int], unwanted: Collection[OffloadKey]) -> list[int]:
+        """What the tier would not keep is clean, and offered again when it is used. Returns the other rows."""
+        keys = self.control.cpu.table.keys
+        for row in [row for row in rows if keys[row] in unwanted]:
+            self._refused.add(lower, row, SkipReason.BYPASSED)
+            self.mark_clean(row, lower)
+        return [row for row in rows if keys[row] not in unwanted]
+
     def _put_off(self, lower: LowerTier, rows: list[int], limited: bool) -> None:
         """No slot was to be had for these rows. Where only some roots may be used they wait for those, else they go."""
         if not limited or lower.disk_full or lower.rows_in_flight == lower.rows_late:
-            lower.counters.drop(lower.no_slot_reason, len(rows))
-            for row in rows:
-                self.mark_clean(row, lower)
+            self._drop(lower, rows, lower.no_slot_reason)
         elif not lower.on_evict:
             self._put_back(lower, rows)
 
     def _put_back(self, lower: LowerTier, rows: Sequence[int]) -> None:
         """Queue rows again, before the others and without gathering."""
         generation = self.control.cpu.table.generation
-        lower.queue.extendleft((row, generation[row]) for row in reversed(rows))
+        lower.queue.extendleft((row, generation[row]) for row in rows[:: -lower.queue_step])
         lower.send_at = -math.inf
 
     def _emit(self, job: DemotionJob, now: float) -> None:
@@ -288,6 +343,8 @@ class Demotions:
         for row in rows:
             self.demoting[row] |= lower.bit
         lower.stores_in_flight += len(rows)
+        if lower.admission is not None:
+            lower.admission.sent(job.keys)
         job.begin()
         deadline = now + lower.setup.timeout_seconds
         self.control.emit(lower.position, JobKind.STORE, job.groups, deadline, job, job.formats)
@@ -321,17 +378,18 @@ class DemotionJob(LowerTransfer):
         self.demotions = demotions
         self.stored: list[tuple[int, int]] = []
         self.over = False
-        self.epoch = demotions.control.epoch
+        self.resets = demotions.control.resets
 
     def finish(self, result: JobResult, now: float) -> None:
         outcomes = self.outcomes_of(result)
-        self.stored = self.finish_store(outcomes, result.bytes_moved, now, self.epoch == self.demotions.control.epoch)
+        current = self.resets == self.demotions.control.resets
+        self.stored = self.finish_store(outcomes, result.bytes_moved, now, current)
         full = [i for i, outcome in enumerate(outcomes) if outcome.reason is DropReason.DISK_FULL]
         again = self.demotions.disk_full(self, full, now) if full else set()
         for i, outcome in enumerate(outcomes):
             if not outcome.ok and i not in again:
                 self.lower.counters.count(outcome)
-        self.judge_room(outcomes, self.lower.owned is not None and len(again) < len(full), now)
+        self.judge_room(outcomes, len(again) < len(full), now)
         self.lower.store_order.ended(self)
         self.release()
         self._unpin_rows(again)

@@ -35,7 +35,7 @@ class LoadRequest(StackRequest, RowRequest):
     def __init__(self, promotions: Promotions, job: TransferJob, now: float, age: int) -> None:
         StackRequest.__init__(self, promotions.control, job, now)
         RowRequest.__init__(self, promotions, age)
-        self.epoch = self.control.epoch
+        self.resets = self.control.resets
         self.filling = 0
         self.arrived: list[tuple[int, int]] = []
 
@@ -81,10 +81,10 @@ class LoadRequest(StackRequest, RowRequest):
 
         No other request loses a row by it, so it needs no admission.
         """
-        if self._copy_all():
+        if self._copy_all(now):
             return True
         self.promote(0, None, now)
-        self.copy_arrived()
+        self.copy_arrived(now)
         return False
 
     def advance(self, now: float) -> int:
@@ -93,7 +93,7 @@ class LoadRequest(StackRequest, RowRequest):
         rooms = promotions.rooms(now)
         while self.todo and self.promote(min(control.cpu.available, window - self.moving), rooms, now):
             pass
-        self.copy_arrived()
+        self.copy_arrived(now)
         if control.cpu.available or not rooms:
             return 0
         return max(0, min(len(self.todo), window - self.moving))
@@ -113,7 +113,7 @@ class LoadRequest(StackRequest, RowRequest):
     def _miss(self, index: int) -> None:
         self.complete(index, MISSING)
 
-    def _copy_all(self) -> bool:
+    def _copy_all(self, now: float) -> bool:
         """The usual case in a few batch calls: every block is in a row. False when there is more to look at.
 
         Their use is recorded when they have been copied, not now: until then they are pinned.
@@ -128,16 +128,18 @@ class LoadRequest(StackRequest, RowRequest):
         control.cpu_counters.hits += len(found)
         self.todo.clear()
         self.walked = True
-        self._copy(self.all, found)
+        self._copy(self.all, found, now)
         return True
 
-    def copy_arrived(self) -> None:
+    def copy_arrived(self, now: float) -> None:
         """Copy the blocks in pinned rows to the GPU."""
         if self.arrived:
             arrived, self.arrived = self.arrived, []
-            self._copy([index for index, _ in arrived], [row for _, row in arrived])
+            self._copy([index for index, _ in arrived], [row for _, row in arrived], now)
 
-    def _copy(self, indices: Sequence[int], rows: list[int]) -> None:
+    def _copy(self, indices: Sequence[int], rows: list[int], now: float) -> None:
+        if not self.promotions.demotions.admits_all:
+            self.promotions.demotions.used(rows[::-1], now)
         self.in_copy.update(indices)
         groups = self.transfers(indices, rows)
         self.control.emit(CPU_TIER, JobKind.LOAD, groups, None, CopyJob(self, indices, rows, groups))
@@ -160,7 +162,7 @@ class CopyJob(InFlight):
         request.in_copy.difference_update(self.indices)
         request.bytes_moved += result.bytes_moved
         control.cpu_counters.load_bytes += result.bytes_moved
-        if outcomes.count(LOADED) == len(self.indices) == len(outcomes) and request.epoch == control.epoch:
+        if outcomes.count(LOADED) == len(self.indices) == len(outcomes) and request.resets == control.resets:
             self._finish_whole()
             return
         refused: list[tuple[int, int]] = []
@@ -168,7 +170,7 @@ class CopyJob(InFlight):
         for m, generation, outcome in zip(request.order_of(self.indices), issued, outcomes, strict=True):
             index = self.indices[m]
             control.cpu_counters.count(outcome)
-            if outcome.ok and request.epoch != control.epoch:
+            if outcome.ok and request.resets != control.resets:
                 request.complete(index, CANCELLED)
             elif outcome.ok:
                 control.cpu_counters.loaded += 1

@@ -8,7 +8,17 @@ from typing import TypeVar
 
 from kvtier.control.state import REFUSED, InFlight, LowerTier
 from kvtier.control.tiers.breaker import Breaker, BreakerState
-from kvtier.types.jobs import BlockOutcome, BlockStatus, DropReason, JobKind, JobResult, RegionFormat, RowGroup
+from kvtier.types.jobs import (
+    PRESENT,
+    BlockOutcome,
+    BlockStatus,
+    DropReason,
+    JobKind,
+    JobResult,
+    RegionFormat,
+    RowGroup,
+    SkipReason,
+)
 from kvtier.types.keys import GroupIndex, OffloadKey, key_group
 
 T = TypeVar("T")
@@ -106,14 +116,19 @@ class LowerTransfer(InFlight):
         """
         lower = self.lower
         good = [i for i, outcome in enumerate(outcomes) if outcome.ok]
-        lower.counters.stored += len(good)
+        present = outcomes.count(PRESENT)
+        if present:
+            lower.counters.skip(SkipReason.ALREADY_THERE, present)
+        lower.counters.stored += len(good) - present
         lower.counters.store_bytes += bytes_moved
         self._judge(outcomes, now)
         if lower.owned is None:
+            lower.counters.written_bytes += bytes_moved
             for i in good if current else ():
                 lower.index.learn(self.keys[i], True, now)
             return []
         stored = _pick(self.slots, good)
+        lower.counters.written_bytes += lower.owned.placement.slot_bytes(stored)
         lower.owned.commit(stored)
         if len(good) < len(outcomes):
             lower.owned.abort([slot for slot, outcome in zip(self.slots, outcomes, strict=True) if not outcome.ok])

@@ -106,7 +106,7 @@ class Promotions:
 
     def _send(self, lower: LowerTier, wants: Sequence[Want], rows: Sequence[int], now: float) -> None:
         keys = [want.key for want in wants]
-        job = PromotionJob(self, lower, keys, rows, lower.index.slots(keys))
+        job = PromotionJob(self, lower, keys, rows, lower.index.slots(keys), now)
         job.begin()
         self.control.emit(lower.position, JobKind.LOAD, job.groups, now + lower.setup.timeout_seconds, job)
 
@@ -115,17 +115,26 @@ class PromotionJob(LowerTransfer):
     """One load from a lower tier: filling rows, pinned slots."""
 
     def __init__(
-        self, promotions: Promotions, lower: LowerTier, keys: list[OffloadKey], rows: Sequence[int], slots: list[int]
+        self,
+        promotions: Promotions,
+        lower: LowerTier,
+        keys: list[OffloadKey],
+        rows: Sequence[int],
+        slots: list[int],
+        now: float,
     ) -> None:
         super().__init__(lower, JobKind.LOAD, keys, rows, slots)
+        self.sent_at = now
         self.promotions = promotions
         self.control = promotions.control
-        self.epoch = promotions.control.epoch
+        self.resets = promotions.control.resets
 
     def finish(self, result: JobResult, now: float) -> None:
         outcomes = self.outcomes_of(result)
+        if loaded := sum(outcome.ok for outcome in outcomes):  # what fails at once says nothing of a load
+            self.lower.speed.ended(loaded, self.sent_at, now)
         self.release()
-        self.finish_load(outcomes, result.bytes_moved, now, self.epoch == self.control.epoch)
+        self.finish_load(outcomes, result.bytes_moved, now, self.resets == self.control.resets)
         good = [row for row, outcome in zip(self.rows, outcomes, strict=True) if outcome.ok]
         self.control.cpu.commit(good[::-1])
         state = self.control.cpu.table.state
@@ -141,6 +150,7 @@ class PromotionJob(LowerTransfer):
     def late(self, now: float) -> None:
         """What waited goes on without; the entry stays, the rows wait for their I/O."""
         super().late(now)
+        self.lower.speed.ended(len(self.keys), self.sent_at, now)
         self.control.cpu.quarantine(self.rows)
         self.control.fill_ended(self.rows, False, self.lower.position, now)
 

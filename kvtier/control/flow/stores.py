@@ -8,12 +8,15 @@ from itertools import chain
 
 import numpy as np
 
+from kvtier.control.flow.bypassing import unwanted
 from kvtier.control.flow.demotions import Demotions
 from kvtier.control.flow.engine_job import StackRequest
 from kvtier.control.state import CPU_TIER, ControlState, FillWaiter, InFlight
 from kvtier.control.tiers.slot_table import READY
 from kvtier.types.jobs import LATE, PRESENT, STORED, BlockOutcome, DropReason, JobKind, JobResult, TransferJob, dropped
 from kvtier.types.keys import OffloadKey
+
+BYPASSED = dropped(DropReason.BYPASSED)
 
 
 class StoreRequest(StackRequest, FillWaiter):
@@ -25,6 +28,7 @@ class StoreRequest(StackRequest, FillWaiter):
     def __init__(self, control: ControlState, demotions: Demotions, factor: int, job: TransferJob, now: float) -> None:
         super().__init__(control, job, now)
         self.demotions = demotions
+        self._used: set[int] = set()
         for start, group in zip(self.starts, self.groups, strict=True):
             if group.runs.all_whole(len(group.keys), factor):
                 continue
@@ -40,6 +44,8 @@ class StoreRequest(StackRequest, FillWaiter):
             return
         if row is not None:
             self.complete(index, PRESENT)
+            if not self.demotions.admits_all:
+                self.demotions.used((row,), now)
         else:
             self.todo.append(index)
 
@@ -60,6 +66,10 @@ class StoreRequest(StackRequest, FillWaiter):
         """
         control = self.control
         directory, state = control.cpu.directory, control.cpu.table.state
+        if not self.demotions.admits_all:
+            self._use_again(now)  # before room is counted: it pins rows
+        if control.cpu.follower is not None:
+            self._bypass(now)
         room = control.cpu.available
         if room and self._advance_all_new(room):
             return not self.todo
@@ -85,6 +95,24 @@ class StoreRequest(StackRequest, FillWaiter):
         for index in again:
             control.wait_for_fill(directory[self.keys[index]], self, index)
         return not self.todo
+
+    def _use_again(self, now: float) -> None:
+        """Rows that hold what is stored once more are offered again: once, or they would never be clean for long."""
+        found = map(self.control.cpu.ready, map(self.keys.__getitem__, reversed(self.todo)))
+        rows = [row for row in found if row is not None and row not in self._used]
+        self._used.update(rows)
+        self.demotions.used(rows, now)
+
+    def _bypass(self, now: float) -> None:
+        """Drop the blocks that neither the CPU tier nor a tier below would keep if it had them."""
+        directory = self.control.cpu.directory
+        fresh = list(dict.fromkeys(key for key in map(self.keys.__getitem__, self.todo) if key not in directory))
+        if bypassed := unwanted(self.control, fresh, now):
+            for index in self.todo:
+                if self.keys[index] in bypassed:
+                    self.complete(index, BYPASSED)
+                    self.control.cpu_counters.count(BYPASSED)
+            self.todo = deque(index for index in self.todo if self.outcomes[index] is None)
 
     def _advance_all_new(self, room: int) -> bool:
         """The usual case in a few batch calls: no key of the rest is known. False when there is more to look at."""
@@ -113,7 +141,7 @@ class FillJob(InFlight):
         self.request = request
         self.indices = indices
         self.rows = rows
-        self.epoch = request.control.epoch
+        self.resets = request.control.resets
 
     def finish(self, result: JobResult, now: float) -> None:
         request, control = self.request, self.request.control
@@ -121,7 +149,7 @@ class FillJob(InFlight):
         request.in_copy.difference_update(self.indices)
         request.bytes_moved += result.bytes_moved
         control.cpu_counters.store_bytes += result.bytes_moved
-        if outcomes.count(STORED) == len(outcomes) == len(self.rows) and self.epoch == control.epoch:
+        if outcomes.count(STORED) == len(outcomes) == len(self.rows) and self.resets == control.resets:
             self._finish_whole(now)
             return
         in_order = dict(zip(request.order_of(self.indices), outcomes, strict=True))

@@ -2,25 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from kvtier.control.policies.arc import ARC
-from kvtier.control.policies.base import EvictionPolicy
+from kvtier.control.policies.base import EvictionPolicy, RequestModel, RequestPolicy
 from kvtier.control.policies.lru import LRU
+from kvtier.control.policies.reuse import Reuse
 from kvtier.errors import ConfigError
 from kvtier.types.keys import OffloadKey
 
-POLICIES: dict[str, type[EvictionPolicy]] = {"arc": ARC, "lru": LRU}
+POLICIES: dict[str, type[EvictionPolicy]] = {"arc": ARC, "lru": LRU, "reuse": Reuse}
 
-__all__ = ["ARC", "LRU", "POLICIES", "EvictionPolicy", "make_policy"]
+__all__ = [
+    "ARC",
+    "LRU",
+    "POLICIES",
+    "EvictionPolicy",
+    "RequestModel",
+    "RequestModels",
+    "RequestPolicy",
+    "Reuse",
+    "make_policy",
+    "policy_class",
+]
+
+ModelT = TypeVar("ModelT", bound=RequestModel)
 
 
-def make_policy(name: str, num_slots: int, keys: Sequence[OffloadKey | None]) -> EvictionPolicy:
+class RequestModels:
+    """The models of one stack: one of each type that a policy or an admission asks for. `policies`: the tiers'."""
+
+    def __init__(self, policies: Iterable[str | type[EvictionPolicy]] = ()) -> None:
+        self._models: dict[type[RequestModel], RequestModel] = {}
+        for kind in map(policy_class, policies):
+            if issubclass(kind, RequestPolicy):
+                self.of(kind.MODEL)
+
+    def __iter__(self) -> Iterator[RequestModel]:
+        return iter(self._models.values())
+
+    def of(self, kind: type[ModelT]) -> ModelT:
+        """The stack's model of this type, made at the first call."""
+        model = self._models.get(kind)
+        if model is None:
+            model = self._models[kind] = kind()
+        assert isinstance(model, kind)
+        return model
+
+
+def policy_class(policy: str | type[EvictionPolicy]) -> type[EvictionPolicy]:
+    """The class of a policy by its name in `POLICIES`; a class is its own. Raises ConfigError for an unknown name."""
+    kind = POLICIES.get(policy) if isinstance(policy, str) else policy
+    if kind is None:
+        raise ConfigError(f"unknown policy {policy!r}; use one of {', '.join(sorted(POLICIES))}", "policy")
+    return kind
+
+
+def make_policy(
+    policy: str | type[EvictionPolicy],
+    num_slots: int,
+    keys: Sequence[OffloadKey | None],
+    models: RequestModels | None = None,
+) -> EvictionPolicy:
     """A new policy over slots 0 .. num_slots - 1; `keys` is the tier's own list, read but never changed.
 
-    Raises ConfigError for a name that is not in `POLICIES`.
+    One that follows requests shares the model of its type in `models` with the stack's other tiers. Raises ConfigError
+    for a name that is not in `POLICIES`.
     """
-    policy = POLICIES.get(name)
-    if policy is None:
-        raise ConfigError(f"unknown policy {name!r}; use one of {', '.join(sorted(POLICIES))}", "policy")
-    return policy(num_slots, keys)
+    kind = policy_class(policy)
+    if issubclass(kind, RequestPolicy):
+        return kind(num_slots, keys, (models or RequestModels()).of(kind.MODEL))
+    return kind(num_slots, keys)

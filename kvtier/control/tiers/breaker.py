@@ -1,4 +1,7 @@
-"""A circuit breaker without a clock of its own: closed, open after repeated errors, half-open after a pause."""
+"""A circuit breaker without a clock of its own: closed, open after repeated errors, half-open after a pause.
+
+A tier that is held back has breakers in a fourth state, which they do not leave.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ class BreakerState(StrEnum):
     CLOSED = "closed"
     OPEN = "open"
     HALF_OPEN = "half_open"
+    HELD_BACK = "held_back"
 
 
 class Breaker:
@@ -18,15 +22,26 @@ class Breaker:
         self.threshold = threshold
         self.pause_seconds = pause_seconds
         self.state = BreakerState.CLOSED
-        self.opened = 0
+        self.entered = dict.fromkeys(BreakerState, 0)
+        """How often each state was entered."""
         self._failures = 0
         self._retry_at = 0.0
         self._probing = False
 
+    @property
+    def opened(self) -> int:
+        """How often it opened."""
+        return self.entered[BreakerState.OPEN]
+
+    def _enter(self, state: BreakerState) -> None:
+        if state is not self.state:
+            self.state = state
+            self.entered[state] += 1
+
     def allows(self, now: float) -> bool:
         """True if a job may be sent. In the half-open state that is one job, until its outcome is recorded."""
         if self.state is BreakerState.OPEN and now >= self._retry_at:
-            self.state = BreakerState.HALF_OPEN
+            self._enter(BreakerState.HALF_OPEN)
             self._probing = False
         return self.state is BreakerState.CLOSED or (self.state is BreakerState.HALF_OPEN and not self._probing)
 
@@ -36,16 +51,22 @@ class Breaker:
 
     def succeeded(self) -> None:
         """A job did what it should: close."""
+        if self.state is BreakerState.HELD_BACK:
+            return
         self._failures = 0
         self._probing = False
-        self.state = BreakerState.CLOSED
+        self._enter(BreakerState.CLOSED)
 
     def failed(self, now: float) -> None:
         """A job erred or was late."""
+        if self.state is BreakerState.HELD_BACK:
+            return
         self._failures += 1
         if self.state is BreakerState.HALF_OPEN or self._failures >= self.threshold:
-            if self.state is not BreakerState.OPEN:
-                self.opened += 1
-            self.state = BreakerState.OPEN
+            self._enter(BreakerState.OPEN)
             self._retry_at = now + self.pause_seconds
             self._probing = False
+
+    def hold_back(self) -> None:
+        """No job may be sent any more, whatever becomes of those in flight."""
+        self._enter(BreakerState.HELD_BACK)

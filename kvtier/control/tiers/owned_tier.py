@@ -5,11 +5,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from kvtier.control.policies import make_policy
+from kvtier.control.policies import EvictionPolicy, RequestModels, RequestPolicy, make_policy
 from kvtier.control.tiers.placement import Placement
+from kvtier.control.tiers.size_curve import SizeCurve
 from kvtier.control.tiers.slot_table import FILLING, FREE, QUARANTINED, READY, RETIRED, SlotTable
 from kvtier.control.tiers.tier_index import TierIndex
 from kvtier.errors import IntegrityError
+from kvtier.tier_api.block_age import BlockAges
 from kvtier.tier_api.contract import Recovered, SlotSpace
 from kvtier.types.keys import OffloadKey, key_group
 
@@ -17,18 +19,32 @@ ERRORS_TO_RETIRE = 2
 
 
 class OwnedTier(TierIndex):
-    """Directory, slots and eviction of a tier whose placement belongs to the control plane."""
+    """Directory, slots and eviction of a tier whose placement belongs to the control plane.
 
-    def __init__(self, name: str, space: SlotSpace, policy: str) -> None:
+    `follower` is the policy if it follows requests; it shares a model in `models` with those of other tiers. Where
+    blocks have `ages`, new generations are times. `curve` is what other sizes would hit, where that is counted.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        space: SlotSpace,
+        policy: str | type[EvictionPolicy],
+        models: RequestModels | None = None,
+        ages: BlockAges | None = None,
+    ) -> None:
         super().__init__(name)
         self.space = space
-        self.table = SlotTable(space.num_slot_ids)
+        self.table = SlotTable(space.num_slot_ids, int if ages is None else ages.now_ns)
         self.pin = self.table.pin  # type: ignore[method-assign]  # pins are many: no call between
         self.placement = Placement(space, self.table)
-        self.policy = make_policy(policy, space.num_slot_ids, self.table.keys)
+        self.policy = make_policy(policy, space.num_slot_ids, self.table.keys, models)
+        self.follower = self.policy if isinstance(self.policy, RequestPolicy) else None
         self.directory: dict[OffloadKey, int] = {}
         self.evictions = 0
+        self.expired = 0
         self.peak_bytes = 0
+        self.curve: SizeCurve | None = None
         self._errors: dict[int, int] = {}
 
     # -- opening -------------------------------------------------------------------------------------------------
@@ -53,7 +69,7 @@ class OwnedTier(TierIndex):
             self.placement.occupy(size, taken)
         table.begin_fill(slots, keys)
         table.set_generations(slots, recovered.generations.tolist())
-        self.commit(slots)
+        self.commit(slots, recovered=True)
         self._note_peak()
 
     def _size_of(self, key: OffloadKey) -> int:
@@ -83,6 +99,26 @@ class OwnedTier(TierIndex):
                 break
             start = end
         return slots
+
+    def bypassed(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Those of the keys, given in prefix order, that are worth less than what they would evict.
+
+        None of the keys may be in the directory. Empty where the policy does not follow requests, and while there is
+        room.
+        """
+        if self.follower is None or self.placement.has_unformatted:
+            return []
+        if self.placement.one_size:
+            return self._bypassed_of_size(0, keys)
+        sizes = {self._size_of(key): None for key in keys}
+        of_size = ((size, [key for key in keys if self._size_of(key) == size]) for size in sizes)
+        return [key for size, some in of_size for key in self._bypassed_of_size(size, some)]
+
+    def _bypassed_of_size(self, size: int, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        evictions = len(keys) - self.placement.free_count[size]
+        if evictions <= 0 or self.follower is None:
+            return []
+        return [keys[index] for index in self.follower.bypass(keys, evictions, self.table.pins)]
 
     def _reserve_run(self, size: int, keys: Sequence[OffloadKey], limits: list[int] | None) -> list[int]:
         room = self.placement.free_count[size] + self.table.evictable
@@ -178,7 +214,7 @@ class OwnedTier(TierIndex):
         self.evictions += count
         self.placement.give_back(victims)
 
-    def commit(self, slots: Sequence[int]) -> None:
+    def commit(self, slots: Sequence[int], recovered: bool = False) -> None:
         """FILLING -> READY; ends the fill's hold. The last slot becomes the most recent. Slots quarantined meanwhile
         (by a reset) are freed instead."""
         state, pins, names, added = self.table.state, self.table.pins, self.table.keys, self._changed(False)
@@ -196,7 +232,10 @@ class OwnedTier(TierIndex):
         self.table.evictable += free_now
         self.table.counts[FILLING] -= len(slots)
         self.table.counts[READY] += len(slots)
-        self.policy.insert(slots)
+        if recovered and self.follower is not None:
+            self.follower.recover(slots)
+        else:
+            self.policy.insert(slots)
         if not self.placement.one_size:
             self.placement.used(slots)
 
@@ -294,6 +333,8 @@ class OwnedTier(TierIndex):
         for slot in ready:
             self._unlink_ready(slot)
         self.quarantine([slot for slot in range(len(state)) if state[slot] == FILLING])
+        if self.curve is not None:
+            self.curve.reset()
 
     def _changed(self, removed: bool) -> list[OffloadKey]:
         """The list to append changes of one kind to; a new one whenever the kind alternates, so order is kept."""

@@ -68,6 +68,12 @@ class Placement:
     def region_of(self, slot: int) -> int:
         return slot // self.per_region
 
+    def slot_bytes(self, slots: Sequence[int]) -> int:
+        """The bytes of these slots, headers and padding included."""
+        if self.one_size:
+            return len(slots) * self.sizes[0]
+        return sum(self.sizes[self.region_size[self.region_of(slot)]] for slot in slots)
+
     def restore(self, formats: Sequence[RegionFormat]) -> None:
         """Take over the regions found when the tier was opened; sizes this layout does not use stay unformatted."""
         for made in formats:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvtier.control.tiers.breaker import Breaker
 from kvtier.control.tiers.tier_index import TierIndex
 from kvtier.tier_api.contract import LookupResult
 from kvtier.types.keys import OffloadKey
@@ -12,15 +13,26 @@ from kvtier.types.keys import OffloadKey
 class SharedTier(TierIndex):
     """What is believed about keys of a shared tier. A hint expires; a key without one is unknown until asked for.
 
+    That a key is there is believed for `hit_hint_seconds`, that it is not for `miss_hint_seconds`: others store too.
     A key that is not answered for by its deadline counts as absent until that hint expires. The deadline runs from
-    the first question on, however often the backend says RETRY.
+    the first question on, however often the backend says RETRY. A backend that says nothing else is not asked for a
+    while, during which unknown keys are absent: requests would wait for each of their lookups until its deadline.
     """
 
-    def __init__(self, name: str, hint_seconds: float, lookup_timeout_seconds: float, max_hints: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        hit_hint_seconds: float,
+        miss_hint_seconds: float,
+        lookup_timeout_seconds: float,
+        max_hints: int,
+    ) -> None:
         super().__init__(name)
-        self.hint_seconds = hint_seconds
+        self.hit_hint_seconds = hit_hint_seconds
+        self.miss_hint_seconds = miss_hint_seconds
         self.lookup_timeout_seconds = lookup_timeout_seconds
         self.max_hints = max_hints
+        self.lookup_breaker = Breaker()
         self._hints: dict[OffloadKey, tuple[bool, float]] = {}
         self._asked: dict[OffloadKey, float] = {}
         self._open: dict[OffloadKey, None] = {}
@@ -37,7 +49,7 @@ class SharedTier(TierIndex):
             self._answered(key)
             self.learn(key, False, now)
             return False
-        return None
+        return None if self.lookup_breaker.allows(now) else False
 
     def request(self, key: OffloadKey, now: float) -> None:
         """Put a question about an unknown key, unless one is open."""
@@ -56,6 +68,10 @@ class SharedTier(TierIndex):
 
     def answer(self, keys: Sequence[OffloadKey], results: Sequence[LookupResult], now: float) -> None:
         """The backend's answers; RETRY leaves the key unknown, to be asked for again."""
+        if all(result is LookupResult.RETRY for result in results):
+            self.lookup_breaker.failed(now)
+        else:
+            self.lookup_breaker.succeeded()
         for key, result in zip(keys, results, strict=True):
             if result is LookupResult.RETRY:
                 self._open.pop(key, None)
@@ -65,8 +81,11 @@ class SharedTier(TierIndex):
 
     def learn(self, key: OffloadKey, present: bool, now: float) -> None:
         """Something was found out about a key (a lookup, a store, a load that missed)."""
+        self._believe(key, present, now + (self.hit_hint_seconds if present else self.miss_hint_seconds))
+
+    def _believe(self, key: OffloadKey, present: bool, until: float) -> None:
         self._hints.pop(key, None)
-        self._hints[key] = (present, now + self.hint_seconds)
+        self._hints[key] = (present, until)
         if len(self._hints) > self.max_hints:
             for oldest in list(self._hints)[: len(self._hints) - self.max_hints * 3 // 4]:
                 del self._hints[oldest]

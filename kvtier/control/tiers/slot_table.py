@@ -12,7 +12,7 @@ format, or with a format of fewer slots.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 
 import numpy as np
@@ -37,10 +37,11 @@ ABSENT, FREE, FILLING, READY, QUARANTINED, RETIRED = (int(state) for state in Sl
 class SlotTable:
     """Flat arrays indexed by slot id. Batch methods; every method keeps `counts` equal to the states.
 
-    `generations` is a view of `generation`, for many slots at once.
+    `generations` is a view of `generation`, for many slots at once. New ones count up, and are `now_ns()` at least.
     """
 
-    def __init__(self, num_slot_ids: int) -> None:
+    def __init__(self, num_slot_ids: int, now_ns: Callable[[], int] = int) -> None:
+        self.now_ns = now_ns
         self.state = bytearray(num_slot_ids)
         self.pins = array("I", bytes(4 * num_slot_ids))
         self.generation = array("Q", bytes(8 * num_slot_ids))
@@ -67,7 +68,7 @@ class SlotTable:
     def begin_fill(self, slots: Sequence[int], keys: Sequence[OffloadKey]) -> None:
         """FREE -> FILLING with a fresh generation and one pin, for `keys[i]` in `slots[i]`."""
         state, pins, generation, names = self.state, self.pins, self.generation, self.keys
-        fresh = self.next_generation
+        fresh = max(self.next_generation, self.now_ns())
         for slot, key in zip(slots, keys, strict=True):
             if state[slot] != FREE:
                 raise IntegrityError(f"slot {slot} is {SlotState(state[slot]).name}, cannot be filled")

@@ -32,6 +32,18 @@ class TierIndex:
     def request(self, key: OffloadKey, now: float) -> None:
         """Have a key looked up whose presence is unknown, unless that lookup is in flight."""
 
+    def find(self, keys: Sequence[OffloadKey], now: float) -> list[bool | None]:
+        """The presence of each key of a request, given in prefix order; what is unknown is looked up."""
+        presences = self.presences(keys, now)
+        for key, presence in zip(keys, presences, strict=True):
+            if presence is None:
+                self.request(key, now)
+        return presences
+
+    def presences(self, keys: Sequence[OffloadKey], now: float) -> list[bool | None]:
+        """The presence of each key. Nothing is looked up."""
+        return [self.presence(key, now) for key in keys]
+
     def take_queries(self) -> list[OffloadKey]:
         """The keys to look up that were not taken before."""
         queries, self.queries = self.queries, []

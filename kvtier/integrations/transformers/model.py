@@ -16,6 +16,7 @@ import torch
 import xxhash
 
 from kvtier.errors import ConfigError
+from kvtier.integrations.fingerprint import computed_state, computing_modules, tensor_pieces
 from kvtier.integrations.transformers.hashing import HASH_ALGORITHM, HASH_SEED
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 from kvtier.types.namespace import Namespace
@@ -28,8 +29,6 @@ LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 WHOLE_PROMPT_ROPE = ("dynamic", "longrope", "su")
 """Parts of the names of rotary embeddings whose keys depend on the length of the whole prompt."""
 
-
-PIECE_BYTES = 64 << 20
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 LayerKV = tuple[tuple[int, int], tuple[int, int]]
@@ -96,6 +95,7 @@ def namespace(model: PreTrainedModel, kv: ModelKV, layout: KVLayout, weights: st
             "revision": str(getattr(model.config, "_commit_hash", "") or ""),
             "attention": str(getattr(config, "_attn_implementation", "")),
             "config": hashlib.sha256(model.config.to_json_string().encode()).hexdigest(),
+            "computed": computed_state(computing_modules(model)),
             "kv_heads": hashlib.sha256(heads.encode()).hexdigest(),
         },
     )
@@ -151,8 +151,6 @@ def fingerprint(model: PreTrainedModel) -> str:
                 "weights",
             )
         digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
-        flat = tensor.detach().reshape(-1)
-        step = PIECE_BYTES // tensor.element_size()
-        for start in range(0, len(flat), step):
-            digest.update(flat[start : start + step].contiguous().view(torch.uint8).cpu().numpy().data)
+        for piece in tensor_pieces(tensor):
+            digest.update(piece)
     return digest.hexdigest()

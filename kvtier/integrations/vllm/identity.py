@@ -1,92 +1,125 @@
 """What tells the KV bytes of one model from those of another, as the workers of an engine find it.
 
-The scheduler builds its side without vLLM's whole configuration; the workers have it, and the weights. They write
-it into the shared region as a note, and the coordinator adds it to the namespace before it opens a lower tier.
+The scheduler builds its side without vLLM's whole configuration and without the model; the workers have both. They
+write what they see into the shared region as a note, and the coordinator adds it to the namespace before it opens a
+lower tier. The weights are identified by the contents of their files alone, so that hosts share blocks whatever the
+folders and times of their copies are.
 """
 
+import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
+from itertools import chain
+from typing import Any
 
+from torch import nn
+from vllm.config import VllmConfig
 from vllm.config.vllm import get_current_vllm_config_or_none
 
 from kvtier.errors import ConfigError
+from kvtier.integrations.digests import ContentDigests, FilesChanged
+from kvtier.integrations.fingerprint import computed_state, computing_modules
+from kvtier.integrations.vllm.model_modules import attention_layers
+from kvtier.integrations.vllm.weight_files import WeightFiles, changed_since_start, weight_files
 from kvtier.types.dtypes import canonical_dtype
 from kvtier.types.geometry import KVLayout
 from kvtier.types.namespace import Namespace
 
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
-SAMPLES = 16
-SAMPLE_BYTES = 65536
+PLACES = ("_name_or_path",)
+"""Fields of a model's configuration that say where it lies on this host."""
 
 _log = logging.getLogger(__name__)
 
 
-def worker_note(layout: KVLayout) -> str:
-    """This worker's note as JSON: its pages, model, weights, hash algorithm. Equal on all workers of an engine."""
-    known: dict[str, str] = {"pages": _digest(repr([(group.refs, group.padding_bytes) for group in layout.groups]))}
+def worker_note(layout: KVLayout, models: Sequence[nn.Module]) -> str:
+    """This worker's note as JSON: its pages, its `models` and their layers, files of weights, hash algorithm."""
+    known: dict[str, Any] = {"pages": _digest(repr([(group.refs, group.padding_bytes) for group in layout.groups]))}
     config = get_current_vllm_config_or_none()
     if config is not None:
         model = config.model_config
+        fields = {key: value for key, value in model.hf_config.to_dict().items() if key not in PLACES}
+        layers = _cached_layers(config)
+        files = weight_files(config)
         known |= {
             "revision": str(model.revision),
-            "model_config": _digest(json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str)),
-            "weights": weights_identity(Path(model.model)),
+            "model_config": _digest(json.dumps(fields, sort_keys=True, default=str)),
+            "architectures": ",".join(model.architectures),
             "hash_algorithm": str(config.cache_config.prefix_caching_hash_algo),
             "cache_dtype": canonical_dtype(str(config.cache_config.cache_dtype)),
-            "attention_backend": str(config.attention_config.backend),
             "quantization": str(model.quantization),
+            "load_format": str(config.load_config.load_format),
+            "attention": ",".join(sorted({_kind(layer) for _, layer in layers})),
+            "computed": computed_state(chain(layers, _computing_modules(models))),
+            "files": None if files is None else files.to_json(),
+            "changed": files is not None and changed_since_start(files),
         }
+        if config.lora_config is not None and config.lora_config.lora_dtype not in ("auto", model.dtype):
+            known["lora_dtype"] = str(config.lora_config.lora_dtype)
     return json.dumps(known, sort_keys=True)
 
 
-def refine(namespace: Namespace, notes: Sequence[str]) -> Namespace:
-    """The namespace with what the workers' notes add. Raises ConfigError if they differ, or if nothing identifies the
-    weights: the operator has to name them then."""
-    if len(set(notes)) != 1:
+def _cached_layers(config: VllmConfig) -> list[tuple[str, nn.Module]]:
+    """The layers that have a KV cache, by their names. Empty KV caches are those of encoders."""
+    return [(name, layer) for name, layer in attention_layers(config).items() if hasattr(layer, "get_kv_cache_spec")]
+
+
+def _computing_modules(models: Sequence[nn.Module]) -> Iterable[tuple[str, nn.Module]]:
+    if not models:
+        raise ConfigError("the model around vLLM's attention layers was not found: kvtier cannot tell what it computes")
+    for number, model in enumerate(sorted(models, key=lambda model: type(model).__qualname__)):
+        for name, module in computing_modules(model):
+            yield f"{number}.{name}", module
+
+
+def _kind(layer: Any) -> str:
+    """The attention that a layer really has: backend, its implementation, and on CPUs the order of K in a block."""
+    implementation = type(getattr(layer, "impl", None)).__name__
+    return f"{layer.get_attn_backend().get_name()}/{implementation}/{getattr(layer, 'isa', '')}"
+
+
+async def refine(namespace: Namespace, notes: Sequence[str]) -> Namespace:
+    """The namespace with what the workers' notes add. Takes as long as reading the weights, the first time.
+
+    Raises ConfigError if the workers differ, or if nothing identifies the weights: the operator has to name them then.
+    Raises FilesChanged if the files are not those that were loaded.
+    """
+    found: list[dict[str, Any]] = [json.loads(note or "{}") for note in notes]
+    computed = [str(each.pop("computed", "")) for each in found]  # a rank may compute with experts of its own
+    changed = [bool(each.pop("changed", False)) for each in found]
+    if any(each != found[0] for each in found):
         raise ConfigError(f"the workers of this engine disagree about the model: {sorted(set(notes))}", "workers")
-    known: dict[str, str] = json.loads(notes[0]) if notes[0] else {}
-    weights = known.pop("weights", "")
-    algorithm = known.pop("hash_algorithm", "")
+    known, files = found[0], found[0].pop("files", None)
+    algorithm = str(known.pop("hash_algorithm", ""))
     if "xxhash" in algorithm:
         _log.warning(
             "prefix_caching_hash_algo %s draws a new seed in every process unless PYTHONHASHSEED is set: "
             "without it nothing on disk is ever hit after a restart; use sha256",
             algorithm,
         )
-    return with_weights(replace(namespace, hash_algorithm=algorithm), weights, "stack.namespace", known)
-
-
-def with_weights(namespace: Namespace, weights: str, tag_key: str, extra: Mapping[str, str]) -> Namespace:
-    """The namespace of these weights, with `extra` beside what it has.
-
-    Raises ConfigError if neither a digest of weights nor the operator's tag, whose key is `tag_key`, identifies them.
-    """
-    if not weights and not namespace.tag:
+    if not files and not namespace.tag:
         raise ConfigError(
-            "is required: nothing tells these weights from others of the same model, so name them yourself", tag_key
+            "is required: nothing tells these weights from others of the same model, so name them yourself",
+            "stack.namespace",
         )
-    return replace(namespace, weights=weights, extra={**namespace.extra, **extra})
+    if any(changed):
+        raise FilesChanged("files of weights were changed after this process had started; restart it")
+    if files:
+        weights = await _digest_files(WeightFiles.from_json(files))
+        namespace = replace(namespace, weights=weights, model=str(known.pop("architectures")))
+    extra = {**namespace.extra, **known, "computed": _digest(json.dumps(computed))}
+    return replace(namespace, hash_algorithm=algorithm, extra=extra)
 
 
-def weights_identity(folder: Path) -> str:
-    """A digest of a local model's weight files: names, sizes, times and samples of their bytes. Empty if there are
-    none, as for a model that is fetched by name."""
-    files = sorted({path for pattern in WEIGHTS for path in folder.glob(pattern)}) if folder.is_dir() else []
-    if not files:
-        return ""
-    digest = hashlib.sha256()
-    for path in files:
-        found = path.stat()
-        digest.update(f"{path.name} {found.st_size} {found.st_mtime_ns}\n".encode())
-        with path.open("rb") as file:
-            for sample in range(SAMPLES):
-                file.seek(max(0, found.st_size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
-                digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()[:32]
+async def _digest_files(files: WeightFiles) -> str:
+    digests = ContentDigests()
+    try:
+        return await asyncio.to_thread(files.digest, digests)
+    except asyncio.CancelledError:
+        digests.cancel()
+        raise
 
 
 def _digest(text: str) -> str:

@@ -9,6 +9,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvtier.config import StackConfig, load_stack, parse_stack
 from kvtier.errors import ConfigError
+from kvtier.integrations.vllm.compat import UNTESTED_KEY, engine_version
 from kvtier.tier_api.registry import discover
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 from kvtier.types.keys import GPU, GROUP_BYTES, OffloadKey
@@ -17,6 +18,7 @@ from kvtier.types.namespace import Namespace
 KEYS = frozenset(
     {
         "stack",
+        UNTESTED_KEY,
         "spec_name",
         "spec_module_path",
         "blocks_per_chunk",
@@ -24,9 +26,10 @@ KEYS = frozenset(
         "offload_prompt_only",
         "self_describing_kv_events",
         "canonical_layout",
+        "sync_load_budget_bytes",
     }
 )
-"""The keys of `kv_connector_extra_config`: `stack`, and those that vLLM itself reads."""
+"""The keys of `kv_connector_extra_config`: `stack`, the consent to a release, and those that vLLM itself reads."""
 CLOSE_SECONDS = 3.0
 """vLLM gives a process five seconds to end; a stack file may set less."""
 RESTART_SECONDS = 30.0
@@ -83,6 +86,11 @@ def _stack_config(config: OffloadingConfig) -> StackConfig:
     unknown = sorted(set(extra) - KEYS)
     if unknown:
         raise ConfigError(f"is no key of kv_connector_extra_config; known are {', '.join(sorted(KEYS))}", unknown[0])
+    if extra.get("sync_load_budget_bytes", 0) != 0:
+        raise ConfigError(
+            "must be 0 or absent: a load within the step would wait behind the copies of other requests",
+            "sync_load_budget_bytes",
+        )
     stack = extra.get("stack")
     if isinstance(stack, str):
         described = load_stack(stack)
@@ -105,7 +113,12 @@ def _for_engine(config: StackConfig, engine: int, engines: int) -> StackConfig:
     lower = [options for options in config.tiers if backends.get(options.type).medium != GPU]
     tiers = tuple(options.for_engine(RESTART_SECONDS).share(engine, engines) for options in lower)
     close_seconds = min(config.close_timeout_seconds, CLOSE_SECONDS)
-    return config.model_copy(update={"tiers": tiers, "close_timeout_seconds": close_seconds})
+    update: dict[str, object] = {"tiers": tiers, "close_timeout_seconds": close_seconds}
+    update["record"] = config.record and config.record.share(engine, engines)
+    if engines > 1:
+        paths = {"state_dir": config.state_dir, "stats_socket": config.stats_socket}
+        update |= {name: f"{path}-{engine}" for name, path in paths.items() if path}
+    return config.model_copy(update=update)
 
 
 def _check_parallel(config: OffloadingConfig) -> None:
@@ -132,6 +145,11 @@ def _nominal_layout(config: OffloadingConfig) -> KVLayout:
     page = TensorRef(0, config.worker_kv_bytes_per_block)
     groups = tuple(GroupLayout((page,), group.tokens_per_block) for group in config.groups)
     return KVLayout(groups, config.parallel.world_size, config.cache.blocks_per_chunk, config.replicated_layout)
+
+
+def release() -> str:
+    """vLLM's version without its local build tag: another release may compute or lay out other bytes."""
+    return engine_version().partition("+")[0]
 
 
 def worker_layout(nominal: KVLayout, group_refs: list[list[tuple[int, int]]]) -> KVLayout:
@@ -161,7 +179,7 @@ def namespace(config: OffloadingConfig, tag: str) -> Namespace:
         dtype=config.model.dtype,
         tag=tag,
         extra={
-            "engine": "vllm",
+            "engine": f"vllm {release()}",
             "kv_cache_layout": str(config.kv_cache_layout),
             "tensor_parallel_size": str(parallel.tp_size),
             "tokens_per_hash": str(config.cache.tokens_per_hash),

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
-import io
-import os
-import socket
-import subprocess
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +10,9 @@ import pytest
 from kvtier.errors import UsageError
 from kvtier.testing.conformance.base import PLACE, ConformanceBase
 from kvtier.testing.driver import Driver
-from kvtier.testing.trace import in_fresh_loop, leaving_no_trace
+from kvtier.testing.trace import in_fresh_loop, leaving_no_trace, refusing_io
 from kvtier.tier_api.contract import AnswersLookups, LoadStore, Opened
 from kvtier.types.jobs import BlockStatus, JobResult, TransferJob
-
-WATCHED = (
-    (builtins, "open"),
-    (io, "open"),
-    (os, "open"),
-    (os, "mkdir"),
-    (os, "listdir"),
-    (os, "scandir"),
-    (os, "memfd_create"),
-    (socket, "socket"),
-    (subprocess, "Popen"),
-    (threading.Thread, "start"),
-)
-
-
-def _refuse(name: str) -> Any:
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise AssertionError(f"a constructor called {name}; all I/O belongs into open")
-
-    return refuse
 
 
 async def _refused(tier: LoadStore, job: TransferJob) -> None:
@@ -58,9 +32,7 @@ class LifecycleTests(ConformanceBase):
     def test_a_constructor_does_no_io(self, tmp_path: Path) -> None:
         place = tmp_path / PLACE
         self.make(place)  # what is imported on first use has been imported now
-        with leaving_no_trace(), pytest.MonkeyPatch.context() as patch:
-            for owner, name in WATCHED:
-                patch.setattr(owner, name, _refuse(name))
+        with leaving_no_trace(), refusing_io():
             self.make(place)
 
     @in_fresh_loop

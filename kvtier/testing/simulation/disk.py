@@ -16,7 +16,8 @@ class DiskFile:
 
     `undo` holds what every write since the last flush has overwritten, as (first sector, bytes), oldest first.
     `misplaced[s]` is where the write was meant to go that put there what sector s holds, as (file, sector).
-    `final_name` is the name a rename gave it: files that replace each other under one name are one place.
+    `final_name` is the name a rename gave it: files that replace each other under one name are one place. `intended` is
+    what was to be written to it, where a misplaced write made that another thing than `data`.
     """
 
     def __init__(self, inode: int = 0, now: float = 0.0) -> None:
@@ -27,6 +28,7 @@ class DiskFile:
         self.undo: list[tuple[int, bytes]] = []
         self.blocks: set[int] = set()
         self.misplaced: dict[int, tuple[DiskFile, int]] = {}
+        self.intended: bytearray | None = None
         self.flushed = False
         self.mode = 0o600
         self.owner: tuple[int, int] | None = None
@@ -40,6 +42,11 @@ class DiskFile:
         self.grow(end)
         sectors = range(offset // SECTOR_BYTES, -(-end // SECTOR_BYTES))
         self.undo.append((sectors.start, bytes(self.data[sectors.start * SECTOR_BYTES : sectors.stop * SECTOR_BYTES])))
+        if meant is not None and self.final_name:
+            self._intend(0, b"")
+            meant[0]._intend(meant[1], data)
+        elif self.intended is not None:
+            self._intend(offset, data)
         if meant is not None:
             for sector in sectors:
                 self.misplaced[sector] = meant[0], meant[1] // SECTOR_BYTES + sector - sectors.start
@@ -48,6 +55,11 @@ class DiskFile:
                 self.misplaced.pop(sector, None)
         self.data[offset:end] = data
         self.blocks.update(range(offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)))
+
+    def _intend(self, offset: int, data: bytes | memoryview) -> None:
+        if self.intended is None:
+            self.intended = bytearray(self.data)
+        self.intended[offset : offset + len(data)] = data
 
     def grow(self, length: int) -> None:
         """The file is at least this long; what is new reads as zeros."""
@@ -74,17 +86,18 @@ class DiskFile:
     def is_place(self, sector: int, meant: tuple[DiskFile, int]) -> bool:
         """True if a (file, sector) is this sector, of this file or of one that replaced it or that it replaced.
 
-        A temporary that never got its name is one of those if it holds the same block: the same payload.
+        A temporary that never got its name is one of those if it was to hold the same block: the same payload.
         """
         file, number = meant
         return number == sector and (file is self or bool(self.final_name and self._same_block(file)))
 
     def _same_block(self, file: DiskFile) -> bool:
-        return (
-            file.final_name == self.final_name
-            if file.final_name
-            else file.data[BLOCK_BYTES:] == self.data[BLOCK_BYTES:]
-        )
+        if file.final_name:
+            return file.final_name == self.final_name
+        return file._intended_payload() == self._intended_payload()
+
+    def _intended_payload(self) -> bytearray:
+        return (self.data if self.intended is None else self.intended)[BLOCK_BYTES:]
 
     def page(self, offset: int) -> bytearray:
         """The page from an offset on."""

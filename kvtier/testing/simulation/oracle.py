@@ -27,7 +27,8 @@ class SeedRecord:
     """What outlives a process: the trace, the violations, and what each key may hold.
 
     A *generation* stands for the embedder's weights: every reset begins a new one. `confirmed` is the generation of
-    the last reset that returned: nothing older may ever be seen again.
+    the last reset that returned: nothing older may ever be seen again. `stored_times` is when a store of a key into a
+    slot began, by key and the slot's generation.
     """
 
     def __init__(self) -> None:
@@ -37,6 +38,7 @@ class SeedRecord:
         self.confirmed = 0
         self.stored: dict[OffloadKey, set[int]] = {}
         self.covered: Counter[str] = Counter()
+        self.stored_times: dict[tuple[OffloadKey, int], float] = {}
         self._contents: dict[tuple[OffloadKey, int, tuple[int, int], int], Bytes] = {}
 
     def contents(self, key: OffloadKey, generation: int, page: tuple[int, int], length: int) -> Bytes:

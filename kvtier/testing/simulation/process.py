@@ -11,14 +11,16 @@ from kvtier.control.plane import ControlPlane
 from kvtier.control.tiers.slot_table import SlotState
 from kvtier.errors import ResourceError, UsageError
 from kvtier.stack.tier_stack import TierStack
+from kvtier.testing.simulation.ages import RECLAIM_SECONDS, AgeWatch
 from kvtier.testing.simulation.fault_profile import FaultProfile
 from kvtier.testing.simulation.oracle import Bytes, Oracle
+from kvtier.testing.simulation.requests import RequestStream
 from kvtier.testing.simulation.seed_plan import GPU_BLOCKS, SeedPlan
-from kvtier.testing.simulation.tiers import GPUPages
+from kvtier.testing.simulation.tiers import GPUPages, GroupBuffers
 from kvtier.tier_api.contract import LoadStore, LookupResult
 from kvtier.types.arrays import int_array
 from kvtier.types.gpu_runs import GPURuns
-from kvtier.types.jobs import GPUGroup, JobKind, JobResult
+from kvtier.types.jobs import DropReason, GPUGroup, JobKind, JobResult, dropped
 from kvtier.types.keys import OffloadKey, RequestId, key_group
 
 ENDS_LATE_SECONDS = 40.0
@@ -41,15 +43,7 @@ class ProcessEnvironment:
     files_open: Callable[[], int]
     temporaries: Callable[[], list[str]]
     counters: Callable[[], Mapping[str, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class GroupBuffers:
-    """One group of a transfer, the GPU blocks lent to it, and ((sub-block, GPU block), key) for each page."""
-
-    group: GPUGroup
-    gpu: list[int]
-    pages: list[tuple[tuple[int, int], OffloadKey]]
+    ages: AgeWatch | None = None
 
 
 class SimulatedProcess:
@@ -67,6 +61,7 @@ class SimulatedProcess:
         self._plan, self._rng, self._oracle = environment.plan, environment.rng, environment.oracle
         self._free = list(range(GPU_BLOCKS))
         self._requests = 0
+        self._stream = RequestStream(stack, self._plan.prompts, self._rng)
         self._partial = self._rng.choice((0.0, 0.2))
         self.is_open = False
         self._opened: ControlPlane | None = None
@@ -80,7 +75,7 @@ class SimulatedProcess:
         return assembled.plane
 
     def discard_stack(self) -> None:
-        """The process has died: its stack was not closed and must not complain about that."""
+        """The process has died: its stack, not closed, must not complain about that."""
         self.stack._assembled = None
 
     def count_coverage(self) -> None:
@@ -131,6 +126,7 @@ class SimulatedProcess:
             await self._check_contents()
             if self._plan.shares_root:
                 await self._sweep()
+            await self._grow_old()
         await self._close()
         await asyncio.gather(*tasks)
 
@@ -140,6 +136,7 @@ class SimulatedProcess:
         for _ in range(self._plan.actions):
             action = self._rng.choice(actions if self._rng.random() < 0.8 else rare)
             try:
+                self._stream.step()
                 await action()
             except UsageError:
                 if self.is_open:
@@ -158,6 +155,8 @@ class SimulatedProcess:
         """Some keys of each group, in the order of groups; as many as there are GPU blocks for."""
         picked = []
         room = len(self._free) // self._plan.layout.block_size_factor
+        if self._stream.prompt and self._rng.random() < 0.7:
+            return self._stream.by_group(len(self._plan.layout.groups), room)
         for group in range(len(self._plan.layout.groups)):
             known = [key for key in self._plan.keys if key_group(key) == group]
             if favour_stored:
@@ -279,6 +278,7 @@ class SimulatedProcess:
     def _report(self, what: str, parts: list[GroupBuffers], result: JobResult | None) -> None:
         keys = ",".join(key.hex()[:4] for part in parts for key in part.group.keys)
         outcomes = [outcome for group in result.outcomes for outcome in group] if result is not None else []
+        self._oracle.record.covered["blocks bypassed"] += outcomes.count(dropped(DropReason.BYPASSED))
         said = ",".join(f"{one.status}:{one.reason}" if one.reason else str(one.status) for one in outcomes)
         self._oracle.note(f"{what} {keys}: {said or 'cancelled'}")
 
@@ -333,7 +333,10 @@ class SimulatedProcess:
 
     def _check_locations(self) -> None:
         """Every key that the stack locates was stored since the last reset."""
-        self._oracle.found(self._plan.keys, self.stack.locate(self._plan.keys))
+        where = self.stack.locate(self._plan.keys)
+        self._oracle.found(self._plan.keys, where)
+        if self._environment.ages is not None:
+            self._environment.ages.located(self._plan.keys, where)
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -346,11 +349,12 @@ class SimulatedProcess:
         for start in range(0, len(keys), at_once):
             await self._move(keys[start : start + at_once], self._load)
         key = self._rng.choice(keys)
-        await self._move([key], self._store)
         covered = self._oracle.record.covered
+        bypassed = covered["blocks bypassed"]
+        await self._move([key], self._store)
         before = covered["blocks loaded and compared"]
         await self._move([key], self._load)
-        if covered["blocks loaded and compared"] == before:
+        if covered["blocks loaded and compared"] == before and covered["blocks bypassed"] == bypassed:
             self._oracle.violation(f"key {key.hex()[:8]} was stored without faults and could not be loaded")
 
     async def _sweep(self) -> None:
@@ -360,6 +364,14 @@ class SimulatedProcess:
         left = self._environment.temporaries()
         if left:
             self._oracle.violation(f"{', '.join(left)} are there {LEASES_EXPIRE_SECONDS} s after an open")
+
+    async def _grow_old(self) -> None:
+        """Where blocks have a `max_age`: nothing is done until they have passed it."""
+        ages = self._environment.ages
+        if ages is not None:
+            await self.stack.drain(60)
+            await asyncio.sleep(ages.plan.max_age_seconds + RECLAIM_SECONDS)
+            ages.kept(self.plane)
 
     async def _move(self, keys: Sequence[OffloadKey], action: Callable[[], Awaitable[None]]) -> None:
         """Load or store just these keys."""

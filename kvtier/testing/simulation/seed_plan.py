@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from random import Random
 
 from kvtier.stack.assembly import StackSettings
+from kvtier.testing.simulation.requests import draw_prompts
 from kvtier.types.geometry import Geometry, GroupKind, GroupLayout, KVLayout, TensorRef
 from kvtier.types.keys import OffloadKey, make_key
 
@@ -25,7 +26,10 @@ class Ending(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SeedPlan:
-    """The fixed part of a seed. `fs` are the options of the fs tier, `endings` has one entry for each process."""
+    """The fixed part of a seed. `fs` are the options of the fs tier, `endings` has one entry for each process.
+
+    `prompts` are those of the requests that are announced; none unless a policy follows requests.
+    """
 
     layout: KVLayout
     rows: int
@@ -38,6 +42,7 @@ class SeedPlan:
     endings: tuple[Ending, ...]
     tasks: int
     actions: int
+    prompts: tuple[tuple[OffloadKey, ...], ...] = ()
 
     @property
     def shares_root(self) -> bool:
@@ -97,6 +102,16 @@ def draw_seed_plan(rng: Random, disk_layout: str = "slab") -> SeedPlan:
         tasks=rng.randint(1, 3),
         actions=rng.randint(4, 10),
     )
+
+
+def with_requests(plan: SeedPlan, rng: Random) -> SeedPlan:
+    """Every third plan with policy `reuse` in its CPU tier, its disk or both."""
+    if rng.random() > 1 / 3:
+        return plan
+    cpu, disk = rng.choice(((True, False), (False, True), (True, True))) if not plan.shares_root else (True, False)
+    fs = plan.fs | ({"policy": "reuse"} if disk else {})
+    prompts = draw_prompts(rng, plan.keys) if rng.random() < 0.8 else ()
+    return replace(plan, cpu_policy="reuse" if cpu else plan.cpu_policy, fs=fs, prompts=prompts)
 
 
 def _layout(rng: Random) -> KVLayout:

@@ -8,13 +8,17 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from types import SimpleNamespace
+from unittest import mock
 
 from kvtier.errors import KVTierError
 from kvtier.options import TierOptions
+from kvtier.stack import assembly
 from kvtier.stack.assembly import StackParts
 from kvtier.stack.tier_stack import TierStack
+from kvtier.testing.simulation.ages import AgeWatch, draw_age_plan
 from kvtier.testing.simulation.disk import Disks, SimulatedRoot
 from kvtier.testing.simulation.engine import KnownOffsets, SimulatedEngine
 from kvtier.testing.simulation.fault_profile import FaultProfile, draw_fault_profile
@@ -22,7 +26,7 @@ from kvtier.testing.simulation.loop import VirtualLoop
 from kvtier.testing.simulation.oracle import Oracle, SeedRecord
 from kvtier.testing.simulation.patching import Opening, openings, patched_modules
 from kvtier.testing.simulation.process import ProcessEnvironment, SimulatedProcess
-from kvtier.testing.simulation.seed_plan import GPU_BLOCKS, Ending, SeedPlan, draw_seed_plan
+from kvtier.testing.simulation.seed_plan import GPU_BLOCKS, Ending, SeedPlan, draw_seed_plan, with_requests
 from kvtier.testing.simulation.syscalls import SimulatedSystem
 from kvtier.testing.simulation.tiers import ObservedTier, SimulatedCPU, SimulatedCPUOptions, SimulatedGPU, gpu_pages
 from kvtier.tier_api.contract import LoadStore
@@ -96,19 +100,23 @@ class SeedRun:
         self.seed = seed
         self.backend = simulator.backend
         self.simulator = simulator
-        self.plan: SeedPlan = draw_seed_plan(self.rng, simulator.layout)
+        self.plan: SeedPlan = with_requests(draw_seed_plan(self.rng, simulator.layout), Random(f"policies of {seed}"))
+        self.ages = (
+            None if self.plan.shares_root else draw_age_plan(Random(f"ages of {seed}"), len(self.plan.endings) + 1)
+        )
         self.disks = Disks(SimulatedRoot(root, self.plan.share_bytes) for root in self.plan.roots)
         self.record = SeedRecord()
         self.places = KnownOffsets()
         self.now = 0.0
         self.steps = 0
         self.boots = 0
+        self.clock_off_seconds = 0.0
         self._pid = 1
 
     def run(self) -> SeedOutcome:
         """Run every process of the plan, then one without faults."""
         record = self.record
-        record.trace.append((0.0, f"seed {self.seed}: {self.plan}"))
+        record.trace.append((0.0, f"seed {self.seed}: {self.plan} {self.ages or ''}"))
         for ending in self.plan.endings:
             if not record.violations:
                 self._run_process(ending, draw_fault_profile(self.rng), faultless=False)
@@ -118,13 +126,18 @@ class SeedRun:
         return SeedOutcome(self.seed, tuple(record.violations), tuple(record.trace), self.steps, self.now, covered)
 
     def _run_process(self, ending: Ending, fault_profile: FaultProfile, faultless: bool) -> None:
+        if self.ages is not None:
+            self.now += self.ages.pauses[self._pid - 1]
         self._pid += 1
         rng = Random(f"kvtier life {self._pid} of {self.seed}")
         loop = VirtualLoop(rng, self.now, PROCESS_SECONDS_MAX)
         system = SimulatedSystem(self.disks, loop, rng, self._pid)
         oracle = Oracle(self.record, loop)
+        self._set_clock(system)
         oracle.note(f"a process begins that ends with {ending}; {fault_profile}")
-        with patched_modules(self.simulator.openings(), system):
+        # What policies learn is not kept: a thread of its own writes that to a disk that is not simulated.
+        unkept = mock.patch.object(assembly, "model_files", return_value=None)
+        with unkept, patched_modules(self.simulator.openings(), system):
             host = _ProcessHost(self, system, oracle)
             process = host.start(fault_profile, faultless)
             self.disks.land_orphans(rng, loop.outside)
@@ -145,6 +158,19 @@ class SeedRun:
             process.discard_stack()
         self.now = loop.time()
         self.steps += loop.steps
+
+    def _set_clock(self, system: SimulatedSystem) -> None:
+        """The clock is as far off as it was, and is set once more before or while this process runs, if at all."""
+        system.clock_off_seconds = self.clock_off_seconds
+        if self.ages is None or not self.ages.steps:
+            return
+        step = self.ages.steps[self._pid - 2]
+        self.clock_off_seconds += step
+        delay = Random(f"{self.seed} {self._pid}").choice((0.0, 0.05, 1.0))
+        if not delay:
+            system.clock_off_seconds = self.clock_off_seconds
+        else:
+            system.loop.outside(delay, partial(setattr, system, "clock_off_seconds", self.clock_off_seconds))
 
     def _check_end(self, loop: VirtualLoop, oracle: Oracle, ended: bool, crashing: bool) -> None:
         if loop.hang:
@@ -188,7 +214,8 @@ class _ProcessHost:
             {"rows": plan.rows, "policy": plan.cpu_policy, "free_watermark": plan.watermark}
         )
         cpu = SimulatedCPU(options, gpu, self.oracle, self.rng)
-        fs = ObservedTier(self._fs(), self.oracle)
+        ages = None if self.run.ages is None else AgeWatch(self.run.ages, self.oracle, self.system.wall)
+        fs = ObservedTier(self._fs(), self.oracle, ages)
         parts = StackParts(
             tiers=[cpu, fs],
             namespace=Namespace(plan.layout, model="simulated"),
@@ -210,6 +237,7 @@ class _ProcessHost:
             files_open=lambda: len(self.system.fds),
             temporaries=self._temporaries,
             counters=lambda: getattr(fs.inner, "counters", {}),
+            ages=ages,
         )
         process = SimulatedProcess(TierStack(parts), environment, fault_profile, faultless)
         self.system.loop.check_sometimes = process.check
@@ -222,12 +250,14 @@ class _ProcessHost:
     def _fs(self) -> LoadStore:
         """The production backend on simulated hooks."""
         backend, system = self.run.backend, self.system
-        options = backend.Options.model_validate(self.run.plan.fs)
+        limit = {} if self.run.ages is None else {"max_age": f"{self.run.ages.max_age_seconds}s"}
+        options = backend.Options.model_validate(self.run.plan.fs | limit)
         if not self.run.plan.shares_root:
             hooks = sys.modules[backend.__module__].Hooks(
                 engine=self._engine,
                 random_bytes=self.rng.randbytes,
                 checked_here_bytes=self.rng.choice((0, 4096, 1 << 20)),
+                wall_ns=lambda: int(system.wall() * 1e9),
             )
             make: Callable[..., LoadStore] = backend
             return make(options, hooks)

@@ -49,6 +49,7 @@ class SimulatedSystem:
         self.rng = rng
         self.pid = pid
         self.fault_profile = FaultProfile()
+        self.clock_off_seconds = 0.0
         self.fds: dict[int, OpenFile] = {}
         self.calls = 0
         self.die_at_call = 0
@@ -354,7 +355,7 @@ class SimulatedSystem:
 
     def wall(self) -> float:
         """The time of day."""
-        return 1.7e9 + self.loop.time()
+        return 1.7e9 + self.loop.time() + self.clock_off_seconds
 
     def flock(self, fd: int, operation: int) -> None:
         """Stands in for `fcntl.flock`; a lock goes with the open file that took it, or with the process."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import ClassVar, Literal
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from kvtier.options import PolicyName, TierOptions
 from kvtier.testing.rows import TestRows
+from kvtier.testing.simulation.ages import AgeWatch
 from kvtier.testing.simulation.fault_profile import FaultProfile
 from kvtier.testing.simulation.oracle import Bytes, Oracle
 from kvtier.tier_api.checksum import checksum
@@ -29,7 +31,7 @@ from kvtier.types.jobs import (
     dropped,
     failed,
 )
-from kvtier.types.keys import CPU, GPU, Medium
+from kvtier.types.keys import CPU, GPU, Medium, OffloadKey
 
 GPUPages = Sequence[Sequence[Bytes]]
 """The GPU memory of all workers: `pages[worker][group]` of shape (blocks, page bytes)."""
@@ -76,7 +78,7 @@ class SimulatedCPUOptions(TierOptions):
     policy: PolicyName = "lru"
     free_watermark: float = 0.0
 
-    def eviction_policy(self) -> PolicyName:
+    def eviction_policy(self) -> str:
         """The plan's policy."""
         return self.policy
 
@@ -203,15 +205,25 @@ class SimulatedCPU(LoadStore):
         await asyncio.sleep(self._rng.uniform(0.1, 4.0) if long else self._rng.random() * 1e-4)
 
 
+@dataclass(frozen=True, slots=True)
+class GroupBuffers:
+    """One group of a transfer, the GPU blocks lent to it, and ((sub-block, GPU block), key) for each page."""
+
+    group: GPUGroup
+    gpu: list[int]
+    pages: list[tuple[tuple[int, int], OffloadKey]]
+
+
 class ObservedTier(LoadStore):
     """Wraps the tier below: compares the outcomes it reports with what the disks did."""
 
-    def __init__(self, inner: LoadStore, oracle: Oracle) -> None:
+    def __init__(self, inner: LoadStore, oracle: Oracle, ages: AgeWatch | None = None) -> None:
         self.options = inner.options
         self.inner = inner
         self.medium = inner.medium  # type: ignore[misc]
         self.BLOCK_SIZE_ALIGNMENT = inner.BLOCK_SIZE_ALIGNMENT  # type: ignore[misc]
         self._oracle = oracle
+        self._ages = ages
         self._lengths: tuple[int, ...] = ()
         if isinstance(inner, AnswersLookups):
             vars(self)["lookup"] = inner.lookup
@@ -239,8 +251,11 @@ class ObservedTier(LoadStore):
     async def _run(self, job: TransferJob, reading: bool) -> JobResult:
         rows = [row for group in job.row_groups for row in group.rows]
         self._oracle.job_begins(reading, rows, job)
+        begun = self._ages.begins(job, reading) if self._ages is not None else 0.0
         result = await (self.inner.load(job) if reading else self.inner.store(job))
         self._oracle.job_ended(reading, rows)
+        if reading and self._ages is not None:
+            self._ages.loaded(job, result, begun)
         names = [outcome.status.value for group in result.outcomes for outcome in group]
         self._oracle.record.covered.update(f"blocks of {'loads' if reading else 'stores'} {name}" for name in names)
         self._oracle.note(f"fs job {job.job_id} {job.kind} rows {rows}: {','.join(names)}")

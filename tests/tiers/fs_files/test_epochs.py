@@ -11,6 +11,7 @@ from support_fs import keys
 
 from kvtier.errors import RootError
 from kvtier.types.jobs import LOADED, MISSING, PRESENT, STORED, DropReason, dropped
+from kvtier_fs.files.block_file import Temporary
 from kvtier_fs.files.root import FilesHooks
 
 
@@ -194,5 +195,6 @@ async def test_a_store_of_an_epoch_that_is_over_does_not_claim_the_newer_block(t
         assert await tier.store([key]) == [STORED]
         bucket = tier.backend._root.buckets[tier.backend._wanted(key, 0).place.bucket]
         late = tier.backend._wanted(key, 0)
-        assert bucket.locked(lambda: bucket.reserve(late, tier.backend._root.temporary())) == dropped(DropReason.RESET)
+        temporary = Temporary(tier.backend._root.temporary())
+        assert bucket.locked(lambda: bucket.reserve(late, temporary)) == dropped(DropReason.RESET)
         assert await tier.load([key]) == [LOADED]

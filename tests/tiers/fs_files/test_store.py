@@ -166,8 +166,10 @@ def test_a_stack_file_chooses_the_type():
 
 def test_each_type_takes_its_own_options_only():
     own = set(FSOptions.model_fields) - set(SharedFSOptions.model_fields)
-    assert own == {"roots", "region_bytes", "allow_network_fs", "owner_timeout_seconds", "policy", "index_bytes_max"}
-    assert set(SharedFSOptions.model_fields) - set(FSOptions.model_fields) == {"root"}
+    owned = {"roots", "region_bytes", "allow_network_fs", "owner_timeout_seconds", "policy", "index_bytes_max"}
+    assert own == owned | {"write_bytes_per_day"}
+    shared = {"root", "hit_hint_seconds", "miss_hint_seconds"}
+    assert set(SharedFSOptions.model_fields) - set(FSOptions.model_fields) == shared
     for key in ("roots: [/x]", "policy: arc", "allow_network_fs: true", "layout: files"):
         with pytest.raises(ConfigError, match=r"tiers\[2\]\.[a-z_]+: unknown key"):
             parse_stack(UPPER + f"  - {{type: shared_fs, root: /x, capacity: 1GiB, {key}}}\n")

@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support_disks import small_disk
 from support_fs import Tier, bytes_on_disk, keys, layout, open_tier, options
 from support_stack import Engine, fs, load, opened, parts_of, stack_file, statuses, store, whole
 from support_stack import keys as engine_keys
@@ -31,42 +29,11 @@ FULL = dropped(DropReason.DISK_FULL)
 Disk = Callable[..., Path]
 
 
-@contextmanager
-def mounted(folder: Path, *mkfs: str) -> Iterator[Path]:
-    """An ext4 of 64 MiB on a loop device."""
-    image, mount = folder / "image", folder / "mount"
-    mount.mkdir()
-    with open(image, "wb") as file:
-        file.truncate(64 * MIB)
-    subprocess.run(["mkfs.ext4", "-q", "-m", "0", *mkfs, str(image)], check=True, capture_output=True)
-    done = subprocess.run(["mount", "-o", "loop", str(image), str(mount)], check=False, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"no loop device can be mounted here: {done.stderr.strip()}")
-    try:
-        yield mount
-    finally:
-        subprocess.run(["umount", str(mount)], check=True)
-
-
 @pytest.fixture
 def disk() -> Iterator[Disk]:
     """Makes a small disk of its own for the test; more words go to mkfs."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root to mount a small disk")
-    if not shutil.which("mkfs.ext4"):
-        pytest.skip("needs mkfs.ext4")
-    with tempfile.TemporaryDirectory() as name:
-        made = []
-
-        def make(*mkfs: str) -> Path:
-            made.append(mounted(Path(name), *mkfs))
-            return made[-1].__enter__()
-
-        try:
-            yield make
-        finally:
-            for mount in made:
-                mount.__exit__(None, None, None)
+    with ExitStack() as mounts:
+        yield lambda *mkfs: mounts.enter_context(small_disk(mkfs=mkfs))
 
 
 def free_bytes(mount: Path) -> int:

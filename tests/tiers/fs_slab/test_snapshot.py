@@ -16,7 +16,7 @@ from kvtier_fs.format.slot_map import Owner, SlotMap
 from kvtier_fs.format.snapshot import StoredFormat, decode_snapshot, encode_snapshot
 from kvtier_fs.format.superblock import Superblock
 
-OF = Superblock(b"u" * 16, stride=1 << 20, regions=3, header_bytes=4096, row_alignment=4096, session=7)
+OF = Superblock(b"u" * 16, stride=1 << 20, regions=5, header_bytes=4096, row_alignment=4096, session=7)
 SHAPE = layout(16384, 8192)
 MIB = 1 << 20
 

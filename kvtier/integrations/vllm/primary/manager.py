@@ -2,14 +2,16 @@
 
 vLLM scans prefixes from the left and windows from the right. It repeats the scan in every step in which a request
 waits, and does not report a hit that it did not use. So the keys of a step's scans are collected and reserved when the
-step ends. Later scans are answered from the reservation.
+step ends. Later scans are answered from the reservation. The keys that a shared tier has yet to be asked for are looked
+up then too, all of a request at once.
 """
 
 import dataclasses
+import errno
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -23,19 +25,29 @@ from vllm.v1.kv_offload.base import (
     RequestOffloadingContext,
     ScheduleEndContext,
 )
+from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.config import stack_parts
-from kvtier.control.reservations import KeyState, Reservation
 from kvtier.errors import IntegrityError, ResourceError
+from kvtier.integrations.vllm.adapters import content_in_keys
 from kvtier.integrations.vllm.identity import refine
 from kvtier.integrations.vllm.metrics import Meter
 from kvtier.integrations.vllm.primary.inflight_copies import InflightCopies
+from kvtier.integrations.vllm.primary.model_weights import EngineWeights, Verdict
+from kvtier.integrations.vllm.primary.prefills import Prefills
+from kvtier.integrations.vllm.primary.request_state import RequestState, reserved_answer
+from kvtier.integrations.vllm.primary.served_requests import (
+    ServedRequest,
+    hashes_per_block,
+    prompt_keys,
+    requests_in_contexts,
+)
 from kvtier.integrations.vllm.primary.wire import RowsSpec, rows_spec
 from kvtier.integrations.vllm.settings import EnginePlan, GroupIds
 from kvtier.stack import EngineStack
 from kvtier.stack.workers.engine_copier import EngineCopies
-from kvtier.tier_api.contract import LookupResult, ProvidesRows
+from kvtier.tier_api.contract import HasWords, LookupResult, ProvidesRows
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import GPUGroup, JobKind, TransferJob
 from kvtier.types.keys import CPU, OffloadKey, RequestId, key_group
@@ -50,58 +62,6 @@ _ANSWERS = {result: Answer[result.name] for result in LookupResult}
 _log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class RequestState:
-    """The lookups of one request. `keys` are those found in this step's scans, in lookup order.
-
-    `deferred`: one of them was not a hit. `from_below` are the keys that were not in a row at their first lookup: vLLM
-    reports them as disk hits.
-    """
-
-    keys: dict[OffloadKey, None] = dataclasses.field(default_factory=dict)
-    deferred: bool = False
-    refused_since: float | None = None
-    from_below: set[OffloadKey] = dataclasses.field(default_factory=set)
-    _last: dict[int, int] = dataclasses.field(default_factory=dict)
-
-    def found(self, key: OffloadKey, result: LookupResult) -> None:
-        """Record an answer that is not a miss."""
-        if result is LookupResult.HIT:
-            self.keys[key] = None
-            return
-        self.deferred = True
-        if result is LookupResult.HIT_PENDING:
-            self.keys[key] = None
-            self.from_below.add(key)
-
-    def waiting(self, key: OffloadKey, position: int | None) -> LookupResult:
-        """The O(1) answer while the request's reservation is not served.
-
-        A prefix scan ends at a miss after its first pending key; a window scan goes from right to left and ends once
-        its window is full, so there every key is pending.
-        """
-        group = key_group(key)
-        last = self._last.get(group)
-        self._last[group] = 0 if position is None else position
-        if last is None or position is None or position < last:
-            return LookupResult.HIT_PENDING
-        return LookupResult.MISS
-
-    def end_step(self) -> None:
-        """The scans of this step are over."""
-        self.keys.clear()
-        self._last.clear()
-        self.deferred = False
-
-
-def reserved_answer(reservation: Reservation, key: OffloadKey) -> LookupResult | None:
-    """The answer of a served reservation for a key; None if the key is not part of it."""
-    index = reservation.index.get(key)
-    if index is None:
-        return None
-    return LookupResult.HIT if reservation.state[index] is KeyState.LEASED else LookupResult.MISS
-
-
 class KVTierManager(OffloadingManager):  # type: ignore[misc]
     """Answers vLLM from a stack. Called by the scheduler's thread alone; no call but `reset_cache` and `shutdown`
     waits for I/O.
@@ -110,16 +70,16 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
     because between a request's scan and its load no delivery is recorded and no row is evicted.
     """
 
-    def __init__(self, plan: EnginePlan, *, events: bool) -> None:
+    def __init__(self, plan: EnginePlan, config: OffloadingConfig) -> None:
+        self._config = config
         layout = plan.namespace.layout
         self._factor = layout.block_size_factor
         self._num_groups = len(layout.groups)
         self._ids = GroupIds(plan.group_ids)
         copiers = [EngineCopies() for _ in range(layout.world_size)]
         parts = stack_parts(plan.stack, plan.namespace, workers=copiers)
-        settings = dataclasses.replace(
-            parts.settings, store_seconds=STORE_SECONDS, events_max=parts.settings.events_max if events else 0
-        )
+        events_max = parts.settings.events_max if config.enable_kv_cache_events else 0
+        settings = dataclasses.replace(parts.settings, store_seconds=STORE_SECONDS, events_max=events_max)
         self._stack = EngineStack(
             dataclasses.replace(parts, engine_id=plan.engine_id, settings=settings, refine=refine)
         )
@@ -127,16 +87,33 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         self._scanned: dict[str, RequestState] = {}
         self._reserved: set[str] = set()
         self._in_step = False
+        self._stale = False  # rows are of weights before; vLLM still has to report copies of them
+        self._held_back = False
         self._meter = Meter()
-        self._stack.open()
+        self._chooses = settings.chooses
+        measures = settings.measures_prefill and requests_in_contexts()
+        self._prefills = Prefills(self._stack.prompt_computed) if measures else None
+        self._records = plan.stack.record is not None and requests_in_contexts()
+        self._adapters = content_in_keys(self)
+        try:
+            self._stack.open()
+            self._follows = self._stack.follows_requests and requests_in_contexts()
+        except BaseException:
+            self._adapters.release(self)
+            raise
         cpu = parts.tiers[0]
         assert isinstance(cpu, ProvidesRows)
+        assert isinstance(cpu.rows, HasWords)
+        self._rows = cpu.rows
         self._copies = InflightCopies(cpu.rows, copiers, layout.num_copies)
+        self._weights = EngineWeights(cpu.rows.words)
 
     # -- lookups -------------------------------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """A request whose keys vLLM will look up."""
+        if self._prefills is not None:
+            self._prefills.arrived(req_context.req_id, req_context.get_state(ServedRequest))
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> Answer:
@@ -145,6 +122,10 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         request_id = req_context.req_id
         state = self._scanned[request_id] = self._requests[request_id]
         own = self._ids.to_kvtier(key)
+        if self._follows and not state.announced:
+            self._announce(req_context, state)
+        if self._stale:
+            return Answer.MISS
         if request_id in self._reserved:
             reservation = self._stack.reservation(RequestId(request_id))
             if reservation is not None and not reservation.served:
@@ -152,10 +133,19 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
             answer = None if reservation is None else reserved_answer(reservation, own)
             if answer is not None:
                 return _ANSWERS[answer]
-        result = self._stack.lookup((own,))[0]
+        result = self._stack.lookup((own,), ask=False)[0]
+        if state.computes and result is not LookupResult.HIT:
+            return Answer.MISS
         if result is not LookupResult.MISS:
             state.found(own, result)
         return _ANSWERS[result]
+
+    def _announce(self, req_context: ReqContext, state: RequestState) -> None:
+        """The stack's policies follow requests: name the blocks of the prompt, with those that the GPU has."""
+        state.announced = True
+        keys = [self._ids.to_kvtier(key) for key in prompt_keys(req_context)]
+        if keys:
+            self._stack.begin_request(RequestId(req_context.req_id), keys)
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         """Where a hit came from: a tier below if it was not in a row at its first lookup."""
@@ -186,7 +176,16 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         vLLM does not offer a block again that was left out. So a store waits for all its rows, but for a second at
         most. After that it takes the rows there are, for the front of the prefix.
         """
-        new, room = self._stack.storable([self._ids.to_kvtier(key) for key in keys])
+        state = self._requests[req_context.req_id]
+        if self._follows and not state.announced:
+            self._announce(req_context, state)
+        wanted = not self._stale and self._adapters.storable(req_context.req_id)
+        offered = [self._ids.to_kvtier(key) for key in keys] if wanted else []
+        new, room = self._stack.storable(offered)
+        if len(new) > room and not self._in_step:
+            # vLLM 0.33 ends a step after its stores. Without lookups nothing was recorded since the step before.
+            self._turn()
+            new, room = self._stack.storable(offered)
         if len(new) > room:
             if not room or self._may_wait(req_context.req_id):
                 return None
@@ -201,7 +200,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """Every worker has ended. Which rows are complete is read from the workers' stamps, not from `success`."""
-        self._copies.end(map(self._ids.to_kvtier, keys))
+        reason = 0 if self._adapters.storable(req_context.req_id) else errno.ESTALE
+        self._copies.end(map(self._ids.to_kvtier, keys), reason)
 
     def _may_wait(self, request_id: str) -> bool:
         state, now = self._requests[request_id], time.monotonic()
@@ -229,17 +229,29 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
             self._turn()
 
     def _turn(self) -> None:
+        if self._weights.loaded():
+            self._stale = True
+            self._hold_back(Verdict.CHANGED)
+        if self._stale and not self._copies.reported:
+            self._reset()
         self._copies.poll()
         self._stack.step()
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """Reserve what this step's requests wait for; end the leases of those that no longer look keys up."""
+        """Reserve what this step's requests wait for; end the leases of those that no longer look keys up.
+
+        vLLM 0.32 calls it before the step's stores, vLLM 0.33 after them. There the leases of requests that were
+        scheduled hold rows while the stores ask for some; a store that gets none is offered again in the next step.
+        """
+        if self._prefills is not None:
+            self._prefills.step(context.new_req_ids, context.preempted_req_ids)
         for request_id in context.new_req_ids:
             self._end_leases(request_id)
         for request_id, state in self._scanned.items():
-            if state.deferred and state.keys:
-                self._stack.reserve(RequestId(request_id), list(state.keys))
-                self._reserved.add(request_id)
+            asked_before = bool(state.chain)
+            self._ask(state)
+            if state.deferred and state.keys and not (asked_before and state.unknown):
+                self._reserve(request_id, state)
         for request_id in list(self._reserved):
             reservation = self._stack.reservation(RequestId(request_id))
             if reservation is None or (reservation.served and request_id not in self._scanned):
@@ -250,16 +262,56 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         self._turn()
         self._in_step = False
 
+    def _ask(self, state: RequestState) -> None:
+        """Look up all unknown keys of a request at once. They stay the same while answers come in, so that the lookups
+        of prefix probing end in the time for one."""
+        if not state.unknown.keys() <= state.chain.keys():
+            state.chain = state.unknown
+        if state.chain and LookupResult.RETRY not in self._stack.lookup(list(state.chain)):
+            state.chain = {}
+
+    def _reserve(self, request_id: str, state: RequestState) -> None:
+        """Have what the request found be loaded, as far as that is sooner than computing it.
+
+        Of several groups all is loaded or nothing: a prefix counts only if every group has its part.
+        """
+        keys = list(state.keys)
+        if self._chooses and not state.computes:
+            end = self._stack.worth_loading(keys)
+            state.computes = end < len(keys)
+            keys = [] if state.computes and self._num_groups > 1 else keys[:end]
+        if keys:
+            self._stack.reserve(RequestId(request_id), keys)
+            self._reserved.add(request_id)
+
     def _end_leases(self, request_id: str) -> None:
         if request_id in self._reserved:
             self._reserved.remove(request_id)
-            self._stack.end_request(RequestId(request_id))
+            self._stack.end_leases(RequestId(request_id))
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """No further lookups come for this request; copies in flight go on."""
+        if self._prefills is not None:
+            self._prefills.ended(req_context.req_id)
+        if self._records:
+            self._record(req_context)
         self._end_leases(req_context.req_id)
+        if self._follows:
+            served = req_context.get_state(ServedRequest)
+            output_tokens = served.request.num_output_tokens if served is not None else None
+            self._stack.end_request(RequestId(req_context.req_id), output_tokens=output_tokens)
         self._requests.pop(req_context.req_id, None)
         self._scanned.pop(req_context.req_id, None)
+
+    def _record(self, req_context: ReqContext) -> None:
+        served = req_context.get_state(ServedRequest)
+        if served is not None:
+            self._stack.record_request(
+                served.prompt_hashes(self._config.cache.tokens_per_hash, hashes_per_block(self._config)),
+                input_tokens=served.request.num_prompt_tokens,
+                output_tokens=served.request.num_output_tokens,
+                arrived=served.arrived,
+            )
 
     def has_pending_work(self) -> bool:
         """True while blocks are in flight between tiers.
@@ -284,21 +336,50 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         return self._meter.read(self._stack.stats)
 
     def reset_cache(self) -> None:
-        """Nothing stored before is served any more, also after a crash.
+        """Nothing stored before is served any more, also after a crash. Where the weights may be others than those at
+        the start, which name what is on disk, the lower tiers are not used any more.
 
-        Rows that workers still copy are not reused until those copies have ended; vLLM does not report when.
+        Rows that workers still copy are not reused until those copies have ended.
         """
+        self._copies.forget()
+        self._reset()
+        verdict = Verdict.CHANGED if self._weights.loaded() else self._weights.compare(RESET_SECONDS)
+        if verdict is not Verdict.UNCHANGED:
+            self._hold_back(verdict)
+
+    def _hold_back(self, verdict: Verdict) -> None:
+        """The lower tiers are named by the weights that the engine has started with."""
+        if not self._held_back:
+            self._held_back = True
+            found = {
+                Verdict.CHANGED: "the weights were replaced",
+                Verdict.UNKNOWN: "the weights may have been replaced",
+            }
+            self._stack.hold_back(f"{found[verdict]} since the engine has started")
+
+    def _reset(self) -> None:
+        self._stale = False
         for request_id in list(self._reserved):
             self._end_leases(request_id)
         self._scanned.clear()
-        self._copies.forget()
         try:
             self._stack.reset(RESET_SECONDS)
         except ResourceError as error:
             _log.error("a reset of the cache holds in memory, but not yet over a crash: %s", error)
 
+    def on_reset_flushed(self) -> None:
+        """The workers have ended every copy from before the last reset. Called by vLLM 0.33."""
+        self._copies.end_forgotten()
+
+    def config_info(self) -> Sequence[Mapping[str, str | int | float | bool]]:
+        """The size of the CPU tier, for `vllm:kv_offload_config_info`. Called by vLLM 0.33."""
+        from vllm.v1.kv_offload.cpu.common import CPUOffloadingInfo
+
+        return [CPUOffloadingInfo.from_config(self._config, self._rows.num_rows, self._rows.row_bytes).as_config_info()]
+
     def shutdown(self) -> None:
         """Drain what is queued for lower tiers within the deadline, and log what was dropped."""
+        self._adapters.release(self)
         report = self._stack.close()
         if report.dropped_blocks or report.unfinished_jobs:
             _log.warning("kvtier closed: %s", report)

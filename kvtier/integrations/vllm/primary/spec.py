@@ -12,6 +12,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvtier.integrations.vllm import metrics
+from kvtier.integrations.vllm.compat import require_tested
 from kvtier.integrations.vllm.primary.manager import KVTierManager
 from kvtier.integrations.vllm.primary.worker import KVTierWorker
 from kvtier.integrations.vllm.settings import engine_plan
@@ -29,14 +30,23 @@ class KVTierSpec(OffloadingSpec):  # type: ignore[misc]
         """Every metric that the manager may report."""
         return metrics.definitions()
 
+    @classmethod
+    def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
+        """The labels of the manager's `config_info`. Called by vLLM 0.33."""
+        from vllm.v1.kv_offload.cpu.common import CPUOffloadingInfo
+
+        keys: tuple[str, ...] = CPUOffloadingInfo.config_info_keys()
+        return keys
+
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
+        require_tested(config.extra_config)
         self.replicated_layout = config.replicated_layout  # vLLM then has rank 0 alone store
         self._plan = engine_plan(config)
 
     def get_manager(self) -> OffloadingManager:
         """The scheduler's side, opening every tier; called once. The workers' regions are there by then."""
-        return KVTierManager(self._plan, events=self.config.enable_kv_cache_events)
+        return KVTierManager(self._plan, self.config)
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """One rank's side, which maps the shared region; called once."""

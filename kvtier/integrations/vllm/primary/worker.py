@@ -5,26 +5,32 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import replace
+from functools import partial
 
 import torch
+from torch import nn
 from vllm.config.vllm import get_current_vllm_config_or_none
 from vllm.v1.kv_offload.base import CanonicalKVCaches, LoadStoreSpec, OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.base import GPULoadStoreSpec as VLLMBlocks
 
 from kvtier.aio.loop_thread import LoopThread
 from kvtier.config import build_tiers
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, ResourceError
 from kvtier.integrations.vllm.identity import worker_note
+from kvtier.integrations.vllm.model_modules import root_modules
+from kvtier.integrations.vllm.primary.model_weights import WorkerWeights
 from kvtier.integrations.vllm.primary.wire import RowsSpec, copy_job
 from kvtier.integrations.vllm.settings import EnginePlan, worker_layout
 from kvtier.stack.assembly import resolve_alignment
-from kvtier.tier_api.contract import JoinsRows, TierContext
+from kvtier.tier_api.contract import HasWords, JoinsRows, Rows, TierContext
 from kvtier.tier_api.registry import discover
 from kvtier.types.geometry import Geometry, KVLayout
 from kvtier.types.jobs import JobKind, JobResult, TransferJob
 
 OPEN_SECONDS = 600.0
 CLOSE_SECONDS = 5.0
+COPY_SECONDS = 120.0
+"""More than the copies that can be queued take, less than the 300 s after which vLLM gives a step up."""
 
 
 def beside_scheduler(plan: EnginePlan) -> bool:
@@ -35,6 +41,12 @@ def beside_scheduler(plan: EnginePlan) -> bool:
     config = get_current_vllm_config_or_none()
     alone = plan.namespace.layout.world_size == 1
     return alone and config is not None and config.parallel_config.distributed_executor_backend == "uni"
+
+
+def loaded_models() -> tuple[list[nn.Module], bool]:
+    """The models that this worker has built, and whether their memory is there at all times: sleep takes it away."""
+    config = get_current_vllm_config_or_none()
+    return ([], False) if config is None else (root_modules(config), not config.model_config.enable_sleep_mode)
 
 
 class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
@@ -53,16 +65,24 @@ class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
         refs = [[(ref.tensor_idx, ref.page_size_bytes) for ref in group] for group in kv_caches.group_data_refs]
         layout = worker_layout(plan.namespace.layout, refs)
         tensors = [entry.tensor for entry in kv_caches.tensors]
+        self._weights: WorkerWeights | None = None
         self._thread = LoopThread("kvtier-worker", "worker")
         try:
-            self._thread.run(self._open(plan, rank, layout, tensors, worker_note(layout)), OPEN_SECONDS)
+            self._thread.open()
+            models, readable = loaded_models()
+            note = worker_note(layout, models)
+            rows = self._thread.run(lambda: self._open(plan, rank, layout, tensors, note), OPEN_SECONDS)
+            assert isinstance(rows, HasWords)
+            self._weights = WorkerWeights(models, rows.words[rank], rows.words[-1], readable=readable)
+            self._thread.run(self._weights.open, OPEN_SECONDS)
+            self._thread.start(self._weights.answer)
         except BaseException:
             self.shutdown()
             raise
 
     async def _open(
         self, plan: EnginePlan, rank: int, layout: KVLayout, tensors: Sequence[torch.Tensor], note: str
-    ) -> None:
+    ) -> Rows:
         cpu = self._tiers[0]
         if not isinstance(cpu, JoinsRows):
             raise ConfigError("workers in processes of their own cannot map its region", "stack.tiers[0]")
@@ -73,20 +93,21 @@ class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
         rows = await cpu.join(context, note)
         geometry = replace(nominal, layout=layout)
         await self._gpu.open(replace(context, name="gpu", geometry=geometry, kv_caches=tensors, rows=rows))
+        return rows
 
     def submit_store(self, job_id: int, src_spec: VLLMBlocks, dst_spec: LoadStoreSpec) -> bool:
         """Begin to copy GPU blocks into rows."""
         assert isinstance(dst_spec, RowsSpec)
         return self._begin(job_id, JobKind.LOAD, dst_spec, src_spec)
 
-    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: VLLMBlocks) -> bool:
-        """Begin to copy rows into GPU blocks."""
+    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: VLLMBlocks, expedited: bool = False) -> bool:
+        """Begin to copy rows into GPU blocks. An expedited load, of vLLM 0.33, is queued as any other."""
         assert isinstance(src_spec, RowsSpec)
         return self._begin(job_id, JobKind.STORE, src_spec, dst_spec)
 
     def _begin(self, job_id: int, kind: JobKind, rows: RowsSpec, blocks: VLLMBlocks) -> bool:
         job = copy_job(job_id, kind, rows, blocks, self._factor)
-        self._running[job_id] = self._thread.start(self._copy(job_id, job)).ended
+        self._running[job_id] = self._thread.start(partial(self._copy, job_id, job)).ended
         return True
 
     async def _copy(self, job_id: int, job: TransferJob) -> TransferResult:
@@ -105,15 +126,27 @@ class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
         return [self._running.pop(job_id).result() for job_id in ended]
 
     def wait(self, job_ids: set[int]) -> None:
-        """Return when none of these copies is in flight."""
-        wait_for([self._running[job_id] for job_id in job_ids if job_id in self._running])
+        """Return when none of these copies is in flight. Raises ResourceError if that takes `COPY_SECONDS`.
+
+        vLLM waits before it uses the GPU blocks of these copies for something else. A copy still in flight then would
+        store, or overwrite, another block's KV, and no checksum would tell. So this does not return early; and an
+        engine that waited on would hang. vLLM ends the engine on an exception.
+        """
+        copies = [self._running[job_id] for job_id in job_ids if job_id in self._running]
+        in_flight = wait_for(copies, COPY_SECONDS).not_done
+        if in_flight:
+            raise ResourceError(
+                f"{len(in_flight)} copies between GPU blocks and rows have not ended within {COPY_SECONDS:g} s, "
+                "and vLLM needs their GPU blocks"
+            )
 
     def shutdown(self) -> None:
         """End what is in flight, release the region and stop the thread. Idempotent."""
-        if not self._thread.alive:
-            return
+        if self._weights is not None:
+            self._weights.release()
         try:
-            self._thread.run(self._close(), 2 * CLOSE_SECONDS)
+            if self._thread.alive:
+                self._thread.run(self._close, 2 * CLOSE_SECONDS)
         finally:
             self._thread.close(CLOSE_SECONDS)
 

@@ -1,8 +1,8 @@
 """The options of `KVTierFs`, and what it takes from vLLM: folders, namespace, names of groups."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, create_model
@@ -13,9 +13,13 @@ from kvtier.config.load import validate
 from kvtier.engine_memory.options import EngineMemoryOptions
 from kvtier.errors import ConfigError
 from kvtier.integrations.vllm import settings
-from kvtier.integrations.vllm.identity import weights_identity, with_weights
 from kvtier.tier_api.registry import discover
 from kvtier.types.namespace import Namespace
+
+NAMESPACE_REQUIRED = (
+    "is required, because vLLM shows a secondary tier no model: name the weights and their quantisation, rope scaling, "
+    "max_model_len, adapters and attention backend, and change it when one of them changes"
+)
 
 
 class SecondaryOptions(EngineMemoryOptions):
@@ -24,8 +28,9 @@ class SecondaryOptions(EngineMemoryOptions):
     namespace: str = Field(
         default="",
         max_length=256,
-        description="what vLLM does not tell a secondary tier: revision of the weights, quantisation; "
-        "stores with different tags never share a block; required for a model that is not a local folder",
+        description="required: names all that decides the bytes and that vLLM does not tell a secondary tier: weights "
+        "and their quantisation, rope scaling, max_model_len, adapters, attention backend; "
+        "stores with different tags never share a block",
     )
     enable_kv_events: bool = Field(default=False, description="emit KV events for what is stored and removed here")
     locality: Literal["LOCAL", "REMOTE"] | None = Field(default=None, description="where vLLM is to say the store is")
@@ -43,15 +48,19 @@ def read_options(keys: Mapping[str, Any], tier_type: str, backend: str) -> Secon
     """The options of one entry of `secondary_tiers`. Raises ConfigError with one line for each thing that is wrong."""
     at = f"secondary_tiers.{tier_type}"
     options = validate(options_model(backend), {"type": backend, **keys}, at)
+    if not options.namespace:
+        raise ConfigError(NAMESPACE_REQUIRED, f"{at}.namespace")
     if options.write_policy != "write_through":
         raise ConfigError("vLLM hands blocks down when its CPU tier has them; leave it out", f"{at}.write_policy")
+    if options.admit != "always":
+        raise ConfigError("vLLM does not say which blocks of its CPU tier were used again; leave it out", f"{at}.admit")
     return options.for_engine(settings.RESTART_SECONDS)
 
 
 def tier_namespace(config: OffloadingConfig, tag: str, row_bytes: int) -> Namespace:
-    """Everything that identifies vLLM's rows, as far as a secondary tier sees it.
+    """Everything that identifies vLLM's rows, as far as a secondary tier sees it; `tag` names the rest.
 
-    Raises ConfigError if nothing identifies the weights, or if vLLM has no KV cache.
+    Raises ConfigError if vLLM has no KV cache.
     """
     known = settings.namespace(config, tag)
     parallel = config.parallel
@@ -64,5 +73,4 @@ def tier_namespace(config: OffloadingConfig, tag: str, row_bytes: int) -> Namesp
         "prefill_context_parallel_size": str(parallel.pcp_size),
         "decode_context_parallel_size": str(parallel.dcp_size),
     }
-    weights = weights_identity(Path(config.model.name))
-    return with_weights(known, weights, "secondary_tiers.KVTierFs.namespace", extra)
+    return replace(known, extra={**known.extra, **extra})

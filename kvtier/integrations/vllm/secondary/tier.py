@@ -25,6 +25,8 @@ from vllm.v1.kv_offload.tiering.base import TransferJob as VLLMJob
 from kvtier.engine_memory.staging import EngineRows
 from kvtier.engine_memory.tier import EngineMemoryTier
 from kvtier.engine_memory.transfers import EngineTransfer
+from kvtier.integrations.vllm.adapters import content_in_keys
+from kvtier.integrations.vllm.compat import require_tested
 from kvtier.integrations.vllm.metrics import Meter, definitions
 from kvtier.integrations.vllm.secondary.options import read_options, tier_namespace
 from kvtier.integrations.vllm.settings import GroupIds
@@ -41,8 +43,9 @@ _log = logging.getLogger("vllm.kvtier.fs")
 class KVTierFs(SecondaryTierManager):  # type: ignore[misc]
     """A disk that is bounded, verified and found again after a restart, for vLLM's `TieringOffloadingSpec`.
 
-    An adapter: it translates vLLM's calls for `EngineMemoryTier`. Called by the scheduler's thread alone. Only the
-    constructor, `drain_jobs` and `shutdown` wait for anything, each with a deadline.
+    An adapter: it translates vLLM's calls for `EngineMemoryTier`. Called by one thread at a time: the scheduler's, or
+    with vLLM 0.33 another that holds vLLM's lock. Only the constructor, `drain_jobs` and `shutdown` wait for anything,
+    each with a deadline.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -61,6 +64,7 @@ class KVTierFs(SecondaryTierManager):  # type: ignore[misc]
         suffice; nothing is left behind then, and vLLM's memory is not referred to."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         config = offloading_spec.config
+        require_tested(config.extra_config)
         parallel = config.parallel
         given = read_options(keys, tier_type, self.backend)
         options = given.share(parallel.data_parallel_index, parallel.data_parallel_size)
@@ -68,12 +72,15 @@ class KVTierFs(SecondaryTierManager):  # type: ignore[misc]
         self._ids = GroupIds([group.group_id for group in config.groups])
         self._events = options.enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
         self._meter = Meter()
+        self._refused: list[int] = []
         rows = EngineRows(primary_kv_view)
+        self._adapters = content_in_keys(self)
         try:
             namespace = tier_namespace(config, options.namespace, rows.row_bytes)
             self._tier = EngineMemoryTier(options, namespace, rows, options.name or tier_type, _log)
         except BaseException:
             rows.release()
+            self._adapters.release(self)
             raise
 
     # -- lookups -------------------------------------------------------------------------------------------------
@@ -95,7 +102,10 @@ class KVTierFs(SecondaryTierManager):  # type: ignore[misc]
 
     def submit_store(self, job_metadata: VLLMJob) -> None:
         """Begin to store rows that vLLM keeps until the job is reported."""
-        self._tier.submit(self._transfer(JobKind.STORE, job_metadata))
+        if self._adapters.storable(job_metadata.req_context.req_id):
+            self._tier.submit(self._transfer(JobKind.STORE, job_metadata))
+        else:
+            self._refused.append(job_metadata.job_id)
 
     def submit_load(self, job_metadata: VLLMJob) -> None:
         """Begin to load into rows that vLLM keeps until the job is reported."""
@@ -115,6 +125,8 @@ class KVTierFs(SecondaryTierManager):  # type: ignore[misc]
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Every job that ended since the last call, each once."""
         finished = [self._result(transfer) for transfer in self._tier.finished()]
+        finished += [JobResult(job_id, False) for job_id in self._refused]
+        self._refused.clear()
         if not self._events:
             self._tier.plane.take_changes()
         return finished
@@ -136,6 +148,7 @@ class KVTierFs(SecondaryTierManager):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Drain within the deadline, release vLLM's memory, then close the tier. Idempotent."""
+        self._adapters.release(self)
         self._tier.close()
 
     # -- events and figures --------------------------------------------------------------------------------------

@@ -56,6 +56,15 @@ class JobRun:
         if not self._left and not self.finished.done():
             self.finished.set_result(None)
 
+    def fail_rest(self, group: int, positions: Iterable[int], outcome: BlockOutcome) -> None:
+        """As `end_all`, also where an exception kept the job from counting blocks that have ended."""
+        outcomes = self._outcomes[group]
+        for position in positions:
+            outcomes[position] = outcomes[position] or outcome
+        self._left = sum(each.count(None) for each in self._outcomes)
+        if not self._left and not self.finished.done():
+            self.finished.set_result(None)
+
     def give_up(self) -> None:
         """Report every block that has not ended as late: its I/O is stuck in the kernel and keeps its buffers."""
         for group, outcomes in enumerate(self._outcomes):

@@ -1,0 +1,356 @@
+"""The tier over any transport: makes names and values, verifies what comes back, and says what became of each block."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import time
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import ClassVar
+
+from kvtier.aio.shielded_wait import shielded_wait
+from kvtier.errors import ResourceError, UsageError
+from kvtier.tier_api.block_age import age_limit, next_generation
+from kvtier.tier_api.block_envelope import Mismatch
+from kvtier.tier_api.contract import LoadStore, LookupResult, Opened, Rows, TierContext
+from kvtier.tier_api.job_run import JobRun, check_job
+from kvtier.types.jobs import (
+    CANCELLED,
+    CORRUPT,
+    LATE,
+    LOADED,
+    MISSING,
+    BlockOutcome,
+    BlockStatus,
+    DropReason,
+    JobKind,
+    JobResult,
+    TransferJob,
+    dropped,
+    failed,
+)
+from kvtier.types.keys import REMOTE, Medium, OffloadKey, key_group
+from kvtier_remote.attempts import Attempts
+from kvtier_remote.call_limit import CallLimit
+from kvtier_remote.epochs import Epochs
+from kvtier_remote.hedged_get import HedgedGets
+from kvtier_remote.moving_block import MovingBlock
+from kvtier_remote.names import BlockNames
+from kvtier_remote.options import RemoteOptions
+from kvtier_remote.transport import Describes, Place, Transport, Value
+from kvtier_remote.value import KEY_BYTES_MAX, Headers, header_bytes, value_bytes_max
+from kvtier_remote.write_budget import WriteBudget
+
+_log = logging.getLogger("kvtier.remote")
+
+
+@dataclass(slots=True, eq=False)
+class Move:
+    """A job in progress. `stopped` is the outcome of whatever has not begun yet, once there is one."""
+
+    run: JobRun
+    stopped: BlockOutcome | None = field(default=None)
+
+
+class RemoteBackend(LoadStore):
+    """A tier on a server that other processes and hosts use too. Shared: the server places and evicts, and a block may
+    vanish at any moment.
+
+    A stored block is STORED, dropped (disk_full: the server has no room; write_budget: this process has written what it
+    may; reset: the namespace has a newer epoch here; key_too_long; closing), LATE or failed with an errno. A loaded
+    block is LOADED once its whole header and its payload's checksum were verified in its row, and MISSING if there is
+    none of the current epoch. If anything else differs it is CORRUPT and removed from the server.
+
+    A job's rows are in use until its call returns, and never after: cancelled or late, it returns once the requests
+    that have begun have ended, each within `request_timeout_seconds`.
+
+    `counters` counts what happened by place and reason: `mismatch.<field>` for loads refused by verification
+    (`payload_bytes`: of another length; `generation`: older than `max_age`), `errno.<name>` for failed requests,
+    `reset.failed` (the server did not take an epoch), `lookup.failed`, `close.stuck`, `defect`; those of `Attempts`,
+    `HedgedGets` and `WriteBudget`.
+    """
+
+    medium: ClassVar[Medium] = REMOTE
+    options: RemoteOptions
+
+    def __init__(self, options: RemoteOptions, wall_ns: Callable[[], int] = time.time_ns) -> None:
+        super().__init__(options)
+        self._wall_ns = wall_ns
+        self.counters: Counter[str] = Counter()
+        self._transport: Transport
+        self._context: TierContext
+        self._rows: Rows
+        self._memory = memoryview(b"")
+        self._namespace = b""
+        self._names: BlockNames
+        self._epochs: Epochs
+        self._attempts: Attempts
+        self._hedged: HedgedGets | None = None
+        self._budget: WriteBudget | None = None
+        self._moving: set[asyncio.Future[list[None]]] = set()
+        self._generation = 0
+        self._opened = self._ready = self._closing = False
+        self._releasing = asyncio.Lock()
+
+    @abstractmethod
+    def _make_transport(self) -> Transport:
+        """The transport of the options; not open yet."""
+
+    # -- open and close ------------------------------------------------------------------------------------------
+
+    async def open(self, context: TierContext) -> Opened:
+        """Connect, and make the namespace's marker if it is new. Raises ConfigError, ResourceError; then nothing stays
+        open."""
+        if self._opened or self._closing:
+            raise UsageError("this tier was opened before; make a new one")
+        if context.rows is None:
+            raise UsageError("a remote tier moves rows of the shared region and was given none")
+        self._opened = True
+        self._transport = self._make_transport()
+        try:
+            return await self._open(context, context.rows)
+        except BaseException:
+            await self._release()
+            raise
+
+    async def _open(self, context: TierContext, rows: Rows) -> Opened:
+        self._context, self._rows, self._namespace = context, rows, context.namespace.digest()
+        self._memory = rows.view.reshape(-1).data
+        self._hedged = HedgedGets(context.clock, self.counters) if self._transport.hedges else None
+        self._names = BlockNames(self._transport.spelling, self.options.prefix, self._namespace)
+        notes = await self._open_budget()
+        facts = await self._transport.open()
+        self._attempts = Attempts(CallLimit(self._transport.concurrency, facts.flight_bytes), self.counters)
+        self._epochs = Epochs(self._transport, self._names.marker, self.counters)
+        try:
+            epoch = await self._epochs.begin()
+        except OSError as error:
+            raise ResourceError(f"the epoch of the namespace cannot be read ({error.strerror})") from error
+        notes += await self._describe(context.namespace.manifest())
+        self._ready = True
+        return Opened(facts.capacity_bytes, epoch=epoch, mode="remote", notes=facts.notes + notes)
+
+    async def _describe(self, manifest: str) -> tuple[str, ...]:
+        """Keep the namespace's readable manifest beside its blocks. Returns a note if that is not possible."""
+        if not isinstance(self._transport, Describes):
+            return ()
+        try:
+            await self._transport.describe(self._names.manifest, manifest)
+        except OSError as error:
+            return (f"the readable manifest could not be written ({error.strerror})",)
+        return ()
+
+    async def _open_budget(self) -> tuple[str, ...]:
+        """Read how much may still be written. Returns notes for people. Raises ConfigError."""
+        per_day = self.options.write_bytes_per_day
+        if per_day is None:
+            return ()
+        largest = value_bytes_max(self._context.geometry)
+        self._budget = WriteBudget(per_day, largest, self.options.budget_file, self.counters)
+        return await self._budget.open()
+
+    async def close(self) -> None:
+        """Let requests end within the deadline, then disconnect. Idempotent.
+
+        Blocks whose request had not begun are dropped. Requests that are stuck are counted in `close.stuck`; their
+        threads stay until they end.
+        """
+        self._closing = True
+        async with self._releasing:
+            if self._opened:
+                await self._release()
+
+    async def _release(self) -> None:
+        self._closing = True
+        if self._moving:
+            await asyncio.wait(self._moving, timeout=self.options.close_timeout_seconds / 2)
+        stuck = await self._transport.close(self.options.close_timeout_seconds / 2)
+        if self._hedged is not None:
+            stuck += await self._hedged.close(self.options.close_timeout_seconds / 2)
+        if self._budget is not None:
+            stuck += await self._budget.close(self.options.close_timeout_seconds / 2)
+        self.counters["close.stuck"] = stuck
+        if stuck:
+            _log.warning("%s: %d threads are stuck in requests", self.options.label, stuck)
+
+    def _check_open(self) -> None:
+        if not self._ready:
+            raise UsageError("this tier is not open")
+
+    # -- lookups and epochs --------------------------------------------------------------------------------------
+
+    async def lookup(self, keys: Sequence[OffloadKey]) -> Sequence[LookupResult]:
+        """HIT for a key whose value is there with the right length, MISS for any other; RETRY for each if the server
+        did not answer, because that is no miss. Values are not read; a load does that."""
+        self._check_open()
+        known = [key for key in keys if self._known(key)]
+        if self._closing or not known:
+            return [LookupResult.MISS] * len(keys)
+        try:
+            with self._attempts.limit.question():
+                found = await self._transport.present(self._places(known))
+        except OSError:
+            self.counters["lookup.failed"] += 1
+            return [LookupResult.RETRY] * len(keys)
+        held = {key for key, there in zip(known, found, strict=True) if there}
+        return [LookupResult.HIT if key in held else LookupResult.MISS for key in keys]
+
+    async def reset(self, epoch: int) -> None:
+        """Raise the namespace's epoch on the server before this returns. Raises ResourceError if that failed; then it
+        holds for this process, which stores nothing before the server has taken the epoch.
+
+        A process that has not reset goes on among its like under the old epoch, which this one finds nothing of.
+        """
+        self._check_open()
+        if self._closing:
+            raise UsageError("this tier is not open")
+        await self._epochs.reset(epoch)
+
+    def _known(self, key: OffloadKey) -> bool:
+        return key_group(key) < self._context.geometry.num_groups and len(key) <= KEY_BYTES_MAX
+
+    def _places(self, keys: Sequence[OffloadKey]) -> list[Place]:
+        name, size_of = self._names.namer(self._epochs.marker(self._epochs.now)), self._context.geometry.aligned_bytes
+        return [Place(name(key), header_bytes(key), size_of(key_group(key))) for key in keys]
+
+    # -- jobs ----------------------------------------------------------------------------------------------------
+
+    async def store(self, job: TransferJob) -> JobResult:
+        """Write the job's blocks; one outcome for each (see the class). Returns once no request uses its rows."""
+        self._check_open()
+        started = self._context.clock()
+        refusal = self._refusal(job) or await self._epochs.refusal(job.epoch)
+        if refusal is None and job.epoch < self._epochs.now:
+            refusal = dropped(DropReason.RESET)
+        return await self._run(job, JobKind.STORE, refusal, started)
+
+    async def load(self, job: TransferJob) -> JobResult:
+        """Read and verify the job's blocks; one outcome for each (see the class). Returns once no request uses their
+        rows. The bytes of a row count only after LOADED."""
+        self._check_open()
+        refusal = self._refusal(job) or (MISSING if job.epoch < self._epochs.now else None)
+        return await self._run(job, JobKind.LOAD, refusal, self._context.clock())
+
+    def _refusal(self, job: TransferJob, seconds: float = 0.0) -> BlockOutcome | None:
+        """Why no further block of a job begins so many seconds from now."""
+        if self._closing:
+            return dropped(DropReason.CLOSING)
+        return LATE if job.deadline is not None and self._context.clock() + seconds > job.deadline else None
+
+    async def _run(self, job: TransferJob, kind: JobKind, refusal: BlockOutcome | None, started: float) -> JobResult:
+        check_job(job, self._context.geometry.num_groups, self._rows.num_rows)
+        if refusal is not None:
+            return JobResult.uniform(job, refusal)
+        move = Move(JobRun(job, kind, asyncio.get_running_loop()))
+        moving = asyncio.gather(*(self._move_batch(move, batch) for batch in self._batches(self._blocks(move.run))))
+        self._moving.add(moving)
+        moving.add_done_callback(self._moving.discard)
+
+        def stop() -> None:
+            move.stopped = CANCELLED
+
+        await shielded_wait(moving, stop)
+        return move.run.result(self._context.clock() - started)
+
+    def _blocks(self, run: JobRun) -> Iterator[MovingBlock]:
+        """A job's blocks, without those whose key is too long. Raises UsageError for a key of another group."""
+        storing, row_bytes = run.kind is JobKind.STORE, self._rows.row_bytes
+        marker = self._epochs.marker(run.job.epoch)
+        headers, name = Headers(self._namespace, marker), self._names.namer(marker)
+        for number, group in enumerate(run.groups):
+            size = self._context.geometry.aligned_bytes(group.group)
+            for position, (key, row) in enumerate(zip(group.keys, group.rows, strict=True)):
+                if key_group(key) != group.group:
+                    raise UsageError(f"a key of another group is in the share of group {group.group}")
+                if len(key) > KEY_BYTES_MAX:
+                    run.end(number, position, dropped(DropReason.KEY_TOO_LONG))
+                    continue
+                payload = self._memory[row * row_bytes : row * row_bytes + size]
+                front = b""
+                if storing:
+                    front = headers.encoded(key, size, self._next_generation(), self._rows.checksum(row))
+                value = Value(Place(name(key), header_bytes(key), size), payload, front)
+                yield MovingBlock(number, position, row, value, key, headers)
+
+    def _next_generation(self) -> int:
+        """Comparable between hosts as well as their clocks are."""
+        self._generation = next_generation(self._generation, self._wall_ns())
+        return self._generation
+
+    def _batches(self, blocks: Iterator[MovingBlock]) -> Iterator[list[MovingBlock]]:
+        batch: list[MovingBlock] = []
+        size = 0
+        for block in blocks:
+            length = block.value.place.payload_bytes
+            if batch and (len(batch) == self._transport.batch_blocks or size + length > self._transport.batch_bytes):
+                yield batch
+                batch, size = [], 0
+            batch.append(block)
+            size += length
+        if batch:
+            yield batch
+
+    async def _move_batch(self, move: Move, batch: Sequence[MovingBlock]) -> None:
+        """Move blocks by one call; each ends with an outcome, whatever happens."""
+        call = self._put if move.run.kind is JobKind.STORE else self._get
+        try:
+            size = sum(block.value.place.payload_bytes for block in batch)
+            outcomes = await self._attempts.make(call, batch, partial(self._move_refusal, move), size)
+        except Exception:
+            # The task's boundary: without an outcome the job would wait for these blocks for ever.
+            _log.exception("%s: blocks could not be moved", self.options.label)
+            self.counters["defect"] += 1
+            outcomes = [failed(errno.EIO)] * len(batch)
+        for block, outcome in zip(batch, outcomes, strict=True):
+            if outcome.status is BlockStatus.FAILED:
+                self.counters[f"errno.{errno.errorcode.get(outcome.errno, outcome.errno)}"] += 1
+            size = block.value.place.payload_bytes if outcome.ok else 0
+            move.run.end(block.group, block.position, outcome, size)
+
+    def _move_refusal(self, move: Move, seconds: float) -> BlockOutcome | None:
+        return move.stopped or self._refusal(move.run.job, seconds)
+
+    async def _put(self, batch: Sequence[MovingBlock]) -> list[BlockOutcome]:
+        values = [block.value for block in batch]
+        if self._budget is None:
+            return await self._transport.put(values)
+        sizes = [value.place.header_bytes + value.place.payload_bytes for value in values]
+        within = await self._budget.take(sizes)
+        outcomes = await self._transport.put(values[:within]) if within else []
+        return [*outcomes, *[dropped(DropReason.WRITE_BUDGET)] * (len(batch) - within)]
+
+    async def _get(self, batch: Sequence[MovingBlock]) -> list[BlockOutcome]:
+        if self._hedged is None:
+            outcomes = await self._transport.get([block.value for block in batch], self._verifier(batch))
+        else:
+            outcomes = [await self._hedged.get(self._begin_get, block) for block in batch]
+        corrupt = [block for block, outcome in zip(batch, outcomes, strict=True) if outcome == CORRUPT]
+        self.counters.update(f"mismatch.{block.found}" for block in corrupt if isinstance(block.found, Mismatch))
+        if corrupt:
+            with suppress(OSError):  # it is refused by the next load as well
+                await self._transport.remove([block.value.place for block in corrupt])
+            expired = {id(block) for block in corrupt if block.found is Mismatch.GENERATION}
+            outcomes = [MISSING if id(block) in expired else one for block, one in zip(batch, outcomes, strict=True)]
+        for block, outcome in zip(batch, outcomes, strict=True):
+            if outcome.ok and isinstance(block.found, bytes):
+                self._rows.set_checksum(block.row, block.found)
+        return outcomes
+
+    def _begin_get(self, block: MovingBlock) -> asyncio.Future[list[BlockOutcome]]:
+        return asyncio.ensure_future(self._transport.get([block.value], self._verifier([block])))
+
+    def _verifier(self, batch: Sequence[MovingBlock]) -> Callable[[int, memoryview], BlockOutcome]:
+        ages = age_limit(self.options.max_age, self._wall_ns())
+
+        def check(position: int, page: memoryview) -> BlockOutcome:
+            block = batch[position]
+            block.found = block.headers.verify(page, block.value.payload, block.key, ages)
+            return CORRUPT if isinstance(block.found, Mismatch) else LOADED
+
+        return check

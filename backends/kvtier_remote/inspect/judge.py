@@ -1,0 +1,50 @@
+"""A value judged by its name and its bytes alone, without what a load expects."""
+
+import struct
+
+from kvtier.tier_api.block_envelope import (
+    ENVELOPE_VERSION,
+    KEY_AT,
+    Mismatch,
+    decode_slot_header,
+    first_difference,
+    key_fault,
+    page_fault,
+)
+from kvtier.tier_api.checksum import BODY_AT, checksum
+from kvtier_remote.names import BlockName, key_digest
+from kvtier_remote.value import HEADER_BYTES_MAX, root_of
+
+_STATED = struct.Struct("<II")
+"""Version and length of a header, in front of its other fields."""
+
+
+def stated_header_bytes(front: memoryview) -> int:
+    """The length of the header that a value begins with, as it says itself; 0 if it is none."""
+    if len(front) < KEY_AT:
+        return 0
+    version, length = _STATED.unpack_from(front, BODY_AT)
+    return length if version == ENVELOPE_VERSION and KEY_AT <= length <= HEADER_BYTES_MAX else 0
+
+
+def fault_of(name: BlockName, value: memoryview) -> str:
+    """What is wrong with a value that was found under a name; empty if a load would take it."""
+    page = value[: stated_header_bytes(value)]
+    header = decode_slot_header(page)
+    if header is None:
+        return page_fault(page or value[:HEADER_BYTES_MAX]) or Mismatch.VERSION
+    payload = value[len(page) :]
+    expected = header._replace(
+        namespace=name.namespace + header.namespace[len(name.namespace) :],
+        epoch=name.marker.epoch,
+        root_uuid=root_of(name.marker),
+        region=0,
+        slot_index=0,
+        region_generation=0,
+        slot_bytes=len(value),
+        payload_bytes=len(payload),
+    )
+    fault = first_difference(header, expected) or key_fault(header)
+    if fault or key_digest(header.key) != name.key:
+        return fault or Mismatch.KEY
+    return "" if checksum(payload) == header.payload_digest else Mismatch.PAYLOAD

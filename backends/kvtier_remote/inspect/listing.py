@@ -1,0 +1,68 @@
+"""What an engine has to offer the tools: listing, reading and removing values by name. Every call blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from kvtier_remote.names import BlockName
+from kvtier_remote.transport import Marker
+
+
+class Listed(NamedTuple):
+    """A value as a listing finds it. `name` is None for a name below the prefix that is no block's.
+
+    `whole` is false if a part of it is missing, so that no lookup finds it. `shown` is the name as it can be printed,
+    `parts` are all names to remove. `stored_at`: seconds since 1970; None if that cannot be known.
+    """
+
+    name: BlockName | None
+    shown: str
+    parts: Sequence[bytes | str] = ()
+    whole: bool = True
+    payload_bytes: int = 0
+    stored_bytes: int = 0
+    stored_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """An engine's store as a whole: its address, and how many `parts` (nodes, folders) it is spread over."""
+
+    address: str
+    layout: str
+    regions: int
+    parts: str
+
+
+class Listing(Protocol):
+    """The names below one prefix. Memory is bounded: a listing comes in pages. Every call may raise RootError."""
+
+    @property
+    def about(self) -> About:
+        """The store as a whole."""
+
+    def pages(self) -> Iterator[Sequence[Listed]]:
+        """Every value, a page at a time. What is stored or removed meanwhile may be missed or come twice."""
+
+    def markers(self) -> Mapping[bytes, Marker]:
+        """The markers that count, by the front of their namespace's digest."""
+
+    def marker(self, namespace: bytes) -> Marker | None:
+        """The marker of one namespace as it is now."""
+
+    def manifests(self, namespaces: Iterable[bytes]) -> Mapping[bytes, str]:
+        """What describes those of the namespaces that are described."""
+
+    def read(self, values: Sequence[Listed]) -> Iterator[memoryview | None]:
+        """Each value, its header and its payload; None for one that is gone. Few are in memory at a time."""
+
+    def remove(self, values: Sequence[Listed]) -> None:
+        """Remove values."""
+
+    def forget(self, namespace: bytes) -> None:
+        """Remove what describes a namespace."""
+
+    def close(self) -> None:
+        """Disconnect. Idempotent."""

@@ -1,0 +1,158 @@
+"""A store on a server for `kvtier fsck`, `ls`, `du` and `gc`: read, repaired and pruned beside its users."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+
+from kvtier.tier_api.inspection import (
+    BlockState,
+    CheckStep,
+    Finding,
+    FindingKind,
+    ListStep,
+    StoreAbout,
+    StoredBlock,
+    StoredNamespace,
+)
+from kvtier_remote.inspect.judge import fault_of
+from kvtier_remote.inspect.listing import Listed, Listing
+from kvtier_remote.names import BlockName
+from kvtier_remote.transport import Marker
+
+_LEFTOVERS = {BlockState.OLD: FindingKind.OLD, BlockState.ORPHANED: FindingKind.ORPHANED}
+_TEXT_MAX = 64
+_NANOSECONDS = 1_000_000_000
+_SHARED = "others may store and remove while this is read; what changes meanwhile may be missed, or counted twice"
+
+
+class RemoteInspection:
+    """The values below one prefix under inspection, whatever the engine. Other processes use them at the same time.
+
+    A block counts if its name has the incarnation and the epoch of its namespace's marker: a process that opens now
+    finds no other. One that opened before a reset still loads older ones.
+    """
+
+    def __init__(self, listing: Listing) -> None:
+        self._listing = listing
+        self._markers = dict(listing.markers())
+        self._looked_up: set[tuple[bytes, Marker]] = set()
+        facts = listing.about
+        self.about = StoreAbout(
+            root=facts.address,
+            layout=facts.layout,
+            identity="",
+            slots=None,
+            regions=facts.regions,
+            region_bytes=0,
+            session=None,
+            clean=None,
+            owner="",
+            namespaces=self._namespaces(),
+            notes=(_SHARED,),
+            parts=facts.parts,
+        )
+
+    def close(self) -> None:
+        """Disconnect. Idempotent."""
+        self._listing.close()
+
+    def blocks(self) -> Iterator[ListStep]:
+        """Every value that has the name of a block, in the engine's order. Payloads are not read."""
+        for values, blocks in self._pages():
+            yield ListStep(len(values), [block for block in blocks if block is not None])
+
+    def check(self, repair: bool) -> Iterator[CheckStep]:
+        """Read every value that counts, and verify what a load verifies. Repair removes what is damaged."""
+        for values, blocks in self._pages():
+            current, findings = [], []
+            for one, block in zip(values, blocks, strict=True):
+                if block is not None and block.state is BlockState.CURRENT:
+                    current.append(one)
+                else:
+                    findings.append(_leftover(one, block))
+            yield CheckStep(slots=len(findings), findings=findings)
+            yield from self._verify(current, repair)
+
+    def _verify(self, values: Sequence[Listed], repair: bool) -> Iterator[CheckStep]:
+        for one, value in zip(values, self._listing.read(values), strict=True):
+            assert one.name is not None
+            if value is None:
+                yield CheckStep(slots=1, empty=1)
+            elif fault := fault_of(one.name, value):
+                if repair:
+                    self._listing.remove([one])
+                yield CheckStep(slots=1, findings=[Finding(FindingKind.CORRUPT, fault, one.shown, repair)])
+            else:
+                yield CheckStep(slots=1, whole=1, payload_bytes=one.payload_bytes)
+
+    def drop(self, chosen: Callable[[StoredBlock], bool]) -> Iterator[ListStep]:
+        """Remove chosen blocks, yielding these. A namespace without any left loses its manifest, and keeps its marker:
+        an epoch never decreases."""
+        dropped: set[bytes] = set()
+        kept: set[bytes] = set()
+        for values, blocks in self._pages():
+            pairs = [(one, block) for one, block in zip(values, blocks, strict=True) if block is not None]
+            going = [(one, block) for one, block in pairs if chosen(block)]
+            if going:
+                self._listing.remove([one for one, _ in going])
+            dropped.update(block.namespace for _, block in going)
+            kept.update(block.namespace for _, block in pairs if not chosen(block))
+            yield ListStep(len(values), [block for _, block in going])
+        for namespace in dropped - kept:
+            self._listing.forget(namespace)
+
+    def _pages(self) -> Iterator[tuple[Sequence[Listed], list[StoredBlock | None]]]:
+        numbers = count()
+        for page in self._listing.pages():
+            yield page, [None if one.name is None else self._block(one, one.name, next(numbers)) for one in page]
+
+    def _block(self, one: Listed, name: BlockName, number: int) -> StoredBlock:
+        return StoredBlock(
+            state=self._state(name) if one.whole else BlockState.ORPHANED,
+            namespace=name.namespace,
+            group=None,
+            key=name.key,
+            region=0,
+            slot=number,
+            generation=0 if one.stored_at is None else int(one.stored_at * _NANOSECONDS),
+            payload_bytes=one.payload_bytes,
+            stored_bytes=one.stored_bytes,
+            stored_at=one.stored_at,
+            epoch=name.marker.epoch,
+        )
+
+    def _state(self, name: BlockName) -> BlockState:
+        """A marker that does not fit is read again, once for each that names have: it may be new, or raised since."""
+        marker, asked = self._markers.get(name.namespace), (name.namespace, name.marker)
+        if marker != name.marker and asked not in self._looked_up:
+            self._looked_up.add(asked)
+            marker = self._listing.marker(name.namespace)
+            if marker is not None:
+                self._markers[name.namespace] = marker
+        if marker is None or marker.incarnation != name.marker.incarnation:
+            return BlockState.ORPHANED
+        if marker.epoch < name.marker.epoch:
+            return BlockState.ORPHANED
+        return BlockState.CURRENT if marker.epoch == name.marker.epoch else BlockState.OLD
+
+    def _namespaces(self) -> tuple[StoredNamespace, ...]:
+        manifests = self._listing.manifests(self._markers)
+        return tuple(
+            StoredNamespace(digest, marker.epoch, None, None, *_described(manifests.get(digest, "")))
+            for digest, marker in sorted(self._markers.items())
+        )
+
+
+def _leftover(one: Listed, block: StoredBlock | None) -> Finding:
+    if block is None:
+        return Finding(FindingKind.UNKNOWN_FILE, "name", one.shown)
+    return Finding(_LEFTOVERS[block.state], block.state.value, one.shown)
+
+
+def _described(manifest: str) -> tuple[str | None, str | None]:
+    """Model and tag of a manifest. That is for people only, so nothing here ever fails."""
+    try:
+        fields = json.loads(manifest)
+        return str(fields["model"])[:_TEXT_MAX], str(fields["tag"])[:_TEXT_MAX]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None, None

@@ -1,0 +1,105 @@
+"""A few threads for blocking calls, a client each: no client is used by two threads at once, nor closed in use."""
+
+import asyncio
+import errno
+import threading
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from kvtier.aio.daemon_pool import DaemonPool, PoolClosed
+
+
+class Connected(Protocol):
+    """A client of some library, with its connection."""
+
+    @property
+    def silent(self) -> bool:
+        """True if its requests are not answered, so that another connection should be tried."""
+
+    def close(self) -> None:
+        """Disconnect."""
+
+
+Client = TypeVar("Client", bound=Connected)
+T = TypeVar("T")
+
+
+class Lane(Generic[Client]):
+    """`size` threads and as many clients, which `connect` makes on those threads. A client is closed by the thread that
+    has it in use when the lane closes, or while no thread has.
+
+    Once a client is silent, it and all that are as old are replaced before their next call, by what `reconnect` makes
+    (`connect` when left out).
+    """
+
+    def __init__(
+        self, name: str, size: int, connect: Callable[[], Client], reconnect: Callable[[], Client] | None = None
+    ) -> None:
+        self._pool = DaemonPool(name, size)
+        self._size = size
+        self._connect = connect
+        self._reconnect = reconnect or connect
+        self._round = 0
+        self._lock = threading.Lock()
+        self._idle: list[tuple[int, Client | None]] = []
+        self._closed = False
+
+    async def open(self) -> None:
+        """Connect every client. Raises what `connect` raises, once all attempts have ended."""
+        attempts = [self._pool.run(self._make) for _ in range(self._size)]
+        for error in await asyncio.gather(*attempts, return_exceptions=True):
+            if error is not None:
+                raise error
+
+    def _make(self) -> None:
+        self._give_back(self._round, self._connect())
+
+    async def run(self, call: Callable[[Client], T]) -> T:
+        """What `call` returns or raises for one of the clients. Cancelling gives up the result, not the call.
+
+        Raises OSError for a call that had not begun when the lane was closed, and what `reconnect` raises.
+        """
+        try:
+            return await self._pool.run(self._with_client, call)
+        except PoolClosed:
+            raise _closed() from None
+
+    def _with_client(self, call: Callable[[Client], T]) -> T:
+        with self._lock:
+            if self._closed:
+                raise _closed()
+            number, client = self._idle.pop()  # there are as many as threads
+        try:
+            if client is not None and number < self._round:
+                old, client = client, None
+                old.close()
+            if client is None:
+                number, client = self._round, self._reconnect()
+            return call(client)
+        finally:
+            self._give_back(number, client)
+
+    def _give_back(self, number: int, client: Client | None) -> None:
+        """Keep a client, which was made in this round; None if there was none to be had."""
+        with self._lock:
+            if client is not None and client.silent and number == self._round:
+                self._round += 1
+            if not self._closed:
+                self._idle.append((number, client))
+                return
+        if client is not None:
+            client.close()
+
+    async def close(self, timeout_seconds: float) -> int:
+        """Disconnect each client after its last call, and end the threads. Returns how many threads are stuck."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for _, client in idle:
+            if client is not None:
+                self._pool.submit(client.close)
+        return await self._pool.close(timeout_seconds)
+
+
+def _closed() -> OSError:
+    return OSError(errno.ENOTCONN, "the connections are closed")

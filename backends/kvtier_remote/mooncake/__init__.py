@@ -1,0 +1,1 @@
+"""The tier `mooncake`: blocks in the pool of memory of a Mooncake store."""

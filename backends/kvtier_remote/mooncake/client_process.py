@@ -1,0 +1,178 @@
+"""A client of Mooncake in a process of its own, and the memory it shares with this one."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import json
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import ConfigError
+from kvtier_remote.mooncake.options import MooncakeOptions
+
+INSTALL = "needs the package mooncake-transfer-engine-non-cuda; pip install 'kvtier[mooncake]'"
+START_SECONDS = 30.0
+"""A process that could not connect within this time ends itself."""
+_SCRIPT = Path(__file__).with_name("client_main.py")
+_CHUNK_BYTES = 1 << 16
+_DETACHED: dict[str, Any] = {
+    "start_new_session": True,
+    "stdin": subprocess.DEVNULL,
+    "stdout": subprocess.DEVNULL,
+    "stderr": subprocess.DEVNULL,
+}
+"""The library writes its log to standard error; signals of a terminal are not for its process."""
+
+
+def installed() -> bool:
+    """True if the library is there; it is not imported."""
+    return importlib.util.find_spec("mooncake") is not None
+
+
+class ClientProcess:
+    """Used by one thread. A request that is not answered within its time kills the process, so that nothing of it can
+    be written later; the next request starts another one."""
+
+    silent: ClassVar[bool] = False  # it connects again by itself
+
+    def __init__(self, options: MooncakeOptions, memory_bytes: int) -> None:
+        self._options = options
+        fd = os.memfd_create("kvtier-mooncake", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, memory_bytes)
+            self.memory: npt.NDArray[np.uint8] = np.frombuffer(mmap.mmap(fd, memory_bytes), np.uint8)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fd = fd
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket
+        self._received = b""
+        self._ready = False
+
+    def open(self) -> None:
+        """Start the process and wait until it has connected. Raises ConfigError."""
+        if not installed():
+            raise ConfigError(INSTALL, "type")
+        address, _, port = self._options.master.rpartition(":")
+        try:
+            socket.create_connection((address.strip("[]"), int(port)), self._options.request_timeout_seconds).close()
+            self._connect(START_SECONDS)
+        except OSError as error:
+            reason = error.strerror or "does not answer"
+            raise ConfigError(f"{self._options.master}: {reason}", "master") from None
+
+    def ask(self, call: str, names: Sequence[str], offsets: Sequence[int] = (), sizes: Sequence[int] = ()) -> list[int]:
+        """One number for each name: a length or 0, or one of the library's error codes. Raises OSError."""
+        seconds = self._options.request_timeout_seconds
+        self._connect(seconds)
+        try:
+            answer = self._exchange([call, names, offsets, sizes], seconds)
+        except OSError:
+            self._end()
+            raise
+        assert isinstance(answer, list)
+        return answer
+
+    def _connect(self, seconds: float) -> None:
+        if self._process is None:
+            self._start()
+        if self._ready:
+            return
+        try:
+            answer = self._receive(time.monotonic() + seconds)
+        except TimeoutError:  # it goes on connecting
+            raise
+        except OSError:
+            self._end()
+            raise
+        if answer != "ready":
+            self._end()
+            raise OSError(errno.ECONNREFUSED, f"the library cannot connect ({answer})")
+        self._ready = True
+
+    def _start(self) -> None:
+        own, theirs = socket.socketpair()
+        with theirs:
+            inherited = theirs.fileno(), self._fd
+            command = [sys.executable, str(_SCRIPT), *map(str, inherited)]
+            try:
+                self._process = subprocess.Popen(command, pass_fds=inherited, **_DETACHED)
+            except OSError:
+                own.close()
+                raise
+        self._channel, self._received, self._ready = own, b"", False
+        try:
+            self._send(self._config(), time.monotonic() + self._options.request_timeout_seconds)
+        except OSError:
+            self._end()
+            raise
+
+    def _config(self) -> dict[str, Any]:
+        options = self._options
+        return {
+            "seconds": START_SECONDS,
+            "replicas": options.replicas,
+            "local_hostname": options.local_hostname,
+            "metadata_server": options.metadata_server,
+            "global_segment_size": "0",
+            "local_buffer_size": "0",
+            "protocol": options.protocol,
+            "rdma_devices": options.devices,
+            "master_server_addr": options.master,
+            "tenant_id": options.tenant,
+        }
+
+    def _exchange(self, request: object, seconds: float) -> object:
+        deadline = time.monotonic() + seconds
+        self._send(request, deadline)
+        return self._receive(deadline)
+
+    def _send(self, request: object, deadline: float) -> None:
+        self._channel.settimeout(max(0.001, deadline - time.monotonic()))
+        try:
+            self._channel.sendall(json.dumps(request).encode() + b"\n")
+        except TimeoutError:
+            raise _late() from None
+
+    def _receive(self, deadline: float) -> object:
+        while b"\n" not in self._received:
+            self._channel.settimeout(max(0.001, deadline - time.monotonic()))
+            try:
+                more = self._channel.recv(_CHUNK_BYTES)
+            except TimeoutError:
+                raise _late() from None
+            if not more:
+                raise OSError(errno.ECONNRESET, "the client's process has ended")
+            self._received += more
+        line, _, self._received = self._received.partition(b"\n")
+        found: object = json.loads(line)
+        return found
+
+    def _end(self) -> None:
+        """Kill the process, and with it what it has in flight."""
+        process, self._process = self._process, None
+        if process is not None:
+            self._channel.close()
+            process.kill()
+            process.wait()
+
+    def close(self) -> None:
+        """End the process and give the memory back."""
+        self._end()
+        os.close(self._fd)
+
+
+def _late() -> TimeoutError:
+    return TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))

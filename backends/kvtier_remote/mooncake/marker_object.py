@@ -1,0 +1,103 @@
+"""Markers of namespaces in a store that has no compare-and-set: a value that is overwritten, and claims to do so.
+
+The marker is one value, so that it is lost as a whole. Each of its states has a random id; who wants to change it
+creates the claim of that id, which holds the next state. A claim is created once, by the first of those who race, and
+all who find it write that state over the marker, where that still holds what they read. Claims stay, so a slow writer
+that puts an older state back harms nothing: a reader follows the claims from there.
+
+One thing is not closed. Between the client's last look at the marker and its write, which are two requests, the marker
+may be lost and made anew; the write brings the lost one's incarnation back then.
+"""
+
+from __future__ import annotations
+
+import errno
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvtier_remote.mooncake.client_process import ClientProcess
+from kvtier_remote.mooncake.outcomes import MISSING_CODES, os_error
+from kvtier_remote.transport import Marker
+
+SIZE = 64
+MEMORY_BYTES = 2 * SIZE
+"""What a client that raises markers needs: room for two states."""
+_ATTEMPTS = 100
+_PAUSE_SECONDS = 0.003
+"""What another client has begun to write is missing until it is complete, and cannot be created."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """One state of a marker."""
+
+    marker: Marker
+    id: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    def encoded(self) -> bytes:
+        """64 bytes of text."""
+        return f"{self.marker.incarnation.hex()} {self.marker.epoch} {self.id}".ljust(SIZE).encode()
+
+
+def raise_marker(connection: ClientProcess, name: str, marker: Marker) -> Marker:
+    """See `kvtier_remote.transport.Transport.raise_marker`. Raises OSError, EBUSY if others write all the time."""
+    for attempt in range(_ATTEMPTS):
+        time.sleep(min(attempt, 10) * _PAUSE_SECONDS)
+        try:
+            state = _current(connection, name)
+            if state is None:
+                _create(connection, name, State(marker))
+                continue
+            held = state.marker
+            if held.incarnation != marker.incarnation or held.epoch >= marker.epoch:
+                return held
+            _create(connection, f"{name}.{state.id}", State(marker))
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+    raise OSError(errno.EBUSY, "other clients write the marker")
+
+
+def _current(connection: ClientProcess, name: str) -> State | None:
+    """The state that no claim follows. It is in the marker then."""
+    first = state = _read(connection, name)
+    while state is not None and (claimed := _read(connection, f"{name}.{state.id}")) is not None:
+        state = claimed
+    if first is not None and state is not None and state is not first:
+        _replace(connection, name, first, state)
+    return state
+
+
+def _read(connection: ClientProcess, name: str) -> State | None:
+    (code,) = connection.ask("get", [name], [0], [SIZE])
+    if code in MISSING_CODES:
+        return None
+    if code != SIZE:
+        raise os_error(code) if code < 0 else _no_marker()
+    try:
+        incarnation, epoch, number = connection.memory[:SIZE].tobytes().decode("ascii").split()
+        return State(Marker(bytes.fromhex(incarnation), int(epoch)), number)
+    except ValueError:
+        raise _no_marker() from None
+
+
+def _create(connection: ClientProcess, name: str, state: State) -> None:
+    connection.memory[:SIZE] = bytearray(state.encoded())
+    _check(connection.ask("create", [name], [0], [SIZE]))
+
+
+def _replace(connection: ClientProcess, name: str, held: State, state: State) -> None:
+    """Write a state over the marker, unless it holds another one than was read: then others have written it."""
+    connection.memory[:MEMORY_BYTES] = bytearray(state.encoded() + held.encoded())
+    _check(connection.ask("replace", [name], [0, SIZE], [SIZE]))
+
+
+def _check(codes: Sequence[int]) -> None:
+    if codes[0] < 0:
+        raise os_error(codes[0])
+
+
+def _no_marker() -> OSError:
+    return OSError(errno.EBADMSG, "what is under the marker's name is no marker")

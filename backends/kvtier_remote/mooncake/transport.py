@@ -1,0 +1,138 @@
+"""A Mooncake store as a transport: few processes with a client each, and memory that blocks pass through."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from kvtier.types.jobs import CORRUPT, STORED, BlockOutcome, failed
+from kvtier_remote.lane import Lane
+from kvtier_remote.mooncake.client_process import ClientProcess
+from kvtier_remote.mooncake.marker_object import MEMORY_BYTES, raise_marker
+from kvtier_remote.mooncake.options import BATCH_BLOCKS, CONNECTIONS, MooncakeOptions
+from kvtier_remote.mooncake.outcomes import MISSING_CODES, os_error, outcome_of
+from kvtier_remote.transport import Facts, Marker, Place, Spelling, Value, Verify
+
+_UNKNOWN_BYTES = 1 << 62
+_ALIGNMENT = 64
+_NAMES_IN_A_QUESTION = 1024
+SIZE_NOTE = "the pool's size is not known here; it evicts what was not used for longest above its watermark"
+
+
+class MooncakeTransport:
+    """No row is ever named to the library: blocks are copied to and from memory of the client's own, so that what it
+    writes late is written there."""
+
+    spelling: ClassVar[Spelling] = Spelling()
+    batch_blocks: ClassVar[int] = BATCH_BLOCKS
+    concurrency: ClassVar[int] = CONNECTIONS
+    hedges: ClassVar[bool] = False
+
+    def __init__(self, options: MooncakeOptions) -> None:
+        self._options = options
+        self.batch_bytes = options.batch_bytes
+        self._staging_bytes = options.staging // CONNECTIONS
+        self._transfers = self._lane("kvtier-mooncake", CONNECTIONS, self._staging_bytes)
+        self._questions = self._lane("kvtier-mooncake-lookup", 1, MEMORY_BYTES)
+
+    def _lane(self, name: str, size: int, memory_bytes: int) -> Lane[ClientProcess]:
+        def connect() -> ClientProcess:
+            connection = ClientProcess(self._options, memory_bytes)
+            try:
+                connection.open()
+            except BaseException:
+                connection.close()
+                raise
+            return connection
+
+        return Lane(name, size, connect, connect)
+
+    async def open(self) -> Facts:
+        """Start the processes and connect. Raises ConfigError with the key of the option that is wrong."""
+        await self._questions.open()
+        await self._transfers.open()
+        return Facts(_UNKNOWN_BYTES, (SIZE_NOTE,))
+
+    async def close(self, timeout_seconds: float) -> int:
+        """End the processes after their requests. Returns how many threads are stuck; none is longer than a request."""
+        return await self._transfers.close(timeout_seconds) + await self._questions.close(timeout_seconds)
+
+    async def present(self, places: Sequence[Place]) -> list[bool]:
+        """True for each value that has a complete replica of the right length, as the master knows it."""
+        return await self._questions.run(lambda connection: _present(connection, places))
+
+    async def get(self, values: Sequence[Value], verify: Verify) -> list[BlockOutcome]:
+        """Read values through the client's memory."""
+        return await self._moved(values, lambda connection: self._get(connection, values, verify))
+
+    async def put(self, values: Sequence[Value]) -> list[BlockOutcome]:
+        """Write values through the client's memory."""
+        return await self._moved(values, lambda connection: self._put(connection, values))
+
+    async def _moved(
+        self, values: Sequence[Value], call: Callable[[ClientProcess], list[BlockOutcome]]
+    ) -> list[BlockOutcome]:
+        try:
+            return await self._transfers.run(call)
+        except OSError as error:
+            return [failed(error.errno or errno.EIO)] * len(values)
+
+    async def remove(self, places: Sequence[Place]) -> None:
+        """Remove values, also those that are being read."""
+        names = [place.name for place in places]
+        codes = await self._questions.run(lambda connection: connection.ask("remove", names))
+        for code in codes:
+            if code < 0 and code not in MISSING_CODES:
+                raise os_error(code)
+
+    async def raise_marker(self, name: str, marker: Marker) -> Marker:
+        """By claims; see `kvtier_remote.mooncake.marker_object`."""
+        return await self._questions.run(lambda connection: raise_marker(connection, name, marker))
+
+    def _put(self, connection: ClientProcess, values: Sequence[Value]) -> list[BlockOutcome]:
+        offsets, sizes = self._staged(values)
+        for value, offset in zip(values, offsets, strict=True):
+            at = offset + len(value.header)
+            connection.memory[offset:at] = np.frombuffer(value.header, np.uint8)
+            connection.memory[at : at + len(value.payload)] = np.frombuffer(value.payload, np.uint8)
+        codes = connection.ask("put", [value.place.name for value in values], offsets, sizes)
+        return [STORED if code == 0 else outcome_of(code) for code in codes]
+
+    def _get(self, connection: ClientProcess, values: Sequence[Value], verify: Verify) -> list[BlockOutcome]:
+        offsets, sizes = self._staged(values)
+        codes = connection.ask("get", [value.place.name for value in values], offsets, sizes)
+        outcomes = []
+        for i, (value, offset, size, code) in enumerate(zip(values, offsets, sizes, codes, strict=True)):
+            if code != size:
+                outcomes.append(outcome_of(code) if code < 0 else CORRUPT)
+                continue
+            at = offset + value.place.header_bytes
+            np.frombuffer(value.payload, np.uint8)[:] = connection.memory[at : offset + size]
+            outcomes.append(verify(i, connection.memory[offset:at].data))
+        return outcomes
+
+    def _staged(self, values: Sequence[Value]) -> tuple[list[int], list[int]]:
+        """Where values are in a client's memory, and their lengths. Raises OSError for those that have no room."""
+        sizes = [value.place.header_bytes + value.place.payload_bytes for value in values]
+        offsets, end = [], 0
+        for size in sizes:
+            offsets.append(end)
+            end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        if end > self._staging_bytes:
+            raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
+        return offsets, sizes
+
+
+def _present(connection: ClientProcess, places: Sequence[Place]) -> list[bool]:
+    found = []
+    for start in range(0, len(places), _NAMES_IN_A_QUESTION):
+        some = places[start : start + _NAMES_IN_A_QUESTION]
+        for place, code in zip(some, connection.ask("present", [place.name for place in some]), strict=True):
+            if code < 0 and code not in MISSING_CODES:
+                raise os_error(code)
+            found.append(code == place.header_bytes + place.payload_bytes)
+    return found

@@ -1,0 +1,91 @@
+"""Names of blocks and markers. Nothing of a model, a tag or a key can be read from them.
+
+Blocks are `<prefix>:b:<namespace>.<incarnation><epoch>.<key>`, markers `<prefix>:m:<namespace>` and manifests
+`<prefix>:manifests:<namespace>.json`, with the separator `:`. With `/` and two digits of fan-out, blocks are
+`<prefix>/b/<first two of the key>/<the same>`. All digits are lower-case hexadecimal: 16 of the namespace's digest, 16
+of the incarnation, at least 8 of the epoch, and the first 40 of the SHA-256 of the key with its group.
+"""
+
+import re
+from collections.abc import Callable
+from hashlib import sha256
+from typing import NamedTuple
+
+from kvtier.types.keys import OffloadKey
+from kvtier_remote.transport import Marker, Spelling
+
+_NAMESPACE_BYTES = 8
+_KEY_BYTES = 20
+_NAMESPACE = re.compile(r"[0-9a-f]{16}")
+_BLOCK = re.compile(r"([0-9a-f]{16})\.([0-9a-f]{16})([0-9a-f]{8,16})\.([0-9a-f]{40})$")
+
+
+class BlockName(NamedTuple):
+    """What the name of a block says: the front of its namespace's digest, its marker, the digest of its key."""
+
+    namespace: bytes
+    marker: Marker
+    key: bytes
+
+
+def key_digest(key: bytes) -> bytes:
+    """What stands for a key in the name of its block."""
+    return sha256(key).digest()[:_KEY_BYTES]
+
+
+def namespace_of(digits: str) -> bytes | None:
+    """The front of a namespace's digest as it is spelled in names; None for anything else."""
+    return bytes.fromhex(digits) if _NAMESPACE.fullmatch(digits) else None
+
+
+class StoreNames:
+    """The names below one prefix: what those of blocks and of markers begin with, and what the others are."""
+
+    def __init__(self, spelling: Spelling, prefix: str) -> None:
+        self._spelling = spelling
+        self.blocks, self.markers, self._manifests = (
+            spelling.separator.join((prefix, kind, "")) for kind in ("b", "m", "manifests")
+        )
+
+    def marker(self, namespace: bytes) -> str:
+        """The marker of a namespace, given its digest or the front of it."""
+        return self.markers + namespace[:_NAMESPACE_BYTES].hex()
+
+    def manifest(self, namespace: bytes) -> str:
+        """What describes a namespace, for people."""
+        return f"{self._manifests}{namespace[:_NAMESPACE_BYTES].hex()}.json"
+
+    def block(self, name: str) -> BlockName | None:
+        """What the name of a block says; None for any other name."""
+        match = _BLOCK.search(name)
+        if match is None:
+            return None
+        separator, fan_out = self._spelling
+        folder = match[4][:fan_out] + separator if fan_out else ""
+        if name != self.blocks + folder + match[0]:
+            return None
+        namespace, incarnation, key = (bytes.fromhex(match[i]) for i in (1, 2, 4))
+        return BlockName(namespace, Marker(incarnation, int(match[3], 16)), key)
+
+
+class BlockNames:
+    """The names of one namespace."""
+
+    def __init__(self, spelling: Spelling, prefix: str, namespace: bytes) -> None:
+        names = StoreNames(spelling, prefix)
+        self.marker, self.manifest = names.marker(namespace), names.manifest(namespace)
+        self._spelling = spelling
+        self._head = names.blocks
+        self._namespace = f"{namespace[:_NAMESPACE_BYTES].hex()}."
+
+    def namer(self, marker: Marker) -> Callable[[OffloadKey], str]:
+        """What spells the names of blocks under a marker."""
+        separator, fan_out = self._spelling
+        head, middle = self._head, f"{self._namespace}{marker.incarnation.hex()}{marker.epoch:08x}."
+
+        def name(key: OffloadKey) -> str:
+            digest = key_digest(key).hex()
+            folder = digest[:fan_out] + separator if fan_out else ""
+            return f"{head}{folder}{middle}{digest}"
+
+        return name

@@ -1,0 +1,120 @@
+"""The client library of object stores, imported when a tier is opened: its stores, and what its errors mean."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import os
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+from types import MappingProxyType
+from typing import Any
+
+from kvtier.errors import ConfigError
+from kvtier.types.jobs import BlockOutcome, DropReason, dropped, failed
+from kvtier_remote.objects.options import ObjectOptions
+
+INSTALL = "needs the package obstore; pip install 'kvtier[objects]'"
+Library = Any
+"""The module `obstore`."""
+Store = Any
+"""A store of it: a bucket, or in tests a folder."""
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+_STATUS = re.compile(r"status code: ([0-9]{3})")
+_SYSTEM = re.compile(r"Os \{\s*code: ([0-9]+)")
+_ERRNO_OF_STATUS = {
+    401: errno.EACCES,
+    403: errno.EACCES,
+    404: errno.ENOENT,
+    408: errno.ETIMEDOUT,
+    429: errno.EBUSY,
+    503: errno.EBUSY,
+    507: errno.ENOSPC,
+}
+_CUT = ("IncompleteMessage", "UnexpectedEof", "ConnectionReset")
+_NO_ROOM = ("QuotaExceeded", "StorageFull", "InsufficientStorage")
+
+
+def installed() -> bool:
+    """True if the library is there; it is not imported."""
+    return importlib.util.find_spec("obstore") is not None
+
+
+def library() -> Library:
+    """The library. Raises ConfigError if it is not installed."""
+    try:
+        import obstore
+        import obstore.store
+    except ImportError as error:
+        raise ConfigError(INSTALL, "type") from error
+    return obstore
+
+
+def store_of(options: ObjectOptions, headers: Mapping[str, str] = NO_HEADERS, **more: Any) -> Store:
+    """The store of a tier; connects to nothing. `headers` go with each request; `more` goes to the library's class in
+    place of what the options say. Raises ConfigError with the option to correct."""
+    timeout = timedelta(seconds=options.request_timeout_seconds)
+    client: dict[str, Any] = {"timeout": timeout, "connect_timeout": timeout, "allow_http": options.allow_http}
+    if headers:
+        client["default_headers"] = dict(headers)
+    authorities = options.authorities()
+    if authorities is not None:
+        client["root_certificate"] = authorities
+    kind = getattr(library().store, options.STORE)
+    try:
+        return kind(**(options.arguments() | more), client_options=client, retry_config={"max_retries": 0})
+    except library().exceptions.BaseError:
+        raise ConfigError(f"{options.bucket_name}: these are no credentials of such a service", "credentials") from None
+
+
+def errno_of(error: BaseException) -> int:
+    """The errno nearest to an error of the library."""
+    text = str(error)
+    if status := _STATUS.search(text):
+        number = _ERRNO_OF_STATUS.get(int(status[1]), errno.EIO)
+        return errno.ENOSPC if number == errno.EACCES and any(word in text for word in _NO_ROOM) else number
+    if system := _SYSTEM.search(text):
+        return int(system[1])
+    if isinstance(error, TimeoutError) or "TimedOut" in text or "kind: Timeout" in text:
+        return errno.ETIMEDOUT
+    if any(word in text for word in _CUT):
+        return errno.ECONNRESET
+    if isinstance(error, FileNotFoundError):
+        return errno.ENOENT
+    if isinstance(error, OSError) and error.errno:
+        return error.errno
+    return errno.ECONNREFUSED if "kind: Connect" in text else errno.EIO
+
+
+def os_error(error: BaseException) -> OSError:
+    """An error of the library as an OSError. Its text is not kept: it quotes names and addresses."""
+    number = errno_of(error)
+    return OSError(number, os.strerror(number))
+
+
+def outcome_of(error: BaseException) -> BlockOutcome:
+    """What became of a block whose request ended with an error."""
+    number = errno_of(error)
+    return dropped(DropReason.DISK_FULL) if number in (errno.ENOSPC, errno.EDQUOT) else failed(number)
+
+
+def refusal(options: ObjectOptions, error: BaseException) -> ConfigError:
+    """Why a store cannot be used, with the option to look at."""
+    text, number = str(error), errno_of(error)
+    place = f"{options.bucket_name}: "
+    if "AuthorizationHeaderMalformed" in text or "PermanentRedirect" in text or "bucket region" in text:
+        return ConfigError(f"{place}the bucket is in another region", "region")
+    if number == errno.EACCES:
+        return ConfigError(f"{place}the service refuses these credentials, or they may not list objects", "credentials")
+    if number == errno.ENOENT:
+        return ConfigError(f"{place}there is no such {options.BUCKET_KEY}", options.BUCKET_KEY)
+    if "InvalidCertificate" in text:
+        return ConfigError("the service's certificate is not trusted; name its authorities", "ca_file")
+    if "InvalidMessage" in text:
+        return ConfigError("the service does not speak TLS; is it http://, with allow_http: true?", "endpoint")
+    if "redential" in text or "/token" in text:
+        return ConfigError(f"{place}no credentials were found; give them, or name files that hold them", "credentials")
+    if "dns error" in text:
+        return ConfigError("the name of the service's host is not known here", "endpoint")
+    return ConfigError(f"the service does not answer ({os.strerror(number)})", "endpoint")

@@ -1,0 +1,119 @@
+"""The objects below a prefix for the tools: by their names alone, a page at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import TypeVar
+
+from kvtier.errors import RootError
+from kvtier_remote.inspect.listing import About, Listed
+from kvtier_remote.names import StoreNames, namespace_of
+from kvtier_remote.objects.library import Store, library, os_error
+from kvtier_remote.objects.options import ObjectOptions
+from kvtier_remote.objects.transport import ObjectTransport, precedence, stated_marker
+from kvtier_remote.transport import Marker
+
+_NAMES_AT_ONCE = 1000
+"""Names in one answer of a store, and in one request to remove some."""
+_READS_AT_ONCE = 8
+_FOLDERS = 256
+
+T = TypeVar("T")
+
+
+class ObjectListing:
+    """A bucket. Listing and removing cost a request for a thousand objects, reading one for each."""
+
+    def __init__(self, options: ObjectOptions, store: Store) -> None:
+        self._address = f"{options.type}://{options.bucket_name}/{options.prefix}"
+        self._type = options.type
+        self._names = StoreNames(ObjectTransport.spelling, options.prefix)
+        self._store = store
+        self._threads = ThreadPoolExecutor(_READS_AT_ONCE, thread_name_prefix="kvtier-objects-inspect")
+
+    @property
+    def about(self) -> About:
+        """The bucket; its folders are where names begin."""
+        return About(self._address, self._type, _FOLDERS, "folders")
+
+    def close(self) -> None:
+        """End the reads in flight. Idempotent."""
+        self._threads.shutdown(cancel_futures=True)
+
+    def _asked(self, request: Callable[[], T]) -> T:
+        try:
+            return request()
+        except (OSError, library().exceptions.BaseError) as error:
+            raise RootError(self._address, f"the store does not answer ({os_error(error).strerror})") from None
+
+    def _listed(self, prefix: str) -> Iterator[Sequence[Mapping[str, object]]]:
+        pages = library().list(self._store, prefix.rstrip("/"), chunk_size=_NAMES_AT_ONCE)
+        while (page := self._asked(lambda: next(pages, None))) is not None:
+            yield page
+
+    def pages(self) -> Iterator[Sequence[Listed]]:
+        """Every object below the blocks' folder."""
+        for page in self._listed(self._names.blocks):
+            yield [self._of(one) for one in page]
+
+    def _of(self, one: Mapping[str, object]) -> Listed:
+        path, size = str(one["path"]), int(one["size"])  # type: ignore[call-overload]
+        stored_at = one["last_modified"].timestamp()  # type: ignore[attr-defined]
+        return Listed(self._names.block(path), ascii(path)[1:-1], (path,), True, size, size, stored_at)
+
+    def markers(self) -> Mapping[bytes, Marker]:
+        """The marker that counts of each namespace that has one."""
+        digits = {
+            str(one["path"]).removeprefix(self._names.markers).partition("/")[0]
+            for page in self._listed(self._names.markers)
+            for one in page
+        }
+        digests = [digest for each in digits if (digest := namespace_of(each)) is not None]
+        found = {digest: self.marker(digest) for digest in digests}
+        return {digest: marker for digest, marker in found.items() if marker is not None}
+
+    def marker(self, namespace: bytes) -> Marker | None:
+        """The marker of one namespace as it is now."""
+        listed = (
+            stated_marker(str(one["path"])) for page in self._listed(self._names.marker(namespace)) for one in page
+        )
+        return min((marker for marker in listed if marker is not None), key=precedence, default=None)
+
+    def manifests(self, namespaces: Iterable[bytes]) -> Mapping[bytes, str]:
+        """The manifests of these namespaces that there are."""
+        found = {digest: self._get(self._names.manifest(digest)) for digest in namespaces}
+        return {digest: bytes(data).decode("utf-8", "replace") for digest, data in found.items() if data is not None}
+
+    def read(self, values: Sequence[Listed]) -> Iterator[memoryview | None]:
+        """Each object, a few at once."""
+        rest = iter(values)
+        while some := list(islice(rest, _READS_AT_ONCE)):
+            yield from self._threads.map(self._get, [str(one.parts[0]) for one in some])
+
+    def _get(self, path: str) -> memoryview | None:
+        def request() -> memoryview | None:
+            try:
+                return memoryview(library().get(self._store, path).bytes())
+            except FileNotFoundError:
+                return None
+
+        return self._asked(request)
+
+    def remove(self, values: Sequence[Listed]) -> None:
+        """Remove objects, many in a request."""
+        self._delete([str(one.parts[0]) for one in values])
+
+    def forget(self, namespace: bytes) -> None:
+        """Remove a namespace's manifest."""
+        self._delete([self._names.manifest(namespace)])
+
+    def _delete(self, paths: Sequence[str]) -> None:
+        def request() -> None:
+            try:
+                library().delete(self._store, list(paths))
+            except FileNotFoundError:
+                return
+
+        self._asked(request)

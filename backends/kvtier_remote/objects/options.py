@@ -1,0 +1,218 @@
+"""Options of the tiers `s3`, `gcs` and `azure`. No client library is needed to validate them."""
+
+import re
+from datetime import UTC, datetime, timedelta
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from kvtier.errors import ConfigError
+from kvtier.options import ByteSize, Options, Seconds
+from kvtier_remote.options import AbsolutePath, RemoteOptions, read_public, read_secret
+
+_ENDPOINT = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+)(:[0-9]{1,5})?(/[A-Za-z0-9_./-]*)?")
+
+
+def _endpoint(text: str) -> str:
+    if not _ENDPOINT.fullmatch(text):
+        raise ValueError(f"{text!r} is no endpoint; write it as https://host or https://host:port")
+    return text.rstrip("/")
+
+
+Endpoint = Annotated[str, AfterValidator(_endpoint)]
+RENEW_SECONDS = 60.0
+"""How often files of credentials are read again, so that credentials that expire are replaced while a tier is open."""
+_LIBRARY_AHEAD_SECONDS = 300.0
+"""The library asks for new credentials so long before those it has expire."""
+Default = Literal["default"]
+"""The client library finds the credentials: in the environment, in files of the platform, or from the machine."""
+
+
+class ObjectOptions(RemoteOptions):
+    """Options of every tier on an object store.
+
+    Objects are evicted by their age alone, so that what is written in a day, times the days that it is kept, times the
+    processes that write, is the bound.
+    """
+
+    SECRETS_FROM: ClassVar[str] = "credentials: with the names of files"
+    STORE: ClassVar[str]
+    """The class of the client library."""
+    BUCKET_KEY: ClassVar[str] = "bucket"
+    """The option that names what holds the objects."""
+    SCHEMES: ClassVar[tuple[str, ...]] = ()
+    """What addresses of its stores begin with."""
+
+    endpoint: Endpoint | None = Field(
+        default=None, description="address of the service, such as https://rgw.kv:7480; the provider's own when absent"
+    )
+    allow_http: bool = Field(default=False, description="speak in clear with an endpoint of http://")
+    ca_file: AbsolutePath | None = Field(
+        default=None, description="PEM file of further authorities that sign the service's certificate"
+    )
+    requests: int = Field(default=64, ge=1, le=1024, description="transfers in flight at once, and as many lookups")
+    request_timeout_seconds: Seconds = Field(default=3.0, le=60, description="a request that takes longer has failed")
+    inflight_bytes: ByteSize = Field(default=256 << 20, description="bytes of transfers in flight at once, at most")
+    expire_days: int | None = Field(
+        default=None,
+        ge=1,
+        le=3650,
+        description="days after which the store's lifecycle rule removes blocks; needed unless allow_unbounded",
+    )
+    hosts: int = Field(default=1, ge=1, le=1 << 20, description="processes that write under the prefix, for the bound")
+    renew: bool = Field(default=False, description="a block that is loaded in the second half of its life starts anew")
+
+    @property
+    def bucket_name(self) -> str:
+        """The name of the bucket or container."""
+        name: str = getattr(self, self.BUCKET_KEY)
+        return name
+
+    @property
+    def bound_bytes(self) -> int | None:
+        """What all processes keep in the store at most; None if nothing bounds it."""
+        if self.write_bytes_per_day is None or self.expire_days is None:
+            return None
+        return self.hosts * self.write_bytes_per_day * self.expire_days
+
+    def check_bound(self) -> None:
+        """Raises ConfigError with the option that a bound lacks, unless none is wanted."""
+        if self.allow_unbounded:
+            return
+        for key, lacks in (("write_bytes_per_day", "a limit of what is written"), ("expire_days", "an age")):
+            if getattr(self, key) is None:
+                raise ConfigError(f"the store grows without bound; give {lacks}, or write allow_unbounded: true", key)
+
+    def arguments(self) -> dict[str, Any]:
+        """What the class of the client library is made with, secrets read from their files. Raises ConfigError."""
+        raise NotImplementedError
+
+    def authorities(self) -> bytes | None:
+        """The PEM file of `ca_file`; None for the system's authorities alone. Raises ConfigError."""
+        return None if self.ca_file is None else read_public(self.ca_file, "ca_file")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.prefix in (".", ".."):
+            raise ValueError(f"prefix: {self.prefix!r} is no name in a bucket")
+        if self.endpoint is not None and self.endpoint.startswith("http:") and not self.allow_http:
+            raise ValueError("endpoint: http:// sends blocks and names in clear; write allow_http: true to do that")
+        if self.renew and self.expire_days is None:
+            raise ValueError("renew: half of which life? give expire_days")
+        return self
+
+
+class S3Keys(Options):
+    """An access key in two files, neither of which other users can use."""
+
+    access_key_file: AbsolutePath = Field(description="file that holds the access key's id")
+    secret_key_file: AbsolutePath = Field(description="file that holds the secret access key")
+
+    def read(self) -> dict[str, Any]:
+        """The access key as the library takes it, to be read anew after `RENEW_SECONDS`. Raises ConfigError."""
+        return {
+            "access_key_id": read_secret(self.access_key_file, "credentials.access_key_file"),
+            "secret_access_key": read_secret(self.secret_key_file, "credentials.secret_key_file"),
+            "expires_at": datetime.now(UTC) + timedelta(seconds=_LIBRARY_AHEAD_SECONDS + RENEW_SECONDS),
+        }
+
+
+class S3Options(ObjectOptions):
+    """Type `s3`: a bucket of Amazon S3, or of a service that speaks its language, such as Ceph."""
+
+    STORE: ClassVar[str] = "S3Store"
+    SCHEMES: ClassVar[tuple[str, ...]] = ("s3",)
+
+    type: Literal["s3"] = "s3"
+    bucket: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]$", description="name of the bucket")
+    region: str | None = Field(
+        default=None, pattern=r"^[a-z0-9-]{1,64}$", description="region of the bucket; from the environment when absent"
+    )
+    credentials: Default | S3Keys = Field(
+        default="default", description="default: environment or machine; or access_key_file and secret_key_file"
+    )
+    encryption: Literal["AES256", "aws:kms"] | None = Field(
+        default=None, description="server-side encryption of every object; the bucket's own default when absent"
+    )
+    kms_key_id: str | None = Field(default=None, max_length=512, description="key of encryption aws:kms")
+
+    @model_validator(mode="after")
+    def _check_encryption(self) -> Self:
+        if self.kms_key_id is not None and self.encryption != "aws:kms":
+            raise ValueError("kms_key_id: goes with encryption: aws:kms")
+        return self
+
+    def arguments(self) -> dict[str, Any]:
+        """Payloads are not signed: they carry a checksum of their own."""
+        given: dict[str, Any] = {
+            "bucket": self.bucket,
+            "region": self.region,
+            "endpoint": self.endpoint,
+            "server_side_encryption": self.encryption,
+            "sse_kms_key_id": self.kms_key_id,
+        }
+        keys = self.credentials
+        if isinstance(keys, S3Keys):
+            keys.read()  # what is wrong with the files is said now
+            given["credential_provider"] = keys.read
+        return {"unsigned_payload": True} | {name: value for name, value in given.items() if value is not None}
+
+
+class GCSKey(Options):
+    """A service account's key in a file that other users cannot use."""
+
+    service_account_file: AbsolutePath = Field(description="JSON file of a service account's key")
+
+
+class GCSOptions(ObjectOptions):
+    """Type `gcs`: a bucket of Google Cloud Storage."""
+
+    STORE: ClassVar[str] = "GCSStore"
+    SCHEMES: ClassVar[tuple[str, ...]] = ("gs", "gcs")
+
+    type: Literal["gcs"] = "gcs"
+    bucket: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]$", description="name of the bucket")
+    credentials: Default | GCSKey = Field(
+        default="default", description="default: environment or machine; or service_account_file"
+    )
+
+    def arguments(self) -> dict[str, Any]:
+        """The key is read from its file."""
+        given = {"bucket": self.bucket}
+        if self.endpoint is not None:
+            given["base_url"] = self.endpoint
+        if isinstance(self.credentials, GCSKey):
+            path = self.credentials.service_account_file
+            given["service_account_key"] = read_secret(path, "credentials.service_account_file")
+        return given
+
+
+class AzureKey(Options):
+    """A storage account's key in a file that other users cannot use."""
+
+    account_key_file: AbsolutePath = Field(description="file that holds the storage account's key")
+
+
+class AzureOptions(ObjectOptions):
+    """Type `azure`: a container of Azure Blob Storage."""
+
+    BUCKET_KEY: ClassVar[str] = "container"
+    STORE: ClassVar[str] = "AzureStore"
+    SCHEMES: ClassVar[tuple[str, ...]] = ("az", "azure")
+
+    type: Literal["azure"] = "azure"
+    account: str = Field(pattern=r"^[a-z0-9]{3,24}$", description="name of the storage account")
+    container: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{1,61}[a-z0-9]$", description="name of the container")
+    credentials: Default | AzureKey = Field(
+        default="default", description="default: environment or machine; or account_key_file"
+    )
+
+    def arguments(self) -> dict[str, Any]:
+        """The key is read from its file."""
+        given = {"container_name": self.container, "account_name": self.account}
+        if self.endpoint is not None:
+            given["endpoint"] = self.endpoint
+        if isinstance(self.credentials, AzureKey):
+            path = self.credentials.account_key_file
+            given["account_key"] = read_secret(path, "credentials.account_key_file")
+        return given

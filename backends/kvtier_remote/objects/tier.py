@@ -1,0 +1,82 @@
+"""Types `s3`, `gcs` and `azure`: blocks as objects of a bucket that many processes and hosts share."""
+
+from typing import Any, ClassVar
+
+from kvtier.errors import ConfigError
+from kvtier.options import TierOptions
+from kvtier.tier_api.inspection import Access, Inspection
+from kvtier.tier_api.registry import DryRun
+from kvtier.types.geometry import Geometry
+from kvtier_remote.backend import RemoteBackend
+from kvtier_remote.inspect.store import RemoteInspection
+from kvtier_remote.objects.bound import cost_notes, facts_of, look_into
+from kvtier_remote.objects.library import INSTALL, Store, installed, store_of
+from kvtier_remote.objects.listing import ObjectListing
+from kvtier_remote.objects.options import AzureOptions, GCSOptions, ObjectOptions, S3Options
+from kvtier_remote.objects.renewal import RenewalHooks
+from kvtier_remote.objects.transport import ObjectTransport
+from kvtier_remote.options import address_options
+from kvtier_remote.transport import Transport
+
+
+class ObjectBackend(RemoteBackend):
+    """The tier over `obstore`. What is written in a day, times the days it is kept, bounds what is stored."""
+
+    LOOK_UP_BEFORE_STORE: ClassVar[bool] = True
+    PROBE_PREFIX: ClassVar[bool] = True
+    Options: ClassVar[type[ObjectOptions]]
+    options: ObjectOptions
+
+    @classmethod
+    def address_options(cls, address: str) -> dict[str, Any] | None:
+        """The options of the tier at `s3://BUCKET[/PREFIX]`, or `gs://` or `az://`, for the tools; else None."""
+        found = address_options(address, cls.Options.SCHEMES)
+        return None if found is None else {cls.Options.BUCKET_KEY: found[0]} | found[1]
+
+    @classmethod
+    def inspect_server(cls, options: TierOptions, access: Access) -> Inspection:
+        """The store of a tier of these options, for the tools. Raises ConfigError and RootError."""
+        assert isinstance(options, ObjectOptions)
+        return RemoteInspection(ObjectListing(options, cls(options)._connect()))
+
+    def _make_transport(self) -> Transport:
+        return ObjectTransport(self.options, self._connect, self._renewing())
+
+    def _renewing(self) -> RenewalHooks | None:
+        """What renewals need, if there are to be any."""
+        return RenewalHooks(self._wall_ns, self._may_write, self.counters) if self.options.renew else None
+
+    async def _may_write(self, size: int) -> bool:
+        """True if the write budget, where there is one, gave so many bytes."""
+        return self._budget is None or await self._budget.take([size]) == 1
+
+    def _connect(self) -> Store:
+        return store_of(self.options)
+
+    def dry_run(self, geometry: Geometry, probe: bool) -> DryRun:
+        """What the tier would be if it were opened now. Connects only to probe, and stores nothing."""
+        try:
+            facts = look_into(self._connect(), self.options) if probe else facts_of(self.options)
+        except ConfigError as error:
+            return DryRun(problems=(error,))
+        missing = () if installed() else (f"this tier {INSTALL}",)
+        notes = (*facts.notes, *cost_notes(self.options, geometry), *missing)
+        return DryRun(facts.capacity_bytes, mode="remote", notes=notes)
+
+
+class S3Backend(ObjectBackend):
+    """Amazon S3, or a service that speaks its language."""
+
+    Options: ClassVar[type[ObjectOptions]] = S3Options
+
+
+class GCSBackend(ObjectBackend):
+    """Google Cloud Storage."""
+
+    Options: ClassVar[type[ObjectOptions]] = GCSOptions
+
+
+class AzureBackend(ObjectBackend):
+    """Azure Blob Storage."""
+
+    Options: ClassVar[type[ObjectOptions]] = AzureOptions

@@ -1,0 +1,269 @@
+"""An object store as a transport: a request for each block, as many at once as the options say."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import re
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from datetime import UTC, datetime
+from typing import ClassVar
+
+import numpy as np
+
+from kvtier.aio.daemon_pool import DaemonPool
+from kvtier.aio.shielded_wait import shielded_wait
+from kvtier.types.jobs import CORRUPT, MISSING, STORED, BlockOutcome
+from kvtier_remote.objects.bound import look_into
+from kvtier_remote.objects.library import Store, library, os_error, outcome_of
+from kvtier_remote.objects.options import ObjectOptions
+from kvtier_remote.objects.renewal import RenewalHooks, Renewals
+from kvtier_remote.transport import Facts, Marker, Place, Spelling, Value, Verify
+
+_MARKER = re.compile(r"([0-9]{20})\.([0-9a-f]{16})")
+_COPYING_THREADS = 2
+_LOOK_AGAIN_SECONDS = 0.001
+_TAKEN_AT_ONCE_BYTES = (256 << 10) + 4096
+"""Values up to this size are copied and verified on the event loop: the way to a thread and back costs more."""
+
+
+class ObjectTransport:
+    """Puts go from the rows without a copy; gets arrive in the library's memory, and are copied and verified on threads
+    of their own.
+
+    The library has no bound on its requests and takes its time limits once for each attempt, so both are kept here.
+    """
+
+    spelling: ClassVar[Spelling] = Spelling("/", 2)
+    batch_blocks: ClassVar[int] = 1
+    batch_bytes: ClassVar[int] = 1
+    hedges: ClassVar[bool] = True
+    race_seconds: ClassVar[float] = 1.0
+
+    def __init__(
+        self, options: ObjectOptions, connect: Callable[[], Store], renewing: RenewalHooks | None = None
+    ) -> None:
+        self._options = options
+        self._connect = connect
+        self._store: Store = None
+        self._closed = False
+        self._copies = DaemonPool("kvtier-objects", _COPYING_THREADS)
+        self._questions = asyncio.Semaphore(options.requests)
+        self._in_flight = 0
+        self._none_in_flight = asyncio.Event()
+        self._none_in_flight.set()
+        self.concurrency = options.requests
+        self._renewals = None if renewing is None else Renewals(options, renewing, self._call)
+
+    async def open(self) -> Facts:
+        """Look into the bucket once. Raises ConfigError with the key of the option that is wrong."""
+        self._store = await self._copies.run(self._connect)
+        return await self._copies.run(look_into, self._store, self._options)
+
+    async def close(self, timeout_seconds: float) -> int:
+        """Give up the store after the calls in flight, each of which ends within its own time."""
+        self._closed = True
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_seconds
+        try:
+            await asyncio.wait_for(self._none_in_flight.wait(), timeout_seconds)
+        except TimeoutError:
+            return self._in_flight
+        self._store = None  # and with it the connections
+        if self._renewals is not None:
+            self._renewals.close()
+        return await self._copies.close(max(0.0, deadline - loop.time()))
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """Around a call that `close` waits for."""
+        self._in_flight += 1
+        self._none_in_flight.clear()
+        try:
+            yield
+        finally:
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._none_in_flight.set()
+
+    @asynccontextmanager
+    async def _request(self) -> AsyncIterator[None]:
+        """Around what asks the store: it ends in time. Raises OSError once closed."""
+        if self._closed:
+            raise OSError(errno.ENOTCONN, "the store is closed")
+        async with asyncio.timeout(self._options.request_timeout_seconds):
+            yield
+
+    # -- blocks --------------------------------------------------------------------------------------------------
+
+    async def present(self, places: Sequence[Place]) -> list[bool]:
+        """True for each object that is there with the right length. All of a question end within the time of one
+        request."""
+        try:
+            with self._call():
+                async with self._request(), asyncio.TaskGroup() as group:
+                    asked = [group.create_task(self._has(place)) for place in places]
+        except ExceptionGroup as errors:
+            raise os_error(errors.exceptions[0]) from None
+        except TimeoutError as error:
+            raise os_error(error) from None
+        return [one.result() for one in asked]
+
+    async def _has(self, place: Place) -> bool:
+        async with self._questions:
+            try:
+                found = await library().head_async(self._store, place.name)
+            except FileNotFoundError:
+                return False
+        return bool(found["size"] == place.header_bytes + place.payload_bytes)
+
+    async def get(self, values: Sequence[Value], verify: Verify) -> list[BlockOutcome]:
+        """Read objects."""
+        with self._call():
+            return await asyncio.gather(*(self._get(i, value, verify) for i, value in enumerate(values)))
+
+    async def _get(self, position: int, value: Value, verify: Verify) -> BlockOutcome:
+        """One byte more than there should be is asked for: it comes if the object is too long."""
+        size = value.place.header_bytes + value.place.payload_bytes
+        try:
+            async with self._request():
+                read = await library().get_range_async(self._store, value.place.name, start=0, end=size + 1)
+                if len(read) != size:
+                    return CORRUPT
+        except FileNotFoundError:
+            return MISSING
+        except (OSError, library().exceptions.BaseError) as error:
+            return CORRUPT if _is_empty(error) else outcome_of(error)
+        taken = (position, value, memoryview(read), verify)
+        small = size <= _TAKEN_AT_ONCE_BYTES
+        outcome = _take(*taken) if small else await shielded_wait(self._copies.run(_take, *taken))
+        if outcome.ok and self._renewals is not None:
+            self._renewals.loaded(value.place, memoryview(read)[: value.place.header_bytes])
+        return outcome
+
+    async def put(self, values: Sequence[Value]) -> list[BlockOutcome]:
+        """Write objects, each in one request."""
+        with self._call():
+            return await asyncio.gather(*map(self._put, values))
+
+    async def _put(self, value: Value) -> BlockOutcome:
+        payload = value.payload[:]
+        try:
+            async with self._request():
+                parts = [value.header, payload]
+                await library().put_async(self._store, value.place.name, parts, use_multipart=False)
+        except (OSError, library().exceptions.BaseError) as error:
+            return outcome_of(error)
+        finally:
+            await _released(payload)
+        return STORED
+
+    async def remove(self, places: Sequence[Place]) -> None:
+        """Remove objects, many in a request where the service can. Some services stop at one that is not there; then
+        each is removed on its own."""
+        names = [place.name for place in places]
+        try:
+            with self._call():
+                async with self._request():
+                    await self._delete(names)
+        except (OSError, library().exceptions.BaseError) as error:
+            raise os_error(error) from None
+
+    async def _delete(self, names: list[str]) -> None:
+        try:
+            await library().delete_async(self._store, names)
+        except FileNotFoundError:
+            if len(names) > 1:
+                await asyncio.gather(*(self._delete([name]) for name in names))
+
+    async def describe(self, name: str, text: str) -> None:
+        """Put it if there is none. The lifecycle rule names blocks only, so it stays."""
+        try:
+            async with self._request():
+                try:
+                    await library().head_async(self._store, name)
+                except FileNotFoundError:
+                    await library().put_async(self._store, name, text.encode(), use_multipart=False)
+        except (OSError, library().exceptions.BaseError) as error:
+            raise os_error(error) from None
+
+    # -- markers -------------------------------------------------------------------------------------------------
+
+    async def raise_marker(self, name: str, marker: Marker) -> Marker:
+        """By one more empty object; none is overwritten. The largest epoch counts, of its incarnations the smallest.
+
+        A first marker that is younger than `race_seconds` is looked at once more after that time: another process may
+        have seen none, and be making its own. A race that takes longer costs hits until one of them opens again.
+        """
+        try:
+            with self._call():
+                async with self._request():
+                    held = await self._raise_marker(name, marker)
+        except (OSError, library().exceptions.BaseError) as error:
+            raise os_error(error) from None
+        if held is None:  # removed meanwhile
+            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+        return held
+
+    async def _raise_marker(self, name: str, marker: Marker) -> Marker | None:
+        held, is_young = await self._marker(name)
+        if held is None or (held.incarnation == marker.incarnation and held.epoch < marker.epoch):
+            path = f"{name}/{marker.epoch:020d}.{marker.incarnation.hex()}"
+            await library().put_async(self._store, path, b"", use_multipart=False)
+            held, is_young = await self._marker(name)
+        if is_young:
+            await asyncio.sleep(min(self.race_seconds, self._options.request_timeout_seconds / 2))
+            held, _ = await self._marker(name)
+        return held
+
+    async def _marker(self, name: str) -> tuple[Marker | None, bool]:
+        """The marker that counts, and whether it is a first one that others may not have seen."""
+        found: dict[Marker, datetime] = {}
+        async for some in library().list(self._store, f"{name}/"):
+            for one in some:
+                if (stated := stated_marker(one["path"])) is not None:
+                    found[stated] = one["last_modified"]
+        if not found:
+            return None, False
+        held = min(found, key=precedence)
+        age = (datetime.now(UTC) - found[held]).total_seconds()
+        return held, held.epoch == 0 and age < self.race_seconds
+
+
+def stated_marker(path: str) -> Marker | None:
+    """The marker that the name of an object states; None for any other name."""
+    stated = _MARKER.fullmatch(path.rpartition("/")[2])
+    return None if stated is None else Marker(bytes.fromhex(stated[2]), int(stated[1]))
+
+
+def precedence(marker: Marker) -> tuple[int, bytes]:
+    """Of several markers of a namespace the one with the least counts: the largest epoch, the smallest incarnation."""
+    return -marker.epoch, marker.incarnation
+
+
+def _is_empty(error: BaseException) -> bool:
+    """True for the answer to a range of an object that has no bytes."""
+    text = str(error)
+    return "status code: 416" in text or "StartTooLarge" in text
+
+
+def _take(position: int, value: Value, read: memoryview, verify: Verify) -> BlockOutcome:
+    """Copy what was read into its row, without the GIL, and verify it there."""
+    header = value.place.header_bytes
+    np.copyto(np.frombuffer(value.payload, np.uint8), np.frombuffer(read[header:], np.uint8))
+    return verify(position, read[:header])
+
+
+async def _released(payload: memoryview) -> None:
+    """Until the library has given up the memory of a row, which takes it a moment after a request was given up.
+
+    Released here, the memory can no longer be taken by a request that had not got to it.
+    """
+    while True:
+        try:
+            payload.release()
+            return
+        except BufferError:
+            await asyncio.sleep(_LOOK_AGAIN_SECONDS)

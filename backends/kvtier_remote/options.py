@@ -1,0 +1,127 @@
+"""Options of the remote tiers, as they stand in a stack file. No client library is needed to validate them."""
+
+import os
+import re
+import stat
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from kvtier.errors import ConfigError
+from kvtier.options import ByteSize, MaxAge, Seconds, SharedTierOptions
+
+_SERVER = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):([0-9]{1,5})")
+_SECRETS = ("password", "secret", "token")
+_SECRET_BYTES_MAX = 4096
+
+
+def _server(text: str) -> str:
+    match = _SERVER.fullmatch(text)
+    if match is None or not 0 < int(match[2]) < 1 << 16:
+        raise ValueError(f"{text!r} is no server; write host:port, such as cache-0:6379")
+    return text
+
+
+def _absolute(path: str) -> str:
+    if not os.path.isabs(path) or "\0" in path:
+        raise ValueError(f"{path!r} is not an absolute path")
+    return path
+
+
+Server = Annotated[str, AfterValidator(_server)]
+AbsolutePath = Annotated[str, AfterValidator(_absolute)]
+
+
+class RemoteOptions(SharedTierOptions):
+    """Options of every tier on a server."""
+
+    SECRETS_FROM: ClassVar[str] = "a file or an environment variable"
+    """What a stack file names in place of a secret."""
+
+    prefix: str = Field(
+        default="kvtier",
+        max_length=64,
+        pattern=r"^[A-Za-z0-9_.-]+$",
+        description="in front of every name; the scope of a tenant and of its access rule",
+    )
+    request_timeout_seconds: Seconds = Field(default=1.0, le=60, description="a request that takes longer has failed")
+    job_timeout_seconds: Seconds = Field(
+        default=5.0, description="after this a load counts as a miss, a store as dropped"
+    )
+    close_timeout_seconds: Seconds = Field(default=10.0, description="close waits this long for requests in flight")
+    allow_unbounded: bool = Field(default=False, description="use a server that nothing bounds all the same")
+
+    max_age: MaxAge = None
+    write_bytes_per_day: ByteSize | None = Field(
+        default=None, description="this process writes so much in any 24 hours, at most; no limit when absent"
+    )
+    state_folder: AbsolutePath | None = Field(
+        default=None, description="local folder that keeps the write budget over restarts; without it one starts empty"
+    )
+
+    @property
+    def budget_file(self) -> str | None:
+        """Where the write budget is kept over restarts."""
+        return None if self.state_folder is None else os.path.join(self.state_folder, f"{self.label}.budget")
+
+    def share(self, index: int, count: int) -> Self:
+        """A state folder for each: a write budget belongs to one process."""
+        super().share(index, count)
+        if count == 1 or self.state_folder is None:
+            return self
+        return self.model_copy(update={"state_folder": f"{self.state_folder}-{index}"})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_secrets(cls, given: Any) -> Any:
+        found = [key for key in given if key in _SECRETS] if isinstance(given, dict) else []
+        if found:
+            raise ValueError(f"{found[0]}: a stack file holds no secret; write {cls.SECRETS_FROM}")
+        return given
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.request_timeout_seconds >= self.job_timeout_seconds:
+            raise ValueError("request_timeout_seconds must be less than job_timeout_seconds: a job makes requests")
+        if self.state_folder is not None and self.write_bytes_per_day is None:
+            raise ValueError("state_folder keeps the write budget; give write_bytes_per_day")
+        return self
+
+
+def address_options(address: str, schemes: Sequence[str]) -> tuple[str, dict[str, Any]] | None:
+    """What an address such as `s3://bucket/prefix` names, and the options of a tool there, which waits longer than a
+    tier and stores nothing; None for another scheme. Raises ConfigError for one that holds a user or a password."""
+    scheme, _, rest = address.partition("://")
+    if scheme not in schemes:
+        return None
+    if "@" in rest:
+        raise ConfigError("an address holds no user and no password; name their files by -o KEY=VALUE")
+    place, _, prefix = rest.partition("/")
+    options = {"allow_unbounded": True, "request_timeout_seconds": 20, "job_timeout_seconds": 60}
+    return place, options | ({"prefix": prefix} if prefix else {})
+
+
+def read_secret(path: str, key: str) -> str:
+    """The text of a file that other users cannot use. Raises ConfigError with the option's name, `key`."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            if os.fstat(file.fileno()).st_mode & stat.S_IRWXO:
+                raise ConfigError(f"{path}: other users may use it; take that from them (chmod o-rwx)", key)
+            secret = file.read(_SECRET_BYTES_MAX).strip("\r\n")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}", key) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: holds no text", key) from error
+    if not secret:
+        raise ConfigError(f"{path}: is empty", key)
+    return secret
+
+
+def read_public(path: str, key: str) -> bytes:
+    """The bytes of a file that is no secret. Raises ConfigError with the option's name, `key`."""
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}", key) from error

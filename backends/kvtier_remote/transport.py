@@ -1,0 +1,133 @@
+"""What a remote engine has to offer a tier: one protocol of few calls over named values, and no more.
+
+A value is a header and a payload. `kvtier_remote.backend` makes both, verifies what comes back and decides what an
+outcome means; a transport moves bytes under names.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from kvtier.types.jobs import BlockOutcome
+
+
+class Spelling(NamedTuple):
+    """How an engine's names are put together. So many first digits of a key are a part of their own, before the rest:
+    an object store spreads its load by how names begin."""
+
+    separator: str = ":"
+    fan_out: int = 0
+
+
+class Place(NamedTuple):
+    """Where a value is, and its size: `header_bytes` and `payload_bytes` are known before it is read."""
+
+    name: str
+    header_bytes: int
+    payload_bytes: int
+
+
+class Value(NamedTuple):
+    """A value to write, or room to read one into. `payload` is memory of a row; `header` is empty for a read."""
+
+    place: Place
+    payload: memoryview
+    header: bytes = b""
+
+
+class Marker(NamedTuple):
+    """The epoch of a namespace. A lost marker is made anew with another `incarnation`, 8 random bytes; names contain
+    both, so nothing that was stored under the lost one is found."""
+
+    incarnation: bytes
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What an open transport is. `capacity_bytes` is what the server keeps at most; `notes` are for people to read.
+
+    `flight_bytes`: payload bytes in flight at once, at most, where more of them would only wait in the server.
+    """
+
+    capacity_bytes: int
+    notes: tuple[str, ...] = ()
+    flight_bytes: int = sys.maxsize
+
+
+Verify = Callable[[int, memoryview], BlockOutcome]
+"""Given the position of a read and the header as it arrived, while the payload is in its row: LOADED or CORRUPT."""
+
+
+class Transport(Protocol):
+    """One remote engine. Every call ends within a bound of its own, whatever the server does, and names at least one
+    value. `kvtier_remote.conformance` holds an engine to this.
+
+    A call that moves values returns one outcome for each, and raises nothing for bad luck: LOADED, MISSING, CORRUPT
+    (another length); STORED, dropped (disk_full); failed with an errno. The other calls raise OSError.
+
+    A call makes one attempt, and a library's own retries are turned off: the tier repeats what may be repeated, within
+    a job's deadline and a budget. The errno says which that is: EBUSY, the server asks for fewer requests (429, 503);
+    ECONNRESET, the connection was cut. After EBUSY and ETIMEDOUT fewer calls are made at once.
+
+    The memory of a `Value` is in use until `get` or `put` returns and never after; neither is cancelled by its caller,
+    but for the gets of a transport that `hedges`.
+    """
+
+    @property
+    def spelling(self) -> Spelling:
+        """How the names it is given are to be put together."""
+
+    @property
+    def batch_blocks(self) -> int:
+        """Values in one `get` or `put`, at most."""
+
+    @property
+    def batch_bytes(self) -> int:
+        """Payload bytes in one `get` or `put` of more than one value, at most."""
+
+    @property
+    def concurrency(self) -> int:
+        """Calls of `get` and `put` that are worth having in flight at once."""
+
+    @property
+    def hedges(self) -> bool:
+        """True if a slow `get` of one value is worth a second one beside it, the slower of which is cancelled: a
+        cancelled `get` raises CancelledError once its memory is no longer in use, and that is soon. `batch_blocks` is 1
+        then."""
+
+    async def open(self) -> Facts:
+        """Connect. Raises ConfigError with the key to correct, or ResourceError; `close` releases what was taken."""
+
+    async def present(self, places: Sequence[Place]) -> list[bool]:
+        """True for each value that is there with the right length."""
+
+    async def get(self, values: Sequence[Value], verify: Verify) -> list[BlockOutcome]:
+        """Read values into their payloads. `verify` is called from any thread for each that arrived whole."""
+
+    async def put(self, values: Sequence[Value]) -> list[BlockOutcome]:
+        """Write values, each over the one of its name."""
+
+    async def remove(self, places: Sequence[Place]) -> None:
+        """Remove values; those that are not there are none of its business."""
+
+    async def raise_marker(self, name: str, marker: Marker) -> Marker:
+        """Make `marker` if there is none; else raise the epoch of the one there to at least `marker.epoch`, unless it
+        has another incarnation: that one stays as it is.
+
+        Atomic among all clients. Returns what is there now.
+        """
+
+    async def close(self, timeout_seconds: float) -> int:
+        """End the calls in flight and disconnect. Returns how many calls are stuck at the deadline. Idempotent."""
+
+
+@runtime_checkable
+class Describes(Protocol):
+    """A transport that keeps a readable text beside the values, for people and for `kvtier du`."""
+
+    async def describe(self, name: str, text: str) -> None:
+        """Write a text of a few KiB under a name, unless there is one. Raises OSError."""

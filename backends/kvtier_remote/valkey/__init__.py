@@ -1,0 +1,1 @@
+"""The tier `valkey`: blocks on a Valkey or Redis server."""

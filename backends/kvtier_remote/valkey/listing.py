@@ -1,0 +1,186 @@
+"""The names of a Valkey or Redis server for the tools: all primaries of a cluster, in bounded memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import islice
+from typing import NamedTuple, TypeVar
+
+from kvtier.errors import RootError
+from kvtier.tier_api.block_envelope import COUNTER_LIMIT, KEY_AT, unpack_fixed
+from kvtier.tier_api.checksum import BODY_AT, CHECKSUM_BYTES
+from kvtier_remote.inspect.judge import stated_header_bytes
+from kvtier_remote.inspect.listing import About, Listed
+from kvtier_remote.names import BlockName, StoreNames, namespace_of
+from kvtier_remote.transport import Marker
+from kvtier_remote.valkey.glide import Glide, batch_of, connected, library, os_error
+from kvtier_remote.valkey.options import ValkeyOptions
+from kvtier_remote.valkey.transport import ValkeyTransport, marker_of
+
+_NAMES_AT_ONCE = 1000
+"""Names that the server looks at for one answer."""
+_READ_BYTES = 8 << 20
+"""Bytes of values in memory at once, unless one value has more."""
+_NANOSECONDS = 1_000_000_000
+_SPLIT = re.compile(r"\{(.*)\}([hb])", re.DOTALL)
+_FIXED = slice(BODY_AT, KEY_AT - CHECKSUM_BYTES)
+
+T = TypeVar("T")
+
+
+class _Found(NamedTuple):
+    """A name as the server listed it: the block it is of, the names of that block's parts, and which part it is."""
+
+    name: BlockName | None
+    shown: str
+    parts: tuple[bytes | str, ...]
+    first: bool
+
+
+class ValkeyListing:
+    """One connection. What is read counts as no use for the server's eviction, where it knows CLIENT NO-TOUCH."""
+
+    def __init__(self, options: ValkeyOptions) -> None:
+        """Connect. Raises ConfigError with the option to correct."""
+        self._address = f"valkey://{','.join(options.servers)}/{options.prefix}"
+        self._names = StoreNames(ValkeyTransport.spelling, options.prefix)
+        self._client: Glide | None = connected(options)
+        glide = library()
+        self._cluster = isinstance(self._client, glide.GlideClusterClient)
+        route = {"route": glide.AllPrimaries()} if self._cluster else {}
+        with suppress(glide.GlideError):  # a server without it counts what is read as used
+            self._client.custom_command(["CLIENT", "NO-TOUCH", "ON"], **route)
+
+    @property
+    def about(self) -> About:
+        """The servers, and how many primaries they are."""
+        answer = self._asked(lambda client: client.info([library().InfoSection.SERVER]))
+        nodes = len(answer) if isinstance(answer, dict) else 1
+        return About(self._address, "valkey", nodes, "servers" if nodes > 1 else "server")
+
+    def close(self) -> None:
+        """Disconnect. Idempotent."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def _asked(self, request: Callable[[Glide], T]) -> T:
+        try:
+            return request(self._client)
+        except library().GlideError as error:
+            raise RootError(self._address, f"the server does not answer ({os_error(error).strerror})") from None
+
+    # -- names ---------------------------------------------------------------------------------------------------
+
+    def _scan(self, pattern: str) -> Iterator[list[bytes]]:
+        """All names that match, some at a time; of a cluster those of each primary."""
+        cursor, ended = (library().ClusterScanCursor(), False) if self._cluster else (b"0", False)
+        while not ended:
+            cursor, found = self._asked(
+                lambda client, at=cursor: client.scan(at, match=pattern, count=_NAMES_AT_ONCE)  # type: ignore[misc]
+            )
+            ended = cursor.is_finished() if self._cluster else cursor == b"0"
+            yield list(dict.fromkeys(found))
+
+    def pages(self) -> Iterator[Sequence[Listed]]:
+        """Every value below the prefix, those of which only a part is there included."""
+        for names in self._scan(f"*{self._names.blocks}*"):
+            found = [one for name in names if (one := self._found(name)) is not None]
+            blocks = [one for one in found if one.name is not None]
+            listed = [Listed(None, one.shown) for one in found if one.name is None]
+            yield listed + [one for one in self._measured(blocks) if one is not None]
+
+    def _found(self, raw: bytes) -> _Found | None:
+        """What a listed name is; None if it is of another prefix that ends like ours."""
+        text = raw.decode("ascii", "replace")
+        split = _SPLIT.fullmatch(text)
+        whole = split[1] if split else text
+        if not whole.startswith(self._names.blocks):
+            return None
+        name = self._names.block(whole)
+        if name is None or split is None:
+            return _Found(name, ascii(text)[1:-1], (raw,), True)
+        return _Found(name, whole, (f"{{{whole}}}h", f"{{{whole}}}b"), split[2] == "h")
+
+    def _measured(self, found: Sequence[_Found]) -> Iterator[Listed | None]:
+        """Lengths, memory and headers, in one call. A value of two parts is listed once, at its first part."""
+        if not found:
+            return
+        batch = batch_of(self._client)
+        for one in found:
+            for part in one.parts:
+                batch.strlen(part)
+                batch.custom_command(["MEMORY", "USAGE", part])
+            batch.getrange(one.parts[0], 0, KEY_AT - 1)
+        answers = iter(self._asked(lambda client: client.exec(batch, raise_on_error=True)))
+        for one in found:
+            lengths, memory = zip(*(list(islice(answers, 2)) for _ in one.parts), strict=True)
+            front = memoryview(next(answers))
+            there = [bool(length) for length in lengths]
+            if there[0] if one.first else not there[0] and any(there):
+                yield _listed(one, sum(lengths), sum(used or 0 for used in memory), front, all(there))
+
+    # -- markers and manifests -----------------------------------------------------------------------------------
+
+    def markers(self) -> Mapping[bytes, Marker]:
+        """All markers below the prefix."""
+        found = {}
+        for names in self._scan(f"{self._names.markers}*"):
+            for name in names:
+                digest = namespace_of(name.decode("ascii", "replace").removeprefix(self._names.markers))
+                marker = None if digest is None else self.marker(digest)
+                if digest is not None and marker is not None:
+                    found[digest] = marker
+        return found
+
+    def marker(self, namespace: bytes) -> Marker | None:
+        """The marker of one namespace as it is now."""
+        held = self._asked(lambda client: client.get(self._names.marker(namespace)))
+        return None if held is None else marker_of(held)
+
+    def manifests(self, namespaces: Iterable[bytes]) -> Mapping[bytes, str]:
+        """The manifests of these namespaces that there are."""
+        digests = list(namespaces)
+        names = [self._names.manifest(digest) for digest in digests]
+        held = self._asked(lambda client: client.mget(names)) if names else []
+        pairs = zip(digests, held, strict=True)
+        return {digest: text.decode("utf-8", "replace") for digest, text in pairs if text is not None}
+
+    # -- values --------------------------------------------------------------------------------------------------
+
+    def read(self, values: Sequence[Listed]) -> Iterator[memoryview | None]:
+        """Each value, its parts joined."""
+        some: list[Listed] = []
+        for one in values:
+            if some and sum(each.stored_bytes for each in some) + one.stored_bytes > _READ_BYTES:
+                yield from self._read(some)
+                some = []
+            some.append(one)
+        yield from self._read(some)
+
+    def _read(self, values: Sequence[Listed]) -> Iterator[memoryview | None]:
+        names = [part for one in values for part in one.parts]
+        read = iter(self._asked(lambda client: client.mget(names)) if names else ())
+        for one in values:
+            parts = list(islice(read, len(one.parts)))
+            yield None if None in parts else memoryview(b"".join(parts))
+
+    def remove(self, values: Sequence[Listed]) -> None:
+        """Unlink all names of these values."""
+        names = [part for one in values for part in one.parts]
+        self._asked(lambda client: client.unlink(names))
+
+    def forget(self, namespace: bytes) -> None:
+        """Unlink a namespace's manifest."""
+        self._asked(lambda client: client.unlink([self._names.manifest(namespace)]))
+
+
+def _listed(one: _Found, length: int, memory: int, front: memoryview, whole: bool) -> Listed:
+    header_bytes = stated_header_bytes(front)
+    stored_at = None
+    if header_bytes:
+        generation = unpack_fixed(front[_FIXED], b"").generation
+        stored_at = generation / _NANOSECONDS if generation < COUNTER_LIMIT else None
+    return Listed(one.name, one.shown, one.parts, whole, length - header_bytes, memory, stored_at)

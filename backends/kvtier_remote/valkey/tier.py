@@ -1,0 +1,68 @@
+"""Type `valkey`: blocks on a Valkey or Redis server that many processes and hosts share."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+from kvtier.errors import ConfigError
+from kvtier.options import TierOptions
+from kvtier.tier_api.inspection import Access, Inspection
+from kvtier.tier_api.registry import DryRun
+from kvtier.types.geometry import Geometry
+from kvtier_remote.backend import RemoteBackend
+from kvtier_remote.inspect.store import RemoteInspection
+from kvtier_remote.options import address_options
+from kvtier_remote.transport import Transport
+from kvtier_remote.valkey.embedded import embedded_server, settings_for
+from kvtier_remote.valkey.glide import INSTALL, connected, installed
+from kvtier_remote.valkey.listing import ValkeyListing
+from kvtier_remote.valkey.options import ValkeyOptions
+from kvtier_remote.valkey.transport import ValkeyTransport, read_facts
+
+
+class ValkeyBackend(RemoteBackend):
+    """The tier over `valkey-glide-sync`. The server's `maxmemory` and its policy bound what is stored."""
+
+    LOOK_UP_BEFORE_STORE: ClassVar[bool] = True
+    Options: ClassVar[type[TierOptions]] = ValkeyOptions
+    options: ValkeyOptions
+
+    def _make_transport(self) -> Transport:
+        return ValkeyTransport(self.options)
+
+    @contextmanager
+    def embedded(self, folder: Path, blocks: int, row_bytes: int) -> Iterator[TierOptions]:
+        """See `kvtier.tier_api.registry.EmbedsServer`. Left out is what the file says of its own server: how it is
+        reached, and how much is written to it."""
+        with embedded_server(folder, settings_for(blocks, row_bytes)) as server:
+            reached = {"servers": [server.address], "mode": "standalone", "tls": False}
+            login = {"username": "", "password_file": None, "password_env": None}
+            budget = {"write_bytes_per_day": None, "state_folder": None}
+            yield self.options.model_copy(update=reached | login | budget)
+
+    @classmethod
+    def address_options(cls, address: str) -> dict[str, Any] | None:
+        """The options of the tier at `valkey://HOST:PORT[,HOST:PORT...][/PREFIX]`, for the tools; else None."""
+        found = address_options(address, ("valkey",))
+        return None if found is None else {"type": "valkey", "servers": found[0].split(",")} | found[1]
+
+    @classmethod
+    def inspect_server(cls, options: TierOptions, access: Access) -> Inspection:
+        """The store of a tier of these options, for the tools. Raises ConfigError and RootError."""
+        assert isinstance(options, ValkeyOptions)
+        return RemoteInspection(ValkeyListing(options))
+
+    def dry_run(self, geometry: Geometry, probe: bool) -> DryRun:
+        """What the tier would be if it were opened now. Connects only to probe, and stores nothing."""
+        if not probe:
+            return DryRun(mode="remote", notes=() if installed() else (f"this tier {INSTALL}",))
+        try:
+            client = connected(self.options)
+            try:
+                facts = read_facts(client, self.options)
+            finally:
+                client.close()
+        except ConfigError as error:
+            return DryRun(problems=(error,))
+        return DryRun(facts.capacity_bytes, mode="remote", notes=facts.notes)

@@ -1,0 +1,285 @@
+"""How much a process may write to a server: so many bytes in any 24 hours, also over restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import struct
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.aio.daemon_pool import DaemonPool
+from kvtier.aio.process_lock import keep_from_children, share_with_children
+from kvtier.errors import ConfigError
+from kvtier.tier_api.checksum import seal, unseal
+
+_DAY_NS = 86_400 * 10**9
+_BUCKETS_IN_A_DAY = 24
+_SHARES_IN_A_BUCKET = 64
+PATIENCE_SECONDS = 0.25
+"""So long values wait for a charge of the file, counted from its beginning. A disk that hangs delays them once."""
+_MAGIC = b"KVTIERWB"
+_RECORD = struct.Struct("<16sQQ")
+_RECORD_BYTES = 64
+_LOCKED = "another process keeps its write budget there; the one of this process starts empty"
+
+
+@dataclass(frozen=True, slots=True)
+class BootClock:
+    """Nanoseconds since the machine was started, which no correction of the time moves, and which start that was."""
+
+    boot: bytes
+    now_ns: Callable[[], int]
+
+
+def boot_clock() -> BootClock:
+    """The machine's own. Where it does not say which start this is, no other process's clock counts as the same."""
+    try:
+        boot = uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
+    except (OSError, ValueError):
+        boot = uuid.uuid4().bytes
+    return BootClock(boot, lambda: time.clock_gettime_ns(time.CLOCK_BOOTTIME))
+
+
+class TokenBucket:
+    """A token bucket of whole bytes that gives at most `bytes_per_day` in any 24 hours.
+
+    It holds `capacity_bytes`, an hour's share, and fills with the rest of `bytes_per_day` in a day: what it held at
+    first is part of the sum, not in addition to it.
+    """
+
+    def __init__(self, bytes_per_day: int) -> None:
+        self.capacity_bytes = bytes_per_day // _BUCKETS_IN_A_DAY
+        self._refill = bytes_per_day - self.capacity_bytes
+        self._parts = 0  # bytes * _DAY_NS, so that nothing is rounded
+        self.at_ns = 0
+
+    def start(self, level_bytes: int, at_ns: int) -> None:
+        """Have held so many bytes at some time."""
+        self._parts = min(level_bytes, self.capacity_bytes) * _DAY_NS
+        self.at_ns = at_ns
+
+    def fill(self, now_ns: int) -> None:
+        """Let time pass. Time that goes back fills nothing, and neither does the same time again."""
+        elapsed = max(0, now_ns - self.at_ns)
+        self._parts = min(self._parts + elapsed * self._refill, self.capacity_bytes * _DAY_NS)
+        self.at_ns += elapsed
+
+    @property
+    def level_bytes(self) -> int:
+        """What it holds."""
+        return self._parts // _DAY_NS
+
+    def above(self, other: TokenBucket) -> int:
+        """The bytes that it holds more than another one."""
+        return (self._parts - other._parts) // _DAY_NS
+
+    def take(self, num_bytes: int) -> None:
+        """Take bytes that it holds."""
+        self._parts -= num_bytes * _DAY_NS
+
+
+class BudgetFile:
+    """A budget's level on disk, of one process at a time: the file is locked until the process ends. Blocking calls.
+
+    One record of 64 bytes with a checksum, overwritten in place. One that is not whole counts as an empty bucket. So
+    does time that cannot be measured: only that since a write under the same start of the machine counts.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._fd = -1
+
+    def open(self) -> bool:
+        """Open and lock the file. False if another process has locked it; raises OSError."""
+        with suppress(FileExistsError):
+            os.mkdir(os.path.dirname(self.path), 0o700)
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        keep_from_children(fd)
+        self._fd = fd
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            return False
+        return True
+
+    def read(self, clock: BootClock) -> tuple[int, int]:
+        """The level that was written last, and when. Raises OSError."""
+        now, body = clock.now_ns(), unseal(_MAGIC, os.pread(self._fd, _RECORD_BYTES, 0))
+        if body is None:
+            return 0, now
+        boot, at, level = _RECORD.unpack_from(body)
+        return level, at if boot == clock.boot else now
+
+    def write(self, clock: BootClock, at_ns: int, level_bytes: int) -> None:
+        """Make a level durable. Raises OSError."""
+        record = seal(_MAGIC, _RECORD.pack(clock.boot, at_ns, level_bytes), _RECORD_BYTES)
+        if os.pwrite(self._fd, record, 0) != _RECORD_BYTES:
+            raise OSError("a record was written in part")
+        os.fdatasync(self._fd)
+
+    def close(self) -> None:
+        """Unlock the file. Idempotent."""
+        if self._fd < 0:
+            return
+        fd, self._fd = self._fd, -1
+        with suppress(OSError):  # a child that C code forked has this descriptor too: closing ours is not enough
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        share_with_children(fd)
+        os.close(fd)
+
+
+class WriteBudget:
+    """The bytes that one process may still write.
+
+    With a file the level outlives the process. It is charged there before anything is written to the server, a minute's
+    share at a time, or a block where that is more, so that a process that is killed loses what is left of what was
+    charged and never gains. The next share is charged before the last one is used up, so that values seldom wait for
+    the disk. Without a file, or while another process has it, the process starts with an empty bucket.
+
+    `counters`: `budget.failed`, the file could not be written.
+    """
+
+    def __init__(
+        self,
+        bytes_per_day: int,
+        value_bytes_max: int,
+        path: str | None,
+        counters: Counter[str],
+        clock: BootClock | None = None,
+    ) -> None:
+        self._bucket = TokenBucket(bytes_per_day)
+        self._on_disk = TokenBucket(0)
+        """What a process would find that starts now: without a file, nothing. Never more than `_bucket`."""
+        self._bytes_per_day = bytes_per_day
+        self._share_bytes = max(value_bytes_max, self._bucket.capacity_bytes // _SHARES_IN_A_BUCKET)
+        self._path = path
+        self._file: BudgetFile | None = None
+        self._clock = clock or boot_clock()
+        self._counters = counters
+        self._threads = DaemonPool("kvtier-budget", 1)
+        self._charging: asyncio.Future[bool] | None = None
+        self._charging_since = 0.0
+        self._closed = False
+
+    async def open(self) -> tuple[str, ...]:
+        """Read the file, if there is one. Returns notes for people to read. Raises ConfigError."""
+        if self._share_bytes > self._bucket.capacity_bytes:
+            least = -(-_BUCKETS_IN_A_DAY * self._share_bytes >> 20)
+            reason = f"an hour's share of it is less than a block; write at least {least}MiB"
+            raise ConfigError(reason, "write_bytes_per_day")
+        self._bucket.start(0, self._clock.now_ns())
+        if self._path is None:
+            return ()
+        try:
+            self._file = await self._threads.run(_opened, self._path)
+            if self._file is None:
+                return (f"{self._path}: {_LOCKED}",)
+            level, at = await self._threads.run(_read, self._file, self._clock)
+        except OSError as error:
+            raise ConfigError(f"{self._path}: {error.strerror or error}", "state_folder") from error
+        self._on_disk = TokenBucket(self._bytes_per_day)
+        for bucket in (self._bucket, self._on_disk):
+            bucket.start(level, at)
+        self._charge(self._left())
+        return ()
+
+    async def take(self, sizes: Sequence[int]) -> int:
+        """How many of the first values may be written now; their bytes are taken. Waits for the file alone, and not
+        longer than PATIENCE_SECONDS."""
+        while (left := self._left()) < sum(sizes) and await self._charged_in_time(sum(sizes) - left):
+            pass
+        for taken, size in enumerate(sizes):
+            if size > left:
+                return taken
+            left -= size
+            self._bucket.take(size)
+        if left < self._share_bytes:
+            self._charge(0)
+        return len(sizes)
+
+    def _left(self) -> int:
+        """The bytes that may be written now: those that are gone for a process that starts after this one."""
+        now = 0 if self._closed else self._clock.now_ns()
+        self._bucket.fill(now)
+        self._on_disk.fill(now)
+        return 0 if self._closed else self._bucket.above(self._on_disk)
+
+    def _charge(self, num_bytes: int) -> asyncio.Future[bool] | None:
+        """Begin to charge a share on disk, or so many bytes where that is more. None if the bucket holds none.
+
+        A rest of less than a share is charged with it: it could not be used before it has grown.
+        """
+        if self._charging is None:
+            level = self._on_disk.level_bytes
+            # The bucket may be near empty for hours. Then a share is waited for, because each is a write to a disk.
+            if self._file is None or level < self._share_bytes:
+                return None
+            rest = level - max(self._share_bytes, num_bytes)
+            self._charging_since = time.monotonic()
+            self._charging = asyncio.ensure_future(self._charged(rest if rest >= self._share_bytes else 0))
+        return self._charging
+
+    async def _charged_in_time(self, num_bytes: int) -> bool:
+        """False if the bucket holds no share, or if the file does not take it in time."""
+        charging = self._charge(num_bytes)
+        if charging is None:
+            return False
+        patience = self._charging_since + PATIENCE_SECONDS - time.monotonic()
+        if patience > 0:
+            await asyncio.wait((charging,), timeout=patience)
+        return charging.done() and charging.result()
+
+    async def _charged(self, level: int) -> bool:
+        at = self._on_disk.at_ns
+        try:
+            if self._file is None:  # closed meanwhile
+                return False
+            await self._threads.run(self._file.write, self._clock, at, level)
+        except OSError:
+            self._counters["budget.failed"] += 1
+            return False
+        finally:
+            self._charging = None
+        self._on_disk.start(level, at)
+        return True
+
+    async def close(self, timeout_seconds: float) -> int:
+        """Give back what is left, and the file. Returns how many threads are stuck at the deadline. Idempotent."""
+        self._left()
+        self._closed, file, self._file = True, self._file, None
+        if file is not None:
+            level = self._bucket.level_bytes
+            self._threads.submit(_written_and_closed, file, self._clock, self._bucket.at_ns, level)
+        return await self._threads.close(timeout_seconds)
+
+
+def _opened(path: str) -> BudgetFile | None:
+    file = BudgetFile(path)
+    try:
+        return file if file.open() else None
+    except OSError:
+        file.close()
+        raise
+
+
+def _read(file: BudgetFile, clock: BootClock) -> tuple[int, int]:
+    """What `BudgetFile.read` returns. Written again, so that from now on time counts that did not so far."""
+    level, at = file.read(clock)
+    file.write(clock, at, level)
+    return level, at
+
+
+def _written_and_closed(file: BudgetFile, clock: BootClock, at_ns: int, level_bytes: int) -> None:
+    try:
+        with suppress(OSError):  # then it stays charged
+            file.write(clock, at_ns, level_bytes)
+    finally:
+        file.close()

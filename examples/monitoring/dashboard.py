@@ -1,0 +1,347 @@
+"""The Grafana dashboard of kvtier, from the table of its metrics.
+
+Needs `pip install grafana-foundation-sdk`. Make it anew after a change: python examples/monitoring/dashboard.py
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+
+from grafana_foundation_sdk.builders import common, dashboard, prometheus, timeseries
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models import common as common_models
+from grafana_foundation_sdk.models import dashboard as models
+
+MADE = Path(__file__).with_name("dashboard.json")
+SCOPE = 'job=~"$job", instance=~"$instance", tier=~"$tier"'
+STACK_SCOPE = 'job=~"$job", instance=~"$instance"'
+_COLUMNS, _WIDTH, _HEIGHT = 3, 8, 8
+_TIER, _WAY = "{{instance}} {{tier}}", "{{instance}} {{tier}} {{direction}}"
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """One panel: what it says, Grafana's unit, and an expression with its legend for each kind of line.
+
+    `{tier}` and `{stack}` stand for the selected series of a metric with and without the label `tier`.
+    """
+
+    title: str
+    about: str
+    unit: str
+    lines: tuple[tuple[str, str], ...]
+    stacked: bool = False
+
+    @property
+    def expressions(self) -> list[str]:
+        """What is asked of Prometheus."""
+        scopes = (("{tier", "{" + SCOPE), ("{stack", "{" + STACK_SCOPE))
+        return [reduce(lambda text, scope: text.replace(*scope), scopes, line) for line, _ in self.lines]
+
+
+def rate(metric: str, legend: str = _TIER) -> tuple[str, str]:
+    """A counter by the second."""
+    return f"rate({metric}{{tier}}[$__rate_interval])", legend
+
+
+def now(metric: str, legend: str = _TIER) -> tuple[str, str]:
+    """A gauge."""
+    return f"{metric}{{tier}}", legend
+
+
+def quantile(metric: str, share: float) -> tuple[str, str]:
+    """A quantile of a histogram, by tier and direction."""
+    buckets = f"rate({metric}_bucket{{tier}}[$__rate_interval])"
+    legend = f"p{share * 100:g} {_WAY}"
+    return f"histogram_quantile({share}, sum by (instance, tier, direction, le) ({buckets}))", legend
+
+
+ROWS: dict[str, tuple[Chart, ...]] = {
+    "Hits": (
+        Chart(
+            "Share of lookups that hit",
+            "Of the blocks that no tier above had, those that the tier had.",
+            "percentunit",
+            (
+                (
+                    "1 - rate(kvtier_missed_blocks_total{tier}[$__rate_interval])"
+                    " / (rate(kvtier_looked_up_blocks_total{tier}[$__rate_interval]) > 0)",
+                    _TIER,
+                ),
+            ),
+        ),
+        Chart(
+            "Blocks hit",
+            "Blocks loaded for requests, by the highest tier that had them.",
+            "cps",
+            (rate("kvtier_hit_blocks_total"),),
+            stacked=True,
+        ),
+        Chart(
+            "Computed sooner",
+            "Blocks found and not loaded, because the engine computes them sooner: the tier is too slow.",
+            "cps",
+            (rate("kvtier_computed_sooner_blocks_total"),),
+        ),
+        Chart(
+            "Between the CPU tier and the tier below",
+            "Promotions bring blocks up before a hit, demotions bring them down.",
+            "cps",
+            (
+                rate("kvtier_promoted_blocks_total", f"promoted {_TIER}"),
+                rate("kvtier_demoted_blocks_total", f"demoted {_TIER}"),
+            ),
+        ),
+        Chart(
+            "Share missed at other sizes",
+            "Where the stack file has curves: what the tier would miss at a half, twice and four times its size.",
+            "percentunit",
+            (
+                (
+                    "rate(kvtier_curve_missed_blocks_total{tier}[$__rate_interval]) / ignoring(size) group_left()"
+                    " (rate(kvtier_curve_used_blocks_total{tier}[$__rate_interval]) > 0)",
+                    f"{_TIER} x{{{{size}}}}",
+                ),
+            ),
+        ),
+        Chart(
+            "Not admitted, and computed again",
+            "Blocks that were stored once more after the tier did not admit them: what admission cost.",
+            "cps",
+            (
+                rate("kvtier_skipped_blocks_total", f"{{{{reason}}}} {_TIER}"),
+                rate("kvtier_computed_again_blocks_total", f"computed again {_TIER}"),
+            ),
+        ),
+    ),
+    "Room": (
+        Chart(
+            "Used and capacity",
+            "A full tier is no fault: it evicts.",
+            "bytes",
+            (
+                now("kvtier_used_bytes", f"used {_TIER}"),
+                now("kvtier_peak_used_bytes", f"peak {_TIER}"),
+                now("kvtier_capacity_bytes", f"capacity {_TIER}"),
+            ),
+        ),
+        Chart(
+            "Tokens",
+            "Tokens whose blocks of every group fit, now and at most.",
+            "short",
+            (now("kvtier_used_tokens", f"used {_TIER}"), now("kvtier_capacity_tokens", f"capacity {_TIER}")),
+        ),
+        Chart(
+            "Evicted and expired",
+            "Blocks that left the tier for others, or became older than max_age.",
+            "cps",
+            (
+                rate("kvtier_evicted_blocks_total", f"evicted {_TIER}"),
+                rate("kvtier_expired_blocks_total", f"expired {_TIER}"),
+            ),
+        ),
+        Chart("Slots", "Slots by state.", "short", (now("kvtier_slots", f"{{{{state}}}} {_TIER}"),)),
+        Chart(
+            "Stored and loaded",
+            "Blocks that moved.",
+            "cps",
+            (
+                rate("kvtier_stored_blocks_total", f"stored {_TIER}"),
+                rate("kvtier_loaded_blocks_total", f"loaded {_TIER}"),
+            ),
+        ),
+        Chart(
+            "Written to the device in a day",
+            "Beside what a disk is rated for, or what an object store costs.",
+            "bytes",
+            (("increase(kvtier_written_bytes_total{tier}[1d])", _TIER),),
+        ),
+    ),
+    "Speed": (
+        Chart("Loads", "Payload bytes loaded from the tier.", "Bps", (rate("kvtier_load_bytes_total"),)),
+        Chart("Stores", "Payload bytes stored in the tier.", "Bps", (rate("kvtier_store_bytes_total"),)),
+        Chart(
+            "Busy",
+            "Share of the time in which at least one load, or store, was in flight.",
+            "percentunit",
+            (rate("kvtier_load_seconds_total", f"load {_TIER}"), rate("kvtier_store_seconds_total", f"store {_TIER}")),
+        ),
+        Chart(
+            "Time of a transfer job",
+            "From its beginning in the tier to its end; a job has up to 128 blocks.",
+            "s",
+            (quantile("kvtier_transfer_seconds", 0.5), quantile("kvtier_transfer_seconds", 0.99)),
+        ),
+        Chart(
+            "Wait of a transfer job",
+            "In the queue, before it began.",
+            "s",
+            (quantile("kvtier_transfer_wait_seconds", 0.5), quantile("kvtier_transfer_wait_seconds", 0.99)),
+        ),
+        Chart(
+            "In flight and queued",
+            "Bytes of transfer jobs.",
+            "bytes",
+            (now("kvtier_in_flight_bytes", f"in flight {_WAY}"), now("kvtier_queued_bytes", f"queued {_WAY}")),
+        ),
+    ),
+    "Losses": (
+        Chart(
+            "Errors",
+            "Blocks that the tier could not load or store. Each is a miss, never wrong bytes.",
+            "cps",
+            (rate("kvtier_block_errors_total", f"{{{{reason}}}} {_TIER}"),),
+        ),
+        Chart(
+            "Dropped",
+            "Blocks that were not stored, by reason.",
+            "cps",
+            (rate("kvtier_dropped_blocks_total", f"{{{{reason}}}} {_TIER}"),),
+        ),
+        Chart(
+            "Missed deadlines",
+            "Transfer jobs that were queued, or in flight, when their deadline passed.",
+            "cps",
+            (rate("kvtier_missed_deadlines_total", f"{{{{reason}}}} {_WAY}"),),
+        ),
+        Chart(
+            "Backlog",
+            "Blocks queued or in flight to lower tiers. One that only grows: the tier is too slow for the writes.",
+            "short",
+            (("kvtier_backlog_blocks{stack}", "{{instance}}"),),
+        ),
+        Chart(
+            "Lost events",
+            "Keys whose events were discarded because a router did not read them.",
+            "cps",
+            (("rate(kvtier_lost_events_total{stack}[$__rate_interval])", "{{instance}}"),),
+        ),
+        Chart(
+            "What tiers count themselves",
+            "Such as repeated and hedged requests of servers.",
+            "cps",
+            (rate("kvtier_tier_events_total", f"{{{{reason}}}} {_TIER}"),),
+        ),
+    ),
+    "State": (
+        Chart(
+            "Up and joined",
+            "0: a breaker refuses the tier, or it is held back. The engine computes meanwhile.",
+            "bool",
+            (now("kvtier_tier_up", f"up {_TIER}"), now("kvtier_tier_joined", f"joined {_TIER}")),
+        ),
+        Chart(
+            "Breakers that are not closed",
+            "open: refused for a while; half_open: tried again; held_back: by the program.",
+            "bool",
+            (('kvtier_breaker_state{tier, state!="closed"}', f"{{{{state}}}} {_WAY}"),),
+        ),
+        Chart(
+            "Breakers, changes in an hour",
+            "A breaker that opens often: the device fails now and then.",
+            "short",
+            (("increase(kvtier_breaker_transitions_total{tier}[1h])", f"{{{{state}}}} {_WAY}"),),
+        ),
+        Chart(
+            "Found again at the start",
+            "Blocks that a restart found, and the seconds it took.",
+            "short",
+            (now("kvtier_recovered_blocks", f"blocks {_TIER}"), now("kvtier_recovery_seconds", f"seconds {_TIER}")),
+        ),
+        Chart(
+            "Settings",
+            "One line for each tier, its settings in the legend.",
+            "short",
+            (
+                (
+                    "kvtier_config_info{tier}",
+                    "{{instance}} {{tier}}: {{type}} {{mode}}, {{policy}}, {{write_policy}}, admit {{admit}}",
+                ),
+            ),
+        ),
+        Chart("Version", "Of kvtier.", "short", (("kvtier_build_info{stack}", "{{instance}} {{version}}"),)),
+    ),
+}
+
+
+def _source() -> models.DataSourceRef:
+    return models.DataSourceRef(type_val="prometheus", uid="${datasource}")
+
+
+def _panel(chart: Chart, number: int, left: int, top: int) -> timeseries.Panel:
+    panel = (
+        timeseries.Panel()
+        .id(number)
+        .title(chart.title)
+        .description(chart.about)
+        .datasource(_source())
+        .unit(chart.unit)
+        .min(0)
+        .fill_opacity(20 if chart.stacked else 0)
+        .grid_pos(models.GridPos(h=_HEIGHT, w=_WIDTH, x=left, y=top))
+        .legend(
+            common.VizLegendOptions()
+            .display_mode(common_models.LegendDisplayMode.LIST)
+            .placement(common_models.LegendPlacement.BOTTOM)
+            .show_legend(True)
+        )
+        .tooltip(common.VizTooltipOptions().mode(common_models.TooltipDisplayMode.MULTI))
+    )
+    if chart.stacked:
+        panel = panel.stacking(common.StackingConfig().mode(common_models.StackingMode.NORMAL))
+    for letter, expression, (_, legend) in zip("ABCDEF", chart.expressions, chart.lines, strict=False):
+        panel = panel.with_target(prometheus.Dataquery().ref_id(letter).expr(expression).legend_format(legend))
+    return panel
+
+
+def _variable(name: str, label: str, query: str) -> dashboard.QueryVariable:
+    return (
+        dashboard.QueryVariable(name)
+        .label(label)
+        .datasource(_source())
+        .query(query)
+        .refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .include_all(True)
+        .multi(True)
+        .all_value(".*")
+    )
+
+
+def made() -> str:
+    """The dashboard as the JSON that Grafana 10.4 and later import."""
+    whole = (
+        dashboard.Dashboard("kvtier")
+        .uid("kvtier")
+        .description("Every metric of kvtier, by tier.")
+        .tags(["kvtier", "vllm"])
+        .refresh("10s")
+        .time("now-1h", "now")
+        .timezone("browser")
+        .tooltip(models.DashboardCursorSync.CROSSHAIR)
+        .link(
+            dashboard.DashboardLink("vLLM").type(models.DashboardLinkType.DASHBOARDS).tags(["vllm"]).as_dropdown(True)
+        )
+        .with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
+        .with_variable(_variable("job", "Job", "label_values(kvtier_capacity_bytes, job)"))
+        .with_variable(_variable("instance", "Instance", 'label_values(kvtier_capacity_bytes{job=~"$job"}, instance)'))
+        .with_variable(_variable("tier", "Tier", f"label_values(kvtier_capacity_bytes{{{STACK_SCOPE}}}, tier)"))
+    )
+    number, top = 1, 0
+    for title, charts in ROWS.items():
+        whole = whole.with_panel(
+            dashboard.Row(title).id(number).grid_pos(models.GridPos(h=1, w=_COLUMNS * _WIDTH, x=0, y=top))
+        )
+        number, top = number + 1, top + 1
+        for at, chart in enumerate(charts):
+            left = at % _COLUMNS * _WIDTH
+            whole = whole.with_panel(_panel(chart, number, left, top + at // _COLUMNS * _HEIGHT))
+            number += 1
+        top += -(-len(charts) // _COLUMNS) * _HEIGHT
+    return json.dumps(json.loads(JSONEncoder(sort_keys=True).encode(whole.build())), indent=2) + "\n"
+
+
+if __name__ == "__main__":
+    MADE.write_text(made())

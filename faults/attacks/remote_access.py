@@ -1,0 +1,242 @@
+"""Servers that may not be used, cannot be found or are not trusted, and processes that fork while a tier is open."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from kvtier.errors import ConfigError, UsageError
+
+from ..attack import Attack, Budget, Tally
+from ..driven import CLOSE_SECONDS, Engine, engine_over
+from ..machine.child import Child, Line
+from ..machine.undo import Machine, run, without_root
+from ..remote.server import JOB_SECONDS, RemoteServer, Valkey, valkey, without_valkey
+from .disks import SHORT_PAUSE_SECONDS, recovered
+from .remote import leaving_nothing, note_calls
+
+OPEN_SECONDS = 10.0
+"""An opening that cannot succeed ends in a few requests' time; one that takes longer hangs."""
+PATIENT = {"request_timeout_seconds": 5.0, "job_timeout_seconds": 8.0}
+"""For a server that does answer, on a slow machine."""
+UNHURRIED = {"request_timeout_seconds": 1.0, "job_timeout_seconds": 2.0}
+"""For a login, which takes longer than a request on a busy machine."""
+SILENT_NAME_SERVER = "127.0.0.77"
+
+
+def refused(tally: Tally, server: RemoteServer, what: str, key: str, **changes: Any) -> None:
+    """An opening that must end soon, with one line that names the key."""
+    engine = engine_over(server.tier(**({"close_timeout_seconds": CLOSE_SECONDS} | changes)))
+    begun, problem = time.monotonic(), "it was opened"
+    try:
+        with engine:
+            pass
+    except ConfigError as error:
+        problem = "" if key in str(error) and "\n" not in str(error) else str(error)
+        engine.felt.close()
+    seconds = time.monotonic() - begun
+    tally.expect(not problem, f"{what}: {problem}")
+    tally.hangs += seconds > OPEN_SECONDS
+    tally.expect(seconds <= OPEN_SECONDS, f"{what}: opening ended after {seconds:.1f} s")
+    tally.notes["milliseconds until an opening was refused, at most"] = max(
+        tally.notes["milliseconds until an opening was refused, at most"], int(seconds * 1000)
+    )
+
+
+# ---- users and certificates
+
+
+def access(budget: Budget) -> Tally:
+    """Wrong users at open; then one is taken away while its engine is at work, and given back."""
+    tally, rng = Tally(), random.Random(budget.seed)
+    for number in range(budget.count):
+        password = budget.folder / f"password-{number}"
+        password.write_text("sesame")
+        password.chmod(0o600)
+        wrong = budget.folder / f"wrong-{number}"
+        wrong.write_text("open")
+        wrong.chmod(0o600)
+        with valkey(16 << 20) as server, leaving_nothing(tally, "users"):
+            _acl(server, "on", ">sesame", "~*", "+@all")
+            user = {"username": "kvtier", "password_file": str(password)}
+            for what, other in (("password", {"password_file": str(wrong)}), ("user", {"username": "other"})):
+                refused(tally, server, f"another {what}", "password_file", **(user | other | PATIENT))
+            refused(tally, server, "a closed port", "servers", servers=["127.0.0.1:1"])
+            refused(tally, server, "TLS where there is none", "tls", tls=True)
+            _revoked(tally, server, user, rng.randrange(1 << 30))
+    return tally
+
+
+def _acl(server: Valkey, *rules: str) -> None:
+    server.server.client.execute_command("ACL", "SETUSER", "kvtier", *rules)
+
+
+def _revoked(tally: Tally, server: Valkey, user: dict[str, str], seed: int) -> None:
+    tier = server.tier(close_timeout_seconds=CLOSE_SECONDS, **(user | UNHURRIED))
+    engine = engine_over(tier, seed=seed, load_seconds=JOB_SECONDS)
+    with engine:
+        for breaker in engine.breakers:
+            breaker.pause_seconds = SHORT_PAUSE_SECONDS
+        engine.fill()
+        engine.felt.seconds.clear()
+        _acl(server, "off")
+        server.server.client.execute_command("CLIENT", "KILL", "USER", "kvtier")
+        failed = engine.lower.failed
+        engine.run(seconds=JOB_SECONDS)
+        tally.expect(engine.lower.failed > failed, f"nothing failed without the user: {engine.lower}")
+        note_calls(tally, engine, "no user", "meanwhile")
+        _acl(server, "on")
+        server.empty()
+        recovered(tally, engine, "the user is back")
+    _judge(tally, engine, "no user")
+
+
+def _judge(tally: Tally, engine: Engine, what: str) -> None:
+    tally.wrong_bytes += len(engine.wrong)
+    tally.expect(not engine.wrong, f"{what}: {'; '.join(engine.wrong[:2])}")
+
+
+def without_tls() -> str | None:
+    """Why no server with TLS can be started here, if so."""
+    import shutil
+
+    absent = [name for name in ("redis-server", "openssl") if shutil.which(name) is None]
+    return without_valkey() or (
+        f"needs {' and '.join(absent)}: apt-get install redis-server openssl" if absent else None
+    )
+
+
+def certificates(budget: Budget) -> Tally:
+    """Certificates that are not trusted or of another host, at open; then the right one, also over a bad connection."""
+    from support_redis import ELSEWHERE, HERE, Authority, redis_server
+    from support_valkey import warm_up
+
+    tally = Tally()
+    for number in range(budget.count):
+        own, foreign = (Authority(budget.folder / f"{name}-{number}") for name in ("own", "foreign"))
+        for names, problem in ((HERE, "of another authority"), (ELSEWHERE, "of another host")):
+            with redis_server(own, names) as redis:
+                server = Valkey(redis, 256 << 20)
+                if number == 0 and names == HERE:
+                    warm_up(redis)
+                redis.client.ping()
+                with leaving_nothing(tally, problem):
+                    trusted = foreign if names == HERE else own
+                    refused(tally, server, problem, "tls", tls={"ca_file": trusted.file})
+                    refused(tally, server, "in clear", "tls", tls=False)
+                    if names == HERE:
+                        _trusted(tally, server, number)
+    return tally
+
+
+def _trusted(tally: Tally, server: Valkey, seed: int) -> None:
+    engine = engine_over(server.tier(close_timeout_seconds=CLOSE_SECONDS), seed=seed, load_seconds=JOB_SECONDS)
+    with engine:
+        engine.fill()
+        engine.run(requests=20)
+        tally.expect(engine.lower.loaded > 0, f"over TLS nothing was loaded: {engine.lower}")
+    _judge(tally, engine, "TLS")
+
+
+# ---- names
+
+
+def without_mounts() -> str | None:
+    """Why no process can be given another name server here, if so."""
+    return without_valkey() or without_root()
+
+
+def silent_names(budget: Budget) -> Tally:
+    """A name server that takes questions and never answers: an opening ends all the same."""
+    tally = Tally()
+    resolver = budget.folder / "resolv.conf"
+    resolver.write_text(f"nameserver {SILENT_NAME_SERVER}\n")
+    with Machine(), ExitStack() as undo, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
+        silent.bind((SILENT_NAME_SERVER, 53))
+        run("mount", "--bind", resolver, "/etc/resolv.conf")
+        undo.callback(run, "umount", "/etc/resolv.conf")
+        with valkey(16 << 20) as server:
+            for number in range(budget.count):
+                refused(tally, server, "a silent name server", "servers", servers=[f"cache-{number}.example.org:6379"])
+                tally.iterations += 1
+        silent.setblocking(False)
+        tally.expect(bool(silent.recv(512)), "nothing was asked")
+    return tally
+
+
+# ---- forks
+
+
+def forks(budget: Budget) -> Tally:
+    """A child may not use the tier, and ends as it likes: at once or in order. Its parent goes on."""
+    tally, rng = Tally(), random.Random(budget.seed)
+    for number in range(budget.count):
+        with valkey(16 << 20) as server, leaving_nothing(tally, "fork"):
+            _fork_round(tally, server, number % 2 == 1, rng.randrange(1 << 30))
+    return tally
+
+
+def _fork_round(tally: Tally, server: Valkey, in_order: bool, seed: int) -> None:
+    engine = engine_over(server.tier(close_timeout_seconds=CLOSE_SECONDS), seed=seed)
+    with engine:
+        engine.fill()
+        _forked(tally, partial(_use, engine, in_order))
+        engine.run(requests=20)
+        tally.expect(engine.lower.loaded > 0, f"the parent loaded nothing: {engine.lower}")
+    _judge(tally, engine, "fork")
+
+
+def _use(engine: Engine, in_order: bool, line: Line) -> None:
+    try:
+        engine.run(requests=1)
+        line.say("used")
+    except UsageError:
+        line.say("refused")
+    engine.stack.close()
+    if in_order:
+        engine.felt.close()
+        raise SystemExit(0)
+    os._exit(0)
+
+
+def _forked(tally: Tally, use: Callable[[Line], None]) -> None:
+    child = Child(use)
+    try:
+        child.line.hear("refused")
+    except (TimeoutError, RuntimeError) as error:
+        tally.hangs += isinstance(error, TimeoutError)
+        tally.expect(False, f"the child {error}")
+    status = child.ended(20.0)
+    tally.hangs += status is None
+    tally.expect(status in (0, 70), f"the child ended with {status}")
+
+
+ATTACKS = (
+    Attack(
+        "access to valkey",
+        "another password, user, port, TLS where there is none: refused with one line; a user turned off under an "
+        "engine at work, and on again",
+        1, 100, access, missing=without_valkey, shards=2,
+    ),
+    Attack(
+        "certificates of redis",
+        "a certificate that is not trusted, or of another host: refused with one line; the right one serves",
+        1, 50, certificates, missing=without_tls,
+    ),
+    Attack(
+        "silent name server",
+        "a name server that never answers, in a mount namespace of its own: an opening ends in time",
+        1, 20, silent_names, missing=without_mounts,
+    ),
+    Attack(
+        "fork over valkey",
+        "a process forks with a tier open: the child is refused and ends, at once or in order; the parent goes on",
+        2, 200, forks, missing=without_valkey,
+    ),
+)  # fmt: skip

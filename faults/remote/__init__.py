@@ -1,0 +1,1 @@
+"""Attacks on tiers whose blocks are on a server: the servers, and the hosts that use them."""

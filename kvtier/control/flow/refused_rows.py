@@ -1,0 +1,74 @@
+"""Rows whose blocks lower tiers did not want so far. They are asked again when it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtier.control.state import ControlState, LowerTier
+from kvtier.types.jobs import SkipReason
+from kvtier.types.keys import OffloadKey
+
+
+class RefusedRows:
+    """For each row the tiers, as bits, that are to decide anew once its block is used.
+
+    `dirty` has the tiers that a row's block is to be sent to.
+    """
+
+    def __init__(self, control: ControlState, dirty: bytearray) -> None:
+        self._cpu = control.cpu
+        self._dirty = dirty
+        self._bits = bytearray(control.num_rows)
+
+    def clear(self, rows: Sequence[int]) -> None:
+        """These rows hold other blocks than before."""
+        for row in rows:
+            self._bits[row] = 0
+
+    def add(self, lower: LowerTier, row: int, reason: SkipReason) -> None:
+        """A tier is not sent the block of this row."""
+        lower.counters.skip(reason)
+        self.offer_again(lower, row)
+
+    def offer_again(self, lower: LowerTier, row: int) -> None:
+        """A tier is to decide anew about the block of this row once it is used."""
+        self._bits[row] |= lower.bit
+
+    def take(self, lower: LowerTier, row: int) -> bool:
+        """True if this tier is to decide anew; it does."""
+        refused = bool(self._bits[row] & lower.bit)
+        self._bits[row] &= ~lower.bit
+        return refused
+
+    def admitted(self, lower: LowerTier, row: int, used_again: bool, now: float) -> list[int]:
+        """The rows that are to be written if this one is offered to a tier with an admission: none, or it and those
+        before it in its prompt that were not admitted, up to the first that was."""
+        key, admission, index = self._cpu.table.keys[row], lower.admission, lower.index
+        assert key is not None
+        assert admission is not None
+        rows: list[int] = []
+        if admission.admits(key, used_again, lambda other: not index.needs(other, now)):
+            rows.append(row)
+            for parent in map(self._cpu.ready, admission.parents(key)):
+                if parent is None or not self.take(lower, parent):
+                    break
+                rows.append(parent)
+                admission.admit_parent(self._cpu.table.keys[parent])  # type: ignore[arg-type]
+        else:
+            self.add(lower, row, SkipReason.NOT_ADMITTED)
+        lower.counters.computed_again = admission.computed_again
+        return rows
+
+    def over_budget(self, lower: LowerTier, rows: Sequence[int], now: float) -> list[int]:
+        """Those of the rows, given leaf first, that a tier may not be sent now, as far as writes are limited."""
+        admission, index, names = lower.admission, lower.index, self._cpu.table.keys
+        if admission is None:
+            return []
+        keys: list[OffloadKey] = list(map(names.__getitem__, rows))  # type: ignore[arg-type]
+
+        def waits(other: OffloadKey) -> bool:
+            row = self._cpu.ready(other)
+            return row is not None and bool(self._dirty[row] & lower.bit)
+
+        sent = admission.affordable(keys, lambda other: not index.needs(other, now), waits)
+        return [row for row, key in zip(rows, keys, strict=True) if key not in sent] if len(sent) < len(keys) else []

@@ -1,0 +1,95 @@
+"""Life tables: how likely a segment of each class is used again at each age, and what that makes it worth.
+
+A life begins at a use of a segment and ends at the next one, or is cut off when the segment is dropped or still open
+now. `risk[c, b]` counts the lives of class c that were exposed to all of bucket b, `hits[c, b]` those that ended there.
+The rate of a class is shrunk to the rate of the class above it in the hierarchy, and the root to a constant rate in
+each bucket, which makes the index fall with age: that is LRU, until there are data.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.control.policies.prediction.classes import BUCKET_SECONDS, NUM_BUCKETS, NUM_CLASSES, SHAPE
+
+FloatArray = npt.NDArray[np.float64]
+
+SHRINK = 60.0
+ROOT_RATE = 0.05
+DECAY_PER_MINUTE = 0.997
+WIDTHS = np.array([BUCKET_SECONDS, *(BUCKET_SECONDS << power for power in range(NUM_BUCKETS - 1))], np.float64)
+
+
+class LifeTables:
+    """Counts of ended lives, by class and bucket, and the index computed from them.
+
+    `ended` and `cut` are flat arrays, class * NUM_BUCKETS + bucket, which their readers count up. `index` is as long:
+    hits a second that a segment of this class and age is worth at best, if kept until the best age from here.
+    """
+
+    def __init__(self) -> None:
+        self.ended = array("d", [0.0]) * (NUM_CLASSES * NUM_BUCKETS)
+        self.cut = array("d", [0.0]) * (NUM_CLASSES * NUM_BUCKETS)
+        self.recompute(np.zeros(NUM_CLASSES * NUM_BUCKETS))
+
+    def recompute(self, open_lives: FloatArray) -> None:
+        """Take the counts into `rates` and `index`. `open_lives`: lives that go on, by class and bucket of age now."""
+        shape = (*SHAPE, NUM_BUCKETS)
+        hits = np.array(self.ended).reshape(shape)
+        left = (np.array(self.cut) + open_lives).reshape(shape)
+        lived = hits + left
+        risk = np.cumsum(lived[..., ::-1], axis=-1)[..., ::-1] - left
+        self.rates = self._shrunk(hits, risk).reshape(NUM_CLASSES, NUM_BUCKETS)
+        self.values = index_of(self.rates)
+        self.index = array("d", self.values.tobytes())
+
+    def returns(self, buckets: int, open_lives: FloatArray) -> tuple[list[float], list[float]]:
+        """For each level of uses: how many returns were counted, and the share that comes in the first buckets."""
+        shape = (SHAPE[0], -1, NUM_BUCKETS)
+        hits = np.array(self.ended).reshape(shape).sum(axis=1)
+        left = (np.array(self.cut) + open_lives).reshape(shape).sum(axis=1)
+        risk = np.cumsum((hits + left)[:, ::-1], axis=1)[:, ::-1] - left
+        rates = hits[:, :buckets] / np.maximum(risk[:, :buckets], 1.0)
+        counted: list[float] = hits.sum(axis=1).tolist()
+        shares: list[float] = (1.0 - np.prod(1.0 - rates, axis=1)).tolist()
+        return counted, shares
+
+    def decay(self, minutes: float) -> None:
+        """Old lives count less and less."""
+        factor = DECAY_PER_MINUTE**minutes
+        for counts in (self.ended, self.cut):
+            view = np.frombuffer(counts, np.float64)
+            view *= factor
+
+    def _shrunk(self, hits: FloatArray, risk: FloatArray) -> FloatArray:
+        rate: FloatArray = np.full(NUM_BUCKETS, ROOT_RATE)
+        for level in range(1, 5):
+            below = tuple(range(level, 4))
+            level_hits, level_risk = hits.sum(axis=below), risk.sum(axis=below)
+            above = np.expand_dims(rate, level - 1)
+            rate = (level_hits + SHRINK * above) / (level_risk + SHRINK)
+            if level == 3:
+                unknown_output = rate
+        rate[:, :, :, 0] = unknown_output
+        return rate
+
+
+def index_of(rates: FloatArray) -> FloatArray:
+    """Gittins index of each bucket: the most hits a second over all horizons that start there. Shape as `rates`."""
+    classes, buckets = rates.shape
+    best = np.zeros((classes, buckets))
+    alive = np.ones((classes, buckets))
+    hits = np.zeros((classes, buckets))
+    seconds = np.zeros((classes, buckets))
+    for ahead in range(buckets):
+        kept = buckets - ahead
+        rate = rates[:, ahead:]
+        survive = alive[:, :kept]
+        hits[:, :kept] += survive * rate
+        seconds[:, :kept] += survive * WIDTHS[ahead:]
+        np.maximum(best[:, :kept], hits[:, :kept] / seconds[:, :kept], out=best[:, :kept])
+        alive[:, :kept] = survive * (1.0 - rate)
+    return best

@@ -1,0 +1,177 @@
+"""Segments: a radix tree of prompts whose nodes are runs of blocks, in flat arrays by segment id.
+
+A segment is a run of blocks that one request created; it is split where a later prompt leaves it. It is known by
+the fingerprint of its first key: keys are chained hashes, so one key names everything before it. Segments none of
+whose blocks is in the tier are ghosts: kept for their life tables until as many blocks as `ghost_blocks_max` became
+ghosts after them, or their id is needed.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_64_intdigest
+
+from kvtier.control.policies.prediction.classes import LEFT
+from kvtier.control.policies.slot_lists import SlotLists
+from kvtier.types.arrays import IntArray
+from kvtier.types.keys import OffloadKey
+
+FloatArray = npt.NDArray[np.float64]
+
+NONE = -1
+
+
+class Segments:
+    """Arrays by segment id. `length[s] == 0` marks an id that is free.
+
+    `held` counts its blocks in the tier, `kids` its children that hold some. `uses`, `touched` and `kind` describe its
+    last use: how many there were, when, and its class. `counts[s]` marks the lives that are counted: segments of one
+    class that are used together, each below the other, come back together, and count as one.
+    """
+
+    def __init__(self, capacity: int, ghost_blocks_max: int) -> None:
+        self.capacity = capacity
+        self.parent = array("i", [NONE]) * capacity
+        self.first = array("i", [0]) * capacity
+        self.length = array("i", [0]) * capacity
+        self.held = array("i", [0]) * capacity
+        self.kids = array("i", [0]) * capacity
+        self.uses = bytearray(capacity)
+        self.counts = bytearray(capacity)
+        self.kind = array("H", [0]) * capacity
+        self.touched = array("d", [0.0]) * capacity
+        self.head = array("Q", [0]) * capacity
+        self.tail = array("I", [0]) * capacity
+        self.used = 0
+        self.ghost_blocks = 0
+        self.ghost_blocks_max = ghost_blocks_max
+        self.ghosts = SlotLists(capacity, 1)
+        self._bucket_next = array("i", [NONE]) * capacity
+        self._buckets = array("i", [NONE]) * max(1, capacity)
+        self._free = NONE
+
+    def lives(self, now: float) -> tuple[IntArray, FloatArray]:
+        """The classes and ages of the segments whose lives count, in the order of their ids."""
+        lengths = np.frombuffer(self.length, np.int32, self.used)
+        used = np.flatnonzero((lengths > 0) & (np.frombuffer(self.counts, np.uint8, self.used) > 0))
+        kinds = np.frombuffer(self.kind, np.uint16, self.used)[used].astype(np.int64)
+        return kinds, now - np.frombuffer(self.touched, np.float64, self.used)[used]
+
+    # -- by fingerprint ------------------------------------------------------------------------------------------
+
+    def find(self, key: OffloadKey) -> int:
+        """The segment that begins with this key, or NONE."""
+        head, heads, after = xxh3_64_intdigest(key), self.head, self._bucket_next
+        seg = self._buckets[head % self.capacity]
+        while seg != NONE and heads[seg] != head:
+            seg = after[seg]
+        return seg
+
+    def ends_with(self, seg: int, key: OffloadKey) -> bool:
+        """True if the segment's last key is this one."""
+        return self.tail[seg] == xxh3_64_intdigest(key) & 0xFFFFFFFF
+
+    # -- ids -----------------------------------------------------------------------------------------------------
+
+    def add(self, parent: int, first: int, keys: Sequence[OffloadKey]) -> int:
+        """A new segment for these keys, a ghost until it holds a block. NONE if every id holds blocks."""
+        seg = self._take()
+        if seg == NONE:
+            return NONE
+        self.parent[seg] = parent
+        self.first[seg] = first
+        self.length[seg] = len(keys)
+        self.held[seg] = self.kids[seg] = self.uses[seg] = 0
+        self.tail[seg] = xxh3_64_intdigest(keys[-1]) & 0xFFFFFFFF
+        self._link(seg, xxh3_64_intdigest(keys[0]))
+        self.bury(seg)
+        return seg
+
+    def split_front(self, seg: int, keys: Sequence[OffloadKey], rest: OffloadKey) -> int:
+        """Give the front of a segment, the blocks of `keys`, an id of its own; `rest` is the first key left to it.
+
+        The front holds nothing yet, and its life goes on as that of the whole. The rest is of the class `LEFT` from
+        here on. NONE if every id holds blocks; then nothing has changed.
+        """
+        front = self._take()
+        if front == NONE:
+            return NONE
+        self._unlink(seg)
+        self.parent[front], self.parent[seg] = self.parent[seg], front
+        self.first[front] = self.first[seg]
+        self.length[front] = len(keys)
+        self.held[front] = self.kids[front] = 0
+        self.uses[front], self.touched[front] = self.uses[seg], self.touched[seg]
+        self.kind[front] = self.kind[seg]
+        self.counts[front], self.kind[seg] = self.counts[seg], LEFT
+        self.tail[front] = xxh3_64_intdigest(keys[-1]) & 0xFFFFFFFF
+        self._link(front, self.head[seg])
+        self.first[seg] += len(keys)
+        self.length[seg] -= len(keys)
+        self._link(seg, xxh3_64_intdigest(rest))
+        return front
+
+    def cut(self, seg: int, keys: Sequence[OffloadKey]) -> None:
+        """Shorten a segment to these keys, its front."""
+        if self._is_ghost(seg):
+            self.ghost_blocks -= self.length[seg] - len(keys)
+        self.length[seg] = len(keys)
+        self.tail[seg] = xxh3_64_intdigest(keys[-1]) & 0xFFFFFFFF
+
+    def bury(self, seg: int) -> None:
+        """A segment without blocks in the tier becomes the newest ghost."""
+        self.ghosts.append(0, (seg,))
+        self.ghost_blocks += self.length[seg]
+
+    def revive(self, seg: int) -> None:
+        """A ghost holds blocks again."""
+        if self._is_ghost(seg):
+            self.ghosts.unlink((seg,))
+            self.ghost_blocks -= self.length[seg]
+
+    def oldest_ghost(self) -> int:
+        """The ghost to drop next, or NONE. A ghost above a segment that holds blocks becomes the newest instead."""
+        for seg in self.ghosts.from_coldest(0):
+            if not self.kids[seg]:
+                return seg
+        return NONE
+
+    def drop(self, seg: int) -> None:
+        """Forget a ghost."""
+        self.revive(seg)
+        self._unlink(seg)
+        self.length[seg] = 0
+        self.parent[seg] = self._free
+        self._free = seg
+
+    def _take(self) -> int:
+        if self._free == NONE and self.used < self.capacity:
+            self.used += 1
+            return self.used - 1
+        seg = self._free
+        if seg != NONE:
+            self._free = self.parent[seg]
+        return seg
+
+    def _is_ghost(self, seg: int) -> bool:
+        return self.ghosts.next[seg] >= 0
+
+    def _link(self, seg: int, head: int) -> None:
+        bucket = head % self.capacity
+        self.head[seg] = head
+        self._bucket_next[seg] = self._buckets[bucket]
+        self._buckets[bucket] = seg
+
+    def _unlink(self, seg: int) -> None:
+        bucket, after = self.head[seg] % self.capacity, self._bucket_next
+        if self._buckets[bucket] == seg:
+            self._buckets[bucket] = after[seg]
+            return
+        before = self._buckets[bucket]
+        while after[before] != seg:
+            before = after[before]
+        after[before] = after[seg]

@@ -1,0 +1,293 @@
+"""Reuse: evicts what is least likely to be used again soon, learned from the requests themselves.
+
+Blocks are kept by the segments of a prefix tree (`prediction.segments`), whose life tables (`prediction.life_tables`)
+say what a segment of its class and age is worth. Eviction takes blocks from the leaf end of the leaf of the lowest
+worth; new blocks that are worth less than what would go for them are not placed.
+
+Memory, all of it taken at once but what requests in flight need: 65 bytes a slot, 0.6 MB a stack for the tables.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import ClassVar
+
+from kvtier.control.policies.base import RequestModel, RequestPolicy
+from kvtier.control.policies.prediction.classes import OUTPUT_LEVELS, USES_MAX, class_of, new_level, output_level
+from kvtier.control.policies.prediction.model import ReuseModel
+from kvtier.control.policies.prediction.segments import NONE
+from kvtier.control.policies.reuse_order import EvictionOrder
+from kvtier.control.policies.reuse_tree import UNTRACKED, TierTree
+from kvtier.types.keys import OffloadKey, RequestId
+from kvtier.types.requests import RequestUse
+
+OPEN_MAX = 4096
+
+OpenUse = tuple[float, list[int]]
+
+
+class Reuse(RequestPolicy):
+    """Predicts by class and age. A block that no request announced is a segment of its own.
+
+    `_home` has the segments of keys that may still be placed here, the oldest first: a lower tier gets blocks when
+    their request has ended. `_open` are the requests in flight: when they began, and their segments. Both are bounded.
+    """
+
+    MODEL: ClassVar[type[RequestModel]] = ReuseModel
+
+    def __init__(self, num_slots: int, keys: Sequence[OffloadKey | None], model: RequestModel) -> None:
+        assert isinstance(model, ReuseModel)
+        self._keys = keys
+        self._model = model
+        self._tree = TierTree(num_slots, keys, model)
+        self._order = EvictionOrder(self._tree.segments, model)
+        self._home: dict[OffloadKey, int] = {}
+        self._home_max = num_slots // 4 + 4096
+        self._open: OrderedDict[tuple[RequestId, int], OpenUse] = OrderedDict()
+        self._groups = 1
+        self._parents_kept: set[int] = set()
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def recover(self, slots: Sequence[int]) -> None:
+        for slot in reversed(slots):
+            self._tree.leave_untracked(slot)
+
+    def begin_request(self, use: RequestUse, slots: Sequence[int]) -> None:
+        keys, segments = use.keys, self._tree.segments
+        self._model.teach(segments)
+        path, known = self._tree.walk(keys, slots)
+        level = new_level(len(keys) - known)
+        gap = self._use(path, level)
+        self._expect(path, keys, slots)
+        if known < len(keys):
+            fresh = keys[known:]
+            seg = self._tree.add(path[-1] if path else NONE, known, fresh, class_of(1, gap, level))
+            if seg != NONE:
+                path.append(seg)
+                self._home.update(dict.fromkeys(fresh, seg))
+        self._trim_home(max(self._home_max, len(keys)))
+        self._groups = max(self._groups, use.group + 1)
+        self._end((use.request_id, use.group), None)
+        self._open[use.request_id, use.group] = (self._model.now, path)
+        if len(self._open) > OPEN_MAX:
+            self._open.popitem(last=False)
+
+    def end_request(self, request_id: RequestId, output_tokens: int | None) -> None:
+        for group in range(self._groups):
+            self._end((request_id, group), output_tokens)
+
+    def advance(self, time: float) -> None:
+        pass
+
+    def _use(self, path: Sequence[int], level: int) -> float:
+        """These segments are used now. Returns the gap since the last use of the deepest, negative if there is none."""
+        segments, model, gap, above = self._tree.segments, self._model, -1.0, NONE
+        touched, uses, kind, counts, now = (
+            segments.touched, segments.uses, segments.kind, segments.counts, model.now,
+        )  # fmt: skip
+        for seg in path:
+            gap = now - touched[seg]
+            model.life_ended(segments, seg, gap)
+            if uses[seg] < USES_MAX:
+                uses[seg] += 1
+            kind[seg] = class_of(uses[seg], gap, level)
+            touched[seg] = now
+            counts[seg] = 1
+            if above != NONE and kind[seg] == kind[above]:
+                counts[above] = 0
+            above = seg
+            self._offer(seg)
+        return gap
+
+    def _expect(self, path: Sequence[int], keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
+        """Remember which segments the known blocks belong to that this tier lacks."""
+        segments, home = self._tree.segments, self._home
+        parent, position = NONE, 0
+        for seg in path:
+            end = position + segments.length[seg]
+            if segments.held[seg] < end - position:
+                if not segments.held[seg]:
+                    segments.parent[seg] = parent
+                for i in range(position, end):
+                    if slots[i] < 0:
+                        home.pop(keys[i], None)
+                        home[keys[i]] = seg
+            parent, position = seg, end
+
+    def _trim_home(self, most: int) -> None:
+        """Forget the oldest keys, several at a time: a dict is slow to find its first entry after many were deleted."""
+        home = self._home
+        if len(home) > most:
+            for key in list(islice(home, len(home) - most + most // 8)):
+                del home[key]
+
+    def _end(self, name: tuple[RequestId, int], output_tokens: int | None) -> None:
+        if name not in self._open:
+            return
+        time, path = self._open.pop(name)
+        if output_tokens is None:
+            return
+        level, segments = output_level(output_tokens), self._tree.segments
+        for seg in path:
+            if segments.touched[seg] == time and not segments.kind[seg] % OUTPUT_LEVELS:
+                segments.kind[seg] += level
+                self._offer(seg)
+
+    def _offer(self, seg: int) -> None:
+        segments = self._tree.segments
+        if segments.held[seg] and not segments.kids[seg]:
+            self._order.offer(seg)
+
+    # -- slots ---------------------------------------------------------------------------------------------------
+
+    def admit(self, keys: Sequence[OffloadKey]) -> None:
+        self._parents_kept = self._parents(keys)
+
+    def insert(self, slots: Sequence[int]) -> None:
+        keys, home, tree = self._keys, self._home, self._tree
+        length, entered = tree.segments.length, dict[int, None]()
+        for slot in reversed(slots):
+            key = keys[slot]
+            assert key is not None
+            seg = home.pop(key, NONE)
+            if seg == NONE or not length[seg]:
+                seg = tree.add(NONE, 0, (key,), class_of(1, -1.0, 1))
+            if seg == NONE:
+                tree.leave_untracked(slot)
+            else:
+                tree.attach(slot, seg)
+                entered[seg] = None
+        for seg in entered:
+            self._offer(seg)
+
+    def touch(self, slots: Sequence[int]) -> None:
+        owner = self._tree.owner
+        used = dict.fromkeys(owner[slot] for slot in reversed(slots))
+        self._use([seg for seg in used if seg not in (NONE, UNTRACKED)], 0)
+
+    def renew(self, slots: Sequence[int]) -> None:
+        """The order of commits says nothing about uses."""
+
+    def remove(self, slots: Sequence[int]) -> None:
+        for seg in self._detach(slots):
+            if not self._tree.segments.held[seg] and not self._tree.segments.kids[seg]:
+                self._tree.segments.drop(seg)
+
+    def forget(self, slots: Sequence[int]) -> None:
+        self._detach(slots)
+
+    def evict(self, count: int, pins: Sequence[int]) -> list[int] | None:
+        protected, self._parents_kept = self._parents_kept, set()
+        chosen = self._take_untracked(count, pins)
+        if len(chosen) < count:
+            self._take_leaves(chosen, count, pins, protected)
+        if len(chosen) < count:
+            # Pinned leaves are in the way, or what is about to grow: any block that is not pinned.
+            others = [slot for slot in self.coldest() if not pins[slot]][: count - len(chosen)]
+            if len(chosen) + len(others) < count:
+                self._put_back(chosen)
+                return None
+            self._detach(others)
+            chosen += [(slot, NONE) for slot in others]
+        return [slot for slot, _ in chosen]
+
+    def bypass(self, keys: Sequence[OffloadKey], evictions: int, pins: Sequence[int]) -> Sequence[int]:
+        home, order, held = self._home, self._order, self._tree.segments.held
+        kept, room, current = len(keys), self._tree.num_untracked, NONE
+        upcoming = order.upcoming(self._parents(keys))
+        worth = theirs = 0.0
+        while evictions > 0 and kept:
+            if room <= 0:
+                theirs, victim = next(upcoming, (0.0, NONE))
+                if victim == NONE:
+                    break
+                room = held[victim]
+            seg = home.get(keys[kept - 1], NONE)
+            if seg == NONE:
+                break
+            if seg != current:
+                current, worth = seg, order.value(seg)
+            if worth < theirs:
+                kept -= 1
+                evictions -= 1
+            else:
+                fits = min(room, evictions)
+                evictions -= fits
+                room -= fits
+        upcoming.close()
+        return range(kept, len(keys))
+
+    def coldest(self) -> Iterator[int]:
+        yield from self._tree.untracked_slots()
+        for seg in self._order.coldest_first():
+            yield from self._tree.slots_of(seg)
+
+    def _parents(self, keys: Sequence[OffloadKey]) -> set[int]:
+        """The segments below which these keys are to be placed: they must not go for them."""
+        home, parent = self._home, self._tree.segments.parent
+        if not keys:
+            return set()
+        ends = {home.get(keys[0], NONE), home.get(keys[-1], NONE)}
+        segs = ends if len(ends) == 1 else {home.get(key, NONE) for key in keys}
+        return {parent[seg] for seg in segs if seg != NONE}
+
+    def _take_untracked(self, count: int, pins: Sequence[int]) -> list[tuple[int, int]]:
+        tree = self._tree
+        if not tree.num_untracked:
+            return []
+        taken: list[tuple[int, int]] = []
+        passed: list[int] = []
+        while tree.untracked and len(taken) < count:
+            slot = tree.untracked.pop()
+            if tree.owner[slot] == UNTRACKED:
+                if pins[slot]:
+                    passed.append(slot)
+                else:
+                    tree.owner[slot] = NONE
+                    tree.num_untracked -= 1
+                    taken.append((slot, UNTRACKED))
+        tree.untracked.extend(reversed(passed))
+        return taken
+
+    def _take_leaves(self, chosen: list[tuple[int, int]], count: int, pins: Sequence[int], protected: set[int]) -> None:
+        """Fill `chosen` up to `count` with (slot, segment) from the leaves of the lowest worth."""
+        tree, order, skip, passed = self._tree, self._order, set(protected), set[int]()
+        held = tree.segments.held
+        while len(chosen) < count:
+            seg = order.take(skip, passed)
+            if seg == NONE:
+                break
+            chosen += [(slot, seg) for slot in tree.pop(seg, count - len(chosen), pins)]
+            if not held[seg]:
+                parent = tree.departed(seg)
+                if parent != NONE:
+                    order.offer(parent)
+            elif len(chosen) < count:
+                skip.add(seg)
+                passed.add(seg)
+            else:
+                order.offer(seg)
+        for seg in sorted(passed):
+            self._offer(seg)
+
+    def _put_back(self, chosen: Sequence[tuple[int, int]]) -> None:
+        for slot, seg in reversed(chosen):
+            if seg == UNTRACKED:
+                self._tree.leave_untracked(slot)
+            else:
+                self._tree.attach(slot, seg)
+                self._offer(seg)
+
+    def _detach(self, slots: Sequence[int]) -> list[int]:
+        segs = self._tree.detach(slots)
+        for seg in segs:
+            if self._tree.segments.held[seg]:
+                self._offer(seg)
+            else:
+                parent = self._tree.departed(seg)
+                if parent != NONE:
+                    self._order.offer(parent)
+        return segs

@@ -1,0 +1,233 @@
+"""The blocks of one tier in the segments of their prompts: which segment a slot belongs to, in which order it goes.
+
+Slots of no known prompt, recovered ones above all, are `UNTRACKED` until a request uses them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+
+from kvtier.control.policies.prediction.model import ReuseModel
+from kvtier.control.policies.prediction.segments import NONE, Segments
+from kvtier.errors import IntegrityError
+from kvtier.types.keys import OffloadKey
+
+GHOST_CAPACITIES = 4
+UNTRACKED = -2
+
+
+class TierTree:
+    """Slots by segment: `deepest[s]` is the slot at the leaf end of segment s, `above[slot]` the next one to its root.
+
+    `untracked` is a stack: the slots of no segment, the next to go last. An entry counts while `owner` says so.
+    """
+
+    def __init__(self, num_slots: int, keys: Sequence[OffloadKey | None], model: ReuseModel) -> None:
+        self.segments = Segments(num_slots * 4 // 5 + 64, GHOST_CAPACITIES * num_slots)
+        self.owner = array("i", [NONE]) * num_slots
+        self.above = array("i", [NONE]) * num_slots
+        self.deepest = array("i", [NONE]) * self.segments.capacity
+        self.untracked = array("i")
+        self.num_untracked = 0
+        self._keys = keys
+        self._model = model
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def walk(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> tuple[list[int], int]:
+        """The segments of the known front of a prompt, and how many blocks they are. Splits one that it leaves."""
+        segments, owner = self.segments, self.owner
+        length, first, held = segments.length, segments.first, segments.held
+        path: list[int] = []
+        position, size = 0, len(keys)
+        while position < size:
+            slot = slots[position]
+            seg = owner[slot] if slot >= 0 else segments.find(keys[position])
+            if seg == UNTRACKED:
+                seg = self._adopt(path[-1] if path else NONE, position, keys, slots)
+            if seg == NONE or not length[seg] or first[seg] != position:
+                break
+            end = position + length[seg]
+            if end > size or not self._ends_at(seg, keys[end - 1], slots[end - 1]):
+                seg = self._split(seg, position, keys, slots)
+                if seg == NONE:
+                    break
+                end = position + length[seg]
+            if not held[seg]:
+                segments.ghosts.heat(0, (seg,))
+            path.append(seg)
+            position = end
+        return path, position
+
+    def add(self, parent: int, position: int, keys: Sequence[OffloadKey], kind: int) -> int:
+        """A new segment, used once, now; NONE if there is no id for it. Old ghosts go for it."""
+        segments = self.segments
+        while segments.ghost_blocks > segments.ghost_blocks_max and self._drop_ghost():
+            pass
+        seg = segments.add(parent, position, keys)
+        if seg == NONE and self._drop_ghost():
+            seg = segments.add(parent, position, keys)
+        if seg != NONE:
+            if parent == seg or (parent != NONE and not segments.length[parent]):
+                segments.parent[seg] = NONE
+            segments.uses[seg] = 1
+            segments.kind[seg] = kind
+            segments.touched[seg] = self._model.now
+            segments.counts[seg] = 1
+        return seg
+
+    def _ends_at(self, seg: int, key: OffloadKey, slot: int) -> bool:
+        return self.owner[slot] == seg if slot >= 0 else self.segments.ends_with(seg, key)
+
+    def _drop_ghost(self) -> bool:
+        seg = self.segments.oldest_ghost()
+        if seg == NONE:
+            return False
+        self._model.life_cut(self.segments, seg)
+        self.segments.drop(seg)
+        return True
+
+    def _adopt(self, parent: int, position: int, keys: Sequence[OffloadKey], slots: Sequence[int]) -> int:
+        """A segment for the untracked slots that a prompt has from `position` on."""
+        owner, end = self.owner, position
+        while end < len(keys) and slots[end] >= 0 and owner[slots[end]] == UNTRACKED:
+            end += 1
+        seg = self.add(parent, position, keys[position:end], 0)
+        if seg != NONE:
+            self.segments.counts[seg] = 0
+            run = slots[position:end]
+            self.num_untracked -= len(run)
+            for slot in run:
+                owner[slot] = NONE
+            for slot in run:
+                self.attach(slot, seg)
+        return seg
+
+    def _split(self, seg: int, position: int, keys: Sequence[OffloadKey], slots: Sequence[int]) -> int:
+        """The front of a segment, as far as it agrees with a prompt that leaves it; NONE if that cannot be said."""
+        segments, owner = self.segments, self.owner
+        end, agreed = min(position + segments.length[seg], len(keys)), position
+        while agreed < end and slots[agreed] >= 0 and owner[slots[agreed]] == seg:
+            agreed += 1
+        common = keys[position : max(agreed, position + 1)]
+        moved = slots[position:agreed]
+        if segments.held[seg] <= len(moved):
+            # What lies behind is a ghost whose first key is not known.
+            segments.cut(seg, common)
+            return seg
+        if not moved:
+            return NONE
+        among = set(moved)
+        kept = [slot for slot in self.slots_of(seg) if slot not in among]
+        rest = self._keys[kept[-1]]
+        if rest is None:
+            raise IntegrityError(f"slot {kept[-1]} is ready but has no key")
+        front = segments.split_front(seg, common, rest)
+        if front != NONE:
+            self._chain(seg, kept)
+            self._chain(front, moved[::-1])
+            for slot in moved:
+                owner[slot] = front
+            segments.kids[front] = 1
+        return front
+
+    # -- slots ---------------------------------------------------------------------------------------------------
+
+    def attach(self, slot: int, seg: int) -> None:
+        """A slot becomes the leaf end of a segment."""
+        if self.owner[slot] != NONE:
+            raise IntegrityError(f"slot {slot} was inserted while it is known")
+        held = self.segments.held
+        if not held[seg]:
+            self._arrive(seg)
+        self.owner[slot] = seg
+        self.above[slot] = self.deepest[seg]
+        self.deepest[seg] = slot
+        held[seg] += 1
+
+    def leave_untracked(self, slot: int) -> None:
+        """A slot belongs to no segment; it is the next to go."""
+        if self.owner[slot] != NONE:
+            raise IntegrityError(f"slot {slot} was inserted while it is known")
+        self.owner[slot] = UNTRACKED
+        self.untracked.append(slot)
+        self.num_untracked += 1
+        if len(self.untracked) > 2 * len(self.owner):
+            self.untracked = array("i", list(self.untracked_slots())[::-1])
+
+    def untracked_slots(self) -> Iterator[int]:
+        """The untracked slots, the next to go first."""
+        seen: set[int] = set()
+        for slot in reversed(self.untracked):
+            if self.owner[slot] == UNTRACKED and slot not in seen:
+                seen.add(slot)
+                yield slot
+
+    def slots_of(self, seg: int) -> Iterator[int]:
+        """The slots of a segment from its leaf end on."""
+        slot = self.deepest[seg]
+        while slot != NONE:
+            yield slot
+            slot = self.above[slot]
+
+    def pop(self, seg: int, count: int, pins: Sequence[int]) -> list[int]:
+        """Take slots from the leaf end, at most `count`, up to the first that is pinned."""
+        above, owner, slot = self.above, self.owner, self.deepest[seg]
+        taken: list[int] = []
+        while slot != NONE and len(taken) < count and not pins[slot]:
+            taken.append(slot)
+            owner[slot] = NONE
+            slot = above[slot]
+        self.deepest[seg] = slot
+        self.segments.held[seg] -= len(taken)
+        return taken
+
+    def detach(self, slots: Iterable[int]) -> list[int]:
+        """Take slots out, wherever they are. Returns the segments that they were in, in order."""
+        gone: dict[int, set[int]] = {}
+        for slot in slots:
+            seg = self.owner[slot]
+            if seg == NONE:
+                raise IntegrityError(f"slot {slot} was removed while it is not known")
+            self.owner[slot] = NONE
+            if seg == UNTRACKED:
+                self.num_untracked -= 1
+            else:
+                gone.setdefault(seg, set()).add(slot)
+        for seg, some in gone.items():
+            self._chain(seg, [slot for slot in self.slots_of(seg) if slot not in some])
+        return list(gone)
+
+    def departed(self, seg: int) -> int:
+        """A segment lost its last block: it is a ghost. Returns its parent if that is a leaf now, else NONE."""
+        segments = self.segments
+        segments.bury(seg)
+        parent = segments.parent[seg]
+        if parent == NONE:
+            return NONE
+        segments.kids[parent] -= 1
+        return parent if segments.held[parent] and not segments.kids[parent] else NONE
+
+    def _arrive(self, seg: int) -> None:
+        segments = self.segments
+        segments.revive(seg)
+        self.deepest[seg] = NONE
+        parent = segments.parent[seg]
+        if parent != NONE:
+            if segments.length[parent]:
+                segments.kids[parent] += 1
+            else:
+                segments.parent[seg] = NONE
+
+    def _chain(self, seg: int, deepest_first: Sequence[int]) -> None:
+        """Link these slots, and no others, into a segment."""
+        above, deeper = self.above, NONE
+        self.deepest[seg] = deepest_first[0] if deepest_first else NONE
+        for slot in deepest_first:
+            if deeper != NONE:
+                above[deeper] = slot
+            deeper = slot
+        if deeper != NONE:
+            above[deeper] = NONE
+        self.segments.held[seg] = len(deepest_first)

@@ -1,0 +1,107 @@
+"""Histograms with fixed buckets: a few integers each, however much is observed."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+
+DURATION_BOUNDS = (
+    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025),
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
+)
+"""Seconds of transfers and of their waits: from rows in memory to a deadline of a minute."""
+AGE_BOUNDS = (
+    1.0,
+    5.0,
+    15.0,
+    60.0,
+    300.0,
+    900.0,
+    3600.0,
+    14_400.0,
+    43_200.0,
+    86_400.0,
+    259_200.0,
+    604_800.0,
+    2_592_000.0,
+)
+"""Seconds of ages of blocks and of gaps between their uses: up to 30 days."""
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramFigures:
+    """What a histogram has counted: `counts[i]` values up to `bounds[i]` and above the bound before it, the last one
+    beyond all bounds; `sums[i]` is their sum."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    sums: tuple[float, ...]
+
+    @property
+    def count(self) -> int:
+        """How many values there were."""
+        return sum(self.counts)
+
+    @property
+    def sum(self) -> float:
+        """The sum of all values."""
+        return sum(self.sums)
+
+    def values_since(self, before: HistogramFigures | None) -> Iterator[float]:
+        """Values in place of those that were counted since: as many in each bucket, with their sum up to rounding."""
+        for bucket, (count, total) in enumerate(zip(self.counts, self.sums, strict=True)):
+            new = count - (before.counts[bucket] if before else 0)
+            if new:
+                mean = (total - (before.sums[bucket] if before else 0.0)) / new
+                least = math.nextafter(self.bounds[bucket - 1], math.inf) if bucket else 0.0
+                most = self.bounds[bucket] if bucket < len(self.bounds) else math.inf
+                yield from repeat(min(max(mean, least), most), new)
+
+    def minus(self, before: HistogramFigures) -> HistogramFigures:
+        """What was counted after `before`, which has the same bounds."""
+        counts = (now - then for now, then in zip(self.counts, before.counts, strict=True))
+        sums = (now - then for now, then in zip(self.sums, before.sums, strict=True))
+        return HistogramFigures(self.bounds, tuple(counts), tuple(sums))
+
+    def quantile(self, share: float) -> float | None:
+        """The bound of the bucket that holds this share of the values, 0 to 1; None without values.
+
+        Infinite if that is the last bucket.
+        """
+        rank, seen = share * self.count, 0
+        for bound, count in zip((*self.bounds, math.inf), self.counts, strict=True):
+            seen += count
+            if count and seen >= rank:
+                return bound
+        return None
+
+
+class Histogram:
+    """Counts values by bucket. One thread observes; `figures` is for any."""
+
+    __slots__ = ("_bounds", "_counts", "_sums")
+
+    def __init__(self, bounds: tuple[float, ...] = DURATION_BOUNDS) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sums = [0.0] * (len(bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        bucket = bisect_left(self._bounds, value)
+        self._counts[bucket] += 1
+        self._sums[bucket] += value
+
+    def figures(self) -> HistogramFigures:
+        """What was counted so far."""
+        return HistogramFigures(self._bounds, tuple(self._counts), tuple(self._sums))
+
+
+def merged(figures: Sequence[HistogramFigures]) -> HistogramFigures:
+    """The figures of histograms with the same bounds, at least one, together."""
+    counts = tuple(map(sum, zip(*(each.counts for each in figures), strict=True)))
+    sums = tuple(map(sum, zip(*(each.sums for each in figures), strict=True)))
+    return HistogramFigures(figures[0].bounds, counts, sums)

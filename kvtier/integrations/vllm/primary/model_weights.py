@@ -1,0 +1,178 @@
+"""Weights that are replaced in a running engine: noticed by the workers, known to the scheduler's process.
+
+The namespace names the weights that the engine has started with. KV of others must not reach a tier that outlives the
+process. A worker sees calls of the models' `load_weights`. Where weights are written by another way, a checksum over
+the models' memory differs from that of the start; it is taken when the scheduler's process asks for it, at a reset.
+"""
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+from torch import nn
+
+from kvtier.aio.daemon_pool import DaemonPool
+
+POLL_SECONDS = 0.05
+WAIT_SECONDS = 0.005
+PIECE_BYTES = 64 << 20
+WORD_BYTES = 8
+_LOADS, _ANSWER = 0, 1
+"""Words of a worker: how often `load_weights` was called; the number of the last question, and the verdict."""
+_QUESTION = 0
+"""Word of the coordinator: how often it has asked."""
+
+_log = logging.getLogger(__name__)
+
+Words = npt.NDArray[np.uint64]
+
+
+class Verdict(IntEnum):
+    """What is known of the weights in memory, compared with those at the start."""
+
+    UNKNOWN = 0
+    CHANGED = 1
+    UNCHANGED = 2
+
+
+class WorkerWeights:
+    """The weights of one worker's models. `words` are the worker's own, `asked` those of the coordinator.
+
+    Memory that can be taken away while it is read is not read: `readable` is False then.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], words: Words, asked: Words, *, readable: bool) -> None:
+        self._models = models if readable else ()
+        self._words = words
+        self._asked = asked
+        self._thread = DaemonPool("kvtier-weights", 1)
+        self._first: asyncio.Task[bytes | None] | None = None
+        self._undo = ExitStack()
+        for model in models:
+            self._report_loads(model)
+
+    def _report_loads(self, model: nn.Module) -> None:
+        load = getattr(model, "load_weights", None)
+        if load is None:
+            return
+
+        @functools.wraps(load)
+        def load_weights(*given: Any, **named: Any) -> Any:
+            self._words[_LOADS] += np.uint64(1)
+            return load(*given, **named)
+
+        vars(model)["load_weights"] = load_weights  # of this instance; the class keeps its own
+        self._undo.callback(vars(model).pop, "load_weights", None)
+
+    async def open(self) -> None:
+        """Begin to take the checksum of the start; on a device it is taken when this returns.
+
+        There it takes milliseconds, and must not meet the capture of CUDA graphs that comes next.
+        """
+        self._first = asyncio.create_task(self._checksum())
+        if any(tensor.device.type != "cpu" for _, tensor in _tensors(self._models)):
+            await self._first
+
+    async def answer(self) -> None:
+        """Answer the coordinator's questions until cancelled."""
+        assert self._first is not None
+        first = await self._first
+        answered = 0
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            question = int(self._asked[_QUESTION])
+            if question != answered:
+                now = None if first is None else await self._checksum()
+                verdict = Verdict.UNCHANGED if now == first else Verdict.CHANGED
+                answered = question
+                self._words[_ANSWER] = len(Verdict) * question + (Verdict.UNKNOWN if now is None else verdict)
+
+    async def _checksum(self) -> bytes | None:
+        """None if there are no models, or they cannot be read."""
+        if not self._models:
+            return None
+        try:
+            return await self._thread.run(checksum, self._models)
+        except Exception:
+            _log.exception("the weights in memory cannot be read")
+            return None
+
+    def release(self) -> None:
+        """Give the models their methods back."""
+        self._undo.close()
+        self._thread.shutdown()
+
+
+class EngineWeights:
+    """What the scheduler's process knows of the weights of all workers. `words` are those of the region."""
+
+    def __init__(self, words: Words) -> None:
+        self._loads = words[:-1, _LOADS]
+        self._answers = words[:-1, _ANSWER]
+        self._own = words[-1]
+        self._seen = int(self._loads.sum())
+
+    def loaded(self) -> bool:
+        """True if weights were loaded since the last call."""
+        before, self._seen = self._seen, int(self._loads.sum())
+        return self._seen != before
+
+    def compare(self, timeout_seconds: float) -> Verdict:
+        """Whether all workers have the weights of the start. UNKNOWN if one does not say so in time."""
+        question = int(self._own[_QUESTION]) + 1
+        self._own[_QUESTION] = question
+        deadline = time.monotonic() + timeout_seconds
+        while not (self._answers // len(Verdict) == question).all():
+            if time.monotonic() > deadline:
+                return Verdict.UNKNOWN
+            time.sleep(WAIT_SECONDS)
+        return Verdict(int((self._answers % len(Verdict)).min()))
+
+
+def checksum(models: Sequence[nn.Module]) -> bytes | None:
+    """Over all parameters and buffers in memory, without a copy of them; None if some have no memory.
+
+    Of memory of the host it covers every byte in order; of a device's the sum of the words of each tensor, taken there.
+    """
+    state = xxhash.xxh3_128()
+    sums: list[torch.Tensor] = []
+    memories: dict[tuple[torch.device, int], torch.Tensor] = {}
+    for name, tensor in _tensors(models):
+        if tensor.is_meta:
+            return None
+        state.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        memories[tensor.device, memory.data_ptr()] = memory
+    for device in {device for device, _ in memories if device.type == "cuda"}:
+        torch.cuda.synchronize(device)  # weights may still be on their way there
+    for (device, _), memory in memories.items():
+        if device.type != "cpu":
+            sums += device_sums(memory)
+            continue
+        view = memory.numpy().data
+        for start in range(0, len(view), PIECE_BYTES):
+            state.update(view[start : start + PIECE_BYTES])
+    if sums:
+        state.update(torch.stack(sums).cpu().numpy().tobytes())
+    return state.digest()
+
+
+def _tensors(models: Sequence[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    for number, model in enumerate(models):
+        for kind in (model.named_parameters(), model.named_buffers()):
+            yield from ((f"{number}.{name}", tensor.detach()) for name, tensor in kind)
+
+
+def device_sums(memory: torch.Tensor) -> list[torch.Tensor]:
+    """Of the 8-byte words of memory, shape (bytes,), uint8, and of the bytes behind the last of them."""
+    whole = len(memory) // WORD_BYTES * WORD_BYTES
+    return [memory[:whole].view(torch.int64).sum(), memory[whole:].sum(dtype=torch.int64)]

@@ -1,0 +1,71 @@
+"""What the control plane must know of each tier, from the tier's options, what it opened with, and the layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvtier.control.state import TierSetup
+from kvtier.options import LowerTierOptions, SharedTierOptions
+from kvtier.stack.installed_policies import find_policy
+from kvtier.tier_api.contract import LoadStore, Opened
+from kvtier.types.geometry import Geometry, GroupKind
+from kvtier.types.keys import GroupIndex
+
+UNBOUNDED_BYTES = 1 << 62
+
+
+def inflight_bytes(tier: LoadStore) -> int:
+    """Bytes of transfers that may be in flight to a tier at once."""
+    options = tier.options
+    return options.inflight_bytes if isinstance(options, LowerTierOptions) else UNBOUNDED_BYTES
+
+
+def tier_setup(tier: LoadStore, opened: Opened, geometry: Geometry, lookup_seconds: float) -> TierSetup:
+    """What the control plane must know of a tier that offers what is `opened`."""
+    options = tier.options
+    name, eviction = options.label, options.eviction_policy()
+    policy, token_bytes = find_policy(eviction), _token_bytes(opened, geometry)
+    if not isinstance(options, LowerTierOptions):
+        return TierSetup(
+            name, tier.medium, opened, policy, token_bytes=token_bytes, kind=options.type, eviction=eviction
+        )
+    setup = TierSetup(
+        name,
+        tier.medium,
+        opened,
+        policy,
+        options.write_policy,
+        max(1, options.inflight_bytes // geometry.row_bytes),
+        options.job_timeout_seconds,
+        lookup_timeout_seconds=lookup_seconds,
+        admit=options.admit,
+        write_bytes_per_day=options.daily_writes,
+        block_bytes=max(opened.space.slot_bytes) if opened.space is not None else geometry.row_bytes,
+        token_bytes=token_bytes,
+        kind=options.type,
+        eviction=eviction,
+    )
+    return with_hints(setup, options, chains(geometry) if tier.PROBE_PREFIX else frozenset())
+
+
+def _token_bytes(opened: Opened, geometry: Geometry) -> float:
+    """The bytes that the blocks of every group take up for one of their tokens."""
+    groups = range(geometry.num_groups)
+    sizes = opened.space.slot_bytes if opened.space is not None else list(map(geometry.aligned_bytes, groups))
+    return sum(sizes[group] / geometry.tokens_per_offloaded_block(group) for group in groups)
+
+
+def with_hints(
+    setup: TierSetup, options: LowerTierOptions, probed_groups: frozenset[GroupIndex] = frozenset()
+) -> TierSetup:
+    """The setup with how long is believed what a shared tier holds, and how that is found out."""
+    if not isinstance(options, SharedTierOptions):
+        return setup
+    hit, miss = options.hit_hint_seconds, options.miss_hint_seconds
+    return replace(setup, hit_hint_seconds=hit, miss_hint_seconds=miss, probed_groups=probed_groups)
+
+
+def chains(geometry: Geometry) -> frozenset[GroupIndex]:
+    """The groups of which every block needs all those before it: the others keep a window of a prompt, or its end."""
+    kinds = enumerate(group.kind for group in geometry.layout.groups)
+    return frozenset(GroupIndex(index) for index, kind in kinds if kind is GroupKind.FULL)

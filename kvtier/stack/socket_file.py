@@ -1,0 +1,161 @@
+"""A listening Unix socket at a path of its own, for this user alone, also after a process that was killed.
+
+Beside it lies `PATH.lock`, locked as long as the process lives, with the identity of the socket file in it. So a socket
+that a killed process left is known, and nothing else at the path is ever removed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import stat
+from contextlib import suppress
+from dataclasses import dataclass
+
+from kvtier.aio.process_lock import keep_from_children, share_with_children
+from kvtier.errors import ResourceError
+
+WAITING_MAX = 16
+"""Connections that wait to be accepted, at most."""
+_IDENTITY_BYTES_MAX = 128
+_TRIES = 8
+_NO_SOCKET = b"other"
+
+
+@dataclass(slots=True)
+class SocketFile:
+    """A socket that listens at `path`. `fd` is non-blocking. Children that are forked do not have it."""
+
+    path: str
+    fd: int
+    lock: int
+    identity: bytes
+
+    @classmethod
+    def claim(cls, path: str) -> SocketFile:
+        """Listen at a path. Raises ResourceError if another process does, or the path is not free for another reason.
+
+        The call makes file calls, which a disk may hold up.
+        """
+        try:
+            lock = _lock(path)
+            try:
+                _remove_left_behind(path, lock)
+                return _listen(path, lock)
+            except BaseException:
+                if not (os.path.lexists(path) and os.fstat(lock).st_size):  # it says nothing of a socket
+                    os.unlink(_lock_path(path))
+                _unlock(lock)
+                raise
+        except OSError as error:
+            raise ResourceError(f"{path}: {error.strerror or error}") from error
+
+    def release(self) -> None:
+        """Remove the socket, unless there is something else at its path, and then the lock."""
+        with suppress(OSError):
+            if _identity(self.path) == self.identity:
+                os.unlink(self.path)
+            os.unlink(_lock_path(self.path))
+        _close(self.fd)
+        _unlock(self.lock)
+
+
+def _lock_path(path: str) -> str:
+    return f"{path}.lock"
+
+
+def _lock(path: str) -> int:
+    """The locked file beside the socket. It may have been removed by its last owner before it was locked: once more."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    for _ in range(_TRIES):
+        fd = os.open(_lock_path(path), flags, 0o600)
+        keep_from_children(fd)
+        try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+                raise ResourceError(f"{_lock_path(path)} is not a file of this user")
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(found, os.stat(_lock_path(path), follow_symlinks=False)):
+                return fd
+        except BlockingIOError:
+            _close(fd)
+            raise ResourceError(f"{path} is the socket of another stack that runs") from None
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            _close(fd)
+            raise
+        _close(fd)
+    raise ResourceError(f"{_lock_path(path)} is removed again and again")
+
+
+def _remove_left_behind(path: str, lock: int) -> None:
+    """Remove the socket that the lock's last owner left. Raises ResourceError if anything else is at the path."""
+    found = _identity(path)
+    if not found:
+        return
+    if found == _NO_SOCKET or found != os.pread(lock, _IDENTITY_BYTES_MAX, 0):
+        raise ResourceError(f"{path} exists, and is no socket that a stack left: remove it, or choose another path")
+    os.unlink(path)
+
+
+def _listen(path: str, lock: int) -> SocketFile:
+    fd = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK).detach()
+    keep_from_children(fd)
+    try:
+        os.fchmod(fd, 0o600)  # before the file exists: Linux gives it the mode of the socket
+        with _borrowed(fd) as listening:
+            listening.bind(path)
+            identity = _identity(path)
+            try:
+                os.ftruncate(lock, 0)
+                os.pwrite(lock, identity, 0)
+                listening.listen(WAITING_MAX)
+            except BaseException:
+                os.unlink(path)
+                raise
+        return SocketFile(path, fd, lock, identity)
+    except BaseException:
+        _close(fd)
+        raise
+
+
+def accept(fd: int) -> socket.socket:
+    """The next connection to a listening socket. Raises BlockingIOError if none waits."""
+    with _borrowed(fd) as listening:
+        return listening.accept()[0]
+
+
+class _borrowed:
+    """A socket object for a descriptor, which stays open. No object keeps it: a forked child closes it by number."""
+
+    def __init__(self, fd: int) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, fd)
+
+    def __enter__(self) -> socket.socket:
+        return self._socket
+
+    def __exit__(self, *error: object) -> None:
+        self._socket.detach()
+
+
+def _identity(path: str) -> bytes:
+    """Which socket file is at the path, in a few words; empty if there is nothing there."""
+    try:
+        found = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return b""
+    if not stat.S_ISSOCK(found.st_mode):
+        return _NO_SOCKET
+    return f"socket {found.st_dev} {found.st_ino} {found.st_mtime_ns}\n".encode()
+
+
+def _unlock(lock: int) -> None:
+    fcntl.flock(lock, fcntl.LOCK_UN)  # closing is not enough: a child that C code forked has it too
+    _close(lock)
+
+
+def _close(fd: int) -> None:
+    share_with_children(fd)
+    os.close(fd)

@@ -1,0 +1,94 @@
+"""What is counted of one tier's transfers in one direction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvtier.control.tiers.histogram import Histogram, HistogramFigures, merged
+from kvtier.types.jobs import TransferJob
+from kvtier.types.keys import JobId
+
+QUEUED, IN_FLIGHT = "queued", "in_flight"
+"""Where a job was when its deadline passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStats:
+    """Transfers of a tier in one direction: of the CPU tier copies to and from the GPU, of a lower tier promotions
+    (`load`) or demotions (`store`).
+
+    `took_seconds` is from a job's beginning to its end, `waited_seconds` from its arrival in the tier's queue to its
+    beginning; both count jobs. Bytes are those of the rows that the jobs name. `deadlines_missed` counts jobs by where
+    they were then: `queued`, and then they never began, or `in_flight`.
+    """
+
+    took_seconds: HistogramFigures
+    waited_seconds: HistogramFigures
+    in_flight_bytes: int
+    queued_bytes: int
+    deadlines_missed: dict[str, int]
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Transfers of a kind on a tier, as its queue tells of them. One thread tells, any may ask for figures.
+
+    `busy_seconds` are those in which at least one was in flight, before the one that is since `busy_since`.
+    """
+
+    busy_since: float = 0.0
+    busy_seconds: float = 0.0
+    in_flight_bytes: int = 0
+    queued_bytes: int = 0
+    took: Histogram = field(default_factory=Histogram)
+    waited: Histogram = field(default_factory=Histogram)
+    late_queued: int = 0
+    late_in_flight: int = 0
+    _queued: dict[JobId, float] = field(default_factory=dict)
+    _begun: dict[JobId, float] = field(default_factory=dict)
+
+    def queue(self, job: TransferJob, size: int, now: float) -> None:
+        """A job of so many bytes waits from now on."""
+        self._queued[job.job_id] = now
+        self.queued_bytes += size
+
+    def unqueue(self, job: TransferJob, size: int, late: bool = False) -> float:
+        """A job waits no more, perhaps because it is late; returns since when it did."""
+        self.queued_bytes -= size
+        self.late_queued += late
+        return self._queued.pop(job.job_id)
+
+    def begin(self, job: TransferJob, size: int, now: float) -> None:
+        """A job that waited is in flight."""
+        self.waited.observe(now - self.unqueue(job, size))
+        if not self._begun:
+            self.busy_since = now
+        self._begun[job.job_id] = now
+        self.in_flight_bytes += size
+
+    def end(self, job: TransferJob, size: int, now: float) -> None:
+        """A job that was in flight has ended, late or not."""
+        self.took.observe(now - self._begun.pop(job.job_id))
+        self.in_flight_bytes -= size
+        if not self._begun:
+            self.busy_seconds += now - self.busy_since
+
+    def late(self, job_id: JobId) -> None:
+        """The deadline of a job in flight has passed, of this kind or another one."""
+        self.late_in_flight += job_id in self._begun
+
+    def seconds(self, now: float) -> float:
+        """Busy seconds up to now."""
+        return self.busy_seconds + (now - self.busy_since if self._begun else 0.0)
+
+
+def transfer_stats(traffic: Sequence[Traffic]) -> TransferStats:
+    """The figures of one kind in the queues of one tier, at least one. From any thread."""
+    return TransferStats(
+        merged([each.took.figures() for each in traffic]),
+        merged([each.waited.figures() for each in traffic]),
+        sum(each.in_flight_bytes for each in traffic),
+        sum(each.queued_bytes for each in traffic),
+        {QUEUED: sum(each.late_queued for each in traffic), IN_FLIGHT: sum(each.late_in_flight for each in traffic)},
+    )

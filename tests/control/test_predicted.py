@@ -1,0 +1,275 @@
+"""Admission by prediction: what a tier with `admit: predicted` is sent, once the life tables know the requests."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from support_control import World, cpu_setup, fs_setup, key, shared_setup
+
+from kvtier.control.policies import RequestModels
+from kvtier.control.policies.prediction.model import ReuseModel
+from kvtier.control.tiers import predicted
+from kvtier.control.tiers.predicted import Predicted
+from kvtier.control.tiers.write_allowance import WriteAllowance
+from kvtier.control.tiers.write_pace import WritePace
+from kvtier.types.jobs import DropReason, SkipReason
+from kvtier.types.keys import GroupIndex, RequestId
+from kvtier.types.requests import NO_INFO, RequestUse
+
+BOTH = pytest.mark.parametrize("kind", ["owned", "shared"])
+WAYS = [("shared", "write_through"), ("owned", "write_through"), ("shared", "on_evict"), ("owned", "on_evict")]
+SHORT, LONG = 1, 6
+"""Blocks of prompts that come back after 40 s, and of those that never do."""
+
+
+def absent(key: object) -> bool:
+    return False
+
+
+class Traffic:
+    """Prompts through a stack: each short one is asked again, no long one is."""
+
+    def __init__(self, kind: str = "owned", rows: int = 64, **more: object) -> None:
+        below = fs_setup(256) if kind == "owned" else shared_setup()
+        self.world = World(cpu_setup(rows), [replace(below, admit="predicted", **more)])
+        self.number = 0
+        self.requests = 0
+
+    def ask(self, numbers: list[int]) -> None:
+        world, name = self.world, RequestId(str(self.requests))
+        self.requests += 1
+        assert world.plane.uses is not None
+        world.plane.uses.begin(name, [key(n) for n in numbers], world.now, None, NO_INFO)
+        world.store(*numbers)
+        world.run_all()
+        world.plane.uses.end(name, None)
+
+    def new(self, size: int) -> list[int]:
+        self.number += size
+        return list(range(self.number - size, self.number))
+
+    def learn(self, rounds: int = 300) -> None:
+        waiting: list[list[int]] = []
+        for _ in range(rounds):
+            short, long = self.new(SHORT), self.new(LONG)
+            self.ask(short)
+            self.ask(long)
+            waiting.append(short)
+            if len(waiting) > 4:
+                self.ask(waiting.pop(0))
+            self.world.now += 10.0
+
+    def written(self, numbers: list[int]) -> list[bool]:
+        lower = self.world.plane.control.lowers[0]
+        return [bool(lower.index.presence(key(n), self.world.now)) for n in numbers]
+
+
+@BOTH
+def test_without_data_everything_is_written(kind: str) -> None:
+    traffic = Traffic(kind)
+    prompt = traffic.new(LONG)
+    traffic.ask(prompt)
+    assert traffic.written(prompt) == [True] * LONG
+
+
+@BOTH
+def test_what_comes_back_is_written_and_what_does_not_is_not(kind: str) -> None:
+    traffic = Traffic(kind)
+    traffic.learn()
+    short, long = traffic.new(SHORT), traffic.new(LONG)
+    traffic.ask(short)
+    traffic.ask(long)
+    assert traffic.written(short) == [True] * SHORT
+    assert traffic.written(long) == [False] * LONG
+    counters = traffic.world.plane.counters(1)
+    assert counters.skipped[SkipReason.NOT_ADMITTED] >= LONG
+    assert not counters.dropped
+    traffic.world.check()
+
+
+def test_what_was_not_written_and_is_computed_again_is_counted() -> None:
+    traffic = Traffic(rows=16)
+    traffic.learn()
+    counters = traffic.world.plane.counters(1)
+    long, before = traffic.new(LONG), counters.computed_again
+    traffic.ask(long)
+    for _ in range(4):
+        traffic.ask(traffic.new(LONG))
+    assert not any(traffic.written(long))
+    traffic.ask(long)
+    assert counters.computed_again - before == LONG
+
+
+def test_a_block_that_is_written_takes_those_before_it_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that was refused goes on, and by then writes are cheaper."""
+    traffic = Traffic()
+    traffic.learn()
+    long = traffic.new(LONG)
+    traffic.ask(long)
+    assert not any(traffic.written(long))
+    monkeypatch.setattr(predicted, "HITS_MIN", 0.0)
+    longer = long + traffic.new(1)
+    traffic.world.store(longer[-1])
+    traffic.world.plane.uses.begin(RequestId("next"), [key(n) for n in longer], traffic.world.now, None, NO_INFO)
+    traffic.world.run_all()
+    assert traffic.written(longer) == [True] * (LONG + 1)
+    traffic.world.check()
+
+
+def admission() -> tuple[ReuseModel, Predicted]:
+    model = RequestModels().of(ReuseModel)
+    return model, Predicted(model)
+
+
+def test_a_block_whose_child_is_below_is_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, decides = admission()
+    keys = [key(n) for n in range(3)]
+    model.begin_request(RequestUse(RequestId("a"), 1.0, keys, GroupIndex(0), 3))
+    monkeypatch.setattr(predicted, "HITS_MIN", 2.0)
+    assert not decides.admits(keys[2], False, absent)
+    assert decides.admits(keys[1], False, lambda child: child == keys[2])
+    assert decides.admits(keys[0], False, absent), "the one after it was admitted just now"
+
+
+def test_a_block_that_no_request_announced_is_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, decides = admission()
+    monkeypatch.setattr(predicted, "HITS_MIN", 2.0)
+    assert decides.admits(key(1), False, absent)
+
+
+def test_a_prompt_that_leaves_another_keeps_what_they_share() -> None:
+    """Three prompts share four blocks: for the third one those are in their third use, and its own are new."""
+    model, _ = admission()
+    prompts = model.keep_prompts()
+    shared = [key(n) for n in range(4)]
+    for turn in range(3):
+        own = [key(100 * (turn + 1) + n) for n in range(2)]
+        model.begin_request(RequestUse(RequestId(str(turn)), float(turn), shared + own, GroupIndex(0), 2))
+    found = prompts.find(shared[-1])
+    assert found is not None
+    prompt, position = found
+    assert (position, list(prompt.ends)) == (3, [4, 6])
+    assert [prompts.segments.uses[seg] for seg in prompt.segs] == [3, 1]
+
+
+def test_blocks_of_old_prompts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvtier.control.policies.prediction import prompts as module
+
+    monkeypatch.setattr(module, "RECENT_KEYS", 16)
+    model, decides = admission()
+    prompts = model.keep_prompts()
+    for turn in range(200):
+        keys = [key(4 * turn + n) for n in range(4)]
+        model.begin_request(RequestUse(RequestId(str(turn)), float(turn), keys, GroupIndex(0), 4))
+        for position, name in enumerate(keys):
+            found = prompts.find(name)
+            assert found is not None
+            assert found[1] == position
+            assert found[0].keys == keys
+    assert prompts.find(key(0)) is None
+    assert len(prompts._young) + len(prompts._old) <= 32
+    assert len(prompts._prompts) <= 8
+    assert decides.admits(key(0), False, absent)
+
+
+# -- within a budget -----------------------------------------------------------------------------------------------
+
+
+def test_with_a_budget_what_no_request_announced_is_chosen_too() -> None:
+    model = RequestModels().of(ReuseModel)
+    decides = Predicted(model, WriteAllowance(WritePace(1440 * 4), 1, on_evict=False))
+    model.advance(0.0)
+    assert not decides.admits(key(1), False, absent), "the budget counts as used before"
+    model.advance(3600.0)
+    assert decides.admits(key(1), False, absent)
+
+
+@pytest.mark.parametrize(("kind", "write_policy"), [("shared", "write_through"), ("owned", "on_evict")])
+def test_a_budget_holds_in_any_24_hours_and_is_used(kind: str, write_policy: str) -> None:
+    """Two days of 960 blocks in the requests each, and a budget of 480 a day."""
+    traffic = Traffic(kind, write_policy=write_policy, write_bytes_per_day=480)
+    counters, world, stored = traffic.world.plane.counters(1), traffic.world, list[int]()
+    world.now = 0.0
+    for _ in range(2 * 192 + 96):
+        traffic.ask(traffic.new(5))
+        world.now += 450.0
+        stored.append(counters.stored)
+    day = 192
+    for start in range(len(stored) - day):
+        assert stored[start + day] - stored[start] <= 480, start
+    assert stored[-1] - stored[-1 - day] >= 0.98 * 480
+    assert counters.skipped[SkipReason.NOT_ADMITTED]
+    world.check()
+
+
+def test_what_exceeds_the_budget_as_it_is_sent_is_dropped_from_the_leaf_on() -> None:
+    """Rows that were admitted hours ago go to the tier all at once."""
+    traffic = Traffic(write_policy="on_evict", write_bytes_per_day=1440)
+    lower, world = traffic.world.plane.control.lowers[0], traffic.world
+    traffic.ask(traffic.new(1))  # the budget counts as used by then
+    world.now += 3600.0
+    prompt = traffic.new(8)
+    traffic.ask(prompt)
+    assert lower.allowance is not None
+    lower.allowance.pace.wrote(lower.allowance.pace.room - 3)
+    world.plane.close(world.now)
+    world.plane.drain(world.now)
+    world.step()
+    world.run_all()
+    assert traffic.written(prompt) == [True] * 3 + [False] * 5
+    assert lower.counters.dropped[DropReason.WRITE_BUDGET] == 5
+    assert world.plane.dirty_rows == 0
+    world.check()
+
+
+class Spending(Traffic):
+    """Prompts within a budget, written in bursts. `orphans` are written blocks without the one before them."""
+
+    def __init__(self, kind: str, write_policy: str, seed: int) -> None:
+        super().__init__(kind, rows=96, write_policy=write_policy, write_bytes_per_day=1440)
+        self.draw = random.Random(seed)
+        self.prompts: list[list[int]] = []
+
+    def burst(self, prompts: int) -> None:
+        """Prompts at once, new ones and some that go on; what they are to be written is sent after the last."""
+        world = self.world
+        for _ in range(prompts):
+            before = self.draw.choice(self.prompts[-8:]) if self.prompts and self.draw.random() < 0.3 else []
+            prompt = before + self.new(self.draw.randrange(1, 24))
+            self.prompts.append(prompt)
+            name = RequestId(str(len(self.prompts)))
+            assert world.plane.uses is not None
+            world.plane.uses.begin(name, [key(n) for n in prompt], world.now, None, NO_INFO)
+            world.store(*prompt)
+            world.plane.uses.end(name, None)
+        world.run_all()
+        world.check()
+
+    def orphans(self) -> int:
+        lower = self.world.plane.control.lowers[0]
+        owned = lower.owned
+        rows, written = self.world.plane.control.cpu.directory, self.world.remote if owned is None else owned.directory
+        names = [[key(n) for n in prompt] for prompt in self.prompts[-40:]]
+        return sum(
+            after in written and not (before in written or (lower.on_evict and before in rows))
+            for prompt in names
+            for before, after in pairwise(prompt)
+        )
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("kind", "write_policy"), WAYS)
+def test_no_block_is_written_within_a_budget_without_those_before_it(kind: str, write_policy: str, seed: int) -> None:
+    """Much more is offered at once than is left of the budget, which is used all the same."""
+    traffic = Spending(kind, write_policy, seed)
+    counters, world = traffic.world.plane.counters(1), traffic.world
+    for _ in range(60):
+        traffic.burst(traffic.draw.randrange(1, 12))
+        assert traffic.orphans() == 0
+        world.now += traffic.draw.uniform(1.0, 600.0)
+    assert counters.stored > 60
+    if write_policy == "write_through":
+        assert DropReason.WRITE_BUDGET not in counters.dropped, "what was admitted is written"

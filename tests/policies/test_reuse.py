@@ -1,0 +1,294 @@
+"""What `policy: reuse` promises: every block in order once, no pinned block, prefixes kept whole, learned returns."""
+
+import random
+
+import pytest
+
+from kvtier.control.policies import RequestModels, Reuse, make_policy
+from kvtier.control.policies.prediction.classes import LEFT
+from kvtier.control.policies.prediction.model import ReuseModel
+from kvtier.errors import IntegrityError
+from kvtier.types.keys import GroupIndex, OffloadKey, RequestId, make_key
+from kvtier.types.requests import RequestUse
+
+
+class Tier:
+    """A tier of `num_slots` slots around the policy, as the control plane drives it."""
+
+    def __init__(self, num_slots: int, models: RequestModels | None = None) -> None:
+        self.keys: list[OffloadKey | None] = [None] * num_slots
+        self.models = models or RequestModels()
+        policy = make_policy("reuse", num_slots, self.keys, self.models)
+        assert isinstance(policy, Reuse)
+        self.policy = policy
+        self.model = self.models.of(ReuseModel)
+        self.slots: dict[OffloadKey, int] = {}
+        self.free = list(range(num_slots))
+        self.pins = bytearray(num_slots)
+        self.requests = 0
+
+    def begin(self, keys: list[OffloadKey], time: float) -> int:
+        """A request begins; returns the blocks of its prefix that are here."""
+        self.requests += 1
+        slots = [self.slots.get(key, -1) for key in keys]
+        use = RequestUse(RequestId(str(self.requests)), time, keys, GroupIndex(0), slots.count(-1))
+        self.model.advance(time)
+        self.model.begin_request(use)
+        self.policy.begin_request(use, slots)
+        return slots.index(-1) if -1 in slots else len(slots)
+
+    def end(self, output_tokens: int | None = None) -> None:
+        """The last request ends."""
+        self.policy.end_request(RequestId(str(self.requests)), output_tokens)
+
+    def store(self, keys: list[OffloadKey], bypass: bool = True) -> None:
+        """Place those of the keys that are not here, as far as they are worth it and there is room."""
+        missing = [key for key in keys if key not in self.slots]
+        need = len(missing) - len(self.free)
+        if need > 0 and bypass:
+            out = set(self.policy.bypass(missing, need, self.pins))
+            missing = [key for index, key in enumerate(missing) if index not in out]
+        self.policy.admit(missing[::-1])
+        need = len(missing) - len(self.free)
+        if need > 0:
+            victims = self.policy.evict(need, self.pins)
+            if victims is None:
+                return
+            self.free_slots(victims)
+        slots = [self.free.pop() for _ in missing]
+        for slot, key in zip(slots, missing, strict=True):
+            self.keys[slot], self.slots[key] = key, slot
+        self.policy.insert(slots[::-1])
+
+    def free_slots(self, slots: list[int]) -> None:
+        for slot in slots:
+            key = self.keys[slot]
+            assert key is not None
+            assert not self.pins[slot]
+            del self.slots[key]
+            self.keys[slot] = None
+        self.free += slots
+
+    def serve(self, keys: list[OffloadKey], time: float, output_tokens: int = 50) -> int:
+        hits = self.begin(keys, time)
+        self.store(keys)
+        self.end(output_tokens)
+        return hits
+
+    def check(self) -> None:
+        order = list(self.policy.coldest())
+        assert len(order) == len(set(order))
+        assert set(order) == set(self.slots.values())
+        segments = self.policy._tree.segments
+        held = [seg for seg in range(segments.used) if segments.held[seg]]
+        assert sum(segments.held[seg] for seg in held) + self.policy._tree.num_untracked == len(self.slots)
+        kids = [0] * segments.capacity
+        for seg in held:
+            if segments.parent[seg] >= 0:
+                kids[segments.parent[seg]] += 1
+        assert kids == segments.kids.tolist()
+
+
+def prompt(*numbers: int) -> list[OffloadKey]:
+    """Keys whose n-th names the first n numbers."""
+    return [make_key(repr(numbers[: size + 1]).encode(), 0) for size in range(len(numbers))]
+
+
+def chat(session: int, blocks: int) -> list[OffloadKey]:
+    return [make_key(f"{session}:{block}".encode(), 0) for block in range(blocks)]
+
+
+def test_the_end_of_the_oldest_prompt_goes_first() -> None:
+    tier = Tier(6)
+    old, new = chat(0, 3), chat(1, 3)
+    tier.serve(old, 0.0)
+    tier.serve(new, 100.0)
+    tier.begin(chat(2, 1), 101.0)
+    tier.store(chat(2, 1))
+    assert old[2] not in tier.slots
+    assert old[1] in tier.slots
+    tier.check()
+
+
+def test_a_segment_is_split_where_a_prompt_leaves_it() -> None:
+    tier = Tier(8)
+    tier.serve(prompt(1, 2, 3, 4), 0.0)
+    assert tier.serve(prompt(1, 2, 8, 9), 10.0) == 2
+    tier.check()
+    assert tier.serve(prompt(1, 2, 3, 4), 20.0) == 4
+    lengths = [length for length in tier.policy._tree.segments.length if length]
+    assert sorted(lengths) == [2, 2, 2]
+    tier.free_slots(tier.policy.evict(3, tier.pins) or [])
+    assert set(prompt(1, 2, 3)) <= set(tier.slots)
+
+
+def test_a_prompt_that_leaves_the_last_block_behind_counts_as_one_that_came_back() -> None:
+    """A last block that was not full never comes back, and is of another class than the blocks before it."""
+    tier = Tier(440)
+    for session in range(60):
+        for turn in range(2):
+            tier.serve(prompt(session, 0, 1, *([2, 3] if turn else []), -1 - turn), 4.0 * session + 2.0 * turn)
+    segments = tier.policy._tree.segments
+    left = [seg for seg in range(segments.used) if segments.length[seg] and segments.kind[seg] == LEFT]
+    assert [segments.length[seg] for seg in left] == [1] * 60
+    assert [segments.uses[seg] for seg in left] == [1] * 60
+    assert sum(tier.model.tables.ended) > 50  # every session came back once, less what has faded
+
+
+def test_blocks_that_arrive_after_their_request_ended_belong_to_its_prompt() -> None:
+    """As those of a lower tier do, which gets them when the engine is done."""
+    tier = Tier(8)
+    tier.begin(chat(0, 4), 0.0)
+    tier.end(50)
+    tier.store(chat(0, 4))
+    assert tier.serve(chat(0, 6), 60.0) == 4
+    assert sorted(length for length in tier.policy._tree.segments.length if length) == [2, 4]
+    tier.check()
+
+
+def test_what_a_new_block_hangs_on_does_not_go_for_it() -> None:
+    tier = Tier(4)
+    tier.serve(chat(0, 2), 0.0)
+    tier.serve(chat(1, 2), 50.0)
+    tier.begin(chat(0, 4), 60.0)
+    tier.store(chat(0, 4))
+    assert set(chat(0, 4)) == set(tier.slots)
+
+
+def test_eviction_takes_all_or_nothing_and_no_pinned_block() -> None:
+    tier = Tier(4)
+    tier.serve(chat(0, 4), 0.0)
+    leaf = tier.slots[chat(0, 4)[3]]
+    tier.pins[leaf] = 1
+    assert tier.policy.evict(4, tier.pins) is None
+    tier.check()
+    assert leaf not in (tier.policy.evict(3, tier.pins) or [leaf])
+
+
+def test_a_slot_is_inserted_and_removed_once() -> None:
+    tier = Tier(4)
+    tier.serve(chat(0, 2), 0.0)
+    slot = tier.slots[chat(0, 2)[0]]
+    with pytest.raises(IntegrityError):
+        tier.policy.insert([slot])
+    tier.policy.remove([slot])
+    with pytest.raises(IntegrityError):
+        tier.policy.remove([slot])
+
+
+def test_what_a_tier_recovered_goes_first_and_is_known_once_used() -> None:
+    tier = Tier(6)
+    for slot, key in enumerate(chat(0, 4)):
+        tier.keys[slot], tier.slots[key] = key, slot
+        tier.free.remove(slot)
+    tier.policy.recover([3, 2, 1, 0])
+    tier.check()
+    assert tier.begin(chat(0, 2), 5.0) == 2
+    tier.check()
+    tier.serve(chat(1, 3), 6.0)
+    assert chat(0, 4)[3] not in tier.slots
+    assert set(chat(0, 2)) <= set(tier.slots)
+
+
+@pytest.mark.parametrize("num_slots", [1, 3, 40, 150])
+def test_every_block_stays_in_order_whatever_happens(num_slots: int) -> None:
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    tier, time = Tier(num_slots), 0.0
+    for step in range(600):
+        time += rng.choice((0.0, 0.5, 30.0, -5.0, 400.0))
+        keys = prompt(rng.randrange(3), *(rng.randrange(2) for _ in range(rng.randrange(9))), step % 7)
+        tier.begin(keys, time)
+        for slot in rng.sample(range(num_slots), num_slots // 8):
+            tier.pins[slot] = tier.keys[slot] is not None
+        if rng.random() < 0.8:
+            tier.store(keys[: rng.randrange(1, len(keys) + 1)], bypass=rng.random() < 0.5)
+        if rng.random() < 0.1:
+            tier.store([make_key(rng.randbytes(8), 0)])
+        tier.pins = bytearray(num_slots)
+        tier.end(rng.choice((None, 5, 500)))
+        gone = [slot for slot in tier.slots.values() if rng.random() < 0.02]
+        rng.choice((tier.policy.remove, tier.policy.forget))(gone)
+        tier.free_slots(gone)
+        tier.policy.touch(list(tier.slots.values())[:2])
+        tier.check()
+    assert len(tier.policy._home) <= tier.policy._home_max
+
+
+def rates(tier: Tier, seed: int) -> tuple[float, float]:
+    """Hit rates of prompts that come back after a minute, and never, among each other, in the second half."""
+    rng, due, time = random.Random(seed), list[tuple[float, list[OffloadKey]]](), 0.0
+    hits = asked = 0
+    for number in range(1500):
+        time += 2.0
+        while due and due[0][0] <= time:
+            at, keys = due.pop(0)
+            found = tier.serve(keys, at)
+            hits, asked = (hits + found, asked + len(keys)) if number > 700 else (0, 0)
+        stays = rng.random() < 0.3
+        keys = chat(number, 5 if stays else 20)
+        tier.serve(keys, time)
+        if stays:
+            due.append((time + 90.0, keys))
+    return hits, asked
+
+
+def test_it_keeps_the_prompts_that_come_back() -> None:
+    """LRU, whose order it starts with, holds 300 blocks for about 40 s here: it hits nothing."""
+    hits, asked = rates(Tier(300), seed=3)
+    assert hits > 0.8 * asked
+
+
+def test_a_restored_model_decides_at_once_as_the_saved_one_did() -> None:
+    tier = Tier(300)
+    rates(tier, seed=3)
+    models = RequestModels()
+    models.of(ReuseModel).restore(tier.model.save())
+    assert models.of(ReuseModel).describe()
+    assert models.of(ReuseModel).save()
+    long, short = chat(9000, 20), chat(9001, 5)
+    fresh, blank = Tier(20, models), Tier(20)
+    for each in (fresh, blank):
+        each.serve(short, 0.0)
+        each.serve(long, 1.0)
+    assert short[4] in fresh.slots
+    assert short[4] not in blank.slots
+
+
+@pytest.mark.parametrize("saved", [b"", b"kvtier reuse 1\nrubbish", b"kvtier reuse 2\n"])
+def test_broken_tables_are_refused(saved: bytes) -> None:
+    with pytest.raises(ValueError):
+        ReuseModel().restore(saved)
+
+
+def test_the_same_calls_end_in_the_same_state() -> None:
+    first, second = Tier(100), Tier(100)
+    rates(first, seed=5)
+    rates(second, seed=5)
+    assert first.model.save() == second.model.save()
+    assert list(first.policy.coldest()) == list(second.policy.coldest())
+
+
+def test_a_tier_that_is_held_back_leaves_the_tables_to_a_smaller_one() -> None:
+    models = RequestModels()
+    small, large = Tier(8, models), Tier(64, models)
+    prompt = [make_key(number.to_bytes(16, "big"), 0) for number in range(4)]
+
+    def returns() -> float:
+        return sum(small.model.tables.ended)
+
+    def serve(time: float, tiers: list[Tier]) -> None:
+        tiers[0].begin(prompt, time)
+        for tier in tiers[1:]:
+            slots = [tier.slots.get(key, -1) for key in prompt]
+            tier.policy.begin_request(RequestUse(RequestId("1"), time, prompt, GroupIndex(0), 0), slots)
+        for tier in tiers:
+            tier.store(prompt)
+
+    for time in (1.0, 2.0, 3.0):
+        serve(time, [small, large])
+    before = returns()
+    for time in (4.0, 5.0, 6.0, 7.0):
+        serve(time, [small])
+    assert returns() > before > 0

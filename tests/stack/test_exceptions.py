@@ -1,0 +1,320 @@
+"""An exception anywhere loses no job: each ends by its deadline, with right bytes or without, and closing works."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support_stack import PLAIN, Engine, keys, opened, parts_of, stack_file, statuses, store, whole
+from support_stack_tiers import LOAD, STORE, backends
+
+from kvtier.control.failed_plane import FailedPlane
+from kvtier.control.plane import ControlPlane
+from kvtier.errors import IntegrityError
+from kvtier.stack import EngineStack, TierStack
+from kvtier.stack.dispatcher import Dispatcher, Traffic
+from kvtier.stack.lookups import Lookups
+from kvtier.tier_api.contract import LookupResult
+from tests.stack.test_deadlines import only_below, stack_over_memory
+from tests.stack.test_engine import drain, engine_stack, run
+from tests.stack.test_life import as_it_was
+
+ENDS_SECONDS = 10.0
+
+
+def once(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, error: BaseException | None = None) -> list[int]:
+    """The next call of a method raises, before it does anything; later ones do what they did."""
+    usual, raised = getattr(owner, name), []
+
+    def raising(*args: Any) -> Any:
+        if raised:
+            return usual(*args)
+        raised.append(1)
+        raise error or MemoryError(name)
+
+    monkeypatch.setattr(owner, name, raising)
+    return raised
+
+
+PLANE = ("submit", "pump", "finish", "take_jobs", "take_queries", "take_finished", "next_deadline")
+STEPS = [
+    *((ControlPlane, name) for name in PLANE),
+    *((Dispatcher, name) for name in ("_start", "_begin", "_report")),
+    *((Traffic, name) for name in ("begin", "end")),
+]
+
+
+@pytest.mark.parametrize(("owner", "name"), STEPS)
+async def test_every_job_ends_when_one_step_raises(owner, name, monkeypatch, caplog):
+    engine = Engine(PLAIN, 64)
+    parts, _ = stack_over_memory(engine, settings={"load_seconds": 3.0, "store_seconds": 3.0})
+    async with TierStack(parts) as stack:
+        await store(stack, engine, whole(keys(8)))
+        groups = [whole(keys(8, start=100 * i), 20 * i) for i in range(3)]
+        for one in groups[1:]:
+            engine.compute(one)
+        raised = once(monkeypatch, owner, name)
+        jobs = [stack.job(LOAD if one is groups[0] else STORE, [one]) for one in groups]
+        calls = [stack.load(jobs[0]), *(stack.store(job) for job in jobs[1:])]
+        async with asyncio.timeout(ENDS_SECONDS):
+            results = await asyncio.gather(*calls)
+        assert raised
+        assert all(len(result.outcomes[0]) == 8 for result in results)
+        assert not engine.wrong(groups[0], results[0].outcomes[0])
+        assert stack.stats().errors
+        assert name in caplog.text
+        # and what is asked afterwards ends as well
+        async with asyncio.timeout(ENDS_SECONDS):
+            again = await stack.load(stack.job(LOAD, [groups[0]]))
+            await stack.lookup(keys(8))
+            await stack.reset()
+        assert not engine.wrong(groups[0], again.outcomes[0])
+    assert stack.close_report is not None
+
+
+@pytest.mark.parametrize(("owner", "name"), STEPS)
+def test_every_job_of_an_engine_ends_when_one_step_raises(owner, name, monkeypatch):
+    engine = Engine(PLAIN, 64)
+    stack, _ = engine_stack(engine, 32, {"type": "memory"}, load_seconds=3.0, store_seconds=3.0)
+    with stack:
+        first = stack.job(STORE, [whole(keys(8))])
+        engine.compute(whole(keys(8)))
+        stack.submit(first)
+        run(stack, first.job_id)
+        raised = once(monkeypatch, owner, name)
+        jobs = [stack.job(LOAD, [whole(keys(8))]), stack.job(STORE, [whole(keys(8, start=100), 20)])]
+        for job in jobs:
+            stack.submit(job)
+        results = run(stack, *(job.job_id for job in jobs), seconds=ENDS_SECONDS)
+        assert raised
+        assert not engine.wrong(whole(keys(8)), results[jobs[0].job_id].outcomes[0])
+        assert stack.stats().errors
+        drain(stack)
+    assert stack.close_report is not None
+
+
+async def test_what_arrived_with_a_delivery_that_raised_is_recorded(monkeypatch):
+    """Loads that were copied in the same turn of the loop count; only the one whose delivery raised does not."""
+    engine = Engine(PLAIN, 64)
+    parts, _ = stack_over_memory(engine)
+    async with TierStack(parts) as stack:
+        groups = [whole(keys(4, start=start), start) for start in (0, 10, 20)]
+        for one in groups:
+            await store(stack, engine, one)
+        assert await stack.drain(10)
+        batches: list[int] = []
+        deliver, gathered = stack._assembled.dispatcher._deliver, []
+
+        def together(batch: list[Any]) -> None:
+            gathered.extend(batch)
+            if len(gathered) == len(groups) and not batches:
+                batches.append(len(gathered))
+                deliver(gathered)
+
+        stack._assembled.dispatcher._deliver = together
+        once(monkeypatch, ControlPlane, "finish")
+        async with asyncio.timeout(ENDS_SECONDS):
+            results = await asyncio.gather(*(stack.load(stack.job(LOAD, [one])) for one in groups))
+        stack._assembled.dispatcher._deliver = deliver
+        assert batches == [3]
+        assert sorted(statuses(result)[0] for result in results) == ["loaded", "loaded", "missing"]
+
+
+async def test_a_job_that_the_control_plane_lost_ends_after_its_deadline(monkeypatch, caplog):
+    engine = Engine(PLAIN, 64)
+    parts, _ = stack_over_memory(engine)
+    async with TierStack(parts) as stack:
+        monkeypatch.setattr(ControlPlane, "finish", lambda *args: None)
+        engine.compute(whole(keys(4)))
+        async with asyncio.timeout(ENDS_SECONDS):
+            result = await stack.store(stack.job(STORE, [whole(keys(4))], timeout_seconds=0.2))
+        assert statuses(result) != ["stored"] * 4
+    assert "did not end by its deadline" in caplog.text or "late" in statuses(result)
+
+
+def test_a_job_that_the_control_plane_of_an_engine_lost_ends_after_its_deadline(monkeypatch):
+    engine = Engine(PLAIN, 64)
+    stack, _ = engine_stack(engine, 32)
+    with stack:
+        engine.compute(whole(keys(4)))
+        first = stack.job(STORE, [whole(keys(4))])
+        stack.submit(first)
+        run(stack, first.job_id)
+        monkeypatch.setattr(ControlPlane, "finish", lambda *args: None)
+        job = stack.job(LOAD, [whole(keys(4))], timeout_seconds=0.2)
+        stack.submit(job)
+        assert statuses(run(stack, job.job_id, seconds=ENDS_SECONDS)[job.job_id]) == ["missing"] * 4
+        with pytest.raises(IntegrityError):
+            stack.check_integrity()
+
+
+async def test_a_failed_control_plane_finds_nothing_and_still_resets_its_tiers(monkeypatch):
+    engine = Engine(PLAIN, 64)
+    parts, tier = stack_over_memory(engine)
+    async with TierStack(parts) as stack:
+        await store(stack, engine, whole(keys(8)))
+        assert await stack.drain(10)
+        stack.take_events()
+        once(monkeypatch, ControlPlane, "pump")
+        reservation = stack.reserve("a request", keys(4))
+        assert isinstance(stack._assembled.plane, FailedPlane)
+        assert reservation.served
+        assert reservation.hits() == [False] * 4
+        assert await stack.lookup(keys(8)) == [LookupResult.MISS] * 8
+        assert stack.locate(keys(8)) == [None] * 8
+        removed = {key for event in stack.take_events() if event.removed for key in event.keys}
+        assert removed >= set(keys(8)), "every removal is published"
+        assert statuses(await stack.load(keys(8), gpu_blocks=range(8))) == ["missing"] * 8
+        assert statuses(await stack.store(keys(8), gpu_blocks=range(8))) == ["dropped:tier_down"] * 8
+        await stack.reset()
+        assert tier.epochs == [1]
+        assert await stack.drain(1)
+
+
+@pytest.mark.parametrize("kind", [LOAD, STORE])
+async def test_a_tier_that_raises_before_its_first_await_fails_its_job_alone(kind):
+    engine = Engine(PLAIN, 64)
+    parts, tier = stack_over_memory(engine)
+    async with opened(parts) as stack:
+        await only_below(stack, engine, keys(8))
+        engine.wipe()
+        usual = getattr(tier, kind)
+
+        def raising(job: Any) -> Any:
+            raise MemoryError("before the first await")
+
+        setattr(tier, kind, raising)
+        async with asyncio.timeout(ENDS_SECONDS):
+            result = await stack.load(stack.job(LOAD, [whole(keys(8))]))
+            await store(stack, engine, whole(keys(8, start=500), 20))
+            await stack.drain(5)
+        assert statuses(result) == (["missing"] if kind is LOAD else ["loaded"]) * 8
+        assert stack.stats().errors
+        setattr(tier, kind, usual)
+
+
+async def test_a_job_for_which_there_is_no_task_fails_alone(monkeypatch):
+    engine = Engine(PLAIN, 64)
+    parts, _ = stack_over_memory(engine)
+    async with opened(parts) as stack:
+        await only_below(stack, engine, keys(8))
+        usual, refused = asyncio.ensure_future, []
+
+        def none(work: Any, **more: Any) -> Any:
+            if not refused:
+                refused.append(1)
+                raise MemoryError("no task")
+            return usual(work, **more)
+
+        monkeypatch.setattr("kvtier.stack.dispatcher.asyncio.ensure_future", none)
+        async with asyncio.timeout(ENDS_SECONDS):
+            assert statuses(await stack.load(stack.job(LOAD, [whole(keys(8))]))) == ["missing"] * 8
+        assert refused
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()])
+async def test_a_thread_that_does_not_start_fails_its_job_alone(error, monkeypatch, tmp_path):
+    """The tiers' own threads: a store whose thread is refused fails, and the next one works."""
+    from kvtier.aio.daemon_pool import DaemonPool
+
+    pool, refused = DaemonPool("test", 1), []
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if not refused:
+            refused.append(1)
+            raise error
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(OSError, match="no thread"):
+        await pool.run(time.monotonic)
+    assert await pool.run(time.monotonic) > 0
+    assert await pool.close(5) == 0
+
+
+async def test_a_call_that_a_pool_refuses_is_never_made():
+    """What it opened would be lost: no caller gets its result."""
+    from kvtier.aio.daemon_pool import DaemonPool
+
+    class Uncountable(int):
+        def __add__(self, other: int) -> int:
+            raise MemoryError
+
+    pool, made = DaemonPool("test", 1), []
+    await pool.run(made.append, "first")
+    pool._unfinished = Uncountable()
+    with pytest.raises(MemoryError):
+        await pool.run(made.append, "refused")
+    pool._unfinished = 0
+    assert await pool.close(5) == 0
+    assert made == ["first"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()])
+async def test_an_engine_stack_without_a_thread_leaves_nothing(error, monkeypatch):
+    def refuse(thread: threading.Thread) -> None:
+        raise error
+
+    async with as_it_was():
+        stack = EngineStack(parts_of(stack_file(PLAIN, 8, backends=backends()), Engine(PLAIN, 8), backends()))
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(type(error)):
+                stack.open()
+        stack.close()
+
+
+async def test_closing_that_was_interrupted_is_done_by_the_next_close(monkeypatch):
+    async with as_it_was():
+        stack = TierStack(stack_over_memory(Engine(PLAIN, 8))[0])
+        await stack.open()
+        raised = once(monkeypatch, Lookups, "cancel")
+        with pytest.raises(MemoryError):
+            await stack.close()
+        assert raised
+        await stack.close()
+        assert stack.close_report is not None
+
+
+async def test_lookups_that_are_never_answered_do_not_pile_up(monkeypatch):
+    engine = Engine(PLAIN, 64)
+    config = stack_file(PLAIN, 16, {"type": "shared"}, backends=backends())
+    parts = parts_of(config, engine, backends(), lookup_seconds=0.01)
+    monkeypatch.setattr("kvtier.stack.lookups.LOOKUPS_MAX", 4)
+    async with opened(parts) as stack:
+        never: Callable[[Any], Any] = lambda names: asyncio.Event().wait()  # noqa: E731
+        parts.tiers[-1].lookup = never
+        for start in range(20):
+            assert await stack.lookup(keys(1, start=start)) == [LookupResult.MISS]
+        assert len(stack._lookups.tasks) == 4
+        monkeypatch.setattr("kvtier.stack.lookups.LOOKUP_SECONDS_MAX", 0.01)
+
+
+def test_results_of_a_step_that_was_interrupted_come_with_the_next(monkeypatch):
+    """A handler of a signal may run when the results are on their way out."""
+    engine = Engine(PLAIN, 64)
+    usual, interrupted = EngineStack._receive, []
+
+    def interrupting(stack: EngineStack) -> None:
+        usual(stack)
+        if stack._results and not interrupted:
+            interrupted.append(1)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(EngineStack, "_receive", interrupting)
+    with engine_stack(engine, 8)[0] as stack:
+        one = whole(keys(4))
+        engine.compute(one)
+        job = stack.job(STORE, [one])
+        stack.submit(job)
+        with pytest.raises(KeyboardInterrupt):
+            drain(stack)
+        assert stack.has_pending_work
+        (result,) = stack.step()
+        assert (result.job_id, statuses(result)) == (job.job_id, ["stored"] * 4)
+        assert stack.step() == []

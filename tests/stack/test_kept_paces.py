@@ -1,0 +1,240 @@
+"""A write budget holds over restarts, kills and damage of its record."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from bisect import bisect_left
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvtier.config import open_stack, parse_stack
+from kvtier.control.policies import RequestModels
+from kvtier.control.tiers.write_pace import DAY_SECONDS, MINUTES, WritePace
+from kvtier.stack import model_files
+from kvtier.stack.kept_paces import KeptPace, MachineClock, machine_clock
+from kvtier.stack.model_files import RETRY_SECONDS, ModelFiles, encode, model_path
+from kvtier.types.geometry import KVLayout
+from kvtier.types.keys import GroupIndex, RequestId, make_key
+
+BLOCK = 1000
+PER_DAY = 4000 * BLOCK
+HOUR = 3600.0
+
+
+class Machine:
+    """Lives of processes that write what they may, each with its own record of what was written."""
+
+    def __init__(self) -> None:
+        self.now = 5e5
+        self.boot = 1
+        self.written: list[tuple[float, int]] = []
+        self.record: bytes | None = None
+
+    def start(self) -> None:
+        self.pace = WritePace(PER_DAY)
+        clock = MachineClock(self.boot.to_bytes(16, "big"), lambda: int(self.now * 1e9))
+        self.kept = KeptPace(1, self.pace, BLOCK, clock)
+        if self.record is not None:
+            self.kept.restore(self.record)
+        self.save()
+
+    def save(self, last: bool = False) -> None:
+        self.record = self.kept.save(last)
+        self.kept.saved()
+
+    def write(self, count: int) -> None:
+        self.pace.advance(self.now)
+        for _ in range(count):
+            if self.pace.admits(1.0, BLOCK):
+                self.pace.admitted(BLOCK)
+                self.pace.wrote(BLOCK)
+                self.written.append((self.now, BLOCK))
+            if self.kept.low:
+                self.save()
+
+    def most_in_a_day(self) -> int:
+        times = [time for time, _ in self.written]
+        sums = [0, *accumulate(size for _, size in self.written)]
+        return max(sums[at + 1] - sums[bisect_left(times, time - DAY_SECONDS)] for at, time in enumerate(times))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_24_hours_have_more_than_the_budget_whatever_ends_in_between(seed: int) -> None:
+    draw, machine = random.Random(seed), Machine()
+    machine.start()
+    for _ in range(400):
+        machine.now += draw.choice([1.0, 60.0, 600.0, 3 * HOUR])
+        machine.write(draw.randrange(600))
+        how = draw.randrange(12)
+        if how == 0:
+            machine.save(last=True)
+        if how == 1:
+            machine.boot += 1
+        if how <= 2:  # else it is killed
+            machine.now += draw.choice([0.5, 100.0, 5 * HOUR])
+            machine.start()
+    assert 0 < machine.most_in_a_day() <= PER_DAY
+
+
+def test_restarts_that_are_orderly_lose_nothing_of_the_budget() -> None:
+    machine = Machine()
+    machine.start()
+    for quarter in range(4 * 24 * 4):
+        machine.now += HOUR / 4
+        machine.write(100)
+        if quarter % 24 == 0:
+            machine.save(last=True)
+            machine.start()
+    last_day = sum(size for time, size in machine.written if time > machine.now - DAY_SECONDS)
+    assert 0.98 * PER_DAY <= last_day <= PER_DAY
+    assert machine.most_in_a_day() <= PER_DAY
+
+
+def test_a_kill_loses_a_share_at_most() -> None:
+    machine = Machine()
+    machine.start()
+    machine.write(0)
+    machine.now += 3 * DAY_SECONDS
+    machine.write(1000)
+    before = machine.pace.left_of_day
+    machine.start()
+    machine.pace.advance(machine.now)
+    assert before - PER_DAY // 16 <= machine.pace.left_of_day <= before
+
+
+def kept() -> tuple[WritePace, KeptPace]:
+    pace = WritePace(PER_DAY)
+    return pace, KeptPace(1, pace, BLOCK, MachineClock(bytes(16), lambda: 0))
+
+
+def opened(folder: Path, record: KeptPace) -> ModelFiles:
+    """The files of a stack that has been opened, what was begun is written."""
+    files = ModelFiles(folder, RequestModels(), paces=[record])
+
+    async def story() -> None:
+        await files.restore(10.0)
+        if files._writing is not None:
+            await asyncio.wrap_future(files._writing)
+
+    asyncio.run(story())
+    files.save_if_due(0.0)
+    return files
+
+
+def end(files: ModelFiles) -> None:
+    asyncio.run(files.close(10.0))
+
+
+def test_nothing_is_sent_before_a_record_is_durable(tmp_path: Path) -> None:
+    pace, record = kept()
+    pace.advance(0.0)
+    pace.advance(HOUR)
+    assert pace.room == 0
+    files = opened(tmp_path, record)
+    assert 0 < pace.room <= PER_DAY // 16
+    assert model_path(tmp_path, "writes-1").stat().st_size < 12 << 10
+    end(files)
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 100, encode("writes-1", b"short"), encode("writes-2", bytes(11_552))])
+def test_after_damage_nothing_is_sent_for_a_day(
+    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    model_path(tmp_path, "writes-1").write_bytes(content)
+    pace, record = kept()
+    files = opened(tmp_path, record)
+    assert "is sent nothing for a day" in caplog.text
+    pace.advance(1000.0)
+    pace.advance(1000.0 + DAY_SECONDS - HOUR)
+    assert pace.room <= 0
+    pace.advance(1000.0 + DAY_SECONDS + 120.0)
+    assert pace.room > 0
+    end(files)
+
+
+def test_while_records_cannot_be_written_no_more_is_sent_than_the_last_one_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pace, record = kept()
+    files = opened(tmp_path, record)
+    pace.advance(0.0)
+    pace.advance(2 * DAY_SECONDS)
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(model_files, "write", refuse)
+    allowed = pace.room
+    assert allowed == PER_DAY // 16
+    pace.wrote(allowed)
+    for now in (1.0, 2.0, 2.0 + RETRY_SECONDS):
+        files.save_if_due(now)
+        if files._writing is not None:
+            files._writing.result()
+    assert pace.room == 0
+    monkeypatch.undo()
+    files.save_if_due(3.0 + 2 * RETRY_SECONDS)
+    files.save_if_due(4.0 + 3 * RETRY_SECONDS)
+    assert files._writing is not None
+    files._writing.result()
+    files.save_if_due(5.0 + 3 * RETRY_SECONDS)
+    assert pace.room == PER_DAY // 16
+    end(files)
+
+
+def test_what_was_sent_is_found_again(tmp_path: Path) -> None:
+    pace, record = kept()
+    files = opened(tmp_path, record)
+    pace.advance(0.0)
+    pace.advance(2 * DAY_SECONDS)
+    pace.wrote(7 * BLOCK)
+    files.save(last=True)
+    end(files)
+    again, record = kept()
+    files = opened(tmp_path, record)
+    assert again.minutes() == [7 * BLOCK] + [0] * MINUTES
+    end(files)
+
+
+STACK = """
+tiers:
+  - {{type: gpu}}
+  - {{type: cpu, cpu_bytes_to_use: 256KiB}}
+  - {{type: fs, roots: [{root}], capacity: 8MiB, min_free_bytes: 0, admit: predicted, write_bytes_per_day: 1GiB}}
+"""
+
+
+def test_a_stack_finds_again_what_it_wrote(tmp_path: Path) -> None:
+    """The second life of a root knows what the first one wrote; `fsck` and the tier do not mind the file."""
+    boot = machine_clock()
+    nothing = boot.boot + boot.now_ns().to_bytes(8, "little") + bytes(8 * (MINUTES + 1))
+    (tmp_path / "root").mkdir(0o700)
+    model_files.write(tmp_path / "root", "writes-1", nothing)
+    layout = KVLayout.of_pages(4096, block_size=16)
+    keys = [make_key(bytes([number]) * 16, GroupIndex(0)) for number in range(8)]
+
+    async def life(store: bool) -> int:
+        config = parse_stack(STACK.format(root=tmp_path / "root"))
+        async with open_stack(config, layout, [torch.zeros((8, 4096), dtype=torch.uint8)], model="m") as stack:
+            assert stack._assembled is not None
+            assert stack._assembled.models is not None
+            writing = stack._assembled.models._writing
+            assert writing is not None
+            await asyncio.wrap_future(writing)
+            stack.begin_request(RequestId("a"), keys)
+            stack.end_request(RequestId("a"))
+            if store:
+                assert (await stack.store(keys, gpu_blocks=list(range(8)))).ok
+                assert await stack.drain(60.0)
+            allowance = stack._assembled.plane.control.lowers[0].allowance
+            assert allowance is not None
+            return sum(allowance.pace.minutes())
+
+    written = asyncio.run(life(store=True))
+    assert written >= 8 * 4096
+    assert asyncio.run(life(store=False)) == written

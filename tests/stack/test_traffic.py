@@ -1,0 +1,106 @@
+"""Transfers are counted with what happened: how long they took and waited, their bytes, their deadlines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from support_stack import PAGE, PLAIN, Engine, fs, keys, load, running, stack_file, store, until, whole
+
+from kvtier.stack.dispatcher import Dispatcher
+from kvtier.stack.traffic import IN_FLIGHT, QUEUED, Traffic, transfer_stats
+from kvtier.types.jobs import JobKind, TransferJob
+from kvtier.types.keys import JobId
+
+MIB = 1 << 20
+
+
+def job(number: int) -> TransferJob:
+    return TransferJob(JobId(number), JobKind.LOAD, ())
+
+
+def test_a_job_counts_from_its_queue_to_its_end() -> None:
+    traffic = Traffic()
+    traffic.queue(job(1), 10 * MIB, 100.0)
+    traffic.queue(job(2), MIB, 100.5)
+    figures = transfer_stats([traffic])
+    assert (figures.queued_bytes, figures.in_flight_bytes) == (11 * MIB, 0)
+    traffic.begin(job(1), 10 * MIB, 101.0)
+    figures = transfer_stats([traffic])
+    assert (figures.queued_bytes, figures.in_flight_bytes) == (MIB, 10 * MIB)
+    assert (figures.waited_seconds.count, figures.waited_seconds.sum) == (1, 1.0)
+    assert figures.took_seconds.count == 0
+    traffic.begin(job(2), MIB, 102.5)
+    traffic.end(job(1), 10 * MIB, 104.0)
+    traffic.end(job(2), MIB, 105.0)
+    figures = transfer_stats([traffic])
+    assert (figures.queued_bytes, figures.in_flight_bytes) == (0, 0)
+    assert (figures.waited_seconds.count, figures.waited_seconds.sum) == (2, 3.0)
+    assert (figures.took_seconds.count, figures.took_seconds.sum) == (2, 5.5)
+    assert traffic.seconds(200.0) == 4.0
+
+
+def test_a_missed_deadline_counts_where_the_job_was() -> None:
+    traffic = Traffic()
+    traffic.queue(job(1), MIB, 1.0)
+    traffic.queue(job(2), MIB, 1.0)
+    traffic.begin(job(1), MIB, 1.0)
+    traffic.late(JobId(1))
+    traffic.late(JobId(7))  # of another kind
+    traffic.unqueue(job(2), MIB, late=True)
+    figures = transfer_stats([traffic])
+    assert figures.deadlines_missed == {QUEUED: 1, IN_FLIGHT: 1}
+    assert (figures.queued_bytes, figures.in_flight_bytes) == (0, MIB)
+    assert figures.waited_seconds.count == 1
+
+
+def test_two_queues_of_a_tier_are_added_up() -> None:
+    first, second = Traffic(), Traffic()
+    for number, traffic in enumerate((first, second)):
+        traffic.queue(job(number), MIB, 0.0)
+        traffic.begin(job(number), MIB, 2.0)
+    assert transfer_stats([first, second]).waited_seconds.sum == 4.0
+    assert transfer_stats([first, second]).in_flight_bytes == 2 * MIB
+
+
+async def test_transfers_of_a_stack_are_all_counted(tmp_path: Path, monkeypatch) -> None:
+    begun: dict[tuple[str, JobKind], int] = {}
+    begin = Dispatcher._begin
+
+    def counting(self, queue, job, size, now) -> None:
+        place = (queue.tier.options.label, job.kind)
+        begun[place] = begun.get(place, 0) + 1
+        begin(self, queue, job, size, now)
+
+    monkeypatch.setattr(Dispatcher, "_begin", counting)
+    engine = Engine(PLAIN, 64)
+    first, second = whole(keys(8)), whole(keys(8, tag="other"), 8)
+    async with running(stack_file(PLAIN, 8, fs(tmp_path / "root")), engine) as stack:
+        for one in (first, second):
+            assert (await store(stack, engine, one)).ok
+            await stack.drain(30)
+        assert (await load(stack, engine, first)).ok  # from disk
+        await until(lambda: not any(one.running for one in stack._assembled.queues))
+        tiers = stack.stats().tiers
+    assert begun["fs", JobKind.LOAD] > 0
+    for (name, kind), count in begun.items():
+        found = tiers[name].transfers[kind]
+        assert found.took_seconds.count == found.waited_seconds.count == count
+        assert found.took_seconds.sum > 0
+        assert (found.in_flight_bytes, found.queued_bytes) == (0, 0)
+        assert found.deadlines_missed == {QUEUED: 0, IN_FLIGHT: 0}
+    assert tiers["fs"].load_bytes == 8 * PAGE
+
+
+async def test_lookups_and_misses_of_each_tier(tmp_path: Path) -> None:
+    engine = Engine(PLAIN, 64)
+    async with running(stack_file(PLAIN, 8, fs(tmp_path / "root")), engine) as stack:
+        old, new = keys(8), keys(4, tag="new")
+        assert (await store(stack, engine, whole(old))).ok
+        await stack.drain(30)
+        assert (await store(stack, engine, whole(new))).ok  # four of the old ones are on disk alone
+        await stack.drain(30)
+        await stack.lookup([*old, *new, *keys(3, tag="unknown")])
+        await stack.lookup(new)
+        tiers = stack.stats().tiers
+    assert (tiers["cpu"].looked_up, tiers["cpu"].missed) == (15 + 4, 4 + 3)
+    assert (tiers["fs"].looked_up, tiers["fs"].missed) == (7, 3)

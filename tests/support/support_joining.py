@@ -1,0 +1,187 @@
+"""Both faces of a stack behind the same synchronous calls, and a namespace that is completed when a test says so."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from support_stack import Engine, statuses, whole
+
+from kvtier.stack import EngineStack, StackParts, TierStack
+from kvtier.stack.stats import TierStats
+from kvtier.tier_api.contract import LookupResult
+from kvtier.types.jobs import JobKind, JobResult
+from kvtier.types.keys import OffloadKey
+from kvtier.types.namespace import Namespace
+
+
+class Identity:
+    """What a stack's `refine` is given here: it ends with `answer`, or with `error` if there is one."""
+
+    def __init__(self, weights: str = "w") -> None:
+        self.weights = weights
+        self.error: Exception | None = None
+        self.cancelled = False
+        self._gate = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def __call__(self, namespace: Namespace, notes: Sequence[str]) -> Namespace:
+        self._loop = asyncio.get_running_loop()
+        try:
+            await self._gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+        if self.error is not None:
+            raise self.error
+        return dataclasses.replace(namespace, weights=self.weights)
+
+    def answer(self) -> None:
+        """From any thread, before or after it was asked."""
+        if self._loop is None:
+            self._gate.set()
+        else:
+            self._loop.call_soon_threadsafe(self._gate.set)
+
+
+class Driver:
+    """One open stack of either face. Use it in a `with` block."""
+
+    def __init__(self, parts: StackParts, engine: Engine) -> None:
+        self.parts, self.engine = parts, engine
+        self.stack: Any = self._make(parts)
+
+    def __enter__(self):
+        self.open()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def store(self, names: Sequence[OffloadKey], first: int = 0) -> list[str]:
+        one = whole(names, first)
+        self.engine.compute(one)
+        return statuses(self._run(JobKind.STORE, one))
+
+    def load(self, names: Sequence[OffloadKey], first: int = 0) -> list[str]:
+        """Every byte of what is said to be loaded is compared."""
+        one = whole(names, first)
+        result = self._run(JobKind.LOAD, one)
+        assert not self.engine.wrong(one, result.outcomes[0])
+        return statuses(result)
+
+    def joined(self) -> bool:
+        return not self.stack._assembled.plane.control.joining
+
+    def tier(self, name: str) -> TierStats:
+        return self.stack.stats().tiers[name]
+
+    def locate(self, names: Sequence[OffloadKey]) -> list[str | None]:
+        return self.stack.locate(names)
+
+    def refill(self, spare: Sequence[OffloadKey]) -> None:
+        """Store other blocks until the rows hold nothing else, and drain them."""
+        for start in range(0, len(spare), 4):
+            assert self.store(spare[start : start + 4]) == ["stored"] * 4
+            self.drain()
+
+    def until(self, condition: Callable[[], bool], seconds: float = 30.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, "it did not come about in time"
+            self.turn()
+
+    def drain(self) -> None:
+        self.until(lambda: not self.stack._assembled.plane.backlog)
+
+
+class EngineDriver(Driver):
+    """Of an `EngineStack`."""
+
+    def _make(self, parts: StackParts) -> EngineStack:
+        return EngineStack(parts)
+
+    def open(self) -> None:
+        self.stack.open()
+
+    def close(self) -> None:
+        self.stack.close()
+
+    def turn(self) -> None:
+        assert not self.stack.step()
+        self.stack.wait(0.01)
+
+    def _run(self, kind, one) -> JobResult:
+        job = self.stack.job(kind, [one])
+        self.stack.submit(job)
+        results: list[JobResult] = []
+        while not results:
+            results = self.stack.step()
+            if not results:
+                self.stack.wait(0.05)
+        return results[0]
+
+    def lookup(self, names: Sequence[OffloadKey]) -> list[LookupResult]:
+        results = self.stack.lookup(names)
+        while LookupResult.RETRY in results:
+            self.turn()
+            results = self.stack.lookup(names)
+        return results
+
+    def lookup_once(self, names: Sequence[OffloadKey]) -> list[LookupResult]:
+        return self.stack.lookup(names)
+
+    def reset(self) -> None:
+        self.stack.reset()
+
+    def drain(self) -> None:
+        def drained() -> bool:
+            self.stack._assembled.plane.flush(time.monotonic())
+            return not self.stack._assembled.plane.backlog
+
+        self.until(drained)
+
+
+class TierDriver(Driver):
+    """Of a `TierStack`, whose loop turns only within a call."""
+
+    def _make(self, parts: StackParts) -> TierStack:
+        self._runner = asyncio.Runner()
+        return TierStack(parts)
+
+    def open(self) -> None:
+        try:
+            self._runner.run(self.stack.open())
+        except BaseException:
+            self._runner.close()
+            raise
+
+    def close(self) -> None:
+        self._runner.run(self.stack.close())
+        self._runner.close()
+
+    def turn(self) -> None:
+        self._runner.run(asyncio.sleep(0.002))
+
+    def _run(self, kind, one) -> JobResult:
+        job = self.stack.job(kind, [one])
+        return self._runner.run(self.stack.store(job) if kind is JobKind.STORE else self.stack.load(job))
+
+    def lookup(self, names: Sequence[OffloadKey]) -> list[LookupResult]:
+        return list(self._runner.run(self.stack.lookup(names)))
+
+    def lookup_once(self, names: Sequence[OffloadKey]) -> list[LookupResult]:
+        plane = self.stack._assembled.plane
+        return plane.lookup(names, self.stack._clock())
+
+    def reset(self) -> None:
+        self._runner.run(self.stack.reset())
+
+    def drain(self) -> None:
+        assert self._runner.run(self.stack.drain(20.0))
+
+
+FACES: dict[str, type[Driver]] = {"engine": EngineDriver, "asyncio": TierDriver}

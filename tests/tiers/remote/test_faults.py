@@ -1,0 +1,301 @@
+"""A server that is frozen, killed, started again, or that refuses: outcomes within bounds, and rows left alone."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import threading
+import time
+
+import pytest
+from click.testing import CliRunner
+from support_shutdown import run_in_child
+from support_valkey import Blocks, Server, valkey_cluster, valkey_server, warm_up
+
+from kvtier.cli import main
+from kvtier.errors import ConfigError, ResourceError
+from kvtier.testing import ProxyFaults, StreamFaults, TcpProxy
+from kvtier.testing.conformance import make_keys
+from kvtier.testing.trace import leaving_no_trace, run_in_loop
+from kvtier.types.jobs import BlockStatus
+from kvtier_remote.valkey import glide
+
+LARGE, SMALL = 0, 1
+NAMES = [*make_keys(3, LARGE), *make_keys(3, SMALL)]
+SENTINEL = 0x55
+SHORT = {"request_timeout_seconds": 0.3, "job_timeout_seconds": 5.0}
+
+
+@pytest.fixture
+def own_server():
+    """A server that may be broken."""
+    with valkey_server() as one:
+        yield one
+
+
+def statuses(outcomes) -> set[str]:
+    return {outcome.status for outcome in outcomes.values()}
+
+
+async def test_a_frozen_server_costs_its_time_and_writes_nothing_late(own_server, tmp_path):
+    """Every call returns while the server is still frozen, and nothing is written to a row when it goes on."""
+    async with Blocks(own_server, **SHORT).opened(tmp_path) as driver:
+        assert statuses(await driver.store(NAMES)) == {BlockStatus.STORED}
+        with own_server.frozen():
+            for call in (driver.load, driver.store):
+                outcomes = await call(NAMES)
+                assert {outcome.errno for outcome in outcomes.values()} == {errno.ETIMEDOUT}
+            assert list(await driver.tier.lookup(NAMES)) == ["retry"] * 6
+            driver.rows.view[:] = SENTINEL
+        assert bool((driver.rows.view == SENTINEL).all())
+        await until_answered(driver)
+        assert bool((driver.rows.view == SENTINEL).all()), "a row was written after its call had returned"
+        assert statuses(await driver.store(NAMES)) == {BlockStatus.STORED}
+        assert statuses(await driver.load(NAMES)) == {BlockStatus.LOADED}
+        assert driver.tier.counters["errno.ETIMEDOUT"] == 12
+        assert driver.tier.counters["lookup.failed"] >= 1
+
+
+async def until_answered(driver) -> None:
+    """Until the tier reaches its server again. A lookup uses no rows."""
+    deadline = time.monotonic() + 60
+    while "retry" in list(await driver.tier.lookup(NAMES[:1])):
+        assert time.monotonic() < deadline, "the tier does not reach its server any more"
+
+
+async def test_a_cancelled_load_returns_when_its_requests_have_ended(own_server, tmp_path):
+    async with Blocks(own_server, **SHORT).opened(tmp_path) as driver:
+        assert statuses(await driver.store(NAMES)) == {BlockStatus.STORED}
+        with own_server.frozen():
+            task = asyncio.create_task(driver.tier.load(driver.load_job(NAMES)))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            driver.rows.view[:] = SENTINEL
+        await until_answered(driver)
+        assert bool((driver.rows.view == SENTINEL).all())
+
+
+def test_a_tier_over_a_frozen_server_closes_and_leaves_nothing(own_server, tmp_path):
+    async def life():
+        async with Blocks(own_server, **SHORT).opened(tmp_path) as driver:
+            assert statuses(await driver.store(NAMES)) == {BlockStatus.STORED}
+            with own_server.frozen():
+                load = asyncio.create_task(driver.tier.load(driver.load_job(NAMES)))
+                await asyncio.sleep(0)
+                await driver.tier.close()
+                ended = {outcome.status for group in (await load).outcomes for outcome in group}
+                assert ended <= {BlockStatus.FAILED, BlockStatus.DROPPED}
+                assert driver.tier.counters["close.stuck"] == 0
+
+    warm_up(own_server)
+    own_server.client.ping()  # its connection is not the tier's
+    with leaving_no_trace():
+        run_in_loop(life())
+
+
+def test_an_opening_that_is_cancelled_leaves_nothing(own_server, tmp_path):
+    async def life(turns: int):
+        suite = Blocks(own_server)
+        tier = suite.make(tmp_path)
+        opening = asyncio.create_task(tier.open(await suite.context(tier)))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        opening.cancel()
+        await asyncio.gather(opening, return_exceptions=True)
+        await tier.close()
+
+    warm_up(own_server)
+    own_server.client.ping()
+    with leaving_no_trace():
+        for turns in (0, 1, 2, 5, 20, 1000):
+            run_in_loop(life(turns))
+
+
+async def test_a_reset_that_the_server_did_not_take_stores_nothing_until_it_has(own_server, tmp_path):
+    async with Blocks(own_server, **SHORT).opened(tmp_path) as driver:
+        assert statuses(await driver.store(NAMES)) == {BlockStatus.STORED}
+        with own_server.frozen():
+            with pytest.raises(ResourceError, match="the epoch cannot be raised on the server"):
+                await driver.tier.reset(1)
+            driver.epoch = 1
+            assert statuses(await driver.store(NAMES)) == {BlockStatus.FAILED}
+        await until_answered(driver)
+        assert list(await driver.tier.lookup(NAMES)) == ["miss"] * 6
+        assert statuses(await driver.load(NAMES)) == {BlockStatus.MISSING}
+        assert statuses(await driver.store(NAMES)) == {BlockStatus.STORED}
+    async with Blocks(own_server).opened(tmp_path) as driver:
+        assert driver.opened.epoch == 1
+        assert statuses(await driver.load(NAMES)) == {BlockStatus.LOADED}
+
+
+async def test_a_server_that_was_killed_and_comes_back_empty(own_server, tmp_path):
+    async with Blocks(own_server, **SHORT).opened(tmp_path) as driver:
+        assert statuses(await driver.store(NAMES)) == {BlockStatus.STORED}
+        own_server.kill()
+        assert statuses(await driver.load(NAMES)) == {BlockStatus.FAILED}
+        assert statuses(await driver.store(NAMES)) == {BlockStatus.FAILED}
+        own_server.start()
+        deadline = time.monotonic() + 60
+        while BlockStatus.FAILED in (
+            found := statuses(await driver.load(NAMES))
+        ):  # each client connects again by itself
+            assert time.monotonic() < deadline, "the tier does not reach its server any more"
+        assert found == {BlockStatus.MISSING}
+        assert statuses(await driver.store(NAMES)) == {BlockStatus.STORED}
+        assert statuses(await driver.load(NAMES)) == {BlockStatus.LOADED}
+
+
+async def test_a_forked_child_connects_to_no_server(own_server, tmp_path):
+    """It cannot use the tier, and would wait for a server that is gone."""
+    async with Blocks(own_server).opened(tmp_path) as driver:
+        assert statuses(await driver.store(NAMES)) == {BlockStatus.STORED}
+        before = own_server.client.info()["total_connections_received"]
+        assert run_in_child(lambda: None) == 0
+        assert own_server.client.info()["total_connections_received"] == before
+        assert statuses(await driver.load(NAMES)) == {BlockStatus.LOADED}
+
+
+async def test_connections_that_are_never_answered_are_replaced(own_server, tmp_path):
+    """The server's machine goes without a word, and another one takes its address: nothing is ever said on the
+    connections there were."""
+    with TcpProxy(("127.0.0.1", own_server.process.port)) as proxy:
+        async with Blocks(own_server, servers=[proxy.address], **SHORT).opened(tmp_path) as driver:
+            assert statuses(await driver.store(NAMES)) == {BlockStatus.STORED}
+            with proxy.during(ProxyFaults(half_open=True)):
+                assert statuses(await driver.load(NAMES)) == {BlockStatus.FAILED}
+                assert list(await driver.tier.lookup(NAMES)) == ["retry"] * 6
+            deadline = time.monotonic() + 20
+            while statuses(await driver.load(NAMES)) != {BlockStatus.LOADED}:
+                assert time.monotonic() < deadline, "the tier waits for a server that has gone"
+            await until_answered(driver)
+            assert statuses(await driver.store(NAMES)) == {BlockStatus.STORED}
+            driver.tier.counters.clear()
+            assert statuses(await driver.load(NAMES)) == {BlockStatus.LOADED}
+            assert set(driver.tier.counters) == {"requested"}
+
+
+def test_a_node_of_a_cluster_that_is_killed_costs_time_and_no_wrong_block(tmp_path):
+    async def life(servers):
+        async with Blocks(servers[0], mode="cluster", **SHORT).opened(tmp_path) as driver:
+            assert driver.opened.capacity_bytes == 3 * (256 << 20), "the sum over the nodes"
+            names = [*make_keys(8, LARGE), *make_keys(8, SMALL)]
+            assert statuses(await driver.store(names)) == {BlockStatus.STORED}
+            assert statuses(await driver.load(names)) == {BlockStatus.LOADED}
+            servers[2].kill()
+            ended = await driver.load(names)
+            assert statuses(ended) <= {BlockStatus.LOADED, BlockStatus.FAILED}
+            assert BlockStatus.FAILED in statuses(ended)
+            assert statuses(await driver.store(names)) <= {BlockStatus.STORED, BlockStatus.FAILED}
+
+    with valkey_cluster() as servers:
+        warm_up(servers[0])
+        with leaving_no_trace():
+            run_in_loop(life(servers))
+
+
+def test_a_name_server_that_is_silent_does_not_hold_up_an_opening(own_server, monkeypatch):
+    resolved = threading.Event()
+
+    def resolve(*given: object, **more: object) -> None:
+        resolved.wait(30)
+        raise OSError(errno.EIO, "late")
+
+    monkeypatch.setattr(glide.socket, "getaddrinfo", resolve)
+    options = own_server.options(servers=["kvtier.invalid:6379"], request_timeout_seconds=0.2)
+    with pytest.raises(ConfigError, match=r"servers: kvtier\.invalid:6379: the name server does not answer"):
+        glide.connected(options)
+    resolved.set()
+
+
+def refusals(server: Server, folder) -> dict[str, tuple[dict[str, object], str]]:
+    """Options that cannot work, each with the key that its line must name."""
+    wrong = folder / "wrong"
+    wrong.write_text("open")
+    wrong.chmod(0o600)
+    return {
+        "no password": ({}, "password_file"),
+        "wrong password": ({"password_file": str(wrong)}, "password_file"),
+        "unknown user": ({"username": "nobody", "password_file": str(wrong)}, "password_file"),
+        "no such file": ({"password_file": str(folder / "absent")}, "password_file"),
+        "closed port": ({"servers": ["127.0.0.1:1"]}, "servers"),
+        "unknown host": ({"servers": ["kvtier.invalid:6379"]}, "servers"),
+        "no TLS": ({"tls": True}, "tls"),
+    }
+
+
+KINDS = ["no password", "wrong password", "unknown user", "no such file", "closed port", "unknown host", "no TLS"]
+
+
+@pytest.fixture(scope="module")
+def locked_server():
+    """A server that wants a password."""
+    with valkey_server() as one:
+        one.client.config_set("requirepass", "sesame")
+        one.client.execute_command("AUTH", "sesame")
+        yield one
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_what_keeps_a_tier_from_opening_is_one_line_with_its_key(locked_server, tmp_path, kind):
+    changes, key = refusals(locked_server, tmp_path)[kind]
+    suite = Blocks(locked_server, **({"request_timeout_seconds": 2.0} | changes))
+    with pytest.raises(ConfigError) as caught:
+        async with suite.opened(tmp_path):
+            pass
+    assert caught.value.path == key
+    assert "\n" not in str(caught.value)
+    assert "open" not in caught.value.reason.split()
+
+
+@pytest.mark.parametrize("kind", ["wrong password", "closed port"])
+def test_a_check_ends_with_2_and_that_line(locked_server, tmp_path, kind):
+    changes, key = refusals(locked_server, tmp_path)[kind]
+    entry = {"servers": [locked_server.address], "tls": False, "request_timeout_seconds": 2.0} | changes
+    stack = tmp_path / "stack.yaml"
+    lines = "".join(f"\n    {name}: {str(value).lower() if value is False else value}" for name, value in entry.items())
+    stack.write_text(f"tiers:\n  - type: gpu\n  - {{type: cpu, cpu_bytes_to_use: 64MiB}}\n  - type: valkey{lines}\n")
+    result = CliRunner().invoke(main, ["check", str(stack)])
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.splitlines()
+    assert f"tiers[2].{key}: " in line
+    assert CliRunner().invoke(main, ["check", "--no-probe", str(stack)]).exit_code == 0
+
+
+@pytest.mark.parametrize(("text", "key"), [("open", "password_file"), ("sesame", "request_timeout_seconds")])
+def test_what_is_wrong_is_found_out_when_there_was_no_time_to_be_told(locked_server, tmp_path, text, key):
+    """Each answer takes longer than a request may, so that the library says nothing but that."""
+    file = tmp_path / "password"
+    file.write_text(text)
+    file.chmod(0o600)
+    with TcpProxy(("127.0.0.1", locked_server.process.port)) as proxy:
+        proxy.set(ProxyFaults(to_client=StreamFaults(delay_seconds=0.2)))
+        given = {"servers": [proxy.address], "password_file": str(file), "request_timeout_seconds": 0.1}
+        with pytest.raises(ConfigError) as caught:
+            glide.connected(locked_server.options(**given))
+    assert caught.value.path == key
+
+
+async def test_the_right_password_opens(locked_server, tmp_path):
+    file = tmp_path / "password"
+    file.write_text("sesame\n")
+    file.chmod(0o600)
+    async with Blocks(locked_server, password_file=str(file)).opened(tmp_path) as driver:
+        assert statuses(await driver.store(NAMES)) == {BlockStatus.STORED}
+        assert statuses(await driver.load(NAMES)) == {BlockStatus.LOADED}
+
+
+async def test_rights_that_are_taken_away_while_running_are_failures(own_server, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVTIER_TEST_PASSWORD", "pw")
+    own_server.client.execute_command("ACL", "SETUSER", "kvtier", "on", ">pw", "~kvtier:*", "~{kvtier:*", "+@all")
+    suite = Blocks(own_server, username="kvtier", password_env="KVTIER_TEST_PASSWORD")
+    async with suite.opened(tmp_path) as driver:
+        assert statuses(await driver.store(NAMES)) == {BlockStatus.STORED}
+        own_server.client.execute_command("ACL", "SETUSER", "kvtier", "-mget", "-set")
+        for call in (driver.load, driver.store):
+            assert {outcome.errno for outcome in (await call(NAMES)).values()} == {errno.EACCES}
+        own_server.client.execute_command("ACL", "SETUSER", "kvtier", "+mget", "+set")
+        assert statuses(await driver.store(NAMES)) == {BlockStatus.STORED}
+        assert statuses(await driver.load(NAMES)) == {BlockStatus.LOADED}

@@ -1,0 +1,77 @@
+"""The conformance suite of transports over ValkeyTransport and real servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from support_valkey import Server, valkey_cluster, valkey_server
+
+from kvtier_remote.conformance import TransportTests
+from kvtier_remote.valkey.embedded import free_ports
+from kvtier_remote.valkey.transport import ValkeyTransport
+
+
+@pytest.fixture(scope="module")
+def one_server() -> Iterator[list[Server]]:
+    with valkey_server() as one:
+        one.client.ping()  # its connection is not the transport's
+        yield [one]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[list[Server]]:
+    with valkey_cluster() as servers:
+        for server in servers:
+            server.client.ping()
+        yield servers
+
+
+class ValkeyTransportTests(TransportTests):
+    """What a server of one node and a cluster have in common."""
+
+    more: ClassVar[dict[str, object]] = {}
+    servers: list[Server]
+
+    def _transport(self, **changes: object) -> ValkeyTransport:
+        return ValkeyTransport(self.servers[0].options(**self.more, **changes))
+
+    def make(self, place: Path) -> ValkeyTransport:
+        return self._transport()
+
+    def make_unreachable(self, place: Path) -> ValkeyTransport:
+        (port,) = free_ports(1)
+        return self._transport(servers=[f"127.0.0.1:{port}"], request_timeout_seconds=1.0)
+
+    def make_hurried(self, place: Path) -> ValkeyTransport:
+        return self._transport(request_timeout_seconds=0.5)
+
+    def lose_markers(self, place: Path) -> bool:
+        for server in self.servers:
+            for name in server.names("*:m:*"):
+                server.client.delete(name)
+        return True
+
+
+class TestOneServer(ValkeyTransportTests):
+    """A server of its own, which may be frozen."""
+
+    @pytest.fixture(autouse=True)
+    def _on(self, one_server: list[Server]) -> None:
+        self.servers = one_server
+
+    def frozen(self) -> AbstractContextManager[None]:
+        return self.servers[0].frozen()
+
+
+class TestCluster(ValkeyTransportTests):
+    """Three nodes; the transport is given one of them."""
+
+    more: ClassVar[dict[str, object]] = {"mode": "cluster"}
+
+    @pytest.fixture(autouse=True)
+    def _on(self, cluster: list[Server]) -> None:
+        self.servers = cluster

@@ -1,0 +1,115 @@
+"""`kvtier top` in a real terminal of 80 columns: the screen, the keys, a source that goes and comes back, the end."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+
+import pytest
+from support_stack import PLAIN, Engine, parts_of, stack_file
+
+from kvtier.stack import EngineStack
+
+pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+COLUMNS, LINES = 80, 24
+TOP = "from kvtier.cli import main; main()"
+
+
+class Terminal:
+    """A terminal with a program in it, in a tmux server of its own."""
+
+    def __init__(self, folder: str) -> None:
+        self._server = ["tmux", "-u", "-f", "/dev/null", "-S", f"{folder}/tmux"]
+
+    def _tmux(self, *arguments: str) -> str:
+        environment = {
+            name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")
+        }
+        command = [*self._server, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+
+    def start(self, command: str) -> None:
+        """Run a command of the shell; the terminal stays when it has ended, with its exit status and its modes."""
+        after = f"{command}; echo exit status $?; stty -a; cat"
+        self._tmux("new-session", "-d", "-x", str(COLUMNS), "-y", str(LINES), after)
+
+    def screen(self) -> str:
+        return self._tmux("capture-pane", "-p")
+
+    def shows(self, condition: Callable[[str], bool]) -> str:
+        """The screen, once it is as it should; a screen that never is fails by the test's time limit."""
+        while not condition(shown := self.screen()):
+            assert "Traceback" not in shown, shown
+        return shown
+
+    def press(self, key: str) -> None:
+        self._tmux("send-keys", key)
+
+    def resize(self, columns: int) -> None:
+        self._tmux("resize-window", "-x", str(columns), "-y", str(LINES))
+
+    def end(self) -> None:
+        subprocess.run([*self._server, "kill-server"], check=False, capture_output=True)
+
+
+@pytest.fixture
+def folder() -> Iterator[str]:
+    """A folder whose path is short enough for sockets."""
+    path = tempfile.mkdtemp(prefix="kvtier-", dir="/tmp")
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def terminal(folder: str) -> Iterator[Terminal]:
+    one = Terminal(folder)
+    yield one
+    one.end()
+
+
+def open_stack(path: str) -> EngineStack:
+    return EngineStack(parts_of(stack_file(PLAIN, 16, stats_socket=path), Engine(PLAIN, 8)))
+
+
+def test_keys_a_lost_stack_another_width_and_the_end(folder: str, terminal: Terminal) -> None:
+    path = f"{folder}/s"
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(TOP)} top {path} --interval 0.05"
+    with open_stack(path):
+        terminal.start(command)
+        shown = terminal.shows(lambda text: "q quit" in text)
+        lines = shown.splitlines()
+        for title in ("tier", "state", "used", "hits", "load", "store", "p50/p99", "dropped/s", "errors"):
+            assert any(title in line.split() for line in lines), (title, shown)
+        assert sum(line.split()[:1] == ["cpu"] for line in lines) == 2, "two tables in 80 columns"
+        for key, effect in (("s", "by hits"), ("f", "FROZEN"), ("r", "since reset")):
+            assert effect not in terminal.screen()
+            terminal.press(key)
+            terminal.shows(lambda text, effect=effect: effect in text)
+        terminal.press("f")
+        terminal.shows(lambda text: "FROZEN" not in text)
+        terminal.resize(170)
+        terminal.shows(lambda text: sum(line.split()[:1] == ["cpu"] for line in text.splitlines()) == 1)
+    terminal.shows(lambda text: "LOST, trying again" in text and "cpu" in text)
+    with open_stack(path):
+        terminal.shows(lambda text: "LOST" not in text and "cpu" in text)
+        terminal.press("q")
+        ended = terminal.shows(lambda text: "exit status" in text and " iexten" in text)
+    assert "exit status 0" in ended
+    assert {"icanon", "echo", "isig"} <= set(ended.split())
+
+
+def test_the_terminal_is_as_before_after_ctrl_c(folder: str, terminal: Terminal) -> None:
+    path = f"{folder}/s"
+    with open_stack(path):
+        terminal.start(f"{shlex.quote(sys.executable)} -c {shlex.quote(TOP)} top {path} --interval 0.05")
+        terminal.shows(lambda text: "q quit" in text)
+        terminal.press("C-c")
+        ended = terminal.shows(lambda text: "exit status" in text and " iexten" in text)
+    assert "exit status 130" in ended
+    assert {"icanon", "echo", "isig"} <= set(ended.split())
+    assert os.listdir(folder) == ["tmux"]

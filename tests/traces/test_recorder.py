@@ -1,0 +1,193 @@
+"""Recording: what is in the files, in which order, within which bound; and that it never holds up who records."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.options import RecordOptions
+from kvtier.traces import recorder as module
+from kvtier.traces.read import read_lines, read_trace
+from kvtier.traces.recorder import Recorder
+from kvtier.traces.write import RecordedRequest, TraceFile, TraceLines, read_salt
+
+
+def keys(*words: int) -> list[bytes]:
+    return [b"the key of block %d" % word for word in words]
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.jsonl.gz"))
+
+
+def make(folder: Path, **more: object) -> Recorder:
+    return Recorder(RecordOptions(folder=str(folder), **more), 16)  # type: ignore[arg-type]
+
+
+def wait_for(recorder: Recorder, requests: int) -> None:
+    """Until so many are written."""
+    while recorder.recorded < requests:
+        time.sleep(0)
+
+
+async def test_a_trace_holds_lengths_times_and_equal_ids_for_equal_keys_and_no_key(tmp_path: Path) -> None:
+    recorder = make(tmp_path / "traces")
+    recorder.open()
+    begun = time.monotonic()
+    recorder.record(keys(1, 2, 3), 50, 7, begun + 2.0)
+    recorder.record(keys(1, 2, 4), 48, 0, begun + 1.0)
+    await recorder.close()
+    (path,) = files(tmp_path / "traces")
+    first, later = read_lines(path)
+    assert (first.input_length, first.output_length, later.input_length, later.output_length) == (48, 0, 50, 7)
+    assert later.seconds - first.seconds == pytest.approx(1.0, abs=0.002)
+    assert later.hash_ids[:2] == first.hash_ids[:2]
+    assert later.hash_ids[2] != first.hash_ids[2]
+    assert read_trace(path).block_tokens == 16
+    assert (recorder.recorded, recorder.dropped) == (2, 0)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_ids_hang_on_the_salt_and_fit_into_a_double() -> None:
+    request = RecordedRequest(1.5, keys(*range(1000)), 16000, 1)
+    one, other = (json.loads(TraceLines(salt, 16, 1.0).line(request)) for salt in (b"s" * 32, b"t" * 32))
+    assert one["timestamp"] == other["timestamp"] == 500
+    assert not set(one["hash_ids"]) & set(other["hash_ids"])
+    assert len(set(one["hash_ids"])) == 1000
+    assert max(one["hash_ids"]) < 1 << 53
+
+
+def test_a_salt_file_is_made_once_and_refused_if_short_or_open_to_others(tmp_path: Path) -> None:
+    path = tmp_path / "salt"
+    assert read_salt(path) == read_salt(path)
+    assert read_salt(None) != read_salt(None)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match="others"):
+        read_salt(path)
+    short = tmp_path / "short"
+    short.touch(0o600)
+    with pytest.raises(ConfigError, match="0 bytes"):
+        read_salt(short)
+
+
+async def test_a_folder_stays_within_its_bound_and_keeps_the_latest(tmp_path: Path) -> None:
+    bound = 256 << 10
+    recorder = Recorder(RecordOptions.model_construct(folder=str(tmp_path), max_bytes=bound, salt_file=None), 16)
+    (tmp_path / "trace-20200101T000000Z-1-00001.jsonl.gz").write_bytes(bytes(bound // 2))
+    recorder.open()
+    most = 0
+    for number in range(1, 401):
+        recorder.record([os.urandom(32) for _ in range(150)], 2400 + number, 1, time.monotonic() - 60)
+        recorder.wake()
+        wait_for(recorder, number)
+        most = max(most, sum(path.stat().st_size for path in files(tmp_path)))
+    recorder.record(keys(*range(5000)), 80_000, 1, time.monotonic())
+    await recorder.close()
+    assert recorder.dropped == 1, "a line that is longer than a file may be"
+    found = files(tmp_path)
+    assert 0.7 * bound < sum(path.stat().st_size for path in found) <= most <= bound
+    lengths = [line.input_length for path in found for line in read_lines(path)]
+    assert lengths == list(range(2801 - len(lengths), 2801))
+
+
+async def test_what_the_thread_cannot_keep_up_with_is_dropped_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "QUEUED_BLOCKS_MAX", 11)
+    recorder = make(tmp_path)
+    recorder.open()
+    for number in range(4):
+        recorder.record(keys(1, 2, 3, 4), 64 + number, 1, time.monotonic())
+    await recorder.close()
+    assert (recorder.recorded, recorder.dropped) == (2, 2)
+    assert [line.input_length for path in files(tmp_path) for line in read_lines(path)] == [64, 65]
+    assert "2 of the requests are not in the trace" in caplog.text
+
+
+async def test_prompts_without_a_whole_block_are_bounded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "QUEUED_BLOCKS_MAX", 3)
+    recorder = make(tmp_path)
+    for _ in range(5):
+        recorder.record([], 7, 1, time.monotonic())
+    assert recorder.dropped == 2
+    recorder.open()
+    await recorder.close()
+    assert recorder.recorded == 3
+
+
+async def test_a_folder_that_cannot_be_written_costs_the_trace_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    recorder = make(tmp_path / "file" / "folder")
+    recorder.open()
+    for _ in range(3):
+        recorder.record(keys(1), 16, 1, time.monotonic())
+    await recorder.close()
+    assert recorder.recorded == 0
+    assert recorder.dropped == 3
+    assert "not recorded any more" in caplog.text
+
+
+async def test_a_disk_that_is_full_costs_the_rest_of_the_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(self: TraceFile, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(TraceFile, "_append", full)
+    recorder = make(tmp_path)
+    recorder.open()
+    recorder.record(keys(1), 16, 1, time.monotonic())
+    await recorder.close()
+    assert recorder.dropped == 1
+    assert "No space left" in caplog.text
+
+
+def test_a_file_is_never_written_over(tmp_path: Path) -> None:
+    (tmp_path / "t").touch()
+    with pytest.raises(FileExistsError):
+        TraceFile(tmp_path / "t")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError):
+        TraceFile(tmp_path / "link")
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from kvtier.options import RecordOptions
+from kvtier.traces.recorder import Recorder
+recorder = Recorder(RecordOptions(folder=sys.argv[1]), 16, hold_seconds=0.0)
+recorder.open()
+number = 0
+while True:
+    number += 1
+    recorder.record([b"%d" % block for block in range(number)], 16 * number, 1, time.monotonic())
+    recorder.wake()
+    while recorder.recorded < number:
+        time.sleep(0.0001)
+    print(number, flush=True)
+"""
+
+
+def test_what_was_written_is_read_after_kill_9(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        written = [int(process.stdout.readline()) for _ in range(40)][-1]
+        process.send_signal(signal.SIGKILL)
+        written = [written, *map(int, process.stdout)][-1]
+    (path,) = files(tmp_path)
+    lengths = [line.input_length for line in read_lines(path)]
+    assert lengths[: written - 1] == [16 * number for number in range(1, written)]

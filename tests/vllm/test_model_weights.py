@@ -1,0 +1,181 @@
+"""Weights that are replaced in a running engine: what the workers notice, and that no other KV reaches the disk."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_engine import FakeEngine, offloading_config, stack
+from torch import nn
+
+from kvtier.integrations.vllm.primary import manager, model_weights
+from kvtier.integrations.vllm.primary.model_weights import EngineWeights, Verdict, checksum, device_sums
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    folder = tmp_path / "root"
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+def engine(root: Path, seed: int, **changes: Any) -> FakeEngine:
+    row_bytes = 4096 * changes.get("world_size", 1)
+    return FakeEngine(offloading_config(stack(root, 100, row_bytes=row_bytes), **changes), seed, num_blocks=256)
+
+
+def hits(vllm: FakeEngine, words: list[int]) -> int:
+    """Chunks of a request that were not computed."""
+    before = vllm.counts["hit chunks"]
+    vllm.add(words)
+    vllm.run()
+    return vllm.counts["hit chunks"] - before
+
+
+def rewrite(model: nn.Linear) -> None:
+    """Another way than `load_weights`."""
+    model.weight.data[3, 3] += 1
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_reset_without_a_change_goes_on_with_the_disk(root, seed, workers):
+    with engine(root, seed, world_size=workers) as vllm:
+        assert hits(vllm, [1, 2, 3]) == 0
+        vllm.reset()
+        assert hits(vllm, [1, 2, 3]) == 0
+    with engine(root, seed, world_size=workers) as vllm:
+        assert hits(vllm, [1, 2, 3]) == 3
+
+
+@pytest.mark.parametrize("change", ["loaded", "rewritten", "unreadable"])
+def test_after_a_change_and_a_reset_nothing_is_stored_for_a_later_life(root, seed, caplog, monkeypatch, change):
+    with engine(root, seed) as vllm:
+        assert hits(vllm, [1, 2, 3]) == 0
+        match change:
+            case "loaded":
+                vllm.model.load_weights([2.0] * 8)
+            case "rewritten":
+                rewrite(vllm.model)
+            case "unreadable":
+                monkeypatch.setattr(model_weights, "checksum", lambda _: None)
+        vllm.reset()
+        assert hits(vllm, [1, 2, 3]) == 0
+        assert hits(vllm, [1, 2, 3]) == 3, "the cpu tier goes on"
+        vllm.reset()
+        assert hits(vllm, [1, 2, 3]) == 0
+    monkeypatch.undo()
+    assert sum("held back for good" in line for line in caplog.messages) == 1
+    with engine(root, seed) as vllm:
+        assert hits(vllm, [1, 2, 3]) == 0
+        vllm.reset()
+        assert hits(vllm, [4, 5, 6]) == 0
+    with engine(root, seed) as vllm:
+        assert hits(vllm, [4, 5, 6]) == 3, "a restart uses the disk again"
+
+
+def test_weights_that_are_loaded_without_a_reset_are_noticed_in_the_next_step(root, seed):
+    with engine(root, seed) as vllm:
+        assert hits(vllm, [1, 2, 3]) == 0
+        vllm.model.load_weights([2.0] * 8)
+        assert hits(vllm, [1, 2, 3]) == 0
+        assert hits(vllm, [4, 5, 6]) == 0
+        vllm.model.load_weights([3.0] * 8)
+        assert hits(vllm, [4, 5, 6]) == 0
+        assert vllm.wrong == 0
+    with engine(root, seed) as vllm:
+        assert hits(vllm, [1, 2, 3]) + hits(vllm, [4, 5, 6]) == 0
+
+
+def test_weights_loaded_while_copies_are_in_flight(root, seed):
+    with engine(root, seed) as vllm:
+        for round_number in range(12):
+            for _ in range(3):
+                vllm.add([vllm.random.randrange(3)] * 3 + [vllm.random.randrange(4)] * 2)
+            for _ in range(vllm.random.randrange(1, 5)):
+                vllm.step()
+            if round_number % 3 == 2:
+                vllm.model.load_weights([float(round_number)] * 8)
+        vllm.run()
+        assert vllm.wrong == 0
+
+
+def test_a_worker_that_does_not_answer_in_time_is_unknown(root, seed, monkeypatch, caplog):
+    go = threading.Event()
+    original = model_weights.checksum
+    monkeypatch.setattr(model_weights, "checksum", lambda models: original(models) if go.wait(60) else None)
+    monkeypatch.setattr(manager, "RESET_SECONDS", 0.1)
+    with engine(root, seed) as vllm:
+        vllm.reset()
+        assert any("may have been replaced" in line for line in caplog.messages)
+        go.set()
+
+
+def test_the_models_get_their_methods_back(root, seed):
+    with engine(root, seed) as vllm:
+        model = vllm.model
+        assert "load_weights" in vars(model)
+    assert "load_weights" not in vars(model)
+    assert model.load_weights([1.0] * 8) == {"bias"}
+
+
+def test_all_workers_have_to_say_that_nothing_has_changed():
+    words = np.zeros((3, 8), dtype=np.uint64)
+    weights = EngineWeights(words)
+    for verdicts, expected in (
+        ((Verdict.UNCHANGED, Verdict.UNCHANGED), Verdict.UNCHANGED),
+        ((Verdict.UNCHANGED, Verdict.CHANGED), Verdict.CHANGED),
+        ((Verdict.UNKNOWN, Verdict.UNCHANGED), Verdict.UNKNOWN),
+    ):
+        question = int(words[-1, 0]) + 1
+        words[:-1, 1] = [question * len(Verdict) + verdict for verdict in verdicts]
+        assert weights.compare(0.0) is expected
+    assert weights.compare(0.0) is Verdict.UNKNOWN, "these answers are to another question"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_every_byte_of_parameters_and_buffers_is_in_the_checksum(dtype, seed):
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(5, 7, dtype=dtype).t(), requires_grad=False)
+    model.register_buffer("table", torch.zeros(3, dtype=dtype), persistent=False)
+    first = checksum([model])
+    assert first == checksum([model])
+    for tensor in (model.weight.data, model.table):
+        for index in range(tensor.numel()):
+            memory = tensor.untyped_storage()
+            place = index * tensor.element_size()
+            memory[place] = 1
+            assert checksum([model]) != first, (tensor.shape, index)
+            memory[place] = 0
+    assert checksum([model]) == first
+    model.weight = nn.Parameter(model.weight.to("meta"), requires_grad=False)
+    assert checksum([model]) is None
+
+
+def test_the_sums_of_a_device_see_each_byte():
+    for size in (0, 1, 8, 29):
+        memory = torch.zeros(size, dtype=torch.uint8)
+        zeros = [int(part) for part in device_sums(memory)]
+        for place in range(size):
+            memory[place] = 1
+            assert [int(part) for part in device_sums(memory)] != zeros
+            memory[place] = 0
+
+
+def test_what_cannot_be_read_is_said_once_and_unknown(root, seed, monkeypatch, caplog):
+    with engine(root, seed) as vllm:
+        hits(vllm, [1, 2, 3])
+
+        def fails(_: object) -> bytes:
+            raise RuntimeError("no such memory")
+
+        monkeypatch.setattr(model_weights, "checksum", fails)
+        vllm.reset()
+    assert any(record.levelno == logging.ERROR and "cannot be read" in record.message for record in caplog.records)
+    assert any("may have been replaced" in line for line in caplog.messages)

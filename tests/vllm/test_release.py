@@ -1,0 +1,197 @@
+"""What a release of vLLM changes under the adapter: which are served, and what 0.33 calls otherwise than 0.32 does.
+
+The order of calls of 0.33 is driven here whatever is installed; only its new classes need it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Sequence
+
+import pytest
+import vllm
+from fake_engine import AS_0_33, FakeEngine, Request, offloading_config, stack
+from support_vllm_tiering import Vllm, tier_config
+from support_vllm_tiering import offloading_config as tiering_config
+from vllm.v1.kv_offload import base
+from vllm.v1.kv_offload.base import ScheduleEndContext
+from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
+
+from kvtier.errors import ConfigError, ResourceError
+from kvtier.integrations.vllm import KVTierFs, KVTierSpec
+from kvtier.integrations.vllm.compat import require_supported
+from kvtier.integrations.vllm.primary import worker
+from kvtier.integrations.vllm.primary.inflight_copies import InflightCopies
+from kvtier.integrations.vllm.primary.manager import KVTierManager
+
+pytestmark = pytest.mark.engine
+
+UNTESTED = ["0.31.0", "0.34.0", "0.330.0", "1.33.0", "0.33.0rc1", "0.33.1.dev5+g1a2b3c4", "dev", ""]
+
+
+@pytest.fixture
+def root(tmp_path):
+    folder = tmp_path / "root"
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.33.0", "0.33.0+cpu", "0.33.1.post1+cu130"])
+def test_a_tested_release_is_served_in_every_build(root, monkeypatch, caplog, version):
+    monkeypatch.setattr(vllm, "__version__", version)
+    KVTierSpec(offloading_config(stack(root, 8)))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("version", UNTESTED)
+def test_an_untested_release_is_refused_with_one_line_unless_it_is_allowed(root, monkeypatch, caplog, version):
+    monkeypatch.setattr(vllm, "__version__", version)
+    with pytest.raises(ConfigError) as refused:
+        KVTierSpec(offloading_config(stack(root, 8)))
+    line = str(refused.value)
+    assert line.startswith(f"allow_untested_engine: vLLM {version} is installed")
+    assert "\n" not in line
+    assert "0.32 or 0.33" in line
+    KVTierSpec(offloading_config(stack(root, 8), extra={"allow_untested_engine": True}))
+    assert [f"vLLM {version} is installed" in record.message for record in caplog.records] == [True]
+
+
+def test_a_secondary_tier_refuses_an_untested_release_unless_the_connector_allows_it(root, monkeypatch):
+    monkeypatch.setattr(vllm, "__version__", "0.34.0")
+    config = tiering_config(tier_config(root))
+    with pytest.raises(ConfigError, match=r"allow_untested_engine: vLLM 0\.34\.0 is installed"):
+        Vllm(config)
+    config.extra_config["allow_untested_engine"] = True
+    with Vllm(config) as engine:
+        engine.store([])
+
+
+def test_consent_is_true_or_false(root):
+    with pytest.raises(ConfigError, match="allow_untested_engine: must be true or false"):
+        KVTierSpec(offloading_config(stack(root, 8), extra={"allow_untested_engine": "no"}))
+
+
+def test_what_a_release_lacks_is_named_whatever_its_version(monkeypatch):
+    monkeypatch.delattr(base.OffloadingManager, "has_pending_work")
+    with pytest.raises(ConfigError, match=r"lacks OffloadingManager\.has_pending_work"):
+        require_supported()
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (KVTierManager, base.OffloadingManager),
+        (worker.KVTierWorker, base.OffloadingWorker),
+        (KVTierSpec, base.OffloadingSpec),
+        (KVTierFs, SecondaryTierManager),
+    ],
+)
+def test_every_method_takes_what_the_installed_release_passes(ours, theirs):
+    for name, method in inspect.getmembers(theirs, inspect.isfunction):
+        if name in vars(ours) and not name.startswith("_"):
+            passed = list(inspect.signature(method).parameters)
+            assert list(inspect.signature(vars(ours)[name]).parameters)[: len(passed)] == passed, name
+
+
+def test_loads_within_a_step_are_refused_by_name(root):
+    KVTierSpec(offloading_config(stack(root, 8), extra={"sync_load_budget_bytes": 0}))
+    with pytest.raises(ConfigError, match="sync_load_budget_bytes: must be 0 or absent"):
+        KVTierSpec(offloading_config(stack(root, 8), extra={"sync_load_budget_bytes": 1 << 20}))
+
+
+@pytest.mark.skipif(not AS_0_33, reason="vLLM 0.32 asks for no such figures")
+def test_the_size_of_the_cpu_tier_is_told(root, seed):
+    config = offloading_config(stack(root, 8))
+    with FakeEngine(config, seed) as engine:
+        (told,) = engine.manager.config_info()
+    assert tuple(told) == KVTierSpec.config_info_keys(config.extra_config)
+    assert (told["cpu_num_chunks"], told["cpu_kv_cache_size_bytes"]) == (8, 8 * 4096)
+
+
+# -- the calls of 0.33 -------------------------------------------------------------------------------------------
+
+
+def end_step(engine: FakeEngine, new: Sequence[Request] = ()) -> None:
+    engine.manager.on_schedule_end(ScheduleEndContext([request.context.req_id for request in new], ()))
+
+
+def arrival(engine: FakeEngine) -> None:
+    """Wait until something is there to be recorded."""
+    while not engine.manager._stack._inbox:
+        engine.manager._stack.wait(1.0)
+
+
+@pytest.mark.parametrize("as_0_33", [True, False])
+def test_whether_a_step_ends_before_its_stores_or_after_them_the_same_is_served(root, seed, as_0_33):
+    expected = {(1, 2, 3, 4): 0, (1, 2, 3, 4, 5): 4, (6, 7): 0, (1, 2, 3, 4, 5, 8): 5, (6, 7, 9): 2}
+    for prompt, hit in expected.items():  # expedited loads among them, which 0.33 waits for within the step
+        with FakeEngine(offloading_config(stack(root, 6)), seed, as_0_33=as_0_33) as engine:
+            for last in (10, 11):
+                request = engine.add([*prompt, last])
+                engine.run()
+                assert (request.hit, engine.wrong) == (len(prompt) if last == 11 else hit, 0)
+
+
+def test_a_store_without_room_beside_leases_of_its_step_is_taken_in_the_next(root, seed):
+    with FakeEngine(offloading_config(stack(root, 50)), seed) as engine:
+        engine.add([5, 6, 7, 8])
+        engine.run()
+    with FakeEngine(offloading_config(stack(root, 4)), seed) as engine:
+        found, other = engine.add([5, 6, 7, 8]), engine.add([1, 2])
+        while engine._hits(found) is None:
+            end_step(engine)
+            engine.manager.has_pending_work()
+        assert engine._hits(found) == 4  # every row is leased to it, and it is scheduled without a load
+        assert engine.manager.prepare_store(other.keys[0], other.context) is None
+        end_step(engine, [found])
+        stored = engine.manager.prepare_store(other.keys[0], other.context)
+        assert stored.keys_to_store == other.keys[0]
+        engine.manager.complete_store(stored.keys_to_store, other.context)
+
+
+def test_a_store_gets_rows_that_became_clean_since_the_step_before(root, seed):
+    """Without lookups nothing else records it: 0.33 ends a step after its stores."""
+    with FakeEngine(offloading_config(stack(root, 1)), seed) as engine:
+        manager, (gpu,) = engine.manager, engine.workers
+        first, second = engine.add([1]), engine.add([2])
+        stored = manager.prepare_store(first.keys[0], first.context)
+        gpu.submit_store(1, base.GPULoadStoreSpec([1], [1], [0]), stored.store_spec)
+        gpu.wait({1})
+        manager.complete_store(stored.keys_to_store, first.context)
+        arrival(engine)  # the copy has ended
+        end_step(engine)
+        arrival(engine)  # the disk has the block, and nothing has recorded it
+        assert manager.prepare_store(second.keys[0], second.context).keys_to_store == second.keys[0]
+        manager.complete_store(second.keys[0], second.context)
+
+
+def test_rows_are_free_when_vllm_says_that_the_copies_from_before_a_reset_have_ended(root, seed, monkeypatch):
+    monkeypatch.setattr(InflightCopies, "_has_ended", lambda *_: False)  # nothing is learnt from the workers' counts
+    with FakeEngine(offloading_config(stack(root, 6)), seed, as_0_33=True) as engine:
+        engine.add([1, 2, 3])
+        engine.step()
+        engine.reset()
+        assert engine.manager._copies.forgotten == 1
+        engine.run(60.0)
+        assert engine.manager._copies.forgotten == 0
+        engine.add([1, 2, 3, 4, 5, 6])  # every row is there again
+        engine.run(60.0)
+        again = engine.add([1, 2, 3, 4, 5, 6, 7])
+        engine.run(60.0)
+        assert (again.hit, engine.wrong) == (6, 0)
+
+
+def test_waiting_for_a_copy_that_does_not_end_ends_with_an_error(root, seed, monkeypatch):
+    async def stuck(job: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(worker, "COPY_SECONDS", 0.05)
+    with FakeEngine(offloading_config(stack(root, 6)), seed) as engine:
+        (gpu,) = engine.workers
+        gpu._gpu.load = stuck
+        engine.add([1, 2, 3])
+        while not engine.running:
+            engine.step()
+        with pytest.raises(ResourceError, match="1 copies between GPU blocks and rows have not ended"):
+            gpu.wait(set(engine.running))

@@ -1,0 +1,273 @@
+"""The pages in a real browser: drawn, without an error, without network, and with the figures of the JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from kvtier.cli import main
+from kvtier.whatif.charts import Series, chart_of
+from kvtier.whatif.page import page
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-dev-shm-usage")
+DRAWN = """
+const plots = [...document.querySelectorAll('.js-plotly-plot')];
+const shapes = {bar: '.bars .point path', lines: '.scatterlayer .js-line', markers: '.scatterlayer .point'};
+return plots.map(plot => plot._fullData.map(series => ({
+    name: series.name, x: [...series.x], y: [...series.y], points: series.customdata && [...series.customdata],
+    row: plot.layout.annotations[(series.yaxis.slice(1) || 1) - 1].text,
+    drawn: plot.querySelectorAll(shapes[series.type === 'bar' ? 'bar' : series.mode]).length,
+})));
+"""
+TEXT = "getComputedStyle(document.querySelector('.xtick text')).fill"
+BACK = "getComputedStyle(document.body).backgroundColor"
+FETCH = "const got = new XMLHttpRequest(); got.open('GET', 'http://127.0.0.1:9/', false); got.send();"
+LOADED = (
+    "return performance.getEntriesByType('resource').map(entry => entry.name).filter(name => /^https?:/.test(name));"
+)
+
+
+@pytest.fixture(scope="module")
+def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    if not CHROMIUM or not DRIVER:
+        reason = "no Chromium: install the packages chromium and chromium-driver"
+        if "browser" in (request.config.getoption("-m") or ""):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    webdriver = pytest.importorskip("selenium.webdriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for option in (*OPTIONS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(option)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    started = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+    started.set_page_load_timeout(240)
+    try:
+        yield started
+    finally:
+        started.quit()
+
+
+@pytest.fixture
+def browser(driver: Any) -> Any:
+    """The browser on an empty page, with an empty log."""
+    driver.get("about:blank")
+    driver.get_log("browser")
+    return driver
+
+
+def drawn(browser: Any, path: Path) -> list[list[dict[str, Any]]]:
+    """The plots of a page as the browser drew them. The page must hold all it needs and log nothing."""
+    browser.get(path.as_uri())
+    plots: list[list[dict[str, Any]]] = browser.execute_script(DRAWN)
+    assert browser.get_log("browser") == []
+    assert browser.execute_script(LOADED) == []
+    assert all(series["drawn"] for plot in plots for series in plot), "a series was not drawn"
+    return plots
+
+
+def held(browser: Any) -> dict[str, Any]:
+    """The figures in the page."""
+    found: dict[str, Any] = json.loads(browser.execute_script("return document.getElementById('figures').textContent"))
+    return found
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    lines = []
+    for session in [number % 23 for number in range(120)]:
+        turn = session % 5
+        ids = [session % 9, *range(100 * session, 100 * session + 3 + turn)]
+        lines.append({"input_length": 64 + 16 * turn, "output_length": 1, "hash_ids": ids})
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def run(*arguments: object) -> dict[str, Any]:
+    """The figures that a command wrote to the file before its last argument."""
+    done = CliRunner().invoke(main, list(map(str, arguments)))
+    assert done.exit_code == 0, done.output
+    figures: dict[str, Any] = json.loads(Path(str(arguments[arguments.index("--json") + 1])).read_text())
+    return figures
+
+
+@pytest.mark.browser
+def test_the_page_of_advise_shows_the_figures_of_its_json(browser: Any, trace: Path, tmp_path: Path) -> None:
+    prices = ("--price-cpu", 4, "--price-disk", 0.1, "--policy", "arc")
+    found = run("advise", "--trace", trace, *prices, "--json", tmp_path / "a.json", "--html", tmp_path / "a.html")
+    rates, saved = drawn(browser, tmp_path / "a.html")
+    points = found["lru"]
+    assert [series["name"] for series in rates] == ["lru", "arc"]
+    assert rates[0]["y"] == [point["hit_rate"] for point in points]
+    assert rates[0]["x"] == [point["bytes"] / (1 << 30) for point in points]
+    assert rates[1]["y"] == [point["hit_rate"] for point in found["shadows"]["arc"]]
+    assert [series["y"] for series in saved] == [
+        [point[f"{name}_seconds_saved"] for point in points] for name in ("cpu", "disk")
+    ]
+    assert held(browser) == found
+    assert "The next 1,000 go to" in browser.find_element("tag name", "body").text
+
+
+@pytest.mark.browser
+def test_the_page_of_simulate_shows_the_figures_of_its_json(browser: Any, trace: Path, tmp_path: Path) -> None:
+    stack = tmp_path / "stack.yaml"
+    stack.write_text("tiers: [{type: gpu}, {type: cpu, cpu_bytes_to_use: 64KiB}]\n")
+    files = ("--json", tmp_path / "s.json", "--html", tmp_path / "s.html")
+    found = run("simulate", stack, "--trace", trace, "--block-bytes", "4KiB", "--set", "cpu.blocks=8,64", *files)
+    hits, saved, *runs = drawn(browser, tmp_path / "s.html")
+    titles = ["cpu.blocks=8", "cpu.blocks=64"]
+    assert {series["name"]: (series["x"], series["y"]) for series in hits} == {
+        name: (titles, [variant["hit_tokens"][name] for variant in found["variants"]]) for name in ("gpu", "cpu")
+    }
+    assert saved[0]["y"] == [variant["time_to_first_token"]["saved_seconds"] for variant in found["variants"]]
+    assert held(browser) == found
+    for run_drawn, variant in zip(runs, found["variants"], strict=True):
+        assert_drawn(run_drawn, variant["run"], variant["hit_tokens"], variant["tiers"])
+
+
+def assert_drawn(
+    series: list[dict[str, Any]], run: dict[str, Any], hits: dict[str, int], tiers: dict[str, Any]
+) -> None:
+    """A run's chart shows the figures of its JSON, and these add up to those of the whole run."""
+
+    def row(start: str) -> dict[str, list[Any]]:
+        return {each["name"]: each["y"] for each in series if each["row"].startswith(start)}
+
+    tokens = row("Prompt tokens")
+    assert tokens == run["tokens"]
+    assert {name: sum(steps) for name, steps in tokens.items() if name != "computed"} == {
+        name: count for name, count in hits.items() if count
+    }
+    moved = {each["name"]: each["points"] for each in series if each["row"].startswith("Bytes moved")}
+    for name, tier in tiers.items():
+        for what in ("load", "store"):
+            assert sum(moved.get(f"{name} {what}s", [])) == tier[f"{what}_bytes"]
+        evicted = row("Blocks evicted").get(f"{name} evicted", [0])
+        assert sum(evicted) == tier["evictions"]
+        (held_bytes,) = [
+            each["y"] for each in series if each["name"] == name and each["row"].startswith(f"{name}: holds")
+        ]
+        used = run["tiers"][name]["used_bytes"]
+        assert [round(value * used[-1] / held_bytes[-1]) for value in held_bytes] == used
+        assert used[-1] == tier["used_bytes"]
+    marks = [each for each in series if each["row"].startswith("Requests")]
+    shown = {
+        point: milliseconds for each in marks for point, milliseconds in zip(each["points"], each["y"], strict=True)
+    }
+    assert [shown[index] for index in range(len(run["requests"]))] == pytest.approx(
+        [1e3 * request["first_token_seconds"] for request in run["requests"]]
+    )
+
+
+CLICK = """
+const [index] = arguments, plot = document.querySelector('.js-plotly-plot');
+plot.emit('plotly_click', {points: [{customdata: index}]});
+return document.querySelector('.request').innerText;
+"""
+
+
+@pytest.mark.browser
+def test_the_page_of_replay_shows_the_figures_of_its_json(browser: Any, trace: Path, tmp_path: Path) -> None:
+    files = ("--json", tmp_path / "r.json", "--html", tmp_path / "r.html")
+    sizes = ("--cpu-blocks", 16, "--fs-blocks", 40, "--gpu-blocks", 24, "--block-bytes", "4KiB")
+    found = run("replay", "--trace", trace, *sizes, *files)
+    (series,) = drawn(browser, tmp_path / "r.html")
+    tiers = {name: tier for name, tier in found["tiers"].items() if name != "gpu"}
+    assert_drawn(series, found["run"], found["hit_tokens"], tiers)
+    assert sum(sum(tier["lost"].get("evicted", [])) for tier in found["run"]["tiers"].values()) > 0
+    assert held(browser) == found
+
+
+@pytest.mark.browser
+def test_a_click_on_a_request_opens_its_path(browser: Any, trace: Path, tmp_path: Path) -> None:
+    stack = tmp_path / "stack.yaml"
+    stack.write_text("tiers: [{type: gpu}, {type: cpu, cpu_bytes_to_use: 1MiB}]\n")
+    files = ("--json", tmp_path / "s.json", "--html", tmp_path / "s.html")
+    found = run("simulate", stack, "--trace", trace, "--block-bytes", "4KiB", "--gpu-blocks", 12, *files)
+    drawn(browser, tmp_path / "s.html")
+    requests = found["variants"][0]["run"]["requests"]
+    slowest = max(requests, key=lambda request: request["first_token_seconds"])
+    assert f"Request {slowest['number']}," in browser.find_element("class name", "request").text
+    index = next(index for index, request in enumerate(requests) if any(part[0] == "cpu" for part in request["parts"]))
+    shown = browser.execute_script(CLICK, index)
+    assert f"Request {requests[index]['number']}," in shown
+    for source, tokens in requests[index]["parts"]:
+        assert f"{source}: {tokens} tokens" in shown
+    assert "cpu → gpu" in shown
+    assert browser.get_log("browser") == []
+
+
+@pytest.mark.browser
+def test_text_is_read_well_on_a_light_and_on_a_dark_page(browser: Any, tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    path.write_text(page("page", [chart_of("title", "seconds", "blocks", [Series("one", [1, 2], [3, 4])])], {}))
+    shades = {}
+    for scheme in ("dark", "light"):
+        media = [{"name": "prefers-color-scheme", "value": scheme}]
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
+        drawn(browser, path)
+        colours = [browser.execute_script(f"return {each}") for each in (TEXT, BACK)]
+        shades[scheme] = [sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in colours]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    assert shades["dark"][0] - shades["dark"][1] > 500
+    assert shades["light"][1] - shades["light"][0] > 500
+
+
+@pytest.mark.parametrize("command", ["replay", "simulate"])
+def test_without_a_page_a_run_is_not_in_the_json(trace: Path, tmp_path: Path, command: str) -> None:
+    stack = tmp_path / "stack.yaml"
+    stack.write_text("tiers: [{type: gpu}, {type: cpu, cpu_bytes_to_use: 64KiB}]\n")
+    options = (command, stack, "--trace", trace, "--block-bytes", "4KiB", "--json", tmp_path / "figures.json")
+    without, found = run(*options), run(*options, "--html", tmp_path / "page.html")
+    if command == "simulate":
+        (without,), (found,) = without["variants"], found["variants"]
+    assert found.keys() - without.keys() == {"run"}
+    for name in ("requests", "prompt_tokens", "hit_tokens", "blocks", "block_references", "block_hits"):
+        assert found[name] == without[name]
+    if command == "simulate":
+        assert {**found, "run": None, "seconds": None} == {**without, "run": None, "seconds": None}
+
+
+@pytest.mark.parametrize("command", ["replay", "simulate"])
+@pytest.mark.parametrize("missing", ["folder", "library"])
+def test_a_page_that_cannot_be_written_is_refused_before_the_run(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, missing: str
+) -> None:
+    stack = tmp_path / "stack.yaml"
+    stack.write_text("tiers: [{type: gpu}, {type: cpu, cpu_bytes_to_use: 64KiB}]\n")
+    at = tmp_path / ("no/page.html" if missing == "folder" else "page.html")
+    if missing == "library":
+        monkeypatch.setitem(sys.modules, "plotly", None)
+        monkeypatch.setattr("kvtier.whatif.page.find_spec", lambda name: None)
+    for started in ("kvtier.replay.run.Replay.__init__", "kvtier.whatif.simulate.Simulation.__init__"):
+        monkeypatch.setattr(started, lambda *args: pytest.fail("the run began"))
+    done = CliRunner().invoke(main, [command, str(stack), "--trace", str(trace), "--html", str(at)])
+    assert done.exit_code == 2
+    (line,) = done.output.splitlines()
+    assert line.startswith("error: --html: " + ("cannot write" if missing == "folder" else "needs a plotting library"))
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("fault", ["throw new Error('wrong')", FETCH])
+def test_a_fault_of_a_page_is_seen(browser: Any, tmp_path: Path, fault: str) -> None:
+    path = tmp_path / "page.html"
+    path.write_text(page("faulty", [], {}).replace("</body>", f"<script>{fault}</script></body>"))
+    with pytest.raises(AssertionError):
+        drawn(browser, path)
+
+
+def test_text_of_a_page_is_text() -> None:
+    made = page("<b>", ["</p><script>alert(1)</script>"], {"title": "</script>"})
+    assert "<b>" not in made
+    assert "<script>alert(1)" not in made
+    assert '"<\\/script>"' in made

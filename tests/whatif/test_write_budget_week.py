@@ -1,0 +1,74 @@
+"""A week of a real trace in virtual time: a write budget is never exceeded, and used where it can be."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import pytest
+from support_paths import TRACES
+
+from kvtier.control.tiers.write_pace import DAY_SECONDS, WritePace
+from kvtier.replay.setup import ReplayOptions
+from kvtier.whatif.simulate import Simulated, SimulateOptions, Simulation
+
+TRACE = TRACES / "conversation.jsonl"
+pytestmark = [
+    pytest.mark.trace,
+    pytest.mark.skipif(not TRACE.is_file(), reason="no trace: put conversation.jsonl into ../shared/traces"),
+]
+LOOPS = 7 * 24
+REQUESTS = 12
+"""Each hour has so many requests, those that follow the ones of the hour before in the trace."""
+BLOCK_BYTES = 4096
+SLOT_BYTES = 2 * BLOCK_BYTES
+STACK = """tiers:
+  - {{type: gpu}}
+  - {{type: cpu, cpu_bytes_to_use: 1MiB}}
+  - {{type: fs, roots: [{root}], capacity: 16MiB, write_policy: {policy}, admit: predicted,
+     write_bytes_per_day: {daily}}}
+"""
+
+
+def write_week(path: Path) -> None:
+    """Requests in the order of the trace, evenly over the week."""
+    lines = [json.loads(line) for line in TRACE.read_text().splitlines()[: LOOPS * REQUESTS]]
+    with path.open("w") as out:
+        for loop in range(LOOPS):
+            part = lines[loop * REQUESTS : (loop + 1) * REQUESTS]
+            for number, request in enumerate(part):
+                request["timestamp"] = round(3_600_000 * (loop + number / REQUESTS))
+                out.write(json.dumps(request) + "\n")
+
+
+def simulated(folder: Path, daily: int, policy: str) -> Simulated:
+    stack, trace = folder / "stack.yaml", folder / "week.jsonl"
+    stack.write_text(STACK.format(root=folder / "root", daily=daily, policy=policy))
+    write_week(trace)
+    replay = ReplayOptions(stack=stack, trace=trace, block_bytes=BLOCK_BYTES)
+    return next(Simulation(SimulateOptions(stack, replay, arrivals="trace"), [{}]).run())
+
+
+@pytest.mark.parametrize(("policy", "least"), [("write_through", 0.98), ("on_evict", 0.7)])
+def test_a_week_keeps_to_the_budget_and_uses_it(
+    policy: str, least: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each day offers some ten times the budget. The rows hold hours of it, which an `on_evict` tier waits for."""
+    daily, written, wrote = 750 * SLOT_BYTES, list[tuple[float, int]](), WritePace.wrote
+
+    def recorded(self: WritePace, num_bytes: int) -> None:
+        written.append((self._time, num_bytes))
+        wrote(self, num_bytes)
+
+    monkeypatch.setattr(WritePace, "wrote", recorded)
+    found = simulated(tmp_path, daily, policy)
+    assert found.tiers["fs"].stored * SLOT_BYTES == sum(size for _, size in written)
+    assert found.counts.stored * SLOT_BYTES > 9 * 7 * daily
+    times, sums = [time for time, _ in written], [0, *accumulate(size for _, size in written)]
+    most = max(sums[at + 1] - sums[bisect_left(times, time - DAY_SECONDS)] for at, time in enumerate(times))
+    begin = [bisect_left(times, day * DAY_SECONDS) for day in range(8)]
+    days = [(sums[end] - sums[start]) / daily for start, end in pairwise(begin)]
+    assert most <= daily
+    assert min(days) >= least, days
