@@ -51,7 +51,7 @@ def run_tests(folder: Path, test: str, *paths: Path) -> int:
     (folder / "pytest.ini").write_text(
         f"[pytest]\npythonpath = . {' '.join(map(str, paths))}\nfilterwarnings = error\n"
     )
-    said = run(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", test)
+    said = run(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={folder / 'tmp'}", test)
     return int(re.search(r"^(\d+) passed", said, re.MULTILINE)[1])  # type: ignore[index]
 
 
