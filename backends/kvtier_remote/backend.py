@@ -39,6 +39,7 @@ from kvtier.types.keys import REMOTE, Medium, OffloadKey, key_group
 from kvtier_remote.attempts import Attempts
 from kvtier_remote.call_limit import CallLimit
 from kvtier_remote.epochs import Epochs
+from kvtier_remote.eviction_watch import EvictionWatch
 from kvtier_remote.hedged_get import HedgedGets
 from kvtier_remote.moving_block import MovingBlock
 from kvtier_remote.names import BlockNames
@@ -73,7 +74,7 @@ class RemoteBackend(LoadStore):
     `counters` counts what happened by place and reason: `mismatch.<field>` for loads refused by verification
     (`payload_bytes`: of another length; `generation`: older than `max_age`), `errno.<name>` for failed requests,
     `reset.failed` (the server did not take an epoch), `lookup.failed`, `close.stuck`, `defect`; those of `Attempts`,
-    `HedgedGets` and `WriteBudget`.
+    `EvictionWatch`, `HedgedGets` and `WriteBudget`.
     """
 
     medium: ClassVar[Medium] = REMOTE
@@ -92,6 +93,7 @@ class RemoteBackend(LoadStore):
         self._epochs: Epochs
         self._attempts: Attempts
         self._hedged: HedgedGets | None = None
+        self._evictions: EvictionWatch | None = None
         self._budget: WriteBudget | None = None
         self._moving: set[asyncio.Future[list[None]]] = set()
         self._generation = 0
@@ -133,6 +135,8 @@ class RemoteBackend(LoadStore):
         except OSError as error:
             raise ResourceError(f"the epoch of the namespace cannot be read ({error.strerror})") from error
         notes += await self._describe(context.namespace.manifest())
+        self._evictions = EvictionWatch(self._transport, context.clock, self.counters)
+        await self._evictions.begin()
         self._ready = True
         return Opened(facts.capacity_bytes, epoch=epoch, mode="remote", notes=facts.notes + notes)
 
@@ -170,6 +174,8 @@ class RemoteBackend(LoadStore):
         self._closing = True
         if self._moving:
             await asyncio.wait(self._moving, timeout=self.options.close_timeout_seconds / 2)
+        if self._evictions is not None:
+            await self._evictions.close()
         stuck = await self._transport.close(self.options.close_timeout_seconds / 2)
         if self._hedged is not None:
             stuck += await self._hedged.close(self.options.close_timeout_seconds / 2)
@@ -247,6 +253,8 @@ class RemoteBackend(LoadStore):
         check_job(job, self._context.geometry.num_groups, self._rows.num_rows)
         if refusal is not None:
             return JobResult.uniform(job, refusal)
+        if self._evictions is not None:
+            self._evictions.poll()
         move = Move(JobRun(job, kind, asyncio.get_running_loop()))
         moving = asyncio.gather(*(self._move_batch(move, batch) for batch in self._batches(self._blocks(move.run))))
         self._moving.add(moving)

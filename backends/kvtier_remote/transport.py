@@ -131,3 +131,11 @@ class Describes(Protocol):
 
     async def describe(self, name: str, text: str) -> None:
         """Write a text of a few KiB under a name, unless there is one. Raises OSError."""
+
+
+@runtime_checkable
+class CountsEvictions(Protocol):
+    """A transport whose server evicts by itself, and says how often."""
+
+    async def evicted(self) -> int:
+        """Names that the server has evicted since it started, of all who store there. Raises OSError."""

@@ -136,11 +136,15 @@ ROWS: dict[str, tuple[Chart, ...]] = {
         ),
         Chart(
             "Evicted and expired",
-            "Blocks that left the tier for others, or became older than max_age.",
+            "Blocks that left the tier for others, or became older than max_age; a server counts those of all clients.",
             "cps",
             (
                 rate("kvtier_evicted_blocks_total", f"evicted {_TIER}"),
                 rate("kvtier_expired_blocks_total", f"expired {_TIER}"),
+                (
+                    'rate(kvtier_tier_events_total{tier, reason="server.evicted"}[$__rate_interval])',
+                    f"names evicted by the server {_TIER}",
+                ),
             ),
         ),
         Chart("Slots", "Slots by state.", "short", (now("kvtier_slots", f"{{{{state}}}} {_TIER}"),)),
@@ -180,6 +184,12 @@ ROWS: dict[str, tuple[Chart, ...]] = {
             "In the queue, before it began.",
             "s",
             (quantile("kvtier_transfer_wait_seconds", 0.5), quantile("kvtier_transfer_wait_seconds", 0.99)),
+        ),
+        Chart(
+            "Oldest transfer job in flight",
+            "How long it has been so. A line that rises by a second in a second: the disk or server hangs.",
+            "s",
+            (now("kvtier_oldest_transfer_seconds", _WAY),),
         ),
         Chart(
             "In flight and queued",

@@ -73,6 +73,7 @@ _TOOK = "Seconds from the beginning of a transfer job to its end."
 _WAITED = "Seconds that a transfer job waited in the tier's queue."
 _MOVING = "Bytes of the rows of transfer jobs in flight."
 _QUEUED = "Bytes of the rows of transfer jobs that wait."
+_OLDEST = "Seconds that the oldest transfer job in flight has been so; 0 without one."
 _LATE = "Transfer jobs whose deadline passed, by where they were."
 _IN_FLIGHT = "Seconds in which at least one {} of the tier was in flight."
 _ERRORS = "Blocks that the tier could not load or store: failed, corrupt, missing or late. Each is a miss."
@@ -109,6 +110,7 @@ DEFINITIONS: tuple[MetricDefinition, ...] = tuple(
         ("kvtier_transfer_wait_seconds", "transfers.waited_seconds", _DIRECTION, _WAITED, DURATION_BOUNDS),
         ("kvtier_in_flight_bytes", "transfers.in_flight_bytes", _DIRECTION, _MOVING),
         ("kvtier_queued_bytes", "transfers.queued_bytes", _DIRECTION, _QUEUED),
+        ("kvtier_oldest_transfer_seconds", "transfers.oldest_seconds", _DIRECTION, _OLDEST),
         ("kvtier_missed_deadlines_total", "transfers.deadlines_missed", (*_DIRECTION, "reason"), _LATE),
         ("kvtier_block_errors_total", "errors", ("tier", "reason"), _ERRORS),
         ("kvtier_dropped_blocks_total", "dropped", ("tier", "reason"), "Blocks that were not stored in the tier."),

@@ -204,6 +204,7 @@ def tier_stats(
 ) -> TierStats:
     """The figures of a tier without breakers."""
     seconds = {kind: sum(queue.traffic[kind].seconds(now) for queue in queues) for kind in JobKind}
+    traffic = {kind: [queue.traffic[kind] for queue in queues] for kind in JobKind if queues}
     figures = TierStats(
         **_counted(counters),
         load_seconds=seconds[JobKind.LOAD],
@@ -213,7 +214,7 @@ def tier_stats(
         events=_events(queues),
         recovered=len(opened.recovered.slots),
         recovery_seconds=opened.open_seconds,
-        transfers={kind.value: transfer_stats([queue.traffic[kind] for queue in queues]) for kind in JobKind if queues},
+        transfers={kind.value: transfer_stats(each, now) for kind, each in traffic.items()},
     )
     if owned is None:
         return figures

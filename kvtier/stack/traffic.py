@@ -20,7 +20,8 @@ class TransferStats:
 
     `took_seconds` is from a job's beginning to its end, `waited_seconds` from its arrival in the tier's queue to its
     beginning; both count jobs. Bytes are those of the rows that the jobs name. `deadlines_missed` counts jobs by where
-    they were then: `queued`, and then they never began, or `in_flight`.
+    they were then: `queued`, and then they never began, or `in_flight`. `oldest_seconds` is how long the oldest job in
+    flight has been so, 0 without one. It grows while I/O hangs, also after the job's deadline.
     """
 
     took_seconds: HistogramFigures
@@ -28,6 +29,7 @@ class TransferStats:
     in_flight_bytes: int
     queued_bytes: int
     deadlines_missed: dict[str, int]
+    oldest_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -82,8 +84,13 @@ class Traffic:
         """Busy seconds up to now."""
         return self.busy_seconds + (now - self.busy_since if self._begun else 0.0)
 
+    def oldest_seconds(self, now: float) -> float:
+        """How long the oldest job in flight has been so. From any thread: `list` of a dict is one step."""
+        begun = list(self._begun.values())
+        return max(0.0, now - begun[0]) if begun else 0.0
 
-def transfer_stats(traffic: Sequence[Traffic]) -> TransferStats:
+
+def transfer_stats(traffic: Sequence[Traffic], now: float) -> TransferStats:
     """The figures of one kind in the queues of one tier, at least one. From any thread."""
     return TransferStats(
         merged([each.took.figures() for each in traffic]),
@@ -91,4 +98,5 @@ def transfer_stats(traffic: Sequence[Traffic]) -> TransferStats:
         sum(each.in_flight_bytes for each in traffic),
         sum(each.queued_bytes for each in traffic),
         {QUEUED: sum(each.late_queued for each in traffic), IN_FLIGHT: sum(each.late_in_flight for each in traffic)},
+        max(each.oldest_seconds(now) for each in traffic),
     )

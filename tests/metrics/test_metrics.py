@@ -52,9 +52,10 @@ GAUGES = (
     "backlog",
     "transfers.in_flight_bytes",
     "transfers.queued_bytes",
+    "transfers.oldest_seconds",
 )
 TIMES = Histogram().figures()
-TRANSFERS = {"load": TransferStats(TIMES, TIMES, in_flight_bytes=94, queued_bytes=95, deadlines_missed={"queued": 96})}
+TRANSFERS = {"load": TransferStats(TIMES, TIMES, 94, 95, deadlines_missed={"queued": 96}, oldest_seconds=98)}
 _BY_LABEL = {
     "dropped": {"no_slot": 90},
     "slots": {"ready": 91, "free": 92},
@@ -112,7 +113,7 @@ def test_every_number_of_a_tier_is_a_sample() -> None:
     numbers = [getattr(figures, field.name) for field in fields(TierStats) if field.default == 0]
     numbers.remove(figures.token_bytes)
     derived = [figures.capacity_tokens, figures.used_tokens]
-    assert samples == sorted([*numbers, *range(90, 98), 77, 78, 1, 1, 1, 1, *derived])
+    assert samples == sorted([*numbers, *range(90, 99), 77, 78, 1, 1, 1, 1, *derived])
 
 
 def test_samples_carry_the_labels_of_their_definition() -> None:

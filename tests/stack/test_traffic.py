@@ -22,17 +22,17 @@ def test_a_job_counts_from_its_queue_to_its_end() -> None:
     traffic = Traffic()
     traffic.queue(job(1), 10 * MIB, 100.0)
     traffic.queue(job(2), MIB, 100.5)
-    figures = transfer_stats([traffic])
+    figures = transfer_stats([traffic], 101.0)
     assert (figures.queued_bytes, figures.in_flight_bytes) == (11 * MIB, 0)
     traffic.begin(job(1), 10 * MIB, 101.0)
-    figures = transfer_stats([traffic])
+    figures = transfer_stats([traffic], 101.0)
     assert (figures.queued_bytes, figures.in_flight_bytes) == (MIB, 10 * MIB)
     assert (figures.waited_seconds.count, figures.waited_seconds.sum) == (1, 1.0)
     assert figures.took_seconds.count == 0
     traffic.begin(job(2), MIB, 102.5)
     traffic.end(job(1), 10 * MIB, 104.0)
     traffic.end(job(2), MIB, 105.0)
-    figures = transfer_stats([traffic])
+    figures = transfer_stats([traffic], 105.0)
     assert (figures.queued_bytes, figures.in_flight_bytes) == (0, 0)
     assert (figures.waited_seconds.count, figures.waited_seconds.sum) == (2, 3.0)
     assert (figures.took_seconds.count, figures.took_seconds.sum) == (2, 5.5)
@@ -47,7 +47,7 @@ def test_a_missed_deadline_counts_where_the_job_was() -> None:
     traffic.late(JobId(1))
     traffic.late(JobId(7))  # of another kind
     traffic.unqueue(job(2), MIB, late=True)
-    figures = transfer_stats([traffic])
+    figures = transfer_stats([traffic], 2.0)
     assert figures.deadlines_missed == {QUEUED: 1, IN_FLIGHT: 1}
     assert (figures.queued_bytes, figures.in_flight_bytes) == (0, MIB)
     assert figures.waited_seconds.count == 1
@@ -58,8 +58,22 @@ def test_two_queues_of_a_tier_are_added_up() -> None:
     for number, traffic in enumerate((first, second)):
         traffic.queue(job(number), MIB, 0.0)
         traffic.begin(job(number), MIB, 2.0)
-    assert transfer_stats([first, second]).waited_seconds.sum == 4.0
-    assert transfer_stats([first, second]).in_flight_bytes == 2 * MIB
+    assert transfer_stats([first, second], 2.0).waited_seconds.sum == 4.0
+    assert transfer_stats([first, second], 2.0).in_flight_bytes == 2 * MIB
+
+
+def test_a_job_that_hangs_is_the_oldest_in_flight_until_it_ends() -> None:
+    traffic, other = Traffic(), Traffic()
+    for number, at in ((1, 10.0), (2, 12.0)):
+        traffic.queue(job(number), MIB, at - 1.0)
+        assert transfer_stats([traffic], at).oldest_seconds == (0.0 if number == 1 else 2.0)
+        traffic.begin(job(number), MIB, at)
+    traffic.late(JobId(1))
+    assert transfer_stats([other, traffic], 50.0).oldest_seconds == 40.0
+    traffic.end(job(1), MIB, 60.0)
+    assert transfer_stats([other, traffic], 60.0).oldest_seconds == 48.0
+    traffic.end(job(2), MIB, 61.0)
+    assert transfer_stats([other, traffic], 70.0).oldest_seconds == 0.0
 
 
 async def test_transfers_of_a_stack_are_all_counted(tmp_path: Path, monkeypatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 import support_hosts
 from support_hosts import loaded, stored
 from support_stack import PLAIN, Engine, keys, running, stack_file
-from support_valkey import Server, valkey_server
+from support_valkey import Server, stack_tier, valkey_server
 
 from kvtier.errors import ConfigError
 
@@ -27,15 +27,9 @@ def server(shared_server: Server) -> Server:
     return shared_server
 
 
-def valkey(server: Server, **more: object) -> dict[str, object]:
-    """The entry of a stack file; a slow machine gets time."""
-    fixed = {"type": "valkey", "servers": f"['{server.address}']", "tls": "false", "connections": 2}
-    return fixed | {"request_timeout_seconds": 20, "job_timeout_seconds": 40} | more
-
-
 def host(server: Server, engine: Engine, folder: Path | None = None):
     """A stack of a host of its own over the shared server."""
-    return support_hosts.host(valkey(server), engine, folder)
+    return support_hosts.host(stack_tier(server), engine, folder)
 
 
 async def test_what_the_disk_has_evicted_is_loaded_from_the_server(server, tmp_path):
@@ -119,7 +113,7 @@ async def refused(entry: dict[str, object], engine: Engine, line: str) -> None:
 async def test_opening_over_no_server_is_one_line_with_the_path_of_the_key() -> None:
     engine = Engine(PLAIN, 8)
     with valkey_server(maxmemory="0", maxmemory_policy="noeviction") as server:
-        entry = valkey(server)
+        entry = stack_tier(server)
         await refused(entry, engine, r"^tiers\[2\]\.allow_unbounded: the server has no maxmemory")
     line = rf"^tiers\[2\]\.servers: {server.address}: Connection refused$"
     await refused(entry | {"request_timeout_seconds": 1}, engine, line)
@@ -127,7 +121,7 @@ async def test_opening_over_no_server_is_one_line_with_the_path_of_the_key() -> 
 
 async def test_how_long_is_believed_what_the_server_holds_stands_in_the_file(server):
     engine, names = Engine(PLAIN, 8), keys(4)
-    entry = valkey(server, hit_hint_seconds=0.001, miss_hint_seconds=3600)
+    entry = stack_tier(server, hit_hint_seconds=0.001, miss_hint_seconds=3600)
     async with running(stack_file(PLAIN, 8, entry), engine, lookup_seconds=40.0) as one:
         assert await hits(one, names) == 0
         async with host(server, engine) as other:

@@ -70,6 +70,12 @@ class Server:
                 assert time.monotonic() < deadline, "the server does not answer any more"
 
 
+def stack_tier(server: Server, **more: object) -> dict[str, object]:
+    """A tier on this server, as a stack file names it. A slow machine gets time."""
+    fixed = {"type": "valkey", "servers": f"['{server.address}']", "tls": "false", "connections": 2}
+    return fixed | {"request_timeout_seconds": 20, "job_timeout_seconds": 40} | more
+
+
 @contextmanager
 def valkey_server(**config: Any) -> Iterator[Server]:
     """A server with 256 MiB of memory that evicts the least recently used, unless `config` says otherwise.

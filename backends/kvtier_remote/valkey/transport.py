@@ -166,6 +166,13 @@ class ValkeyTransport:
             lambda connection: _asked(connection, lambda client: client.set(name, text, conditional_set=once))
         )
 
+    async def evicted(self) -> int:
+        """What the section `stats` of INFO says, of a cluster the sum over its primaries. A split value has two
+        names."""
+        section = [library().InfoSection.STATS]
+        answer = await self._transfers.run(lambda connection: _asked(connection, lambda client: client.info(section)))
+        return sum(int(fields.get("evicted_keys", "0")) for fields in _by_node(answer))
+
     async def raise_marker(self, name: str, marker: Marker) -> Marker:
         """By a script, which the server runs as one step. The marker never expires."""
         words = ["EVAL", _RAISE, "1", name, marker.incarnation.hex(), str(marker.epoch)]
@@ -280,15 +287,18 @@ def read_facts(client: Glide, options: ValkeyOptions) -> Facts:
     except glide.GlideError as error:
         reason = f"the server does not tell its bounds to this user ({os_error(error).strerror}); allow +info"
         raise ConfigError(reason, "username") from None
-    nodes = answer.values() if isinstance(answer, dict) else [answer]
-    facts = [facts_of(_fields(text.decode("utf-8", "replace")), options) for text in nodes]
+    facts = [facts_of(fields, options) for fields in _by_node(answer)]
     notes = dict.fromkeys(note for one in facts for note in one.notes)
     return Facts(sum(one.capacity_bytes for one in facts), tuple(notes), _FLIGHT_BYTES * len(facts))
 
 
-def _fields(text: str) -> dict[str, str]:
-    pairs = (line.partition(":") for line in text.splitlines())
-    return {name: value.strip() for name, _, value in pairs}
+def _by_node(answer: bytes | Mapping[bytes, bytes]) -> list[dict[str, str]]:
+    """The fields that INFO names, of each node of a cluster, or of the one server."""
+    texts = [text.decode("utf-8", "replace") for text in (answer.values() if isinstance(answer, Mapping) else [answer])]
+    return [
+        {name: value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
+        for text in texts
+    ]
 
 
 def facts_of(info: Mapping[str, str], options: ValkeyOptions) -> Facts:
