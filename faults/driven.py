@@ -186,6 +186,15 @@ class Engine:
             self._serve(self._random.choice(self._prompts))
         return time.monotonic() - begun
 
+    def run_without_the_lower_tier(self, seconds: float) -> bool:
+        """Serve prompts for some time, and then on until blocks of the tier failed or were late. True if some did.
+
+        A call that fails and one that does not come back in time say the same; which comes first is up to the machine.
+        """
+        before = self.lower.failed + self.lower.late
+        self.run(seconds)
+        return self.run_until(lambda: self.lower.failed + self.lower.late > before, 30.0) is not None
+
     def drain(self, seconds: float) -> None:
         """Step until nothing is on its way to lower tiers, or the time ran out."""
         deadline = time.monotonic() + seconds
