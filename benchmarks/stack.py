@@ -200,6 +200,9 @@ class Engine:
 
     def _decode(self, request: Request) -> None:
         """A block of output became full; after the last one the request ends."""
+        if self._stack.follows_requests:
+            block = request.keys[request.computed]
+            self._timed("extend_request", lambda: self._stack.extend_request(request.name, [block]))
         self._compute(request, [request.computed])
         self._full.append((request, [request.computed]))
         request.computed += 1

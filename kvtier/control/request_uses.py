@@ -75,6 +75,17 @@ class RequestUses:
         if len(self._open) > OPEN_MAX:
             self.end(next(iter(self._open)), None)
 
+    def extend(self, request_id: RequestId, keys: Sequence[OffloadKey]) -> None:
+        """A request goes on with these blocks of its output; nothing happens unless it began and has not ended."""
+        if not self._followed or request_id not in self._open:
+            return
+        for group, chain in self._by_group(keys):
+            for model in self._control.models:
+                model.extend_request(request_id, group, chain)
+            for tier in self._control.owned_tiers:
+                if tier.follower is not None:
+                    tier.follower.extend_request(request_id, group, chain, _ready_slots(tier, chain))
+
     def touched(self, keys: Sequence[OffloadKey], now: float) -> None:
         """An embedder used these keys: a request of its own, unless it announces those as they begin."""
         if not self._begun:

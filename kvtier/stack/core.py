@@ -12,7 +12,7 @@ import math
 import time
 import warnings
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 
@@ -27,6 +27,7 @@ from kvtier.stack.assembled import Assembled
 from kvtier.stack.assembly import StackParts, assemble
 from kvtier.stack.job_checks import check_job
 from kvtier.stack.lookups import Lookups
+from kvtier.stack.request_calls import RequestCalls
 from kvtier.stack.shutdown import CloseReport
 from kvtier.stack.stats import StackStats, collect
 from kvtier.stack.stats_socket import StatsSocket
@@ -36,7 +37,7 @@ from kvtier.types.geometry import Geometry
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import GPUGroup, JobKind, TransferJob
 from kvtier.types.keys import JobId, OffloadKey, RequestId, key_group
-from kvtier.types.requests import NO_INFO, RequestInfo
+from kvtier.types.requests import RequestInfo
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ BlockGroup = tuple[Sequence[OffloadKey], Sequence[int]]
 """Keys of one KV cache group, and their GPU blocks: `block_size_factor` consecutive ids for each key."""
 
 
-class StackCore(ABC):
+class StackCore(RequestCalls):
     """An open stack, driven from one thread. The base of `TierStack` and `EngineStack`."""
 
     def __init__(self, parts: StackParts) -> None:
@@ -154,78 +155,6 @@ class StackCore(ABC):
         """For each key the name of the highest tier that holds it, or None. Synchronous, from memory."""
         return self._opened().plane.locate(keys, self._clock())
 
-    @property
-    def follows_requests(self) -> bool:
-        """True if the policy of a tier follows requests, or with `curves`: `begin_request` has a use."""
-        return self._opened().plane.uses is not None
-
-    def begin_request(
-        self,
-        request_id: RequestId,
-        keys: Sequence[OffloadKey],
-        *,
-        time: float | None = None,
-        info: RequestInfo | None = None,
-    ) -> None:
-        """A request begins that uses these keys, each group's from its first block on, in prefix order.
-
-        Call it before the request's loads and stores, for policies that follow requests (`reuse`); without such a
-        policy it does nothing. `time`, in seconds, is what they take for the time, such as that of a trace; once one is
-        given, their time is that of the calls. Without it they go by the stack's clock. A time that goes back counts as
-        the last one.
-        """
-        plane = self._opened().plane
-        if plane.uses is not None:
-            try:
-                plane.uses.begin(request_id, keys, self._clock(), time, info or NO_INFO)
-            except BaseException as error:
-                self._fail(error)
-
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """One request used these keys, given in prefix order; call it for the hits of a request after its stores."""
-        plane = self._opened().plane
-        try:
-            if plane.uses is not None:
-                plane.uses.touched(keys, self._clock())
-            plane.touch(keys)
-        except BaseException as error:
-            self._fail(error)
-
-    def worth_loading(self, keys: Sequence[OffloadKey]) -> int:
-        """How many of a request's keys, given in prefix order, are worth a load: all, unless a tier is slower than the
-        engine computes (`prefill_tokens_per_second`). `TierStack.lookup` heeds it; others call it once for a request.
-        """
-        assembled = self._opened()
-        if assembled.plane is self._failed:
-            return len(keys)
-        try:
-            return assembled.plane.choice.worth_loading(keys, self._clock())
-        except BaseException as error:
-            self._fail(error)
-            return len(keys)
-
-    def prompt_computed(self, tokens: int, begun: float, ended: float) -> None:
-        """The engine has computed so many tokens of a prompt, between these times by `time.monotonic`.
-
-        `worth_loading` goes by that where the stack file says `prefill_tokens_per_second: measured`; less than a block
-        says nothing of the speed.
-        """
-        blocks = tokens / self._parts.namespace.layout.tokens_per_offloaded_block(0)
-        if self._settings.measures_prefill and blocks >= 1:
-            self._opened().plane.choice.computed(blocks, begun, ended)
-
-    def record_request(
-        self, keys: Sequence[OffloadKey], *, input_tokens: int, output_tokens: int, arrived: float | None = None
-    ) -> None:
-        """A request has ended: have it written to the trace if the stack keeps one. It never waits and never fails.
-
-        `keys` are those of the first group of all whole blocks of the prompt, in prefix order, hits or not; they must
-        not change afterwards. The lengths are in tokens. `arrived` is when it came, by `time.monotonic`; now if absent.
-        """
-        recorder = self._opened().recorder
-        if recorder is not None:
-            recorder.record(keys, input_tokens, output_tokens, time.monotonic() if arrived is None else arrived)
-
     def reserve(
         self, request_id: RequestId, keys: Sequence[OffloadKey], *, info: RequestInfo | None = None
     ) -> Reservation:
@@ -249,18 +178,6 @@ class StackCore(ABC):
         except BaseException as error:
             self._fail(error)
         self._decided()
-
-    def end_request(self, request_id: RequestId, *, output_tokens: int | None = None) -> None:
-        """The request has ended, with so many tokens of output where known: its leases end too."""
-        self.end_leases(request_id)
-        plane = self._opened().plane
-        if plane.uses is not None:
-            try:
-                plane.uses.end(request_id, output_tokens)
-                if self._assembled is not None and self._assembled.models is not None:
-                    self._assembled.models.save_if_due(self._clock())
-            except BaseException as error:
-                self._fail(error)
 
     def hold_back(self, reason: str) -> None:
         """From here on, for the life of the stack, no lower tier loads or stores; `reason` is for the log.

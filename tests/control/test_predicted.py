@@ -273,3 +273,46 @@ def test_no_block_is_written_within_a_budget_without_those_before_it(kind: str, 
     assert counters.stored > 60
     if write_policy == "write_through":
         assert DropReason.WRITE_BUDGET not in counters.dropped, "what was admitted is written"
+
+
+def test_blocks_of_the_output_belong_to_the_prompt_before_them() -> None:
+    model, decides = admission()
+    prompts = model.keep_prompts()
+    keys = [key(n) for n in range(8)]
+    for name, end in (("a", 2), ("b", 5)):
+        model.begin_request(RequestUse(RequestId(name), 60.0 * end, keys[:end], GroupIndex(0), 2))
+        model.extend_request(RequestId(name), GroupIndex(0), keys[end : end + 1])
+        model.extend_request(RequestId(name), GroupIndex(0), keys[end + 1 : end + 2])
+        found = prompts.find(keys[end + 1])
+        assert found is not None
+        assert found[1] == end + 1
+        assert found[0].keys == keys[: end + 2]
+        assert list(decides.parents(keys[end + 1])) == keys[end::-1]
+        model.end_request(RequestId(name), 32)
+    assert found[0].ends == [4, 7]
+    assert [prompts.segments.uses[seg] for seg in found[0].segs] == [2, 1]
+    model.extend_request(RequestId("b"), GroupIndex(0), keys[7:])
+    assert prompts.find(keys[7]) is None, "its request has ended"
+
+
+def test_output_that_is_known_or_longer_than_can_be_numbered_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvtier.control.policies.prediction import prompts as module
+
+    monkeypatch.setattr(module, "OUTPUT_BLOCKS_MAX", 2)
+    model, _ = admission()
+    prompts = model.keep_prompts()
+    keys = [key(n) for n in range(8)]
+    model.begin_request(RequestUse(RequestId("a"), 0.0, keys[:6], GroupIndex(0), 6))
+    model.begin_request(RequestUse(RequestId("b"), 60.0, keys[:3], GroupIndex(0), 0))
+    model.extend_request(RequestId("b"), GroupIndex(0), [key(20), key(21)])
+    model.extend_request(RequestId("b"), GroupIndex(0), [key(22)])
+    found = prompts.find(key(21))
+    assert found is not None
+    assert found[0].keys == [*keys[:3], key(20), key(21)]
+    assert found[0].ends == [3, 5]
+    assert prompts.find(key(22)) is None
+    model.begin_request(RequestUse(RequestId("c"), 120.0, keys[:3], GroupIndex(0), 0))
+    model.extend_request(RequestId("c"), GroupIndex(0), [key(20)])
+    again = prompts.find(key(20))
+    assert again is not None
+    assert again[0] == found[0]

@@ -37,6 +37,12 @@ class Tier:
         self.policy.begin_request(use, slots)
         return slots.index(-1) if -1 in slots else len(slots)
 
+    def extend(self, keys: list[OffloadKey]) -> None:
+        """The last request goes on."""
+        slots = [self.slots.get(key, -1) for key in keys]
+        self.model.extend_request(RequestId(str(self.requests)), GroupIndex(0), keys)
+        self.policy.extend_request(RequestId(str(self.requests)), GroupIndex(0), keys, slots)
+
     def end(self, output_tokens: int | None = None) -> None:
         """The last request ends."""
         self.policy.end_request(RequestId(str(self.requests)), output_tokens)
@@ -155,6 +161,56 @@ def test_what_a_new_block_hangs_on_does_not_go_for_it() -> None:
     assert set(chat(0, 4)) == set(tier.slots)
 
 
+def test_a_block_of_output_does_not_take_the_place_of_what_it_hangs_on() -> None:
+    tier = Tier(4)
+    tier.serve(chat(0, 2), 0.0)
+    tier.begin(chat(1, 2), 50.0)
+    tier.store(chat(1, 2))
+    for blocks in (3, 4):
+        tier.extend(chat(1, blocks)[-1:])
+        tier.store(chat(1, blocks)[-1:])
+    assert set(chat(1, 4)) == set(tier.slots)
+    tier.check()
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_blocks_of_the_output_are_known_by_the_next_prompt(announced: bool) -> None:
+    """Those that nobody announced are known once a prompt has them."""
+    tier = Tier(12)
+    tier.begin(chat(0, 3), 0.0)
+    tier.store(chat(0, 3))
+    for blocks in (4, 5):
+        if announced:
+            tier.extend(chat(0, blocks)[-1:])
+        tier.store(chat(0, blocks)[-1:])
+        tier.check()
+    tier.end(30)
+    segments = tier.policy._tree.segments
+    lengths = sorted(length for length in segments.length if length)
+    assert lengths == ([5] if announced else [1, 1, 3])
+    assert tier.serve(chat(0, 7), 60.0) == 5
+    tier.check()
+    assert tier.serve(chat(0, 7), 120.0) == 7
+    tier.check()
+    used = [(segments.length[seg], segments.uses[seg]) for seg in range(segments.used) if segments.length[seg]]
+    assert sorted(used) == ([(2, 2), (5, 3)] if announced else [(2, 2), (2, 3), (3, 3)])
+
+
+def test_output_below_a_prompt_that_others_share_is_a_segment_of_its_own() -> None:
+    tier = Tier(12)
+    tier.serve(chat(0, 3), 0.0)
+    tier.begin(chat(0, 3), 10.0)
+    for blocks in (4, 5):
+        tier.extend(chat(0, blocks)[-1:])
+        tier.store(chat(0, blocks)[-1:])
+    assert sorted(length for length in tier.policy._tree.segments.length if length) == [2, 3]
+    tier.begin(chat(0, 3), 20.0)
+    tier.extend(chat(0, 4)[-1:])  # it computes the same: what is known stays as it is
+    tier.extend(chat(0, 5)[-1:])
+    assert sorted(length for length in tier.policy._tree.segments.length if length) == [2, 3]
+    tier.check()
+
+
 def test_eviction_takes_all_or_nothing_and_no_pinned_block() -> None:
     tier = Tier(4)
     tier.serve(chat(0, 4), 0.0)
@@ -206,6 +262,10 @@ def test_every_block_stays_in_order_whatever_happens(num_slots: int) -> None:
             tier.store(keys[: rng.randrange(1, len(keys) + 1)], bypass=rng.random() < 0.5)
         if rng.random() < 0.1:
             tier.store([make_key(rng.randbytes(8), 0)])
+        if rng.random() < 0.5:
+            output = [make_key(keys[-1] + bytes([block]), 0) for block in range(rng.randrange(1, 4))]
+            tier.extend(rng.choice((output, output[1:] or output, keys[-1:])))
+            tier.store(output[: rng.randrange(4)], bypass=rng.random() < 0.5)
         tier.pins = bytearray(num_slots)
         tier.end(rng.choice((None, 5, 500)))
         gone = [slot for slot in tier.slots.values() if rng.random() < 0.02]

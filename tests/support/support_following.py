@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtier.control.policies import LRU, RequestModel, RequestPolicy
-from kvtier.types.keys import OffloadKey, RequestId
+from kvtier.types.keys import GroupIndex, OffloadKey, RequestId
 from kvtier.types.requests import RequestUse
 
 
@@ -21,6 +21,9 @@ class Notes(RequestModel):
     def begin_request(self, use: RequestUse) -> None:
         self.begun += 1
         self.calls.append(("begin", use))
+
+    def extend_request(self, request_id: RequestId, group: GroupIndex, keys: Sequence[OffloadKey]) -> None:
+        self.calls.append(("extend", request_id, group, list(keys)))
 
     def end_request(self, request_id: RequestId, output_tokens: int | None) -> None:
         self.calls.append(("end", request_id, output_tokens))

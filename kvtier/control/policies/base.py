@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-from kvtier.types.keys import OffloadKey, RequestId
+from kvtier.types.keys import GroupIndex, OffloadKey, RequestId
 from kvtier.types.requests import RequestUse
 
 MODEL_BYTES_MAX = 4 << 20
@@ -72,6 +72,14 @@ class RequestModel(ABC):
     def begin_request(self, use: RequestUse) -> None:
         """A request begins. Its blocks are stored and loaded later, if at all, perhaps after other requests began."""
 
+    def extend_request(  # noqa: B027 (not abstract: most have no use for it)
+        self, request_id: RequestId, group: GroupIndex, keys: Sequence[OffloadKey]
+    ) -> None:
+        """A request that began goes on with these blocks of its output, right after those it has, in prefix order.
+
+        They are about to be stored. Ignored unless overridden.
+        """
+
     @abstractmethod
     def end_request(self, request_id: RequestId, output_tokens: int | None) -> None:
         """A request has ended, with so many tokens of output; None where that is unknown, or it was aborted."""
@@ -122,6 +130,11 @@ class RequestPolicy(EvictionPolicy):
     @abstractmethod
     def begin_request(self, use: RequestUse, slots: Sequence[int]) -> None:
         """A request begins. `slots[i]` is the ready slot of `use.keys[i]` in this tier, -1 where there is none."""
+
+    def extend_request(
+        self, request_id: RequestId, group: GroupIndex, keys: Sequence[OffloadKey], slots: Sequence[int]
+    ) -> None:
+        """See `RequestModel.extend_request`; `slots` as for `begin_request`. Ignored unless overridden."""
 
     @abstractmethod
     def end_request(self, request_id: RequestId, output_tokens: int | None) -> None:

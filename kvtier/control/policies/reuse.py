@@ -11,21 +11,39 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import ClassVar
 
 from kvtier.control.policies.base import RequestModel, RequestPolicy
-from kvtier.control.policies.prediction.classes import OUTPUT_LEVELS, USES_MAX, class_of, new_level, output_level
+from kvtier.control.policies.prediction.classes import (
+    OUTPUT_LEVELS,
+    USES_MAX,
+    class_of,
+    first_use_of,
+    new_level,
+    output_level,
+)
 from kvtier.control.policies.prediction.model import ReuseModel
 from kvtier.control.policies.prediction.segments import NONE
 from kvtier.control.policies.reuse_order import EvictionOrder
-from kvtier.control.policies.reuse_tree import UNTRACKED, TierTree
-from kvtier.types.keys import OffloadKey, RequestId
+from kvtier.control.policies.reuse_tree import LONE, UNTRACKED, TierTree
+from kvtier.types.keys import GroupIndex, OffloadKey, RequestId
 from kvtier.types.requests import RequestUse
 
 OPEN_MAX = 4096
 
-OpenUse = tuple[float, list[int]]
+
+@dataclass(slots=True)
+class OpenUse:
+    """One request in flight: when it began, its segments from the root, and how many blocks it has in them.
+
+    `end` is -1 once it is not known any more which segment its next block follows.
+    """
+
+    time: float
+    path: list[int]
+    end: int
 
 
 class Reuse(RequestPolicy):
@@ -47,7 +65,7 @@ class Reuse(RequestPolicy):
         self._home_max = num_slots // 4 + 4096
         self._open: OrderedDict[tuple[RequestId, int], OpenUse] = OrderedDict()
         self._groups = 1
-        self._parents_kept: set[int] = set()
+        self._prefixes_kept: set[int] = set()
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -67,13 +85,50 @@ class Reuse(RequestPolicy):
             seg = self._tree.add(path[-1] if path else NONE, known, fresh, class_of(1, gap, level))
             if seg != NONE:
                 path.append(seg)
+                known = len(keys)
                 self._home.update(dict.fromkeys(fresh, seg))
         self._trim_home(max(self._home_max, len(keys)))
         self._groups = max(self._groups, use.group + 1)
         self._end((use.request_id, use.group), None)
-        self._open[use.request_id, use.group] = (self._model.now, path)
+        self._open[use.request_id, use.group] = OpenUse(
+            self._model.now, path, known if path and known == len(keys) else -1
+        )
         if len(self._open) > OPEN_MAX:
             self._open.popitem(last=False)
+
+    def extend_request(
+        self, request_id: RequestId, group: GroupIndex, keys: Sequence[OffloadKey], slots: Sequence[int]
+    ) -> None:
+        use = self._open.get((request_id, group))
+        if use is None or use.end < 0:
+            return
+        seg, segments = use.path[-1], self._tree.segments
+        if max(slots) >= 0:
+            seg = NONE
+        elif segments.can_grow(seg, use.end, use.time):
+            segments.extend(seg, keys)
+        else:
+            seg = self._grow_below(use, keys)
+        if seg == NONE:
+            use.end = -1
+            return
+        use.end += len(keys)
+        for key in keys:
+            self._home[key] = seg
+        if len(self._home) > self._home_max:
+            self._trim_home(self._home_max)
+
+    def _grow_below(self, use: OpenUse, keys: Sequence[OffloadKey]) -> int:
+        """A new segment below those of a request, as old as they are; NONE if it may be known, or cannot be had."""
+        parent, segments = use.path[-1], self._tree.segments
+        known = segments.find(keys[0])
+        if not segments.length[parent] or (known != NONE and segments.first[known] == use.end):
+            return NONE
+        seg = self._tree.add(parent, use.end, keys, first_use_of(segments.kind[parent]))
+        if seg != NONE:
+            segments.touched[seg] = use.time
+            use.path.append(seg)
+        return seg
 
     def end_request(self, request_id: RequestId, output_tokens: int | None) -> None:
         for group in range(self._groups):
@@ -127,12 +182,12 @@ class Reuse(RequestPolicy):
     def _end(self, name: tuple[RequestId, int], output_tokens: int | None) -> None:
         if name not in self._open:
             return
-        time, path = self._open.pop(name)
+        use = self._open.pop(name)
         if output_tokens is None:
             return
         level, segments = output_level(output_tokens), self._tree.segments
-        for seg in path:
-            if segments.touched[seg] == time and not segments.kind[seg] % OUTPUT_LEVELS:
+        for seg in use.path:
+            if segments.touched[seg] == use.time and not segments.kind[seg] % OUTPUT_LEVELS:
                 segments.kind[seg] += level
                 self._offer(seg)
 
@@ -144,7 +199,7 @@ class Reuse(RequestPolicy):
     # -- slots ---------------------------------------------------------------------------------------------------
 
     def admit(self, keys: Sequence[OffloadKey]) -> None:
-        self._parents_kept = self._parents(keys)
+        self._prefixes_kept = self._prefixes(keys)
 
     def insert(self, slots: Sequence[int]) -> None:
         keys, home, tree = self._keys, self._home, self._tree
@@ -154,7 +209,7 @@ class Reuse(RequestPolicy):
             assert key is not None
             seg = home.pop(key, NONE)
             if seg == NONE or not length[seg]:
-                seg = tree.add(NONE, 0, (key,), class_of(1, -1.0, 1))
+                seg = tree.add(NONE, LONE, (key,), class_of(1, -1.0, 1))
             if seg == NONE:
                 tree.leave_untracked(slot)
             else:
@@ -180,7 +235,7 @@ class Reuse(RequestPolicy):
         self._detach(slots)
 
     def evict(self, count: int, pins: Sequence[int]) -> list[int] | None:
-        protected, self._parents_kept = self._parents_kept, set()
+        protected, self._prefixes_kept = self._prefixes_kept, set()
         chosen = self._take_untracked(count, pins)
         if len(chosen) < count:
             self._take_leaves(chosen, count, pins, protected)
@@ -197,7 +252,7 @@ class Reuse(RequestPolicy):
     def bypass(self, keys: Sequence[OffloadKey], evictions: int, pins: Sequence[int]) -> Sequence[int]:
         home, order, held = self._home, self._order, self._tree.segments.held
         kept, room, current = len(keys), self._tree.num_untracked, NONE
-        upcoming = order.upcoming(self._parents(keys))
+        upcoming = order.upcoming(self._prefixes(keys))
         worth = theirs = 0.0
         while evictions > 0 and kept:
             if room <= 0:
@@ -225,14 +280,15 @@ class Reuse(RequestPolicy):
         for seg in self._order.coldest_first():
             yield from self._tree.slots_of(seg)
 
-    def _parents(self, keys: Sequence[OffloadKey]) -> set[int]:
-        """The segments below which these keys are to be placed: they must not go for them."""
+    def _prefixes(self, keys: Sequence[OffloadKey]) -> set[int]:
+        """The segments that hold what is right before these keys, which must not go for them."""
         home, parent = self._home, self._tree.segments.parent
         if not keys:
             return set()
         ends = {home.get(keys[0], NONE), home.get(keys[-1], NONE)}
         segs = ends if len(ends) == 1 else {home.get(key, NONE) for key in keys}
-        return {parent[seg] for seg in segs if seg != NONE}
+        segs.discard(NONE)
+        return segs.union(parent[seg] for seg in segs)
 
     def _take_untracked(self, count: int, pins: Sequence[int]) -> list[tuple[int, int]]:
         tree = self._tree

@@ -1,6 +1,7 @@
 """The blocks of one tier in the segments of their prompts: which segment a slot belongs to, in which order it goes.
 
-Slots of no known prompt, recovered ones above all, are `UNTRACKED` until a request uses them.
+Slots of no known prompt, recovered ones above all, are `UNTRACKED` until a request uses them. A block that came without
+a request is a segment of its own, at no position (`LONE`), until then.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from kvtier.types.keys import OffloadKey
 
 GHOST_CAPACITIES = 4
 UNTRACKED = -2
+LONE = -1
 
 
 class TierTree:
@@ -44,7 +46,7 @@ class TierTree:
         while position < size:
             slot = slots[position]
             seg = owner[slot] if slot >= 0 else segments.find(keys[position])
-            if seg == UNTRACKED:
+            if slot >= 0 and self._is_loose(slot):
                 seg = self._adopt(path[-1] if path else NONE, position, keys, slots)
             if seg == NONE or not length[seg] or first[seg] != position:
                 break
@@ -89,20 +91,23 @@ class TierTree:
         return True
 
     def _adopt(self, parent: int, position: int, keys: Sequence[OffloadKey], slots: Sequence[int]) -> int:
-        """A segment for the untracked slots that a prompt has from `position` on."""
-        owner, end = self.owner, position
-        while end < len(keys) and slots[end] >= 0 and owner[slots[end]] == UNTRACKED:
+        """A segment for the slots of no prompt that this one has from `position` on."""
+        end = position
+        while end < len(keys) and slots[end] >= 0 and self._is_loose(slots[end]):
             end += 1
         seg = self.add(parent, position, keys[position:end], 0)
         if seg != NONE:
             self.segments.counts[seg] = 0
             run = slots[position:end]
-            self.num_untracked -= len(run)
-            for slot in run:
-                owner[slot] = NONE
+            for lone in self.detach(run):
+                self.segments.drop(lone)
             for slot in run:
                 self.attach(slot, seg)
         return seg
+
+    def _is_loose(self, slot: int) -> bool:
+        seg = self.owner[slot]
+        return seg == UNTRACKED or (seg != NONE and self.segments.first[seg] == LONE)
 
     def _split(self, seg: int, position: int, keys: Sequence[OffloadKey], slots: Sequence[int]) -> int:
         """The front of a segment, as far as it agrees with a prompt that leaves it; NONE if that cannot be said."""

@@ -48,17 +48,24 @@ class PolicyTier:
         self.log: list[tuple[int, ...]] = []
         self._requests = 0
 
-    def serve(self, numbers: Ids, time: float | None = None, output_tokens: int | None = None) -> int:
-        """One request, given by its blocks in prefix order: returns how long a prefix it hits, then stores the rest."""
+    def serve(
+        self, numbers: Ids, time: float | None = None, output_tokens: int | None = None, output_blocks: int = 0
+    ) -> int:
+        """One request, given by its blocks in prefix order: returns how long a prefix it hits, then stores the rest.
+
+        The last `output_blocks` of them are not announced as it begins, but when all else is stored.
+        """
         chain = [key_of(number) for number in dict.fromkeys(numbers)]
         self.time = max(self.time, self.time + 1.0 if time is None else time)
         hits = next((i for i, key in enumerate(chain) if key not in self.slots), len(chain))
-        request = self._begin(chain)
+        prompt, output = chain[: len(chain) - output_blocks], chain[len(chain) - output_blocks :]
+        request = self._begin(prompt)
         for key in chain[:hits]:
             self.pins[self.slots[key]] += 1
-        self.place([key for key in chain if key not in self.slots])
+        self.place([key for key in prompt if key not in self.slots])
         for key in chain[:hits]:
             self.pins[self.slots[key]] -= 1
+        self._extend(request, output)
         if self.follower is None:
             self.policy.touch([self.slots[key] for key in reversed(chain) if key in self.slots])
         else:
@@ -79,6 +86,16 @@ class PolicyTier:
                 model.begin_request(use)
             self.follower.begin_request(use, [self.slots.get(key, -1) for key in chain])
         return request
+
+    def _extend(self, request: RequestId, chain: Sequence[OffloadKey]) -> None:
+        """The request goes on, block by block."""
+        for key in chain:
+            if self.follower is not None:
+                for model in self.models:
+                    model.extend_request(request, GroupIndex(0), (key,))
+                self.follower.extend_request(request, GroupIndex(0), (key,), (self.slots.get(key, -1),))
+            if key not in self.slots:
+                self.place([key])
 
     def _end(self, request: RequestId, output_tokens: int | None) -> None:
         assert self.follower is not None
@@ -159,7 +176,8 @@ def act(tier: PolicyTier, rng: random.Random) -> None:
         case _:
             length, branch = rng.randrange(1, 20), rng.randrange(3)
             chain = [session + i if i < 10 else session + 100 * branch + i for i in range(length)]
-            tier.serve(chain, tier.time + rng.expovariate(1 / 60), rng.choice([None, 5, 5000]))
+            output = rng.randrange(1 + length // 4)
+            tier.serve(chain, tier.time + rng.expovariate(1 / 60), rng.choice([None, 5, 5000]), output)
     tier.check()
 
 

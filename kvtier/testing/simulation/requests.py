@@ -53,6 +53,8 @@ class RequestStream:
         if rng.random() < 0.1:
             self._stack.touch(self.prompt)
             return
+        if self._open and rng.random() < 0.3:
+            self._stack.extend_request(rng.choice(self._open), rng.choice(self._prompts)[-rng.randrange(1, 4) :])
         if self._time is not None:
             self._time += rng.choice((0.0, 0.5, 40.0, 400.0, -5.0))
         self._count += 1

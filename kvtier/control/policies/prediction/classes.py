@@ -45,6 +45,11 @@ def class_of(uses: int, gap: float, new_level: int) -> int:
     return _USE_LEVEL[uses] * _USE_STRIDE + gap_level(gap) * _GAP_STRIDE + new_level * OUTPUT_LEVELS
 
 
+def first_use_of(kind: int) -> int:
+    """The class of a segment that is used for the first time when one of this class was used again."""
+    return kind % _USE_STRIDE
+
+
 def gap_level(gap: float) -> int:
     """0 for no gap, then which of `GAPS` it is below."""
     return _level(GAPS, gap) + 1 if gap >= 0 else 0

@@ -14,7 +14,7 @@ from kvtier.control.policies.prediction.classes import NUM_BUCKETS, NUM_CLASSES,
 from kvtier.control.policies.prediction.life_tables import FloatArray, LifeTables
 from kvtier.control.policies.prediction.prompts import Prompts
 from kvtier.control.policies.prediction.segments import Segments
-from kvtier.types.keys import RequestId
+from kvtier.types.keys import GroupIndex, OffloadKey, RequestId
 from kvtier.types.requests import RequestUse
 
 RECOMPUTE_SECONDS = 300.0
@@ -78,6 +78,10 @@ class ReuseModel(RequestModel):
             if self._teacher is None:
                 self._teacher = self.prompts.segments
             self.prompts.begin_request(use.request_id, use.group, use.keys, self.now)
+
+    def extend_request(self, request_id: RequestId, group: GroupIndex, keys: Sequence[OffloadKey]) -> None:
+        if self.prompts is not None:
+            self.prompts.extend_request(request_id, group, keys)
 
     def end_request(self, request_id: RequestId, output_tokens: int | None) -> None:
         if self.prompts is not None:

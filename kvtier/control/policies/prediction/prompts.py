@@ -10,7 +10,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvtier.control.policies.prediction.classes import OUTPUT_LEVELS, USES_MAX, class_of, new_level, output_level
+from kvtier.control.policies.prediction.classes import (
+    OUTPUT_LEVELS,
+    USES_MAX,
+    class_of,
+    first_use_of,
+    new_level,
+    output_level,
+)
 from kvtier.control.policies.prediction.segments import NONE, Segments
 from kvtier.types.keys import GroupIndex, OffloadKey, RequestId
 
@@ -19,16 +26,23 @@ GHOST_BLOCKS_MAX = 1 << 30
 RECENT_KEYS = 1 << 16
 """Blocks of the latest prompts that are kept by key, twice at most. A prompt is not cut."""
 OPEN_MAX = 4096
+OUTPUT_BLOCKS_MAX = 1 << 16
+"""Blocks of output of one request that are taken in."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The blocks of one group of a request; segment `segs[i]` ends before position `ends[i]`. Used at `time`."""
+    """The blocks of one group of a request; segment `segs[i]` ends before position `ends[i]`. Used at `time`.
 
+    The numbers from `first` on are its blocks', at most `room` of them: it grows while its request computes output.
+    """
+
+    group: GroupIndex
     first: int
-    keys: Sequence[OffloadKey]
-    segs: Sequence[int]
-    ends: Sequence[int]
+    room: int
+    keys: list[OffloadKey]
+    segs: list[int]
+    ends: list[int]
     time: float
 
 
@@ -60,7 +74,7 @@ class Prompts:
         if known < len(keys):
             segs.append(self._add(known, keys[known:], class_of(1, gap, level), now))
             ends.append(len(keys))
-        prompt = Prompt(self._next, keys, segs, ends, now)
+        prompt = Prompt(group, self._next, len(keys) + OUTPUT_BLOCKS_MAX, list(keys), segs, ends, now)
         self._remember(prompt)
         if group == 0 or name not in self._open:
             self._open.pop(name, None)
@@ -68,6 +82,26 @@ class Prompts:
         self._open[name].append(prompt)
         if len(self._open) > OPEN_MAX:
             self._open.popitem(last=False)
+
+    def extend_request(self, name: RequestId, group: GroupIndex, keys: Sequence[OffloadKey]) -> None:
+        """A request goes on with these blocks. What is known of them already, or too many, is left as it is."""
+        prompt = next((one for one in self._open.get(name, ()) if one.group == group), None)
+        if prompt is None:
+            return
+        end, last, segments = len(prompt.keys), prompt.segs[-1], self.segments
+        known = segments.find(keys[0])
+        if end + len(keys) > prompt.room or (known != NONE and segments.first[known] == end):
+            self._open[name].remove(prompt)
+            return
+        if segments.can_grow(last, end, prompt.time):
+            segments.extend(last, keys)
+            prompt.ends[-1] += len(keys)
+        else:
+            seg = self._add(end, keys, first_use_of(segments.kind[last]), prompt.time)
+            prompt.segs.append(seg)
+            prompt.ends.append(end + len(keys))
+        self._young.update(zip(keys, range(prompt.first + end, prompt.first + end + len(keys)), strict=True))
+        prompt.keys.extend(keys)
 
     def end_request(self, name: RequestId, output_tokens: int | None) -> None:
         """A request has ended, with so many tokens of output where that is known."""
@@ -157,4 +191,4 @@ class Prompts:
         self._prompts.append(prompt)
         self._firsts.append(prompt.first)
         self._young.update(zip(prompt.keys, range(self._next, self._next + len(prompt.keys)), strict=True))
-        self._next += len(prompt.keys)
+        self._next += prompt.room

@@ -122,6 +122,22 @@ class Segments:
         self.length[seg] = len(keys)
         self.tail[seg] = xxh3_64_intdigest(keys[-1]) & 0xFFFFFFFF
 
+    def extend(self, seg: int, keys: Sequence[OffloadKey]) -> None:
+        """Add keys behind the last one of a segment."""
+        if self._is_ghost(seg):
+            self.ghost_blocks += len(keys)
+        self.length[seg] += len(keys)
+        self.tail[seg] = xxh3_64_intdigest(keys[-1]) & 0xFFFFFFFF
+
+    def can_grow(self, seg: int, position: int, touched: float) -> bool:
+        """True if the segment ends at this position, and only the request that made it then has used it."""
+        return (
+            self.first[seg] + self.length[seg] == position
+            and self.touched[seg] == touched
+            and self.uses[seg] == 1
+            and not self.kids[seg]
+        )
+
     def bury(self, seg: int) -> None:
         """A segment without blocks in the tier becomes the newest ghost."""
         self.ghosts.append(0, (seg,))

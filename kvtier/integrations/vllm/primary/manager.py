@@ -40,7 +40,7 @@ from kvtier.integrations.vllm.primary.request_state import RequestState, reserve
 from kvtier.integrations.vllm.primary.served_requests import (
     ServedRequest,
     hashes_per_block,
-    prompt_keys,
+    known_keys,
     requests_in_contexts,
 )
 from kvtier.integrations.vllm.primary.wire import RowsSpec, rows_spec
@@ -122,7 +122,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         request_id = req_context.req_id
         state = self._scanned[request_id] = self._requests[request_id]
         own = self._ids.to_kvtier(key)
-        if self._follows and not state.announced:
+        if self._follows and state.announced is None:
             self._announce(req_context, state)
         if self._stale:
             return Answer.MISS
@@ -141,11 +141,16 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         return _ANSWERS[result]
 
     def _announce(self, req_context: ReqContext, state: RequestState) -> None:
-        """The stack's policies follow requests: name the blocks of the prompt, with those that the GPU has."""
-        state.announced = True
-        keys = [self._ids.to_kvtier(key) for key in prompt_keys(req_context)]
-        if keys:
+        """The stack's policies follow requests: name the blocks of the prompt, with those that the GPU has.
+
+        Called again, it names the blocks of the output that became full since.
+        """
+        keys = [self._ids.to_kvtier(key) for key in known_keys(req_context, state.announced or 0)]
+        if keys and not state.announced:
             self._stack.begin_request(RequestId(req_context.req_id), keys)
+        elif keys:
+            self._stack.extend_request(RequestId(req_context.req_id), keys)
+        state.announced = (state.announced or 0) + len(keys)
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         """Where a hit came from: a tier below if it was not in a row at its first lookup."""
@@ -177,7 +182,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         most. After that it takes the rows there are, for the front of the prefix.
         """
         state = self._requests[req_context.req_id]
-        if self._follows and not state.announced:
+        if self._follows:
             self._announce(req_context, state)
         wanted = not self._stale and self._adapters.storable(req_context.req_id)
         offered = [self._ids.to_kvtier(key) for key in keys] if wanted else []

@@ -13,6 +13,7 @@ class RequestState:
 
     `deferred`: one of them was not a hit. `unknown` are those that no tier could answer for in this step, `chain` those
     that are asked for until all are known. `computes`: what is not in a row is computed, which is sooner than a load.
+    `announced` is how many of its keys the stack was given, None before the first.
     `from_below` are the keys that were not in a row at their first lookup: vLLM reports them as disk hits.
     """
 
@@ -23,7 +24,7 @@ class RequestState:
     computes: bool = False
     refused_since: float | None = None
     from_below: set[OffloadKey] = dataclasses.field(default_factory=set)
-    announced: bool = False
+    announced: int | None = None
     _last: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def found(self, key: OffloadKey, result: LookupResult) -> None:

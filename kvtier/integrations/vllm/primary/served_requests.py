@@ -7,8 +7,9 @@ context's own scratch space, where it lives as long as the context does.
 import importlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from vllm.v1.kv_offload.base import ReqContext
@@ -56,13 +57,14 @@ def hashes_per_block(config: OffloadingConfig) -> int:
     return hashes
 
 
-def prompt_keys(context: ReqContext) -> Sequence[OffloadKey]:
-    """The keys of a request that vLLM knows so far, each group's in prefix order; none where it does not keep them.
+def known_keys(context: ReqContext, after: int = 0) -> Sequence[OffloadKey]:
+    """The keys of a request that vLLM knows so far, but the first `after` of them; each group's in prefix order.
 
-    At the first lookup of a request those are the prompt's whole blocks.
+    At the first lookup of a request those are the prompt's whole blocks, later those of the output too. None where vLLM
+    does not keep them.
     """
-    positions: Mapping[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
-    return list(positions)
+    positions: dict[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
+    return list(islice(reversed(positions), max(0, len(positions) - after)))[::-1]
 
 
 class _WithRequest:

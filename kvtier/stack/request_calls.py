@@ -1,0 +1,133 @@
+"""The calls of a stack that tell of the engine's requests, beside their loads and stores."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from kvtier.control.failed_plane import FailedPlane
+from kvtier.stack.assembled import Assembled
+from kvtier.stack.assembly import StackParts, StackSettings
+from kvtier.tier_api.contract import Clock
+from kvtier.types.keys import OffloadKey, RequestId
+from kvtier.types.requests import NO_INFO, RequestInfo
+
+
+class RequestCalls(ABC):
+    """Gives news of requests to policies that follow them, to the recorder and to the choice of loading or computing."""
+
+    _parts: StackParts
+    _settings: StackSettings
+    _assembled: Assembled | None
+    _failed: FailedPlane | None
+    _clock: Clock
+
+    @abstractmethod
+    def _opened(self) -> Assembled:
+        """The parts of the open stack; UsageError if it is not open."""
+
+    @abstractmethod
+    def _fail(self, error: BaseException) -> None:
+        """An exception left the control plane."""
+
+    @abstractmethod
+    def end_leases(self, request_id: RequestId) -> None:
+        """The request's leases end; it goes on."""
+
+    @property
+    def follows_requests(self) -> bool:
+        """True if the policy of a tier follows requests, or with `curves`: `begin_request` has a use."""
+        return self._opened().plane.uses is not None
+
+    def begin_request(
+        self,
+        request_id: RequestId,
+        keys: Sequence[OffloadKey],
+        *,
+        time: float | None = None,
+        info: RequestInfo | None = None,
+    ) -> None:
+        """A request begins that uses these keys, each group's from its first block on, in prefix order.
+
+        Call it before the request's loads and stores, for policies that follow requests (`reuse`); without such a
+        policy it does nothing. `time`, in seconds, is what they take for the time, such as that of a trace; once one is
+        given, their time is that of the calls. Without it they go by the stack's clock. A time that goes back counts as
+        the last one.
+        """
+        plane = self._opened().plane
+        if plane.uses is not None:
+            try:
+                plane.uses.begin(request_id, keys, self._clock(), time, info or NO_INFO)
+            except BaseException as error:
+                self._fail(error)
+
+    def extend_request(self, request_id: RequestId, keys: Sequence[OffloadKey]) -> None:
+        """A request goes on with these keys, blocks of its output: each group's follow those it has, in prefix order.
+
+        Call it before their stores, for policies that follow requests: the next prompt of a conversation begins with
+        them. It does nothing for a request that did not begin, or has ended.
+        """
+        plane = self._opened().plane
+        if plane.uses is not None:
+            try:
+                plane.uses.extend(request_id, keys)
+            except BaseException as error:
+                self._fail(error)
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """One request used these keys, given in prefix order; call it for the hits of a request after its stores."""
+        plane = self._opened().plane
+        try:
+            if plane.uses is not None:
+                plane.uses.touched(keys, self._clock())
+            plane.touch(keys)
+        except BaseException as error:
+            self._fail(error)
+
+    def worth_loading(self, keys: Sequence[OffloadKey]) -> int:
+        """How many of a request's keys, given in prefix order, are worth a load: all, unless a tier is slower than the
+        engine computes (`prefill_tokens_per_second`). `TierStack.lookup` heeds it; others call it once for a request.
+        """
+        assembled = self._opened()
+        if assembled.plane is self._failed:
+            return len(keys)
+        try:
+            return assembled.plane.choice.worth_loading(keys, self._clock())
+        except BaseException as error:
+            self._fail(error)
+            return len(keys)
+
+    def prompt_computed(self, tokens: int, begun: float, ended: float) -> None:
+        """The engine has computed so many tokens of a prompt, between these times by `time.monotonic`.
+
+        `worth_loading` goes by that where the stack file says `prefill_tokens_per_second: measured`; less than a block
+        says nothing of the speed.
+        """
+        blocks = tokens / self._parts.namespace.layout.tokens_per_offloaded_block(0)
+        if self._settings.measures_prefill and blocks >= 1:
+            self._opened().plane.choice.computed(blocks, begun, ended)
+
+    def record_request(
+        self, keys: Sequence[OffloadKey], *, input_tokens: int, output_tokens: int, arrived: float | None = None
+    ) -> None:
+        """A request has ended: have it written to the trace if the stack keeps one. It never waits and never fails.
+
+        `keys` are those of the first group of all whole blocks of the prompt, in prefix order, hits or not; they must
+        not change afterwards. The lengths are in tokens. `arrived` is when it came, by `time.monotonic`; now if absent.
+        """
+        recorder = self._opened().recorder
+        if recorder is not None:
+            recorder.record(keys, input_tokens, output_tokens, time.monotonic() if arrived is None else arrived)
+
+    def end_request(self, request_id: RequestId, *, output_tokens: int | None = None) -> None:
+        """The request has ended, with so many tokens of output where known: its leases end too."""
+        self.end_leases(request_id)
+        plane = self._opened().plane
+        if plane.uses is not None:
+            try:
+                plane.uses.end(request_id, output_tokens)
+                if self._assembled is not None and self._assembled.models is not None:
+                    self._assembled.models.save_if_due(self._clock())
+            except BaseException as error:
+                self._fail(error)
