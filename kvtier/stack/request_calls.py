@@ -15,7 +15,7 @@ from kvtier.types.requests import NO_INFO, RequestInfo
 
 
 class RequestCalls(ABC):
-    """Gives news of requests to policies that follow them, to the recorder and to the choice of loading or computing."""
+    """What policies that follow requests, the recorder and the choice of loading or computing learn from an engine."""
 
     _parts: StackParts
     _settings: StackSettings
