@@ -39,7 +39,8 @@ GATEWAY, STORE, MONITOR = "gateway", "osd", "mon"
 """The daemons of a cluster."""
 _RULE = """<LifecycleConfiguration><Rule><ID>kvtier</ID><Filter><Prefix>{prefix}</Prefix></Filter>
 <Status>Enabled</Status><Expiration><Days>{days}</Days></Expiration></Rule></LifecycleConfiguration>"""
-# A gateway that is killed keeps the next one's first changes waiting for the time of a watch, 30 s if nothing is said.
+# A gateway that is killed keeps the next one's first changes waiting for the time of a watch, 30 s if nothing is said,
+# and a lock of lifecycle rules that was not given back keeps the next one's rule waiting for 90 s.
 _CONFIG = """[global]
 fsid = {fsid}
 mon initial members = a
@@ -56,6 +57,7 @@ mon allow pool size one = true
 mon data avail crit = 1
 osd crush chooseleaf type = 0
 osd client watch timeout = 3
+rgw lc lock max time = 5
 osd objectstore = {objectstore}
 memstore device bytes = 4294967296
 bluestore block size = 4294967296
