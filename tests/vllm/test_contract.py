@@ -11,7 +11,7 @@ import pytest
 from fake_engine import PAGE, FakeEngine, offloading_config, stack
 from support_following import FollowingLRU
 from support_valkey import valkey_server
-from vllm.v1.kv_offload.base import CanonicalKVCaches
+from vllm.v1.kv_offload.base import CanonicalKVCaches, make_offload_key
 
 from kvtier.control.policies import POLICIES
 from kvtier.errors import ConfigError
@@ -293,3 +293,24 @@ def test_policies_that_follow_requests_are_given_prompts_and_output_lengths(root
     assert sorted(model.told("end")) == sorted(
         (request.context.req_id, 100 + number) for number, request in enumerate(requests)
     )
+
+
+@pytest.mark.parametrize("group_ids", [(0,), (1, 4)])
+def test_policies_that_follow_requests_are_given_the_blocks_of_the_output_once(root, seed, monkeypatch, group_ids):
+    monkeypatch.setitem(POLICIES, "following", FollowingLRU)
+    described = stack(root, 50)
+    described["tiers"][0]["policy"] = "following"
+    with FakeEngine(offloading_config(described, group_ids=group_ids), seed) as engine:
+        request = engine.add([1, 2, 3])
+        manager, context = engine.manager, request.context
+        manager.lookup(request.keys[0][0], context)
+        grown = [[make_offload_key(bytes([block]) * 32, group) for group in group_ids] for block in range(3)]
+        for number, keys in enumerate(grown[:1] + grown):
+            for key in keys:
+                context.set_offload_key_position(key, (4 + number) * 16)
+            manager.prepare_store([], context)
+        (model,) = manager._stack._assembled.plane.control.models
+        names = [[manager._ids.to_kvtier(key) for key in keys] for keys in grown]
+        engine.run()
+    by_group = [(context.req_id, group, [keys[group]]) for keys in names for group in range(len(group_ids))]
+    assert model.told("extend") == by_group
