@@ -146,7 +146,14 @@ CHANGES: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+NEEDS_AVX512 = {
+    "type of the KV cache": pytest.mark.skipif(
+        not torch.cpu._is_avx512_supported(), reason="vLLM has no FP8 KV cache on a CPU without AVX-512"
+    )
+}
+
+
+@pytest.mark.parametrize("change", [pytest.param(name, marks=NEEDS_AVX512.get(name, ())) for name in CHANGES])
 def test_one_change_of_what_decides_the_bytes(before, tmp_path, change):
     """Nothing is found, and the outputs are those of an engine without a connector."""
     model, root, config = changed(before, tmp_path, CHANGES[change])
