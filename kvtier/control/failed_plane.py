@@ -32,8 +32,7 @@ class FailedPlane(ControlPlane):
     def __init__(self, failed: ControlPlane, jobs: Mapping[JobId, TransferJob], quiet: Callable[[], bool]) -> None:
         self.control = failed.control
         self.uses = None
-        self.events_lost = 0
-        self._events = failed._events
+        self.events = failed.events
         self._reservations = failed._reservations
         self._failed = failed
         self._jobs = jobs
@@ -42,14 +41,13 @@ class FailedPlane(ControlPlane):
 
     def take_over(self) -> None:
         """What was found so far is found no more: reservations end, and events say so."""
-        control, failed = self.control, self._failed
-        self.events_lost = failed.events_lost
+        control = self.control
         for reservation in list(self._reservations.by_request.values()):
             reservation.fail()
         owned = [lower for lower in control.lowers if lower.owned is not None and not lower.held_back]
-        media = [control.cpu_setup.medium, *(lower.setup.medium for lower in owned)]
-        for tier, medium in zip(control.owned_tiers, media, strict=True):
-            failed._publish(medium, list(tier.directory), removed=True)
+        setups = [control.cpu_setup, *(lower.setup for lower in owned)]
+        for tier, setup in zip(control.owned_tiers, setups, strict=True):
+            self.events.record(setup, list(tier.directory), removed=True)
 
     # -- looking up: misses --------------------------------------------------------------------------------------
 
@@ -62,6 +60,9 @@ class FailedPlane(ControlPlane):
         return [None] * len(keys)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """Nothing is here."""
+
+    def announce(self, keys: Sequence[OffloadKey], now: float) -> None:
         """Nothing is here."""
 
     def reserve(

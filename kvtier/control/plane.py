@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtier.control.deliveries import JoiningTiers, PresenceQuery, Recipient
+from kvtier.control.event_log import EventLog
 from kvtier.control.flow.demotions import Demotions
 from kvtier.control.flow.engine_job import StackRequest
 from kvtier.control.flow.load_or_compute import LoadOrCompute
@@ -31,7 +31,7 @@ from kvtier.tier_api.contract import LookupResult
 from kvtier.types.events import OffloadingEvent
 from kvtier.types.jobs import CANCELLED, BlockOutcome, DropReason, JobKind, JobResult, TransferJob, dropped
 from kvtier.types.jobs import LATE as LATE_OUTCOME
-from kvtier.types.keys import GroupIndex, JobId, Medium, OffloadKey, RequestId
+from kvtier.types.keys import GroupIndex, JobId, OffloadKey, RequestId
 from kvtier.types.requests import RequestInfo
 
 
@@ -91,8 +91,7 @@ class ControlPlane(Recipient):
         self._limits = limits
         self._pumped_at = -math.inf
         self._expires_at = math.inf
-        self._events: deque[OffloadingEvent] = deque()
-        self.events_lost = 0
+        self.events = EventLog(limits.events_max)
         self._collect_changes()
 
     # -- looking up ----------------------------------------------------------------------------------------------
@@ -351,30 +350,39 @@ class ControlPlane(Recipient):
         asked, epoch = [lower for lower in self.control.lowers if lower.index.queries], self.control.epoch
         return [PresenceQuery(lower.position, tuple(lower.index.take_queries()), epoch) for lower in asked]
 
-    def take_events(self) -> list[OffloadingEvent]:
-        """What became reachable or ceased to be, in order, each once."""
-        events = list(self._events)
-        self._events.clear()
-        return events
+    def take_events(self, keys_max: int | None = None) -> list[OffloadingEvent]:
+        """What became reachable or ceased to be, in order, each once; the oldest of it, if it is more than
+        `keys_max` keys."""
+        return self.events.take(keys_max)
+
+    def announce(self, keys: Sequence[OffloadKey], now: float) -> None:
+        """Publish once more which owned tiers have these keys, in their order.
+
+        For routers that have forgotten it, or could not understand it before. Each key is published as removed and
+        then as stored, which is right for routers that count what is published as well.
+        """
+        if not self.events.events_max:
+            return
+        self._collect_changes()
+        control = self.control
+        lowers = [(lower.setup, lower.owned) for lower in control.lowers if lower.owned is not None]
+        for setup, tier in [(control.cpu_setup, control.cpu), *lowers]:
+            there = [key for key in keys if tier.presence(key, now)]
+            self.events.record(setup, there, removed=True)
+            self.events.record(setup, there, removed=False)
 
     def _collect_changes(self) -> None:
         control = self.control
         for lower in control.lowers:
             if lower.index.changes:
                 for removed, keys in lower.index.take_changes():
-                    self._publish(lower.setup.medium, keys, removed)
+                    self.events.record(lower.setup, keys, removed)
                     if removed:
                         self._demotions.evicted_below(lower, keys)
                         lower.evicted(keys)
         if control.cpu.changes:
             for removed, keys in control.cpu.take_changes():
-                self._publish(control.cpu_setup.medium, keys, removed)
-
-    def _publish(self, medium: Medium, keys: list[OffloadKey], removed: bool) -> None:
-        if self._limits.events_max and keys:
-            self._events.append(OffloadingEvent(tuple(keys), medium, removed))
-            if len(self._events) > self._limits.events_max:
-                self.events_lost += len(self._events.popleft().keys)
+                self.events.record(control.cpu_setup, keys, removed)
 
     # -- figures -------------------------------------------------------------------------------------------------
 

@@ -203,9 +203,22 @@ class StackCore(RequestCalls):
             raise UsageError("the stack was never opened")
         return collect(self._assembled, self._clock(), self._errors + self._lookups.errors)
 
-    def take_events(self) -> list[OffloadingEvent]:
-        """What became reachable or ceased to be since the last call, in order."""
-        return self._opened().plane.take_events()
+    def take_events(self, keys_max: int | None = None) -> list[OffloadingEvent]:
+        """What became reachable or ceased to be since the last call, in order.
+
+        With `keys_max` at most so many keys; the next call goes on with the rest.
+        """
+        return self._opened().plane.take_events(keys_max)
+
+    def announce(self, keys: Sequence[OffloadKey]) -> None:
+        """Have `take_events` say once more which tiers have these keys: each is removed and then stored.
+
+        For routers that have forgotten it. Shared tiers have no events.
+        """
+        try:
+            self._opened().plane.announce(keys, self._clock())
+        except BaseException as error:
+            self._fail(error)
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless the state machine's sums agree. For tests and for suspicions."""

@@ -172,7 +172,7 @@ def collect(assembled: Assembled, now: float, errors: int) -> StackStats:
     for lower, queue in zip(control.lowers, assembled.queues[1:], strict=True):
         tiers[lower.name] = lower_stats(lower, [queue], now)
     plane = assembled.plane
-    return StackStats(tiers, plane.backlog, plane.events_lost, assembled.dispatcher.errors + errors)
+    return StackStats(tiers, plane.backlog, plane.events.lost, assembled.dispatcher.errors + errors)
 
 
 def cpu_stats(control: ControlState, queues: Sequence[TierQueue], now: float) -> TierStats:

@@ -7,7 +7,7 @@ from kvtier.types.keys import Medium, OffloadKey
 
 @dataclass(frozen=True, slots=True)
 class OffloadingEvent:
-    """Blocks became reachable in a medium, or ceased to be.
+    """Blocks became reachable in a tier of this engine, or ceased to be. `medium` is the tier's kind, `tier` its name.
 
     There is no block size: one event may mix groups of different sizes, for removals as well.
     """
@@ -15,3 +15,4 @@ class OffloadingEvent:
     keys: tuple[OffloadKey, ...]
     medium: Medium
     removed: bool
+    tier: str

@@ -16,7 +16,7 @@ from kvtier.tier_api.contract import Recovered
 from kvtier.types.arrays import int_array
 from kvtier.types.events import OffloadingEvent
 from kvtier.types.jobs import JobKind, RegionFormat
-from kvtier.types.keys import RequestId
+from kvtier.types.keys import CPU, FS, RequestId
 
 STORE, LOAD = JobKind.STORE, JobKind.LOAD
 
@@ -69,7 +69,7 @@ def test_replaying_the_events_gives_exactly_what_is_reachable_at_every_step(seed
     for _ in range(80):
         blocks = [key(rng.randrange(20), rng.randrange(2)) for _ in range(rng.randint(1, 6))]
         match rng.choice(
-            ["store", "store", "load", "end", "end", "end", "end", "late", "late end", "reserve", "reset"]
+            ["store", "store", "load", "end", "end", "end", "end", "late", "late end", "reserve", "reset", "announce"]
         ):
             case "store":
                 world.submit(STORE, list(dict.fromkeys(blocks)))
@@ -87,6 +87,8 @@ def test_replaying_the_events_gives_exactly_what_is_reachable_at_every_step(seed
                 world.plane.reserve(request, blocks, world.now)
                 world.collect()
                 world.plane.end_request(RequestId(f"r{rng.randrange(3)}"), world.now)
+            case "announce":
+                world.plane.announce(list(dict.fromkeys(blocks)), world.now)
             case "reset" if rng.random() < 0.1:
                 world.plane.reset(world.now)
                 world.remote.clear()
@@ -109,8 +111,20 @@ def test_events_come_in_the_order_things_happened():
     assert world.plane.take_events() == [], "each is told once"
 
 
-def test_an_event_has_keys_a_medium_and_a_direction_and_no_size():
-    assert [field.name for field in dataclasses.fields(OffloadingEvent)] == ["keys", "medium", "removed"]
+def test_an_event_has_keys_a_medium_a_direction_and_a_tier_and_no_size():
+    assert [field.name for field in dataclasses.fields(OffloadingEvent)] == ["keys", "medium", "removed", "tier"]
+
+
+def test_an_event_names_the_tier_as_well_as_its_medium():
+    upper, lower = (dataclasses.replace(fs_setup(8), name=name) for name in ("nvme", "sata"))
+    world = World(cpu_setup(2), [upper, lower])
+    world.store(1)
+    world.run_all()
+    assert {(event.tier, event.medium) for event in world.plane.take_events()} == {
+        ("cpu", "CPU"),
+        ("nvme", "FS"),
+        ("sata", "FS"),
+    }
 
 
 def test_one_event_may_mix_groups_also_when_it_tells_of_removals():
@@ -159,7 +173,7 @@ def test_keys_found_at_open_are_published_as_stored():
     )
     plan = dataclasses.replace(plan, opened=dataclasses.replace(plan.opened, recovered=recovered))
     world = World(cpu_setup(2), [plan])
-    assert world.plane.take_events() == [OffloadingEvent((key(1), key(2)), plan.medium, False)]
+    assert world.plane.take_events() == [OffloadingEvent((key(1), key(2)), plan.medium, False, plan.name)]
 
 
 def test_blocks_that_never_became_whole_are_never_mentioned():
@@ -182,8 +196,8 @@ def test_events_that_nobody_takes_are_bounded_and_counted(most):
     events = world.plane.take_events()
     assert len(events) == most
     if most:
-        assert events[-1] == OffloadingEvent((key(9),), world.plane.control.cpu_setup.medium, False)
-        assert world.plane.events_lost == 19 - most
+        assert events[-1] == OffloadingEvent((key(9),), world.plane.control.cpu_setup.medium, False, "cpu")
+        assert world.plane.events.lost == 19 - most
 
 
 def test_a_promotion_is_published_for_the_cpu_tier_alone():
@@ -194,3 +208,70 @@ def test_a_promotion_is_published_for_the_cpu_tier_alone():
     events = world.plane.take_events()
     assert {event.medium for event in events} == {"CPU"}
     assert [event.keys for event in events if not event.removed] == [(key(1),)]
+
+
+def test_what_is_announced_is_told_of_every_owned_tier_that_has_it_as_removed_and_then_as_stored():
+    world = World(cpu_setup(2), [fs_setup(8), shared_setup()])
+    world.store(1, 2)
+    world.run_all()
+    world.store(3)  # 1 and 2 were stored from the leaf on: the row of 2 is taken
+    world.run_all()
+    world.plane.take_events()
+    world.plane.announce([key(1), key(2), key(4)], world.now)
+    assert world.plane.take_events() == [
+        OffloadingEvent((key(1),), CPU, True, "cpu"),
+        OffloadingEvent((key(1),), CPU, False, "cpu"),
+        OffloadingEvent((key(1), key(2)), FS, True, "fs"),
+        OffloadingEvent((key(1), key(2)), FS, False, "fs"),
+    ]
+
+
+def test_a_block_that_is_being_filled_is_not_announced_and_one_evicted_meanwhile_is_told_as_removed_only():
+    world = World(cpu_setup(2), [])
+    world.store(1)
+    world.plane.announce([key(1)], world.now)
+    assert world.plane.take_events() == []
+    world.run_all()
+    world.plane.announce([key(1)], world.now)
+    world.store(2, 3)
+    world.run_all()
+    told = [event.removed for event in world.plane.take_events() if key(1) in event.keys]
+    assert told == [False, True, False, True]
+
+
+def test_lower_tiers_that_are_held_back_for_good_are_told_as_removed_and_the_cpu_tier_is_not():
+    world = World(cpu_setup(4), [fs_setup(8)])
+    world.store(1, 2)
+    world.run_all()
+    world.plane.take_events()
+    world.plane.hold_back(world.now)
+    (event,) = world.plane.take_events()
+    assert (event.medium, event.removed, set(event.keys)) == (FS, True, {key(1), key(2)})
+    world.plane.announce([key(1)], world.now)
+    assert {event.medium for event in world.plane.take_events()} == {CPU}
+
+
+def test_nothing_is_announced_where_no_events_are_kept():
+    world = World(cpu_setup(2), [], limits=ControlLimits(events_max=0))
+    world.store(1)
+    world.run_all()
+    world.plane.announce([key(1)], world.now)
+    assert world.plane.take_events() == []
+    assert world.plane.events.lost == 0
+
+
+@pytest.mark.parametrize("keys_max", [1, 2, 3, 7, 100])
+def test_events_taken_in_parts_are_the_same_events(keys_max):
+    def told(*most: int) -> list[tuple[bytes, bool]]:
+        world = World(cpu_setup(3), [fs_setup(8)])
+        world.store(1, 2, 3)
+        world.run_all()
+        world.store(4, 5)
+        world.run_all()
+        found = []
+        while events := world.plane.take_events(*most):
+            assert not most or sum(len(event.keys) for event in events) <= most[0]
+            found += [(k, event.removed) for event in events for k in event.keys]
+        return found
+
+    assert told(keys_max) == told()

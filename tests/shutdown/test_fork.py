@@ -39,6 +39,7 @@ USES = {
     "end_request": lambda stack: stack.end_request("request"),
     "touch": lambda stack: stack.touch(NAMES),
     "take_events": lambda stack: stack.take_events(),
+    "announce": lambda stack: stack.announce(NAMES),
     "stats": lambda stack: stack.stats(),
     "check_integrity": lambda stack: stack.check_integrity(),
     "geometry": lambda stack: stack.geometry,

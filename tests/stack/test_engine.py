@@ -388,6 +388,7 @@ def test_a_closed_engine_stack_answers_with_a_usage_error(tmp_path):
         ("touch", keys(1)),
         ("reset",),
         ("take_events",),
+        ("announce", keys(1)),
     ):
         with pytest.raises(UsageError, match="closed"):
             getattr(stack, name)(*more)

@@ -168,6 +168,8 @@ async def test_a_failed_control_plane_finds_nothing_and_still_resets_its_tiers(m
         assert stack.locate(keys(8)) == [None] * 8
         removed = {key for event in stack.take_events() if event.removed for key in event.keys}
         assert removed >= set(keys(8)), "every removal is published"
+        stack.announce(keys(8))
+        assert stack.take_events() == []
         assert statuses(await stack.load(keys(8), gpu_blocks=range(8))) == ["missing"] * 8
         assert statuses(await stack.store(keys(8), gpu_blocks=range(8))) == ["dropped:tier_down"] * 8
         await stack.reset()

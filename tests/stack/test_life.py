@@ -154,6 +154,7 @@ async def test_a_stack_that_is_not_open_answers_with_a_usage_error(tmp_path, not
             ("reserve", "request", keys(1)),
             ("end_request", "request"),
             ("take_events",),
+            ("announce", keys(1)),
         ):
             with pytest.raises(UsageError, match="the stack is"):
                 getattr(stack, name)(*more)

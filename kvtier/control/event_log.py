@@ -1,0 +1,48 @@
+"""The events that an engine has yet to take."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvtier.control.state import TierSetup
+from kvtier.types.events import OffloadingEvent
+from kvtier.types.keys import OffloadKey
+
+
+class EventLog:
+    """What became reachable in a tier or ceased to be, in order, until it is taken.
+
+    At most `events_max` events are kept, none if that is 0: then the oldest is discarded, and its keys count as `lost`.
+    """
+
+    def __init__(self, events_max: int) -> None:
+        self.events_max = events_max
+        self.lost = 0
+        self._events: deque[OffloadingEvent] = deque()
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def record(self, setup: TierSetup, keys: Sequence[OffloadKey], removed: bool) -> None:
+        """These keys became reachable in a tier, or were removed from it."""
+        if self.events_max and keys:
+            self._events.append(OffloadingEvent(tuple(keys), setup.medium, removed, setup.name))
+            if len(self._events) > self.events_max:
+                self.lost += len(self._events.popleft().keys)
+
+    def take(self, keys_max: int | None = None) -> list[OffloadingEvent]:
+        """The oldest events, each once: all of them, or as many as name `keys_max` keys. One may be taken in parts."""
+        taken: list[OffloadingEvent] = []
+        left = math.inf if keys_max is None else keys_max
+        while self._events and left > 0:
+            event = self._events.popleft()
+            if len(event.keys) > left:
+                end = int(left)
+                self._events.appendleft(replace(event, keys=event.keys[end:]))
+                event = replace(event, keys=event.keys[:end])
+            taken.append(event)
+            left -= len(event.keys)
+        return taken
