@@ -9,6 +9,7 @@ import asyncio
 import errno
 import logging
 from collections.abc import Callable, Coroutine
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
@@ -49,6 +50,9 @@ class GPUOptions(TierOptions):
     )
     copy_threads: int = Field(
         default=2, ge=1, le=16, description="threads that copy when the tensors are in host memory"
+    )
+    urgent_lane: bool = Field(
+        default=False, description="a lane of their own for urgent jobs: a thread, and on CUDA a stream and 16 MiB"
     )
 
 
@@ -125,14 +129,21 @@ class GPUBackend(LoadStore):
     ) -> CopyEngine:
         region = _flat(rows, context.geometry.row_bytes)
         device = tensors[0].tensor.device
+        options = self.options
         if device.type == "cpu":
-            return HostMemoryEngine(region, tensors, self.options.copy_threads, compiled=native_copy.load())
+            compiled = native_copy.load()
+            return HostMemoryEngine(
+                region, tensors, options.copy_threads, compiled=compiled, urgent_lane=options.urgent_lane
+            )
         import torch
 
         from kvtier_gpu.engines.cuda import CudaEngine
         from kvtier_gpu.engines.gather import group_tensors
+        from kvtier_gpu.engines.pinned_region import RowSlices
 
-        engine = CudaEngine(region, rows.row_bytes, group_tensors(context.geometry, tables, tensors), device)
+        groups = group_tensors(context.geometry, tables, tensors)
+        slices = RowSlices(rows.row_bytes, context.geometry.slices(context.worker))
+        engine = CudaEngine(region, slices, groups, device, options.urgent_lane)
         engine.compute_stream = torch.cuda.current_stream(device)
         return engine
 
@@ -186,10 +197,10 @@ class GPUBackend(LoadStore):
         assert task is not None
         opened.running.add(task)
         try:
-            async with opened.room:
+            async with nullcontext() if job.urgent else opened.room:
                 if self._open is not opened:
                     return JobResult.uniform(job, dropped(DropReason.CLOSING))
-                error = await _start_copy(opened.engine, plan, direction)
+                error = await _start_copy(opened.engine, plan, direction, job.urgent)
             if error is None:
                 for rows, generations in stamps:
                     opened.rows.stamp(worker, rows, generations)
@@ -236,7 +247,9 @@ def _stamps(job: TransferJob, factor: int) -> tuple[tuple[IntArray, IntArray], .
     return tuple(stamps)
 
 
-def _start_copy(engine: CopyEngine, plan: CopyPlan, direction: Direction) -> Coroutine[Any, Any, Exception | None]:
+def _start_copy(
+    engine: CopyEngine, plan: CopyPlan, direction: Direction, urgent: bool
+) -> Coroutine[Any, Any, Exception | None]:
     """Submit a plan. The result is awaited for the engine's error; it ends only when every copy has, also if cancelled.
 
     The engine completes a plan on a thread of its own. A loop that is closed by then has no waiter left.
@@ -250,7 +263,7 @@ def _start_copy(engine: CopyEngine, plan: CopyPlan, direction: Direction) -> Cor
 
     waiting = shielded_wait(landed)  # made before: nothing may fail once the copy is in flight
     try:
-        engine.submit(plan, direction, done)
+        engine.submit(plan, direction, done, urgent)
     except BaseException:
         waiting.close()
         raise

@@ -214,6 +214,11 @@ class Geometry:
         before = sum(refs[i].page_size_bytes for i in range(ref))
         return worker % self.num_copies * self.worker_bytes(group) + sub_block * self.page_bytes(group) + before
 
+    def slices(self, worker: int) -> list[tuple[int, int]]:
+        """For each group the bytes of a row that are a worker's own: the first, and one past the last."""
+        firsts = [(group, self.offset(group, worker)) for group in range(self.num_groups)]
+        return [(first, first + self.worker_bytes(group)) for group, first in firsts]
+
     def tokens_per_offloaded_block(self, group: int) -> int:
         """Tokens one offloaded block of a group covers."""
         return self.layout.tokens_per_offloaded_block(group)

@@ -150,7 +150,8 @@ class TransferJob:
 
     `formats` are the regions that must be formatted before the job's first write into them. Several jobs may name the
     same format; a generation that the region already has changes nothing. `epoch` is the namespace's epoch that the
-    stored blocks belong to.
+    stored blocks belong to. `urgent`: an engine waits for it within a step; a GPU tier with `urgent_lane` does not
+    queue it behind other jobs.
     """
 
     job_id: JobId
@@ -159,6 +160,7 @@ class TransferJob:
     deadline: float | None = None
     epoch: int = 0
     formats: tuple[RegionFormat, ...] = ()
+    urgent: bool = False
 
     @property
     def num_blocks(self) -> int:

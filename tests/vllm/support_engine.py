@@ -20,11 +20,14 @@ from typing import Any
 from prometheus_client import REGISTRY
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import utils
 from vllm.v1.executor import multiproc_executor
+from vllm.v1.request import RequestStatus
 
 from kvtier.integrations.digests import ContentDigests, FileState
 from kvtier.integrations.vllm.metrics import INTERVAL_SECONDS
+from kvtier.integrations.vllm.primary.worker import KVTierWorker
 from kvtier.types.jobs import JobResult, TransferJob
 from kvtier_fs import FSBackend
 
@@ -33,8 +36,11 @@ def main(config: dict[str, Any], questions: Connection) -> None:
     """Start an engine, say so, answer until the other end of the pipe is closed, shut the engine down.
 
     Digests of files are not computed before the file exists that `digests_after` names. Loads from the disk take the
-    seconds a block that the file says which `slow_loads` names.
+    seconds a block that the file says which `slow_loads` names. The file that `loads_noted` names gets a word for each
+    load: `within` the step or `between` two, and `waiting` for each step that leaves requests waiting for one.
     """
+    if noted := config.pop("loads_noted", None):
+        note_loads(Path(noted))
     if slowness := config.pop("slow_loads", None):
         slow_loads(Path(slowness))
     if gate := config.pop("digests_after", None):
@@ -112,6 +118,26 @@ def slow_loads(slowness: Path) -> None:
         return float(slowness.read_text())
 
     FSBackend.load = slow  # type: ignore[method-assign]
+
+
+def note_loads(noted: Path) -> None:
+    submit, schedule = KVTierWorker.submit_load, Scheduler.schedule
+
+    def note(word: str) -> None:
+        with noted.open("a") as file:
+            file.write(f"{word}\n")
+
+    def submit_noted(self: KVTierWorker, job_id: int, source: Any, target: Any, expedited: bool = False) -> bool:
+        note("within" if expedited else "between")
+        return submit(self, job_id, source, target, expedited)
+
+    def schedule_noted(self: Scheduler, *given: Any, **named: Any) -> Any:
+        output = schedule(self, *given, **named)
+        if any(one.status is RequestStatus.WAITING_FOR_REMOTE_KVS for one in self.requests.values()):
+            note("waiting")
+        return output
+
+    KVTierWorker.submit_load, Scheduler.schedule = submit_noted, schedule_noted  # type: ignore[method-assign]
 
 
 def wait_with_digests(gate: Path) -> None:

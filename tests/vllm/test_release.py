@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 from collections.abc import Sequence
 
 import pytest
+import torch
 import vllm
-from fake_engine import AS_0_33, FakeEngine, Request, offloading_config, stack
+from fake_engine import AS_0_33, FakeEngine, Request, content, offloading_config, stack
 from support_vllm_tiering import Vllm, tier_config
 from support_vllm_tiering import offloading_config as tiering_config
 from vllm.v1.kv_offload import base
@@ -24,6 +26,7 @@ from kvtier.integrations.vllm.compat import require_supported
 from kvtier.integrations.vllm.primary import worker
 from kvtier.integrations.vllm.primary.inflight_copies import InflightCopies
 from kvtier.integrations.vllm.primary.manager import KVTierManager
+from kvtier_gpu.engines.host_memory import HostMemoryEngine
 
 pytestmark = pytest.mark.engine
 
@@ -94,10 +97,56 @@ def test_every_method_takes_what_the_installed_release_passes(ours, theirs):
             assert list(inspect.signature(vars(ours)[name]).parameters)[: len(passed)] == passed, name
 
 
-def test_loads_within_a_step_are_refused_by_name(root):
+@pytest.mark.parametrize("budget", [-1, True, "1MiB", 0.5, None])
+def test_a_budget_of_loads_within_a_step_is_a_number_of_bytes(root, budget):
+    with pytest.raises(ConfigError, match="sync_load_budget_bytes: must be a number of bytes"):
+        KVTierSpec(offloading_config(stack(root, 8), extra={"sync_load_budget_bytes": budget}))
+
+
+def test_loads_within_a_step_have_a_lane_and_are_refused_where_vllm_has_none(root):
     KVTierSpec(offloading_config(stack(root, 8), extra={"sync_load_budget_bytes": 0}))
-    with pytest.raises(ConfigError, match="sync_load_budget_bytes: must be 0 or absent"):
-        KVTierSpec(offloading_config(stack(root, 8), extra={"sync_load_budget_bytes": 1 << 20}))
+    within = offloading_config(stack(root, 8), extra={"sync_load_budget_bytes": 1 << 20})
+    if not AS_0_33:
+        with pytest.raises(ConfigError, match=r"sync_load_budget_bytes: needs vLLM 0\.33; 0\.32"):
+            KVTierSpec(within)
+        return
+    with FakeEngine(within, 1) as engine:
+        lanes = [thread.name for thread in threading.enumerate()]
+        assert lanes.count("kvtier-copy-urgent") == len(engine.workers) == 1
+
+
+@pytest.mark.skipif(not AS_0_33, reason="vLLM 0.32 waits for no load within a step")
+def test_a_load_within_the_step_waits_for_no_other_copy(root, seed, monkeypatch):
+    copy, go_on = HostMemoryEngine._copy, threading.Event()
+
+    def gated(engine, *given):
+        if threading.current_thread().name != "kvtier-copy-urgent":
+            assert go_on.wait(60)
+        copy(engine, *given)
+
+    config = offloading_config(stack(root, 16), extra={"sync_load_budget_bytes": 1 << 20})
+    with FakeEngine(config, seed) as engine:
+        engine.add([1, 2, 3])
+        engine.run()
+        monkeypatch.setattr(HostMemoryEngine, "_copy", gated)
+        manager, (gpu,) = engine.manager, engine.workers
+        found, others = engine.add([1, 2, 3, 4]), [engine.add([number]) for number in (5, 6, 7)]
+        assert engine._hits(found) == 3
+        end_step(engine)
+        for number, other in enumerate(others):
+            stored = manager.prepare_store(other.keys[0], other.context)
+            assert gpu.submit_store(number, base.GPULoadStoreSpec([40 + number], [1], [0]), stored.store_spec)
+        rows = manager.prepare_load(found.keys[0][:3], found.context)
+        engine.tensors[0][10:13] = 0
+        assert gpu.submit_load(9, rows, base.GPULoadStoreSpec([10, 11, 12], [3], [0]), expedited=True)
+        gpu.wait({9})  # while no store moves
+        assert [torch.equal(engine.tensors[0][10 + i], content(found.keys[0][i], 0, 0)) for i in range(3)] == [True] * 3
+        assert [result.job_id for result in gpu.get_finished()] == [9]
+        go_on.set()
+        gpu.wait({0, 1, 2})
+        manager.complete_load(found.keys[0][:3], found.context)
+        for other in others:
+            manager.complete_store(other.keys[0], other.context)
 
 
 @pytest.mark.skipif(not AS_0_33, reason="vLLM 0.32 asks for no such figures")

@@ -54,8 +54,11 @@ class CopyEngine(ABC):
         """
 
     @abstractmethod
-    def submit(self, plan: CopyPlan, direction: Direction, done: Done) -> None:
-        """Begin a copy and return at once. `done(None)` means every byte has landed; with an error some may have."""
+    def submit(self, plan: CopyPlan, direction: Direction, done: Done, urgent: bool = False) -> None:
+        """Begin a copy and return at once. `done(None)` means every byte has landed; with an error some may have.
+
+        An urgent copy to the GPU waits for no other one, if the engine was made with a lane for those.
+        """
 
     @abstractmethod
     def stop(self, timeout_seconds: float) -> bool:

@@ -23,7 +23,7 @@ from kvtier.errors import ResourceError
 from kvtier_gpu.copy_plan import CopyPlan, split
 from kvtier_gpu.engines.contract import CALL_AGAIN_SECONDS, CALLS_MAX, CopyEngine, Direction, Done
 from kvtier_gpu.engines.gather import STAGING_BYTES, GatherCopier, GroupTensors, staging_bytes
-from kvtier_gpu.engines.pinned_region import PinnedRegion, Runtime
+from kvtier_gpu.engines.pinned_region import PinnedRegion, RowSlices, Runtime
 
 _log = logging.getLogger(__name__)
 _NOT_ISSUED = RuntimeError("the copies could not be issued")
@@ -159,16 +159,26 @@ def _take_each(copies: SimpleQueue[_Copy | None], step: Callable[[_Copy | None],
 
 
 class CudaEngine(CopyEngine):
-    """Copies between KV tensors of one CUDA device and the region."""
+    """Copies between KV tensors of one CUDA device and the region.
+
+    With `urgent_lane` urgent copies to the GPU have a stream, threads and staging of their own.
+    """
 
     def __init__(
-        self, region: npt.NDArray[np.uint8], row_bytes: int, groups: Sequence[GroupTensors], device: torch.device
+        self,
+        region: npt.NDArray[np.uint8],
+        rows: RowSlices,
+        groups: Sequence[GroupTensors],
+        device: torch.device,
+        urgent_lane: bool = False,
     ) -> None:
         self._region: npt.NDArray[np.uint8] | None = region
-        self._row_bytes = row_bytes
+        self._rows = rows
         self._groups = tuple(groups)
         self._device = device
-        self._streams = {direction: _CopyStream(direction, device) for direction in Direction}
+        self._streams = {(direction, False): _CopyStream(direction, device) for direction in Direction}
+        if urgent_lane:
+            self._streams[Direction.TO_GPU, True] = _CopyStream(Direction.TO_GPU, device)
         self._pinned: PinnedRegion | None = None
         self.compute_stream: torch.cuda.Stream | None = None
 
@@ -177,7 +187,7 @@ class CudaEngine(CopyEngine):
         notes: tuple[str, ...] = ()
         with torch.cuda.device(self._device):
             runtime = cast(Runtime, torch.cuda.cudart())  # type: ignore[no-untyped-call]
-            self._pinned = PinnedRegion(runtime, self._region, self._row_bytes)
+            self._pinned = PinnedRegion(runtime, self._region, self._rows)
             error = self._pinned.pin()
             if error:
                 notes = (f"the region is not pinned (CUDA error {error}): copies are slower and not asynchronous",)
@@ -193,10 +203,11 @@ class CudaEngine(CopyEngine):
         self.mode = f"{self._device}, {len(self._streams)} streams, {'pageable' if error else 'pinned'} rows"
         return notes
 
-    def submit(self, plan: CopyPlan, direction: Direction, done: Done) -> None:
+    def submit(self, plan: CopyPlan, direction: Direction, done: Done, urgent: bool = False) -> None:
         computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
         computed.record(self.compute_stream or torch.cuda.current_stream(self._device))
-        self._streams[direction].submit(plan, computed, done)
+        lane = direction, urgent and (direction, True) in self._streams
+        self._streams[lane].submit(plan, computed, done)
 
     def stop(self, timeout_seconds: float) -> bool:
         stopped = [stream.stop(timeout_seconds) for stream in self._streams.values()]

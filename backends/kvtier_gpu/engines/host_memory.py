@@ -48,6 +48,7 @@ PART_BYTES_MIN = 256 << 10
 PART_BYTES_MAX = 8 << 20
 
 Bytes = npt.NDArray[np.uint8]
+_Queue = SimpleQueue[tuple[tuple[GroupPages, ...], Direction, Done] | None]
 
 
 def _window(low: int, end: int) -> Bytes:
@@ -88,7 +89,8 @@ class _Countdown:
 class HostMemoryEngine(CopyEngine):
     """Copies between KV tensors in host memory and the region, on `threads` daemon threads.
 
-    `compiled` is `native_copy.load()`; None selects the ways that Python has.
+    `compiled` is `native_copy.load()`; None selects the ways that Python has. With `urgent_lane` urgent copies have a
+    thread of their own.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class HostMemoryEngine(CopyEngine):
         threads: int,
         clock: Callable[[], float] = time.perf_counter,
         compiled: CopyScattered | None = None,
+        urgent_lane: bool = False,
     ) -> None:
         self._clock = clock
         self._compiled = compiled
@@ -106,24 +109,30 @@ class HostMemoryEngine(CopyEngine):
         self._low = min(tensor.address for tensor in tensors)
         self._tensors = _window(self._low, max(tensor.end for tensor in tensors))
         self._region: Bytes | None = region
+        self._queue: _Queue = SimpleQueue()
+        self._urgent: _Queue | None = SimpleQueue() if urgent_lane else None
+        lanes = [(f"kvtier-copy-{index}", self._queue) for index in range(threads)]
+        if self._urgent is not None:
+            lanes.append(("kvtier-copy-urgent", self._urgent))
         self._threads = [
-            threading.Thread(target=self._serve, name=f"kvtier-copy-{index}", daemon=True) for index in range(threads)
+            threading.Thread(target=self._serve, args=(queue,), name=name, daemon=True) for name, queue in lanes
         ]
-        self._queue: SimpleQueue[tuple[tuple[GroupPages, ...], Direction, Done] | None] = SimpleQueue()
+        self._num_threads = threads
         self._pid = 0
 
     def start(self) -> tuple[str, ...]:
         self._pid = os.getpid()
         for thread in self._threads:
             thread.start()
-        threads = f"cpu, {len(self._threads)} copy thread{'s' if len(self._threads) > 1 else ''}"
+        threads = f"cpu, {self._num_threads} copy thread{'s' if self._num_threads > 1 else ''}"
         self.mode = f"{threads}, compiled copies" if self._compiled else threads
         return ()
 
-    def submit(self, plan: CopyPlan, direction: Direction, done: Done) -> None:
+    def submit(self, plan: CopyPlan, direction: Direction, done: Done, urgent: bool = False) -> None:
         if os.getpid() != self._pid:
             raise UsageError("the GPU tier was opened by another process; open it after the fork")
-        part_bytes = min(PART_BYTES_MAX, max(PART_BYTES_MIN, -(-plan.nbytes // len(self._threads))))
+        queue = self._urgent if urgent and self._urgent is not None else self._queue
+        part_bytes = min(PART_BYTES_MAX, max(PART_BYTES_MIN, -(-plan.nbytes // self._num_threads)))
         parts = split(plan, part_bytes)
         ends = [done]
         if len(parts) > 1:
@@ -132,7 +141,7 @@ class HostMemoryEngine(CopyEngine):
         begun = 0
         try:
             for begun, part in enumerate(parts):
-                self._queue.put((part, direction, ends[begun]))
+                queue.put((part, direction, ends[begun]))
         except Exception as error:  # such as no memory for the queue: the parts before are in flight
             for end in ends[begun:]:
                 call_back(end, error)
@@ -140,8 +149,10 @@ class HostMemoryEngine(CopyEngine):
             done(None)
 
     def stop(self, timeout_seconds: float) -> bool:
-        for _ in self._threads:
+        for _ in range(self._num_threads):
             self._queue.put(None)
+        if self._urgent is not None:
+            self._urgent.put(None)
         for thread in filter(threading.Thread.is_alive, self._threads):  # those that could be started
             thread.join(timeout_seconds)
         ended = not any(thread.is_alive() for thread in self._threads)
@@ -150,7 +161,7 @@ class HostMemoryEngine(CopyEngine):
             self._kv_tensors = ()
         return ended
 
-    def _serve(self) -> None:
+    def _serve(self, queue: _Queue) -> None:
         """The thread lives on, and each part ends with an outcome, whatever a line of this raises."""
         work = error = None
         ended = False
@@ -159,7 +170,7 @@ class HostMemoryEngine(CopyEngine):
                 if work is not None:
                     call_back(work[2], error)
                 work = error = None  # nothing is kept while the thread waits
-                work = self._queue.get()
+                work = queue.get()
                 if work is not None:
                     self._copy(work[0], work[1])
                 ended = work is None

@@ -76,6 +76,12 @@ def engine_version() -> str:
     return str(importlib.import_module("vllm").__version__)
 
 
+def expedites_loads() -> bool:
+    """True if the installed vLLM can wait for a load within the step, as 0.33 does."""
+    submit_load = importlib.import_module(_BASE).OffloadingWorker.submit_load
+    return "expedited" in inspect.signature(submit_load).parameters
+
+
 def _lacking(module: ModuleType, classes: Mapping[str, Sequence[str]]) -> Iterator[str]:
     for name, members in classes.items():
         if not hasattr(module, name):

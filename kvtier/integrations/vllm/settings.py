@@ -9,12 +9,13 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvtier.config import StackConfig, load_stack, parse_stack
 from kvtier.errors import ConfigError
-from kvtier.integrations.vllm.compat import UNTESTED_KEY, engine_version
+from kvtier.integrations.vllm.compat import UNTESTED_KEY, engine_version, expedites_loads
 from kvtier.tier_api.registry import discover
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 from kvtier.types.keys import GPU, GROUP_BYTES, OffloadKey
 from kvtier.types.namespace import Namespace
 
+SYNC_LOADS_KEY = "sync_load_budget_bytes"
 KEYS = frozenset(
     {
         "stack",
@@ -26,7 +27,7 @@ KEYS = frozenset(
         "offload_prompt_only",
         "self_describing_kv_events",
         "canonical_layout",
-        "sync_load_budget_bytes",
+        SYNC_LOADS_KEY,
     }
 )
 """The keys of `kv_connector_extra_config`: `stack`, the consent to a release, and those that vLLM itself reads."""
@@ -59,12 +60,16 @@ class GroupIds:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """One engine's stack. `engine_id` names its shared region; `group_ids[position]` is vLLM's own id of a group."""
+    """One engine's stack. `engine_id` names its shared region; `group_ids[position]` is vLLM's own id of a group.
+
+    `loads_in_step`: vLLM waits for some loads within a step, up to its `sync_load_budget_bytes`.
+    """
 
     stack: StackConfig
     namespace: Namespace
     engine_id: str
     group_ids: tuple[int, ...]
+    loads_in_step: bool = False
 
 
 def engine_plan(config: OffloadingConfig) -> EnginePlan:
@@ -76,7 +81,8 @@ def engine_plan(config: OffloadingConfig) -> EnginePlan:
     _check_parallel(config)
     stack = _stack_config(config)
     group_ids = tuple(group.group_id for group in config.groups)
-    return EnginePlan(stack, namespace(config, stack.namespace), config.engine_id, group_ids)
+    loads_in_step = _loads_in_step(config.extra_config)
+    return EnginePlan(stack, namespace(config, stack.namespace), config.engine_id, group_ids, loads_in_step)
 
 
 def _stack_config(config: OffloadingConfig) -> StackConfig:
@@ -86,11 +92,6 @@ def _stack_config(config: OffloadingConfig) -> StackConfig:
     unknown = sorted(set(extra) - KEYS)
     if unknown:
         raise ConfigError(f"is no key of kv_connector_extra_config; known are {', '.join(sorted(KEYS))}", unknown[0])
-    if extra.get("sync_load_budget_bytes", 0) != 0:
-        raise ConfigError(
-            "must be 0 or absent: a load within the step would wait behind the copies of other requests",
-            "sync_load_budget_bytes",
-        )
     stack = extra.get("stack")
     if isinstance(stack, str):
         described = load_stack(stack)
@@ -105,6 +106,15 @@ def _stack_config(config: OffloadingConfig) -> StackConfig:
             "stack.block_size_factor",
         )
     return _for_engine(described, config.parallel.data_parallel_index, config.parallel.data_parallel_size)
+
+
+def _loads_in_step(extra: Mapping[str, Any]) -> bool:
+    budget = extra.get(SYNC_LOADS_KEY, 0)
+    if not isinstance(budget, int) or isinstance(budget, bool) or budget < 0:
+        raise ConfigError("must be a number of bytes, 0 or more", SYNC_LOADS_KEY)
+    if budget and not expedites_loads():
+        raise ConfigError(f"needs vLLM 0.33; {engine_version()} loads between steps only", SYNC_LOADS_KEY)
+    return budget > 0
 
 
 def _for_engine(config: StackConfig, engine: int, engines: int) -> StackConfig:

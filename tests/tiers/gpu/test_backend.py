@@ -6,6 +6,7 @@ import asyncio
 import errno
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from kvtier.types.jobs import DropReason, TransferJob, dropped, failed
 from kvtier_gpu import GPUBackend, GPUOptions
 from kvtier_gpu.engines import native_copy
 from kvtier_gpu.engines.host_memory import HostMemoryEngine
-from kvtier_gpu.engines.pinned_region import PIECE_BYTES, PinnedRegion
+from kvtier_gpu.engines.pinned_region import PAGE_BYTES, PIECE_BYTES, PIECES_MAX, PinnedRegion, RowSlices
 
 GEOMETRY = Geometry(KVLayout((GroupLayout((TensorRef(0, 1000),)),), block_size_factor=2))
 NUM_BLOCKS, NUM_ROWS = 10, 4
@@ -92,6 +93,35 @@ async def test_the_event_loop_runs_while_bytes_are_copied(rows: MmapRows, monkey
     assert (await call).ok
     assert rows.stamps[0].tolist() == [0, 0, 6, 0]
     assert rows.uses[0].tolist() == [1, 0, 1, 0]
+    await tier.close()
+
+
+async def test_an_urgent_copy_waits_for_no_other_one(rows: MmapRows, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy, begun, go_on = HostMemoryEngine._copy, asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def gated(engine: HostMemoryEngine, *arguments: object) -> None:
+        if not begun.is_set():
+            loop.call_soon_threadsafe(begun.set)
+            assert go_on.wait(timeout=30)
+        copy(engine, *arguments)
+
+    monkeypatch.setattr(HostMemoryEngine, "_copy", gated)
+    tier = await opened(rows, GPUOptions(copy_threads=1, urgent_lane=True))
+    others = [asyncio.create_task(tier.load(WORK)) for _ in range(2)]
+    await begun.wait()  # one copy holds the only thread of its lane
+    urgent = replace(job(transfer(0, runs_of([(0, 0, [7])]), [1])), urgent=True)
+    assert (await asyncio.wait_for(tier.store(urgent), 30)).ok
+    assert not any(other.done() for other in others)
+    go_on.set()
+    assert all(result.ok for result in await asyncio.gather(*others))
+    await tier.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvtier-copy-urgent"]
+
+
+async def test_without_a_lane_for_them_urgent_copies_are_as_others(rows: MmapRows) -> None:
+    tier = await opened(rows)
+    assert (await tier.store(replace(job(transfer(0, runs_of([(0, 0, [7])]), [1])), urgent=True))).ok
     await tier.close()
 
 
@@ -288,9 +318,49 @@ class HugeRegion:
         data = 1 << 40
 
 
+def whole_rows() -> RowSlices:
+    return RowSlices(HugeRegion.row_bytes, [(0, HugeRegion.row_bytes)])
+
+
+def pinned_pages(rows: RowSlices, num_rows: int) -> set[int]:
+    """The pages of a region that are pinned, each once."""
+    pages: set[int] = set()
+    for start, size in rows.pieces(num_rows * rows.row_bytes):
+        assert start % PAGE_BYTES == size % PAGE_BYTES == 0
+        own = range(start // PAGE_BYTES, (start + size) // PAGE_BYTES)
+        assert pages.isdisjoint(own)
+        pages.update(own)
+    return pages
+
+
+@pytest.mark.parametrize("pages", [(8 * 4096,), (8 * 4096, 3 * 4096), (5000, 4096, 7), (24 * 4096, 1)])
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_a_worker_pins_the_pages_of_its_own_slices_only(pages: tuple[int, ...], world_size: int) -> None:
+    groups = tuple(GroupLayout((TensorRef(index, size),)) for index, size in enumerate(pages))
+    geometry, num_rows = Geometry(KVLayout(groups, world_size, 2), 4096), 7
+    for worker in range(world_size):
+        slices = geometry.slices(worker)
+        pinned = pinned_pages(RowSlices(geometry.row_bytes, slices), num_rows)
+        needed = {
+            (row * geometry.row_bytes + byte) // PAGE_BYTES
+            for row in range(num_rows)
+            for first, end in slices
+            for byte in (*range(first, end, PAGE_BYTES), end - 1)
+        }
+        everything = set(range(num_rows * geometry.row_bytes // PAGE_BYTES))
+        assert needed <= pinned
+        assert pinned == needed or (pinned == everything and 2 * len(needed) > len(everything))
+
+
+def test_so_many_slices_that_pinning_each_would_take_longer_are_pinned_with_all_others() -> None:
+    rows = RowSlices(8 * PAGE_BYTES, [(PAGE_BYTES, 2 * PAGE_BYTES)])
+    assert len(list(rows.pieces(PIECES_MAX * rows.row_bytes))) == PIECES_MAX
+    assert next(rows.pieces((PIECES_MAX + 1) * rows.row_bytes)) == (0, PIECE_BYTES)
+
+
 def test_pinning_covers_the_region_in_whole_rows_and_undoes_itself() -> None:
     runtime = CountingRuntime(refuse=-1)
-    pinned = PinnedRegion(runtime, HugeRegion(), HugeRegion.row_bytes)
+    pinned = PinnedRegion(runtime, HugeRegion(), whole_rows())
     assert pinned.pin() == 0
     at = HugeRegion.ctypes.data
     for address, size in runtime.history:
@@ -306,6 +376,6 @@ def test_pinning_covers_the_region_in_whole_rows_and_undoes_itself() -> None:
 
 def test_pinning_that_is_refused_leaves_nothing_pinned() -> None:
     runtime = CountingRuntime(refuse=2)
-    assert PinnedRegion(runtime, HugeRegion(), HugeRegion.row_bytes).pin() == 2
+    assert PinnedRegion(runtime, HugeRegion(), whole_rows()).pin() == 2
     assert len(runtime.history) == 2
     assert not runtime.registered

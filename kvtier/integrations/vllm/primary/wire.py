@@ -41,7 +41,9 @@ def rows_spec(groups: Sequence[GPUGroup], num_groups: int, *, stamped: bool) -> 
     return RowsSpec(rows, generations, tuple(sizes))
 
 
-def copy_job(job_id: int, kind: JobKind, rows: RowsSpec, blocks: VLLMBlocks, factor: int) -> TransferJob:
+def copy_job(
+    job_id: int, kind: JobKind, rows: RowsSpec, blocks: VLLMBlocks, factor: int, *, urgent: bool = False
+) -> TransferJob:
     """A job of the gpu tier: LOAD from GPU blocks into rows, STORE from rows into GPU blocks.
 
     Workers do not need keys. A job needs one for each block, so the positions in `rows` serve as keys.
@@ -60,7 +62,7 @@ def copy_job(job_id: int, kind: JobKind, rows: RowsSpec, blocks: VLLMBlocks, fac
             groups.append(GPUGroup(GroupIndex(group), names, runs, row_ids, generations))
         row += num_rows
         block += num_blocks
-    return TransferJob(JobId(job_id), kind, tuple(groups))
+    return TransferJob(JobId(job_id), kind, tuple(groups), urgent=urgent)
 
 
 def _runs(kind: JobKind, ids: IntArray, head: int, num_rows: int, factor: int) -> GPURuns:

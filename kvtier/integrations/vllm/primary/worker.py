@@ -60,7 +60,7 @@ class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
         self._running: dict[int, Future[TransferResult]] = {}
         self._tiers = build_tiers(plan.stack)
         gpu = discover().get("gpu")
-        self._gpu = gpu(gpu.Options(type="gpu"))
+        self._gpu = gpu(gpu.Options(type="gpu").with_known(urgent_lane=plan.loads_in_step))
         self._one_process = beside_scheduler(plan)
         refs = [[(ref.tensor_idx, ref.page_size_bytes) for ref in group] for group in kv_caches.group_data_refs]
         layout = worker_layout(plan.namespace.layout, refs)
@@ -98,16 +98,16 @@ class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
     def submit_store(self, job_id: int, src_spec: VLLMBlocks, dst_spec: LoadStoreSpec) -> bool:
         """Begin to copy GPU blocks into rows."""
         assert isinstance(dst_spec, RowsSpec)
-        return self._begin(job_id, JobKind.LOAD, dst_spec, src_spec)
+        return self._begin(copy_job(job_id, JobKind.LOAD, dst_spec, src_spec, self._factor))
 
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: VLLMBlocks, expedited: bool = False) -> bool:
-        """Begin to copy rows into GPU blocks. An expedited load, of vLLM 0.33, is queued as any other."""
+        """Begin to copy rows into GPU blocks. An expedited load, of vLLM 0.33, does not queue behind other copies:
+        vLLM waits for it within the step."""
         assert isinstance(src_spec, RowsSpec)
-        return self._begin(job_id, JobKind.STORE, src_spec, dst_spec)
+        return self._begin(copy_job(job_id, JobKind.STORE, src_spec, dst_spec, self._factor, urgent=expedited))
 
-    def _begin(self, job_id: int, kind: JobKind, rows: RowsSpec, blocks: VLLMBlocks) -> bool:
-        job = copy_job(job_id, kind, rows, blocks, self._factor)
-        self._running[job_id] = self._thread.start(partial(self._copy, job_id, job)).ended
+    def _begin(self, job: TransferJob) -> bool:
+        self._running[job.job_id] = self._thread.start(partial(self._copy, job.job_id, job)).ended
         return True
 
     async def _copy(self, job_id: int, job: TransferJob) -> TransferResult:
