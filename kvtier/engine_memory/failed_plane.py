@@ -5,7 +5,7 @@ Wrong state serves wrong bytes, so nothing of that state is used any more: every
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from kvtier.control.deliveries import Arrival, Delivery, DeliveryKind, PresenceQuery
 from kvtier.control.state import Emission
@@ -27,6 +27,7 @@ class FailedEngineMemoryPlane(EngineMemoryPlane):
         self.lower = failed.lower
         self._refused = failed._refused
         self._permits = failed._permits
+        self._jobs = failed._jobs  # for the epoch alone
         self._open_jobs = jobs
 
     def take_over(self) -> None:
@@ -37,8 +38,25 @@ class FailedEngineMemoryPlane(EngineMemoryPlane):
     def lookup(self, key: OffloadKey, request_id: str, now: float) -> LookupResult:
         return LookupResult.MISS
 
+    def find(self, keys: Sequence[OffloadKey], now: float) -> list[bool | None]:
+        return [False] * len(keys)
+
+    def lease(self, keys: Sequence[OffloadKey], now: float) -> None:
+        """Nothing is here."""
+
+    def release(self, keys: Sequence[OffloadKey]) -> None:
+        """Nothing is leased."""
+
     def end_step(self) -> None:
-        """Nothing is pinned for a step."""
+        """Nothing is leased."""
+
+    def end(self, transfer: EngineTransfer, now: float) -> None:
+        """It ends with the next `take_ended`."""
+
+    def reset(self, now: float) -> int:
+        """Nothing is found any more; what is on disk is made unreachable all the same."""
+        self._jobs.epoch += 1
+        return self._jobs.epoch
 
     def submit(self, transfer: EngineTransfer, now: float) -> None:
         """It ends with the next `take_ended`."""
@@ -52,7 +70,7 @@ class FailedEngineMemoryPlane(EngineMemoryPlane):
         """Nothing is pinned."""
 
     def give_up(self, now: float) -> int:
-        """Every job ends anyway. No copy touches the engine's rows any more."""
+        """Every job ends anyway. No copy touches the engine's memory any more."""
         for permit in list(self._permits.values()):
             permit.shut()
         return 0
@@ -69,6 +87,7 @@ class FailedEngineMemoryPlane(EngineMemoryPlane):
             for part in transfer.parts:
                 part.permit.shut()
             transfer.complete(range(len(transfer.keys)), dropped(DropReason.TIER_DOWN))
+            transfer.ended = True
         self.give_up(0.0)
         return ended
 

@@ -8,11 +8,13 @@ its own and decides what it stores below.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvtier.control.deliveries import PresenceQuery, Recipient
 from kvtier.control.state import Emission, JobTable, LowerTier
 from kvtier.control.tiers.aged_tier import AgedTier
 from kvtier.control.tiers.breaker import BreakerState
+from kvtier.engine_memory.block_leases import BlockLeases
 from kvtier.engine_memory.staging import CopyPermits
 from kvtier.engine_memory.transfers import EngineTransfer, TransferPart
 from kvtier.errors import UsageError
@@ -34,27 +36,34 @@ from kvtier.types.keys import JobId, OffloadKey
 LOADS, STORES = 0, 1
 """Positions of the two queues: loads never wait behind stores for staging rows."""
 PATIENCE_SECONDS = 1.0
-"""How long stores may pin more of the engine's rows than their share."""
+"""How long stores may keep more of the engine's blocks than their share."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneLimits:
+    """A job of the tier has at most `part_blocks` blocks. Stores that have waited for a while may keep at most
+    `pinned_max` blocks of the engine. A block that was found is kept for `lease_seconds`, at most."""
+
+    part_blocks: int
+    pinned_max: int
+    lease_seconds: float
 
 
 class EngineMemoryPlane(Recipient):
     """All decisions. After any call take the jobs to run with `take_jobs`, the keys to look up with `take_queries` and
     the engine's jobs that have ended with `take_ended`.
 
-    A job of the tier has at most `part_blocks` blocks. Stores that have waited for a while may pin at most `pinned_max`
-    rows of the engine. `epoch` is that of the tier's namespace.
+    `epoch` is that of the tier's namespace.
     """
 
-    def __init__(
-        self, lower: LowerTier, permits: CopyPermits, part_blocks: int, pinned_max: int, epoch: int = 0
-    ) -> None:
+    def __init__(self, lower: LowerTier, permits: CopyPermits, limits: PlaneLimits, epoch: int = 0) -> None:
         self.lower = lower
-        self._part_blocks = part_blocks
-        self._pinned_max = pinned_max
+        self._limits = limits
         self._jobs: JobTable[TransferPart] = JobTable(epoch)
+        slots = len(lower.owned.table) if lower.owned is not None else 0
+        self._leases = BlockLeases(lower.index, limits.lease_seconds, max(1, slots))
         self._permits = permits
         self._transfers: dict[int, EngineTransfer] = {}
-        self._leased: list[int] = []
         self._refused: dict[str, set[OffloadKey]] = {}
         self._ended: list[EngineTransfer] = []
 
@@ -69,7 +78,7 @@ class EngineMemoryPlane(Recipient):
         self._refused.pop(request_id, None)
 
     def lookup(self, key: OffloadKey, request_id: str, now: float) -> LookupResult:
-        """HIT: loadable, and kept until `end_step`. RETRY: a lookup in a shared tier is in flight.
+        """HIT: loadable, and leased until `end_step`. RETRY: a lookup in a shared tier is in flight.
 
         A key whose load failed for a request is a miss for that request from then on.
         """
@@ -83,15 +92,34 @@ class EngineMemoryPlane(Recipient):
         lower.counters.look_up(1, int(not presence))
         if not presence:
             return LookupResult.MISS
-        slots = lower.index.slots((key,))
-        lower.index.pin(slots)
-        self._leased += slots
+        self._leases.take(key, now)
         return LookupResult.HIT
+
+    def find(self, keys: Sequence[OffloadKey], now: float) -> list[bool | None]:
+        """Whether each key of a prompt, given in prefix order, is here; None while a lookup in a shared tier is in
+        flight."""
+        lower = self.lower
+        if not lower.may_load(now):
+            return [False] * len(keys)
+        found = [there and not lower.silent(key) for key, there in zip(keys, lower.index.find(keys, now), strict=True)]
+        if None not in found:
+            lower.counters.look_up(len(keys), found.count(False))
+        return found
+
+    def lease(self, keys: Sequence[OffloadKey], now: float) -> None:
+        """Keep blocks for the loads that follow: until `release`, or for a bounded time. One that is not here stays a
+        miss."""
+        for key in keys:
+            if self.lower.index.presence(key, now):
+                self._leases.take(key, now)
+
+    def release(self, keys: Sequence[OffloadKey]) -> None:
+        """One lease of each of these keys has served its purpose."""
+        self._leases.release(keys)
 
     def end_step(self) -> None:
         """The loads of this step were submitted: its hits need not be kept any longer."""
-        self.lower.index.unpin(self._leased)
-        self._leased.clear()
+        self._leases.release_all()
 
     # -- the engine's jobs ---------------------------------------------------------------------------------------
 
@@ -105,7 +133,8 @@ class EngineMemoryPlane(Recipient):
             members.reverse()  # leaves go first, so that a parent never ages before its children
         else:
             members = self._admit(transfer, self._found(transfer, now), now)
-        size, deadline = self._part_blocks, now + self.lower.setup.timeout_seconds
+        size = self._limits.part_blocks
+        deadline = min(transfer.deadline, now + self.lower.setup.timeout_seconds)
         for start in range(0, len(members), size):
             self._send(TransferPart(self.lower, transfer, members[start : start + size]), deadline)
         self._conclude(transfer, now)
@@ -154,7 +183,7 @@ class EngineMemoryPlane(Recipient):
         else:
             allowed, breakers, reason = lower.may_load(now), [lower.load_breaker], DropReason.TIER_DOWN
         probing = any(breaker.state is BreakerState.HALF_OPEN for breaker in breakers)
-        room = 0 if not allowed else self._part_blocks if probing else len(blocks)
+        room = 0 if not allowed else self._limits.part_blocks if probing else len(blocks)
         self._drop(transfer, blocks[room:], reason)
         return blocks[:room]
 
@@ -189,7 +218,7 @@ class EngineMemoryPlane(Recipient):
         self._conclude(part.transfer, now)
 
     def late(self, job_id: JobId, now: float) -> None:
-        """A job passed its deadline; `ended` follows when its I/O has ended. The engine's rows are left alone."""
+        """A job passed its deadline; `ended` follows when its I/O has ended. The engine's memory is left alone."""
         self._conclude(self._jobs.late(job_id, now).transfer, now)
 
     def ended(self, job_id: JobId, now: float) -> None:
@@ -198,15 +227,17 @@ class EngineMemoryPlane(Recipient):
         del self._permits[job_id]
 
     def answer(self, query: PresenceQuery, results: Sequence[LookupResult], now: float) -> None:
-        """A shared tier's answer to a query."""
-        self.lower.index.answer(query.keys, results, now)
+        """A shared tier's answer to a query. What was asked before a reset says nothing any more."""
+        if query.epoch == self.epoch:
+            self.lower.index.answer(query.keys, results, now)
 
     def relieve(self, now: float) -> None:
-        """Give up jobs that were lost, and the newest stores while stores pin too many rows and the oldest waits long.
+        """Give up jobs that were lost, and the newest stores while stores keep too many blocks and the oldest waits.
 
-        A slow disk must not take the engine's CPU tier away. What was copied out of its rows by then is stored. Also
-        frees slots whose blocks are too old.
+        A slow disk must not take the engine's CPU tier away. What was copied out of it by then is stored. Also ends
+        leases whose time has passed, and frees slots whose blocks are too old.
         """
+        self._leases.expire(now)
         if isinstance(self.lower.owned, AgedTier):
             self.lower.owned.reclaim(now)
         lost_before = now - self.lower.setup.timeout_seconds - PATIENCE_SECONDS
@@ -216,14 +247,31 @@ class EngineMemoryPlane(Recipient):
         if not stores or now < stores[0].started + PATIENCE_SECONDS:
             return
         pinned = sum(len(transfer.keys) for transfer in stores)
-        while pinned > self._pinned_max:
+        while pinned > self._limits.pinned_max:
             newest = stores.pop()
             pinned -= len(newest.keys)
             count = self._give_up(newest, dropped(DropReason.BACKLOG), now)
             self.lower.counters.drop(DropReason.BACKLOG, count)
 
+    def end(self, transfer: EngineTransfer, now: float) -> None:
+        """End one job of the engine now: what has not ended is late, and no copy touches its memory any more."""
+        self._give_up(transfer, LATE, now)
+
+    def reset(self, now: float) -> int:
+        """Nothing from before is found from here on, and no job of the engine is in flight. Returns the new epoch.
+
+        Slots with transfers in flight are quarantined until those have ended.
+        """
+        self.give_up(now)
+        for part in (*self._jobs.running.values(), *self._jobs.late_jobs.values()):
+            part.current = False
+        self._jobs.epoch += 1
+        self._leases.release_all()
+        self.lower.index.reset()
+        return self._jobs.epoch
+
     def give_up(self, now: float) -> int:
-        """End every job of the engine now: no copy touches its rows any more. Returns how many blocks were given up.
+        """End every job of the engine now: no copy touches its memory any more. Returns how many blocks were given up.
 
         I/O in flight goes on in memory of our own, and what it stores counts.
         """
@@ -242,6 +290,7 @@ class EngineMemoryPlane(Recipient):
         if transfer.parts or self._transfers.get(transfer.job_id) is not transfer:
             return
         del self._transfers[transfer.job_id]
+        transfer.ended = True
         transfer.seconds = now - transfer.started
         stores, owned = transfer.kind is JobKind.STORE, self.lower.owned
         if not stores and transfer.request_id in self._refused:
@@ -262,7 +311,7 @@ class EngineMemoryPlane(Recipient):
     def take_queries(self) -> list[PresenceQuery]:
         """The lookups of a shared tier to make, each once."""
         keys = self.lower.index.take_queries()
-        return [PresenceQuery(self.lower.position, tuple(keys))] if keys else []
+        return [PresenceQuery(self.lower.position, tuple(keys), self.epoch)] if keys else []
 
     def take_ended(self) -> list[EngineTransfer]:
         """The engine's jobs that have ended, each once."""
@@ -272,6 +321,11 @@ class EngineMemoryPlane(Recipient):
     def take_changes(self) -> list[tuple[bool, list[OffloadKey]]]:
         """(removed, keys) of what became reachable here or ceased to be, in order."""
         return self.lower.index.take_changes()
+
+    @property
+    def epoch(self) -> int:
+        """The namespace's."""
+        return self._jobs.epoch
 
     @property
     def busy(self) -> bool:

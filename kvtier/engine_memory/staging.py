@@ -1,6 +1,7 @@
-"""Between an engine's rows and the disk: every block passes through aligned memory of kvtier.
+"""Between an engine's memory and the tier: every block passes through aligned memory of kvtier.
 
-The engine may give its rows to other blocks, reset or unmap them while a disk is stuck. So no I/O touches them.
+The engine may give a block's place to another block, reset or unmap its memory while a disk is stuck. So no I/O touches
+it.
 """
 
 from __future__ import annotations
@@ -11,45 +12,26 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import compress, islice
-from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.shielded_wait import shielded_wait
-from kvtier.errors import ConfigError, IntegrityError
+from kvtier.engine_memory.memory import EngineMemory
+from kvtier.errors import IntegrityError
 from kvtier.tier_api.checksum import CHECKSUM_BYTES, checksum
-from kvtier.tier_api.contract import LoadStore, Opened, TierContext
+from kvtier.tier_api.contract import AnswersLookups, LoadStore, LookupResult, Opened, TierContext
 from kvtier.types.arrays import IntArray
+from kvtier.types.geometry import Geometry
 from kvtier.types.jobs import CANCELLED, JobResult, TransferJob
-from kvtier.types.keys import FS, JobId, Medium
-
-
-class EngineRows:
-    """The engine's rows: a buffer of shape (chunks, bytes of a row). Touched row by row, and only by a `CopyPermit`.
-
-    Raises ConfigError for a buffer of another form. After `release` nothing here refers to the buffer any more.
-    """
-
-    def __init__(self, view: memoryview) -> None:
-        rows = np.asarray(view)
-        if rows.ndim != 2 or not rows.flags.c_contiguous or not rows.flags.writeable or not rows.size:
-            raise ConfigError(
-                f"vLLM's CPU tier is a buffer of shape {rows.shape}; KVTierFs needs writable rows without gaps"
-            )
-        self.array: npt.NDArray[np.uint8] = rows.view(np.uint8)
-        self.num_rows, self.row_bytes = (int(length) for length in self.array.shape)
-
-    def release(self) -> None:
-        """Drop the reference to the buffer. Every permit must be shut."""
-        self.array = np.empty((0, self.row_bytes), dtype=np.uint8)
+from kvtier.types.keys import GroupIndex, JobId, OffloadKey
 
 
 class CopyPermit:
-    """Permission to copy from or to the engine's rows for one job. `with permit as granted:` surrounds each row's copy.
+    """Permission to copy from or to the engine's memory for one job: `with permit as granted:` around each copy.
 
-    Once `shut` has returned no row is touched.
+    Once `shut` has returned nothing of it is touched.
     """
 
     __slots__ = ("_lock", "_open")
@@ -66,11 +48,13 @@ class CopyPermit:
         self._lock.release()
 
     def shut(self) -> None:
-        """From now on no row is touched; waits for the row that is being copied, if one is."""
+        """From now on nothing is touched; waits for the block that is being copied, if one is."""
         with self._lock:
             self._open = False
 
 
+Place = tuple[GroupIndex, int]
+"""A block's group, and where it is in the engine's memory."""
 CopyPermits = dict[JobId, CopyPermit]
 """The permits of the jobs in flight. The engine's thread adds, shuts and removes them; copies look theirs up."""
 
@@ -128,32 +112,37 @@ class StagingRows:
 
 
 class StagedTier(LoadStore):
-    """A backend behind staging rows: its jobs name rows of the engine, the backend sees those of its context only.
+    """A backend behind staging rows: its jobs name places in the engine's memory, the backend sees rows of its context.
 
-    A row is sealed where it is copied: its checksum is taken of the very bytes that go to the disk.
+    A block is sealed where it is copied: its checksum is taken of the very bytes that go to the tier.
     """
 
-    medium: ClassVar[Medium] = FS
-
-    def __init__(self, backend: LoadStore, engine: EngineRows, threads: DaemonPool) -> None:
+    def __init__(self, backend: LoadStore, memory: EngineMemory, threads: DaemonPool) -> None:
         self.options = backend.options
         self.backend = backend
         self.permits: CopyPermits = {}
         self.counters: object = getattr(backend, "counters", None)
-        self._engine = engine
+        self.LOOK_UP_BEFORE_STORE = backend.LOOK_UP_BEFORE_STORE  # type: ignore[misc]  # this object's own
+        self._memory = memory
         self._threads = threads
         self._staging: StagingRows
+        self._geometry: Geometry
 
     async def open(self, context: TierContext) -> Opened:
         """Open the backend; blocks pass through the rows of the context."""
         assert isinstance(context.rows, StagingRows)
-        self._staging = context.rows
+        self._staging, self._geometry = context.rows, context.geometry
         return await self.backend.open(context)
 
+    async def lookup(self, keys: Sequence[OffloadKey]) -> Sequence[LookupResult]:
+        """What a shared tier answers."""
+        assert isinstance(self.backend, AnswersLookups)
+        return await self.backend.lookup(keys)
+
     async def store(self, job: TransferJob) -> JobResult:
-        """Copy the engine's rows, then store the copies. CANCELLED where the job was given up before they were made."""
+        """Copy the engine's blocks, then store the copies. CANCELLED where the job was given up before that."""
         with self._staging.taken(job.num_blocks) as rows:
-            if not await shielded_wait(self._threads.run(self._fill, self.permits[job.job_id], _chunks(job), rows)):
+            if not await shielded_wait(self._threads.run(self._fill, self.permits[job.job_id], _places(job), rows)):
                 return JobResult.uniform(job, CANCELLED)
             return await self.backend.store(_restaged(job, rows))
 
@@ -163,7 +152,7 @@ class StagedTier(LoadStore):
             result = await self.backend.load(_restaged(job, rows))
             good = [outcome.ok for group in result.outcomes for outcome in group]
             permit = self.permits[job.job_id]
-            if await shielded_wait(self._threads.run(self._empty, permit, _chunks(job), rows, good)):
+            if await shielded_wait(self._threads.run(self._empty, permit, _places(job), rows, good)):
                 return result
             outcomes = tuple(tuple(CANCELLED if o.ok else o for o in group) for group in result.outcomes)
             return replace(result, outcomes=outcomes, bytes_moved=0)
@@ -172,35 +161,40 @@ class StagedTier(LoadStore):
         """Close the backend."""
         await self.backend.close()
 
-    def _fill(self, permit: CopyPermit, chunks: Sequence[int], rows: Sequence[int]) -> bool:
-        """Copy and seal; what a staging row has beyond the engine's is zero, never an earlier block's."""
-        used = self._engine.row_bytes
-        for chunk, row in zip(chunks, rows, strict=True):
-            target = self._staging.view[row]
+    def _fill(self, permit: CopyPermit, places: Sequence[Place], rows: Sequence[int]) -> bool:
+        """Copy and seal; what a staging row has beyond the engine's block is zero, never an earlier block's."""
+        for (group, place), row in zip(places, rows, strict=True):
+            target = self._staging.view[row, : self._geometry.aligned_bytes(group)]
+            start = 0
             with permit as granted:
                 if not granted:
                     return False
-                np.copyto(target[:used], self._engine.array[chunk])
-            target[used:] = 0
+                for piece in self._memory.pieces(group, place):
+                    np.copyto(target[start : start + piece.size].reshape(piece.shape), piece)
+                    start += piece.size
+            target[start:] = 0
             self._staging.set_checksum(row, checksum(target.data))
         return True
 
-    def _empty(self, permit: CopyPermit, chunks: Sequence[int], rows: Sequence[int], good: Sequence[bool]) -> bool:
-        used = self._engine.row_bytes
-        for chunk, row in compress(zip(chunks, rows, strict=True), good):
+    def _empty(self, permit: CopyPermit, places: Sequence[Place], rows: Sequence[int], good: Sequence[bool]) -> bool:
+        for (group, place), row in compress(zip(places, rows, strict=True), good):
+            source = self._staging.view[row]
+            start = 0
             with permit as granted:
                 if not granted:
                     return False
-                np.copyto(self._engine.array[chunk], self._staging.view[row, :used])
+                for piece in self._memory.pieces(group, place):
+                    np.copyto(piece, source[start : start + piece.size].reshape(piece.shape))
+                    start += piece.size
         return True
 
 
-def _chunks(job: TransferJob) -> list[int]:
-    return [chunk for group in job.row_groups for chunk in group.rows]
+def _places(job: TransferJob) -> list[Place]:
+    return [(group.group, place) for group in job.row_groups for place in group.rows]
 
 
 def _restaged(job: TransferJob, rows: Sequence[int]) -> TransferJob:
-    """The job with staging rows in place of the engine's."""
+    """The job with staging rows in place of the engine's memory."""
     left = iter(rows)
     groups = tuple(replace(group, rows=list(islice(left, len(group.keys)))) for group in job.row_groups)
     return replace(job, groups=groups)

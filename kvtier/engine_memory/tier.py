@@ -1,6 +1,6 @@
-"""A verified tier below an engine's own CPU tier, as an integration uses it.
+"""A verified tier below an engine's own CPU tier, for an engine that polls.
 
-the engine's thread                               the tier's thread: an event loop
+the engine's threads, one at a time               the tier's thread: an event loop
 lookup, submit -> control plane
 submit, end_step: send what was decided   -->     dispatcher -> staging rows -> the backend
 finished: record what ended  <- inbox     <--     job ended or late; a shared tier's answers
@@ -12,7 +12,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.loop_thread import LoopThread
@@ -20,56 +22,61 @@ from kvtier.aio.weak_call import weak_call
 from kvtier.control.deliveries import Arrival, PresenceQuery
 from kvtier.control.state import Emission, LowerTier, TierSetup
 from kvtier.engine_memory.failed_plane import FailedEngineMemoryPlane
+from kvtier.engine_memory.memory import EngineMemory
 from kvtier.engine_memory.options import EngineMemoryOptions
-from kvtier.engine_memory.plane import EngineMemoryPlane
-from kvtier.engine_memory.staging import EngineRows, StagedTier, StagingRows
+from kvtier.engine_memory.plane import EngineMemoryPlane, PlaneLimits
+from kvtier.engine_memory.staging import StagedTier, StagingRows
 from kvtier.engine_memory.transfers import EngineTransfer
-from kvtier.errors import ConfigError, UsageError
+from kvtier.errors import ConfigError, ResourceError, UsageError
 from kvtier.stack.assembly import StackSettings, open_tier, resolve_alignment
 from kvtier.stack.dispatcher import Dispatcher, TierQueue
 from kvtier.stack.installed_policies import find_policy
 from kvtier.stack.lookups import Lookups
-from kvtier.stack.setups import with_hints
+from kvtier.stack.setups import chains, with_hints
 from kvtier.stack.shutdown import close_each
 from kvtier.stack.stats import StackStats, lower_stats
-from kvtier.tier_api.contract import LookupResult, TierContext
+from kvtier.tier_api.contract import LookupResult, Resettable, TierContext
 from kvtier.tier_api.registry import discover
-from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
-from kvtier.types.keys import FS, OffloadKey
+from kvtier.types.geometry import Geometry, KVLayout, TensorRef
+from kvtier.types.keys import OffloadKey
 from kvtier.types.namespace import Namespace
 
 GRACE_SECONDS = 1.0
 PART_BLOCKS = 128
 PINNED_SHARE = 2
-"""One part in this many of the engine's rows may be pinned by stores that take long."""
+"""One part in this many of the engine's blocks may be kept by stores that take long."""
 
 
 class EngineMemoryTier:
-    """A disk that is bounded, verified and recovered after a restart, below the rows of an engine.
+    """A tier that is bounded, verified and recovered after a restart, below the memory of an engine.
 
-    One thread calls it. Only the constructor, `drain` and `close` wait for anything, each with a deadline. A block that
-    cannot be loaded in time, or is not what was stored, fails and is a miss for its request from then on. The engine's
-    rows, padding included, are stored as they are.
+    Safe to call from several threads; a lock is held for decisions, never for I/O. Only the constructor, `drain`,
+    `reset` and `close` wait for anything, each with a deadline. A block that cannot be loaded in time, or is not what
+    was stored, fails, and is a miss for its request from then on.
     """
 
     plane: EngineMemoryPlane
 
     def __init__(
-        self, options: EngineMemoryOptions, namespace: Namespace, rows: EngineRows, name: str, log: logging.Logger
+        self, options: EngineMemoryOptions, namespace: Namespace, memory: EngineMemory, name: str, log: logging.Logger
     ) -> None:
-        """Open the tier. Raises ConfigError for wrong options, ResourceError or GeometryError for a machine that does
-        not suffice; nothing is left behind then. The rows are the caller's to release in that case."""
+        """Open the tier. The groups of the namespace's layout are those of the memory.
+
+        Raises ConfigError for wrong options, ResourceError or GeometryError for a machine that does not suffice;
+        nothing is left behind then. The memory is the caller's to release in that case.
+        """
         self._options = options
-        self._rows = rows
+        self._memory = memory
         self._name = name
         self._log = log
+        self._lock = threading.RLock()
         self._shut = False
         self._inbox: deque[Arrival] = deque()
         self._jobs: dict[int, EngineTransfer] = {}
         self._lookups = Lookups()
-        self._arrived = threading.Event()
+        self._waiting: list[threading.Event] = []
         self._copy_threads = DaemonPool("kvtier-engine-memory-copy", options.copy_threads)
-        self._staged = StagedTier(discover().get(options.type)(options), rows, self._copy_threads)
+        self._staged = StagedTier(discover().get(options.type)(options), memory, self._copy_threads)
         self.thread = LoopThread("kvtier-engine-memory", "tier", at_exit=weak_call(self._release))
         try:
             self.thread.open()
@@ -81,12 +88,12 @@ class EngineMemoryTier:
     async def _open(self, namespace: Namespace) -> None:
         settings = StackSettings()
         alignment = await resolve_alignment([self._staged.backend], settings)
-        geometry = rows_geometry(len(namespace.layout.groups), self._rows.row_bytes, alignment)
+        geometry = memory_geometry(namespace.layout, self._memory, alignment)
         row_bytes = geometry.row_bytes
         queue_rows = self._options.inflight_bytes // 2 // row_bytes
         if not queue_rows:
             raise ConfigError(
-                f"is {self._options.inflight_bytes} bytes, but a row needs {row_bytes} for each direction: "
+                f"is {self._options.inflight_bytes} bytes, but a block needs {row_bytes} for each direction: "
                 f"write at least {2 * row_bytes}",
                 "inflight_bytes",
             )
@@ -94,7 +101,7 @@ class EngineMemoryTier:
         context = TierContext(self._name, geometry, namespace, time.monotonic, rows=staging)
         self._opened = await open_tier(self._staged, context, settings)
         try:
-            self.plane = self._control(queue_rows)
+            self.plane = self._control(geometry, queue_rows)
             self._failed = FailedEngineMemoryPlane(self.plane, self._jobs)
         except BaseException:
             await self._staged.close()
@@ -105,63 +112,82 @@ class EngineMemoryTier:
         opened = self._opened
         self._log.info("%s is open: %s, %d bytes at most", self._name, opened.mode, opened.capacity_bytes)
         self._log.info(
-            "%s: %d blocks found, rows of %d bytes, of which %d are the engine's, staged through %d rows of its own",
+            "%s: %d blocks found, blocks of %s bytes, staged through %d rows of %d bytes",
             self._name,
             0 if owned is None else len(owned.directory),
-            row_bytes,
-            self._rows.row_bytes,
+            ", ".join(map(str, dict.fromkeys(self._memory.block_bytes))),
             staging.num_rows,
+            row_bytes,
         )
 
-    def _control(self, queue_rows: int) -> EngineMemoryPlane:
-        options, opened = self._options, self._opened
-        eviction, timeout_seconds = options.eviction_policy(), options.job_timeout_seconds
+    def _control(self, geometry: Geometry, queue_rows: int) -> EngineMemoryPlane:
+        options, opened, backend = self._options, self._opened, self._staged.backend
+        eviction = options.eviction_policy()
         setup = TierSetup(
             self._name,
-            FS,
+            backend.medium,
             opened,
             find_policy(eviction),
-            timeout_seconds=timeout_seconds,
+            timeout_seconds=options.job_timeout_seconds,
             by_root=False,
             kind=options.type,
             eviction=eviction,
         )
         # Several jobs fit side by side, so that copies and I/O overlap.
-        part_blocks = max(1, min(PART_BLOCKS, queue_rows // 4))
-        pinned_max = max(1, self._rows.num_rows // PINNED_SHARE)
-        lower = LowerTier(1, with_hints(setup, options), queue_rows)
-        return EngineMemoryPlane(lower, self._staged.permits, part_blocks, pinned_max, opened.epoch)
+        limits = PlaneLimits(
+            part_blocks=max(1, min(PART_BLOCKS, queue_rows // 4)),
+            pinned_max=max(1, self._memory.num_blocks // PINNED_SHARE),
+            lease_seconds=options.lease_seconds,
+        )
+        probed = chains(geometry) if backend.PROBE_PREFIX else frozenset()
+        lower = LowerTier(1, with_hints(setup, options, probed), queue_rows)
+        return EngineMemoryPlane(lower, self._staged.permits, limits, opened.epoch)
 
     # -- requests and jobs ---------------------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, request_id: str) -> LookupResult:
         """As `EngineMemoryPlane.lookup`; MISS after `close`."""
-        if self._shut:
-            return LookupResult.MISS
-        try:
-            return self.plane.lookup(key, request_id, time.monotonic())
-        except BaseException as error:
-            self._fail(error)
-            return LookupResult.MISS
+        with self._lock:
+            if self._shut:
+                return LookupResult.MISS
+            try:
+                return self.plane.lookup(key, request_id, time.monotonic())
+            except BaseException as error:
+                self._fail(error)
+                return LookupResult.MISS
+
+    def lease(self, keys: Sequence[OffloadKey]) -> None:
+        """Keep blocks that are here until `release`, or for `lease_seconds`; those that are not stay misses."""
+        self._decide(lambda: self.plane.lease(keys, time.monotonic()))
+
+    def release(self, keys: Sequence[OffloadKey]) -> None:
+        """One lease of each of these keys has served its purpose. Keys without a lease are ignored."""
+        self._decide(lambda: self.plane.release(keys))
 
     def submit(self, transfer: EngineTransfer) -> None:
-        """Begin to store or load blocks. The job's rows are this tier's until `finished` returns it."""
-        if transfer.job_id in self._jobs:
-            raise UsageError(f"job {transfer.job_id} is in flight")
-        self._jobs[transfer.job_id] = transfer
-        try:
-            self.plane.submit(transfer, time.monotonic())
-        except BaseException as error:
-            self._fail(error)
-        self._send()
+        """Begin to store or load blocks. The memory they name is this tier's until `finished` returns the job.
+
+        Raises UsageError for a job that is in flight, and for a place outside the memory.
+        """
+        self._memory.check(transfer.keys, transfer.places.tolist())
+        with self._lock:
+            if transfer.job_id in self._jobs:
+                raise UsageError(f"job {transfer.job_id} is in flight")
+            self._jobs[transfer.job_id] = transfer
+            self._decide(lambda: self.plane.submit(transfer, time.monotonic()))
 
     def end_step(self) -> None:
         """The step's loads were submitted: its hits need not be kept any longer."""
-        try:
-            self.plane.end_step()
-        except BaseException as error:
-            self._fail(error)
-        self._send()
+        self._decide(self.plane.end_step)
+
+    def _decide(self, step: Callable[[], object]) -> None:
+        """A step of the plane, and what follows from it."""
+        with self._lock:
+            try:
+                step()
+            except BaseException as error:
+                self._fail(error)
+            self._send()
 
     def _send(self) -> None:
         try:
@@ -180,27 +206,38 @@ class EngineMemoryTier:
             self._lookups.begin(self._staged.backend, query, self._deliver)
 
     def _deliver(self, batch: Sequence[Arrival]) -> None:
-        """In the loop's thread: extending a deque is atomic, and the engine's thread empties it."""
+        """In the loop's thread: extending a deque is atomic, and the engine's threads empty it."""
         self._inbox.extend(batch)
-        self._arrived.set()
+        for event in tuple(self._waiting):
+            event.set()
+
+    @contextmanager
+    def _arrivals(self) -> Iterator[threading.Event]:
+        """An event that is set by every delivery from here on."""
+        arrived = threading.Event()
+        self._waiting.append(arrived)
+        try:
+            yield arrived
+        finally:
+            self._waiting.remove(arrived)
 
     def finished(self) -> list[EngineTransfer]:
         """The engine's jobs that ended since the last call, each once."""
-        self._receive()
-        try:
-            ended = self.plane.take_ended()
-        except BaseException as error:
-            self._fail(error)
-            ended = self.plane.take_ended()
-        for transfer in ended:
-            self._jobs.pop(transfer.job_id, None)
-        return ended
+        with self._lock:
+            self._receive()
+            try:
+                ended = self.plane.take_ended()
+            except BaseException as error:
+                self._fail(error)
+                ended = self.plane.take_ended()
+            for transfer in ended:
+                self._jobs.pop(transfer.job_id, None)
+            return ended
 
     def _receive(self) -> None:
         if self._shut:
             return
         now = time.monotonic()
-        self._arrived.clear()
         while self._inbox:
             try:
                 self.plane.deliver(self._inbox.popleft(), now)
@@ -228,7 +265,7 @@ class EngineMemoryTier:
                 self._failed.take_over()
             if self.thread.alive:
                 self.thread.call_soon(self._dispatcher.stop)
-        except Exception:  # no job begins without the plane, and those in flight may touch the engine's rows no more
+        except Exception:  # no job begins without the plane, and those in flight may touch the engine's memory no more
             self._log.exception("%s: what was in flight could not be stopped", self._name)
         if not isinstance(error, Exception):
             raise error
@@ -236,18 +273,43 @@ class EngineMemoryTier:
     # -- ending --------------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Return when nothing touches the engine's rows any more: jobs that have not ended in time have failed."""
+        """Return when nothing touches the engine's memory any more: jobs that have not ended in time have failed."""
         deadline = time.monotonic() + self._options.drain_timeout_seconds
-        self._receive()
-        while self.plane.busy and (left := deadline - time.monotonic()) > 0:
-            self._arrived.wait(left)
-            self._receive()
-        given_up = self.plane.give_up(time.monotonic())
+        with self._arrivals() as arrived:
+            while self._busy() and (left := deadline - time.monotonic()) > 0:
+                arrived.wait(left)
+                arrived.clear()
+        with self._lock:
+            given_up = self.plane.give_up(time.monotonic())
         if given_up:
             self._log.warning("%s: %d blocks in flight were given up", self._name, given_up)
 
+    def _busy(self) -> bool:
+        with self._lock:
+            self._receive()
+            return self.plane.busy
+
+    def reset(self, timeout_seconds: float = 30.0) -> None:
+        """Nothing stored before is found when this returns, also after a crash. What is in flight ends as cancelled.
+
+        Raises ResourceError if the tier could not make that durable in time; in memory it holds all the same.
+        """
+        with self._lock:
+            try:
+                epoch = self.plane.reset(time.monotonic())
+            except BaseException as error:
+                self._fail(error)
+                epoch = self.plane.reset(time.monotonic())
+        backend = self._staged.backend
+        if self._shut or not isinstance(backend, Resettable):
+            return
+        try:
+            self.thread.run(lambda: backend.reset(epoch), timeout_seconds)
+        except OSError as error:  # TimeoutError too
+            raise ResourceError(f"{self._name}: the reset was not made durable: {error!r}") from error
+
     def close(self) -> None:
-        """Drain within the deadline, release the engine's rows, then close the tier. Idempotent.
+        """Drain within the deadline, release the engine's memory, then close the tier. Idempotent.
 
         Where a disk is stuck, memory of kvtier stays in use, never the engine's. In a forked child it does nothing.
         """
@@ -257,12 +319,13 @@ class EngineMemoryTier:
 
     def _release(self) -> None:
         """`close` without draining; for a tier that is left open when the interpreter ends."""
-        if self._shut:
-            return
-        self._shut = True
-        for permit in list(self._staged.permits.values()):
-            permit.shut()
-        self._rows.release()
+        with self._lock:
+            if self._shut:
+                return
+            self._shut = True
+            for permit in list(self._staged.permits.values()):
+                permit.shut()
+            self._memory.release()
         seconds = self._options.close_timeout_seconds + GRACE_SECONDS
         try:
             if self.thread.alive:
@@ -288,7 +351,15 @@ class EngineMemoryTier:
         return StackStats({self._name: figures}, self.plane.backlog)
 
 
-def rows_geometry(num_groups: int, row_bytes: int, alignment: int) -> Geometry:
-    """The engine's rows as they are, padding included: every block of every group is one whole row."""
-    row = GroupLayout((TensorRef(0, row_bytes),))
-    return Geometry(KVLayout((row,) * num_groups), alignment)
+def memory_geometry(layout: KVLayout, memory: EngineMemory, alignment: int) -> Geometry:
+    """The engine's blocks as they are in its memory, padding included.
+
+    Raises ConfigError unless the memory has as many groups as the layout.
+    """
+    if len(layout.groups) != len(memory.block_bytes):
+        raise ConfigError(f"the layout has {len(layout.groups)} groups, the memory {len(memory.block_bytes)}")
+    groups = [
+        replace(group, refs=(TensorRef(0, size),), block_size=layout.tokens_per_offloaded_block(g), padding_bytes=0)
+        for g, (group, size) in enumerate(zip(layout.groups, memory.block_bytes, strict=True))
+    ]
+    return Geometry(KVLayout(groups), alignment)

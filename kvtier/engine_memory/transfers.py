@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,17 +17,20 @@ from kvtier.types.keys import OffloadKey
 
 @dataclass(slots=True, eq=False)
 class EngineTransfer:
-    """One job of the engine: block i is `keys[i]` in the engine's row `rows[i]`, in prefix order, root first.
+    """One job of the engine: block i is `keys[i]` at the place `places[i]` of its memory, in prefix order, root first.
 
-    `parts` are those in flight; `slots[i]` is the slot of block i in an owned tier.
+    At `deadline` its parts are late. `ended`: nothing touches the engine's memory for it any more. `parts` are those in
+    flight; `slots[i]` is the slot of block i in an owned tier.
     """
 
     job_id: int
     kind: JobKind
     keys: Sequence[OffloadKey]
-    rows: IntArray
+    places: IntArray
     request_id: str
     started: float
+    deadline: float = math.inf
+    ended: bool = False
     parts: set[TransferPart] = field(default_factory=set)
     slots: dict[int, int] = field(default_factory=dict)
     bytes_moved: int = 0
@@ -54,6 +58,11 @@ class EngineTransfer:
         return [block for block, outcome in sorted(self._outcomes.items()) if outcome.ok]
 
     @property
+    def outcomes(self) -> list[BlockOutcome]:
+        """What became of each block, in the order of `keys`; once it has ended."""
+        return [self._outcomes[block] for block in range(len(self.keys))]
+
+    @property
     def ok(self) -> bool:
         """True when every block succeeded."""
         return len(self.good) == len(self.keys)
@@ -68,16 +77,17 @@ class TransferPart(LowerTransfer):
     """One job of the tier: some blocks of an engine's job.
 
     `members` are positions in the engine's job in the order in which the blocks age. `permit` is needed to touch the
-    engine's rows.
+    engine's memory. `current` until a reset: then what is found out is not believed any more.
     """
 
     def __init__(self, lower: LowerTier, transfer: EngineTransfer, members: Sequence[int]) -> None:
         keys = [transfer.keys[i] for i in members]
         slots = [transfer.slots[i] for i in members] if transfer.slots else []
-        super().__init__(lower, transfer.kind, keys, [int(transfer.rows[i]) for i in members], slots)
+        super().__init__(lower, transfer.kind, keys, [int(transfer.places[i]) for i in members], slots)
         self.transfer = transfer
         self.members = members
         self.permit = CopyPermit()
+        self.current = True
         self._disk_was_full = lower.disk_full
 
     def finish(self, result: JobResult, now: float) -> None:
@@ -88,14 +98,14 @@ class TransferPart(LowerTransfer):
             self._finish_store(outcomes, result.bytes_moved, now)
         else:
             self.lower.counters.hits += sum(outcome.ok for outcome in outcomes)
-            self.finish_load(outcomes, result.bytes_moved, now)
+            self.finish_load(outcomes, result.bytes_moved, now, self.current)
         self.transfer.part_ended(self, outcomes, result.bytes_moved)
 
     def _finish_store(self, outcomes: Sequence[BlockOutcome], bytes_moved: int, now: float) -> None:
         lower = self.lower
-        self.finish_store(outcomes, bytes_moved, now)
+        self.finish_store(outcomes, bytes_moved, now, self.current)
         stored = [key for key, outcome in zip(self.keys, outcomes, strict=True) if outcome.ok]
-        if lower.owned is None and stored:
+        if lower.owned is None and stored and self.current:
             lower.index.changes.append((False, stored))
         for outcome in outcomes:
             lower.counters.count(outcome)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvtier.control.state import LowerTier, TierSetup
-from kvtier.engine_memory.plane import EngineMemoryPlane
+from kvtier.engine_memory.plane import EngineMemoryPlane, PlaneLimits
 from kvtier.engine_memory.staging import CopyPermits
 from kvtier.engine_memory.transfers import EngineTransfer
 from kvtier.tier_api.block_age import BlockAges
@@ -90,7 +90,7 @@ class World:
         plan = TierSetup("fs", FS, opened, policy, timeout_seconds=5.0, by_root=False)
         self.lower = LowerTier(1, plan, rows_max=6)
         self.permits: CopyPermits = {}
-        self.plane = EngineMemoryPlane(self.lower, self.permits, part_blocks=3, pinned_max=8)
+        self.plane = EngineMemoryPlane(self.lower, self.permits, PlaneLimits(3, 8, lease_seconds=10.0))
         self.disk = Disk(self.rng)
         self.begun: set[int] = set()
         self.ended: list[int] = []

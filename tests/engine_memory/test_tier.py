@@ -17,10 +17,10 @@ import pytest
 
 from kvtier.control.deliveries import PresenceQuery
 from kvtier.engine_memory import tier as module
+from kvtier.engine_memory.memory import PagedMemory
 from kvtier.engine_memory.options import EngineMemoryOptions
 from kvtier.engine_memory.plane import EngineMemoryPlane
-from kvtier.engine_memory.staging import EngineRows
-from kvtier.engine_memory.tier import EngineMemoryTier, rows_geometry
+from kvtier.engine_memory.tier import EngineMemoryTier
 from kvtier.engine_memory.transfers import EngineTransfer
 from kvtier.errors import ResourceError, UsageError
 from kvtier.options import SharedTierOptions
@@ -29,11 +29,13 @@ from kvtier.stack.dispatcher import Dispatcher
 from kvtier.testing.memory import MemoryOptions, MemoryTier, SharedMemoryTier
 from kvtier.tier_api.contract import LookupResult
 from kvtier.types.arrays import int_array
+from kvtier.types.geometry import KVLayout
 from kvtier.types.jobs import JobKind
 from kvtier.types.keys import make_key
 from kvtier.types.namespace import Namespace
 
 ROW = 4096
+NAMESPACE = Namespace(KVLayout.of_pages(ROW))
 ENDS_SECONDS = 10.0
 KEYS = [make_key(number.to_bytes(16, "big"), 0) for number in range(4)]
 
@@ -62,11 +64,12 @@ class Frozen(MemoryTier):
 def test_a_tier_that_opens_too_late_is_an_error_and_is_closed_then(monkeypatch):
     monkeypatch.setattr(module, "discover", lambda: SimpleNamespace(get=lambda name: Frozen))
     monkeypatch.setattr(module, "StackSettings", partial(StackSettings, open_seconds=0.05))
-    rows = EngineRows(memoryview(np.zeros((8, ROW), dtype=np.uint8)))
-    namespace = Namespace(rows_geometry(1, ROW, 1).layout)
+    memory = PagedMemory.of_rows(memoryview(np.zeros((8, ROW), dtype=np.uint8)), 1)
     try:
         with pytest.raises(ResourceError, match=r"tier below did not open within 0\.05 s"):
-            EngineMemoryTier(Options(type="memory", name="below"), namespace, rows, "below", logging.getLogger("test"))
+            EngineMemoryTier(
+                Options(type="memory", name="below"), NAMESPACE, memory, "below", logging.getLogger("test")
+            )
     finally:
         Frozen.answer.set()
     assert Frozen.closed.wait(20)
@@ -75,10 +78,9 @@ def test_a_tier_that_opens_too_late_is_an_error_and_is_closed_then(monkeypatch):
 @pytest.fixture
 def tier(monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineMemoryTier]:
     monkeypatch.setattr(module, "discover", lambda: SimpleNamespace(get=lambda name: MemoryTier))
-    rows = EngineRows(memoryview(np.ones((8, ROW), dtype=np.uint8)))
+    memory = PagedMemory.of_rows(memoryview(np.ones((8, ROW), dtype=np.uint8)), 1)
     options = Options(type="memory", name="below", job_timeout_seconds=1.0)
-    namespace = Namespace(rows_geometry(1, ROW, 1).layout)
-    tier = EngineMemoryTier(options, namespace, rows, "below", logging.getLogger("test"))
+    tier = EngineMemoryTier(options, NAMESPACE, memory, "below", logging.getLogger("test"))
     yield tier
     tier.close()
     assert not tier.thread.alive
@@ -173,10 +175,9 @@ def test_how_long_is_believed_what_a_shared_tier_holds_stands_in_its_options(mon
         """A shared tier in memory, below an engine's rows."""
 
     monkeypatch.setattr(module, "discover", lambda: SimpleNamespace(get=lambda name: SharedMemoryTier))
-    rows = EngineRows(memoryview(np.ones((8, ROW), dtype=np.uint8)))
+    memory = PagedMemory.of_rows(memoryview(np.ones((8, ROW), dtype=np.uint8)), 1)
     options = SharedOptions(type="memory", name="below", hit_hint_seconds=7.0, miss_hint_seconds=3.0)
-    namespace = Namespace(rows_geometry(1, ROW, 1).layout)
-    tier = EngineMemoryTier(options, namespace, rows, "below", logging.getLogger("test"))
+    tier = EngineMemoryTier(options, NAMESPACE, memory, "below", logging.getLogger("test"))
     try:
         setup = tier.plane.lower.setup
         assert (setup.hit_hint_seconds, setup.miss_hint_seconds) == (7.0, 3.0)

@@ -511,9 +511,9 @@ WRONG = {
     "capacity": ({"capacity": "10 bananas"}, "secondary_tiers.KVTierFs.capacity: '10 bananas' is not a size"),
     "text": ({"io_depth": "5"}, "secondary_tiers.KVTierFs.io_depth: '5' is not accepted"),
     "no tag": ({"namespace": ""}, "namespace: is required, because vLLM shows a secondary tier no model"),
-    "on_evict": ({"write_policy": "on_evict"}, "write_policy: vLLM hands blocks down"),
-    "second use": ({"admit": "second_use"}, "admit: vLLM does not say which blocks of its CPU tier were used again"),
-    "staging": ({"inflight_bytes": "16KiB"}, "inflight_bytes: is 16384 bytes, but a row needs 16384"),
+    "on_evict": ({"write_policy": "on_evict"}, "write_policy: the engine hands blocks down"),
+    "second use": ({"admit": "second_use"}, "admit: the engine does not say which of its blocks were used again"),
+    "staging": ({"inflight_bytes": "16KiB"}, "inflight_bytes: is 16384 bytes, but a block needs 16384"),
     "locality": ({"locality": "NEAR"}, "secondary_tiers.KVTierFs.locality"),
 }
 

@@ -2,18 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
 from typing import Any, Literal
 
-from pydantic import Field, create_model
+from pydantic import Field
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import canonical_format_id
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from kvtier.config.load import validate
-from kvtier.engine_memory.options import EngineMemoryOptions
+from kvtier.engine_memory.options import EngineMemoryOptions, read_options
 from kvtier.errors import ConfigError
 from kvtier.integrations.vllm import settings
-from kvtier.tier_api.registry import discover
 from kvtier.types.namespace import Namespace
 
 NAMESPACE_REQUIRED = (
@@ -36,25 +33,13 @@ class SecondaryOptions(EngineMemoryOptions):
     locality: Literal["LOCAL", "REMOTE"] | None = Field(default=None, description="where vLLM is to say the store is")
 
 
-@cache
-def options_model(backend: str) -> type[SecondaryOptions]:
-    """Our keys and those of an installed filesystem backend, in one strict model."""
-    bases: tuple[Any, ...] = (SecondaryOptions, discover().get(backend).Options)
-    model: type[SecondaryOptions] = create_model(f"{backend} below vLLM", __base__=bases)
-    return model
-
-
-def read_options(keys: Mapping[str, Any], tier_type: str, backend: str) -> SecondaryOptions:
+def secondary_options(keys: Mapping[str, Any], tier_type: str, backend: str) -> SecondaryOptions:
     """The options of one entry of `secondary_tiers`. Raises ConfigError with one line for each thing that is wrong."""
     at = f"secondary_tiers.{tier_type}"
-    options = validate(options_model(backend), {"type": backend, **keys}, at)
+    options = read_options(SecondaryOptions, backend, keys, at)
     if not options.namespace:
         raise ConfigError(NAMESPACE_REQUIRED, f"{at}.namespace")
-    if options.write_policy != "write_through":
-        raise ConfigError("vLLM hands blocks down when its CPU tier has them; leave it out", f"{at}.write_policy")
-    if options.admit != "always":
-        raise ConfigError("vLLM does not say which blocks of its CPU tier were used again; leave it out", f"{at}.admit")
-    return options.for_engine(settings.RESTART_SECONDS)
+    return options
 
 
 def tier_namespace(config: OffloadingConfig, tag: str, row_bytes: int) -> Namespace:

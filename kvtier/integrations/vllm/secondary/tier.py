@@ -22,13 +22,13 @@ from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from vllm.v1.kv_offload.tiering.base import TransferJob as VLLMJob
 
-from kvtier.engine_memory.staging import EngineRows
+from kvtier.engine_memory.memory import PagedMemory
 from kvtier.engine_memory.tier import EngineMemoryTier
 from kvtier.engine_memory.transfers import EngineTransfer
 from kvtier.integrations.vllm.adapters import content_in_keys
 from kvtier.integrations.vllm.compat import require_tested
 from kvtier.integrations.vllm.metrics import Meter, definitions
-from kvtier.integrations.vllm.secondary.options import read_options, tier_namespace
+from kvtier.integrations.vllm.secondary.options import secondary_options, tier_namespace
 from kvtier.integrations.vllm.settings import GroupIds
 from kvtier.stack import StackStats
 from kvtier.tier_api.contract import LookupResult
@@ -66,20 +66,20 @@ class KVTierFs(SecondaryTierManager):  # type: ignore[misc]
         config = offloading_spec.config
         require_tested(config.extra_config)
         parallel = config.parallel
-        given = read_options(keys, tier_type, self.backend)
+        given = secondary_options(keys, tier_type, self.backend)
         options = given.share(parallel.data_parallel_index, parallel.data_parallel_size)
         self.locality = Locality(options.locality) if options.locality is not None else None
         self._ids = GroupIds([group.group_id for group in config.groups])
         self._events = options.enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
         self._meter = Meter()
         self._refused: list[int] = []
-        rows = EngineRows(primary_kv_view)
+        memory = PagedMemory.of_rows(primary_kv_view, len(config.groups))
         self._adapters = content_in_keys(self)
         try:
-            namespace = tier_namespace(config, options.namespace, rows.row_bytes)
-            self._tier = EngineMemoryTier(options, namespace, rows, options.name or tier_type, _log)
+            namespace = tier_namespace(config, options.namespace, memory.block_bytes[0])
+            self._tier = EngineMemoryTier(options, namespace, memory, options.name or tier_type, _log)
         except BaseException:
-            rows.release()
+            memory.release()
             self._adapters.release(self)
             raise
 

@@ -1,0 +1,256 @@
+"""Calls that wait: right bytes from several threads, over each kind of tier, and never longer than they may."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvtier.engine_memory import tier as module
+from kvtier.engine_memory.blocking import BlockingTier
+from kvtier.engine_memory.memory import PagedMemory
+from kvtier.engine_memory.options import EngineMemoryOptions, read_options
+from kvtier.engine_memory.plane import EngineMemoryPlane
+from kvtier.errors import ConfigError
+from kvtier.tier_api.contract import LookupResult
+from kvtier.tier_api.registry import discover
+from kvtier.types.geometry import GroupKind, GroupLayout, KVLayout
+from kvtier.types.jobs import LATE, LOADED, PRESENT, STORED, BlockStatus
+from kvtier.types.keys import OffloadKey, key_group, make_key
+from kvtier.types.namespace import Namespace
+
+PAGES = 32
+PAGE, STATE = 6000, 17_000
+"""Bytes of a block of each group; neither is a multiple of any alignment."""
+LONG = 60.0
+"""Seconds that no call needs."""
+LAYOUT = KVLayout([GroupLayout.of_pages(PAGE), GroupLayout.of_pages(STATE, kind=GroupKind.MAMBA)])
+
+Open = Callable[..., BlockingTier]
+
+
+def key(number: int, group: int = 0) -> OffloadKey:
+    return make_key(number.to_bytes(16, "big"), group)
+
+
+def content(name: OffloadKey) -> np.ndarray:
+    """The bytes that belong to a key."""
+    size = (PAGE, STATE)[key_group(name)]
+    return np.random.default_rng(list(name)).integers(0, 256, size, dtype=np.uint8)
+
+
+class Engine:
+    """Memory with pages in two halves and states in one piece, and what is in it."""
+
+    def __init__(self) -> None:
+        self.halves = np.zeros((2, PAGES, PAGE // 2), dtype=np.uint8)
+        self.states = np.zeros((PAGES, STATE), dtype=np.uint8)
+        self.memory = PagedMemory([[self.halves], [self.states]])
+
+    def write(self, name: OffloadKey, place: int) -> None:
+        if key_group(name):
+            self.states[place] = content(name)
+        else:
+            self.halves[:, place] = content(name).reshape(2, -1)
+
+    def read(self, name: OffloadKey, place: int) -> np.ndarray:
+        return self.states[place] if key_group(name) else self.halves[:, place].reshape(-1)
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def opened(tmp_path, engine) -> Iterator[Open]:
+    """Opens a tier below the engine's memory; the second of one type finds what the first stored."""
+    tiers: list[BlockingTier] = []
+
+    def open_tier(backend: str = "fs", **keys: Any) -> BlockingTier:
+        place = {"roots": [str(tmp_path / "kv")]} if backend == "fs" else {"root": str(tmp_path / "kv")}
+        given = {**place, "capacity": 64 << 20, "direct": "auto", **keys}
+        options = read_options(EngineMemoryOptions, backend, given, "tier")
+        tier = BlockingTier(options, Namespace(LAYOUT), engine.memory, backend, logging.getLogger("test"))
+        tiers.append(tier)
+        return tier
+
+    yield open_tier
+    for tier in tiers:
+        tier.close()
+
+
+@pytest.mark.parametrize("backend", ["fs", "shared_fs"])
+def test_blocks_of_groups_of_different_sizes_come_back_after_a_restart(backend, opened, engine):
+    names = [key(number, number % 2) for number in range(8)]
+    tier = opened(backend)
+    for place, name in enumerate(names):
+        engine.write(name, place)
+    assert tier.store(names, range(8), LONG) == [STORED] * 8
+    assert tier.store(names, range(8), LONG) == [PRESENT] * 8
+    tier.close()
+    engine.memory = PagedMemory([[engine.halves], [engine.states]])
+    engine.halves[:] = engine.states[:] = 0
+    tier = opened(backend)
+    assert tier.find([*names, key(99)], LONG) == [True] * 8 + [False]
+    places = [8 + place for place in range(8)]
+    assert tier.load(names, places, LONG) == [LOADED] * 8
+    for name, place in zip(names, places, strict=True):
+        assert np.array_equal(engine.read(name, place), content(name))
+    assert not engine.halves[:, 16:].any()
+    assert not engine.states[16:].any()
+
+
+@pytest.mark.parametrize("backend", ["fs", "shared_fs"])
+def test_after_a_reset_nothing_is_found_also_by_the_next_process(backend, opened, engine):
+    tier = opened(backend)
+    assert tier.store([key(1)], [0], LONG) == [STORED]
+    tier.reset()
+    assert tier.find([key(1)], LONG) == [False]
+    assert tier.load([key(1)], [1], LONG)[0].status is BlockStatus.MISSING
+    assert tier.store([key(2)], [0], LONG) == [STORED]
+    tier.close()
+    engine.memory = PagedMemory([[engine.halves], [engine.states]])
+    assert opened(backend).find([key(1), key(2)], LONG) == [False, True]
+
+
+def test_threads_load_and_store_at_once_and_get_their_own_blocks(opened, engine, seed):
+    tier = opened(capacity=8 << 20)
+    threads, share = 4, PAGES // 4
+
+    def work(number: int) -> int:
+        rng, good = random.Random(seed + number), 0
+        for _ in range(60):
+            names = [key(rng.randrange(40), rng.randrange(2)) for _ in range(rng.randint(1, share))]
+            names = list(dict.fromkeys(names))
+            places = rng.sample(range(number * share, (number + 1) * share), len(names))
+            if rng.random() < 0.4:
+                for name, place in zip(names, places, strict=True):
+                    engine.write(name, place)
+                good += sum(outcome.ok for outcome in tier.store(names, places, LONG))
+                continue
+            found = tier.find(names, LONG)
+            tier.lease(names)
+            for name, place, outcome in zip(names, places, tier.load(names, places, LONG), strict=True):
+                assert not outcome.ok or np.array_equal(engine.read(name, place), content(name))
+                good += outcome.ok
+            tier.release([name for name, there in zip(names, found, strict=True) if there])
+        return good
+
+    with ThreadPoolExecutor(threads) as pool:
+        assert all(pool.map(work, range(threads)))
+    assert not tier.stats().errors
+    with tier._lock:
+        tier.plane.check_integrity()
+        assert not tier._jobs
+    assert not tier._waiting
+
+
+@pytest.fixture
+def freeze(monkeypatch) -> Iterator[Callable[[str], threading.Event]]:
+    """Has a kind of call of the backend `fs` end only once the disk answers, by the event that is returned."""
+    answers = threading.Event()
+    threads = ThreadPoolExecutor(16)
+
+    def freeze(name: str) -> threading.Event:
+        backend = discover().get("fs")
+        usual = getattr(backend, name)
+
+        async def frozen(tier: Any, job: Any) -> Any:
+            await asyncio.get_running_loop().run_in_executor(threads, answers.wait)
+            return await usual(tier, job)
+
+        monkeypatch.setattr(backend, name, frozen)
+        return answers
+
+    yield freeze
+    answers.set()
+    threads.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["load", "store"])
+def test_a_call_ends_at_its_deadline_and_its_memory_is_left_alone(kind, opened, engine, freeze):
+    tier = opened()
+    engine.write(key(1), 0)
+    tier.store([key(1)], [0], LONG)
+    answers = freeze(kind)
+    engine.halves[:, 5] = 7
+    name = key(1) if kind == "load" else key(2)
+    assert getattr(tier, kind)([name], [5], 0.5) == [LATE]
+    engine.halves[:, 5] = 9
+    answers.set()
+    others = [key(number) for number in range(10, 14)]
+    until = time.monotonic() + LONG
+    while not all(outcome.ok for outcome in tier.store(others, range(6, 10), LONG)):
+        assert time.monotonic() < until
+    assert np.all(engine.halves[:, 5] == 9)
+    tier.close()
+    assert np.all(engine.halves[:, 5] == 9)
+
+
+def test_a_tier_that_is_late_again_and_again_is_left_alone(opened, freeze):
+    tier = opened()
+    tier.store([key(1)], [0], LONG)
+    freeze("load")
+    late = 0
+    while tier.find([key(1)], LONG) == [True]:
+        late += tier.load([key(1)], [5], 0.5) == [LATE]
+    assert 5 <= late <= 7, "five, and those under way when the fifth is noticed"
+    began = time.monotonic()
+    assert not tier.load([key(1)], [5], LONG)[0].ok
+    assert time.monotonic() - began < LONG / 2
+
+
+def test_a_lease_keeps_a_block_while_others_fill_the_tier(opened):
+    tier = opened(capacity=8 << 20, lease_seconds=LONG)
+    assert tier.store([key(1)], [0], LONG) == [STORED]
+    tier.lease([key(1)])
+    number = 100
+    while not tier.stats().tiers["fs"].evictions or number < 1000:
+        tier.store([key(number + each) for each in range(PAGES)], range(PAGES), LONG)
+        number += PAGES
+    assert tier.find([key(1)], LONG) == [True]
+    tier.release([key(1)])
+    for _ in range(4):
+        while tier.find([key(1)], LONG) == [True]:
+            tier.store([key(number + each) for each in range(PAGES)], range(PAGES), LONG)
+            number += PAGES
+
+
+def test_every_call_ends_when_the_plane_fails(opened, monkeypatch):
+    tier = opened()
+    assert tier.store([key(1)], [0], LONG) == [STORED]
+    monkeypatch.setattr(EngineMemoryPlane, "submit", lambda *args: 1 / 0)
+    assert not tier.load([key(1)], [1], LONG)[0].ok
+    assert tier.find([key(1)], LONG) == [False]
+    tier.reset()
+    assert not tier.store([key(1)], [0], LONG)[0].ok
+
+
+def test_calls_after_closing_are_misses(opened):
+    tier = opened()
+    tier.store([key(1)], [0], LONG)
+    tier.close()
+    assert tier.find([key(1)], LONG) == [False]
+    assert tier.lookup(key(1), "") is LookupResult.MISS
+    assert not tier.load([key(1)], [1], LONG)[0].ok
+
+
+def test_a_tier_above_the_disk_is_refused():
+    with pytest.raises(ConfigError, match="cpu is no tier below the CPU"):
+        read_options(EngineMemoryOptions, "cpu", {}, "tier")
+
+
+def test_a_layout_with_other_groups_than_the_memory_is_refused(engine, tmp_path):
+    options = read_options(EngineMemoryOptions, "fs", {"roots": [str(tmp_path / "a")], "capacity": 64 << 20}, "tier")
+    with pytest.raises(ConfigError, match="the layout has 1 groups, the memory 2"):
+        BlockingTier(options, Namespace(KVLayout.of_pages(PAGE)), engine.memory, "fs", logging.getLogger("test"))
+    assert module.memory_geometry(LAYOUT, engine.memory, 4096).aligned_bytes(0) == 8192
