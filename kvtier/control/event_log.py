@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 
 from kvtier.control.state import TierSetup
 from kvtier.types.events import OffloadingEvent
@@ -23,9 +21,6 @@ class EventLog:
         self.lost = 0
         self._events: deque[OffloadingEvent] = deque()
 
-    def __len__(self) -> int:
-        return len(self._events)
-
     def record(self, setup: TierSetup, keys: Sequence[OffloadKey], removed: bool) -> None:
         """These keys became reachable in a tier, or were removed from it."""
         if self.events_max and keys:
@@ -33,16 +28,8 @@ class EventLog:
             if len(self._events) > self.events_max:
                 self.lost += len(self._events.popleft().keys)
 
-    def take(self, keys_max: int | None = None) -> list[OffloadingEvent]:
-        """The oldest events, each once: all of them, or as many as name `keys_max` keys. One may be taken in parts."""
-        taken: list[OffloadingEvent] = []
-        left = math.inf if keys_max is None else keys_max
-        while self._events and left > 0:
-            event = self._events.popleft()
-            if len(event.keys) > left:
-                end = int(left)
-                self._events.appendleft(replace(event, keys=event.keys[end:]))
-                event = replace(event, keys=event.keys[:end])
-            taken.append(event)
-            left -= len(event.keys)
-        return taken
+    def take(self) -> list[OffloadingEvent]:
+        """The events that were not taken before, the oldest first."""
+        events = list(self._events)
+        self._events.clear()
+        return events

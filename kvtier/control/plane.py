@@ -350,10 +350,9 @@ class ControlPlane(Recipient):
         asked, epoch = [lower for lower in self.control.lowers if lower.index.queries], self.control.epoch
         return [PresenceQuery(lower.position, tuple(lower.index.take_queries()), epoch) for lower in asked]
 
-    def take_events(self, keys_max: int | None = None) -> list[OffloadingEvent]:
-        """What became reachable or ceased to be, in order, each once; the oldest of it, if it is more than
-        `keys_max` keys."""
-        return self.events.take(keys_max)
+    def take_events(self) -> list[OffloadingEvent]:
+        """What became reachable or ceased to be, in order, each once."""
+        return self.events.take()
 
     def announce(self, keys: Sequence[OffloadKey], now: float) -> None:
         """Publish once more which owned tiers have these keys, in their order.

@@ -203,12 +203,9 @@ class StackCore(RequestCalls):
             raise UsageError("the stack was never opened")
         return collect(self._assembled, self._clock(), self._errors + self._lookups.errors)
 
-    def take_events(self, keys_max: int | None = None) -> list[OffloadingEvent]:
-        """What became reachable or ceased to be since the last call, in order.
-
-        With `keys_max` at most so many keys; the next call goes on with the rest.
-        """
-        return self._opened().plane.take_events(keys_max)
+    def take_events(self) -> list[OffloadingEvent]:
+        """What became reachable or ceased to be since the last call, in order."""
+        return self._opened().plane.take_events()
 
     def announce(self, keys: Sequence[OffloadKey]) -> None:
         """Have `take_events` say once more which tiers have these keys: each is removed and then stored.

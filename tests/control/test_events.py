@@ -258,20 +258,3 @@ def test_nothing_is_announced_where_no_events_are_kept():
     world.plane.announce([key(1)], world.now)
     assert world.plane.take_events() == []
     assert world.plane.events.lost == 0
-
-
-@pytest.mark.parametrize("keys_max", [1, 2, 3, 7, 100])
-def test_events_taken_in_parts_are_the_same_events(keys_max):
-    def told(*most: int) -> list[tuple[bytes, bool]]:
-        world = World(cpu_setup(3), [fs_setup(8)])
-        world.store(1, 2, 3)
-        world.run_all()
-        world.store(4, 5)
-        world.run_all()
-        found = []
-        while events := world.plane.take_events(*most):
-            assert not most or sum(len(event.keys) for event in events) <= most[0]
-            found += [(k, event.removed) for event in events for k in event.keys]
-        return found
-
-    assert told(keys_max) == told()

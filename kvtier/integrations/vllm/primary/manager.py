@@ -17,7 +17,6 @@ from itertools import groupby
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import LookupResult as Answer
 from vllm.v1.kv_offload.base import (
-    Medium,
     OffloadingEvent,
     OffloadingManager,
     PrepareStoreOutput,
@@ -37,6 +36,7 @@ from kvtier.integrations.vllm.primary.inflight_copies import InflightCopies
 from kvtier.integrations.vllm.primary.model_weights import EngineWeights, Verdict
 from kvtier.integrations.vllm.primary.prefills import Prefills
 from kvtier.integrations.vllm.primary.request_state import RequestState, reserved_answer
+from kvtier.integrations.vllm.primary.router_events import RouterEvents
 from kvtier.integrations.vllm.primary.served_requests import (
     ServedRequest,
     hashes_per_block,
@@ -50,7 +50,7 @@ from kvtier.stack.workers.engine_copier import EngineCopies
 from kvtier.tier_api.contract import HasWords, LookupResult, ProvidesRows
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import GPUGroup, JobKind, TransferJob
-from kvtier.types.keys import CPU, OffloadKey, RequestId, key_group
+from kvtier.types.keys import OffloadKey, RequestId, key_group
 
 PATIENCE_SECONDS = 1.0
 """How long a store waits for rows that are about to be free before it takes what there is."""
@@ -83,6 +83,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         self._stack = EngineStack(
             dataclasses.replace(parts, engine_id=plan.engine_id, settings=settings, refine=refine)
         )
+        self._events = RouterEvents(self._stack, self._ids, config)
         self._requests: defaultdict[str, RequestState] = defaultdict(RequestState)
         self._scanned: dict[str, RequestState] = {}
         self._reserved: set[str] = set()
@@ -167,6 +168,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         if placed is None or placed.num_blocks != len(order):
             raise IntegrityError(f"request {req_context.req_id} was promised blocks that are not there")
         self._copies.issue((req_context.req_id,), placed)
+        self._events.used(order)
         self._requests[req_context.req_id].refused_since = None
         self._reserved.discard(req_context.req_id)
         return rows_spec(placed.gpu_groups, self._num_groups, stamped=False)
@@ -200,13 +202,16 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         stored = [key for group in groups for key in group.keys]
         if placed is not None:
             self._copies.issue(stored, placed)
+            self._events.used(stored)
         spec = rows_spec(groups, self._num_groups, stamped=True)
         return PrepareStoreOutput([self._ids.to_vllm(key) for key in stored], spec, [])
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """Every worker has ended. Which rows are complete is read from the workers' stamps, not from `success`."""
         reason = 0 if self._adapters.storable(req_context.req_id) else errno.ESTALE
-        self._copies.end(map(self._ids.to_kvtier, keys), reason)
+        stored = list(map(self._ids.to_kvtier, keys))
+        self._copies.end(stored, reason)
+        self._events.unsure(stored)
 
     def _may_wait(self, request_id: str) -> bool:
         state, now = self._requests[request_id], time.monotonic()
@@ -305,7 +310,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
             served = req_context.get_state(ServedRequest)
             output_tokens = served.request.num_output_tokens if served is not None else None
             self._stack.end_request(RequestId(req_context.req_id), output_tokens=output_tokens)
-        self._requests.pop(req_context.req_id, None)
+        self._events.unsure(self._requests.pop(req_context.req_id, RequestState()).pending)
         self._scanned.pop(req_context.req_id, None)
 
     def _record(self, req_context: ReqContext) -> None:
@@ -323,7 +328,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
 
         vLLM calls it in a loop when no request is left. A short wait here keeps that loop from using a whole core.
         """
-        if not (self._stack.has_pending_work or self._copies.forgotten):
+        if not (self._stack.has_pending_work or self._copies.forgotten or self._events.waiting):
             return False
         self._stack.wait(IDLE_SECONDS)
         return True
@@ -331,10 +336,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
     # -- the rest ------------------------------------------------------------------------------------------------
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Blocks that became reachable in a tier or ceased to be, on disk as well."""
-        for event in self._stack.take_events():
-            medium = Medium.CPU if event.medium == CPU else Medium.STORAGE
-            yield OffloadingEvent([self._ids.to_vllm(key) for key in event.keys], medium, event.removed)
+        """Blocks that became reachable in a tier or ceased to be, on disk as well; for routers."""
+        return self._events.take()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Figures of every tier, once a second."""

@@ -14,7 +14,8 @@ class RequestState:
     `deferred`: one of them was not a hit. `unknown` are those that no tier could answer for in this step, `chain` those
     that are asked for until all are known. `computes`: what is not in a row is computed, which is sooner than a load.
     `announced` is how many of its keys the stack was given, None before the first.
-    `from_below` are the keys that were not in a row at their first lookup: vLLM reports them as disk hits.
+    `from_below` are the keys that were not in a row at their first lookup: vLLM reports them as disk hits. `pending`
+    are those that were answered with HIT_PENDING.
     """
 
     keys: dict[OffloadKey, None] = dataclasses.field(default_factory=dict)
@@ -24,6 +25,7 @@ class RequestState:
     computes: bool = False
     refused_since: float | None = None
     from_below: set[OffloadKey] = dataclasses.field(default_factory=set)
+    pending: set[OffloadKey] = dataclasses.field(default_factory=set)
     announced: int | None = None
     _last: dict[int, int] = dataclasses.field(default_factory=dict)
 
@@ -37,6 +39,7 @@ class RequestState:
             self.unknown[key] = None
         elif result is LookupResult.HIT_PENDING:
             self.from_below.add(key)
+            self.pending.add(key)
             if not self.unknown:  # what is behind a key that turns out to be absent is of no use
                 self.keys[key] = None
 
@@ -50,6 +53,7 @@ class RequestState:
         last = self._last.get(group)
         self._last[group] = 0 if position is None else position
         if last is None or position is None or position < last:
+            self.pending.add(key)
             return LookupResult.HIT_PENDING
         return LookupResult.MISS
 
