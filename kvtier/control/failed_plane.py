@@ -105,8 +105,9 @@ class FailedPlane(ControlPlane):
     def _result(self, job: TransferJob) -> JobResult:
         """What became of a job, if every block of it had an outcome already; else misses."""
         failed, job_id = self._failed, job.job_id
-        ended = [request for request in failed._finished if request.job.job_id == job_id]
-        request = ended[0] if ended else failed._open_loads.get(job_id) or failed._open_stores.get(job_id)
+        jobs = failed._open
+        ended = [request for request in jobs.ended if request.job.job_id == job_id]
+        request = ended[0] if ended else jobs.loads.get(job_id) or jobs.stores.get(job_id)
         if request is not None and not request.open and not self._was_reset:
             return request.result()
         return JobResult.uniform(job, MISSING if job.kind is JobKind.LOAD else dropped(DropReason.TIER_DOWN))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtier.control.state import ControlState, LowerTier
+from kvtier.control.tiers.owned_tier import OwnedTier
 from kvtier.control.tiers.slot_table import READY
 from kvtier.tier_api.contract import LookupResult
 from kvtier.types.keys import OffloadKey
@@ -19,12 +20,16 @@ def look_up(control: ControlState, keys: Sequence[OffloadKey], now: float, ask: 
     absent = rows.count(None)
     if not absent:
         if ask:
-            control.cpu_counters.look_up(len(rows), 0)
-        return [hit if state[row] == READY else pending for row in rows]  # type: ignore[index]
+            control.cpu_counters.looked_up += len(rows)
+        states = bytes(map(state.__getitem__, rows))  # type: ignore[arg-type]
+        if states.count(READY) == len(rows):
+            return [hit] * len(rows)
+        return [hit if each == READY else pending for each in states]
     missed = keys if absent == len(rows) else [key for key, row in zip(keys, rows, strict=True) if row is None]
     found = look_below(control.lowers, missed, now, ask)
     if ask and (control.all_owned or LookupResult.RETRY not in found):
-        control.cpu_counters.look_up(len(rows), absent)
+        control.cpu_counters.looked_up += len(rows)
+        control.cpu_counters.missed += absent
     if absent == len(rows):
         return found
     below = iter(found)
@@ -42,18 +47,16 @@ def look_below(
     Counted are the keys that each tier was looked up for and lacks, once nothing is unknown and unless `ask` is False:
     then an engine repeats its lookup.
     """
-    lowers = [lower for lower in lowers if lower.may_load(now)]
-    if len(lowers) == 1 and lowers[0].direct is not None and not lowers[0].roots.any_silent:
-        tier = lowers[0].direct
-        state, pending, miss = tier.table.state, LookupResult.HIT_PENDING, LookupResult.MISS
-        results = [miss if slot is None or state[slot] != READY else pending for slot in map(tier.directory.get, keys)]
-        if ask:
-            lowers[0].counters.look_up(len(keys), results.count(miss))
-        return results
+    healthy = []
+    for lower in lowers:
+        if lower.may_load(now):
+            healthy.append(lower)
+    if len(healthy) == 1 and healthy[0].direct is not None and not healthy[0].roots.any_silent:
+        return _look_directly(healthy[0], healthy[0].direct, keys, ask)
     results = [LookupResult.MISS] * len(keys)
     left = list(range(len(keys)))
     asked = []
-    for lower in lowers:
+    for lower in healthy:
         missed = []
         find = lower.index.find if ask else lower.index.presences
         for at, presence in zip(left, find([keys[at] for at in left], now), strict=True):
@@ -68,4 +71,22 @@ def look_below(
     if ask and LookupResult.RETRY not in results:
         for lower, looked_up, lacked in asked:
             lower.counters.look_up(looked_up, lacked)
+    return results
+
+
+def _look_directly(lower: LowerTier, tier: OwnedTier, keys: Sequence[OffloadKey], ask: bool) -> list[LookupResult]:
+    """The usual case in a few batch calls: one tier, in which a key's slot decides whether the key is present."""
+    state, pending, miss = tier.table.state, LookupResult.HIT_PENDING, LookupResult.MISS
+    slots = list(map(tier.directory.get, keys))
+    absent = slots.count(None)
+    if absent == len(slots):
+        results = [miss] * absent
+    elif not absent and bytes(map(state.__getitem__, slots)).count(READY) == len(slots):  # type: ignore[arg-type]
+        results = [pending] * len(slots)
+    else:
+        results = [miss if slot is None or state[slot] != READY else pending for slot in slots]
+        absent = results.count(miss)
+    if ask:
+        lower.counters.looked_up += len(slots)
+        lower.counters.missed += absent
     return results

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from kvtier.control.deliveries import JoiningTiers, PresenceQuery, Recipient
 from kvtier.control.event_log import EventLog
 from kvtier.control.flow.demotions import Demotions
-from kvtier.control.flow.engine_job import StackRequest
 from kvtier.control.flow.load_or_compute import LoadOrCompute
 from kvtier.control.flow.loads import CopyJob, LoadRequest
 from kvtier.control.flow.promotions import Promotions
 from kvtier.control.flow.stores import StoreRequest
 from kvtier.control.lookups import look_up
+from kvtier.control.open_jobs import OpenJobs
 from kvtier.control.request_uses import RequestUses
 from kvtier.control.reservations import Reservation, Reservations
 from kvtier.control.row_admission import RowAdmission
@@ -29,8 +29,7 @@ from kvtier.control.tiers.slot_table import READY
 from kvtier.errors import UsageError
 from kvtier.tier_api.contract import LookupResult
 from kvtier.types.events import OffloadingEvent
-from kvtier.types.jobs import CANCELLED, BlockOutcome, DropReason, JobKind, JobResult, TransferJob, dropped
-from kvtier.types.jobs import LATE as LATE_OUTCOME
+from kvtier.types.jobs import CANCELLED, DropReason, JobKind, JobResult, TransferJob, dropped
 from kvtier.types.keys import GroupIndex, JobId, OffloadKey, RequestId
 from kvtier.types.requests import RequestInfo
 
@@ -85,12 +84,9 @@ class ControlPlane(Recipient):
         self._reservations = Reservations(self._promotions, limits.reservation_seconds, limits.lease_seconds)
         self._admission = RowAdmission(self.control, self._demotions, self._reservations, limits.patience_seconds)
         self._ages = itertools.count(1)
-        self._open_loads: dict[JobId, LoadRequest] = {}
-        self._open_stores: dict[JobId, StoreRequest] = {}
-        self._finished: list[LoadRequest | StoreRequest] = []
+        self._open = OpenJobs()
         self._limits = limits
         self._pumped_at = -math.inf
-        self._expires_at = math.inf
         self.events = EventLog(limits.events_max)
         self._collect_changes()
 
@@ -131,20 +127,18 @@ class ControlPlane(Recipient):
         Its result comes out of `take_finished` under the job's id. A load that names a request ends that request's
         leases once it holds the rows itself.
         """
-        if job.job_id in self._open_loads or job.job_id in self._open_stores:
+        if job.job_id in self._open:
             raise UsageError(f"job {job.job_id} is in flight already")
-        if job.deadline is not None:
-            self._expires_at = min(self._expires_at, job.deadline)
         if job.kind is JobKind.LOAD:
             load = LoadRequest(self._promotions, job, now, next(self._ages))
-            self._open_loads[job.job_id] = load
+            self._open.add(load)
             if not load.take_rows(now):
                 self._admission.add(load)
             if request_id is not None:
                 self.end_request(request_id, now)
         else:
             store = StoreRequest(self.control, self._demotions, self._factor, job, now)
-            self._open_stores[job.job_id] = store
+            self._open.add(store)
             if self._demotions.closing:
                 store.stop(dropped(DropReason.CLOSING))
             elif not self.control.shortage and not store.advance(now):
@@ -152,13 +146,8 @@ class ControlPlane(Recipient):
 
     def cancel(self, job_id: JobId, now: float) -> None:
         """End a job early. Its result still comes, after the copies in flight have ended."""
-        self._stop(job_id, CANCELLED)
+        self._open.stop(job_id, CANCELLED)
         self.pump(now)
-
-    def _stop(self, job_id: JobId, outcome: BlockOutcome) -> None:
-        request = self._open_loads.get(job_id) or self._open_stores.get(job_id)
-        if request is not None:
-            request.stop(outcome)
 
     def reserve(
         self, request_id: RequestId, keys: Sequence[OffloadKey], now: float, info: RequestInfo | None = None
@@ -166,7 +155,7 @@ class ControlPlane(Recipient):
         """Bring keys into rows and lease them to a request. Pump afterwards. May be called again with more keys."""
         reservation = self._reservations.extend(request_id, keys, next(self._ages))
         self._admission.add(reservation)
-        self._admission.serve(self._open_stores.values(), now)
+        self._admission.serve(self._open.stores.values(), now)
         return reservation
 
     def reservation(self, request_id: RequestId) -> Reservation | None:
@@ -228,60 +217,35 @@ class ControlPlane(Recipient):
         self._pumped_at = now
         if self.uses is not None:
             self.uses.advance(now)
-        if now >= min(self._expires_at, self.control.reclaim_at):
-            self._expire(now)
+        if now >= self._open.expires_at:
+            self._open.expire(now)
+        if now >= self.control.reclaim_at:
+            self.control.reclaim(now)
         if self._reservations.by_request:
             self._reservations.lapse(now)
-        for load in self._open_loads.values():
+        for load in self._open.loads.values():
             if load.arrived:
                 load.copy_arrived(now)
         while True:
-            blocked = self._admission.serve(self._open_stores.values(), now)
+            blocked = self._admission.serve(self._open.stores.values(), now)
             self._demotions.plan(now)
             self._collect_changes()
             found_rows = self.control.shortage and self.control.cpu.available
             if not found_rows and (blocked is None or not self._admission.truncate(blocked, now)):
                 break
-        self._finish(now)
-
-    def _expire(self, now: float) -> None:
-        for deadline, request in self._deadlines():
-            if now >= deadline:
-                request.stop(dropped(DropReason.NO_ROW) if isinstance(request, StoreRequest) else LATE_OUTCOME)
-        self._expires_at = min((deadline for deadline, _ in self._deadlines()), default=math.inf)
-        self.control.reclaim(now)
-
-    def _deadlines(self) -> list[tuple[float, LoadRequest | StoreRequest]]:
-        """The jobs that have a deadline and were not stopped."""
-        requests: list[LoadRequest | StoreRequest] = [*self._open_loads.values(), *self._open_stores.values()]
-        return [
-            (deadline, request)
-            for request in requests
-            if request.stopping is None and (deadline := request.job.deadline) is not None
-        ]
-
-    def _finish(self, now: float) -> None:
-        """Take out the loads and stores that have ended, loads first."""
-        for load in list(self._open_loads.values()):
-            if not load.open:
-                self.touch(load.loaded_keys)
-                self._admission.remove(load)
-                load.ended = now
-                self._finished.append(load)
-                del self._open_loads[load.job.job_id]
-        for store in list(self._open_stores.values()):
-            if not store.open:
-                store.ended = now
-                self._finished.append(store)
-                del self._open_stores[store.job.job_id]
+        for load in self._open.end(now):
+            self.touch(load.loaded_keys)
+            self._admission.remove(load)
 
     def next_deadline(self, now: float) -> float | None:
         """The next time, not before `now`, at which `pump` has work although no outcome was reported."""
         soonest, pumped_at = math.inf, self._pumped_at
-        leases = self._reservations.deadlines() if self._reservations.by_request else ()
-        times = [deadline for deadline, _ in self._deadlines()]
-        times += [lower.send_at for lower in self.control.lowers]
-        for time in (*times, self.control.reclaim_at, self._admission.wake_at, *leases):
+        times = [self._open.expires_at, self.control.reclaim_at, self._admission.wake_at]
+        for lower in self.control.lowers:
+            times.append(lower.send_at)
+        if self._reservations.by_request:
+            times += self._reservations.deadlines()
+        for time in times:
             if pumped_at < time < soonest:
                 soonest = time
         return max(now, soonest) if soonest < math.inf else None
@@ -297,7 +261,7 @@ class ControlPlane(Recipient):
         self.control.epoch += 1
         self.control.resets += 1
         self._stop_all(DropReason.RESET)
-        for request in (*self._open_loads.values(), *self._finished):
+        for request in (*self._open.loads.values(), *self._open.ended):
             request.disown()
         self._demotions.reset()
         for index in self.control.indexes:
@@ -313,10 +277,7 @@ class ControlPlane(Recipient):
         self.pump(now)
 
     def _stop_all(self, reason: DropReason) -> None:
-        for store in self._open_stores.values():
-            store.stop(dropped(reason))
-        for load in self._open_loads.values():
-            load.stop(CANCELLED)
+        self._open.stop_all(reason)
         self._reservations.reset()
         self._admission.drop_reservations()
 
@@ -342,13 +303,16 @@ class ControlPlane(Recipient):
 
     def take_finished(self) -> list[JobResult]:
         """Results of the engine's own jobs, each once."""
-        finished, self._finished = self._finished, []
-        return list(map(StackRequest.result, finished))
+        return self._open.take_results() if self._open.ended else []
 
     def take_queries(self) -> list[PresenceQuery]:
         """Lookups that shared tiers are to answer."""
-        asked, epoch = [lower for lower in self.control.lowers if lower.index.queries], self.control.epoch
-        return [PresenceQuery(lower.position, tuple(lower.index.take_queries()), epoch) for lower in asked]
+        queries = []
+        for lower in self.control.lowers:
+            if lower.index.queries:
+                keys = tuple(lower.index.take_queries())
+                queries.append(PresenceQuery(lower.position, keys, self.control.epoch))
+        return queries
 
     def take_events(self) -> list[OffloadingEvent]:
         """What became reachable or ceased to be, in order, each once."""
@@ -398,13 +362,13 @@ class ControlPlane(Recipient):
     @property
     def dirty_rows(self) -> int:
         """Rows that a lower tier has yet to receive."""
-        return self._demotions.dirty_rows
+        return self._demotions.dirty.count
 
     @property
     def idle(self) -> bool:
         """True when nothing is in flight and nothing waits."""
         return not (
-            self.control.running or self.control.late_jobs or self._open_loads or self._open_stores or self.backlog
+            self.control.running or self.control.late_jobs or self._open.loads or self._open.stores or self.backlog
         )
 
     def counters(self, position: int) -> TierCounters:
@@ -414,3 +378,4 @@ class ControlPlane(Recipient):
         """Raise IntegrityError unless every slot sum, free list, directory and counter agrees."""
         for index in self.control.indexes:
             index.check()
+        self._demotions.dirty.check()

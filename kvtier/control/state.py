@@ -183,7 +183,9 @@ class LowerTier:
 
     def holds_key(self, key: OffloadKey, now: float) -> bool:
         """True if a load of this key from here may be tried."""
-        return self.index.presence(key, now) is not False and not self.silent(key)
+        if self.index.presence(key, now) is False:
+            return False
+        return not (self.roots.any_silent and self.silent(key))
 
     def silent(self, key: OffloadKey) -> bool:
         """True if the key, which is here, lies in a root that is left alone."""

@@ -113,7 +113,7 @@ class TransferPart(LowerTransfer):
         if lower.owned is not None and full:
             lower.owned.placement.disk_full([self.slots[at] for at in full], now)
         tried_again = lower.owned is None or self._disk_was_full or lower.room_breaker.state is not BreakerState.CLOSED
-        self.judge_room(outcomes, tried_again, now)
+        self.judge_room(outcomes, full, tried_again, now)
 
     def late(self, now: float) -> None:
         """The tier's job passed its deadline: its blocks are late; its slots are kept until its I/O has ended."""

@@ -123,8 +123,9 @@ class StackCore(RequestCalls):
                 transfers.append(GPUGroup(key_group(group_keys[0]), tuple(group_keys), runs))
         return self.job(kind, transfers, timeout_seconds)
 
-    def _begin(self, job: TransferJob, request_id: RequestId | None, info: RequestInfo | None) -> None:
-        assembled = self._opened()
+    def _begin(
+        self, assembled: Assembled, job: TransferJob, request_id: RequestId | None, info: RequestInfo | None
+    ) -> None:
         check_job(job, assembled.geometry)
         if job.job_id in self._jobs:
             raise UsageError(f"job {job.job_id} is in flight already")

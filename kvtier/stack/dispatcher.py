@@ -20,7 +20,7 @@ from kvtier.control.deliveries import Delivery, DeliveryKind
 from kvtier.control.state import Emission
 from kvtier.errors import IntegrityError
 from kvtier.stack.duplicates import store_absent
-from kvtier.stack.traffic import Traffic
+from kvtier.stack.traffic import QueuedJob, Traffic
 from kvtier.tier_api.contract import Clock, LoadStore
 from kvtier.types.jobs import CANCELLED, DropReason, JobKind, JobResult, TransferJob, dropped, failed
 from kvtier.types.keys import JobId
@@ -43,8 +43,8 @@ class TierQueue:
 
     tier: LoadStore
     inflight_bytes_max: int
-    loads: deque[TransferJob] = field(default_factory=deque)
-    stores: deque[TransferJob] = field(default_factory=deque)
+    loads: deque[QueuedJob] = field(default_factory=deque)
+    stores: deque[QueuedJob] = field(default_factory=deque)
     inflight_bytes: int = 0
     running: dict[JobId, asyncio.Future[JobResult]] = field(default_factory=dict)
     deadlines: dict[JobId, float] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class TierQueue:
     alarm_at: float = math.inf
     traffic: dict[JobKind, Traffic] = field(default_factory=lambda: {kind: Traffic() for kind in JobKind})
 
-    def waiting(self, kind: JobKind) -> deque[TransferJob]:
+    def waiting(self, kind: JobKind) -> deque[QueuedJob]:
         """The waiting jobs of a kind."""
         return self.loads if kind is JobKind.LOAD else self.stores
 
@@ -83,8 +83,9 @@ class Dispatcher:
             now = self._clock()
             for emission in emissions:
                 queue, job = self.queues[emission.position], emission.job
-                queue.waiting(job.kind).append(job)
-                queue.traffic[job.kind].queue(job, self._size(job), now)
+                queued = QueuedJob(job, job.num_blocks * self._block_bytes, now)
+                queue.waiting(job.kind).append(queued)
+                queue.traffic[job.kind].queue(queued)
                 if job.deadline is not None and job.deadline < queue.alarm_at:
                     self._set_alarm(queue, job.deadline)
             for queue in self.queues:
@@ -92,10 +93,6 @@ class Dispatcher:
                     self._start(queue)
         except BaseException as error:
             self._fail(error)
-
-    def _size(self, job: TransferJob) -> int:
-        """The bytes of the rows that a job names."""
-        return job.num_blocks * self._block_bytes
 
     def stop(self) -> None:
         """Start no further job: those that wait, and those that are still submitted, end as dropped(closing)."""
@@ -132,24 +129,25 @@ class Dispatcher:
             self._drop_waiting(queue)
         now = self._clock()
         while jobs := queue.loads or queue.stores:
-            job = jobs[0]
-            if job.deadline is not None and now >= job.deadline:
+            queued = jobs[0]
+            deadline = queued.job.deadline
+            if deadline is not None and now >= deadline:
                 self._expire(queue, jobs, now)
                 continue
-            size = self._size(job)
-            if queue.inflight_bytes and queue.inflight_bytes + size > queue.inflight_bytes_max:
+            if queue.inflight_bytes and queue.inflight_bytes + queued.size > queue.inflight_bytes_max:
                 return
             jobs.popleft()
-            self._begin(queue, job, size, now)
+            self._begin(queue, queued, now)
 
-    def _begin(self, queue: TierQueue, job: TransferJob, size: int, now: float) -> None:
-        queue.inflight_bytes += size
-        queue.traffic[job.kind].begin(job, size, now)
+    def _begin(self, queue: TierQueue, queued: QueuedJob, now: float) -> None:
+        job = queued.job
+        queue.inflight_bytes += queued.size
+        queue.traffic[job.kind].begin(queued, now)
         if job.deadline is not None:
             queue.deadlines[job.job_id] = job.deadline
         tier, work = queue.tier, None
         ended: asyncio.Future[JobResult]
-        end = partial(self._conclude, queue, job, size)
+        end = partial(self._conclude, queue, queued)
         try:
             if job.kind is JobKind.LOAD:
                 work = tier.load(job)
@@ -166,22 +164,24 @@ class Dispatcher:
     def _drop_waiting(self, queue: TierQueue) -> None:
         for jobs in (queue.loads, queue.stores):
             while jobs:
-                job = jobs.popleft()
-                queue.traffic[job.kind].unqueue(job, self._size(job))
+                queued = jobs.popleft()
+                job = queued.job
+                queue.traffic[job.kind].unqueue(queued)
                 result = JobResult.uniform(job, dropped(DropReason.CLOSING))
                 self._report(Delivery(DeliveryKind.FINISHED, job.job_id, result))
         if not self.running and queue.alarm is not None:
             queue.alarm.cancel()
 
-    def _conclude(self, queue: TierQueue, job: TransferJob, size: int, ended: asyncio.Future[JobResult]) -> None:
+    def _conclude(self, queue: TierQueue, queued: QueuedJob, ended: asyncio.Future[JobResult]) -> None:
         """Report a job that has ended.
 
         A task is cancelled only when its loop ends. Then the job is reported as cancelled and no other begins. Its
         I/O is over also then, because a backend delays cancellation until its I/O has ended.
         """
         try:
-            queue.traffic[job.kind].end(job, size, self._clock())
-            queue.inflight_bytes -= size
+            job = queued.job
+            queue.traffic[job.kind].end(queued, self._clock())
+            queue.inflight_bytes -= queued.size
             queue.deadlines.pop(job.job_id, None)
             del queue.running[job.job_id]
             if ended.cancelled():
@@ -234,16 +234,17 @@ class Dispatcher:
         for jobs in (queue.loads, queue.stores):
             self._expire(queue, jobs, now)
         self._start(queue)
-        waiting = [jobs[0].deadline for jobs in (queue.loads, queue.stores) if jobs]
+        waiting = [jobs[0].job.deadline for jobs in (queue.loads, queue.stores) if jobs]
         ahead = [deadline for deadline in (*queue.deadlines.values(), *waiting) if deadline is not None]
         if ahead:
             self._set_alarm(queue, min(ahead))
 
-    def _expire(self, queue: TierQueue, jobs: deque[TransferJob], now: float) -> None:
+    def _expire(self, queue: TierQueue, jobs: deque[QueuedJob], now: float) -> None:
         """Report the jobs in front that passed their deadline before they began: late, and ended."""
-        while jobs and (deadline := jobs[0].deadline) is not None and now >= deadline:
-            job = jobs.popleft()
-            queue.traffic[job.kind].unqueue(job, self._size(job), late=True)
+        while jobs and (deadline := jobs[0].job.deadline) is not None and now >= deadline:
+            queued = jobs.popleft()
+            job = queued.job
+            queue.traffic[job.kind].unqueue(queued, late=True)
             self._report(Delivery(DeliveryKind.LATE, job.job_id))
             self._report(Delivery(DeliveryKind.ENDED, job.job_id))
 

@@ -181,7 +181,7 @@ class EngineStack(StackCore):
     ) -> JobId:
         """Begin to store whole blocks, named as for `TierStack.store`; the result comes out of a later `step`."""
         job = self._job_of(JobKind.STORE, keys, gpu_blocks, groups, timeout_seconds)
-        self._begin(job, None, info)
+        self._begin(self._opened(), job, None, info)
         return job.job_id
 
     def submit_load(
@@ -196,7 +196,7 @@ class EngineStack(StackCore):
     ) -> JobId:
         """Begin to load whole blocks, named as for `TierStack.load`; the result comes out of a later `step`."""
         job = self._job_of(JobKind.LOAD, keys, gpu_blocks, groups, timeout_seconds)
-        self._begin(job, request_id, info)
+        self._begin(self._opened(), job, request_id, info)
         return job.job_id
 
     def submit(self, job: TransferJob, request_id: RequestId | None = None, *, info: RequestInfo | None = None) -> None:
@@ -204,7 +204,7 @@ class EngineStack(StackCore):
 
         A load ends its request's leases. Raises UsageError for a job that contradicts the layout.
         """
-        self._begin(job, request_id, info)
+        self._begin(self._opened(), job, request_id, info)
 
     def place(self, job: TransferJob, request_id: RequestId | None = None) -> TransferJob | None:
         """Begin a job whose copies the engine carries out itself, and say which rows: `slots` and `generations`.
@@ -213,7 +213,7 @@ class EngineStack(StackCore):
         end as cancelled (a store that found its rows taken, a load whose block is in no row). None if that is all of
         them. The job returned has an id of its own, for `EngineCopies.end`. Its group positions are the job's.
         """
-        self._begin(job, request_id, None)
+        self._begin(self._opened(), job, request_id, None)
         try:
             self._opened().plane.pump(time.monotonic())
         except BaseException as error:

@@ -181,7 +181,7 @@ class TierStack(StackCore, LoadStore):
     async def _run(
         self, job: TransferJob, kind: JobKind, request_id: RequestId | None, info: RequestInfo | None
     ) -> JobResult:
-        self._opened()
+        assembled = self._opened()
         if job.kind is not kind:
             raise UsageError(f"a {job.kind} job was handed to {kind}")
         future: asyncio.Future[JobResult] = self._loop.create_future()
@@ -190,7 +190,7 @@ class TierStack(StackCore, LoadStore):
         try:
             if job.deadline is not None:
                 overdue = self._loop.call_at(job.deadline + GRACE_SECONDS, self._on_overdue, job.job_id)
-            self._begin(job, request_id, info)
+            self._begin(assembled, job, request_id, info)
             self._waiting[job.job_id] = future
             self._decided()
             return await shielded_wait(future, cancel)
@@ -309,7 +309,9 @@ class TierStack(StackCore, LoadStore):
         assert self._assembled is not None
         plane = self._assembled.plane
         try:
-            self._start(plane.take_jobs(), plane.take_queries())
+            jobs, queries = plane.take_jobs(), plane.take_queries()
+            if jobs or queries:
+                self._start(jobs, queries)
             for result in plane.take_finished():
                 future = self._waiting.get(result.job_id)
                 if future is not None and not future.done():

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from kvtier.control.tiers.histogram import Histogram, HistogramFigures, merged
 from kvtier.types.jobs import TransferJob
 from kvtier.types.keys import JobId
+from kvtier.types.values import job_value
 
 QUEUED, IN_FLIGHT = "queued", "in_flight"
 """Where a job was when its deadline passed."""
@@ -32,6 +33,15 @@ class TransferStats:
     oldest_seconds: float = 0.0
 
 
+@job_value
+class QueuedJob:
+    """A job that waits for its tier since a time; `size` are the bytes of the rows that it names."""
+
+    job: TransferJob
+    size: int
+    since: float
+
+
 @dataclass(slots=True)
 class Traffic:
     """Transfers of a kind on a tier, as its queue tells of them. One thread tells, any may ask for figures.
@@ -47,32 +57,30 @@ class Traffic:
     waited: Histogram = field(default_factory=Histogram)
     late_queued: int = 0
     late_in_flight: int = 0
-    _queued: dict[JobId, float] = field(default_factory=dict)
     _begun: dict[JobId, float] = field(default_factory=dict)
 
-    def queue(self, job: TransferJob, size: int, now: float) -> None:
-        """A job of so many bytes waits from now on."""
-        self._queued[job.job_id] = now
-        self.queued_bytes += size
+    def queue(self, queued: QueuedJob) -> None:
+        """A job waits."""
+        self.queued_bytes += queued.size
 
-    def unqueue(self, job: TransferJob, size: int, late: bool = False) -> float:
-        """A job waits no more, perhaps because it is late; returns since when it did."""
-        self.queued_bytes -= size
+    def unqueue(self, queued: QueuedJob, late: bool = False) -> None:
+        """A job waits no more and does not begin, perhaps because it is late."""
+        self.queued_bytes -= queued.size
         self.late_queued += late
-        return self._queued.pop(job.job_id)
 
-    def begin(self, job: TransferJob, size: int, now: float) -> None:
+    def begin(self, queued: QueuedJob, now: float) -> None:
         """A job that waited is in flight."""
-        self.waited.observe(now - self.unqueue(job, size))
+        self.waited.observe(now - queued.since)
+        self.queued_bytes -= queued.size
+        self.in_flight_bytes += queued.size
         if not self._begun:
             self.busy_since = now
-        self._begun[job.job_id] = now
-        self.in_flight_bytes += size
+        self._begun[queued.job.job_id] = now
 
-    def end(self, job: TransferJob, size: int, now: float) -> None:
+    def end(self, queued: QueuedJob, now: float) -> None:
         """A job that was in flight has ended, late or not."""
-        self.took.observe(now - self._begun.pop(job.job_id))
-        self.in_flight_bytes -= size
+        self.took.observe(now - self._begun.pop(queued.job.job_id))
+        self.in_flight_bytes -= queued.size
         if not self._begun:
             self.busy_seconds += now - self.busy_since
 

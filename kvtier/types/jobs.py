@@ -202,11 +202,18 @@ class JobResult:
     @property
     def ok(self) -> bool:
         """True when every block succeeded."""
-        return all(outcome.ok for group in self.outcomes for outcome in group)
+        for outcomes in self.outcomes:
+            for outcome in outcomes:
+                if not outcome.ok:
+                    return False
+        return True
 
     def fits(self, job: TransferJob) -> bool:
         """True when there is one outcome for each block of the job."""
-        return list(map(len, self.outcomes)) == [len(group.keys) for group in job.groups]
+        lengths = []
+        for group in job.groups:
+            lengths.append(len(group.keys))
+        return list(map(len, self.outcomes)) == lengths
 
     @staticmethod
     def uniform(job: TransferJob, outcome: BlockOutcome) -> JobResult:

@@ -13,6 +13,7 @@ from functools import partial
 
 from kvtier.control.deliveries import Delivery, DeliveryKind, PresenceAnswers, PresenceQuery
 from kvtier.stack.dispatcher import TierQueue
+from kvtier.stack.traffic import QueuedJob
 from kvtier.tier_api.contract import LookupResult
 from kvtier.types.geometry import Geometry
 from kvtier.types.jobs import LOADED, MISSING, PRESENT, STORED, BlockOutcome, JobKind, JobResult, TransferJob
@@ -85,20 +86,18 @@ class Device:
         self._geometry = geometry
         self._time = time
         self._free_at = 0.0
-        self._waiting: dict[JobId, float] = {}
+        self._waiting: dict[JobId, QueuedJob] = {}
         self._begun: set[JobId] = set()
 
     def submit(self, job: TransferJob) -> None:
         """Queue a job, and begin what the bound allows."""
-        self.queue.waiting(job.kind).append(job)
-        self.queue.traffic[job.kind].queue(job, self._size(job), self._time.now)
-        self._waiting[job.job_id] = self._time.now
+        queued = QueuedJob(job, job.num_blocks * self._geometry.row_bytes, self._time.now)
+        self.queue.waiting(job.kind).append(queued)
+        self.queue.traffic[job.kind].queue(queued)
+        self._waiting[job.job_id] = queued
         if job.deadline is not None:
             self._time.call_at(job.deadline, partial(self._on_deadline, job))
         self._start()
-
-    def _size(self, job: TransferJob) -> int:
-        return job.num_blocks * self._geometry.row_bytes
 
     def ask(self, query: PresenceQuery) -> None:
         """Answer a lookup after the latency of a load."""
@@ -110,27 +109,28 @@ class Device:
     def _start(self) -> None:
         queue, now = self.queue, self._time.now
         while jobs := queue.loads or queue.stores:
-            size = self._size(jobs[0])
-            if queue.inflight_bytes and queue.inflight_bytes + size > queue.inflight_bytes_max:
+            queued = jobs[0]
+            if queue.inflight_bytes and queue.inflight_bytes + queued.size > queue.inflight_bytes_max:
                 break
-            job = jobs.popleft()
-            self.waits.note(now - self._waiting.pop(job.job_id))
+            job = jobs.popleft().job
+            del self._waiting[job.job_id]
+            self.waits.note(now - queued.since)
             self._begun.add(job.job_id)
-            queue.inflight_bytes += size
-            queue.traffic[job.kind].begin(job, size, now)
+            queue.inflight_bytes += queued.size
+            queue.traffic[job.kind].begin(queued, now)
             rate = self.service.of(job.kind)
             self._free_at = max(now, self._free_at) + self._payload_bytes(job) / rate.bytes_per_second
-            self._time.call_at(self._free_at + rate.latency_seconds, partial(self._end, job, size))
+            self._time.call_at(self._free_at + rate.latency_seconds, partial(self._end, queued))
         self.waits.peak_jobs = max(self.waits.peak_jobs, len(queue.loads) + len(queue.stores))
 
     def _payload_bytes(self, job: TransferJob) -> int:
         sizes = self._geometry.kv_bytes_per_offloaded_block
         return sum(len(group.keys) * sizes(group.group) for group in job.groups)
 
-    def _end(self, job: TransferJob, size: int) -> None:
-        queue = self.queue
-        queue.inflight_bytes -= size
-        queue.traffic[job.kind].end(job, size, self._time.now)
+    def _end(self, queued: QueuedJob) -> None:
+        queue, job = self.queue, queued.job
+        queue.inflight_bytes -= queued.size
+        queue.traffic[job.kind].end(queued, self._time.now)
         outcomes = tuple(self._outcomes(job.kind, group.keys) for group in job.groups)
         if job.job_id in self._begun:
             self._begun.remove(job.job_id)
@@ -147,9 +147,9 @@ class Device:
             self.waits.late += 1
             self.queue.traffic[job.kind].late(job.job_id)
             self.deliver(Delivery(DeliveryKind.LATE, job.job_id))
-        elif self._waiting.pop(job.job_id, None) is not None:
-            self.queue.waiting(job.kind).remove(job)
-            self.queue.traffic[job.kind].unqueue(job, self._size(job), late=True)
+        elif (queued := self._waiting.pop(job.job_id, None)) is not None:
+            self.queue.waiting(job.kind).remove(queued)
+            self.queue.traffic[job.kind].unqueue(queued, late=True)
             self.waits.late += 1
             self.deliver(Delivery(DeliveryKind.LATE, job.job_id))
             self.deliver(Delivery(DeliveryKind.ENDED, job.job_id))

@@ -11,11 +11,23 @@ from typing import Any
 import pytest
 from support_paths import PROJECT
 
+from kvtier_gpu.engines import native_copy
+
 ROOT = PROJECT
 SOURCES = {path.stem: path.read_text() for path in sorted((ROOT / "benchmarks").glob("*.py"))}
 NAMES = [name for name, source in SOURCES.items() if '"--quick"' in source]
 OTHERS = [name for name, source in SOURCES.items() if "@click.command" in source and name not in NAMES]
 Record = dict[str, Any]
+CALLS_MAX = {
+    "store to disk": 416,
+    "load from a row": 164,
+    "load from disk": 374,
+    "lookup in a row": 5,
+    "lookup on disk": 8,
+}
+"""Calls of a trip of one block, where copies are compiled."""
+CALLS_OF_PYTHON_COPY = 14
+"""So many more where they are not."""
 
 
 @pytest.fixture(scope="module")
@@ -69,3 +81,11 @@ def test_the_path_benchmark_counts_every_trip_of_a_block_and_of_a_batch(record: 
         assert batch[name]["calls"] < 8 * row["calls"]
         assert (row["hand_overs_max"] == 0) == name.startswith("lookup")
     assert one["load from disk"]["calls"] > one["load from a row"]["calls"]
+
+
+@pytest.mark.parametrize("trip", CALLS_MAX)
+def test_the_way_of_a_block_does_not_become_longer(trip: str, record: Callable[[str], Record]) -> None:
+    """What adds a call to it saves one elsewhere. `python -m benchmarks.path` counts; an interruption only adds."""
+    (calls,) = (row["calls_min"] for row in record("path")["results"] if (row["blocks"], row["what"]) == (1, trip))
+    copies = 0 if trip.startswith("lookup") or native_copy.load() else CALLS_OF_PYTHON_COPY
+    assert calls <= CALLS_MAX[trip] + copies

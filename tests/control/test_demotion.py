@@ -163,7 +163,7 @@ def test_on_evict_makes_a_load_wait_for_the_acknowledgement_but_not_for_long(pat
 
 def owes(world: World, number: int) -> bool:
     row = world.plane.control.cpu.ready(key(number))
-    return bool(world.plane._demotions.dirty[row])
+    return bool(world.plane._demotions.dirty.bits[row])
 
 
 def test_a_load_that_gets_on_does_not_lose_its_patience():

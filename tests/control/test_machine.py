@@ -114,8 +114,8 @@ class Machine(RuleBasedStateMachine):
         plane = self.world.plane
         if plane.control.cpu.table.counts[5] or any(r.rows for r in plane._reservations.by_request.values()):
             return
-        assert not plane._open_loads
-        assert all(s.started + 1.0 > self.world.now for s in plane._open_stores.values())
+        assert not plane._open.loads
+        assert all(s.started + 1.0 > self.world.now for s in plane._open.stores.values())
 
     def teardown(self):
         """Whatever happened, everything ends: late I/O ends, deadlines pass, leases lapse, and no slot is lost."""

@@ -7,31 +7,32 @@ from pathlib import Path
 from support_stack import PAGE, PLAIN, Engine, fs, keys, load, running, stack_file, store, until, whole
 
 from kvtier.stack.dispatcher import Dispatcher
-from kvtier.stack.traffic import IN_FLIGHT, QUEUED, Traffic, transfer_stats
+from kvtier.stack.traffic import IN_FLIGHT, QUEUED, QueuedJob, Traffic, transfer_stats
 from kvtier.types.jobs import JobKind, TransferJob
 from kvtier.types.keys import JobId
 
 MIB = 1 << 20
 
 
-def job(number: int) -> TransferJob:
-    return TransferJob(JobId(number), JobKind.LOAD, ())
+def queue(traffic: Traffic, number: int, size: int, now: float) -> QueuedJob:
+    queued = QueuedJob(TransferJob(JobId(number), JobKind.LOAD, ()), size, now)
+    traffic.queue(queued)
+    return queued
 
 
 def test_a_job_counts_from_its_queue_to_its_end() -> None:
     traffic = Traffic()
-    traffic.queue(job(1), 10 * MIB, 100.0)
-    traffic.queue(job(2), MIB, 100.5)
+    first, second = queue(traffic, 1, 10 * MIB, 100.0), queue(traffic, 2, MIB, 100.5)
     figures = transfer_stats([traffic], 101.0)
     assert (figures.queued_bytes, figures.in_flight_bytes) == (11 * MIB, 0)
-    traffic.begin(job(1), 10 * MIB, 101.0)
+    traffic.begin(first, 101.0)
     figures = transfer_stats([traffic], 101.0)
     assert (figures.queued_bytes, figures.in_flight_bytes) == (MIB, 10 * MIB)
     assert (figures.waited_seconds.count, figures.waited_seconds.sum) == (1, 1.0)
     assert figures.took_seconds.count == 0
-    traffic.begin(job(2), MIB, 102.5)
-    traffic.end(job(1), 10 * MIB, 104.0)
-    traffic.end(job(2), MIB, 105.0)
+    traffic.begin(second, 102.5)
+    traffic.end(first, 104.0)
+    traffic.end(second, 105.0)
     figures = transfer_stats([traffic], 105.0)
     assert (figures.queued_bytes, figures.in_flight_bytes) == (0, 0)
     assert (figures.waited_seconds.count, figures.waited_seconds.sum) == (2, 3.0)
@@ -41,12 +42,11 @@ def test_a_job_counts_from_its_queue_to_its_end() -> None:
 
 def test_a_missed_deadline_counts_where_the_job_was() -> None:
     traffic = Traffic()
-    traffic.queue(job(1), MIB, 1.0)
-    traffic.queue(job(2), MIB, 1.0)
-    traffic.begin(job(1), MIB, 1.0)
+    first, second = queue(traffic, 1, MIB, 1.0), queue(traffic, 2, MIB, 1.0)
+    traffic.begin(first, 1.0)
     traffic.late(JobId(1))
     traffic.late(JobId(7))  # of another kind
-    traffic.unqueue(job(2), MIB, late=True)
+    traffic.unqueue(second, late=True)
     figures = transfer_stats([traffic], 2.0)
     assert figures.deadlines_missed == {QUEUED: 1, IN_FLIGHT: 1}
     assert (figures.queued_bytes, figures.in_flight_bytes) == (0, MIB)
@@ -56,23 +56,23 @@ def test_a_missed_deadline_counts_where_the_job_was() -> None:
 def test_two_queues_of_a_tier_are_added_up() -> None:
     first, second = Traffic(), Traffic()
     for number, traffic in enumerate((first, second)):
-        traffic.queue(job(number), MIB, 0.0)
-        traffic.begin(job(number), MIB, 2.0)
+        traffic.begin(queue(traffic, number, MIB, 0.0), 2.0)
     assert transfer_stats([first, second], 2.0).waited_seconds.sum == 4.0
     assert transfer_stats([first, second], 2.0).in_flight_bytes == 2 * MIB
 
 
 def test_a_job_that_hangs_is_the_oldest_in_flight_until_it_ends() -> None:
     traffic, other = Traffic(), Traffic()
+    jobs = []
     for number, at in ((1, 10.0), (2, 12.0)):
-        traffic.queue(job(number), MIB, at - 1.0)
+        jobs.append(queue(traffic, number, MIB, at - 1.0))
         assert transfer_stats([traffic], at).oldest_seconds == (0.0 if number == 1 else 2.0)
-        traffic.begin(job(number), MIB, at)
+        traffic.begin(jobs[-1], at)
     traffic.late(JobId(1))
     assert transfer_stats([other, traffic], 50.0).oldest_seconds == 40.0
-    traffic.end(job(1), MIB, 60.0)
+    traffic.end(jobs[0], 60.0)
     assert transfer_stats([other, traffic], 60.0).oldest_seconds == 48.0
-    traffic.end(job(2), MIB, 61.0)
+    traffic.end(jobs[1], 61.0)
     assert transfer_stats([other, traffic], 70.0).oldest_seconds == 0.0
 
 
@@ -80,10 +80,10 @@ async def test_transfers_of_a_stack_are_all_counted(tmp_path: Path, monkeypatch)
     begun: dict[tuple[str, JobKind], int] = {}
     begin = Dispatcher._begin
 
-    def counting(self, queue, job, size, now) -> None:
-        place = (queue.tier.options.label, job.kind)
+    def counting(self, queue, queued, now) -> None:
+        place = (queue.tier.options.label, queued.job.kind)
         begun[place] = begun.get(place, 0) + 1
-        begin(self, queue, job, size, now)
+        begin(self, queue, queued, now)
 
     monkeypatch.setattr(Dispatcher, "_begin", counting)
     engine = Engine(PLAIN, 64)

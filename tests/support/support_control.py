@@ -302,8 +302,6 @@ class World:
             lower = self.plane.control.lowers[position - 1]
             late = sum(e.job.num_blocks for e in self.late.values() if e.position == position)
             assert (lower.rows_in_flight, lower.rows_late) == (held, late)
-        duty = self.plane._demotions.dirty
-        assert self.plane.dirty_rows == len(duty) - duty.count(0)
         self.plane.check_integrity()
 
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-from kvtier.control.flow.lower_transfer import LowerTransfer
+from kvtier.control.flow.dirty_rows import ALL_TIERS, DirtyRows
+from kvtier.control.flow.lower_transfer import LowerTransfer, pick
 from kvtier.control.flow.refused_rows import RefusedRows
 from kvtier.control.state import CPU_TIER, ControlState, LowerTier
 from kvtier.control.tiers.breaker import BreakerState
-from kvtier.control.tiers.slot_table import READY
 from kvtier.types.jobs import DropReason, JobKind, JobResult, SkipReason
 from kvtier.types.keys import OffloadKey
 
@@ -30,21 +30,18 @@ GATHER_BLOCKS = 32
 class Demotions:
     """Plans and ends demotions to all lower tiers. In flight and quarantined, a tier holds a quarter of the rows.
 
-    `dirty_rows` counts the rows that are dirty for at least one lower tier. `admits_all`: no tier has an admission.
+    `admits_all`: no tier has an admission.
     """
 
     def __init__(self, control: ControlState, watermark_rows: int, gather_seconds: float = 0.0) -> None:
         self.control = control
         self.watermark_rows = watermark_rows
         self.closing = False
-        self.dirty = bytearray(control.num_rows)
-        self.demoting = bytearray(control.num_rows)
-        self.retried = bytearray(control.num_rows)
-        self._refused = RefusedRows(control, self.dirty)
+        self.dirty = DirtyRows(control.cpu)
+        self._refused = RefusedRows(control, self.dirty.bits)
         self._gather_seconds = gather_seconds
         self._gather_blocks = min(GATHER_BLOCKS, 1 + control.num_rows // 16)
         self.late = 0
-        self.dirty_rows = 0
         self.list_tiers()
 
     def list_tiers(self) -> None:
@@ -55,7 +52,10 @@ class Demotions:
     @property
     def in_flight(self) -> int:
         """Rows queued for or in flight to lower tiers, those of late transfers included."""
-        return sum(len(lower.queue) + lower.stores_in_flight for lower in self.control.lowers)
+        rows = 0
+        for lower in self.control.lowers:
+            rows += len(lower.queue) + lower.stores_in_flight
+        return rows
 
     @property
     def backlog(self) -> int:
@@ -66,7 +66,7 @@ class Demotions:
     def cleaning(self) -> bool:
         """True if rows will become free once an `on_evict` tier has them, so that waiting a little is worth it."""
         in_flight = any(lower.on_evict and lower.stores_in_flight for lower in self.control.lowers)
-        return in_flight or bool(self._cold_rows(1, self._on_evict_bits))
+        return in_flight or bool(self.dirty.coldest(1, self._on_evict_bits))
 
     # -- rows come and go ----------------------------------------------------------------------------------------
 
@@ -98,27 +98,33 @@ class Demotions:
 
     def _offer(self, lower: LowerTier, rows: Sequence[int], used_again: bool, now: float) -> None:
         """Rows become dirty for a tier that admits them and does not have them."""
-        table, admission = self.control.cpu.table, lower.admission
         if not lower.queue:
             lower.send_at = now + self._gather_seconds
-        for row in rows[:: lower.queue_step]:
-            key = table.keys[row]
-            assert key is not None
-            if not lower.index.needs(key, now):
-                lower.counters.skip(SkipReason.ALREADY_THERE)
-            elif admission is not None:
-                self._mark_admitted(lower, row, used_again, now)
-            else:
-                self._mark_dirty(row, lower)
-                if not lower.on_evict:
-                    lower.queue.append((row, table.generation[row]))
+        needed = self._needed(lower, rows[:: lower.queue_step], now)
+        if lower.admission is None:
+            self._mark(lower, needed)
+        else:
+            for row in needed:
+                self._mark(lower, self._refused.admitted(lower, row, used_again, now))
 
-    def _mark_admitted(self, lower: LowerTier, row: int, used_again: bool, now: float) -> None:
-        generation = self.control.cpu.table.generation
-        for taken in self._refused.admitted(lower, row, used_again, now):
-            self._mark_dirty(taken, lower)
-            if not lower.on_evict:
-                lower.queue.append((taken, generation[taken]))
+    def _needed(self, lower: LowerTier, rows: Sequence[int], now: float) -> Sequence[int]:
+        """Those of the rows whose blocks the tier does not have."""
+        index, keys = lower.index, self._keys(rows)
+        if index.needs_all(keys, now):
+            return rows
+        needed = [row for row, key in zip(rows, keys, strict=True) if index.needs(key, now)]
+        lower.counters.skip(SkipReason.ALREADY_THERE, len(rows) - len(needed))
+        return needed
+
+    def _keys(self, rows: Sequence[int]) -> list[OffloadKey]:
+        """The keys of rows that hold blocks."""
+        return list(map(self.control.cpu.table.keys.__getitem__, rows))  # type: ignore[arg-type]
+
+    def _mark(self, lower: LowerTier, rows: Sequence[int]) -> None:
+        """These rows become dirty for a tier."""
+        self.dirty.mark(rows, lower.bit)
+        if not lower.on_evict:
+            lower.queue.extend(zip(rows, map(self.control.cpu.table.generation.__getitem__, rows), strict=True))
 
     def joined(self, now: float) -> None:
         """Lower tiers were taken in: what is in rows already is dirty for them, where they need it.
@@ -129,21 +135,6 @@ class Demotions:
         ready = list(self.control.cpu.policy.coldest())
         self.row_ready(ready[-max(1, self.control.num_rows // 4) :], CPU_TIER, now)
 
-    def _mark_dirty(self, row: int, lower: LowerTier) -> None:
-        if not self.dirty[row]:
-            self.control.cpu.pin((row,))
-            self.dirty_rows += 1
-        self.dirty[row] |= lower.bit
-
-    def mark_clean(self, row: int, lower: LowerTier | None = None) -> None:
-        """The row is clean for this tier (for all): the tier has its block, or the write-back was given up."""
-        if self.dirty[row]:
-            self.dirty[row] &= ~lower.bit if lower is not None else 0
-            self.retried[row] &= self.dirty[row]
-            if not self.dirty[row]:
-                self.control.cpu.unpin((row,))
-                self.dirty_rows -= 1
-
     def evicted_below(self, lower: LowerTier, keys: Sequence[OffloadKey]) -> None:
         """A tier evicted these keys: rows that have them are dirty again if it is `on_evict`, or offered anew once they
         are used if its policy follows requests. Not while closing: a tier smaller than the rows would never be done."""
@@ -153,7 +144,7 @@ class Demotions:
             if row is not None and lower.follows:
                 self._refused.offer_again(lower, row)
             elif row is not None:
-                self._mark_dirty(row, lower)
+                self.dirty.mark((row,), lower.bit)
 
     def drop_dirty(self, count: int, patient: bool) -> None:
         """Another request needs rows: make the `count` coldest dirty rows without another pin clean, unwritten.
@@ -161,30 +152,27 @@ class Demotions:
         While that request is patient, rows that are dirty for an `on_evict` tier are left: their write-back goes on.
         """
         spared = self._on_evict_bits if patient else 0
-        for row in self._cold_rows(min(count, self.control.num_rows), 0xFF, spared):
+        rows = self.dirty.coldest(min(count, self.control.num_rows), ALL_TIERS, spared)
+        for row in rows:
             for lower in self.control.lowers:
-                if self.dirty[row] & lower.bit:
+                if self.dirty.bits[row] & lower.bit:
                     lower.counters.drop(DropReason.BACKLOG)
-            self.mark_clean(row)
+        self.dirty.clean(rows)
 
     def reset(self) -> None:
         """Forget all that was queued; jobs in flight end on their own."""
-        for row in range(len(self.dirty)):
-            self.mark_clean(row)
+        self.dirty.clean(range(self.control.num_rows))
         for lower in self.control.lowers:
             lower.queue.clear()
 
     def drop_queued(self, reason: DropReason) -> int:
         """Give up every write-back that is not in flight; returns how many blocks that were."""
-        count = 0
-        for row in range(len(self.dirty)):
-            for lower in self.control.lowers:
-                if self.dirty[row] & lower.bit & ~self.demoting[row]:
-                    lower.counters.drop(reason)
-                    self.mark_clean(row, lower)
-                    count += 1
+        count, bits, sending = 0, self.dirty.bits, self.dirty.sending
         for lower in self.control.lowers:
+            rows = [row for row in range(self.control.num_rows) if bits[row] & lower.bit & ~sending[row]]
+            self._drop(lower, rows, reason)
             lower.queue.clear()
+            count += len(rows)
         return count
 
     # -- planning ------------------------------------------------------------------------------------------------
@@ -223,37 +211,27 @@ class Demotions:
 
     def _give_up(self, lower: LowerTier, reason: DropReason) -> None:
         """The tier takes nothing: queued rows become clean unwritten, and as many cold rows as are needed."""
-        rows = [row for row, generation in lower.queue if self._is_dirty(lower, row, generation)]
-        lower.queue.clear()
+        rows = self.dirty.take(lower.queue, lower.bit, len(lower.queue))
         if lower.on_evict:
-            rows = self._cold_rows(self._rows_needed(lower), lower.bit)
+            rows = self.dirty.coldest(self._rows_needed(lower), lower.bit)
         self._drop(lower, rows, reason)
 
     def _drop(self, lower: LowerTier, rows: Sequence[int], reason: DropReason) -> None:
-        for row in rows:
-            lower.counters.drop(reason)
-            self.mark_clean(row, lower)
-
-    def _is_dirty(self, lower: LowerTier, row: int, generation: int) -> bool:
-        table = self.control.cpu.table
-        due = self.dirty[row] & lower.bit & ~self.demoting[row]
-        return bool(due) and table.state[row] == READY and table.generation[row] == generation
+        if rows:
+            lower.counters.drop(reason, len(rows))
+            self.dirty.clean(rows, lower.bit)
 
     def _plan_queue(self, lower: LowerTier, now: float) -> None:
-        queue, keys = lower.queue, self.control.cpu.table.keys
+        queue = lower.queue
         while queue and (room := min(JOB_BLOCKS, self._room(lower))) > 0 and lower.may_store(now):
             rows: list[int] = []
             while queue and len(rows) < room:
-                row, generation = queue.popleft()
-                if not self._is_dirty(lower, row, generation):
-                    continue
-                key = keys[row]
-                assert key is not None
-                if lower.index.needs(key, now):
-                    rows.append(row)
-                else:
-                    lower.counters.skip(SkipReason.ALREADY_THERE)
-                    self.mark_clean(row, lower)
+                due = self.dirty.take(queue, lower.bit, room - len(rows))
+                needed = self._needed(lower, due, now)
+                rows += needed
+                if len(needed) < len(due):
+                    taken = set(needed)
+                    self.dirty.clean([row for row in due if row not in taken], lower.bit)
             if rows and not self._send(lower, rows[:: lower.queue_step], now) and not lower.disk_full:
                 break  # the others wait for free slots, but not on a full disk: it may have none for long
         if not queue:
@@ -267,21 +245,8 @@ class Demotions:
             watermark = min(watermark, lower.owned.placement.fewest_slots // 2)
         return max(watermark, min(self.control.shortage, max(1, self.control.num_rows // 4))) - available
 
-    def _cold_rows(self, count: int, mask: int, spared: int = 0) -> list[int]:
-        """The at most `count` coldest rows, dirty for a tier in `mask` and for none in `spared`, without other pins."""
-        if count <= 0 or not self.dirty_rows:
-            return []
-        pins, dirty = self.control.cpu.table.pins, self.dirty
-        rows = []
-        for row in self.control.cpu.policy.coldest():
-            if dirty[row] & mask and not dirty[row] & spared and pins[row] == 1 and not self.demoting[row]:
-                rows.append(row)
-                if len(rows) == count:
-                    break
-        return rows
-
     def _send_cold(self, lower: LowerTier, count: int, now: float) -> None:
-        rows = self._cold_rows(count, lower.bit)
+        rows = self.dirty.coldest(count, lower.bit)
         for start in range(0, len(rows), JOB_BLOCKS):
             if not lower.may_store(now) or not self._send(lower, rows[start : start + JOB_BLOCKS], now):
                 return
@@ -297,22 +262,21 @@ class Demotions:
         if over := self._refused.over_budget(lower, rows, now):
             self._drop(lower, over, DropReason.WRITE_BUDGET)
             return len(over) == len(rows) or self._send(lower, [row for row in rows if row not in over], now)
-        keys: list[OffloadKey] = list(map(self.control.cpu.table.keys.__getitem__, rows))  # type: ignore[arg-type]
+        keys = self._keys(rows)
         if lower.owned is None:
             self._emit(DemotionJob(self, lower, keys, rows, ()), now)
             return True
         if lower.owned.follower is not None and (unwanted := lower.owned.bypassed(keys[::-1])):
             rows = self._bypass(lower, rows, set(unwanted))
             return not rows or self._send(lower, rows, now)
-        if lower.disk_full and not any(self.retried[row] & lower.bit for row in rows):
+        if lower.disk_full and not any(self.dirty.retried[row] & lower.bit for row in rows):
             lower.owned.placement.try_full_disks(now)
         limits = lower.roots.limits(len(keys))
         slots = lower.owned.reserve(keys, limits)
         if len(slots) < len(rows):
             self._put_off(lower, rows[len(slots) :], limited=limits is not None)
         for at in lower.roots.split(slots) if slots else ():
-            job = DemotionJob(self, lower, [keys[i] for i in at], [rows[i] for i in at], [slots[i] for i in at])
-            self._emit(job, now)
+            self._emit(DemotionJob(self, lower, pick(keys, at), pick(rows, at), pick(slots, at)), now)
         return bool(slots)
 
     def _bypass(self, lower: LowerTier, rows: list[int], unwanted: Collection[OffloadKey]) -> list[int]:
@@ -320,7 +284,7 @@ class Demotions:
         keys = self.control.cpu.table.keys
         for row in [row for row in rows if keys[row] in unwanted]:
             self._refused.add(lower, row, SkipReason.BYPASSED)
-            self.mark_clean(row, lower)
+            self.dirty.clean((row,), lower.bit)
         return [row for row in rows if keys[row] not in unwanted]
 
     def _put_off(self, lower: LowerTier, rows: list[int], limited: bool) -> None:
@@ -341,7 +305,7 @@ class Demotions:
         lower.store_order.sent(job)
         self.control.cpu.pin(rows)
         for row in rows:
-            self.demoting[row] |= lower.bit
+            self.dirty.sending[row] |= lower.bit
         lower.stores_in_flight += len(rows)
         if lower.admission is not None:
             lower.admission.sent(job.keys)
@@ -360,9 +324,10 @@ class Demotions:
         lower.owned.placement.disk_full([job.slots[i] for i in blocks], now)
         if lower.room_breaker.state is not BreakerState.CLOSED:
             return set()
-        again = [i for i in blocks if self.dirty[job.rows[i]] & bit & ~self.retried[job.rows[i]]]
+        dirty, retried = self.dirty.bits, self.dirty.retried
+        again = [i for i in blocks if dirty[job.rows[i]] & bit & ~retried[job.rows[i]]]
         for i in again:
-            self.retried[job.rows[i]] |= bit
+            retried[job.rows[i]] |= bit
         if not lower.on_evict:
             self._put_back(lower, [job.rows[i] for i in again])
         return set(again)
@@ -384,12 +349,13 @@ class DemotionJob(LowerTransfer):
         outcomes = self.outcomes_of(result)
         current = self.resets == self.demotions.control.resets
         self.stored = self.finish_store(outcomes, result.bytes_moved, now, current)
-        full = [i for i, outcome in enumerate(outcomes) if outcome.reason is DropReason.DISK_FULL]
+        lost = [i for i, outcome in enumerate(outcomes) if not outcome.ok]
+        full = [i for i in lost if outcomes[i].reason is DropReason.DISK_FULL] if lost else lost
         again = self.demotions.disk_full(self, full, now) if full else set()
-        for i, outcome in enumerate(outcomes):
-            if not outcome.ok and i not in again:
-                self.lower.counters.count(outcome)
-        self.judge_room(outcomes, len(again) < len(full), now)
+        for i in lost:
+            if i not in again:
+                self.lower.counters.count(outcomes[i])
+        self.judge_room(outcomes, full, len(again) < len(full), now)
         self.lower.store_order.ended(self)
         self.release()
         self._unpin_rows(again)
@@ -397,10 +363,9 @@ class DemotionJob(LowerTransfer):
     def _unpin_rows(self, again: Collection[int] = ()) -> None:
         """The rows are read no more. They are clean for this tier, except those of blocks that are tried again."""
         demotions, bit = self.demotions, self.lower.bit
-        for i, row in enumerate(self.rows):
-            demotions.demoting[row] &= ~bit
-            if i not in again:
-                demotions.mark_clean(row, self.lower)
+        for row in self.rows:
+            demotions.dirty.sending[row] &= ~bit
+        demotions.dirty.clean([row for i, row in enumerate(self.rows) if i not in again] if again else self.rows, bit)
         self.lower.stores_in_flight -= len(self.rows)
         demotions.control.cpu.unpin(self.rows)
 
@@ -410,8 +375,7 @@ class DemotionJob(LowerTransfer):
         self.lower.store_order.ended(self)
         if self.lower.on_evict:
             self.lower.counters.drop(DropReason.TIER_DOWN, len(self.rows))
-        for row in self.rows:
-            self.demotions.mark_clean(row, self.lower)
+        self.demotions.dirty.clean(self.rows, self.lower.bit)
 
     def ended(self, now: float) -> None:
         super().ended(now)

@@ -181,7 +181,7 @@ class CopyJob(InFlight):
                 request.complete(index, outcome)
         control.cpu.unpin(self.rows)
         for m, generation in sorted(refused, reverse=True):
-            request.promotions.demotions.mark_clean(self.rows[m])
+            request.promotions.demotions.dirty.clean((self.rows[m],))
             control.cpu.discard(self.rows[m], generation)
             if request.stopping is None:
                 request.todo.appendleft(self.indices[m])

@@ -8,17 +8,7 @@ from typing import TypeVar
 
 from kvtier.control.state import REFUSED, InFlight, LowerTier
 from kvtier.control.tiers.breaker import Breaker, BreakerState
-from kvtier.types.jobs import (
-    PRESENT,
-    BlockOutcome,
-    BlockStatus,
-    DropReason,
-    JobKind,
-    JobResult,
-    RegionFormat,
-    RowGroup,
-    SkipReason,
-)
+from kvtier.types.jobs import PRESENT, BlockOutcome, BlockStatus, JobKind, JobResult, RegionFormat, RowGroup, SkipReason
 from kvtier.types.keys import GroupIndex, OffloadKey, key_group
 
 T = TypeVar("T")
@@ -43,7 +33,7 @@ class LowerTransfer(InFlight):
         self.generations: Sequence[int] = ()
         self.formats: tuple[RegionFormat, ...] = ()
         if lower.owned is not None:
-            self.generations = _pick(lower.owned.table.generation, slots)
+            self.generations = pick(lower.owned.table.generation, slots)
             if kind is JobKind.STORE:
                 self.formats = lower.owned.placement.formats_for(slots)
         self._by_group: dict[GroupIndex, list[int]] = {}
@@ -55,8 +45,8 @@ class LowerTransfer(InFlight):
         """The groups of the tier's job."""
         result = []
         for group, at in self._by_group.items():
-            places = [_pick(numbers, at) if numbers else () for numbers in (self.slots, self.generations)]
-            result.append(RowGroup(group, tuple(_pick(self.keys, at)), _pick(self.rows, at), *places))
+            places = [pick(numbers, at) if numbers else () for numbers in (self.slots, self.generations)]
+            result.append(RowGroup(group, tuple(pick(self.keys, at)), pick(self.rows, at), *places))
         return tuple(result)
 
     @property
@@ -85,7 +75,7 @@ class LowerTransfer(InFlight):
         if len(self._by_group) == 1:
             return outcomes
         by_place = dict(zip(chain.from_iterable(self._by_group.values()), outcomes, strict=True))
-        return _pick(by_place, range(len(self.keys)))
+        return pick(by_place, range(len(self.keys)))
 
     def finish_load(self, outcomes: Sequence[BlockOutcome], bytes_moved: int, now: float, current: bool = True) -> None:
         """A load ended in time. Entries that were refused or could not be read are dropped.
@@ -127,14 +117,14 @@ class LowerTransfer(InFlight):
             for i in good if current else ():
                 lower.index.learn(self.keys[i], True, now)
             return []
-        stored = _pick(self.slots, good)
+        stored = pick(self.slots, good)
         lower.counters.written_bytes += lower.owned.placement.slot_bytes(stored)
         lower.owned.commit(stored)
         if len(good) < len(outcomes):
             lower.owned.abort([slot for slot, outcome in zip(self.slots, outcomes, strict=True) if not outcome.ok])
         if stored and self.formats:
             lower.owned.placement.complete_formats(self.formats)
-        return list(zip(stored, _pick(self.generations, good), strict=True))
+        return list(zip(stored, pick(self.generations, good), strict=True))
 
     def _judge(self, outcomes: Sequence[BlockOutcome], now: float) -> None:
         """Record a job's end in a breaker: errors, and lateness before it began, count against the tier.
@@ -150,9 +140,11 @@ class LowerTransfer(InFlight):
         elif breaker.state is BreakerState.HALF_OPEN:
             breaker.failed(now)
 
-    def judge_room(self, outcomes: Sequence[BlockOutcome], refused: bool, now: float) -> None:
-        """Record the end of a store in the breaker of the room on disk. `refused`: not even old places have room."""
-        full = any(outcome.reason is DropReason.DISK_FULL for outcome in outcomes)
+    def judge_room(self, outcomes: Sequence[BlockOutcome], full: Sequence[int], refused: bool, now: float) -> None:
+        """Record the end of a store in the breaker of the room on disk, which had none for the blocks in `full`.
+
+        `refused`: not even old places have room.
+        """
         if not full or any(outcome.ok for outcome in outcomes):
             self.lower.room_breaker.succeeded()
         elif refused:
@@ -181,5 +173,6 @@ class LowerTransfer(InFlight):
         self.release()
 
 
-def _pick(values: Sequence[T] | dict[int, T], at: Sequence[int]) -> list[T]:
+def pick(values: Sequence[T] | dict[int, T], at: Sequence[int]) -> list[T]:
+    """The values at these places."""
     return list(map(values.__getitem__, at))

@@ -131,11 +131,11 @@ class PromotionJob(LowerTransfer):
 
     def finish(self, result: JobResult, now: float) -> None:
         outcomes = self.outcomes_of(result)
-        if loaded := sum(outcome.ok for outcome in outcomes):  # what fails at once says nothing of a load
-            self.lower.speed.ended(loaded, self.sent_at, now)
+        good = [row for row, outcome in zip(self.rows, outcomes, strict=True) if outcome.ok]
+        if good:  # what fails at once says nothing of a load
+            self.lower.speed.ended(len(good), self.sent_at, now)
         self.release()
         self.finish_load(outcomes, result.bytes_moved, now, self.resets == self.control.resets)
-        good = [row for row, outcome in zip(self.rows, outcomes, strict=True) if outcome.ok]
         self.control.cpu.commit(good[::-1])
         state = self.control.cpu.table.state
         ready = [row for row in good if state[row] == READY]

@@ -68,6 +68,10 @@ class AgedTier(OwnedTier):
         self.ready(key)
         return super().needs(key, now)
 
+    def needs_all(self, keys: Sequence[OffloadKey], now: float) -> bool:
+        """As `needs`, for each of the keys."""
+        return super().needs_all(keys, now) or all(self.needs(key, now) for key in keys)
+
     def ready(self, key: OffloadKey) -> int | None:
         """The slot that holds this key's bytes, or None. A block that is too old gives up its slot."""
         slot = super().ready(key)

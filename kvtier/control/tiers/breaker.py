@@ -55,7 +55,8 @@ class Breaker:
             return
         self._failures = 0
         self._probing = False
-        self._enter(BreakerState.CLOSED)
+        if self.state is not BreakerState.CLOSED:
+            self._enter(BreakerState.CLOSED)
 
     def failed(self, now: float) -> None:
         """A job erred or was late."""

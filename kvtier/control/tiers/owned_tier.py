@@ -288,6 +288,10 @@ class OwnedTier(TierIndex):
         """True unless the key has a slot, filling or ready."""
         return key not in self.directory
 
+    def needs_all(self, keys: Sequence[OffloadKey], now: float) -> bool:
+        """True unless some of the keys has a slot."""
+        return self.directory.keys().isdisjoint(keys)
+
     def slots(self, keys: Sequence[OffloadKey]) -> list[int]:
         """The slot of each key; all of them have one."""
         return list(map(self.directory.__getitem__, keys))

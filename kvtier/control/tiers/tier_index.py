@@ -29,6 +29,10 @@ class TierIndex:
         """True if a store of this key has a use: the tier is not known to have it."""
         return not self.presence(key, now)
 
+    def needs_all(self, keys: Sequence[OffloadKey], now: float) -> bool:
+        """True if the tier needs each of these keys."""
+        return all(self.needs(key, now) for key in keys)
+
     def request(self, key: OffloadKey, now: float) -> None:
         """Have a key looked up whose presence is unknown, unless that lookup is in flight."""
 
