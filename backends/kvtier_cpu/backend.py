@@ -14,9 +14,10 @@ from pydantic import Field
 
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.shielded_wait import shielded_wait
-from kvtier.errors import ConfigError, IntegrityError, KVTierError, ResourceError, UsageError
+from kvtier.errors import ConfigError, GeometryError, IntegrityError, KVTierError, ResourceError, UsageError
 from kvtier.options import ByteSize, PolicyName, TierOptions
 from kvtier.tier_api.contract import LoadStore, Opened, Rows, SlotSpace, TierContext
+from kvtier.types.geometry import Geometry
 from kvtier.types.jobs import CANCELLED, LOADED, STORED, BlockOutcome, JobResult, TransferJob, failed
 from kvtier.types.keys import CPU
 from kvtier_cpu.block_selection import UNSTAMPED, BlockSelection, select_all, select_whole, worst
@@ -166,6 +167,17 @@ class CPUBackend(LoadStore):
             mapped = len(region.participants_mapped)
             raise ResourceError(f"{mapped} of {region.spec.participants} processes have mapped the shared region")
         return [region.note(worker) for worker in range(region.spec.geometry.world_size)]
+
+    def use_geometry(self, geometry: Geometry) -> None:
+        """Blocks are as long as this geometry says from here on, in rows that stay as they are.
+
+        Raises GeometryError if a row is too short for one.
+        """
+        region, context = self.rows, self._context
+        if geometry.row_bytes > region.row_bytes:
+            raise GeometryError(f"a block needs {geometry.row_bytes} bytes, and a row has {region.row_bytes}")
+        assert context is not None
+        region.geometry, self._context = geometry, replace(context, geometry=geometry)
 
     def store(self, job: TransferJob) -> Coroutine[Any, Any, JobResult]:
         """Have every worker copy its slice of each block into its row, then seal the rows.

@@ -35,7 +35,7 @@ class RowHashing:
         self, call: Callable[[SharedRegion, int, IntArray], T], region: SharedRegion, group: int, rows: IntArray
     ) -> list[T]:
         """What `seal_rows` or `intact_rows` return for these rows of a group, in pieces of about PIECE_BYTES."""
-        nbytes = region.spec.geometry.aligned_bytes(group)
+        nbytes = region.geometry.aligned_bytes(group)
         step = max(1, PIECE_BYTES // nbytes)
         pieces = [rows[start : start + step] for start in range(0, len(rows), step)]
         if nbytes > SHORT_BYTES:
@@ -52,17 +52,17 @@ def seal_rows(region: SharedRegion, group: int, rows: IntArray) -> None:
 
     No lower tier reads beyond the aligned length.
     """
-    geometry = region.spec.geometry
-    used, nbytes = geometry.kv_bytes_per_offloaded_block(group), geometry.aligned_bytes(group)
-    zeros = bytes(nbytes - used)
+    geometry = region.geometry
+    nbytes = geometry.aligned_bytes(group)
+    gaps = [(first, bytes(end - first)) for first, end in geometry.gaps(group)]
     for row, block in zip(rows.tolist(), region.blocks(rows, nbytes), strict=True):
-        if zeros:
-            block[used:] = zeros
+        for first, zeros in gaps:
+            block[first : first + len(zeros)] = zeros
         region.set_checksum(row, checksum(block, nbytes <= SHORT_BYTES))
 
 
 def intact_rows(region: SharedRegion, group: int, rows: IntArray) -> list[bool]:
     """For each row: True if its bytes still match its checksum."""
-    nbytes = region.spec.geometry.aligned_bytes(group)
+    nbytes = region.geometry.aligned_bytes(group)
     blocks = zip(rows.tolist(), region.blocks(rows, nbytes), strict=True)
     return [checksum(block, nbytes <= SHORT_BYTES) == region.checksum(row) for row, block in blocks]

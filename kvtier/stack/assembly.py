@@ -37,7 +37,7 @@ from kvtier.tier_api.contract import (
     TierContext,
 )
 from kvtier.traces.recorder import Recorder
-from kvtier.types.geometry import Geometry, stack_alignment
+from kvtier.types.geometry import Geometry, KVLayout, stack_alignment
 from kvtier.types.keys import CPU, GPU
 from kvtier.types.namespace import Namespace
 
@@ -92,6 +92,9 @@ class StackParts:
     opened and join when it ends. If they cannot be then, they are held back for the life of the stack; so they are too
     if it raises OSError or ResourceError, in time or not, because the machine does not say what the namespace is.
 
+    `measure` gives the layout as those workers have it, from the same notes: an engine may announce the longest page of
+    all groups for each of them. Rows are laid out by the namespace's layout, blocks and lower tiers by the workers'.
+
     `workers`, one for each worker of the layout, replace the GPU tier where other processes copy between GPU blocks
     and rows; a gpu tier among `tiers` is theirs then and is not opened here. `engine_id` names the shared region for
     processes that have to find it; random when empty. With `record` the stack keeps a trace of what it is given by
@@ -109,6 +112,7 @@ class StackParts:
     engine_id: str = ""
     settings: StackSettings = StackSettings()
     refine: Callable[[Namespace, Sequence[str]], Awaitable[Namespace]] | None = None
+    measure: Callable[[KVLayout, Sequence[str]], KVLayout] | None = None
     record: RecordOptions | None = None
     state_dir: str = ""
     stats_socket: str = ""
@@ -246,12 +250,11 @@ async def _assemble(
     parts: StackParts, clock: Clock, deliver: Callable[[Sequence[Arrival]], None], to_close: list[LoadStore]
 ) -> Assembled:
     copiers, cpu, lowers = split_tiers(parts)
-    alignment = await resolve_alignment([*copiers, cpu, *lowers], parts.settings)
-    geometry = Geometry(parts.namespace.layout, alignment)
-    engine_id = parts.engine_id or uuid.uuid4().hex
+    namespace, engine_id = parts.namespace, parts.engine_id or uuid.uuid4().hex
+    geometry = Geometry(namespace.layout, await resolve_alignment([*copiers, cpu, *lowers], parts.settings))
 
-    async def opened_with(tier: LoadStore, namespace: Namespace = parts.namespace, **more: object) -> Opened:
-        context = TierContext(tier.options.label, geometry, namespace, clock, engine_id, **more)  # type: ignore[arg-type]
+    async def opened_with(tier: LoadStore, of: Namespace = namespace, **more: object) -> Opened:
+        context = TierContext(tier.options.label, geometry, of, clock, engine_id, **more)  # type: ignore[arg-type]
         to_close.append(tier)
         try:
             return await open_tier(tier, context, parts.settings)
@@ -267,30 +270,31 @@ async def _assemble(
     cpu_opened = await opened_with(cpu, workers=copiers)
     if not isinstance(cpu, ProvidesRows):
         raise ConfigError("the cpu tier provides no rows", "tiers")
-    rows = cpu.rows
+    rows, notes = cpu.rows, _worker_notes(parts, cpu)
+    geometry = _measured(parts, cpu, geometry, notes)
     for worker, copier in enumerate(copiers):
         await opened_with(copier, worker=worker, kv_caches=parts.kv_caches, rows=rows)
 
-    async def open_lower(lower: LoadStore, namespace: Namespace) -> TierSetup:
-        return setup(lower, _checked(lower, await opened_with(lower, namespace, rows=rows)))
+    async def open_lower(lower: LoadStore, of: Namespace) -> TierSetup:
+        return setup(lower, _checked(lower, await opened_with(lower, of, rows=rows)))
 
     below = LowerTiers(lowers, open_lower)
-    refining = await _refining(parts, cpu, lowers)
+    namespace = replace(namespace, layout=geometry.layout)
+    refining = await _refining(parts, namespace, notes) if lowers else None
     known = refining is None or (refining.done() and not isinstance(refining.exception(), (OSError, ResourceError)))
     if known:
-        setups = await below.open(refining.result() if refining is not None else parts.namespace)
+        setups = await below.open(refining.result() if refining is not None else namespace)
     else:
         setups = [replace(setup(lower, Opened(0)), held_back=True) for lower in lowers]
     limits = control_limits(parts, cpu.options.watermark_rows(rows.num_rows))
     plane = ControlPlane(setup(cpu, cpu_opened), setups, geometry.factor, limits, chains(geometry))
-    joining = None
-    if refining is not None and not known:
-        joining = Joining(below, refining, rows.num_rows, plane.control.models, deliver)
+    models = plane.control.models
+    joining = None if known or refining is None else Joining(below, refining, rows.num_rows, models, deliver)
     queues = [TierQueue(tier, inflight_bytes(tier)) for tier in (cpu, *lowers)]
-    dispatcher = Dispatcher(queues, geometry.row_bytes, clock, deliver)
-    files = model_files(parts.state_dir, lowers, plane.control.models, plane.control.lowers)
+    files = model_files(parts.state_dir, lowers, models, plane.control.lowers)
     if files is not None:
         await files.restore(parts.settings.identity_seconds)
+    dispatcher = Dispatcher(queues, geometry.row_bytes, clock, deliver)
     return Assembled(geometry, plane, dispatcher, queues, to_close, joining, _recorder(parts), files)
 
 
@@ -324,19 +328,33 @@ def model_files(
     return ModelFiles(Path(state_dir or folders[0]), models, bool(state_dir), kept_paces(limited))
 
 
-async def _refining(parts: StackParts, cpu: LoadStore, lowers: Sequence[LoadStore]) -> asyncio.Future[Namespace] | None:
+def _worker_notes(parts: StackParts, cpu: LoadStore) -> list[str]:
+    """What the workers said of themselves, where that is asked for. Raises ConfigError if they cannot say it."""
+    if parts.refine is None and parts.measure is None:
+        return []
+    if not isinstance(cpu, JoinsRows):
+        raise ConfigError("workers in processes of their own cannot map its region", "tiers")
+    return cpu.worker_notes()
+
+
+def _measured(parts: StackParts, cpu: LoadStore, geometry: Geometry, notes: Sequence[str]) -> Geometry:
+    """The geometry of blocks and lower tiers, by the layout that the workers have. Rows stay as they are."""
+    if parts.measure is None or not isinstance(cpu, JoinsRows):
+        return geometry
+    geometry = replace(geometry, layout=parts.measure(geometry.layout, notes))
+    cpu.use_geometry(geometry)
+    return geometry
+
+
+async def _refining(parts: StackParts, namespace: Namespace, notes: Sequence[str]) -> asyncio.Future[Namespace] | None:
     """The namespace of the lower tiers as `parts.refine` completes it, perhaps later than `identity_seconds`.
 
-    None if there is nothing to ask, or no tier to ask for.
+    None if there is nothing to ask.
     """
     if parts.refine is None:
         return None
-    if not isinstance(cpu, JoinsRows):
-        raise ConfigError("workers in processes of their own cannot map its region", "tiers")
-    notes, settings = cpu.worker_notes(), parts.settings
-    if not lowers:
-        return None
-    refining = asyncio.ensure_future(parts.refine(parts.namespace, notes))
+    settings = parts.settings
+    refining = asyncio.ensure_future(parts.refine(namespace, notes))
     try:
         await asyncio.wait((refining,), timeout=settings.identity_seconds)
     except asyncio.CancelledError:

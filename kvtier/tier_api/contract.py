@@ -162,6 +162,10 @@ class JoinsRows(Protocol):
     def worker_notes(self) -> list[str]:
         """The note of each worker, in the owner's process. Raises ResourceError until all have mapped the region."""
 
+    def use_geometry(self, geometry: Geometry) -> None:
+        """In the owner's process, before the first job: blocks are as long as the workers' own layout says, in rows
+        that stay as they are. Raises GeometryError if a row is too short for one."""
+
 
 @runtime_checkable
 class HasWords(Protocol):

@@ -214,6 +214,13 @@ class Geometry:
         before = sum(refs[i].page_size_bytes for i in range(ref))
         return worker % self.num_copies * self.worker_bytes(group) + sub_block * self.page_bytes(group) + before
 
+    def gaps(self, group: int) -> list[tuple[int, int]]:
+        """The bytes of an aligned block that no tensor fills, the first and one past the last of each piece."""
+        page, padding, end = self.page_bytes(group), self.layout.groups[group].padding_bytes, self.aligned_bytes(group)
+        used = self.kv_bytes_per_offloaded_block(group)
+        inside = [(at - padding, at) for at in range(page, used + 1, page)] if padding else []
+        return [*inside, (used, end)] if used < end else inside
+
     def slices(self, worker: int) -> list[tuple[int, int]]:
         """For each group the bytes of a row that are a worker's own: the first, and one past the last."""
         firsts = [(group, self.offset(group, worker)) for group in range(self.num_groups)]

@@ -21,7 +21,7 @@ def layouts(draw: st.DrawFn, largest_page: int = 2000) -> KVLayout:
     for _ in range(draw(st.integers(1, 4))):
         pages = draw(st.lists(st.integers(1, largest_page), min_size=1, max_size=3))
         refs = tuple(TensorRef(tensor, page) for tensor, page in enumerate(pages))
-        groups.append(GroupLayout(refs, draw(st.integers(1, 64))))
+        groups.append(GroupLayout(refs, draw(st.integers(1, 64)), padding_bytes=draw(st.sampled_from([0, 0, 1, 700]))))
     return KVLayout(tuple(groups), draw(st.integers(1, 3)), draw(st.integers(1, 5)), draw(st.booleans()))
 
 
@@ -66,21 +66,28 @@ def test_a_budget_under_one_block_is_refused_and_names_the_bytes_needed(geometry
 
 
 @given(geometries())
-def test_the_pages_of_a_group_tile_its_row_from_the_start_without_gap_or_overlap(geometry: Geometry) -> None:
+def test_the_pages_of_a_group_and_what_no_tensor_fills_tile_its_block_without_overlap(geometry: Geometry) -> None:
     for group in range(geometry.num_groups):
         end_of_last = 0
-        for start, end in places(geometry, group):
-            assert start == end_of_last
+        for start, end in sorted(places(geometry, group) + geometry.gaps(group)):
+            assert start == end_of_last < end
             end_of_last = end
-        assert end_of_last == geometry.kv_bytes_per_offloaded_block(group)
+        assert end_of_last == geometry.aligned_bytes(group)
 
 
 @given(geometries())
 def test_padding_sits_once_at_the_end_of_the_row_after_the_last_worker(geometry: Geometry) -> None:
     for group in range(geometry.num_groups):
-        last_byte = max(end for _, end in places(geometry, group))
+        last_byte = max(end for _, end in places(geometry, group)) + geometry.layout.groups[group].padding_bytes
         assert geometry.padding_bytes(group) == geometry.row_bytes - last_byte
         assert geometry.padding_bytes(group) >= 0
+
+
+@given(geometries())
+def test_the_slice_of_a_worker_is_where_its_pages_are(geometry: Geometry) -> None:
+    for worker in range(geometry.world_size):
+        for group, (first, end) in enumerate(geometry.slices(worker)):
+            assert (first, end - first) == (geometry.offset(group, worker), geometry.worker_bytes(group))
     largest = max(geometry.kv_bytes_per_offloaded_block(group) for group in range(geometry.num_groups))
     assert geometry.row_bytes - largest < geometry.alignment
 

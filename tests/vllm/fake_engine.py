@@ -90,10 +90,10 @@ def stack(root: Path, rows: int, *, row_bytes: int = PAGE, **fs: Any) -> dict[st
     }
 
 
-def content(key: bytes, worker: int, sub: int) -> torch.Tensor:
+def content(key: bytes, worker: int, sub: int, page: int = PAGE) -> torch.Tensor:
     """What worker `worker`'s page of sub-block `sub` of a key holds."""
     word = hashlib.sha256(b"%b/%d/%d" % (key, worker, sub)).digest()
-    return torch.frombuffer(bytearray(word * (PAGE // 32)), dtype=torch.int8)
+    return torch.frombuffer(bytearray(word * (page // 32)), dtype=torch.int8)
 
 
 @dataclass(eq=False)
@@ -135,21 +135,34 @@ class Model(torch.nn.Linear):
 
 
 class FakeEngine:
-    """See the module's docstring. `wrong` counts bytes that were loaded and are not what their key says."""
+    """See the module's docstring. `wrong` counts bytes that were loaded and are not what their key says.
+
+    `fills` is how many bytes of a block each group fills; all, unless that is given.
+    """
 
     def __init__(
-        self, config: OffloadingConfig, seed: int, *, num_blocks: int = 64, window: int = 2, as_0_33: bool = AS_0_33
+        self,
+        config: OffloadingConfig,
+        seed: int,
+        *,
+        num_blocks: int = 64,
+        window: int = 2,
+        as_0_33: bool = AS_0_33,
+        fills: Sequence[int] = (),
     ) -> None:
         self.config, self.random, self.window, self.as_0_33 = config, random.Random(seed), window, as_0_33
+        block_bytes = config.worker_kv_bytes_per_block
+        self.fills = fills or [block_bytes] * len(config.groups)
         self.factor = config.cache.blocks_per_chunk
         self.num_groups = len(config.groups)
         self.replicated = config.replicated_layout
-        self.tensors = [torch.zeros((num_blocks, PAGE), dtype=torch.int8) for _ in range(config.parallel.world_size)]
+        workers = range(config.parallel.world_size)
+        self.tensors = [torch.zeros((num_blocks, block_bytes), dtype=torch.int8) for _ in workers]
         self.workers = []
         self.model = Model()
         for rank, tensor in enumerate(self.tensors):
-            refs = [[CanonicalKVCacheRef(0, PAGE)] for _ in config.groups]
-            caches = CanonicalKVCaches([CanonicalKVCacheTensor(tensor, PAGE)], refs)
+            refs = [[CanonicalKVCacheRef(0, filled)] for filled in self.fills]
+            caches = CanonicalKVCaches([CanonicalKVCacheTensor(tensor, block_bytes)], refs)
             with patch("kvtier.integrations.vllm.primary.worker.loaded_models", lambda: ([self.model], True)):
                 self.workers.append(KVTierSpec(_ranked(config, rank)).get_worker(caches))
         self.manager = KVTierSpec(config).get_manager()
@@ -287,7 +300,7 @@ class FakeEngine:
                 for sub in range(self.factor):
                     block = request.blocks[group][chunk * self.factor + sub]
                     for worker, tensor in enumerate(self.tensors):
-                        tensor[block] = self._content(names[chunk], worker, sub)
+                        tensor[block, : self.fills[group]] = self._content(group, names[chunk], worker, sub)
         request.state = "computed"
 
     def _offer(self, request: Request, batch: list[Job]) -> None:
@@ -382,11 +395,12 @@ class FakeEngine:
                 for sub in range(self.factor):
                     block = request.blocks[group][chunk * self.factor + sub]
                     for worker, tensor in enumerate(self.tensors):
-                        self.wrong += int((tensor[block] != self._content(names[chunk], worker, sub)).sum())
+                        found = tensor[block, : self.fills[group]]
+                        self.wrong += int((found != self._content(group, names[chunk], worker, sub)).sum())
                         self.counts["pages checked"] += 1
 
-    def _content(self, key: bytes, worker: int, sub: int) -> torch.Tensor:
-        return content(key, 0 if self.replicated else worker, sub)
+    def _content(self, group: int, key: bytes, worker: int, sub: int) -> torch.Tensor:
+        return content(key, 0 if self.replicated else worker, sub, self.fills[group])
 
     # -- the rest ------------------------------------------------------------------------------------------------
 

@@ -60,19 +60,27 @@ def phi3() -> Phi3ForCausalLM:
     return Phi3ForCausalLM(config)
 
 
-def gemma3() -> Gemma3ForCausalLM:
+def gemma3(kinds: str = "sfsf", head_dim: int = 32) -> Gemma3ForCausalLM:
     """Sliding windows of 256 tokens and full attention: several KV cache groups."""
-    kinds = ["sliding_attention", "full_attention"] * 2
+    layers = [{"s": "sliding_attention", "f": "full_attention"}[kind] for kind in kinds]
     shape = {**SHAPE, "initializer_range": 0.15}
     config = Gemma3TextConfig(
-        num_hidden_layers=len(kinds),
-        layer_types=kinds,
+        num_hidden_layers=len(layers),
+        layer_types=layers,
         sliding_window=256,
-        head_dim=32,
-        query_pre_attn_scalar=32,
+        head_dim=head_dim,
+        query_pre_attn_scalar=head_dim,
         **shape,
     )
     return Gemma3ForCausalLM(config)
+
+
+def uneven_gemma3() -> Gemma3ForCausalLM:
+    """Two layers of full attention and five sliding windows: vLLM makes groups of 2, 2, 2 and 1 layers of them.
+
+    A layer's page is 256 KiB, as large as in models that are served.
+    """
+    return gemma3("sfssfss", head_dim=128)
 
 
 def deepseek() -> DeepseekV2ForCausalLM:
@@ -94,6 +102,7 @@ def deepseek() -> DeepseekV2ForCausalLM:
 
 
 MODELS = {"llama": llama, "wide_llama": wide_llama, "phi3": phi3, "gemma3": gemma3, "deepseek": deepseek}
+MODELS["uneven_gemma3"] = uneven_gemma3
 
 
 def save(kind: str, folder: str, seed: int) -> None:

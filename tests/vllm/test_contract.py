@@ -124,6 +124,29 @@ def test_a_restart_hits_from_disk(root, seed):
         assert_hits(engine, [5, 6, 7, 8, 9, 10, 11], 6)
 
 
+@pytest.mark.parametrize("factor", [1, 3])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_each_group_stores_what_it_fills_of_a_block_and_nothing_else(root, seed, workers, factor):
+    """On the disk: its own bytes, in whole pages, behind a header. In memory every row is as long as the longest."""
+    fills, block_bytes = [8 * PAGE, 2 * PAGE, 3 * PAGE - 64], 8 * PAGE
+    shape = {"group_ids": (0, 1, 2), "page_bytes": block_bytes, "world_size": workers, "factor": factor}
+    described = stack(root, 200, row_bytes=block_bytes * workers * factor, region_bytes="2MiB")
+    prompts = [[number, number + 1, number + 2, number + 3] for number in range(0, 24, 4)]
+    for hit in (0, 4):
+        config = offloading_config(described, **shape)
+        with FakeEngine(config, seed, num_blocks=512, fills=fills) as engine:
+            for prompt in prompts:
+                assert_hits(engine, [*prompt, *([99] if hit else [])], hit)
+            tier = engine.manager._stack.stats().tiers["fs"]
+            if hit:
+                continue
+            assert tier.stored == len(prompts) * 4 * len(fills)
+            payload = sum(fills) * workers * factor * len(prompts) * 4
+            aligned = sum(-(-filled * workers * factor // PAGE) * PAGE for filled in fills) * len(prompts) * 4
+            assert payload <= tier.store_bytes <= aligned
+            assert tier.written_bytes == aligned + tier.stored * PAGE
+
+
 @pytest.mark.parametrize("change", [{"model": "other"}, {"page_bytes": 2 * PAGE}])
 def test_another_model_or_layout_is_a_clean_miss(root, seed, change):
     with FakeEngine(offloading_config(stack(root, 50)), seed) as engine:

@@ -108,13 +108,14 @@ class SharedRegion(ControlArea):
     I/O is not a crash, and the system gets the memory only when nothing in this process can write into it any more.
 
     `view` is all rows, writable, without a copy: shape (num_rows, row_bytes), uint8; base and rows are page-aligned.
-    `spec` is what the region was opened with, `populated` how the rows became resident in this process. `maps` are the
+    `spec` is what the region was opened with, `geometry` says how long a block of each group is, `populated` how the
+    rows became resident in this process. `maps` are the
     mappings of rows and control area, `at_close` the calls that closing makes once.
     """
 
     def __init__(self, spec: RegionSpec, rows: mmap.mmap, control: mmap.mmap) -> None:
         super().__init__(np.frombuffer(control, dtype=np.uint8), spec.shape)
-        self.spec = spec
+        self.spec, self.geometry = spec, spec.geometry
         self.num_rows, self.row_bytes = spec.num_rows, spec.geometry.row_bytes
         self.view: npt.NDArray[np.uint8] = np.frombuffer(rows, dtype=np.uint8).reshape(self.num_rows, self.row_bytes)
         self.populated = Populated.SKIPPED

@@ -25,7 +25,7 @@ from kvtier.integrations.fingerprint import computed_state, computing_modules
 from kvtier.integrations.vllm.model_modules import attention_layers
 from kvtier.integrations.vllm.weight_files import WeightFiles, changed_since_start, weight_files
 from kvtier.types.dtypes import canonical_dtype
-from kvtier.types.geometry import KVLayout
+from kvtier.types.geometry import KVLayout, TensorRef
 from kvtier.types.namespace import Namespace
 
 PLACES = ("_name_or_path",)
@@ -36,7 +36,10 @@ _log = logging.getLogger(__name__)
 
 def worker_note(layout: KVLayout, models: Sequence[nn.Module]) -> str:
     """This worker's note as JSON: its pages, its `models` and their layers, files of weights, hash algorithm."""
-    known: dict[str, Any] = {"pages": _digest(repr([(group.refs, group.padding_bytes) for group in layout.groups]))}
+    known: dict[str, Any] = {
+        "pages": _digest(repr([group.refs for group in layout.groups])),
+        "page_bytes": [group.page_bytes for group in layout.groups],
+    }
     config = get_current_vllm_config_or_none()
     if config is not None:
         model = config.model_config
@@ -80,6 +83,18 @@ def _kind(layer: Any) -> str:
     return f"{layer.get_attn_backend().get_name()}/{implementation}/{getattr(layer, 'isa', '')}"
 
 
+def measure(layout: KVLayout, notes: Sequence[str]) -> KVLayout:
+    """The layout with the bytes of a page that each group really has, as the workers' notes say.
+
+    Raises ConfigError if they contradict each other.
+    """
+    found = [json.loads(note).get("page_bytes") for note in notes]
+    if any(each != found[0] for each in found) or len(found[0]) != len(layout.groups):
+        raise ConfigError(f"the workers of this engine disagree about the bytes of a page: {found}", "workers")
+    pages = zip(layout.groups, found[0], strict=True)
+    return replace(layout, groups=[replace(group, refs=(TensorRef(0, page),)) for group, page in pages])
+
+
 async def refine(namespace: Namespace, notes: Sequence[str]) -> Namespace:
     """The namespace with what the workers' notes add. Takes as long as reading the weights, the first time.
 
@@ -92,6 +107,7 @@ async def refine(namespace: Namespace, notes: Sequence[str]) -> Namespace:
     if any(each != found[0] for each in found):
         raise ConfigError(f"the workers of this engine disagree about the model: {sorted(set(notes))}", "workers")
     known, files = found[0], found[0].pop("files", None)
+    known.pop("page_bytes", None)  # part of the layout
     algorithm = str(known.pop("hash_algorithm", ""))
     if "xxhash" in algorithm:
         _log.warning(

@@ -146,9 +146,10 @@ def _check_parallel(config: OffloadingConfig) -> None:
 
 
 def _nominal_layout(config: OffloadingConfig) -> KVLayout:
-    """The layout that scheduler and workers have in common: each group's page is one block of the engine's allocation.
+    """The layout of the rows, which scheduler and workers have in common: each group's page is one block of the
+    engine's allocation.
 
-    Only the workers have the tensors inside a page, see `worker_layout`.
+    Only the workers know how much of it a group really fills, see `worker_layout`.
     """
     if config.worker_kv_bytes_per_block < 1:
         raise ConfigError("vLLM reports no KV cache blocks; kvtier needs at least one", "worker_kv_bytes_per_block")
@@ -163,9 +164,9 @@ def release() -> str:
 
 
 def worker_layout(nominal: KVLayout, group_refs: list[list[tuple[int, int]]]) -> KVLayout:
-    """The nominal layout with the tensors of one worker: (tensor index, bytes of a page) for each group.
+    """The layout of one worker: (tensor index, bytes of a page) for each group.
 
-    Raises ConfigError if a group's tensors do not fit into a page.
+    Raises ConfigError if a group's tensors do not fit into a nominal page.
     """
     groups = []
     for index, (group, refs) in enumerate(zip(nominal.groups, group_refs, strict=True)):
@@ -173,7 +174,7 @@ def worker_layout(nominal: KVLayout, group_refs: list[list[tuple[int, int]]]) ->
         if used > group.page_bytes:
             raise ConfigError(f"KV cache group {index} has pages of {used} bytes, vLLM announced {group.page_bytes}")
         tensors = tuple(TensorRef(tensor, page_bytes) for tensor, page_bytes in refs)
-        groups.append(dataclasses.replace(group, refs=tensors, padding_bytes=group.page_bytes - used))
+        groups.append(dataclasses.replace(group, refs=tensors))
     return dataclasses.replace(nominal, groups=tuple(groups))
 
 

@@ -24,6 +24,7 @@ from kvtier.errors import GeometryError, IntegrityError, SharedMemoryError, Usag
 from kvtier.tier_api.contract import AnswersLookups, ProvidesRows, TierContext
 from kvtier.tier_api.memory_limits import Reading
 from kvtier.types.arrays import int_array
+from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import (
     CORRUPT,
@@ -42,6 +43,7 @@ from kvtier.types.keys import CPU
 from kvtier.types.namespace import Namespace
 from kvtier_cpu import CPUBackend, CPUOptions, SharedRegion, open_region
 from kvtier_cpu.region.opening import RegionHost, Step
+from kvtier_cpu.row_sealing import seal_rows
 from kvtier_gpu import GPUBackend, GPUOptions
 
 FACTOR = 2
@@ -395,6 +397,43 @@ async def test_a_row_that_changed_since_it_was_sealed_is_corrupt_and_not_copied(
         old[[40, 41, 44, 45]] = old[[0, 1, 4, 5]]
         assert (worker.pages[1] == old).all()
     await tier.backend.close()
+
+
+async def test_blocks_are_as_long_as_the_workers_own_layout_says_in_rows_that_stay_as_they_are() -> None:
+    """The rows were laid out by longer pages: nothing of what other blocks left in them is part of a block."""
+    tier = await Tier().open()
+    shorter = [replace(group, refs=(TensorRef(0, group.page_bytes),)) for group in tier.geometry.layout.groups]
+    wide = [replace(group, refs=(TensorRef(0, 3 * group.page_bytes),)) for group in shorter]
+    rows = CPUBackend(CPUOptions(cpu_bytes_to_use=ROWS * 9 * tier.geometry.row_bytes, shared="memfd"))
+    layout = replace(tier.geometry.layout, groups=wide)
+    await rows.open(replace(tier.context, geometry=Geometry(layout, tier.geometry.alignment)))
+    with pytest.raises(GeometryError, match="and a row has"):
+        rows.use_geometry(Geometry(replace(layout, groups=[replace(wide[0], padding_bytes=1 << 20)])))
+    rows.use_geometry(tier.geometry)
+    region = rows.rows
+    region.view[:] = 0xEE
+    for worker in tier.workers:
+        worker.rows = region
+    result = await rows.store(job(JobKind.STORE, transfer(1, GPURuns.whole([2, 3], FACTOR), [7])))
+    expected = tier.expected_row(1, [2, 3])
+    assert result.outcomes == ((STORED,),)
+    assert result.bytes_moved == tier.geometry.kv_bytes_per_offloaded_block(1)
+    assert region.row(7)[: len(expected)] == expected
+    assert set(region.row(7)[len(expected) :]) == {0xEE}
+    assert region.checksum(7) == xxhash.xxh3_128_digest(expected)
+    await rows.close()
+    await tier.backend.close()
+
+
+async def test_what_a_page_leaves_unused_is_zero_in_a_sealed_row() -> None:
+    groups = [GroupLayout((TensorRef(0, 1000),), padding_bytes=24)]
+    layout = Geometry(KVLayout(groups, block_size_factor=2), mmap.PAGESIZE)
+    backend = CPUBackend(CPUOptions(cpu_bytes_to_use=2 * layout.row_bytes, shared="memfd"))
+    await backend.open(TierContext("cpu", layout, Namespace(layout.layout), float))
+    backend.rows.view[:] = 7
+    seal_rows(backend.rows, 0, np.array([1]))
+    assert backend.rows.view[1].tolist() == 2 * (1000 * [7] + 24 * [0]) + (mmap.PAGESIZE - 2048) * [0]
+    await backend.close()
 
 
 async def test_many_jobs_at_once_keep_their_rows_apart(tier: Tier) -> None:

@@ -30,7 +30,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvtier.config import stack_parts
 from kvtier.errors import IntegrityError, ResourceError
 from kvtier.integrations.vllm.adapters import content_in_keys
-from kvtier.integrations.vllm.identity import refine
+from kvtier.integrations.vllm.identity import measure, refine
 from kvtier.integrations.vllm.metrics import Meter
 from kvtier.integrations.vllm.primary.inflight_copies import InflightCopies
 from kvtier.integrations.vllm.primary.model_weights import EngineWeights, Verdict
@@ -81,7 +81,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         events_max = parts.settings.events_max if config.enable_kv_cache_events else 0
         settings = dataclasses.replace(parts.settings, store_seconds=STORE_SECONDS, events_max=events_max)
         self._stack = EngineStack(
-            dataclasses.replace(parts, engine_id=plan.engine_id, settings=settings, refine=refine)
+            dataclasses.replace(parts, engine_id=plan.engine_id, settings=settings, refine=refine, measure=measure)
         )
         self._events = RouterEvents(self._stack, self._ids, config)
         self._requests: defaultdict[str, RequestState] = defaultdict(RequestState)
