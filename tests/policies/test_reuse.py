@@ -6,8 +6,10 @@ from heapq import heappop, heappush
 import pytest
 
 from kvtier.control.policies import RequestModels, Reuse, make_policy
+from kvtier.control.policies.announced_blocks import AnnouncedBlocks
 from kvtier.control.policies.prediction.classes import LEFT
 from kvtier.control.policies.prediction.model import ReuseModel
+from kvtier.control.policies.prediction.segments import NONE, Segments
 from kvtier.errors import IntegrityError
 from kvtier.types.keys import GroupIndex, OffloadKey, RequestId, make_key
 from kvtier.types.requests import RequestUse
@@ -94,6 +96,10 @@ class Tier:
             if segments.parent[seg] >= 0:
                 kids[segments.parent[seg]] += 1
         assert kids == segments.kids.tolist()
+        for seg in held:
+            assert segments.held[seg] <= segments.length[seg]
+            places = [self.policy._tree.position[slot] for slot in self.policy._tree.slots_of(seg)]
+            assert places == sorted(set(places), reverse=True)
 
 
 def prompt(*numbers: int) -> list[OffloadKey]:
@@ -274,7 +280,70 @@ def test_every_block_stays_in_order_whatever_happens(num_slots: int) -> None:
         tier.free_slots(gone)
         tier.policy.touch(list(tier.slots.values())[:2])
         tier.check()
-    assert len(tier.policy._home) <= tier.policy._home_max
+    known = tier.policy._announced
+    assert len(known) <= known.latest_max + known.older_max
+
+
+@pytest.mark.parametrize("num_slots", [40, 200])
+def test_blocks_that_come_late_and_in_any_order_stay_at_their_places(num_slots: int) -> None:
+    """A lower tier gets them in small jobs, long after their request, when segments have had the ids of others."""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    tier, time, waiting = Tier(num_slots), 0.0, list[list[OffloadKey]]()
+    for step in range(600):
+        time += rng.expovariate(0.5)
+        keys = chat(rng.randrange(150), rng.randrange(1, 30))
+        if rng.random() < 0.3:
+            keys[rng.randrange(len(keys)) :] = chat(1000 + step, rng.randrange(1, 8))
+        tier.begin(keys, time)
+        tier.end(rng.choice((None, 50)))
+        waiting += [keys[start : start + 7] for start in range(0, len(keys), 7)]
+        while len(waiting) > 100:
+            tier.store(waiting.pop(rng.randrange(len(waiting)))[:num_slots], bypass=rng.random() < 0.5)
+        if rng.random() < 0.3:
+            tier.store([make_key(rng.randbytes(8), 0)])
+        if not step % 10:
+            tier.check()
+    known = tier.policy._announced
+    assert len(known) <= known.latest_max + known.older_max
+
+
+def test_a_prompt_that_is_stored_from_its_end_on_loses_its_end_first() -> None:
+    """So it comes from rows that are evicted leaf first."""
+    tier = Tier(12)
+    tier.begin(chat(0, 12), 0.0)
+    for start in (8, 4, 0):
+        tier.store(chat(0, 12)[start : start + 4])
+    tier.check()
+    tier.begin(chat(1, 3), 1.0)
+    tier.store(chat(1, 3), bypass=False)
+    assert set(chat(0, 9)) <= set(tier.slots)
+
+
+def test_blocks_are_known_by_their_keys_alone_long_after_they_were_announced() -> None:
+    segments = Segments(400, 1 << 20)
+    known = AnnouncedBlocks(64, segments)
+    prompts = [chat(session, 20) for session in range(400)]
+    for prompt in prompts:
+        known.add(segments.add(NONE, 0, prompt), 0, prompt)
+    for number, prompt in enumerate(prompts[-200:], 200):
+        assert known.find(prompt[5:]) == [(0, 15, number, 5)]
+        assert known.find([prompt[3], *prompt[5:7], prompt[4]]) == [
+            (0, 1, number, 3),
+            (1, 3, number, 5),
+            (3, 4, number, 4),
+        ]
+    assert known.find(prompts[0]) == [(0, 20, NONE, NONE)]
+    segments.cut(399, prompts[399][:3])
+    segments.drop(398)
+    segments.add(NONE, 0, chat(500, 20))
+    assert known.take([*prompts[397], *prompts[398], *prompts[399]]) == [
+        (0, 20, 397, 0),
+        (20, 40, NONE, NONE),
+        (40, 60, NONE, NONE),
+    ]
+    assert len(known) <= known.latest_max + known.older_max
 
 
 def rates(tier: Tier, seed: int) -> tuple[float, float]:

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import ClassVar
 
+from kvtier.control.policies.announced_blocks import AnnouncedBlocks, AnnouncedRun
 from kvtier.control.policies.base import RequestModel, RequestPolicy
 from kvtier.control.policies.prediction.classes import (
     OUTPUT_LEVELS,
@@ -49,8 +49,8 @@ class OpenUse:
 class Reuse(RequestPolicy):
     """Predicts by class and age. A block that no request announced is a segment of its own.
 
-    `_home` has the segments of keys that may still be placed here, the oldest first: a lower tier gets blocks when
-    their request has ended. `_open` are the requests in flight: when they began, and their segments. Both are bounded.
+    `_announced` are the blocks that may still be placed here: a lower tier gets them when their request has ended, or
+    later. `_open` are the requests in flight: when they began, and their segments. Both are bounded.
     """
 
     MODEL: ClassVar[type[RequestModel]] = ReuseModel
@@ -61,8 +61,7 @@ class Reuse(RequestPolicy):
         self._model = model
         self._tree = TierTree(num_slots, keys, model)
         self._order = EvictionOrder(self._tree.segments, model)
-        self._home: dict[OffloadKey, int] = {}
-        self._home_max = num_slots // 4 + 4096
+        self._announced = AnnouncedBlocks(num_slots, self._tree.segments)
         self._open: OrderedDict[tuple[RequestId, int], OpenUse] = OrderedDict()
         self._groups = 1
         self._prefixes_kept: set[int] = set()
@@ -85,9 +84,8 @@ class Reuse(RequestPolicy):
             seg = self._tree.add(path[-1] if path else NONE, known, fresh, class_of(1, gap, level))
             if seg != NONE:
                 path.append(seg)
+                self._announced.add(seg, known, fresh)
                 known = len(keys)
-                self._home.update(dict.fromkeys(fresh, seg))
-        self._trim_home(max(self._home_max, len(keys)))
         self._groups = max(self._groups, use.group + 1)
         self._end((use.request_id, use.group), None)
         self._open[use.request_id, use.group] = OpenUse(
@@ -112,17 +110,16 @@ class Reuse(RequestPolicy):
         if seg == NONE:
             use.end = -1
             return
+        self._announced.add(seg, use.end, keys)
         use.end += len(keys)
-        for key in keys:
-            self._home[key] = seg
-        if len(self._home) > self._home_max:
-            self._trim_home(self._home_max)
 
     def _grow_below(self, use: OpenUse, keys: Sequence[OffloadKey]) -> int:
         """A new segment below those of a request, as old as they are; NONE if it may be known, or cannot be had."""
         parent, segments = use.path[-1], self._tree.segments
         known = segments.find(keys[0])
-        if not segments.length[parent] or (known != NONE and segments.first[known] == use.end):
+        if segments.first[parent] + segments.length[parent] != use.end or (
+            known != NONE and segments.first[known] == use.end
+        ):
             return NONE
         seg = self._tree.add(parent, use.end, keys, first_use_of(segments.kind[parent]))
         if seg != NONE:
@@ -159,25 +156,20 @@ class Reuse(RequestPolicy):
 
     def _expect(self, path: Sequence[int], keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         """Remember which segments the known blocks belong to that this tier lacks."""
-        segments, home = self._tree.segments, self._home
-        parent, position = NONE, 0
+        segments, parent, position = self._tree.segments, NONE, 0
         for seg in path:
             end = position + segments.length[seg]
             if segments.held[seg] < end - position:
                 if not segments.held[seg]:
                     segments.parent[seg] = parent
-                for i in range(position, end):
-                    if slots[i] < 0:
-                        home.pop(keys[i], None)
-                        home[keys[i]] = seg
+                while position < end:
+                    lacks, upto = slots[position] < 0, position + 1
+                    while upto < end and (slots[upto] < 0) is lacks:
+                        upto += 1
+                    if lacks:
+                        self._announced.add(seg, position, keys[position:upto])
+                    position = upto
             parent, position = seg, end
-
-    def _trim_home(self, most: int) -> None:
-        """Forget the oldest keys, several at a time: a dict is slow to find its first entry after many were deleted."""
-        home = self._home
-        if len(home) > most:
-            for key in list(islice(home, len(home) - most + most // 8)):
-                del home[key]
 
     def _end(self, name: tuple[RequestId, int], output_tokens: int | None) -> None:
         if name not in self._open:
@@ -199,24 +191,32 @@ class Reuse(RequestPolicy):
     # -- slots ---------------------------------------------------------------------------------------------------
 
     def admit(self, keys: Sequence[OffloadKey]) -> None:
-        self._prefixes_kept = self._prefixes(keys)
+        self._prefixes_kept = self._prefixes(self._announced.find(keys[::-1]))
 
     def insert(self, slots: Sequence[int]) -> None:
-        keys, home, tree = self._keys, self._home, self._tree
-        length, entered = tree.segments.length, dict[int, None]()
-        for slot in reversed(slots):
-            key = keys[slot]
-            assert key is not None
-            seg = home.pop(key, NONE)
-            if seg == NONE or not length[seg]:
-                seg = tree.add(NONE, LONE, (key,), class_of(1, -1.0, 1))
+        names, tree = self._keys, self._tree
+        slots = slots[::-1]
+        keys: list[OffloadKey] = list(map(names.__getitem__, slots))  # type: ignore[arg-type]  # ready: it has a key
+        runs = self._announced.take(keys)
+        for start, end, seg, position in runs:
+            if seg != NONE:
+                tree.attach(slots[start:end], seg, position)
+        for start, end, seg, _ in runs:  # after the others: ghosts go for new segments
+            if seg == NONE:
+                self._insert_lone(keys[start:end], slots[start:end])
+            else:
+                self._offer(seg)
+
+    def _insert_lone(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
+        """Blocks that no request announced: each is a segment of its own, or none while there is no id left for it."""
+        tree = self._tree
+        for key, slot in zip(keys, slots, strict=True):
+            seg = tree.add(NONE, LONE, (key,), class_of(1, -1.0, 1))
             if seg == NONE:
                 tree.leave_untracked(slot)
             else:
-                tree.attach(slot, seg)
-                entered[seg] = None
-        for seg in entered:
-            self._offer(seg)
+                tree.attach((slot,), seg, LONE)
+                self._offer(seg)
 
     def touch(self, slots: Sequence[int]) -> None:
         owner = self._tree.owner
@@ -250,28 +250,30 @@ class Reuse(RequestPolicy):
         return [slot for slot, _ in chosen]
 
     def bypass(self, keys: Sequence[OffloadKey], evictions: int, pins: Sequence[int]) -> Sequence[int]:
-        home, order, held = self._home, self._order, self._tree.segments.held
-        kept, room, current = len(keys), self._tree.num_untracked, NONE
-        upcoming = order.upcoming(self._prefixes(keys))
-        worth = theirs = 0.0
-        while evictions > 0 and kept:
-            if room <= 0:
-                theirs, victim = next(upcoming, (0.0, NONE))
-                if victim == NONE:
-                    break
-                room = held[victim]
-            seg = home.get(keys[kept - 1], NONE)
+        order, held, room = self._order, self._tree.segments.held, self._tree.num_untracked
+        runs = self._announced.find(keys)
+        upcoming = order.upcoming(self._prefixes(runs))
+        kept, theirs = len(keys), 0.0
+        for start, _, seg, _ in reversed(runs):
             if seg == NONE:
                 break
-            if seg != current:
-                current, worth = seg, order.value(seg)
-            if worth < theirs:
-                kept -= 1
-                evictions -= 1
-            else:
-                fits = min(room, evictions)
-                evictions -= fits
-                room -= fits
+            worth = order.value(seg)
+            while evictions > 0 and kept > start:
+                if room <= 0:
+                    theirs, victim = next(upcoming, (0.0, NONE))
+                    if victim == NONE:
+                        evictions = 0
+                        break
+                    room = held[victim]
+                if worth < theirs:
+                    kept -= 1
+                    evictions -= 1
+                else:
+                    fits = min(room, evictions)
+                    evictions -= fits
+                    room -= fits
+            if evictions <= 0:
+                break
         upcoming.close()
         return range(kept, len(keys))
 
@@ -280,32 +282,21 @@ class Reuse(RequestPolicy):
         for seg in self._order.coldest_first():
             yield from self._tree.slots_of(seg)
 
-    def _prefixes(self, keys: Sequence[OffloadKey]) -> set[int]:
-        """The segments that hold what is right before these keys, which must not go for them."""
-        home, parent = self._home, self._tree.segments.parent
-        if not keys:
-            return set()
-        ends = {home.get(keys[0], NONE), home.get(keys[-1], NONE)}
-        segs = ends if len(ends) == 1 else {home.get(key, NONE) for key in keys}
+    def _prefixes(self, runs: Sequence[AnnouncedRun]) -> set[int]:
+        """The segments that hold what is right before these blocks, which must not go for them."""
+        parent = self._tree.segments.parent
+        segs = {run.seg for run in runs}
         segs.discard(NONE)
-        return segs.union(parent[seg] for seg in segs)
+        return segs.union([parent[seg] for seg in segs])
 
     def _take_untracked(self, count: int, pins: Sequence[int]) -> list[tuple[int, int]]:
-        tree = self._tree
-        if not tree.num_untracked:
-            return []
-        taken: list[tuple[int, int]] = []
-        passed: list[int] = []
-        while tree.untracked and len(taken) < count:
-            slot = tree.untracked.pop()
-            if tree.owner[slot] == UNTRACKED:
-                if pins[slot]:
-                    passed.append(slot)
-                else:
-                    tree.owner[slot] = NONE
-                    tree.num_untracked -= 1
-                    taken.append((slot, UNTRACKED))
-        tree.untracked.extend(reversed(passed))
+        tree, taken = self._tree, list[tuple[int, int]]()
+        for slot in tree.untracked_slots():
+            if len(taken) == count:
+                break
+            if not pins[slot]:
+                tree.leave_list(slot)
+                taken.append((slot, UNTRACKED))
         return taken
 
     def _take_leaves(self, chosen: list[tuple[int, int]], count: int, pins: Sequence[int], protected: set[int]) -> None:
@@ -334,7 +325,7 @@ class Reuse(RequestPolicy):
             if seg == UNTRACKED:
                 self._tree.leave_untracked(slot)
             else:
-                self._tree.attach(slot, seg)
+                self._tree.attach((slot,), seg, self._tree.position[slot])
                 self._offer(seg)
 
     def _detach(self, slots: Sequence[int]) -> list[int]:

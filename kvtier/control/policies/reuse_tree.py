@@ -15,6 +15,8 @@ from kvtier.errors import IntegrityError
 from kvtier.types.keys import OffloadKey
 
 GHOST_CAPACITIES = 4
+SEGMENTS_PERCENT = 80
+"""Segments for each hundred slots, ghosts among them."""
 UNTRACKED = -2
 LONE = -1
 
@@ -22,15 +24,17 @@ LONE = -1
 class TierTree:
     """Slots by segment: `deepest[s]` is the slot at the leaf end of segment s, `above[slot]` the next one to its root.
 
-    `untracked` is a stack: the slots of no segment, the next to go last. An entry counts while `owner` says so.
+    `position[slot]` is the block's in its prompt. Untracked slots are a list from `untracked`, the next to go, on: for
+    them `above` is the slot after, and `position` the one before.
     """
 
     def __init__(self, num_slots: int, keys: Sequence[OffloadKey | None], model: ReuseModel) -> None:
-        self.segments = Segments(num_slots * 4 // 5 + 64, GHOST_CAPACITIES * num_slots)
+        self.segments = Segments(num_slots * SEGMENTS_PERCENT // 100 + 64, GHOST_CAPACITIES * num_slots)
         self.owner = array("i", [NONE]) * num_slots
         self.above = array("i", [NONE]) * num_slots
+        self.position = array("i", [NONE]) * num_slots
         self.deepest = array("i", [NONE]) * self.segments.capacity
-        self.untracked = array("i")
+        self.untracked = NONE
         self.num_untracked = 0
         self._keys = keys
         self._model = model
@@ -101,8 +105,7 @@ class TierTree:
             run = slots[position:end]
             for lone in self.detach(run):
                 self.segments.drop(lone)
-            for slot in run:
-                self.attach(slot, seg)
+            self.attach(run, seg, position)
         return seg
 
     def _is_loose(self, slot: int) -> bool:
@@ -139,35 +142,56 @@ class TierTree:
 
     # -- slots ---------------------------------------------------------------------------------------------------
 
-    def attach(self, slot: int, seg: int) -> None:
-        """A slot becomes the leaf end of a segment."""
-        if self.owner[slot] != NONE:
-            raise IntegrityError(f"slot {slot} was inserted while it is known")
-        held = self.segments.held
-        if not held[seg]:
+    def attach(self, slots: Sequence[int], seg: int, position: int) -> None:
+        """Slots, in prefix order, become blocks of a segment: from this position on."""
+        segments, owner, above, where = self.segments, self.owner, self.above, self.position
+        if not segments.held[seg]:
             self._arrive(seg)
-        self.owner[slot] = seg
-        self.above[slot] = self.deepest[seg]
-        self.deepest[seg] = slot
-        held[seg] += 1
+        last = self.deepest[seg]
+        late = last != NONE and where[last] > position
+        for slot in slots:
+            if owner[slot] != NONE:
+                raise IntegrityError(f"slot {slot} was inserted while it is known")
+            owner[slot] = seg
+            above[slot] = last
+            where[slot] = position
+            position += 1
+            last = slot
+        self.deepest[seg] = last
+        segments.held[seg] += len(slots)
+        if late:
+            self._chain(seg, sorted(self.slots_of(seg), key=where.__getitem__, reverse=True))
 
     def leave_untracked(self, slot: int) -> None:
         """A slot belongs to no segment; it is the next to go."""
         if self.owner[slot] != NONE:
             raise IntegrityError(f"slot {slot} was inserted while it is known")
-        self.owner[slot] = UNTRACKED
-        self.untracked.append(slot)
+        after = self.untracked
+        self.owner[slot], self.above[slot], self.position[slot] = UNTRACKED, after, NONE
+        if after != NONE:
+            self.position[after] = slot
+        self.untracked = slot
         self.num_untracked += 1
-        if len(self.untracked) > 2 * len(self.owner):
-            self.untracked = array("i", list(self.untracked_slots())[::-1])
+
+    def leave_list(self, slot: int) -> None:
+        """An untracked slot goes, or gets a segment."""
+        before, after = self.position[slot], self.above[slot]
+        if before == NONE:
+            self.untracked = after
+        else:
+            self.above[before] = after
+        if after != NONE:
+            self.position[after] = before
+        self.owner[slot] = NONE
+        self.num_untracked -= 1
 
     def untracked_slots(self) -> Iterator[int]:
-        """The untracked slots, the next to go first."""
-        seen: set[int] = set()
-        for slot in reversed(self.untracked):
-            if self.owner[slot] == UNTRACKED and slot not in seen:
-                seen.add(slot)
-                yield slot
+        """The untracked slots, the next to go first. One that was given may leave the list."""
+        slot = self.untracked
+        while slot != NONE:
+            after = self.above[slot]
+            yield slot
+            slot = after
 
     def slots_of(self, seg: int) -> Iterator[int]:
         """The slots of a segment from its leaf end on."""
@@ -195,10 +219,10 @@ class TierTree:
             seg = self.owner[slot]
             if seg == NONE:
                 raise IntegrityError(f"slot {slot} was removed while it is not known")
-            self.owner[slot] = NONE
             if seg == UNTRACKED:
-                self.num_untracked -= 1
+                self.leave_list(slot)
             else:
+                self.owner[slot] = NONE
                 gone.setdefault(seg, set()).add(slot)
         for seg, some in gone.items():
             self._chain(seg, [slot for slot in self.slots_of(seg) if slot not in some])
@@ -220,7 +244,7 @@ class TierTree:
         self.deepest[seg] = NONE
         parent = segments.parent[seg]
         if parent != NONE:
-            if segments.length[parent]:
+            if segments.is_parent(parent, seg):
                 segments.kids[parent] += 1
             else:
                 segments.parent[seg] = NONE

@@ -26,7 +26,7 @@ NONE = -1
 
 
 class Segments:
-    """Arrays by segment id. `length[s] == 0` marks an id that is free.
+    """Arrays by segment id. `length[s] == 0` marks an id that is free; `stamp` tells apart the segments that had an id.
 
     `held` counts its blocks in the tier, `kids` its children that hold some. `uses`, `touched` and `kind` describe its
     last use: how many there were, when, and its class. `counts[s]` marks the lives that are counted: segments of one
@@ -46,7 +46,9 @@ class Segments:
         self.touched = array("d", [0.0]) * capacity
         self.head = array("Q", [0]) * capacity
         self.tail = array("I", [0]) * capacity
+        self.stamp = array("I", [0]) * capacity
         self.used = 0
+        self._stamps = 0
         self.ghost_blocks = 0
         self.ghost_blocks_max = ghost_blocks_max
         self.ghosts = SlotLists(capacity, 1)
@@ -116,7 +118,8 @@ class Segments:
         return front
 
     def cut(self, seg: int, keys: Sequence[OffloadKey]) -> None:
-        """Shorten a segment to these keys, its front."""
+        """Shorten a segment to these keys, its front. What is known of the other blocks is no longer true."""
+        self._stamp(seg)
         if self._is_ghost(seg):
             self.ghost_blocks -= self.length[seg] - len(keys)
         self.length[seg] = len(keys)
@@ -137,6 +140,11 @@ class Segments:
             and self.uses[seg] == 1
             and not self.kids[seg]
         )
+
+    def is_parent(self, parent: int, seg: int) -> bool:
+        """True if a segment hangs on this one: the id may have been another's when that was noted."""
+        length = self.length[parent]
+        return length > 0 and self.first[parent] + length == self.first[seg]
 
     def bury(self, seg: int) -> None:
         """A segment without blocks in the tier becomes the newest ghost."""
@@ -166,12 +174,19 @@ class Segments:
 
     def _take(self) -> int:
         if self._free == NONE and self.used < self.capacity:
+            seg = self.used
             self.used += 1
-            return self.used - 1
-        seg = self._free
-        if seg != NONE:
+        else:
+            seg = self._free
+            if seg == NONE:
+                return NONE
             self._free = self.parent[seg]
+        self._stamp(seg)
         return seg
+
+    def _stamp(self, seg: int) -> None:
+        self._stamps = (self._stamps + 1) & 0xFFFFFFFF
+        self.stamp[seg] = self._stamps
 
     def _is_ghost(self, seg: int) -> bool:
         return self.ghosts.next[seg] >= 0
