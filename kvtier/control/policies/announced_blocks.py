@@ -60,7 +60,7 @@ class AnnouncedBlocks:
     def add(self, seg: int, position: int, keys: Sequence[OffloadKey]) -> None:
         """These blocks of a segment, from this position on, may come."""
         if len(self._latest) >= self.latest_max or len(self._firsts) >= self._firsts_max:
-            self._settle()
+            self._pack_latest()
         number = self._next
         self._latest.update(zip(keys, range(number, number + len(keys)), strict=True))
         self._firsts.append(number)
@@ -110,9 +110,8 @@ class AnnouncedBlocks:
         if first <= position and position + end - start <= last:
             return [AnnouncedRun(start, end, seg, position)]
         at, stop = start + max(0, first - position), min(end, start + last - position)
-        parts = (
-            AnnouncedRun(start, at, NONE, NONE), AnnouncedRun(at, stop, seg, position + at - start), AnnouncedRun(stop, end, NONE, NONE)
-        )  # fmt: skip
+        inside = AnnouncedRun(at, stop, seg, position + at - start)
+        parts = (AnnouncedRun(start, at, NONE, NONE), inside, AnnouncedRun(stop, end, NONE, NONE))
         return [part for part in parts if part.start < part.end]
 
     def _look_up(self, keys: Sequence[OffloadKey], numbers: list[int | None]) -> None:
@@ -123,7 +122,7 @@ class AnnouncedBlocks:
         for found in np.flatnonzero(self._older[at] == wanted).tolist():
             numbers[missing[found]] = int(self._numbers[at[found]])
 
-    def _settle(self) -> None:
+    def _pack_latest(self) -> None:
         """The latest blocks become older ones, and the oldest are dropped. Numbers begin anew, so they stay small."""
         fresh = np.array(list(map(xxh3_64_intdigest, self._latest)), np.uint64)
         prints = np.concatenate([fresh, self._older])
