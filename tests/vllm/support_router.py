@@ -24,11 +24,13 @@ TOKENS = 16
 class Router:
     """Counts each hash in each medium: stored adds one, removed takes one away, and only what counts none is gone.
 
-    `described` are the hashes it has tokens of. `owners` says which ownership and locality a medium's events had.
+    `plain` has what a router knows that does not count, as Dynamo's indexer. `described` are the hashes it has tokens
+    of. `owners` says which ownership and locality a medium's events had.
     """
 
     def __init__(self) -> None:
         self.counts: defaultdict[str, Counter[Any]] = defaultdict(Counter)
+        self.plain: defaultdict[str, set[Any]] = defaultdict(set)
         self.described: defaultdict[str, dict[Any, tuple[int, ...]]] = defaultdict(dict)
         self.owners: defaultdict[str, set[tuple[str | None, str | None]]] = defaultdict(set)
 
@@ -37,12 +39,14 @@ class Router:
             match event:
                 case BlockStored(block_hashes=hashes, token_ids=tokens, medium=str(medium)):
                     self.counts[medium].update(hashes)
+                    self.plain[medium].update(hashes)
                     self.owners[medium].add((event.ownership, event.locality))
                     for index, name in enumerate(hashes):
                         if tokens:
                             self.described[medium][name] = tuple(tokens[index * TOKENS : (index + 1) * TOKENS])
                 case BlockRemoved(block_hashes=hashes, medium=str(medium)):
                     self.owners[medium].add((event.ownership, event.locality))
+                    self.plain[medium].difference_update(hashes)
                     for name in hashes:
                         if self.counts[medium][name] < 2:
                             self.counts[medium].pop(name, None)
@@ -51,6 +55,7 @@ class Router:
                             self.counts[medium][name] -= 1
                 case AllBlocksCleared():
                     self.counts.clear()
+                    self.plain.clear()
                     self.described.clear()
                 case _:
                     raise AssertionError(event)

@@ -77,6 +77,7 @@ def test_a_router_that_counts_knows_at_rest_what_is_where_and_no_more(root, seed
             known = {name for name, count in router.counts[medium].items() if count}
             there = {name for key in tier.directory for name in on_wire(key, factor)}
             assert known <= there, "published and not there"
+            assert known == router.plain[medium]
             assert max(router.counts[medium].values()) == 1, "counted twice: it would outlive its removal"
             assert tier.evictions > 20
         kept = set(engine.tracker._pending_event_metadata)
@@ -96,7 +97,8 @@ def test_after_a_restart_one_request_has_the_disk_published_with_tokens(root, se
         assert request.hit == 4
         for medium in (CPU, STORAGE):
             assert described(router, medium, request.keys[0], factor)
-        assert router.owners == {CPU: {(None, "LOCAL")}, STORAGE: {("fs", "LOCAL")}}
+        local = {(None, "LOCAL")}
+        assert router.owners == {CPU: local, STORAGE: local}, "Dynamo drops what has an ownership"
         names = [name for key in request.keys[0] for name in on_wire(key, factor)]
         tokens = [token for name in names for token in router.described[STORAGE][name]]
         assert tokens == [1000 * word + i for word in [*PROMPT, 9] for i in range(16 * factor)]
@@ -142,6 +144,34 @@ def test_whichever_tier_loses_a_block_first_no_hash_of_it_is_left_in_any(root, s
             assert tiers[medium].evict(len(PROMPT)) == len(PROMPT)
             engine.step()
             assert not router.counts[medium]
+        assert not engine.tracker._pending_event_metadata
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("factor", [1, 3])
+def test_a_block_on_two_disks_is_published_until_the_second_has_lost_it(root, tmp_path, seed, factor, first):
+    other = tmp_path / "other"
+    other.mkdir(mode=0o700)
+    described_stack = config(root, 50, factor=factor)
+    described_stack.extra_config["stack"]["tiers"].append(
+        {"type": "fs", "name": "second", "roots": [str(other)], "capacity": "32MiB", "region_bytes": "1MiB"}
+    )
+    router = Router()
+    with PublishingEngine(described_stack, seed, router=router) as engine:
+        request = serve(engine, PROMPT)
+        tiers = control(engine)
+        disks = [lower.owned for lower in tiers.lowers]
+        assert tiers.cpu.evict(len(PROMPT)) == len(PROMPT)
+        engine.step()
+        assert router.counts[CPU] == {}
+        assert disks[first].evict(len(PROMPT)) == len(PROMPT)
+        engine.step()
+        names = [name for key in request.keys[0] for name in on_wire(key, factor)]
+        assert all(router.counts[STORAGE][name] == 1 for name in names[factor - 1 :: factor])
+        assert router.plain[STORAGE] >= set(names[factor - 1 :: factor])
+        assert disks[1 - first].evict(len(PROMPT)) == len(PROMPT)
+        engine.step()
+        assert not any(router.counts[STORAGE][name] for name in names)
         assert not engine.tracker._pending_event_metadata
 
 

@@ -31,8 +31,9 @@ _METADATA_ONLY: dict[str, Any] = (
 class RouterEvents:
     """Turns the stack's events into vLLM's, and publishes once more what a request has used.
 
-    Blocks of the CPU tier are the primary's to vLLM, those of lower tiers are owned by the tier of that name. All are
-    local: shared tiers have no events.
+    Every block is local, because shared tiers have no events. None has an `ownership`: to Dynamo's router that names a
+    cache beside the engine's, and it drops the events of one that it does not know. So tiers of one medium are one
+    place to routers, and what a tier removes is published once more while another one has it.
     """
 
     def __init__(self, stack: EngineStack, ids: GroupIds, config: OffloadingConfig) -> None:
@@ -43,6 +44,7 @@ class RouterEvents:
         self._tokens_needed = not one_hash_per_key(config)
         self._recovered: deque[Iterator[OffloadKey]] = deque()
         self._unsure: dict[OffloadKey, None] = {}
+        self._lower_tiers: set[str] = set()
 
     @property
     def waiting(self) -> bool:
@@ -68,12 +70,23 @@ class RouterEvents:
                 self._recovered.append(iter(event.keys))
             else:
                 published.append(event)
+            if event.medium != CPU:
+                self._lower_tiers.add(event.tier)
+        if len(self._lower_tiers) > 1:
+            published += self._left_elsewhere(published)
         if self._recovered:
             published += self._next_recovered()
         found = list(map(self._event, published))
         if self._unsure:
             found += self._given_up()
         return found
+
+    def _left_elsewhere(self, published: list[events.OffloadingEvent]) -> list[events.OffloadingEvent]:
+        """Which blocks that one lower tier has removed are in another."""
+        for event in published:
+            if event.removed and event.medium != CPU:
+                self._stack.announce(event.keys)
+        return self._stack.take_events()
 
     def _next_recovered(self) -> list[events.OffloadingEvent]:
         """Some of what was recovered, as far as it is there still. Published out of turn, it is removed first."""
@@ -84,16 +97,15 @@ class RouterEvents:
         return self._stack.take_events()
 
     def _event(self, event: events.OffloadingEvent) -> OffloadingEvent:
-        """vLLM keeps the tokens until each tier has removed the block that says so here (`removal_expected`).
+        """vLLM keeps the tokens until each medium that says so here has removed the block (`removal_expected`).
 
         A lower tier says so only if its removal could not name all hashes without: it would be the tokens of every
         block on a disk.
         """
         keys = list(map(self._ids.to_vllm, event.keys))
-        if event.medium == CPU:
-            return OffloadingEvent(keys, Medium.CPU, event.removed, Locality.LOCAL, None, True)
-        medium, expected = Medium.STORAGE, self._tokens_needed
-        return OffloadingEvent(keys, medium, event.removed, Locality.LOCAL, event.tier, expected)
+        upper = event.medium == CPU
+        medium, expected = (Medium.CPU, True) if upper else (Medium.STORAGE, self._tokens_needed)
+        return OffloadingEvent(keys, medium, event.removed, Locality.LOCAL, removal_expected=expected)
 
     def _given_up(self) -> list[OffloadingEvent]:
         """For blocks that are in no row, and on their way into none."""
