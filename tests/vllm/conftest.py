@@ -1,5 +1,5 @@
 """The engine lane: tests against a real vLLM. Where it is not installed they are skipped and say so; where the lane is
-asked for, with `-m engine`, a missing vLLM is an error."""
+asked for, with `-m engine` or `-m router`, a missing vLLM is an error."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ if HAS_VLLM:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if HAS_VLLM:
         return
-    asked = "engine" in (config.getoption("-m") or "").replace("(", " ").replace(")", " ").split()
+    asked = (config.getoption("-m") or "").replace("(", " ").replace(")", " ").split()
     for item in items:
-        if item.get_closest_marker("engine"):
-            if asked:
+        marks = [mark for mark in ("engine", "router") if item.get_closest_marker(mark)]
+        if marks:
+            if marks[0] in asked:
                 item.add_marker(pytest.mark.usefixtures("vllm_is_missing"))
             else:
                 item.add_marker(pytest.mark.skip(reason="needs vLLM: see docs/vllm.md for the engine lane"))
@@ -40,7 +41,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def vllm_is_missing() -> None:
-    pytest.fail("the engine lane was asked for, but vLLM is not installed")
+    pytest.fail("tests of engines were asked for, but vLLM is not installed")
 
 
 @pytest.fixture(scope="session")
