@@ -15,7 +15,7 @@ from functools import partial
 from typing import ClassVar
 
 from kvtier.aio.shielded_wait import shielded_wait
-from kvtier.errors import ResourceError, UsageError
+from kvtier.errors import ConfigError, ResourceError, UsageError
 from kvtier.tier_api.block_age import age_limit, next_generation
 from kvtier.tier_api.block_envelope import Mismatch
 from kvtier.tier_api.contract import LoadStore, LookupResult, Opened, Rows, TierContext
@@ -133,6 +133,9 @@ class RemoteBackend(LoadStore):
         try:
             epoch = await self._epochs.begin()
         except OSError as error:
+            if error.errno == errno.EACCES:
+                reason = f"the server does not let this user read and write {self._names.marker}"
+                raise ConfigError(reason, self.options.RIGHTS_KEY) from error
             raise ResourceError(f"the epoch of the namespace cannot be read ({error.strerror})") from error
         notes += await self._describe(context.namespace.manifest())
         self._evictions = EvictionWatch(self._transport, context.clock, self.counters)

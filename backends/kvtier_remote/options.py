@@ -6,26 +6,28 @@ import stat
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from kvtier.errors import ConfigError
 from kvtier.options import ByteSize, MaxAge, Seconds, SharedTierOptions
 
 _SERVER = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):([0-9]{1,5})")
-_SECRETS = ("password", "secret", "token")
+_SECRET = re.compile(r"pass|pwd|secret|token|(access|account|api|private)_?key|^auth$|^sas", re.IGNORECASE)
+"""Names of options that do not exist, and that people give secrets to."""
 _SECRET_BYTES_MAX = 4096
+_SHOWN = 40
 
 
 def _server(text: str) -> str:
     match = _SERVER.fullmatch(text)
     if match is None or not 0 < int(match[2]) < 1 << 16:
-        raise ValueError(f"{text!r} is no server; write host:port, such as cache-0:6379")
+        raise ValueError("that is no server; write host:port, such as cache-0:6379")
     return text
 
 
 def _absolute(path: str) -> str:
     if not os.path.isabs(path) or "\0" in path:
-        raise ValueError(f"{path!r} is not an absolute path")
+        raise ValueError("that is not an absolute path")
     return path
 
 
@@ -33,11 +35,19 @@ Server = Annotated[str, AfterValidator(_server)]
 AbsolutePath = Annotated[str, AfterValidator(_absolute)]
 
 
+HIDING = ConfigDict(hide_input_in_errors=True)
+"""Of models beside whose options people may write a secret: no error shows what was given."""
+
+
 class RemoteOptions(SharedTierOptions):
     """Options of every tier on a server."""
 
+    model_config: ClassVar[ConfigDict] = HIDING
+
     SECRETS_FROM: ClassVar[str] = "a file or an environment variable"
     """What a stack file names in place of a secret."""
+    RIGHTS_KEY: ClassVar[str] = ""
+    """The option that says who this process is to the server."""
 
     prefix: str = Field(
         default="kvtier",
@@ -75,9 +85,10 @@ class RemoteOptions(SharedTierOptions):
     @model_validator(mode="before")
     @classmethod
     def _refuse_secrets(cls, given: Any) -> Any:
-        found = [key for key in given if key in _SECRETS] if isinstance(given, dict) else []
-        if found:
-            raise ValueError(f"{found[0]}: a stack file holds no secret; write {cls.SECRETS_FROM}")
+        unknown = [key for key in given if key not in cls.model_fields] if isinstance(given, dict) else []
+        found = next((key for key in unknown if _SECRET.search(key)), None)
+        if found is not None:
+            raise ValueError(f"{found[:_SHOWN]}: a stack file holds no secret; write {cls.SECRETS_FROM}")
         return given
 
     @model_validator(mode="after")

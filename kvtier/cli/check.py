@@ -38,7 +38,12 @@ _NONE = "-"
 )
 @click.option("--world-size", type=click.IntRange(1, 65536), help="Workers that hold a slice of each block.")
 @click.option("--factor", type=click.IntRange(1, 4096), help="GPU blocks in one offloaded block.")
-@click.option("--no-probe", is_flag=True, help="Read the file only, no folder and no device.")
+@click.option(
+    "--probe/--no-probe",
+    default=True,
+    show_default=True,
+    help="Look at folders, devices and servers, or read the file only.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 @click.option("--schema", is_flag=True, help="Print the JSON schema of stack files and end.")
 def check(stack: str | None, schema: bool, as_json: bool, layout: str, **options: Any) -> None:
@@ -58,12 +63,12 @@ def check(stack: str | None, schema: bool, as_json: bool, layout: str, **options
         _show(plan, layout)
 
 
-def _plan(stack: str, layout: str, world_size: int | None, factor: int | None, no_probe: bool) -> StackPlan:
+def _plan(stack: str, layout: str, world_size: int | None, factor: int | None, probe: bool) -> StackPlan:
     backends = discover()
     config = load_stack(stack, backends)
     kv_layout = read_layout(layout).layout(world_size, factor or config.block_size_factor)
     tiers = build_tiers(config, backends)
-    alignments, problems, hung = (None, [], True) if no_probe else asyncio.run(_probe(tiers))
+    alignments, problems, hung = asyncio.run(_probe(tiers)) if probe else (None, [], True)
     # With a device that does not answer, a dry run would not answer either.
     plan, found = plan_stack(tiers, kv_layout, alignments, probe=not hung)
     # The dry run names the bad place. The failed probe of the same tier would repeat it.

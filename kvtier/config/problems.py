@@ -1,5 +1,6 @@
 """From validation errors to lines that name the path of a key and what to do."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import get_args
@@ -12,6 +13,7 @@ from kvtier.tier_api.registry import suggest
 
 SHOWN = 60
 MAX_LINE = 400
+_SUBJECT = re.compile(r"^[A-Z][a-z]+ should")
 MAX_PROBLEMS = 32
 """More lines do not help, and each takes time: a hostile file can hold thousands of unknown keys."""
 
@@ -51,11 +53,17 @@ def problems_of(error: ValidationError, model: type[BaseModel], data: object, at
     for detail in error.errors(include_url=False):
         if len(found) > MAX_PROBLEMS:
             break
-        path = _path(detail["loc"], data, at)
+        path = _path(detail, data, at)
         # A union reports each branch it tried; the first line for a key is enough to act on.
         found.setdefault(path, ConfigError(_reason(detail, _model_at(model, detail["loc"][:-1])), path))
-    # pydantic reports a list with wrong items as wrong itself. The lines of the items are the useful ones.
-    return [problem for path, problem in found.items() if not any(other.startswith(f"{path}[") for other in found)]
+    # pydantic reports a list with wrong items as wrong itself, and a mapping that could be something else as well. The
+    # lines of what is in them are the useful ones.
+    within = tuple(found)
+    return [
+        problem
+        for path, problem in found.items()
+        if not any(other.startswith((f"{path}[", f"{path}.")) for other in within)
+    ]
 
 
 def _model_at(model: type[BaseModel], loc: Iterable[int | str]) -> type[BaseModel]:
@@ -73,14 +81,14 @@ def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
         yield from _models_in(inner)
 
 
-def _path(loc: Iterable[int | str], data: object, at: str) -> str:
-    """The path of a key. Parts of `loc` that name a union's branch and no key of the data are left out."""
-    path = at
-    parts = list(loc)
+def _path(detail: ErrorDetails, data: object, at: str) -> str:
+    """The path of a key. Parts that name a union's branch and no key of the data are left out."""
+    path, parts = at, detail["loc"]
     for index, part in enumerate(parts):
+        absent = detail["type"] == "missing" and index == len(parts) - 1
         if isinstance(part, int) and isinstance(data, list) and part < len(data):
             path, data = f"{path}[{part}]", data[part]
-        elif isinstance(part, str) and isinstance(data, Mapping) and (part in data or index == len(parts) - 1):
+        elif isinstance(part, str) and isinstance(data, Mapping) and (absent or part in data):
             path, data = f"{path}.{_key(part)}" if path else _key(part), data.get(part)
     return path
 
@@ -91,7 +99,7 @@ def _key(key: str) -> str:
 
 
 def _reason(detail: ErrorDetails, model: type[BaseModel]) -> str:
-    kind, given, context = detail["type"], detail["input"], detail.get("ctx", {})
+    kind, given, context = detail["type"], _given(detail["input"], model), detail.get("ctx", {})
     if kind == "extra_forbidden":
         known = [name for name in model.model_fields if name != "type"]
         return f"unknown key{suggest(str(detail['loc'][-1]), known)} (known keys: {', '.join(known)})"
@@ -100,14 +108,19 @@ def _reason(detail: ErrorDetails, model: type[BaseModel]) -> str:
         meaning = f" ({field.description})" if field and field.description else ""
         return f"is required{meaning}; add it"
     if kind == "value_error":
-        return _one_line(str(context.get("error", detail["msg"])))
+        text = str(context.get("error", detail["msg"]))
+        return _one_line(text.replace(repr(detail["input"]), given))
     if kind in ("literal_error", "enum"):
-        return f"{shown(given)} is not known; write {context.get('expected', 'another value')}"
+        return f"{given} is not known; write {context.get('expected', 'another value')}"
     if kind == "too_short":
         return f"needs at least {context['min_length']} item(s)"
-    wanted = _one_line(detail["msg"]).removeprefix("Input should be ")
-    wanted = wanted.replace("array", "list").replace("object", "mapping")
-    return f"{shown(given)} is not accepted; it should be {wanted[:1].lower()}{wanted[1:]}"
+    wanted = _SUBJECT.sub("it should", _one_line(detail["msg"]))
+    return f"{given} is not accepted; {wanted.replace('array', 'list').replace('object', 'mapping')}"
+
+
+def _given(value: object, model: type[BaseModel]) -> str:
+    """A value in an error line; no text of a model that hides what it was given, because it may be a secret."""
+    return "that" if isinstance(value, str) and model.model_config.get("hide_input_in_errors") else shown(value)
 
 
 def _one_line(text: str) -> str:

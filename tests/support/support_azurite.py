@@ -99,13 +99,17 @@ class Container:
         account: dict[str, Any] = {"account_name": ACCOUNT, "account_key": KEY, "endpoint": self.azurite.endpoint}
         return AzureStore(container_name=self.name, **account, client_options={"allow_http": True})
 
-    def tier(self, **changes: Any) -> AzureBackend:
-        """A new tier in this container, not open. A slow machine gets time."""
+    def options(self, **changes: Any) -> AzureOptions:
+        """Options of a tier in this container. A slow machine gets time."""
         keys = {"account_key_file": str(self.azurite.folder / "key")}
         fixed = {"type": "azure", "account": ACCOUNT, "container": self.name, "endpoint": self.azurite.endpoint}
         times = {"request_timeout_seconds": 20.0, "job_timeout_seconds": 40.0, "credentials": keys}
         allowed = {"allow_http": True, "allow_unbounded": True}
-        return AzureBackend(AzureOptions.model_validate(fixed | times | allowed | changes))
+        return AzureOptions.model_validate(fixed | times | allowed | changes)
+
+    def tier(self, **changes: Any) -> AzureBackend:
+        """A new tier in this container, not open."""
+        return AzureBackend(self.options(**changes))
 
 
 @contextmanager

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from kvtier.errors import ConfigError
 from kvtier_remote.mooncake.options import MooncakeOptions
+from kvtier_remote.reachable import try_connection
 
 INSTALL = "needs the package mooncake-transfer-engine-non-cuda; pip install 'kvtier[mooncake]'"
 START_SECONDS = 30.0
@@ -65,13 +66,14 @@ class ClientProcess:
         """Start the process and wait until it has connected. Raises ConfigError."""
         if not installed():
             raise ConfigError(INSTALL, "type")
-        address, _, port = self._options.master.rpartition(":")
+        options, key = self._options, "master"
         try:
-            socket.create_connection((address.strip("[]"), int(port)), self._options.request_timeout_seconds).close()
+            try_connection(options.master, options.request_timeout_seconds)
+            key = options.suspect_key
             self._connect(START_SECONDS)
         except OSError as error:
             reason = error.strerror or "does not answer"
-            raise ConfigError(f"{self._options.master}: {reason}", "master") from None
+            raise ConfigError(f"{options.master}: {reason}", key) from None
 
     def ask(self, call: str, names: Sequence[str], offsets: Sequence[int] = (), sizes: Sequence[int] = ()) -> list[int]:
         """One number for each name: a length or 0, or one of the library's error codes. Raises OSError."""

@@ -11,6 +11,8 @@ BATCH_BLOCKS = 32
 CONNECTIONS = 2
 """Each has a process of its own, which spins while it waits."""
 HEADERS_BYTES = BATCH_BLOCKS * 8192
+HANDSHAKE = "P2PHANDSHAKE"
+"""In place of a metadata server: the processes ask each other."""
 
 
 class MooncakeOptions(RemoteOptions):
@@ -32,7 +34,10 @@ class MooncakeOptions(RemoteOptions):
         default="default", pattern=r"^[A-Za-z0-9_.-]{1,64}$", description="tenant, where the master keeps them apart"
     )
     metadata_server: str = Field(
-        default="P2PHANDSHAKE", max_length=256, description="address of a metadata server, where the store uses one"
+        default=HANDSHAKE,
+        max_length=256,
+        pattern=r"^[A-Za-z0-9_.:/,;\[\]-]+$",
+        description="address of a metadata server, where the store uses one; without a password",
     )
     local_hostname: str = Field(
         default="127.0.0.1",
@@ -43,6 +48,13 @@ class MooncakeOptions(RemoteOptions):
         default=64 << 20, ge=4 << 20, description="memory that blocks pass through; half of it bounds one call"
     )
     request_timeout_seconds: Seconds = Field(default=2.0, le=60, description="a request that takes longer has failed")
+
+    @property
+    def suspect_key(self) -> str:
+        """The option to look at when the library does not connect to a pool whose master answers."""
+        if self.metadata_server != HANDSHAKE:
+            return "metadata_server"
+        return "devices" if self.devices else "master"
 
     @property
     def batch_bytes(self) -> int:

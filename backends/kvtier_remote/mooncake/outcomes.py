@@ -7,11 +7,12 @@ from kvtier.types.jobs import MISSING, BlockOutcome, DropReason, dropped, failed
 
 MISSING_CODES = frozenset((-703, -704, -710, -712))
 """Not there, not complete yet, or without a replica."""
-_NO_SPACE = -200
+NO_SPACE = -200
 _IN_PROGRESS = frozenset((-601, -705, -706, -708))
 """Another client writes the same name at this moment."""
 _LEASE_EXPIRED = -707
 _ERRNO = {
+    NO_SPACE: errno.ENOSPC,
     -101: errno.EHOSTDOWN,
     -103: errno.EHOSTDOWN,
     -600: errno.EINVAL,
@@ -26,7 +27,7 @@ def outcome_of(code: int) -> BlockOutcome:
     """What became of a block whose request ended with a code below 0."""
     if code in MISSING_CODES:
         return MISSING
-    if code == _NO_SPACE:
+    if code == NO_SPACE:
         return dropped(DropReason.DISK_FULL)
     if code in _IN_PROGRESS:
         return dropped(DropReason.IN_FLIGHT)

@@ -11,6 +11,7 @@ from kvtier_remote.backend import RemoteBackend
 from kvtier_remote.mooncake.client_process import INSTALL, ClientProcess, installed
 from kvtier_remote.mooncake.marker_object import MEMORY_BYTES
 from kvtier_remote.mooncake.options import MooncakeOptions
+from kvtier_remote.mooncake.pool_trial import try_pool
 from kvtier_remote.mooncake.transport import SIZE_NOTE, MooncakeTransport
 from kvtier_remote.transport import Transport
 
@@ -35,13 +36,14 @@ class MooncakeBackend(RemoteBackend):
             raise ConfigError(f"a block has {geometry.row_bytes} bytes; staging must be at least {needed}", "staging")
 
     def dry_run(self, geometry: Geometry, probe: bool) -> DryRun:
-        """What the tier would be if it were opened now. Connects only to probe, and stores nothing."""
+        """What the tier would be if it were opened now. Connects only to probe, and leaves nothing behind."""
         try:
             self._check_staging(geometry)
             if probe:
                 connection = ClientProcess(self.options, MEMORY_BYTES)
                 try:
                     connection.open()
+                    try_pool(connection, self.options)
                 finally:
                     connection.close()
         except ConfigError as error:

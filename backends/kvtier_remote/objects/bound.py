@@ -5,6 +5,7 @@ from kvtier.types.geometry import Geometry
 from kvtier_remote.objects.library import Store, library, refusal
 from kvtier_remote.objects.lifecycle import check_rules
 from kvtier_remote.objects.options import ObjectOptions
+from kvtier_remote.objects.rights import check_rights
 from kvtier_remote.transport import Facts
 
 DOLLARS_PER_PUT = 5.0e-6
@@ -15,14 +16,16 @@ _GIB = 1 << 30
 
 
 def look_into(store: Store, options: ObjectOptions) -> Facts:
-    """Look into the bucket once, and at its rules. Blocking; stores nothing. Raises ConfigError with the option that is
-    wrong."""
+    """Look into the bucket once, at its rules, and at what may be done there. Blocking; leaves nothing behind. Raises
+    ConfigError with the option that is wrong."""
     try:
         library().list_with_delimiter(store, f"{options.prefix}/m")
     except (OSError, library().exceptions.BaseError) as error:
         raise refusal(options, error) from None
     facts = facts_of(options)
-    return Facts(facts.capacity_bytes, facts.notes + check_rules(options))
+    notes = facts.notes + check_rules(options)
+    check_rights(store, options)
+    return Facts(facts.capacity_bytes, notes)
 
 
 def facts_of(options: ObjectOptions) -> Facts:

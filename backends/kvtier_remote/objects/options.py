@@ -4,18 +4,18 @@ import re
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from kvtier.errors import ConfigError
 from kvtier.options import ByteSize, Options, Seconds
-from kvtier_remote.options import AbsolutePath, RemoteOptions, read_public, read_secret
+from kvtier_remote.options import HIDING, AbsolutePath, RemoteOptions, read_public, read_secret
 
 _ENDPOINT = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+)(:[0-9]{1,5})?(/[A-Za-z0-9_./-]*)?")
 
 
 def _endpoint(text: str) -> str:
     if not _ENDPOINT.fullmatch(text):
-        raise ValueError(f"{text!r} is no endpoint; write it as https://host or https://host:port")
+        raise ValueError("that is no endpoint; write it as https://host or https://host:port")
     return text.rstrip("/")
 
 
@@ -36,6 +36,7 @@ class ObjectOptions(RemoteOptions):
     """
 
     SECRETS_FROM: ClassVar[str] = "credentials: with the names of files"
+    RIGHTS_KEY: ClassVar[str] = "credentials"
     STORE: ClassVar[str]
     """The class of the client library."""
     BUCKET_KEY: ClassVar[str] = "bucket"
@@ -87,6 +88,10 @@ class ObjectOptions(RemoteOptions):
         """What the class of the client library is made with, secrets read from their files. Raises ConfigError."""
         raise NotImplementedError
 
+    def without_encryption(self) -> tuple[str, Self] | None:
+        """The option that says how objects are encrypted, and these options without it; None where none says so."""
+        return None
+
     def authorities(self) -> bytes | None:
         """The PEM file of `ca_file`; None for the system's authorities alone. Raises ConfigError."""
         return None if self.ca_file is None else read_public(self.ca_file, "ca_file")
@@ -104,6 +109,8 @@ class ObjectOptions(RemoteOptions):
 
 class S3Keys(Options):
     """An access key in two files, neither of which other users can use."""
+
+    model_config: ClassVar[ConfigDict] = HIDING
 
     access_key_file: AbsolutePath = Field(description="file that holds the access key's id")
     secret_key_file: AbsolutePath = Field(description="file that holds the secret access key")
@@ -142,6 +149,13 @@ class S3Options(ObjectOptions):
             raise ValueError("kms_key_id: goes with encryption: aws:kms")
         return self
 
+    def without_encryption(self) -> tuple[str, Self] | None:
+        """See `ObjectOptions`."""
+        if self.encryption is None:
+            return None
+        key = "encryption" if self.kms_key_id is None else "kms_key_id"
+        return key, self.model_copy(update={"encryption": None, "kms_key_id": None})
+
     def arguments(self) -> dict[str, Any]:
         """Payloads are not signed: they carry a checksum of their own."""
         given: dict[str, Any] = {
@@ -160,6 +174,8 @@ class S3Options(ObjectOptions):
 
 class GCSKey(Options):
     """A service account's key in a file that other users cannot use."""
+
+    model_config: ClassVar[ConfigDict] = HIDING
 
     service_account_file: AbsolutePath = Field(description="JSON file of a service account's key")
 
@@ -189,6 +205,8 @@ class GCSOptions(ObjectOptions):
 
 class AzureKey(Options):
     """A storage account's key in a file that other users cannot use."""
+
+    model_config: ClassVar[ConfigDict] = HIDING
 
     account_key_file: AbsolutePath = Field(description="file that holds the storage account's key")
 

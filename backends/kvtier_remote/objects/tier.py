@@ -54,7 +54,7 @@ class ObjectBackend(RemoteBackend):
         return store_of(self.options)
 
     def dry_run(self, geometry: Geometry, probe: bool) -> DryRun:
-        """What the tier would be if it were opened now. Connects only to probe, and stores nothing."""
+        """What the tier would be if it were opened now. Connects only to probe, and leaves nothing behind."""
         try:
             facts = look_into(self._connect(), self.options) if probe else facts_of(self.options)
         except ConfigError as error:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import errno
 import importlib.util
 import os
-import socket
-import threading
-from contextlib import suppress
+import re
 from functools import cache
 from typing import Any
 
 from kvtier.errors import ConfigError
 from kvtier.types.jobs import BlockOutcome, DropReason, dropped, failed
+from kvtier_remote.reachable import address_of, look_up, try_connection
 from kvtier_remote.valkey.options import ValkeyOptions
 
 INSTALL = "needs the package valkey-glide-sync; pip install 'kvtier[valkey]'"
 PATIENT_SECONDS = 3.0
 """What a connection gets that was not made in time, to find out why."""
+_COMMAND = re.compile(r"PermissionDenied.*'([a-z|]+)' command")
 _DENIED = ("NOAUTH", "WRONGPASS", "NOPERM", "PermissionDenied")
 Glide = Any
 """The module `glide_sync`, or a client of it."""
@@ -73,13 +73,13 @@ def connected_again(options: ValkeyOptions) -> Glide:
 
 def _new_client(options: ValkeyOptions) -> Glide:
     glide = library()
-    _resolve(options)
+    look_up(options.servers, options.request_timeout_seconds)
     password = options.password()
     milliseconds = max(1, int(options.request_timeout_seconds * 1000))
     cluster = "Cluster" if options.mode == "cluster" else ""
     advanced = getattr(glide, f"AdvancedGlide{cluster}ClientConfiguration")
     config = getattr(glide, f"Glide{cluster}ClientConfiguration")(
-        [glide.NodeAddress(*_address(server)) for server in options.servers],
+        [glide.NodeAddress(*address_of(server)) for server in options.servers],
         use_tls=options.tls is not False,
         credentials=glide.ServerCredentials(password, options.username or None) if password is not None else None,
         request_timeout=milliseconds,
@@ -100,23 +100,6 @@ def _client_class(base: Glide, process: int) -> Glide:
     return type(base.__name__, (base,), {"_create_core_client": connect})
 
 
-def _resolve(options: ValkeyOptions) -> None:
-    """Look up the name of a server, in the time of a request. Raises TimeoutError.
-
-    The library waits for a name server as long as the system does, often 10 s, whatever time it is given.
-    """
-
-    def look_up() -> None:
-        with suppress(OSError):  # the library says so as well
-            socket.getaddrinfo(*_address(options.servers[0]), type=socket.SOCK_STREAM)
-
-    thread = threading.Thread(target=look_up, name="kvtier-valkey-name", daemon=True)
-    thread.start()
-    thread.join(options.request_timeout_seconds)
-    if thread.is_alive():
-        raise TimeoutError(errno.ETIMEDOUT, "the name server does not answer in time")
-
-
 def _tls(options: ValkeyOptions) -> Glide | None:
     """Whom this client trusts, and who it is; None for the system's authorities and no certificate."""
     authorities = options.authorities()
@@ -128,23 +111,21 @@ def _tls(options: ValkeyOptions) -> Glide | None:
     )
 
 
-def _address(server: str) -> tuple[str, int]:
-    host, _, port = server.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
 def _refusal(options: ValkeyOptions, text: str) -> ConfigError:
     """Why no client could be made, with the option to look at. The library's own text often says no more than that it
     took too long, so the servers are tried without it."""
     servers = ", ".join(options.servers)
-    if "info" in text and "PermissionDenied" in text:
-        return ConfigError(f"{servers}: this user may not use INFO, which clients need; allow +info", "username")
+    if "No primary node" in text:
+        return ConfigError(f"{servers}: only replicas, which take no writes; name their primary too", "servers")
+    if denied := _COMMAND.search(text):
+        reason = f"this user may not use {denied[1].upper()}, which clients need; allow +{denied[1]}"
+        return ConfigError(f"{servers}: {reason}", "username")
     if any(word in text for word in _DENIED):
         what = "refuses the user or the password" if options.password() else "wants a password"
         return ConfigError(f"{servers}: the server {what}", options.password_key)
     for server in options.servers:
         try:
-            socket.create_connection(_address(server), timeout=options.request_timeout_seconds).close()
+            try_connection(server, options.request_timeout_seconds)
         except OSError as error:
             return ConfigError(f"{server}: {error.strerror or 'does not answer'}", "servers")
     if options.tls is not False:

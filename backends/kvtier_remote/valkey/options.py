@@ -3,15 +3,17 @@
 import os
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from kvtier.errors import ConfigError
 from kvtier.options import Duration, Options
-from kvtier_remote.options import AbsolutePath, RemoteOptions, Server, read_public, read_secret
+from kvtier_remote.options import HIDING, AbsolutePath, RemoteOptions, Server, read_public, read_secret
 
 
 class TLSOptions(Options):
     """How a server's certificate is verified, which it always is, and who this process is where the server asks."""
+
+    model_config: ClassVar[ConfigDict] = HIDING
 
     ca_file: AbsolutePath = Field(description="PEM file of the authorities that sign the server's certificate")
     cert_file: AbsolutePath | None = Field(
@@ -32,6 +34,7 @@ class ValkeyOptions(RemoteOptions):
     """Type `valkey`: a Valkey or Redis server that any number of processes and hosts use at the same time."""
 
     SECRETS_FROM: ClassVar[str] = "password_file: or password_env:"
+    RIGHTS_KEY: ClassVar[str] = "username"
 
     type: Literal["valkey"] = "valkey"
     servers: Annotated[list[Server], Field(min_length=1, max_length=64)] = Field(

@@ -18,7 +18,8 @@ from kvtier_remote.valkey.embedded import embedded_server, settings_for
 from kvtier_remote.valkey.glide import INSTALL, connected, installed
 from kvtier_remote.valkey.listing import ValkeyListing
 from kvtier_remote.valkey.options import ValkeyOptions
-from kvtier_remote.valkey.transport import ValkeyTransport, read_facts
+from kvtier_remote.valkey.server_facts import read_facts
+from kvtier_remote.valkey.transport import ValkeyTransport
 
 
 class ValkeyBackend(RemoteBackend):
@@ -54,7 +55,7 @@ class ValkeyBackend(RemoteBackend):
         return RemoteInspection(ValkeyListing(options))
 
     def dry_run(self, geometry: Geometry, probe: bool) -> DryRun:
-        """What the tier would be if it were opened now. Connects only to probe, and stores nothing."""
+        """What the tier would be if it were opened now. Connects only to probe, and leaves nothing behind."""
         if not probe:
             return DryRun(mode="remote", notes=() if installed() else (f"this tier {INSTALL}",))
         try:

@@ -5,25 +5,22 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import ClassVar, NamedTuple, TypeVar
 
-from kvtier.errors import ConfigError
 from kvtier.types.jobs import CORRUPT, MISSING, STORED, BlockOutcome
 from kvtier_remote.lane import Lane
 from kvtier_remote.transport import Facts, Marker, Place, Spelling, Value, Verify
 from kvtier_remote.valkey.glide import Glide, batch_of, connected, connected_again, library, os_error, outcome_of
 from kvtier_remote.valkey.options import ValkeyOptions
+from kvtier_remote.valkey.server_facts import by_node, read_facts
 
 SPLIT_BYTES = 256 << 10
 """Payloads from this size on are kept under two names. A header in front of a power of two would cost a quarter more of
 the server's memory, which is allocated in classes of sizes, and a copy of the payload on both ways."""
 FRONT_BYTES = 4096
 """So much of a split payload is kept with the header; the rest goes straight between the row and the library."""
-_FLIGHT_BYTES = 9 << 20
-"""Payload in flight to one server, which moves a GiB in about a second, in one thread: what is in flight is what a
-question waits for. Few calls keep its thread busy, and more of them cost more CPU time for each GiB."""
 _NAMES_IN_A_QUESTION = 1024
 _UNANSWERED = 2
 _TOO_LONG = "exceeds buffer capacity"
@@ -171,7 +168,7 @@ class ValkeyTransport:
         names."""
         section = [library().InfoSection.STATS]
         answer = await self._transfers.run(lambda connection: _asked(connection, lambda client: client.info(section)))
-        return sum(int(fields.get("evicted_keys", "0")) for fields in _by_node(answer))
+        return sum(int(fields.get("evicted_keys", "0")) for fields in by_node(answer))
 
     async def raise_marker(self, name: str, marker: Marker) -> Marker:
         """By a script, which the server runs as one step. The marker never expires."""
@@ -276,43 +273,3 @@ def _read(connection: Connection, values: Sequence[Value], verify: Verify) -> li
             value.payload[: len(front) - header] = front[header:]
             outcomes.append(verify(i, front[:header]))
     return outcomes
-
-
-def read_facts(client: Glide, options: ValkeyOptions) -> Facts:
-    """The bounds of the server, or of all primaries of a cluster. Raises ConfigError where they do not go with the
-    options."""
-    glide = library()
-    try:
-        answer = client.info([glide.InfoSection.MEMORY])
-    except glide.GlideError as error:
-        reason = f"the server does not tell its bounds to this user ({os_error(error).strerror}); allow +info"
-        raise ConfigError(reason, "username") from None
-    facts = [facts_of(fields, options) for fields in _by_node(answer)]
-    notes = dict.fromkeys(note for one in facts for note in one.notes)
-    return Facts(sum(one.capacity_bytes for one in facts), tuple(notes), _FLIGHT_BYTES * len(facts))
-
-
-def _by_node(answer: bytes | Mapping[bytes, bytes]) -> list[dict[str, str]]:
-    """The fields that INFO names, of each node of a cluster, or of the one server."""
-    texts = [text.decode("utf-8", "replace") for text in (answer.values() if isinstance(answer, Mapping) else [answer])]
-    return [
-        {name: value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
-        for text in texts
-    ]
-
-
-def facts_of(info: Mapping[str, str], options: ValkeyOptions) -> Facts:
-    """What the section `memory` of INFO says. Raises ConfigError for a server without a bound, and for one that evicts
-    nothing of what is stored here."""
-    bound, policy = int(info.get("maxmemory", "0")), info.get("maxmemory_policy", "")
-    if policy.startswith("volatile-") and options.expire_seconds is None:
-        reason = f"the server evicts only what expires ({policy}); add an expiry, or give the server an allkeys policy"
-        raise ConfigError(reason, "expire")
-    if bound:
-        note = "maxmemory-policy is noeviction: once the server is full nothing more is stored"
-        return Facts(bound, (note,) if policy == "noeviction" else ())
-    if not options.allow_unbounded:
-        reason = "the server has no maxmemory and grows until its machine is full; set maxmemory, or write true here"
-        raise ConfigError(reason, "allow_unbounded")
-    memory = int(info.get("total_system_memory", "0")) or 1 << 62
-    return Facts(memory, ("the server has no maxmemory and grows until its machine is full",))

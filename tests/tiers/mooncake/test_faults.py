@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from support_mooncake import Pool, PoolBlocks
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ResourceError
 from kvtier.testing.conformance import make_keys
 from kvtier.testing.trace import leaving_no_trace, run_in_loop
 from kvtier.types.jobs import BlockStatus
@@ -193,26 +194,18 @@ async def test_a_reset_holds_for_processes_that_open_later(own_pool, tmp_path):
         assert statuses(await driver.load(NAMES)) == LOADED
 
 
-@pytest.mark.parametrize(
-    ("changes", "key"),
-    [({"master": "127.0.0.1:1"}, "master"), ({"staging": "4MiB"}, "staging")],
-    ids=["no server", "no room for a block"],
-)
-async def test_a_mistake_is_one_line_with_its_key(own_pool, tmp_path, changes, key):
-    suite = PoolBlocks(own_pool, **changes)
-    suite.layout = PoolBlocks.layout if key == "master" else large_layout()
-    tier = suite.make(tmp_path)
-    context = await suite.context(tier)
-    with pytest.raises(ConfigError) as raised:
-        await tier.open(context)
-    await tier.close()
-    assert raised.value.path == key
-    problems = tier.dry_run(context.geometry, probe=True).problems
-    assert [problem.path for problem in problems] == [key]
-    assert "\n" not in str(problems[0])
-
-
-def large_layout():
-    from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
-
-    return KVLayout((GroupLayout((TensorRef(0, 3 << 20),)),))
+async def test_nothing_of_a_failed_request_is_in_a_log_or_an_error(own_pool, tmp_path, caplog, capfd):
+    """The library says on standard error what it does, with the names of blocks."""
+    with caplog.at_level(logging.DEBUG):
+        async with stored(own_pool, tmp_path, **SHORT) as driver:
+            with own_pool.frozen("master"):
+                assert statuses(await driver.load(NAMES)) == {BlockStatus.FAILED}
+                with pytest.raises(ResourceError, match="the epoch cannot be raised") as caught:
+                    await driver.tier.reset(1)
+            own_pool.kill("store")
+            assert not statuses(await driver.load(NAMES)) & LOADED
+            assert statuses(await driver.store(NAMES)) != {BlockStatus.STORED}
+    out, err = capfd.readouterr()
+    said = f"{caught.value} {caught.value.__cause__} {caplog.text} {out} {err}"
+    assert "kvtier:b:" not in said
+    assert "kvtier:m:" not in said

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from support_azurite import KEY, Azurite, Container, azurite
-from support_objects import Blocks
+from support_checks import check_refuses, checked, open_refuses, private_file
+from support_objects import Blocks, names
 
-from kvtier.errors import ConfigError
 from kvtier.testing.conformance import make_keys
 
 pytestmark = [pytest.mark.remote, pytest.mark.azure]
@@ -22,28 +23,45 @@ def service() -> Iterator[Azurite]:
         yield one
 
 
-REFUSALS = {
-    "wrong key": ("AAAA" + KEY[4:], {}, "credentials"),
-    "no key": ("no base64", {}, "credentials"),
-    "no such container": (KEY, {"container": "nothing-here"}, "container"),
-    "closed port": (KEY, {"endpoint": "http://127.0.0.1:1/devstoreaccount1"}, "endpoint"),
-    "no bound": (KEY, {"allow_unbounded": False}, "write_bytes_per_day"),
+REFUSALS: dict[str, tuple[str, dict[str, object], str, int]] = {
+    "wrong key": ("AAAA" + KEY[4:], {}, "credentials", 0),
+    "no key": ("no base64", {}, "credentials", 0),
+    "no such file": (KEY, {"credentials": {"account_key_file": "/absent"}}, "credentials.account_key_file", 0),
+    "no such container": (KEY, {"container": "nothing-here"}, "container", 0),
+    "closed port": (KEY, {"endpoint": "http://127.0.0.1:1/devstoreaccount1"}, "endpoint", 0),
+    "unknown host": (KEY, {"endpoint": "http://kvtier.invalid:1/devstoreaccount1"}, "endpoint", 0),
+    "no bound": (KEY, {"allow_unbounded": False}, "write_bytes_per_day", 2),
 }
+"""By what is wrong: the key in the file, changes of the options, the key that the line must name, and how a check
+without a probe ends."""
+
+
+def refused(service: Azurite, folder: Path, kind: str) -> tuple[Container, dict[str, object]]:
+    secret, changes, _, _ = REFUSALS[kind]
+    keys = {"account_key_file": private_file(folder / "key", secret)}
+    return Container(service), {"credentials": keys} | changes
 
 
 @pytest.mark.parametrize("kind", REFUSALS)
 async def test_what_keeps_a_tier_from_opening_is_one_line_with_its_key(service, tmp_path, kind):
-    secret, changes, key = REFUSALS[kind]
-    file = tmp_path / "key"
-    file.write_text(secret)
-    file.chmod(0o600)
-    suite = Blocks(Container(service), credentials={"account_key_file": str(file)}, **changes)
-    with pytest.raises(ConfigError) as caught:
-        async with suite.opened(tmp_path):
-            pass
-    assert caught.value.path == key
-    assert "\n" not in str(caught.value)
-    assert secret not in str(caught.value)
+    container, changes = refused(service, tmp_path, kind)
+    secret, _, key, _ = REFUSALS[kind]
+    assert secret not in await open_refuses(Blocks(container, **changes), tmp_path, key)
+    assert names(container.store) == []
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_a_check_ends_with_2_and_that_line(service, tmp_path, kind):
+    container, changes = refused(service, tmp_path, kind)
+    secret, _, key, unprobed = REFUSALS[kind]
+    assert secret not in check_refuses(tmp_path, container.options(**changes), key, unprobed=unprobed)
+    assert names(container.store) == []
+
+
+def test_a_right_key_passes_the_check_which_leaves_nothing(service, tmp_path):
+    container = Container(service)
+    assert checked(tmp_path, container.options()).exit_code == 0
+    assert names(container.store) == []
 
 
 async def test_an_old_block_is_copied_onto_itself(service, tmp_path):

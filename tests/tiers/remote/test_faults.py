@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import threading
 import time
 
 import pytest
-from click.testing import CliRunner
 from support_shutdown import run_in_child
-from support_valkey import Blocks, Server, valkey_cluster, valkey_server, warm_up
+from support_valkey import Blocks, valkey_cluster, valkey_server, warm_up
 
-from kvtier.cli import main
-from kvtier.errors import ConfigError, ResourceError
-from kvtier.testing import ProxyFaults, StreamFaults, TcpProxy
+from kvtier.errors import ResourceError
+from kvtier.testing import ProxyFaults, TcpProxy
 from kvtier.testing.conformance import make_keys
 from kvtier.testing.trace import leaving_no_trace, run_in_loop
 from kvtier.types.jobs import BlockStatus
-from kvtier_remote.valkey import glide
 
 LARGE, SMALL = 0, 1
 NAMES = [*make_keys(3, LARGE), *make_keys(3, SMALL)]
@@ -194,97 +190,6 @@ def test_a_node_of_a_cluster_that_is_killed_costs_time_and_no_wrong_block(tmp_pa
         warm_up(servers[0])
         with leaving_no_trace():
             run_in_loop(life(servers))
-
-
-def test_a_name_server_that_is_silent_does_not_hold_up_an_opening(own_server, monkeypatch):
-    resolved = threading.Event()
-
-    def resolve(*given: object, **more: object) -> None:
-        resolved.wait(30)
-        raise OSError(errno.EIO, "late")
-
-    monkeypatch.setattr(glide.socket, "getaddrinfo", resolve)
-    options = own_server.options(servers=["kvtier.invalid:6379"], request_timeout_seconds=0.2)
-    with pytest.raises(ConfigError, match=r"servers: kvtier\.invalid:6379: the name server does not answer"):
-        glide.connected(options)
-    resolved.set()
-
-
-def refusals(server: Server, folder) -> dict[str, tuple[dict[str, object], str]]:
-    """Options that cannot work, each with the key that its line must name."""
-    wrong = folder / "wrong"
-    wrong.write_text("open")
-    wrong.chmod(0o600)
-    return {
-        "no password": ({}, "password_file"),
-        "wrong password": ({"password_file": str(wrong)}, "password_file"),
-        "unknown user": ({"username": "nobody", "password_file": str(wrong)}, "password_file"),
-        "no such file": ({"password_file": str(folder / "absent")}, "password_file"),
-        "closed port": ({"servers": ["127.0.0.1:1"]}, "servers"),
-        "unknown host": ({"servers": ["kvtier.invalid:6379"]}, "servers"),
-        "no TLS": ({"tls": True}, "tls"),
-    }
-
-
-KINDS = ["no password", "wrong password", "unknown user", "no such file", "closed port", "unknown host", "no TLS"]
-
-
-@pytest.fixture(scope="module")
-def locked_server():
-    """A server that wants a password."""
-    with valkey_server() as one:
-        one.client.config_set("requirepass", "sesame")
-        one.client.execute_command("AUTH", "sesame")
-        yield one
-
-
-@pytest.mark.parametrize("kind", KINDS)
-async def test_what_keeps_a_tier_from_opening_is_one_line_with_its_key(locked_server, tmp_path, kind):
-    changes, key = refusals(locked_server, tmp_path)[kind]
-    suite = Blocks(locked_server, **({"request_timeout_seconds": 2.0} | changes))
-    with pytest.raises(ConfigError) as caught:
-        async with suite.opened(tmp_path):
-            pass
-    assert caught.value.path == key
-    assert "\n" not in str(caught.value)
-    assert "open" not in caught.value.reason.split()
-
-
-@pytest.mark.parametrize("kind", ["wrong password", "closed port"])
-def test_a_check_ends_with_2_and_that_line(locked_server, tmp_path, kind):
-    changes, key = refusals(locked_server, tmp_path)[kind]
-    entry = {"servers": [locked_server.address], "tls": False, "request_timeout_seconds": 2.0} | changes
-    stack = tmp_path / "stack.yaml"
-    lines = "".join(f"\n    {name}: {str(value).lower() if value is False else value}" for name, value in entry.items())
-    stack.write_text(f"tiers:\n  - type: gpu\n  - {{type: cpu, cpu_bytes_to_use: 64MiB}}\n  - type: valkey{lines}\n")
-    result = CliRunner().invoke(main, ["check", str(stack)])
-    assert result.exit_code == 2, result.output
-    (line,) = result.stderr.splitlines()
-    assert f"tiers[2].{key}: " in line
-    assert CliRunner().invoke(main, ["check", "--no-probe", str(stack)]).exit_code == 0
-
-
-@pytest.mark.parametrize(("text", "key"), [("open", "password_file"), ("sesame", "request_timeout_seconds")])
-def test_what_is_wrong_is_found_out_when_there_was_no_time_to_be_told(locked_server, tmp_path, text, key):
-    """Each answer takes longer than a request may, so that the library says nothing but that."""
-    file = tmp_path / "password"
-    file.write_text(text)
-    file.chmod(0o600)
-    with TcpProxy(("127.0.0.1", locked_server.process.port)) as proxy:
-        proxy.set(ProxyFaults(to_client=StreamFaults(delay_seconds=0.2)))
-        given = {"servers": [proxy.address], "password_file": str(file), "request_timeout_seconds": 0.1}
-        with pytest.raises(ConfigError) as caught:
-            glide.connected(locked_server.options(**given))
-    assert caught.value.path == key
-
-
-async def test_the_right_password_opens(locked_server, tmp_path):
-    file = tmp_path / "password"
-    file.write_text("sesame\n")
-    file.chmod(0o600)
-    async with Blocks(locked_server, password_file=str(file)).opened(tmp_path) as driver:
-        assert statuses(await driver.store(NAMES)) == {BlockStatus.STORED}
-        assert statuses(await driver.load(NAMES)) == {BlockStatus.LOADED}
 
 
 async def test_rights_that_are_taken_away_while_running_are_failures(own_server, tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from kvtier.config import build_tiers, parse_stack
 from kvtier.config.plan import plan_stack
 from kvtier.errors import ConfigError
 from kvtier_remote import ValkeyBackend, ValkeyOptions
-from kvtier_remote.valkey.transport import facts_of
+from kvtier_remote.valkey.server_facts import facts_of
 
 
 def options(**given: object) -> ValkeyOptions:
