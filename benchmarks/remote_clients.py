@@ -30,7 +30,8 @@ from kvtier.types.namespace import Namespace
 from kvtier_cpu import CPUBackend, CPUOptions
 from kvtier_cpu.row_sealing import RowHashing, seal_rows
 from kvtier_remote import ValkeyBackend, ValkeyOptions
-from kvtier_remote.valkey.transport import FRONT_BYTES, SPLIT_BYTES, ValkeyTransport
+from kvtier_remote.valkey.calls import FRONT_BYTES, SPLIT_BYTES
+from kvtier_remote.valkey.transport import ValkeyTransport
 
 JOB_BLOCKS = 128
 IN_FLIGHT_BYTES = 64 << 20

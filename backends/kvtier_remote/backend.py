@@ -8,7 +8,7 @@ import logging
 import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,11 +44,12 @@ from kvtier_remote.hedged_get import HedgedGets
 from kvtier_remote.moving_block import MovingBlock
 from kvtier_remote.names import BlockNames
 from kvtier_remote.options import RemoteOptions
-from kvtier_remote.transport import Describes, Place, Transport, Value
+from kvtier_remote.transport import Describes, Place, Spreads, Transport, Value
 from kvtier_remote.value import KEY_BYTES_MAX, Headers, header_bytes, value_bytes_max
 from kvtier_remote.write_budget import WriteBudget
 
 _log = logging.getLogger("kvtier.remote")
+_RESULTS = {True: LookupResult.HIT, False: LookupResult.MISS, None: LookupResult.RETRY}
 
 
 @dataclass(slots=True, eq=False)
@@ -195,7 +196,7 @@ class RemoteBackend(LoadStore):
     # -- lookups and epochs --------------------------------------------------------------------------------------
 
     async def lookup(self, keys: Sequence[OffloadKey]) -> Sequence[LookupResult]:
-        """HIT for a key whose value is there with the right length, MISS for any other; RETRY for each if the server
+        """HIT for a key whose value is there with the right length, MISS for any other; RETRY for those whose server
         did not answer, because that is no miss. Values are not read; a load does that."""
         self._check_open()
         known = [key for key in keys if self._known(key)]
@@ -207,8 +208,9 @@ class RemoteBackend(LoadStore):
         except OSError:
             self.counters["lookup.failed"] += 1
             return [LookupResult.RETRY] * len(keys)
-        held = {key for key, there in zip(known, found, strict=True) if there}
-        return [LookupResult.HIT if key in held else LookupResult.MISS for key in keys]
+        self.counters["lookup.failed"] += None in found
+        results = {key: _RESULTS[there] for key, there in zip(known, found, strict=True)}
+        return [results.get(key, LookupResult.MISS) for key in keys]
 
     async def reset(self, epoch: int) -> None:
         """Raise the namespace's epoch on the server before this returns. Raises ResourceError if that failed; then it
@@ -295,6 +297,17 @@ class RemoteBackend(LoadStore):
         return self._generation
 
     def _batches(self, blocks: Iterator[MovingBlock]) -> Iterator[list[MovingBlock]]:
+        """Blocks by calls: each has those of one server, as many as the transport takes."""
+        if not isinstance(self._transport, Spreads):
+            yield from self._of_one_server(blocks)
+            return
+        by_server: dict[str, list[MovingBlock]] = {}
+        for block in blocks:
+            by_server.setdefault(self._transport.server_of(block.value.place), []).append(block)
+        for some in by_server.values():
+            yield from self._of_one_server(some)
+
+    def _of_one_server(self, blocks: Iterable[MovingBlock]) -> Iterator[list[MovingBlock]]:
         batch: list[MovingBlock] = []
         size = 0
         for block in blocks:

@@ -79,6 +79,11 @@ class Lane(Generic[Client]):
         finally:
             self._give_back(number, client)
 
+    def renew(self) -> None:
+        """Replace each client before its next call."""
+        with self._lock:
+            self._round += 1
+
     def _give_back(self, number: int, client: Client | None) -> None:
         """Keep a client, which was made in this round; None if there was none to be had."""
         with self._lock:

@@ -102,8 +102,9 @@ class Transport(Protocol):
     async def open(self) -> Facts:
         """Connect. Raises ConfigError with the key to correct, or ResourceError; `close` releases what was taken."""
 
-    async def present(self, places: Sequence[Place]) -> list[bool]:
-        """True for each value that is there with the right length."""
+    async def present(self, places: Sequence[Place]) -> Sequence[bool | None]:
+        """True for each value that is there with the right length. Of several servers some may not answer: None for
+        the values that they have. OSError if none does."""
 
     async def get(self, values: Sequence[Value], verify: Verify) -> list[BlockOutcome]:
         """Read values into their payloads. `verify` is called from any thread for each that arrived whole."""
@@ -123,6 +124,15 @@ class Transport(Protocol):
 
     async def close(self, timeout_seconds: float) -> int:
         """End the calls in flight and disconnect. Returns how many calls are stuck at the deadline. Idempotent."""
+
+
+@runtime_checkable
+class Spreads(Protocol):
+    """A transport over several servers, each of which has some of the names. The values of one `get` or `put` are those
+    of one server, so that another one, which does not answer, costs them nothing."""
+
+    def server_of(self, place: Place) -> str:
+        """What tells the server that has a value from the others."""
 
 
 @runtime_checkable

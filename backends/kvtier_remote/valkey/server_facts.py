@@ -2,36 +2,78 @@
 
 from __future__ import annotations
 
+import errno
 import re
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, NamedTuple
 
 from kvtier.errors import ConfigError
 from kvtier_remote.transport import Facts
-from kvtier_remote.valkey.glide import Glide, batch_of, library, os_error
+from kvtier_remote.valkey.cluster_nodes import ClusterNodes, of_slot, read_slots
+from kvtier_remote.valkey.glide import Glide, batch_of, connected, errno_of, library, os_error
 from kvtier_remote.valkey.options import ValkeyOptions
 
 FLIGHT_BYTES = 9 << 20
 """Payload in flight to one server, which moves a GiB in about a second, in one thread: what is in flight is what a
 question waits for. Few calls keep its thread busy, and more of them cost more CPU time for each GiB."""
-_NODES_TRIED = 64
-"""Names that are tried in a cluster, whose nodes have users of their own: so many reach each of a few nodes."""
 _CODE = re.compile(r"[A-Z]{3,}")
 
 
-def read_facts(client: Glide, options: ValkeyOptions) -> Facts:
+def look_at(options: ValkeyOptions, nodes: ClusterNodes) -> Facts:
     """The bounds of the server, or of all primaries of a cluster, and whether the user may do what a tier does. Stores
-    nothing. Raises ConfigError where something does not go with the options."""
+    nothing. `nodes` learns what there are. Blocking. Raises ConfigError with the option that is wrong.
+
+    Some nodes of a cluster may be gone: what they have is missing then.
+    """
+    with _client_of(options) as client:
+        try:
+            nodes.learn(read_slots(client))
+        except library().GlideError as error:
+            raise _silent(error) from None
+        answers = {node: _memory(client, slot) for node, slot in nodes.slots.items()}
+    found = {node: facts_of(fields, options) for node, fields in answers.items() if fields is not None}
+    if not found:
+        raise ConfigError("the server does not answer", "servers")
+    with _client_of(options) as client:  # the first one may be waiting for a node
+        _check_rights(client, options.prefix, nodes, list(found))
+    notes = dict.fromkeys(note for one in found.values() for note in one.notes)
+    if gone := len(answers) - len(found):
+        notes[f"{gone} of {len(answers)} nodes do not answer; what they have is missing"] = None
+    return Facts(sum(one.capacity_bytes for one in found.values()), tuple(notes), FLIGHT_BYTES * len(answers))
+
+
+@contextmanager
+def _client_of(options: ValkeyOptions) -> Iterator[Glide]:
+    client = connected(options)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def _silent(error: BaseException) -> ConfigError:
+    return ConfigError(f"the server does not answer ({os_error(error).strerror})", "servers")
+
+
+def info(client: Glide, section: Any, slot: int) -> dict[str, str]:
+    """The fields of a section of INFO, of the node of a cluster that has a slot, or of the one server. Raises
+    GlideError."""
+    route = {"route": of_slot(slot)} if isinstance(client, library().GlideClusterClient) else {}
+    lines = client.info([section], **route).decode("utf-8", "replace").splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def _memory(client: Glide, slot: int) -> dict[str, str] | None:
+    """The section `memory`; None if the node does not answer. Raises ConfigError."""
     glide = library()
     try:
-        answer = client.info([glide.InfoSection.MEMORY])
+        return info(client, glide.InfoSection.MEMORY, slot)
     except glide.GlideError as error:
-        reason = f"the server does not tell its bounds to this user ({os_error(error).strerror}); allow +info"
-        raise ConfigError(reason, "username") from None
-    facts = [facts_of(fields, options) for fields in by_node(answer)]
-    _check_rights(client, options)
-    notes = dict.fromkeys(note for one in facts for note in one.notes)
-    return Facts(sum(one.capacity_bytes for one in facts), tuple(notes), FLIGHT_BYTES * len(facts))
+        if errno_of(error) != errno.EACCES:
+            return None
+        raise ConfigError("the server does not tell its bounds to this user; allow +info", "username") from None
 
 
 class _Trial(NamedTuple):
@@ -41,29 +83,30 @@ class _Trial(NamedTuple):
     pattern: str
 
 
-def _trials(options: ValkeyOptions, name: str) -> Iterator[_Trial]:
+def _trials(prefix: str, block: str, tag: str) -> Iterator[_Trial]:
     """Each command of a tier, on names that nothing is stored under: SET with XX writes only over what is there."""
-    prefix = options.prefix
-    block, marker, described = (f"{prefix}:{kind}:{name}" for kind in ("b", "m", "manifests"))
     pattern, split = f"~{prefix}:*", f"~{{{prefix}:*"
     for part, names in ((block, pattern), (f"{{{block}}}h", split)):
         for words in (("STRLEN", part), ("MGET", part), ("SET", part, "", "XX"), ("UNLINK", part)):
             yield _Trial(words, names)
-    for words in (("EVAL", "return 0", "1", marker), ("GET", marker), ("SET", described, "", "XX")):
+    marker, manifest = f"{prefix}:m:{tag}", f"{prefix}:manifests:{tag}"
+    for words in (("EVAL", "return 0", "1", marker), ("GET", marker), ("SET", manifest, "", "XX")):
         yield _Trial(words, pattern)
 
 
-def _check_rights(client: Glide, options: ValkeyOptions) -> None:
-    glide = library()
-    names = [f"probe{number}" for number in range(_NODES_TRIED if options.mode == "cluster" else 1)]
-    trials = [trial for name in names for trial in _trials(options, name)]
+def _check_rights(client: Glide, prefix: str, nodes: ClusterNodes, tried: Sequence[str]) -> None:
+    """Nodes have users of their own, so that names are tried which each of them has."""
+    trials: list[_Trial] = []
+    for node in tried:
+        block = next(name for i in count() if nodes.node_of(name := f"{prefix}:b:probe{i}") == node)
+        trials += _trials(prefix, block, next(tag for i in count() if nodes.node_of(tag := f"{{probe{i}}}") == node))
     batch = batch_of(client)
     for trial in trials:
         batch.custom_command(list(trial.words))
     try:
         answers = client.exec(batch, raise_on_error=False)
-    except glide.GlideError as error:
-        raise ConfigError(f"the server does not answer ({os_error(error).strerror})", "servers") from None
+    except library().GlideError as error:
+        raise _silent(error) from None
     for trial, answer in zip(trials, answers, strict=True):
         if isinstance(answer, Exception):
             _refuse(trial, str(answer))
@@ -80,15 +123,6 @@ def _refuse(trial: _Trial, text: str) -> None:
     if "OOM" not in text:
         code = _CODE.search(text)
         raise ConfigError(f"the server refuses {command} ({code[0] if code else 'without a reason'})", "servers")
-
-
-def by_node(answer: bytes | Mapping[bytes, bytes]) -> list[dict[str, str]]:
-    """The fields that INFO names, of each node of a cluster, or of the one server."""
-    texts = [text.decode("utf-8", "replace") for text in (answer.values() if isinstance(answer, Mapping) else [answer])]
-    return [
-        {name: value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
-        for text in texts
-    ]
 
 
 def facts_of(info: Mapping[str, str], options: ValkeyOptions) -> Facts:

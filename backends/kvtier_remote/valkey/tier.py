@@ -14,11 +14,12 @@ from kvtier_remote.backend import RemoteBackend
 from kvtier_remote.inspect.store import RemoteInspection
 from kvtier_remote.options import address_options
 from kvtier_remote.transport import Transport
+from kvtier_remote.valkey.cluster_nodes import ClusterNodes
 from kvtier_remote.valkey.embedded import embedded_server, settings_for
-from kvtier_remote.valkey.glide import INSTALL, connected, installed
+from kvtier_remote.valkey.glide import INSTALL, installed
 from kvtier_remote.valkey.listing import ValkeyListing
 from kvtier_remote.valkey.options import ValkeyOptions
-from kvtier_remote.valkey.server_facts import read_facts
+from kvtier_remote.valkey.server_facts import look_at
 from kvtier_remote.valkey.transport import ValkeyTransport
 
 
@@ -59,11 +60,7 @@ class ValkeyBackend(RemoteBackend):
         if not probe:
             return DryRun(mode="remote", notes=() if installed() else (f"this tier {INSTALL}",))
         try:
-            client = connected(self.options)
-            try:
-                facts = read_facts(client, self.options)
-            finally:
-                client.close()
+            facts = look_at(self.options, ClusterNodes())
         except ConfigError as error:
             return DryRun(problems=(error,))
         return DryRun(facts.capacity_bytes, mode="remote", notes=facts.notes)

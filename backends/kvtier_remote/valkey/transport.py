@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import re
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from kvtier.types.jobs import CORRUPT, MISSING, STORED, BlockOutcome
+from kvtier.aio.daemon_pool import DaemonPool
+from kvtier.types.jobs import BlockOutcome, DropReason, dropped
 from kvtier_remote.lane import Lane
 from kvtier_remote.transport import Facts, Marker, Place, Spelling, Value, Verify
-from kvtier_remote.valkey.glide import Glide, batch_of, connected, connected_again, library, os_error, outcome_of
+from kvtier_remote.valkey.calls import Connection, asked, get, lengths_of, parts_of, put, sizes_of
+from kvtier_remote.valkey.cluster_nodes import ClusterNodes, of_slot, read_slots
+from kvtier_remote.valkey.glide import Glide, connected, connected_again, library, outcome_of
 from kvtier_remote.valkey.options import ValkeyOptions
-from kvtier_remote.valkey.server_facts import by_node, read_facts
+from kvtier_remote.valkey.server_facts import info, look_at
 
-SPLIT_BYTES = 256 << 10
-"""Payloads from this size on are kept under two names. A header in front of a power of two would cost a quarter more of
-the server's memory, which is allocated in classes of sizes, and a copy of the payload on both ways."""
-FRONT_BYTES = 4096
-"""So much of a split payload is kept with the header; the rest goes straight between the row and the library."""
-_NAMES_IN_A_QUESTION = 1024
-_UNANSWERED = 2
-_TOO_LONG = "exceeds buffer capacity"
+_UNANSWERED_ERRORS = frozenset((errno.ETIMEDOUT, errno.ECONNRESET, errno.ENOTCONN, errno.EHOSTDOWN))
+"""Of a call all of whose values end so its node has answered nothing."""
+_SHARDS = 16
+"""Nodes of a cluster that have clients of their own, whatever `connections` says; of more nodes some share them."""
 _RAISE = """
 local incarnation, epoch = string.match(redis.call('GET', KEYS[1]) or '', '^(' .. string.rep('%x', 16) .. ') (%d+)$')
 if not incarnation then incarnation, epoch = ARGV[1], '-1' end
@@ -37,67 +37,26 @@ _MARKER = re.compile(rb"([0-9A-Fa-f]{16}) ([0-9]{1,19})")
 T = TypeVar("T")
 
 
-class Part(NamedTuple):
-    """What is kept under one name, and its length: the header and the front of a payload, or the rest of a payload."""
+class Shard(NamedTuple):
+    """Threads and clients for some nodes of a cluster, or for the one server. Transfers and lookups have threads of
+    their own, so that a question does not wait behind blocks."""
 
-    name: str
-    size: int
+    transfers: Lane[Connection]
+    questions: Lane[Connection]
 
-
-def parts_of(place: Place) -> tuple[Part, ...]:
-    """The names of a value and the lengths under them. Both of a split value hash to one slot of a cluster."""
-    name, header_bytes, payload_bytes = place
-    if payload_bytes < SPLIT_BYTES:
-        return (Part(name, header_bytes + payload_bytes),)
-    front = header_bytes + FRONT_BYTES
-    return Part(f"{{{name}}}h", front), Part(f"{{{name}}}b", payload_bytes - FRONT_BYTES)
-
-
-def _sizes(parts: Sequence[Part]) -> list[int]:
-    return [part.size for part in parts]
-
-
-class Connection:
-    """A client of one thread, and the memory that the fronts of values arrive in."""
-
-    def __init__(self, client: Glide) -> None:
-        self.client = client
-        self._unanswered = 0
-        self._fronts = memoryview(bytearray(0))
-
-    def ask(self, request: Callable[[Glide], T]) -> T:
-        """What a request of the client returns. Raises GlideError."""
-        try:
-            answer = request(self.client)
-        except library().TimeoutError:
-            self._unanswered += 1
-            raise
-        self._unanswered = 0
-        return answer
-
-    @property
-    def silent(self) -> bool:
-        """True if some requests in a row were not answered. The server may be slow, or have gone without a word; then
-        the library would wait for the operating system, which gives a connection up after a quarter of an hour."""
-        return self._unanswered >= _UNANSWERED
-
-    def fronts(self, sizes: Sequence[int]) -> list[memoryview]:
-        """Memory of these sizes; what an earlier call got is given out again."""
-        if sum(sizes) > len(self._fronts):
-            self._fronts = memoryview(bytearray(sum(sizes)))
-        found, at = [], 0
-        for size in sizes:
-            found.append(self._fronts[at : at + size])
-            at += size
-        return found
-
-    def close(self) -> None:
-        """Disconnect."""
-        self.client.close()
+    def renew(self) -> None:
+        """Replace all clients before their next calls."""
+        self.transfers.renew()
+        self.questions.renew()
 
 
 class ValkeyTransport:
-    """Transfers and lookups have threads of their own, so that a question does not wait behind blocks."""
+    """Each node of a cluster has clients that make calls to no other: once a call of a client was not answered, it
+    answers late for the others too.
+
+    A node that does not answer is left alone for a while: its blocks are dropped (tier_down) and absent, without a
+    call. Beside the work it is tried again.
+    """
 
     spelling: ClassVar[Spelling] = Spelling()
     batch_blocks: ClassVar[int] = 64
@@ -107,8 +66,11 @@ class ValkeyTransport:
     def __init__(self, options: ValkeyOptions) -> None:
         self._options = options
         self.concurrency = 2 * options.connections
-        self._transfers = Lane("kvtier-valkey", options.connections, self._connect, self._reconnect)
-        self._questions = Lane("kvtier-valkey-lookup", 1, self._connect, self._reconnect)
+        self._nodes = ClusterNodes()
+        self._shards: list[Shard] = []
+        self._looking = DaemonPool("kvtier-valkey-look", 1)
+        self._trial: asyncio.Task[None] | None = None
+        self._closed = False
 
     def _connect(self) -> Connection:
         return Connection(connected(self._options))
@@ -118,65 +80,179 @@ class ValkeyTransport:
 
     async def open(self) -> Facts:
         """Connect. Raises ConfigError with the key of the option that is wrong, or that the server's bounds need."""
-        await self._questions.open()
-        facts = await self._questions.run(lambda connection: read_facts(connection.client, self._options))
-        await self._transfers.open()
+        facts = await self._looking.run(look_at, self._options, self._nodes)
+        connections = self._options.connections
+        shards = min(len(self._nodes.slots), max(_SHARDS, connections))
+        self._shards = [self._shard(max(1, connections // shards)) for _ in range(shards)]
+        for shard in self._shards:
+            await shard.questions.open()
+            await shard.transfers.open()
         return facts
+
+    def _shard(self, connections: int) -> Shard:
+        transfers = Lane("kvtier-valkey", connections, self._connect, self._reconnect)
+        return Shard(transfers, Lane("kvtier-valkey-lookup", 1, self._connect, self._reconnect))
 
     async def close(self, timeout_seconds: float) -> int:
         """Disconnect after the requests in flight, each of which ends within its own time. Returns what is stuck."""
-        return await self._transfers.close(timeout_seconds) + await self._questions.close(timeout_seconds)
+        self._closed = True
+        if self._trial is not None:
+            self._trial.cancel()
+            await asyncio.wait([self._trial])
+        lanes = [lane for shard in self._shards for lane in shard]
+        closing = [*(lane.close(timeout_seconds) for lane in lanes), self._looking.close(timeout_seconds)]
+        return sum(await asyncio.gather(*closing))
 
-    async def present(self, places: Sequence[Place]) -> list[bool]:
+    # -- nodes ---------------------------------------------------------------------------------------------------
+
+    def server_of(self, place: Place) -> str:
+        """The node of a cluster that has a value."""
+        return self._nodes.node_of(place.name)
+
+    def _shard_of(self, node: str) -> Shard:
+        """Raises OSError once closed."""
+        if self._closed:
+            raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+        return self._shards[self._nodes.number_of(node) % len(self._shards)]
+
+    def _judge(self, node: str, answered: bool) -> None:
+        if not self._closed and self._nodes.judge(node, answered, asyncio.get_running_loop().time()):
+            self._shard_of(node).renew()
+
+    def _poll(self) -> None:
+        """Try a node that has been left alone long enough, beside the work."""
+        if self._closed or not (self._trial is None or self._trial.done()):
+            return
+        due = self._nodes.due(asyncio.get_running_loop().time())
+        if due is not None:
+            self._trial = asyncio.create_task(self._try(due))
+
+    async def _try(self, node: str) -> None:
+        """Find out whether a node answers again, or another one has its slots. It gets a client of its own: a
+        connection to a machine that went without a word stays silent when the machine is back."""
+        live = next(one for one in self._nodes.slots if not self._nodes.is_down(one))
+        slot, of_live = self._nodes.slots[node], self._nodes.slots[live]
+        try:
+            answer, answered = await self._looking.run(self._tried, slot, of_live)
+        except OSError:
+            return
+        self._nodes.learn(answer)
+        if answered:
+            self._shard_of(node).renew()
+            self._nodes.judge(node, True, 0.0)
+
+    def _tried(self, slot: int, of_live: int) -> tuple[list[Sequence[Any]], bool]:
+        """Which node has which slots, and whether the one that has a slot answers. Blocking. Raises OSError."""
+        fresh = self._reconnect()
+        try:
+            answer = asked(fresh, lambda client: read_slots(client, of_live))
+            try:
+                asked(fresh, lambda client: client.custom_command(["PING"], route=of_slot(slot)))
+            except OSError:
+                return answer, False
+            return answer, True
+        finally:
+            fresh.close()
+
+    # -- blocks --------------------------------------------------------------------------------------------------
+
+    async def present(self, places: Sequence[Place]) -> Sequence[bool | None]:
         """True for each value whose names are all there with the right lengths. Payloads are not read."""
+        self._poll()
+        by_node: dict[str, list[Place]] = {}
+        for place in places:
+            by_node.setdefault(self.server_of(place), []).append(place)
+        nodes = [node for node in by_node if self._closed or not self._nodes.is_down(node)]
+        answers = await asyncio.gather(*(self._present(node, by_node[node]) for node in nodes))
+        errors = [answer for answer in answers if isinstance(answer, OSError)]
+        if errors and len(errors) == len(by_node):
+            raise errors[0]
+        found: dict[Place, bool | None] = dict.fromkeys(places, False)
+        for node, answer in zip(nodes, answers, strict=True):
+            some = by_node[node]
+            found.update(dict.fromkeys(some) if isinstance(answer, OSError) else zip(some, answer, strict=True))
+        return [found[place] for place in places]
+
+    async def _present(self, node: str, places: Sequence[Place]) -> list[bool] | OSError:
+        """The presence of values of one node, or why it is not known."""
         parts = [parts_of(place) for place in places]
         names = [part.name for some in parts for part in some]
-        lengths = iter(await self._questions.run(lambda connection: _lengths(connection, names)))
-        return [_sizes(some) == list(islice(lengths, len(some))) for some in parts]
+        try:
+            lengths = iter(await self._shard_of(node).questions.run(lambda one: lengths_of(one, names)))
+        except OSError as error:
+            self._judge(node, error.errno not in _UNANSWERED_ERRORS)
+            return error
+        self._judge(node, True)
+        return [sizes_of(some) == list(islice(lengths, len(some))) for some in parts]
 
     async def get(self, values: Sequence[Value], verify: Verify) -> list[BlockOutcome]:
         """Read values. Bodies of split ones arrive in their rows, everything else is copied there."""
-        return await self._moved(values, lambda connection: _get(connection, values, verify))
+        return await self._moved(values, lambda connection: get(connection, values, verify))
 
     async def put(self, values: Sequence[Value]) -> list[BlockOutcome]:
         """Write values, each on its own: a full server refuses some and takes others."""
         expire = self._options.expire_seconds
-        return await self._moved(values, lambda connection: _put(connection, values, expire))
+        return await self._moved(values, lambda connection: put(connection, values, expire))
 
     async def _moved(
         self, values: Sequence[Value], call: Callable[[Connection], list[BlockOutcome]]
     ) -> list[BlockOutcome]:
+        node = self.server_of(values[0].place)
+        left_alone = [dropped(DropReason.TIER_DOWN)] * len(values)
+
+        def make(connection: Connection) -> list[BlockOutcome]:
+            return left_alone if self._nodes.is_down(node) else call(connection)
+
+        self._poll()
+        if self._nodes.is_down(node) and not self._closed:
+            return left_alone
         try:
-            return await self._transfers.run(call)
+            outcomes = await self._shard_of(node).transfers.run(make)
         except OSError as error:  # closed meanwhile
-            return [outcome_of(error)] * len(values)
+            outcomes = [outcome_of(error)] * len(values)
+        if outcomes is not left_alone:
+            self._judge(node, any(outcome.errno not in _UNANSWERED_ERRORS for outcome in outcomes))
+        return outcomes
 
     async def remove(self, places: Sequence[Place]) -> None:
         """Unlink the names of values."""
-        names = [part.name for place in places for part in parts_of(place)]
-        await self._transfers.run(lambda connection: _asked(connection, lambda client: client.unlink(names)))
+        by_node = self._nodes.by_node([part.name for place in places for part in parts_of(place)])
+        for node, names in by_node.items():
+            await self._shard_of(node).transfers.run(
+                lambda connection, names=names: asked(connection, lambda client: client.unlink(names))  # type: ignore[misc]
+            )
+
+    # -- what describes a namespace or the server ------------------------------------------------------------------
+
+    async def _question(self, name: str, request: Callable[[Glide], T]) -> T:
+        """What a request about a name returns. Raises OSError."""
+        shard = self._shard_of(self._nodes.node_of(name))
+        return await shard.questions.run(lambda connection: asked(connection, request))
 
     async def describe(self, name: str, text: str) -> None:
         """Set it once. It never expires."""
         once = library().ConditionalChange.ONLY_IF_DOES_NOT_EXIST
-        await self._questions.run(
-            lambda connection: _asked(connection, lambda client: client.set(name, text, conditional_set=once))
-        )
+        await self._question(name, lambda client: client.set(name, text, conditional_set=once))
 
     async def evicted(self) -> int:
         """What the section `stats` of INFO says, of a cluster the sum over its primaries. A split value has two
         names."""
-        section = [library().InfoSection.STATS]
-        answer = await self._transfers.run(lambda connection: _asked(connection, lambda client: client.info(section)))
-        return sum(int(fields.get("evicted_keys", "0")) for fields in by_node(answer))
+        counts = await asyncio.gather(*map(self._evicted, self._nodes.slots))
+        return sum(counts)
+
+    async def _evicted(self, node: str) -> int:
+        slot = self._nodes.slots[node]
+
+        def ask(connection: Connection) -> int:
+            fields = asked(connection, lambda client: info(client, library().InfoSection.STATS, slot))
+            return int(fields.get("evicted_keys", "0"))
+
+        return await self._shard_of(node).transfers.run(ask)
 
     async def raise_marker(self, name: str, marker: Marker) -> Marker:
         """By a script, which the server runs as one step. The marker never expires."""
         words = ["EVAL", _RAISE, "1", name, marker.incarnation.hex(), str(marker.epoch)]
-        held = await self._questions.run(
-            lambda connection: _asked(connection, lambda client: client.custom_command(words))
-        )
-        found = marker_of(bytes(held))
+        found = marker_of(bytes(await self._question(name, lambda client: client.custom_command(words))))
         if found is None:
             raise OSError(errno.EBADMSG, os.strerror(errno.EBADMSG))
         return found
@@ -186,90 +262,3 @@ def marker_of(held: bytes) -> Marker | None:
     """The marker that a server holds under a marker's name; None if that is none."""
     match = _MARKER.fullmatch(held)
     return None if match is None else Marker(bytes.fromhex(match[1].decode("ascii")), int(match[2]))
-
-
-def _asked(connection: Connection, request: Callable[[Glide], T]) -> T:
-    """What a request returns; errors of the library become OSErrors."""
-    try:
-        return connection.ask(request)
-    except library().GlideError as error:
-        raise os_error(error) from None
-
-
-def _lengths(connection: Connection, names: Sequence[str]) -> list[int]:
-    """The length under each name, 0 if there is nothing. Raises OSError."""
-    found, rest = list[int](), iter(names)
-    while some := list(islice(rest, _NAMES_IN_A_QUESTION)):
-        batch = batch_of(connection.client)
-        for name in some:
-            batch.strlen(name)
-        found += _asked(connection, lambda client, batch=batch: client.exec(batch, raise_on_error=True))  # type: ignore[misc]
-    return found
-
-
-def _put(connection: Connection, values: Sequence[Value], expire: int | None) -> list[BlockOutcome]:
-    glide = library()
-    batch, counts = batch_of(connection.client), []
-    expiry = None if expire is None else glide.ExpirySet(glide.ExpiryType.SEC, expire)
-    for value in values:
-        parts = parts_of(value.place)
-        front = parts[0].size - value.place.header_bytes
-        batch.set(parts[0].name, b"".join((value.header, value.payload[:front])), expiry=expiry)
-        if len(parts) > 1:
-            batch.set(parts[1].name, value.payload[front:], expiry=expiry)
-        counts.append(len(parts))
-    try:
-        answers = iter(connection.ask(lambda client: client.exec(batch, raise_on_error=False)))
-    except glide.GlideError as error:
-        return [outcome_of(error)] * len(values)
-    return [_stored(list(islice(answers, count))) for count in counts]
-
-
-def _stored(answers: Sequence[object]) -> BlockOutcome:
-    return next((outcome_of(answer) for answer in answers if isinstance(answer, Exception)), STORED)
-
-
-def _get(connection: Connection, values: Sequence[Value], verify: Verify) -> list[BlockOutcome]:
-    """One outcome for each value. A value that is too long makes the library refuse all of a call, so that the lengths
-    are asked for then, and the values of the right length are read once more."""
-    glide = library()
-    try:
-        return _read(connection, values, verify)
-    except glide.GlideError as error:
-        if _TOO_LONG not in str(error):
-            return [outcome_of(error)] * len(values)
-    try:
-        return _read_fitting(connection, values, verify)
-    except (glide.GlideError, OSError) as error:
-        return [outcome_of(error)] * len(values)
-
-
-def _read_fitting(connection: Connection, values: Sequence[Value], verify: Verify) -> list[BlockOutcome]:
-    parts = [parts_of(value.place) for value in values]
-    lengths = iter(_lengths(connection, [part.name for some in parts for part in some]))
-    fitting = [i for i, some in enumerate(parts) if list(islice(lengths, len(some))) == _sizes(some)]
-    read = _read(connection, [values[i] for i in fitting], lambda at, header: verify(fitting[at], header))
-    found = dict(zip(fitting, read, strict=True))
-    return [found.get(i, CORRUPT) for i in range(len(values))]
-
-
-def _read(connection: Connection, values: Sequence[Value], verify: Verify) -> list[BlockOutcome]:
-    parts = [parts_of(value.place) for value in values]
-    fronts = connection.fronts([some[0].size for some in parts])
-    buffers = []
-    for value, some, front in zip(values, parts, fronts, strict=True):
-        buffers += [front, value.payload[FRONT_BYTES:]] if len(some) > 1 else [front]
-    names = [part.name for some in parts for part in some]
-    read = iter(connection.ask(lambda client: client.mget(names, buffers=buffers)) if names else ())
-    outcomes = []
-    for i, (value, some, front) in enumerate(zip(values, parts, fronts, strict=True)):
-        lengths = list(islice(read, len(some)))
-        if None in lengths:
-            outcomes.append(MISSING)
-        elif [int(length) for length in lengths] != _sizes(some):
-            outcomes.append(CORRUPT)
-        else:
-            header = value.place.header_bytes
-            value.payload[: len(front) - header] = front[header:]
-            outcomes.append(verify(i, front[:header]))
-    return outcomes

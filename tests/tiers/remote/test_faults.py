@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import time
+from contextlib import nullcontext
 
 import pytest
 from support_shutdown import run_in_child
@@ -173,23 +174,60 @@ async def test_connections_that_are_never_answered_are_replaced(own_server, tmp_
             assert set(driver.tier.counters) == {"requested"}
 
 
-def test_a_node_of_a_cluster_that_is_killed_costs_time_and_no_wrong_block(tmp_path):
+@pytest.mark.parametrize("how", ["killed", "frozen"])
+def test_a_node_of_a_cluster_that_is_gone_costs_its_own_blocks_and_no_others(tmp_path, how):
+    """Until it is back: then it is used again, empty or not."""
+
     async def life(servers):
         async with Blocks(servers[0], mode="cluster", **SHORT).opened(tmp_path) as driver:
             assert driver.opened.capacity_bytes == 3 * (256 << 20), "the sum over the nodes"
             names = [*make_keys(8, LARGE), *make_keys(8, SMALL)]
             assert statuses(await driver.store(names)) == {BlockStatus.STORED}
+            places = dict(zip(names, driver.tier._places(names), strict=True))
+            last = servers[2].client.execute_command("CLUSTER", "MYID").decode()
+            lost = [name for name in names if driver.tier._transport.server_of(places[name]) == last]
+            live = [name for name in names if name not in lost]
+            assert lost
+            with servers[2].frozen() if how == "frozen" else nullcontext(servers[2].kill()):
+                for _ in range(3):
+                    found = dict(zip(names, await driver.tier.lookup(names), strict=True))
+                    assert {found[name] for name in live} == {"hit"}
+                    assert {found[name] for name in lost} <= {"retry", "miss"}
+                    for call, good in ((driver.load, BlockStatus.LOADED), (driver.store, BlockStatus.STORED)):
+                        ended = await call(names)
+                        assert {ended[name].status for name in live} == {good}
+                        assert {ended[name].status for name in lost} <= {BlockStatus.FAILED, BlockStatus.DROPPED}
+                assert {found[name] for name in lost} == {"miss"}, "it is left alone"
+            if how == "killed":
+                servers[2].start()
+            deadline = time.monotonic() + 60
+            while statuses(await driver.store(names)) != {BlockStatus.STORED}:
+                assert time.monotonic() < deadline, "the node is not used again"
             assert statuses(await driver.load(names)) == {BlockStatus.LOADED}
-            servers[2].kill()
-            ended = await driver.load(names)
-            assert statuses(ended) <= {BlockStatus.LOADED, BlockStatus.FAILED}
-            assert BlockStatus.FAILED in statuses(ended)
-            assert statuses(await driver.store(names)) <= {BlockStatus.STORED, BlockStatus.FAILED}
 
     with valkey_cluster() as servers:
         warm_up(servers[0])
+        for server in servers:
+            server.client.ping()
         with leaving_no_trace():
             run_in_loop(life(servers))
+
+
+async def test_a_cluster_opens_without_one_of_its_nodes(tmp_path):
+    """One that does not have the namespace's marker, without which no epoch is known."""
+    with valkey_cluster() as servers:
+        async with Blocks(servers[0], mode="cluster").opened(tmp_path) as driver:
+            marked = driver.tier._transport._nodes.node_of(driver.tier._names.marker)
+        gone = next(one for one in servers if one.client.execute_command("CLUSTER", "MYID").decode() != marked)
+        gone.kill()
+        seeds = [server.address for server in servers]
+        async with Blocks(servers[0], mode="cluster", servers=seeds, **SHORT).opened(tmp_path) as driver:
+            assert driver.opened.capacity_bytes == 2 * (256 << 20)
+            assert "1 of 3 nodes do not answer" in "".join(driver.opened.notes)
+            names = make_keys(12, SMALL)
+            for call in (driver.store, driver.store, driver.load):
+                found = statuses(await call(names))
+            assert found == {BlockStatus.LOADED, BlockStatus.DROPPED}
 
 
 async def test_rights_that_are_taken_away_while_running_are_failures(own_server, tmp_path, monkeypatch):

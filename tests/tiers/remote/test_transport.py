@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import ClassVar
 
@@ -11,6 +11,7 @@ import pytest
 from support_valkey import Server, valkey_cluster, valkey_server
 
 from kvtier_remote.conformance import TransportTests
+from kvtier_remote.valkey import transport
 from kvtier_remote.valkey.embedded import free_ports
 from kvtier_remote.valkey.transport import ValkeyTransport
 
@@ -75,3 +76,24 @@ class TestCluster(ValkeyTransportTests):
     @pytest.fixture(autouse=True)
     def _on(self, cluster: list[Server]) -> None:
         self.servers = cluster
+
+    @contextmanager
+    def one_silent(self) -> Iterator[str]:
+        last = self.servers[-1]
+        name = last.client.execute_command("CLUSTER", "MYID").decode()
+        with last.frozen():
+            yield name
+
+
+class TestClusterOfFewShards(TestCluster):
+    """Fewer clients than nodes: some nodes share them."""
+
+    @pytest.fixture(autouse=True)
+    def _few(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(transport, "_SHARDS", 1)
+
+    make_hurried = TestCluster.make
+
+    def one_silent(self) -> None:
+        """Nodes that share clients are held up together for a while."""
+        return

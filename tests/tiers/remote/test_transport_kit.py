@@ -26,6 +26,7 @@ class Memory:
         self.values: dict[str, tuple[bytes, bytes]] = {}
         self.markers: dict[str, Marker] = {}
         self.frozen = False
+        self.silent = ""
 
 
 class MemoryTransport:
@@ -107,6 +108,33 @@ def raised(held: Marker, marker: Marker) -> Marker:
     return max(held, marker) if held.incarnation == marker.incarnation else held
 
 
+class SpreadMemory(MemoryTransport):
+    """Two servers, the second of which may be silent."""
+
+    def server_of(self, place: Place) -> str:
+        return ("first", "second")[sum(place.name.encode()) % 2]
+
+    def _silent(self, place: Place) -> bool:
+        return self.memory.silent == self.server_of(place)
+
+    async def present(self, places):
+        found = await super().present(places)
+        answers = [None if self._silent(place) else there for place, there in zip(places, found, strict=True)]
+        if all(there is None for there in answers):
+            raise OSError(errno.ETIMEDOUT, "no server answers")
+        return answers
+
+    async def get(self, values, verify):
+        if any(self._silent(value.place) for value in values):
+            return [failed(errno.ETIMEDOUT)] * len(values)
+        return await super().get(values, verify)
+
+    async def put(self, values):
+        if any(self._silent(value.place) for value in values):
+            return [failed(errno.ETIMEDOUT)] * len(values)
+        return await super().put(values)
+
+
 class TestSound(TransportTests):
     """All of the suite over a sound transport."""
 
@@ -128,6 +156,18 @@ class TestSound(TransportTests):
     def lose_markers(self, place: Path) -> bool:
         self.memory.markers.clear()
         return True
+
+
+class TestSoundOverTwoServers(TestSound):
+    """All of the suite over a sound transport of two servers."""
+
+    kind = SpreadMemory
+
+    @contextmanager
+    def one_silent(self):
+        self.memory.silent = "second"
+        yield self.memory.silent
+        self.memory.silent = ""
 
 
 class KeepsTheFirst(MemoryTransport):
@@ -251,7 +291,26 @@ class LeavesATask(MemoryTransport):
         return await super().open()
 
 
+class AnswersForAllOrNone(SpreadMemory):
+    async def present(self, places):
+        answers = await super().present(places)
+        return [None] * len(places) if None in answers else answers
+
+
+class GuessesForTheSilent(SpreadMemory):
+    async def present(self, places):
+        return [True if there is None else there for there in await super().present(places)]
+
+
+class FailsForAll(SpreadMemory):
+    async def get(self, values, verify):
+        if self.memory.silent:
+            return [failed(errno.ETIMEDOUT)] * len(values)
+        return await super().get(values, verify)
+
+
 LENGTHS, MEMORY = "a_value_of_another_length", "memory_is_left_alone"
+SILENT = "a_server_that_does_not_answer"
 DEFECTS: dict[type[MemoryTransport], str] = {
     KeepsTheFirst: "a_value_is_written_over",
     ReadsPayloadsLater: MEMORY,
@@ -270,12 +329,15 @@ DEFECTS: dict[type[MemoryTransport], str] = {
     HangsWhenFrozen: "a_frozen_server_costs_time",
     UsesTheDefaultExecutor: "an_open_transport_says",
     LeavesATask: "an_open_transport_says",
+    AnswersForAllOrNone: SILENT,
+    GuessesForTheSilent: SILENT,
+    FailsForAll: SILENT,
 }
 
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.__name__)
 def test_a_defect_is_found(tmp_path: Path, defect: type[MemoryTransport]) -> None:
-    class Suite(TestSound):
+    class Suite(TestSoundOverTwoServers):
         kind = defect
         call_seconds = 1.0
         _warm = True

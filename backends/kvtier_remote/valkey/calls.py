@@ -1,0 +1,177 @@
+"""The blocking calls of a client, by one thread: what they ask the server, and what its answers mean for values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import NamedTuple, TypeVar
+
+from kvtier.types.jobs import CORRUPT, MISSING, STORED, BlockOutcome
+from kvtier_remote.transport import Place, Value, Verify
+from kvtier_remote.valkey.glide import Glide, batch_of, library, os_error, outcome_of
+
+SPLIT_BYTES = 256 << 10
+"""Payloads from this size on are kept under two names. A header in front of a power of two would cost a quarter more of
+the server's memory, which is allocated in classes of sizes, and a copy of the payload on both ways."""
+FRONT_BYTES = 4096
+"""So much of a split payload is kept with the header; the rest goes straight between the row and the library."""
+_NAMES_IN_A_QUESTION = 1024
+_UNANSWERED = 2
+_TOO_LONG = "exceeds buffer capacity"
+_OTHER_TYPE = "WRONGTYPE"
+T = TypeVar("T")
+
+
+class Part(NamedTuple):
+    """What is kept under one name, and its length: the header and the front of a payload, or the rest of a payload."""
+
+    name: str
+    size: int
+
+
+def parts_of(place: Place) -> tuple[Part, ...]:
+    """The names of a value and the lengths under them. Both of a split value hash to one slot of a cluster."""
+    name, header_bytes, payload_bytes = place
+    if payload_bytes < SPLIT_BYTES:
+        return (Part(name, header_bytes + payload_bytes),)
+    front = header_bytes + FRONT_BYTES
+    return Part(f"{{{name}}}h", front), Part(f"{{{name}}}b", payload_bytes - FRONT_BYTES)
+
+
+def sizes_of(parts: Sequence[Part]) -> list[int]:
+    return [part.size for part in parts]
+
+
+class Connection:
+    """A client of one thread, and the memory that the fronts of values arrive in."""
+
+    def __init__(self, client: Glide) -> None:
+        self.client = client
+        self._unanswered = 0
+        self._fronts = memoryview(bytearray(0))
+
+    def ask(self, request: Callable[[Glide], T]) -> T:
+        """What a request of the client returns. Raises GlideError."""
+        try:
+            answer = request(self.client)
+        except library().TimeoutError:
+            self._unanswered += 1
+            raise
+        self._unanswered = 0
+        return answer
+
+    @property
+    def silent(self) -> bool:
+        """True if some requests in a row were not answered. The server may be slow, or have gone without a word; then
+        the library would wait for the operating system, which gives a connection up after a quarter of an hour."""
+        return self._unanswered >= _UNANSWERED
+
+    def fronts(self, sizes: Sequence[int]) -> list[memoryview]:
+        """Memory of these sizes; what an earlier call got is given out again."""
+        if sum(sizes) > len(self._fronts):
+            self._fronts = memoryview(bytearray(sum(sizes)))
+        found, at = [], 0
+        for size in sizes:
+            found.append(self._fronts[at : at + size])
+            at += size
+        return found
+
+    def close(self) -> None:
+        """Disconnect."""
+        self.client.close()
+
+
+def asked(connection: Connection, request: Callable[[Glide], T]) -> T:
+    """What a request returns; errors of the library become OSErrors."""
+    try:
+        return connection.ask(request)
+    except library().GlideError as error:
+        raise os_error(error) from None
+
+
+def lengths_of(connection: Connection, names: Sequence[str]) -> list[int]:
+    """The length under each name, 0 if there is nothing of ours. Raises OSError."""
+    found, rest = list[int](), iter(names)
+    while some := list(islice(rest, _NAMES_IN_A_QUESTION)):
+        batch = batch_of(connection.client)
+        for name in some:
+            batch.strlen(name)
+        answers = asked(connection, lambda client, batch=batch: client.exec(batch, raise_on_error=False))  # type: ignore[misc]
+        found += map(_length, answers)
+    return found
+
+
+def _length(answer: int | Exception) -> int:
+    if not isinstance(answer, Exception):
+        return answer
+    if _OTHER_TYPE in str(answer).upper():
+        return 0
+    raise os_error(answer)
+
+
+def put(connection: Connection, values: Sequence[Value], expire: int | None) -> list[BlockOutcome]:
+    glide = library()
+    batch, counts = batch_of(connection.client), []
+    expiry = None if expire is None else glide.ExpirySet(glide.ExpiryType.SEC, expire)
+    for value in values:
+        parts = parts_of(value.place)
+        front = parts[0].size - value.place.header_bytes
+        batch.set(parts[0].name, b"".join((value.header, value.payload[:front])), expiry=expiry)
+        if len(parts) > 1:
+            batch.set(parts[1].name, value.payload[front:], expiry=expiry)
+        counts.append(len(parts))
+    try:
+        answers = iter(connection.ask(lambda client: client.exec(batch, raise_on_error=False)))
+    except glide.GlideError as error:
+        return [outcome_of(error)] * len(values)
+    return [_stored(list(islice(answers, count))) for count in counts]
+
+
+def _stored(answers: Sequence[object]) -> BlockOutcome:
+    return next((outcome_of(answer) for answer in answers if isinstance(answer, Exception)), STORED)
+
+
+def get(connection: Connection, values: Sequence[Value], verify: Verify) -> list[BlockOutcome]:
+    """One outcome for each value. A value that is too long makes the library refuse all of a call, so that the lengths
+    are asked for then, and the values of the right length are read once more."""
+    glide = library()
+    try:
+        return _read(connection, values, verify)
+    except glide.GlideError as error:
+        if _TOO_LONG not in str(error):
+            return [outcome_of(error)] * len(values)
+    try:
+        return _read_fitting(connection, values, verify)
+    except (glide.GlideError, OSError) as error:
+        return [outcome_of(error)] * len(values)
+
+
+def _read_fitting(connection: Connection, values: Sequence[Value], verify: Verify) -> list[BlockOutcome]:
+    parts = [parts_of(value.place) for value in values]
+    lengths = iter(lengths_of(connection, [part.name for some in parts for part in some]))
+    fitting = [i for i, some in enumerate(parts) if list(islice(lengths, len(some))) == sizes_of(some)]
+    read = _read(connection, [values[i] for i in fitting], lambda at, header: verify(fitting[at], header))
+    found = dict(zip(fitting, read, strict=True))
+    return [found.get(i, CORRUPT) for i in range(len(values))]
+
+
+def _read(connection: Connection, values: Sequence[Value], verify: Verify) -> list[BlockOutcome]:
+    parts = [parts_of(value.place) for value in values]
+    fronts = connection.fronts([some[0].size for some in parts])
+    buffers = []
+    for value, some, front in zip(values, parts, fronts, strict=True):
+        buffers += [front, value.payload[FRONT_BYTES:]] if len(some) > 1 else [front]
+    names = [part.name for some in parts for part in some]
+    read = iter(connection.ask(lambda client: client.mget(names, buffers=buffers)) if names else ())
+    outcomes = []
+    for i, (value, some, front) in enumerate(zip(values, parts, fronts, strict=True)):
+        lengths = list(islice(read, len(some)))
+        if None in lengths:
+            outcomes.append(MISSING)
+        elif [int(length) for length in lengths] != sizes_of(some):
+            outcomes.append(CORRUPT)
+        else:
+            header = value.place.header_bytes
+            value.payload[: len(front) - header] = front[header:]
+            outcomes.append(verify(i, front[:header]))
+    return outcomes
