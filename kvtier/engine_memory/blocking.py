@@ -23,8 +23,9 @@ LOOK_AGAIN_SECONDS = 0.5
 class BlockingTier(EngineMemoryTier):
     """Calls from any number of threads, each of which waits for its own call and no longer than it says.
 
-    Whatever a disk does: when a call has returned, nothing touches the memory that it named any more. `finished` is of
-    no use here: the calls return what ended.
+    Whatever a disk does: when a call has returned, nothing touches the memory that it named any more. A call that ends
+    before its jobs says nothing of the tier's health: `job_timeout_seconds` is for that. What had not begun by then is
+    not begun. `finished` is of no use here: the calls return what ended.
     """
 
     def __init__(
@@ -70,11 +71,11 @@ class BlockingTier(EngineMemoryTier):
         self, kind: JobKind, keys: Sequence[OffloadKey], places: Sequence[int], seconds: float
     ) -> list[BlockOutcome]:
         now = time.monotonic()
-        transfer = EngineTransfer(next(self._job_ids), kind, keys, int_array(places), "", now, now + seconds)
+        transfer = EngineTransfer(next(self._job_ids), kind, keys, int_array(places), "", now)
         if self._shut:
             return [dropped(DropReason.CLOSING)] * len(keys)
         self.submit(transfer)
-        if not self._wait(lambda: self._ended(transfer), transfer.deadline):
+        if not self._wait(lambda: self._ended(transfer), now + seconds):
             self._decide(lambda: self.plane.end(transfer, time.monotonic()))
             self._ended(transfer)
         return transfer.outcomes

@@ -133,8 +133,7 @@ class EngineMemoryPlane(Recipient):
             members.reverse()  # leaves go first, so that a parent never ages before its children
         else:
             members = self._admit(transfer, self._found(transfer, now), now)
-        size = self._limits.part_blocks
-        deadline = min(transfer.deadline, now + self.lower.setup.timeout_seconds)
+        size, deadline = self._limits.part_blocks, now + self.lower.setup.timeout_seconds
         for start in range(0, len(members), size):
             self._send(TransferPart(self.lower, transfer, members[start : start + size]), deadline)
         self._conclude(transfer, now)

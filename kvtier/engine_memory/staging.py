@@ -47,6 +47,11 @@ class CopyPermit:
     def __exit__(self, *_: object) -> None:
         self._lock.release()
 
+    @property
+    def given_up(self) -> bool:
+        """True once it was shut: the engine does not wait for the job any more."""
+        return not self._open
+
     def shut(self) -> None:
         """From now on nothing is touched; waits for the block that is being copied, if one is."""
         with self._lock:
@@ -148,10 +153,12 @@ class StagedTier(LoadStore):
 
     async def load(self, job: TransferJob) -> JobResult:
         """Load into staging rows, then copy what was verified. CANCELLED where the job was given up before that."""
+        permit = self.permits[job.job_id]
+        if permit.given_up:  # while it waited
+            return JobResult.uniform(job, CANCELLED)
         with self._staging.taken(job.num_blocks) as rows:
             result = await self.backend.load(_restaged(job, rows))
             good = [outcome.ok for group in result.outcomes for outcome in group]
-            permit = self.permits[job.job_id]
             if await shielded_wait(self._threads.run(self._empty, permit, _places(job), rows, good)):
                 return result
             outcomes = tuple(tuple(CANCELLED if o.ok else o for o in group) for group in result.outcomes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -19,7 +18,7 @@ from kvtier.types.keys import OffloadKey
 class EngineTransfer:
     """One job of the engine: block i is `keys[i]` at the place `places[i]` of its memory, in prefix order, root first.
 
-    At `deadline` its parts are late. `ended`: nothing touches the engine's memory for it any more. `parts` are those in
+    `ended`: nothing touches the engine's memory for it any more. `parts` are those in
     flight; `slots[i]` is the slot of block i in an owned tier.
     """
 
@@ -29,7 +28,6 @@ class EngineTransfer:
     places: IntArray
     request_id: str
     started: float
-    deadline: float = math.inf
     ended: bool = False
     parts: set[TransferPart] = field(default_factory=set)
     slots: dict[int, int] = field(default_factory=dict)

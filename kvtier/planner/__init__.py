@@ -4,9 +4,9 @@ Pure and synchronous; an engine's loop calls it and hands the transfers it plans
 """
 
 from kvtier.planner.loads import GroupLoad, blocks_to_load, plan_load
-from kvtier.planner.prefix import Presence, hit_limit, prefix_unit, usable_prefix
+from kvtier.planner.prefix import Presence, hit_limit, prefix_unit, usable_prefix, usable_prefixes
 from kvtier.planner.stores import StoreMode, StorePlan, StorePlanner
 
 __all__ = ["GroupLoad", "blocks_to_load", "plan_load"]
-__all__ += ["Presence", "hit_limit", "prefix_unit", "usable_prefix"]
+__all__ += ["Presence", "hit_limit", "prefix_unit", "usable_prefix", "usable_prefixes"]
 __all__ += ["StoreMode", "StorePlan", "StorePlanner"]

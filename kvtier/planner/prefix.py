@@ -10,7 +10,7 @@ Lengths are multiples of every group's tokens per offloaded block, and zero is a
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvtier.errors import UsageError
 from kvtier.types.geometry import GroupKind, GroupLayout, KVLayout
@@ -44,10 +44,18 @@ def window_start(group: GroupLayout, num_tokens: int) -> int:
 
 
 def usable_prefix(layout: KVLayout, present: Sequence[Presence], num_tokens: int) -> int:
-    """The longest prefix, in tokens, of a prompt of `num_tokens` that is valid in every group.
+    """The longest prefix, in tokens, of a prompt of `num_tokens` that is valid in every group; 0 if none is.
 
     `present[g]` says which offloaded blocks of group g are there; blocks the GPU holds itself may count as there.
     Never more than `hit_limit`. Raises UsageError unless there is one presence for each group.
+    """
+    return next(usable_prefixes(layout, present, num_tokens), 0)
+
+
+def usable_prefixes(layout: KVLayout, present: Sequence[Presence], num_tokens: int) -> Iterator[int]:
+    """Every prefix that is valid in every group, in tokens, the longest first; as in `usable_prefix`.
+
+    For engines whose ranks hold different blocks: they agree on a length that is valid for all of them.
     """
     if len(present) != len(layout.groups):
         raise UsageError(f"the layout has {len(layout.groups)} groups, presence was given for {len(present)}")
@@ -67,10 +75,11 @@ def usable_prefix(layout: KVLayout, present: Sequence[Presence], num_tokens: int
         gaps = (_first_missing(layout, index, there[index], length) for index in windows)
         gap = next((start for start in gaps if start is not None), None)
         if gap is None:
-            return length
-        # Every length from the missing block's end up to this one needs that block too.
-        length = gap // unit * unit
-    return 0
+            yield length
+            length -= unit
+        else:
+            # Every length from the missing block's end up to this one needs that block too.
+            length = gap // unit * unit
 
 
 def _asked(presence: Presence) -> Callable[[int], bool]:

@@ -154,17 +154,26 @@ def test_threads_load_and_store_at_once_and_get_their_own_blocks(opened, engine,
     assert not tier._waiting
 
 
+class Frozen(threading.Event):
+    """Set it, and the disk answers. `begun` are the jobs that the disk was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun: list[int] = []
+
+
 @pytest.fixture
-def freeze(monkeypatch) -> Iterator[Callable[[str], threading.Event]]:
-    """Has a kind of call of the backend `fs` end only once the disk answers, by the event that is returned."""
-    answers = threading.Event()
+def freeze(monkeypatch) -> Iterator[Callable[[str], Frozen]]:
+    """Has a kind of call of the backend `fs` end only once the disk answers."""
+    answers = Frozen()
     threads = ThreadPoolExecutor(16)
 
-    def freeze(name: str) -> threading.Event:
+    def freeze(name: str) -> Frozen:
         backend = discover().get("fs")
         usual = getattr(backend, name)
 
         async def frozen(tier: Any, job: Any) -> Any:
+            answers.begun.append(job.job_id)
             await asyncio.get_running_loop().run_in_executor(threads, answers.wait)
             return await usual(tier, job)
 
@@ -197,16 +206,28 @@ def test_a_call_ends_at_its_deadline_and_its_memory_is_left_alone(kind, opened, 
 
 
 def test_a_tier_that_is_late_again_and_again_is_left_alone(opened, freeze):
-    tier = opened()
+    tier = opened(job_timeout_seconds=0.5)
     tier.store([key(1)], [0], LONG)
     freeze("load")
     late = 0
     while tier.find([key(1)], LONG) == [True]:
-        late += tier.load([key(1)], [5], 0.5) == [LATE]
+        late += tier.load([key(1)], [5], LONG) == [LATE]
     assert 5 <= late <= 7, "five, and those under way when the fifth is noticed"
     began = time.monotonic()
     assert not tier.load([key(1)], [5], LONG)[0].ok
     assert time.monotonic() - began < LONG / 2
+
+
+def test_a_call_that_is_too_short_says_nothing_of_the_tier_and_what_waits_is_not_begun(opened, freeze):
+    tier = opened(inflight_bytes="40KiB")  # one block in each direction
+    tier.store([key(1)], [0], LONG)
+    disk = freeze("load")
+    for _ in range(8):
+        assert tier.load([key(1)], [5], 0.01) == [LATE]
+    assert tier.find([key(1)], LONG) == [True]
+    disk.set()
+    assert tier.load([key(1)], [5], LONG) == [LOADED]
+    assert len(disk.begun) <= 2, "the first, which had begun, and the last"
 
 
 def test_a_lease_keeps_a_block_while_others_fill_the_tier(opened):

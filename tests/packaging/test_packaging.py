@@ -97,6 +97,9 @@ def test_without_a_compiler_the_wheel_is_for_every_platform(
     assert LIBRARY not in zipfile.ZipFile(wheel).namelist()
 
 
+NEED_ENGINES = ("kvtier.integrations.vllm", "kvtier.integrations.sglang")
+
+
 def test_every_module_of_the_wheel_imports_from_the_wheel(installed: Installed) -> None:
     code = f"""
 import importlib, pkgutil
@@ -104,14 +107,12 @@ for package in {PACKAGES!r}:
     module = importlib.import_module(package)
     assert module.__file__.startswith({str(installed.site)!r}), module.__file__
     for found in pkgutil.walk_packages(module.__path__, package + ".", onerror=lambda name: None):
-        if found.name != "kvtier.integrations.vllm":  # says at once that it needs vLLM, see test_vllm_absent
+        if found.name not in {NEED_ENGINES!r}:  # each says at once which engine it needs, see test_engines_absent
             importlib.import_module(found.name)
         print(found.name)
 """
     modules = installed.python(code).split()
-    assert {"kvtier.types.geometry", "kvtier.cli.check", "kvtier.config.load", "kvtier.integrations.vllm"} <= set(
-        modules
-    )
+    assert {"kvtier.types.geometry", "kvtier.cli.check", "kvtier.config.load", *NEED_ENGINES} <= set(modules)
 
 
 def test_the_backends_are_found_by_their_entry_points(installed: Installed) -> None:

@@ -1,4 +1,4 @@
-"""Without vLLM, or beside another generation of it, the adapter says what it needs."""
+"""Without an engine, or beside another generation of it, its integration says what it needs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,23 @@ import pytest
 
 from kvtier.errors import ConfigError
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
+without_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
+without_sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is installed here")
 
 
+@without_sglang
+def test_without_sglang_the_error_names_the_supported_release():
+    with pytest.raises(ConfigError, match=r"needs SGLang 0\.5\.23; no SGLang is installed"):
+        importlib.import_module("kvtier.integrations.sglang")
+
+
+@without_vllm
 def test_without_vllm_the_error_names_the_supported_generation():
     with pytest.raises(ConfigError, match=r"needs vLLM 0\.32 or 0\.33; no vLLM is installed"):
         importlib.import_module("kvtier.integrations.vllm")
 
 
+@without_vllm
 def test_another_generation_is_refused_by_what_it_lacks(monkeypatch):
     class OffloadingManager:
         def lookup(self, keys): ...
