@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from pydantic import Field, create_model
 
@@ -33,6 +33,19 @@ class EngineMemoryOptions(LowerTierOptions):
         default=3.0, description="how long a shutdown or a reset waits for blocks in flight"
     )
     close_timeout_seconds: Seconds = Field(default=2.0, description="how long closing waits for I/O in flight")
+    stats_socket: str = Field(
+        default="",
+        pattern=r"^(/.*)?$",
+        max_length=100,
+        description="absolute path of a Unix socket that serves figures to kvtier top; none when left out",
+    )
+
+    def share(self, index: int, count: int) -> Self:
+        """A socket of its own for each engine."""
+        shared = super().share(index, count)
+        if count == 1 or not self.stats_socket:
+            return shared
+        return shared.model_copy(update={"stats_socket": f"{self.stats_socket}-{index}"})
 
 
 OptionsT = TypeVar("OptionsT", bound=EngineMemoryOptions)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.loop_thread import LoopThread
 from kvtier.aio.weak_call import weak_call
 from kvtier.control.deliveries import Arrival, PresenceQuery
-from kvtier.control.state import Emission, LowerTier, TierSetup
+from kvtier.control.state import Emission, LowerTier
 from kvtier.engine_memory.failed_plane import FailedEngineMemoryPlane
 from kvtier.engine_memory.memory import EngineMemory
 from kvtier.engine_memory.options import EngineMemoryOptions
@@ -30,11 +31,11 @@ from kvtier.engine_memory.transfers import EngineTransfer
 from kvtier.errors import ConfigError, ResourceError, UsageError
 from kvtier.stack.assembly import StackSettings, open_tier, resolve_alignment
 from kvtier.stack.dispatcher import Dispatcher, TierQueue
-from kvtier.stack.installed_policies import find_policy
 from kvtier.stack.lookups import Lookups
-from kvtier.stack.setups import chains, with_hints
+from kvtier.stack.setups import tier_setup
 from kvtier.stack.shutdown import close_each
 from kvtier.stack.stats import StackStats, lower_stats
+from kvtier.stack.stats_socket import StatsSocket
 from kvtier.tier_api.contract import LookupResult, Resettable, TierContext
 from kvtier.tier_api.registry import discover
 from kvtier.types.geometry import Geometry, KVLayout, TensorRef
@@ -75,6 +76,7 @@ class EngineMemoryTier:
         self._jobs: dict[int, EngineTransfer] = {}
         self._lookups = Lookups()
         self._waiting: list[threading.Event] = []
+        self._socket: StatsSocket | None = None
         self._copy_threads = DaemonPool("kvtier-engine-memory-copy", options.copy_threads)
         self._staged = StagedTier(discover().get(options.type)(options), memory, self._copy_threads)
         self.thread = LoopThread("kvtier-engine-memory", "tier", at_exit=weak_call(self._release))
@@ -108,6 +110,9 @@ class EngineMemoryTier:
             raise
         self._queues = [TierQueue(self._staged, queue_rows * row_bytes) for _ in range(2)]
         self._dispatcher = Dispatcher(self._queues, row_bytes, time.monotonic, self._deliver)
+        if self._options.stats_socket:
+            self._socket = StatsSocket(self._options.stats_socket, _stats_of(self))
+            await self._socket.open()
         owned = self.plane.lower.owned
         opened = self._opened
         self._log.info("%s is open: %s, %d bytes at most", self._name, opened.mode, opened.capacity_bytes)
@@ -121,27 +126,16 @@ class EngineMemoryTier:
         )
 
     def _control(self, geometry: Geometry, queue_rows: int) -> EngineMemoryPlane:
-        options, opened, backend = self._options, self._opened, self._staged.backend
-        eviction = options.eviction_policy()
-        setup = TierSetup(
-            self._name,
-            backend.medium,
-            opened,
-            find_policy(eviction),
-            timeout_seconds=options.job_timeout_seconds,
-            by_root=False,
-            kind=options.type,
-            eviction=eviction,
-        )
+        opened, settings = self._opened, StackSettings()
+        setup = tier_setup(self._staged.backend, opened, geometry, settings.lookup_seconds)
+        setup = replace(setup, name=self._name, by_root=False)
         # Several jobs fit side by side, so that copies and I/O overlap.
         limits = PlaneLimits(
             part_blocks=max(1, min(PART_BLOCKS, queue_rows // 4)),
             pinned_max=max(1, self._memory.num_blocks // PINNED_SHARE),
-            lease_seconds=options.lease_seconds,
+            lease_seconds=self._options.lease_seconds,
         )
-        probed = chains(geometry) if backend.PROBE_PREFIX else frozenset()
-        lower = LowerTier(1, with_hints(setup, options, probed), queue_rows)
-        return EngineMemoryPlane(lower, self._staged.permits, limits, opened.epoch)
+        return EngineMemoryPlane(LowerTier(1, setup, queue_rows), self._staged.permits, limits, opened.epoch)
 
     # -- requests and jobs ---------------------------------------------------------------------------------------
 
@@ -338,6 +332,8 @@ class EngineMemoryTier:
     async def _close(self, seconds: float) -> None:
         self._dispatcher.stop()
         self._lookups.cancel()
+        if self._socket is not None:
+            await self._socket.close()
         await close_each([self._staged], seconds)
         await self._copy_threads.close(GRACE_SECONDS)  # what has ended is delivered meanwhile
 
@@ -349,6 +345,12 @@ class EngineMemoryTier:
         """Figures since the tier was opened; also after closing."""
         figures = lower_stats(self.plane.lower, self._queues, time.monotonic())
         return StackStats({self._name: figures}, self.plane.backlog)
+
+
+def _stats_of(tier: EngineMemoryTier) -> Callable[[], StackStats | None]:
+    """The tier's figures, without keeping a tier alive that its program forgot."""
+    found = weakref.ref(tier)
+    return lambda: one.stats() if (one := found()) else None
 
 
 def memory_geometry(layout: KVLayout, memory: EngineMemory, alignment: int) -> Geometry:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support_valkey import valkey_server
 
 from kvtier.engine_memory import tier as module
 from kvtier.engine_memory.blocking import BlockingTier
@@ -20,6 +23,7 @@ from kvtier.engine_memory.memory import PagedMemory
 from kvtier.engine_memory.options import EngineMemoryOptions, read_options
 from kvtier.engine_memory.plane import EngineMemoryPlane
 from kvtier.errors import ConfigError
+from kvtier.stack.stats_socket import stats_from_json
 from kvtier.tier_api.contract import LookupResult
 from kvtier.tier_api.registry import discover
 from kvtier.types.geometry import GroupKind, GroupLayout, KVLayout
@@ -71,14 +75,26 @@ def engine() -> Engine:
 
 
 @pytest.fixture
-def opened(tmp_path, engine) -> Iterator[Open]:
+def valkey() -> Iterator[str]:
+    """The address of a server."""
+    with valkey_server() as server:
+        yield server.address
+
+
+@pytest.fixture
+def opened(tmp_path, engine, request) -> Iterator[Open]:
     """Opens a tier below the engine's memory; the second of one type finds what the first stored."""
     tiers: list[BlockingTier] = []
 
+    def place(backend: str) -> dict[str, Any]:
+        if backend == "valkey":
+            seconds = {"request_timeout_seconds": 20, "job_timeout_seconds": 40}
+            return {"servers": [request.getfixturevalue("valkey")], "tls": False, **seconds}
+        folder = str(tmp_path / "kv")
+        return {"capacity": 64 << 20, **({"roots": [folder]} if backend == "fs" else {"root": folder})}
+
     def open_tier(backend: str = "fs", **keys: Any) -> BlockingTier:
-        place = {"roots": [str(tmp_path / "kv")]} if backend == "fs" else {"root": str(tmp_path / "kv")}
-        given = {**place, "capacity": 64 << 20, "direct": "auto", **keys}
-        options = read_options(EngineMemoryOptions, backend, given, "tier")
+        options = read_options(EngineMemoryOptions, backend, {**place(backend), **keys}, "tier")
         tier = BlockingTier(options, Namespace(LAYOUT), engine.memory, backend, logging.getLogger("test"))
         tiers.append(tier)
         return tier
@@ -88,7 +104,7 @@ def opened(tmp_path, engine) -> Iterator[Open]:
         tier.close()
 
 
-@pytest.mark.parametrize("backend", ["fs", "shared_fs"])
+@pytest.mark.parametrize("backend", ["fs", "shared_fs", "valkey"])
 def test_blocks_of_groups_of_different_sizes_come_back_after_a_restart(backend, opened, engine):
     names = [key(number, number % 2) for number in range(8)]
     tier = opened(backend)
@@ -109,7 +125,7 @@ def test_blocks_of_groups_of_different_sizes_come_back_after_a_restart(backend, 
     assert not engine.states[16:].any()
 
 
-@pytest.mark.parametrize("backend", ["fs", "shared_fs"])
+@pytest.mark.parametrize("backend", ["fs", "shared_fs", "valkey"])
 def test_after_a_reset_nothing_is_found_also_by_the_next_process(backend, opened, engine):
     tier = opened(backend)
     assert tier.store([key(1)], [0], LONG) == [STORED]
@@ -254,6 +270,20 @@ def test_every_call_ends_when_the_plane_fails(opened, monkeypatch):
     assert tier.find([key(1)], LONG) == [False]
     tier.reset()
     assert not tier.store([key(1)], [0], LONG)[0].ok
+
+
+def test_figures_are_served_to_kvtier_top(opened, tmp_path):
+    path = tmp_path / "stats.sock"
+    tier = opened(stats_socket=str(path))
+    tier.store([key(1)], [0], LONG)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+        found = json.loads(b"".join(iter(lambda: client.recv(1 << 16), b"")))
+    assert stats_from_json(found).tiers["fs"].stored == 1
+    tier.close()
+    assert not path.exists()
+    assert tier._options.share(1, 2).stats_socket == f"{path}-1"
+    assert tier._options.share(1, 2).roots == [f"{tmp_path / 'kv'}-1"]
 
 
 def test_calls_after_closing_are_misses(opened):

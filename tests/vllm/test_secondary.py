@@ -273,7 +273,7 @@ def test_a_full_disk_costs_hits_and_nothing_else(tiering, tmp_path):
 
 def test_a_load_that_is_late_ends_as_a_miss_and_never_touches_the_row_again(tiering, tmp_path, faulty):
     names, others = tiering.keys(4), tiering.keys(32, start=100)
-    config = tiering.tier_config(tmp_path / "root", job_timeout_seconds=0.3)
+    config = tiering.tier_config(tmp_path / "root", job_timeout_seconds=2.0)
     with tiering.Vllm(tiering.offloading_config(config)) as vllm:
         vllm.store(names)
         vllm.forget()
