@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-import re
 import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+from support_programs import asked_for
 from support_servers import REQUIRED
 
 if TYPE_CHECKING:
@@ -41,14 +41,14 @@ def pytest_configure(config: pytest.Config) -> None:
         # A shell starts background jobs with SIGINT ignored, and processes inherit that: tests
         # of Ctrl-C would wait without end.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if "remote" in _marks_asked_for(config):
+    if "remote" in asked_for(config):
         os.environ[REQUIRED] = "required"
     if config.getoption("--hypothesis-profile", default=None) is None:
-        settings.load_profile("long" if "long" in _marks_asked_for(config) else "normal")
+        settings.load_profile("long" if "long" in asked_for(config) else "normal")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    off = [mark for mark in ("long", "cloud") if mark not in _marks_asked_for(config)]
+    off = [mark for mark in ("long", "cloud") if mark not in asked_for(config)]
     kept = [item for item in items if not any(item.get_closest_marker(mark) for mark in off)]
     for item in kept:
         if item.get_closest_marker("long"):
@@ -56,12 +56,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=[*set(items).difference(kept)])
         items[:] = kept
-
-
-def _marks_asked_for(config: pytest.Config) -> set[str]:
-    """The words of `-m` without a `not` before them: `-m long` and `-m "long and not gpu"` both ask for the long runs,
-    neither for those of clouds."""
-    return set(re.findall(r"\w+", re.sub(r"\bnot\s+\w+", "", config.getoption("-m") or "")))
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,8 @@ MADE = Path(__file__).with_name("dashboard.json")
 SCOPE = 'job=~"$job", instance=~"$instance", tier=~"$tier"'
 STACK_SCOPE = 'job=~"$job", instance=~"$instance"'
 _COLUMNS, _WIDTH, _HEIGHT = 3, 8, 8
+_OF_OTHERS = ("id", "auto", "auto_count", "auto_min")
+"""What the builder writes into every variable, and Grafana's types do not have."""
 _TIER, _WAY = "{{instance}} {{tier}}", "{{instance}} {{tier}} {{direction}}"
 
 
@@ -350,7 +352,12 @@ def made() -> str:
             whole = whole.with_panel(_panel(chart, number, left, top + at // _COLUMNS * _HEIGHT))
             number += 1
         top += -(-len(charts) // _COLUMNS) * _HEIGHT
-    return json.dumps(json.loads(JSONEncoder(sort_keys=True).encode(whole.build())), indent=2) + "\n"
+    found = json.loads(JSONEncoder(sort_keys=True).encode(whole.build()))
+    found.pop("style")
+    for variable in found["templating"]["list"]:
+        for name in _OF_OTHERS:
+            variable.pop(name)
+    return json.dumps(found, indent=2) + "\n"
 
 
 if __name__ == "__main__":

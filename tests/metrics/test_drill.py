@@ -12,18 +12,10 @@ from dataclasses import dataclass
 
 import pytest
 from support_drill import stacks
-from support_prometheus import (
-    Prometheus,
-    alerts,
-    expressions,
-    filled_in,
-    needs_prometheus,
-    prometheus,
-    rules,
-    shortened,
-)
+from support_programs import needs
+from support_prometheus import Prometheus, alerts, expressions, filled_in, prometheus, rules, shortened
 
-pytestmark = [pytest.mark.prometheus, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.prometheus, pytest.mark.long]
 
 SCRAPE_SECONDS = 5
 SHOWN_WITHIN = 3
@@ -108,7 +100,7 @@ def firing(watcher: Prometheus) -> set[tuple[str, str]]:
 def drill(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Drill]:
     """All faults at once, until every alert has fired; then none, until all are resolved. Prometheus answers until the
     end of these tests."""
-    needs_prometheus(request)
+    needs(request, "prometheus", "prometheus")
     folder = tmp_path_factory.mktemp("drill")
     short = shortened(rules(), RANGE_SECONDS, FOR_SECONDS)
     with ExitStack() as exits:

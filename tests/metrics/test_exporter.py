@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import subprocess
 import threading
 import urllib.request
@@ -15,6 +14,7 @@ from click.testing import CliRunner
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
+from support_programs import needs
 from support_stack import PLAIN, Engine, fs, keys, load, running, stack_file, store, whole
 
 from kvtier.cli import main
@@ -149,8 +149,9 @@ def test_a_scrape_runs_in_a_thread_of_the_server() -> None:
     assert threading.main_thread() not in threads
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, of the package prometheus")
-def test_promtool_has_nothing_to_say() -> None:
+@pytest.mark.prometheus
+def test_promtool_has_nothing_to_say(request: pytest.FixtureRequest) -> None:
+    needs(request, "prometheus", "promtool")
     with metrics_server(some_stats, 0) as port:
         page, _ = fetch(port, PLAIN_ONLY)
     checked = subprocess.run(["promtool", "check", "metrics"], input=page, capture_output=True, text=True, check=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support_programs import needs
 from support_prometheus import (
     MONITORING,
     Prometheus,
@@ -21,7 +21,6 @@ from support_prometheus import (
     expressions,
     filled_in,
     free_port,
-    needs_prometheus,
     panels,
     prometheus,
     rules,
@@ -83,8 +82,9 @@ def test_alerts_are_about_metrics_that_exist() -> None:
     assert set().union(*(metrics_of(rule["expr"]) for rule in alerts(rules()))) <= KNOWN
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, of the package prometheus")
-def test_each_alert_fires_when_it_should_and_not_before() -> None:
+@pytest.mark.prometheus
+def test_each_alert_fires_when_it_should_and_not_before(request: pytest.FixtureRequest) -> None:
+    needs(request, "prometheus", "promtool")
     tested = yaml.safe_load((MONITORING / "alerts_test.yaml").read_text())["tests"]
     fired = {case["alertname"] for test in tested for case in test["alert_rule_test"] if case.get("exp_alerts")}
     assert fired == {rule["alert"] for rule in alerts(rules())}
@@ -96,7 +96,7 @@ def test_each_alert_fires_when_it_should_and_not_before() -> None:
 @pytest.fixture
 def watched(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Prometheus]:
     """A Prometheus that scrapes a replay every second and has the alert rules."""
-    needs_prometheus(request)
+    needs(request, "prometheus", "prometheus")
     metrics = free_port()
     command = [sys.executable, "-c", "from kvtier.cli import main; main()", "replay", "--requests", "1000000"]
     with (tmp_path / "replay.log").open("w") as log:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-import shutil
 import socket
 import subprocess
 import time
@@ -16,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 from support_paths import PROJECT
 
@@ -66,14 +64,6 @@ def shortened(document: Mapping[str, Any], range_seconds: int, for_seconds: int)
         rule["expr"] = _RANGE.sub(f"[{range_seconds}s]", rule["expr"])
         rule["for"] = f"{for_seconds}s"
     return short
-
-
-def needs_prometheus(request: pytest.FixtureRequest) -> None:
-    """End this test where Prometheus is not installed: a failure with `-m prometheus`, else a skip."""
-    if shutil.which("prometheus") is None:
-        if "prometheus" in (request.config.getoption("-m") or ""):
-            pytest.fail("prometheus is not installed")
-        pytest.skip("needs prometheus")
 
 
 def free_port() -> int:

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from support_programs import needs
 
 from kvtier.cli import main
 from kvtier.whatif.charts import Series, chart_of
 from kvtier.whatif.page import page
 
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-dev-shm-usage")
 DRAWN = """
 const plots = [...document.querySelectorAll('.js-plotly-plot')];
@@ -38,18 +38,14 @@ LOADED = (
 
 @pytest.fixture(scope="module")
 def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    if not CHROMIUM or not DRIVER:
-        reason = "no Chromium: install the packages chromium and chromium-driver"
-        if "browser" in (request.config.getoption("-m") or ""):
-            pytest.fail(reason)
-        pytest.skip(reason)
+    needs(request, "browser", "chromium", "chromedriver")
     webdriver = pytest.importorskip("selenium.webdriver")
     options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
+    options.binary_location = shutil.which("chromium")
     for option in (*OPTIONS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
         options.add_argument(option)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    started = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+    started = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
     started.set_page_load_timeout(240)
     try:
         yield started
