@@ -106,6 +106,8 @@ class SharedFSBackend(RootTier):
             capacity_bytes=self.options.capacity,
             epoch=epoch,
             mode=mode("files", engine.name, root.probe.direct),
+            layout="files",
+            io_engine=engine.name,
             notes=tuple(text for text in (note, engine_note) if text),
         )
 

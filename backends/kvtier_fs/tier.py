@@ -93,6 +93,8 @@ class FSBackend(RootTier):
             recovered=recovered(self._roots, space, ages.limit()),
             epoch=session.epoch,
             mode=mode("slab", engine, direct),
+            layout="slab",
+            io_engine=engine,
             notes=tuple(notes),
             ages=ages,
         )

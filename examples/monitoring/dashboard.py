@@ -6,6 +6,7 @@ Needs `pip install grafana-foundation-sdk`. Make it anew after a change: python 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -21,6 +22,7 @@ STACK_SCOPE = 'job=~"$job", instance=~"$instance"'
 _COLUMNS, _WIDTH, _HEIGHT = 3, 8, 8
 _OF_OTHERS = ("id", "auto", "auto_count", "auto_min")
 """What the builder writes into every variable, and Grafana's types do not have."""
+_METRIC = re.compile(r"kvtier_[a-z_]+")
 _TIER, _WAY = "{{instance}} {{tier}}", "{{instance}} {{tier}} {{direction}}"
 
 
@@ -36,6 +38,12 @@ class Chart:
     unit: str
     lines: tuple[tuple[str, str], ...]
     stacked: bool = False
+
+    @property
+    def metrics(self) -> list[str]:
+        """The names of the metrics in it, as they are in the documentation."""
+        found = (name for line, _ in self.lines for name in _METRIC.findall(line))
+        return list(dict.fromkeys(name.removesuffix("_bucket") for name in found))
 
     @property
     def expressions(self) -> list[str]:
@@ -59,6 +67,12 @@ def quantile(metric: str, share: float) -> tuple[str, str]:
     buckets = f"rate({metric}_bucket{{tier}}[$__rate_interval])"
     legend = f"p{share * 100:g} {_WAY}"
     return f"histogram_quantile({share}, sum by (instance, tier, direction, le) ({buckets}))", legend
+
+
+def median_of_hour(metric: str, legend: str) -> tuple[str, str]:
+    """The median of a histogram of rare values, by tier."""
+    buckets = f"rate({metric}_bucket{{tier}}[1h])"
+    return f"histogram_quantile(0.5, sum by (instance, tier, le) ({buckets}))", legend
 
 
 ROWS: dict[str, tuple[Chart, ...]] = {
@@ -149,6 +163,17 @@ ROWS: dict[str, tuple[Chart, ...]] = {
                 ),
             ),
         ),
+        Chart(
+            "Time between uses, and at eviction",
+            "Medians of an hour. Where blocks are evicted sooner after their last use than others are used again, more"
+            " room would bring hits. And how long the coldest block has not been used now.",
+            "s",
+            (
+                median_of_hour("kvtier_reuse_gap_seconds", f"used again after {_TIER}"),
+                median_of_hour("kvtier_eviction_age_seconds", f"evicted after {_TIER}"),
+                now("kvtier_coldest_block_seconds", f"coldest {_TIER}"),
+            ),
+        ),
         Chart("Slots", "Slots by state.", "short", (now("kvtier_slots", f"{{{{state}}}} {_TIER}"),)),
         Chart(
             "Stored and loaded",
@@ -195,9 +220,13 @@ ROWS: dict[str, tuple[Chart, ...]] = {
         ),
         Chart(
             "In flight and queued",
-            "Bytes of transfer jobs.",
+            "Bytes of transfer jobs, and of the largest one that waits.",
             "bytes",
-            (now("kvtier_in_flight_bytes", f"in flight {_WAY}"), now("kvtier_queued_bytes", f"queued {_WAY}")),
+            (
+                now("kvtier_in_flight_bytes", f"in flight {_WAY}"),
+                now("kvtier_queued_bytes", f"queued {_WAY}"),
+                now("kvtier_largest_queued_bytes", f"largest queued {_WAY}"),
+            ),
         ),
     ),
     "Losses": (
@@ -224,6 +253,12 @@ ROWS: dict[str, tuple[Chart, ...]] = {
             "Blocks queued or in flight to lower tiers. One that only grows: the tier is too slow for the writes.",
             "short",
             (("kvtier_backlog_blocks{stack}", "{{instance}}"),),
+        ),
+        Chart(
+            "Exceptions in an hour",
+            "Defects, each with a line in the log. After one of the stack itself all requests miss until a restart.",
+            "short",
+            (("increase(kvtier_exceptions_total{stack}[1h])", "{{instance}}"),),
         ),
         Chart(
             "Lost events",
@@ -270,7 +305,8 @@ ROWS: dict[str, tuple[Chart, ...]] = {
             (
                 (
                     "kvtier_config_info{tier}",
-                    "{{instance}} {{tier}}: {{type}} {{mode}}, {{policy}}, {{write_policy}}, admit {{admit}}",
+                    "{{instance}} {{tier}}: {{type}}, {{layout}} {{io_engine}} ({{mode}}), {{policy}},"
+                    " {{write_policy}}, admit {{admit}}",
                 ),
             ),
         ),
@@ -288,7 +324,7 @@ def _panel(chart: Chart, number: int, left: int, top: int) -> timeseries.Panel:
         timeseries.Panel()
         .id(number)
         .title(chart.title)
-        .description(chart.about)
+        .description(f"{chart.about} {', '.join(chart.metrics)}")
         .datasource(_source())
         .unit(chart.unit)
         .min(0)

@@ -87,6 +87,7 @@ class ControlPlane(Recipient):
         self._open = OpenJobs()
         self._limits = limits
         self._pumped_at = -math.inf
+        self._tick_at = -math.inf
         self.events = EventLog(limits.events_max)
         self._collect_changes()
 
@@ -129,6 +130,8 @@ class ControlPlane(Recipient):
         """
         if job.job_id in self._open:
             raise UsageError(f"job {job.job_id} is in flight already")
+        if now >= self._tick_at:
+            self._tick_at = self.control.use_time.advance(now)
         if job.kind is JobKind.LOAD:
             load = LoadRequest(self._promotions, job, now, next(self._ages))
             self._open.add(load)
@@ -153,6 +156,8 @@ class ControlPlane(Recipient):
         self, request_id: RequestId, keys: Sequence[OffloadKey], now: float, info: RequestInfo | None = None
     ) -> Reservation:
         """Bring keys into rows and lease them to a request. Pump afterwards. May be called again with more keys."""
+        if now >= self._tick_at:
+            self._tick_at = self.control.use_time.advance(now)
         reservation = self._reservations.extend(request_id, keys, next(self._ages))
         self._admission.add(reservation)
         self._admission.serve(self._open.stores.values(), now)
@@ -215,6 +220,8 @@ class ControlPlane(Recipient):
     def pump(self, now: float) -> None:
         """Do all work that is possible now. Call after outcomes were reported, and when `next_deadline` has passed."""
         self._pumped_at = now
+        if now >= self._tick_at:
+            self._tick_at = self.control.use_time.advance(now)
         if self.uses is not None:
             self.uses.advance(now)
         if now >= self._open.expires_at:

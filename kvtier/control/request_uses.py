@@ -151,7 +151,9 @@ class RequestUses:
                 model.begin_request(use)
             for tier in self._control.owned_tiers:
                 if tier.follower is not None:
-                    tier.follower.begin_request(use, _ready_slots(tier, chain))
+                    slots = _ready_slots(tier, chain)
+                    tier.uses.use([slot for slot in slots if slot >= 0])
+                    tier.follower.begin_request(use, slots)
 
     def _by_group(self, keys: Sequence[OffloadKey]) -> list[tuple[GroupIndex, list[OffloadKey]]]:
         """The chain of each group that keeps one, without keys that come twice."""

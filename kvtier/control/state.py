@@ -21,6 +21,7 @@ from kvtier.control.tiers.roots import Roots
 from kvtier.control.tiers.shared_tier import SharedTier
 from kvtier.control.tiers.store_order import StoreOrder
 from kvtier.control.tiers.tier_index import TierIndex
+from kvtier.control.tiers.use_ages import UseTime
 from kvtier.control.tiers.write_allowance import WriteAllowance
 from kvtier.control.tiers.write_pace import WritePace
 from kvtier.errors import UsageError
@@ -328,6 +329,7 @@ class ControlState(JobTable[InFlight]):
         self.cpu = OwnedTier(cpu.name, cpu.opened.space, cpu.policy, self.models)
         self.cpu.placement.format_all()
         self.cpu_counters = TierCounters()
+        self.use_time = UseTime()
         super().__init__(max((plan.opened.epoch for plan in lowers), default=0))
         self.resets = 0
         self.fills: dict[int, list[tuple[FillWaiter, int]]] = {}
@@ -346,6 +348,8 @@ class ControlState(JobTable[InFlight]):
         """Lower tiers were taken in or are held back."""
         self.indexes = [self.cpu, *(lower.index for lower in self.lowers if not lower.held_back)]
         self.owned_tiers = [index for index in self.indexes if isinstance(index, OwnedTier)]
+        for tier in self.owned_tiers:
+            tier.uses.time = self.use_time
         self.all_owned = len(self.owned_tiers) == len(self.indexes)
         self.aged_tiers = [index for index in self.indexes if isinstance(index, AgedTier)]
         self.reclaim_at = -math.inf if self.aged_tiers else math.inf

@@ -234,9 +234,11 @@ class EngineMemoryPlane(Recipient):
         """Give up jobs that were lost, and the newest stores while stores keep too many blocks and the oldest waits.
 
         A slow disk must not take the engine's CPU tier away. What was copied out of it by then is stored. Also ends
-        leases whose time has passed, and frees slots whose blocks are too old.
+        leases whose time has passed, frees slots whose blocks are too old, and takes note of the time.
         """
         self._leases.expire(now)
+        if self.lower.owned is not None:
+            self.lower.owned.uses.time.advance(now)
         if isinstance(self.lower.owned, AgedTier):
             self.lower.owned.reclaim(now)
         lost_before = now - self.lower.setup.timeout_seconds - PATIENCE_SECONDS

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvtier.control.tiers.histogram import DURATION_BOUNDS, HistogramFigures
+from kvtier.control.tiers.use_ages import AGE_BOUNDS
 from kvtier.stack.stats import StackStats
+from kvtier.types.jobs import DropReason, SkipReason
 
 Samples = dict[tuple[str, ...], float | HistogramFigures]
 """One metric's values at one moment, by the values of its labels; those of a histogram are `HistogramFigures`."""
@@ -42,6 +44,10 @@ def metric_families(stats: StackStats) -> dict[MetricDefinition, Samples]:
     return {definition: _samples(definition, stats) for definition in DEFINITIONS}
 
 
+_REASONS: dict[str, type[DropReason] | type[SkipReason]] = {"dropped": DropReason, "skipped": SkipReason}
+"""Figures that have a value for each of these, zero before it happens: to Prometheus the first value is no increase."""
+
+
 def _samples(definition: MetricDefinition, stats: StackStats) -> Samples:
     if "tier" not in definition.label_names:
         return dict(_labelled((), getattr(stats, definition.figure)))
@@ -49,6 +55,8 @@ def _samples(definition: MetricDefinition, stats: StackStats) -> Samples:
     samples: Samples = {}
     for tier, figures in stats.tiers.items():
         value = getattr(figures, name)
+        if name in _REASONS:
+            value = dict.fromkeys((reason.value for reason in _REASONS[name]), 0) | value
         if inner:
             value = {key: getattr(each, inner) for key, each in value.items()}
         samples.update(_labelled((tier,), value))
@@ -56,7 +64,10 @@ def _samples(definition: MetricDefinition, stats: StackStats) -> Samples:
 
 
 def _labelled(labels: tuple[str, ...], value: object) -> Iterator[tuple[tuple[str, ...], float | HistogramFigures]]:
-    """Each value of a figure with its labels: one by reason or state has one more, one by a tuple as many as that."""
+    """Each value of a figure with its labels: one by reason or state has one more, one by a tuple as many as that. None
+    is no value."""
+    if value is None:
+        return
     if isinstance(value, dict):
         for key, each in value.items():
             yield from _labelled((*labels, *key) if isinstance(key, tuple) else (*labels, key), each)
@@ -85,7 +96,12 @@ _WRITTEN = "Bytes on the tier's device of the blocks stored in it, with headers 
 _BREAKER = "1 for the state that a breaker of the tier is in, 0 for the others."
 _ENTERED = "Times that a breaker of the tier entered the state."
 _EVENTS = "What the tier itself counted, such as repeated requests."
-_ABOUT = ("tier", "type", "policy", "write_policy", "admit", "mode")
+_ABOUT = ("tier", "type", "policy", "write_policy", "admit", "layout", "io_engine", "mode")
+_GAP = "Seconds between two uses of a block of the tier; uses less than a second apart are one."
+_AGE = "Seconds from the last use of a block of the tier to its eviction; to become ready is a use."
+_COLDEST = "Seconds since the last use of the block of the tier that was not used for longest."
+_LARGEST = "Bytes of the rows of the largest transfer job that waits; 0 without one."
+_CAUGHT = "Exceptions that were caught, of tiers or of the stack. After one of the stack every request is a miss."
 _USED = "Blocks of the requests that began, where curves are on."
 _MISSED = "Of them, those that the tier would not have had at so many times its size, estimated."
 
@@ -101,6 +117,9 @@ DEFINITIONS: tuple[MetricDefinition, ...] = tuple(
         ("kvtier_stored_blocks_total", "stored", _TIER, "Blocks stored in the tier."),
         ("kvtier_evicted_blocks_total", "evictions", _TIER, "Blocks evicted from the tier."),
         ("kvtier_expired_blocks_total", "expired", _TIER, "Blocks of the tier that became older than its max_age."),
+        ("kvtier_reuse_gap_seconds", "reuse_gaps", _TIER, _GAP, AGE_BOUNDS),
+        ("kvtier_eviction_age_seconds", "eviction_ages", _TIER, _AGE, AGE_BOUNDS),
+        ("kvtier_coldest_block_seconds", "coldest_seconds", _TIER, _COLDEST),
         ("kvtier_load_bytes_total", "load_bytes", _TIER, "Payload bytes loaded from the tier."),
         ("kvtier_store_bytes_total", "store_bytes", _TIER, "Payload bytes stored in the tier."),
         ("kvtier_written_bytes_total", "written_bytes", _TIER, _WRITTEN),
@@ -110,6 +129,7 @@ DEFINITIONS: tuple[MetricDefinition, ...] = tuple(
         ("kvtier_transfer_wait_seconds", "transfers.waited_seconds", _DIRECTION, _WAITED, DURATION_BOUNDS),
         ("kvtier_in_flight_bytes", "transfers.in_flight_bytes", _DIRECTION, _MOVING),
         ("kvtier_queued_bytes", "transfers.queued_bytes", _DIRECTION, _QUEUED),
+        ("kvtier_largest_queued_bytes", "transfers.largest_queued_bytes", _DIRECTION, _LARGEST),
         ("kvtier_oldest_transfer_seconds", "transfers.oldest_seconds", _DIRECTION, _OLDEST),
         ("kvtier_missed_deadlines_total", "transfers.deadlines_missed", (*_DIRECTION, "reason"), _LATE),
         ("kvtier_block_errors_total", "errors", ("tier", "reason"), _ERRORS),
@@ -133,6 +153,7 @@ DEFINITIONS: tuple[MetricDefinition, ...] = tuple(
         ("kvtier_tier_events_total", "events", ("tier", "reason"), _EVENTS),
         ("kvtier_tier_joined", "joined", _TIER, "1 while the tier loads and stores, 0 while it is held back."),
         ("kvtier_backlog_blocks", "backlog", (), "Blocks queued or in flight to lower tiers."),
+        ("kvtier_exceptions_total", "exceptions", (), _CAUGHT),
         ("kvtier_config_info", "about", _ABOUT, "1, with the settings of the tier as labels."),
         ("kvtier_build_info", "build", ("version",), "1, with the version of kvtier as label."),
         ("kvtier_lost_events_total", "events_lost", (), "Keys whose events were discarded because they were not read."),

@@ -13,13 +13,14 @@ from typing import Any
 from kvtier.control.state import ControlState, LowerTier
 from kvtier.control.tiers.breaker import Breaker, BreakerState
 from kvtier.control.tiers.counters import TierCounters
+from kvtier.control.tiers.histogram import HistogramFigures
 from kvtier.control.tiers.owned_tier import OwnedTier
 from kvtier.control.tiers.shared_tier import SharedTier
 from kvtier.control.tiers.size_curve import SizeCurve
 from kvtier.control.tiers.slot_table import SlotState
 from kvtier.stack.assembled import Assembled
 from kvtier.stack.dispatcher import TierQueue
-from kvtier.stack.traffic import TransferStats, transfer_stats
+from kvtier.stack.traffic import QueuedJob, TransferStats, transfer_stats
 from kvtier.tier_api.contract import Opened
 from kvtier.types.jobs import JobKind
 
@@ -47,7 +48,8 @@ class TierStats:
     closed, store closed, lookup open`. `joined` is 0 while a tier is held back, and neither loads nor stores. With
     `curves`, `curve_used` counts the blocks of the requests that began, and `curve_missed` those that an LRU tier of so
     many times the size would not have had, about; see `SizeCurve`. `transfers` are the figures of `load` and `store`
-    jobs.
+    jobs. `reuse_gaps` are seconds between two uses of a block and `eviction_ages` those since the last use of evicted
+    ones, `coldest_seconds` since that of the block that was not used for longest; None for a shared tier.
     """
 
     looked_up: int = 0
@@ -89,6 +91,11 @@ class TierStats:
     policy: str = ""
     write_policy: str = ""
     admit: str = ""
+    layout: str = ""
+    io_engine: str = ""
+    coldest_seconds: float | None = None
+    reuse_gaps: HistogramFigures | None = None
+    eviction_ages: HistogramFigures | None = None
 
     @property
     def up(self) -> int:
@@ -96,24 +103,24 @@ class TierStats:
         return int(self.joined and "open" not in re.findall(r"\w+", self.breaker))
 
     @property
-    def promoted(self) -> int | dict[str, int]:
-        """Blocks that were brought up from here to the CPU tier; nothing for that tier itself."""
-        return self.loaded if self.breakers else {}
+    def promoted(self) -> int | None:
+        """Blocks that were brought up from here to the CPU tier; None for that tier itself."""
+        return self.loaded if self.breakers else None
 
     @property
-    def demoted(self) -> int | dict[str, int]:
-        """Blocks that were brought down here from the CPU tier; nothing for that tier itself."""
-        return self.stored if self.breakers else {}
+    def demoted(self) -> int | None:
+        """Blocks that were brought down here from the CPU tier; None for that tier itself."""
+        return self.stored if self.breakers else None
 
     @property
-    def capacity_tokens(self) -> int | dict[str, int]:
-        """Tokens that fit, each with its share of a block of every group; nothing where that is not known."""
-        return int(self.capacity_bytes / self.token_bytes) if self.token_bytes else {}
+    def capacity_tokens(self) -> int | None:
+        """Tokens that fit, each with its share of a block of every group; None where that is not known."""
+        return int(self.capacity_bytes / self.token_bytes) if self.token_bytes else None
 
     @property
-    def used_tokens(self) -> int | dict[str, int]:
+    def used_tokens(self) -> int | None:
         """As `capacity_tokens`, of what is used."""
-        return int(self.used_bytes / self.token_bytes) if self.token_bytes and self.slots else {}
+        return int(self.used_bytes / self.token_bytes) if self.token_bytes and self.slots else None
 
     @property
     def breaker_states(self) -> dict[str, dict[str, int]]:
@@ -122,8 +129,9 @@ class TierStats:
 
     @property
     def about(self) -> dict[tuple[str, ...], int]:
-        """1, by what describes the tier: its type, eviction policy, write policy, admission and mode."""
-        return {(self.kind, self.policy, self.write_policy, self.admit, self.mode): 1}
+        """1, by what describes the tier: its type, policies, admission, layout, I/O engine and mode."""
+        about = self.kind, self.policy, self.write_policy, self.admit, self.layout, self.io_engine, self.mode
+        return {about: 1}
 
     @property
     def curve_hit_rates(self) -> dict[str, float]:
@@ -149,6 +157,11 @@ class StackStats:
     backlog: int
     events_lost: int = 0
     errors: int = 0
+
+    @property
+    def exceptions(self) -> int:
+        """`errors`, by a name that is not also that of a tier's figure."""
+        return self.errors
 
     @property
     def build(self) -> dict[tuple[str, ...], int]:
@@ -211,10 +224,12 @@ def tier_stats(
         store_seconds=seconds[JobKind.STORE],
         capacity_bytes=opened.capacity_bytes,
         mode=opened.mode,
+        layout=opened.layout,
+        io_engine=opened.io_engine,
         events=_events(queues),
         recovered=len(opened.recovered.slots),
         recovery_seconds=opened.open_seconds,
-        transfers={kind.value: transfer_stats(each, now) for kind, each in traffic.items()},
+        transfers={kind.value: transfer_stats(each, _waiting(queues, kind), now) for kind, each in traffic.items()},
     )
     if owned is None:
         return figures
@@ -225,8 +240,16 @@ def tier_stats(
         used_bytes=owned.used_bytes,
         peak_bytes=owned.peak_bytes,
         slots={state.name.lower(): owned.table.counts[state] for state in SlotState},
+        coldest_seconds=owned.uses.coldest_seconds(owned.table.state, now),
+        reuse_gaps=owned.uses.reuse_gaps.figures(),
+        eviction_ages=owned.uses.eviction_ages.figures(),
         **_curve(owned.curve),
     )
+
+
+def _waiting(queues: Sequence[TierQueue], kind: JobKind) -> list[QueuedJob]:
+    """The jobs that wait. From any thread: the copy of a deque is one step of the interpreter."""
+    return [queued for queue in queues for queued in list(queue.waiting(kind))]
 
 
 def _counted(counters: TierCounters) -> dict[str, Any]:

@@ -125,13 +125,13 @@ class StatsSocket:
         return self._document
 
     def _to_json(self, stats: StackStats, now: float) -> dict[str, Any]:
-        today = {name: tier.store_bytes - self._before_today.get(name, 0) for name, tier in stats.tiers.items()}
+        today = {name: tier.written_bytes - self._before_today.get(name, 0) for name, tier in stats.tiers.items()}
         return {
             "kvtier_stats": VERSION,
             "process": os.getpid(),
             "opened_at": self._opened_at,
             "seconds": now,
-            "stored_today_bytes": today,
+            "written_today_bytes": today,
             "stats": asdict(stats),
         }
 
@@ -139,7 +139,7 @@ class StatsSocket:
         """A day of UTC has begun."""
         stats = self._stats()
         if stats is not None:
-            self._before_today = {name: tier.store_bytes for name, tier in stats.tiers.items()}
+            self._before_today = {name: tier.written_bytes for name, tier in stats.tiers.items()}
         self._set_timer("day", _DAY_SECONDS - self._time_of_day() % _DAY_SECONDS, self._begin_day)
 
     def _set_timer(self, name: str, seconds: float, call: Callable[[], None]) -> None:

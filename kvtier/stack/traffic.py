@@ -22,7 +22,8 @@ class TransferStats:
     `took_seconds` is from a job's beginning to its end, `waited_seconds` from its arrival in the tier's queue to its
     beginning; both count jobs. Bytes are those of the rows that the jobs name. `deadlines_missed` counts jobs by where
     they were then: `queued`, and then they never began, or `in_flight`. `oldest_seconds` is how long the oldest job in
-    flight has been so, 0 without one. It grows while I/O hangs, also after the job's deadline.
+    flight has been so, 0 without one. It grows while I/O hangs, also after the job's deadline. `largest_queued_bytes`
+    are those of the largest job that waits.
     """
 
     took_seconds: HistogramFigures
@@ -31,6 +32,7 @@ class TransferStats:
     queued_bytes: int
     deadlines_missed: dict[str, int]
     oldest_seconds: float = 0.0
+    largest_queued_bytes: int = 0
 
 
 @job_value
@@ -98,8 +100,8 @@ class Traffic:
         return max(0.0, now - begun[0]) if begun else 0.0
 
 
-def transfer_stats(traffic: Sequence[Traffic], now: float) -> TransferStats:
-    """The figures of one kind in the queues of one tier, at least one. From any thread."""
+def transfer_stats(traffic: Sequence[Traffic], waiting: Sequence[QueuedJob], now: float) -> TransferStats:
+    """The figures of one kind in the queues of one tier, at least one, in which these jobs wait. From any thread."""
     return TransferStats(
         merged([each.took.figures() for each in traffic]),
         merged([each.waited.figures() for each in traffic]),
@@ -107,4 +109,5 @@ def transfer_stats(traffic: Sequence[Traffic], now: float) -> TransferStats:
         sum(each.queued_bytes for each in traffic),
         {QUEUED: sum(each.late_queued for each in traffic), IN_FLIGHT: sum(each.late_in_flight for each in traffic)},
         max(each.oldest_seconds(now) for each in traffic),
+        max((each.size for each in waiting), default=0),
     )

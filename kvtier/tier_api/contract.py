@@ -301,7 +301,8 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Opened:
-    """What an open tier is. `space` is None for a shared tier. `mode` and `notes` are for people to read.
+    """What an open tier is. `space` is None for a shared tier. `mode` and `notes` are for people to read, `layout` and
+    `io_engine` what of `mode` is a name: how blocks lie in the tier, and what reads and writes them.
 
     `ages`, of an owned tier: its generations are wall-clock times, and `recovered` has no block that is too old.
     `open_seconds` is how long opening took, which the stack fills in.
@@ -312,6 +313,8 @@ class Opened:
     recovered: Recovered = field(default_factory=Recovered)
     epoch: int = 0
     mode: str = ""
+    layout: str = ""
+    io_engine: str = ""
     notes: tuple[str, ...] = ()
     ages: BlockAges | None = None
     open_seconds: float = 0.0

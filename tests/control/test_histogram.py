@@ -8,7 +8,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from kvtier.control.tiers.histogram import AGE_BOUNDS, DURATION_BOUNDS, Histogram, merged
+from kvtier.control.tiers.histogram import DURATION_BOUNDS, Histogram, merged
+from kvtier.control.tiers.use_ages import AGE_BOUNDS
 
 BOUNDS = (1.0, 2.0, 5.0)
 

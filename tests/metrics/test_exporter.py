@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
-from prometheus_client.openmetrics import parser as openmetrics
-from prometheus_client.parser import text_string_to_metric_families
+from support_pages import FORMATS, PLAIN_ONLY, PROMETHEUS_2, Scrape, samples
 from support_programs import needs
 from support_stack import PLAIN, Engine, fs, keys, load, running, stack_file, store, whole
 
@@ -24,34 +23,12 @@ from kvtier.metrics.exporter import StackCollector, metrics_server
 from kvtier.stack import StackStats, TierStats
 from kvtier.stack.traffic import TransferStats
 
-PROMETHEUS_2 = "application/openmetrics-text;version=1.0.0;q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
-PROMETHEUS_3 = (
-    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
-    "application/openmetrics-text;version=0.0.1;q=0.5,text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,"
-    "text/plain;version=0.0.4;q=0.3,*/*;q=0.1"
-)
-PLAIN_ONLY = "text/plain;version=0.0.4"
-UNDERSCORES = "text/plain;version=1.0.0;escaping=underscores"
-FORMATS = (PROMETHEUS_2, PROMETHEUS_3, PLAIN_ONLY, UNDERSCORES)
-Scrape = dict[tuple[str, tuple[tuple[str, str], ...]], float]
-
 
 def fetch(port: int, accept: str) -> tuple[str, str]:
     """The page and its content type."""
     request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Accept": accept})
     with urllib.request.urlopen(request) as page:
         return page.read().decode(), page.headers["Content-Type"]
-
-
-def samples(text: str, content_type: str) -> Scrape:
-    """Every sample of a page, by its name and labels."""
-    parse = openmetrics.text_string_to_metric_families if "openmetrics" in content_type else None
-    families = (parse or text_string_to_metric_families)(text)
-    return {
-        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
-        for family in families
-        for sample in family.samples
-    }
 
 
 def of_tier(found: Scrape, name: str, **labels: str) -> float:

@@ -18,6 +18,7 @@ from kvtier.stack import StackStats, TierStats
 from kvtier.stack.stats import lower_stats
 from kvtier.stack.traffic import TransferStats
 from kvtier.tier_api.contract import LookupResult
+from kvtier.types.jobs import DropReason, SkipReason
 
 UNITS = (
     "_bytes",
@@ -33,6 +34,7 @@ UNITS = (
     "_info",
     "_up",
     "_joined",
+    "_exceptions",
 )
 NO_BASE_UNIT = ("_ms", "_us", "_milliseconds", "_kib", "_mib", "_gib", "_percent", "_hits")
 GAUGES = (
@@ -53,15 +55,20 @@ GAUGES = (
     "transfers.in_flight_bytes",
     "transfers.queued_bytes",
     "transfers.oldest_seconds",
+    "transfers.largest_queued_bytes",
+    "coldest_seconds",
 )
 TIMES = Histogram().figures()
-TRANSFERS = {"load": TransferStats(TIMES, TIMES, 94, 95, deadlines_missed={"queued": 96}, oldest_seconds=98)}
+TRANSFERS = {"load": TransferStats(TIMES, TIMES, 94, 95, {"queued": 96}, oldest_seconds=98, largest_queued_bytes=99)}
 _BY_LABEL = {
     "dropped": {"no_slot": 90},
     "slots": {"ready": 91, "free": 92},
     "curve_missed": {"2": 93},
     "transfers": TRANSFERS,
     "events": {"repeated": 97},
+    "coldest_seconds": 100,
+    "reuse_gaps": TIMES,
+    "eviction_ages": TIMES,
 }
 each = pytest.mark.parametrize("definition", DEFINITIONS, ids=lambda definition: definition.name)
 
@@ -98,22 +105,48 @@ def test_a_metric_is_documented_with_its_kind_labels_and_help(definition: Metric
     assert row in (PROJECT / "docs" / "metrics.md").read_text().splitlines()
 
 
+def test_labels_are_few() -> None:
+    shown = {name for each in DEFINITIONS if not each.name.endswith("_info") for name in each.label_names}
+    assert shown == {"tier", "direction", "reason", "state", "size"}
+
+
 def test_the_documentation_names_no_other_metric() -> None:
     documented = re.findall(r"^\| `(kvtier_\w+)` \|", (PROJECT / "docs" / "metrics.md").read_text(), re.MULTILINE)
     assert documented == [definition.name for definition in DEFINITIONS]
     assert len(set(documented)) == len(documented)
 
 
-def test_every_number_of_a_tier_is_a_sample() -> None:
+def test_every_number_is_a_sample() -> None:
     figures = tier()
-    found = values(StackStats({"disk": figures}, backlog=77, events_lost=78))
+    of_stack = {
+        field.name: number for number, field in enumerate(fields(StackStats), start=70) if field.name != "tiers"
+    }
+    found = values(StackStats({"disk": figures}, **of_stack))
     values_found = [value for samples in found.values() for value in samples.values()]
-    samples = sorted(value for value in values_found if not isinstance(value, HistogramFigures))
-    assert len(samples) + 2 == len(values_found)
+    samples = sorted(value for value in values_found if not isinstance(value, HistogramFigures) and value)
+    assert len(values_found) - sum(not isinstance(value, HistogramFigures) for value in values_found) == 4
     numbers = [getattr(figures, field.name) for field in fields(TierStats) if field.default == 0]
     numbers.remove(figures.token_bytes)
     derived = [figures.capacity_tokens, figures.used_tokens]
-    assert samples == sorted([*numbers, *range(90, 99), 77, 78, 1, 1, 1, 1, *derived])
+    ones = [figures.up, figures.joined, *figures.about.values(), *StackStats({}, 0).build.values()]
+    expected = [*numbers, *range(90, 101), *of_stack.values(), *ones, *derived]
+    assert samples == sorted(filter(None, expected))
+
+
+def test_every_figure_in_words_is_a_label_or_a_state() -> None:
+    in_words = {field.name for field in fields(TierStats) if isinstance(field.default, str)}
+    shown = tier(**{name: f"{name} itself" for name in in_words})
+    labels = {
+        label for samples in values(StackStats({"disk": shown}, 0)).values() for each in samples for label in each
+    }
+    assert {f"{name} itself" for name in in_words - {"breaker"}} <= labels
+
+
+def test_a_reason_has_a_value_before_it_happens() -> None:
+    found = values(StackStats({"disk": TierStats()}, 0))
+    assert found["kvtier_dropped_blocks_total"] == {("disk", reason.value): 0 for reason in DropReason}
+    assert found["kvtier_skipped_blocks_total"] == {("disk", reason.value): 0 for reason in SkipReason}
+    assert set(found["kvtier_block_errors_total"].values()) == {0}
 
 
 def test_samples_carry_the_labels_of_their_definition() -> None:
@@ -187,9 +220,12 @@ def test_breakers_are_shown_apart_with_what_they_went_through() -> None:
 
 
 def test_settings_and_the_version_are_labels() -> None:
-    described = tier(kind="fs", policy="arc", write_policy="on_evict", admit="always", mode="io_uring")
+    about = {"kind": "fs", "policy": "arc", "write_policy": "on_evict", "admit": "always"}
+    described = tier(**about, layout="slab", io_engine="io_uring", mode="slab, io_uring, direct")
     found = values(StackStats({"disk": described}, backlog=0))
-    assert found["kvtier_config_info"] == {("disk", "fs", "arc", "on_evict", "always", "io_uring"): 1}
+    assert found["kvtier_config_info"] == {
+        ("disk", "fs", "arc", "on_evict", "always", "slab", "io_uring", "slab, io_uring, direct"): 1
+    }
     assert found["kvtier_build_info"] == {(kvtier.__version__,): 1}
 
 

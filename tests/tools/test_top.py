@@ -25,11 +25,13 @@ from kvtier.cli.live.readings import StackReading, from_samples
 from kvtier.cli.live.rows import restarted, snapshot
 from kvtier.cli.live.screen import SORTS
 from kvtier.cli.live.view import View
+from kvtier.control.tiers.breaker import BreakerState
 from kvtier.control.tiers.histogram import HistogramFigures
 from kvtier.errors import ResourceError
 from kvtier.metrics import metric_families
 from kvtier.metrics.exporter import StackCollector, metrics_server
 from kvtier.stack import EngineStack, StackStats, TierStats
+from kvtier.stack.stats import BreakerStats
 from kvtier.stack.traffic import TransferStats
 
 MIB = 1 << 20
@@ -40,7 +42,7 @@ def histogram(*counts: int) -> HistogramFigures:
 
 
 def transfers(*counts: int, in_flight: int = 0) -> TransferStats:
-    return TransferStats(histogram(*counts), histogram(0, 0, 0), in_flight, 2 * in_flight, {})
+    return TransferStats(histogram(*counts), histogram(0, 0, 0), in_flight, 2 * in_flight, {}, 0.0, 7)
 
 
 CPU = {"looked_up": 100, "missed": 60, "used_bytes": 3 * MIB, "capacity_bytes": 4 * MIB, "load_bytes": 10 * MIB}
@@ -115,6 +117,33 @@ def test_the_state_is_that_of_the_worst_breaker() -> None:
     assert found == ["closed", "half_open", "held_back", "open", "open"]
 
 
+@pytest.mark.parametrize("where", ["socket", "page"])
+@pytest.mark.parametrize(
+    ("load", "store", "shown"),
+    [
+        ("closed", "closed", "closed"),
+        ("half_open", "closed", "half_open"),
+        ("half_open", "open", "open"),
+        ("held_back", "held_back", "held_back"),
+    ],
+)
+def test_a_page_and_a_socket_show_the_same_state(load: str, store: str, shown: str, where: str) -> None:
+    breakers = {
+        what: BreakerStats(state, {each.value: 0 for each in BreakerState})
+        for what, state in (("load", load), ("store", store))
+    }
+    words = load if load == store else f"load {load}, store {store}"
+    stats = figures(disk={"breakers": breakers, "breaker": words, "joined": int(load != "held_back")})
+    found = reading(stats) if where == "socket" else read_page(page(stats))
+    assert snapshot(found).tiers[1].state == shown
+
+
+def test_a_page_says_that_a_tier_is_down_whose_breakers_are_closed() -> None:
+    closed = {"load": BreakerStats("closed", {each.value: 0 for each in BreakerState})}
+    stuck = figures(disk={"breakers": closed, "breaker": "open: I/O is stuck"})
+    assert snapshot(read_page(page(stuck))).tiers[1].state == "down"
+
+
 def test_quantiles_are_of_the_loads_since_the_reset() -> None:
     before = reading(figures({"transfers": {"load": transfers(0, 50, 50)}}))
     now = reading(figures({"transfers": {"load": transfers(98, 52, 50, in_flight=5), "store": transfers(0, 9, 0)}}))
@@ -122,6 +151,7 @@ def test_quantiles_are_of_the_loads_since_the_reset() -> None:
     assert (cpu.load_p50_seconds, cpu.load_p99_seconds) == (0.001, 0.01)
     assert (cpu.in_flight_bytes, cpu.queued_bytes) == (5, 10)
     assert (disk.load_p50_seconds, disk.in_flight_bytes) == (None, None)
+    assert snapshot(now).largest_queued_bytes == 7
     document = snapshot(reading(figures({"transfers": {"load": transfers(0, 0, 1)}}))).to_json()
     assert document["tiers"][0]["load_p50_seconds"] is None, "beyond all buckets"
     json.dumps(document, allow_nan=False)
@@ -241,8 +271,29 @@ def test_what_was_read_last_stays_while_the_source_is_lost() -> None:
     view.lose("here: Connection refused")
     assert "LOST, trying again: here: Connection refused" in text(view)
     assert "disk" in text(view)
-    view.take(reading(figures(), 9.0))
-    assert "LOST" not in text(view)
+    view.press("r")
+    view.take(reading(figures({"load_bytes": 90 * MIB}, {"failed": 5}), 9.0))
+    shown = text(view)
+    assert "LOST" not in shown
+    assert "since reset" in shown
+    (cpu,) = (line.split() for line in shown.splitlines() if "3M/4M" in line)
+    assert cpu[-3:] == ["-", "-", "-"], "no rate spans the gap"
+    view.take(reading(figures({"load_bytes": 92 * MIB}), 10.0))
+    (cpu,) = (line.split() for line in text(view).splitlines() if "3M/4M" in line)
+    assert cpu[-3:] == ["2", "0", "-"]
+
+
+def test_ages_and_what_was_written_to_devices() -> None:
+    ages = [0, 59.4, 60, 5400, 86400 * 3, 86400 * 300]
+    rows = [figures({"coldest_seconds": age, "written_bytes": 0}, {"written_bytes": 9 * MIB}) for age in ages]
+    shown = []
+    for stats in rows:
+        view = View("here")
+        view.take(reading(stats))
+        shown.append(text(view, 140))
+    found = [line.split()[-1] for each in shown for line in each.splitlines() if "3M/4M" in line]
+    assert found == ["0s", "59.4s", "1m", "1.5h", "3d", "300d"]
+    assert "written below the CPU tier 9M since the start" in shown[0]
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -257,7 +308,7 @@ def test_once_prints_json_of_a_socket(path: str, interval: str) -> None:
     assert (document["command"], document["version"], document["source"]) == ("top", 1, path)
     (cpu,) = document["tiers"]
     assert (cpu["tier"], cpu["state"], cpu["capacity_bytes"], cpu["errors"]) == ("cpu", "closed", 16 * 4096, 0)
-    assert (document["backlog_blocks"], document["stored_today_bytes"]) == (0, 0)
+    assert (document["backlog_blocks"], document["written_today_bytes"]) == (0, 0)
 
 
 def test_once_prints_the_tables_of_a_page() -> None:

@@ -9,10 +9,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
-from support_stack import PLAIN, Engine, parts_of, stack_file
+from support_stack import PLAIN, Engine, fs, parts_of, stack_file
 
+from kvtier.metrics.exporter import metrics_server
 from kvtier.stack import EngineStack
 
 pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
@@ -72,8 +74,31 @@ def terminal(folder: str) -> Iterator[Terminal]:
     one.end()
 
 
-def open_stack(path: str) -> EngineStack:
-    return EngineStack(parts_of(stack_file(PLAIN, 16, stats_socket=path), Engine(PLAIN, 8)))
+def open_stack(path: str, *below: str) -> EngineStack:
+    return EngineStack(parts_of(stack_file(PLAIN, 16, *below, stats_socket=path), Engine(PLAIN, 8)))
+
+
+@pytest.mark.parametrize("where", ["socket", "url"])
+def test_a_disk_has_a_line_beside_the_cpu_tier(folder: str, terminal: Terminal, tmp_path: Path, where: str) -> None:
+    path = f"{folder}/s"
+    with open_stack(path, fs(tmp_path / "root")) as stack, metrics_server(stack.stats, 0) as port:
+        address = path if where == "socket" else f"http://127.0.0.1:{port}/metrics"
+        terminal.start(f"{shlex.quote(sys.executable)} -c {shlex.quote(TOP)} top {address} --interval 0.05")
+        shown = terminal.shows(lambda text: "q quit" in text)
+        assert [line.split()[0] for line in shown.splitlines() if line.split()[:1] in (["cpu"], ["fs"])] == [
+            *("cpu", "fs"),
+            *("cpu", "fs"),
+        ], shown
+        assert [line.split()[:2] for line in shown.splitlines() if line.startswith((" cpu", " fs"))][:2] == [
+            ["cpu", "closed" if where == "socket" else "up"],
+            ["fs", "closed"],
+        ]
+        assert "…" not in shown
+        assert "written below the CPU tier" in shown
+        stack.hold_back("a test")
+        terminal.shows(lambda text: "held_back" in text)
+        terminal.press("q")
+        assert "exit status 0" in terminal.shows(lambda text: "exit status" in text)
 
 
 def test_keys_a_lost_stack_another_width_and_the_end(folder: str, terminal: Terminal) -> None:
@@ -83,7 +108,7 @@ def test_keys_a_lost_stack_another_width_and_the_end(folder: str, terminal: Term
         terminal.start(command)
         shown = terminal.shows(lambda text: "q quit" in text)
         lines = shown.splitlines()
-        for title in ("tier", "state", "used", "hits", "load", "store", "p50/p99", "dropped/s", "errors"):
+        for title in ("tier", "state", "used", "hits", "load", "store", "p50/p99", "dropped/s", "errors", "coldest"):
             assert any(title in line.split() for line in lines), (title, shown)
         assert sum(line.split()[:1] == ["cpu"] for line in lines) == 2, "two tables in 80 columns"
         for key, effect in (("s", "by hits"), ("f", "FROZEN"), ("r", "since reset")):

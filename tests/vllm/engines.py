@@ -78,6 +78,10 @@ class Engine:
     def metrics(self) -> dict[str, float]:
         return self.ask(do="metrics")
 
+    def page(self, accept: str) -> tuple[str, str]:
+        """vLLM's page of metrics in the format asked for, and its content type."""
+        return self.ask(do="page", accept=accept)
+
     def kill(self) -> None:
         """SIGKILL every process of the engine at once."""
         assert self.process.pid is not None

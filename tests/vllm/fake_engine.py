@@ -20,6 +20,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -177,6 +178,7 @@ class FakeEngine:
         self.next_job = 0
         self.finished: list[Request] = []
         self.counts: Counter[str] = Counter()
+        self.told = OffloadingConnectorStats()
         self.wrong = 0
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -257,6 +259,8 @@ class FakeEngine:
         if len(self.batches) > BATCHES_IN_FLIGHT:
             self._execute(self.batches.popleft())
         self._take_in()
+        if (told := self.manager.get_stats()) is not None:
+            self.told.aggregate(told)
 
     def _schedule(self, request: Request, batch: list[Job]) -> bool:
         hits = self._hits(request)

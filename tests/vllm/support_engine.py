@@ -4,7 +4,8 @@
 with the LoRA adapter of a folder where `"adapter": "/its/folder"` names one;
 `{"do": "reload", "weights": "/a/model"}` replaces the weights, `{"do": "flip"}` the embedding, unknown to vLLM;
 `{"do": "load_in_place", "adapter": "/its/folder"}` has the workers read its files again;
-`{"do": "reset", "tiers": false}` empties vLLM's prefix cache, and the tiers too when asked; `{"do": "metrics"}`.
+`{"do": "reset", "tiers": false}` empties vLLM's prefix cache, and the tiers too when asked; `{"do": "metrics"}`;
+`{"do": "page", "accept": "text/plain"}` answers vLLM's own page of metrics and its content type.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import httpx
+from fastapi import FastAPI
 from prometheus_client import REGISTRY
 from vllm import LLM, SamplingParams
+from vllm.entrypoints.serve.instrumentator.metrics import attach_router
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import utils
@@ -26,7 +30,6 @@ from vllm.v1.executor import multiproc_executor
 from vllm.v1.request import RequestStatus
 
 from kvtier.integrations.digests import ContentDigests, FileState
-from kvtier.integrations.vllm.metrics import INTERVAL_SECONDS
 from kvtier.integrations.vllm.primary.worker import KVTierWorker
 from kvtier.types.jobs import JobResult, TransferJob
 from kvtier_fs import FSBackend
@@ -61,9 +64,16 @@ def main(config: dict[str, Any], questions: Connection) -> None:
             "cached": [output.num_cached_tokens or 0 for output in outputs],
         }
 
+    def settle() -> None:
+        """Wait until the engine has nothing to do, and take in all that it said."""
+        core = llm.llm_engine.engine_core
+        while core.call_utility("has_work"):
+            pass
+        while not core.outputs_queue.empty():
+            llm.llm_engine.step()
+
     def metrics() -> dict[str, float]:
-        time.sleep(1.1 * INTERVAL_SECONDS)  # an engine that steps once an interval later tells what is untold yet
-        generate([[1, 2, 3]], 2)
+        settle()
         found: dict[str, float] = {}
         for metric in REGISTRY.collect():  # what /metrics shows; get_metrics() shows vLLM's own names alone
             for sample in metric.samples:
@@ -71,6 +81,14 @@ def main(config: dict[str, Any], questions: Connection) -> None:
                     labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
                     found[f"{sample.name}{{{labels}}}"] = sample.value
         return found
+
+    app = FastAPI()
+    attach_router(app)
+
+    def page(accept: str) -> tuple[str, str]:
+        settle()
+        found = asyncio.run(fetch(app, accept))
+        return found.text, found.headers["content-type"]
 
     questions.send({"ready": True})
     while True:
@@ -91,10 +109,18 @@ def main(config: dict[str, Any], questions: Connection) -> None:
                 answer = llm.reset_prefix_cache(reset_connector=asked["tiers"])
             case "metrics":
                 answer = metrics()
+            case "page":
+                answer = page(**asked)
             case other:
                 raise ValueError(other)
         questions.send(answer)
     llm.llm_engine.engine_core.shutdown()
+
+
+async def fetch(app: FastAPI, accept: str) -> httpx.Response:
+    """The page of metrics of vLLM's server."""
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://vllm") as client:
+        return await client.get("/metrics", headers={"Accept": accept})
 
 
 def flip_embedding(worker: Any) -> None:

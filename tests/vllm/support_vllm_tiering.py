@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, ReqContext, ScheduleEndContext, make_offload_key  # noqa: F401
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
@@ -87,6 +88,7 @@ class Vllm:
         )
         self.row = self.spec.kv_bytes_per_chunk
         self._requests = 0
+        self._told = OffloadingConnectorStats()
         self._closed = False
 
     def __enter__(self) -> Vllm:
@@ -130,6 +132,13 @@ class Vllm:
     def step(self) -> None:
         """The end of a scheduler's step."""
         self.manager.on_schedule_end(ScheduleEndContext((), ()))
+        self._collect()
+
+    def _collect(self) -> None:
+        """As vLLM asks for figures, once a step."""
+        told = self.manager.get_stats()
+        if told is not None:
+            self._told.aggregate(told)
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Step until something holds; a hang fails the test."""
@@ -191,5 +200,6 @@ class Vllm:
 
     def stats(self) -> dict[str, dict[tuple[str, ...], float]]:
         """Metrics since the last call, by name and labels."""
-        stats = self.manager.get_stats()
-        return stats.data["data"] if stats is not None else {}
+        self._collect()
+        told, self._told = self._told, OffloadingConnectorStats()
+        return told.data["data"]

@@ -603,6 +603,8 @@ def test_figures_reach_vllms_metrics_under_names_it_knows(tiering, tmp_path, mon
             assert all(len(labels) == len(known[name].labelnames) for labels in values), name
         assert told["kvtier_stored_blocks_total"][("disk",)] == told["kvtier_loaded_blocks_total"][("disk",)] == 8
         assert told["kvtier_used_bytes"][("disk",)] > 8 * tiering.ROW
+        assert told["kvtier_used_tokens"][("disk",)] == 8 * 16
+        assert told["kvtier_capacity_tokens"][("disk",)] > 8 * 16
         transfers = vllm.tier.stats().tiers["disk"].transfers
         for direction in ("load", "store"):
             took = told["kvtier_transfer_seconds"]["disk", direction]

@@ -28,7 +28,7 @@ class StackReading:
 
     `seconds` is a clock of the source. `tiers` has the name of each tier, and the stack that it belongs to: where a
     page shows several stacks, names are `stack/tier`. `states` are those that the source says in words. `process`
-    differs where counters begin anew. `stored_today_bytes` is None where it is not known.
+    differs where counters begin anew. `written_today_bytes` is None where it is not known.
     """
 
     seconds: float
@@ -36,7 +36,7 @@ class StackReading:
     figures: Mapping[str, Mapping[Labels, Value]]
     states: Mapping[str, str] = field(default_factory=dict)
     process: object = None
-    stored_today_bytes: int | None = None
+    written_today_bytes: int | None = None
 
     def value(self, figure: str, *labels: str) -> float | None:
         """One figure; None where the source does not have it."""
@@ -47,6 +47,11 @@ class StackReading:
         """The sum of a figure over all labels that begin so; None where the source does not have it."""
         found = [value for labels, value in self.figures.get(figure, {}).items() if labels[: len(first)] == first]
         return sum(each for each in found if not isinstance(each, HistogramFigures)) if found else None
+
+    def most(self, figure: str) -> float | None:
+        """The largest value of a figure, whatever its labels; None where the source does not have it."""
+        found = self.figures.get(figure, {}).values()
+        return max((each for each in found if not isinstance(each, HistogramFigures)), default=None)
 
     def histogram(self, figure: str, *labels: str) -> HistogramFigures | None:
         """A histogram; None where the source does not have it."""
@@ -64,7 +69,7 @@ def from_document(document: Mapping[str, Any]) -> StackReading:
             {metric.figure: samples for metric, samples in metric_families(stats).items()},
             {name: tier.breaker for name, tier in stats.tiers.items()},
             (document["process"], document["opened_at"]),
-            sum(map(int, document["stored_today_bytes"].values())),
+            sum(map(int, document["written_today_bytes"].values())),
         )
     except (KeyError, TypeError, ValueError, AttributeError):
         raise ResourceError("it says something else than a stats socket of kvtier") from None

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvtier.cli.live.readings import StackReading
 
+UP = "up"
 _COUNTERS = ("hits", "load_bytes", "store_bytes", "evictions")
 
 
@@ -36,16 +37,21 @@ class TierRow:
     drops_per_second: float | None
     top_drop_reason: str | None
     errors: float
+    coldest_seconds: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class TopFigures:
-    """All tiers at one moment. `stored_bytes` counts those of the lower and upper tiers since the start."""
+    """All tiers at one moment. `written_bytes` counts what was written to the devices of lower tiers since the start.
+
+    `largest_queued_bytes` are those of the largest transfer job that waits.
+    """
 
     tiers: tuple[TierRow, ...]
     backlog_blocks: float | None
-    stored_bytes: float | None
-    stored_today_bytes: float | None
+    largest_queued_bytes: float | None
+    written_bytes: float | None
+    written_today_bytes: float | None
 
     def to_json(self) -> dict[str, Any]:
         """The same for programs. Infinite quantiles are null there, as JSON has no infinity."""
@@ -71,8 +77,9 @@ def snapshot(now: StackReading, before: StackReading | None = None, base: StackR
     return TopFigures(
         tuple(_row(tier, now, before, base) for tier in now.tiers),
         now.value("backlog"),
-        now.total("store_bytes"),
-        now.stored_today_bytes,
+        now.most("transfers.largest_queued_bytes"),
+        now.total("written_bytes"),
+        now.written_today_bytes,
     )
 
 
@@ -95,18 +102,25 @@ def _row(tier: str, now: StackReading, before: StackReading | None, base: StackR
         None if before is None else sum(drops.values()),
         reason,
         (now.total("errors", tier) or 0) - (base.total("errors", tier) or 0 if base else 0),
+        now.value("coldest_seconds", tier),
     )
 
 
 def _state(tier: str, now: StackReading) -> str:
-    """The breakers in words, where the source has them: the worst of them."""
+    """The worst state of the tier's breakers. A page says of a tier without breakers whether it is up, and of one that
+    is not used although they are closed, because its I/O is stuck, that it is down."""
     words = now.states.get(tier)
     if words is not None:
         found = set(re.findall(r"\w+", words))
-        return next((state for state in ("held_back", "open", "half_open") if state in found), words)
+    else:
+        states = now.figures.get("breaker_states", {}).items()
+        found = {labels[2] for labels, value in states if labels[0] == tier and value}
+    worst = next((state for state in ("held_back", "open", "half_open") if state in found), None)
+    if worst is not None or words is not None:
+        return worst or words or UP
     if now.value("joined", tier) == 0:
         return "held_back"
-    return "down" if now.value("up", tier) == 0 else "up"
+    return "down" if now.value("up", tier) == 0 else "closed" if found else UP
 
 
 def _rate(figure: str, tier: str, now: StackReading, before: StackReading | None) -> float | None:

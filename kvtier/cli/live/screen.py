@@ -1,4 +1,4 @@
-"""The screen of `kvtier top`: one table where it is wide enough, else two, and a line below."""
+"""The screen of `kvtier top`: one table where it is wide enough, else two, and what is not of one tier below."""
 
 from __future__ import annotations
 
@@ -66,6 +66,13 @@ def _quantiles(row: TierRow) -> str:
     return f"{_milliseconds(row.load_p50_seconds)}/{_milliseconds(row.load_p99_seconds)}"
 
 
+def _age(value: float | None) -> str:
+    if value is None:
+        return UNKNOWN
+    name, seconds = next((unit for unit in _UNITS_OF_AGE if value >= unit[1]), ("s", 1))
+    return f"{_figure(round(value / seconds, 1))}{name}"
+
+
 def _drops(row: TierRow) -> str:
     return f"{_figure(row.drops_per_second)} {row.top_drop_reason or ''}".strip()
 
@@ -86,8 +93,10 @@ QUEUES = (
     Column("evicted/s", lambda row: _figure(row.evictions_per_second)),
     Column("dropped/s", _drops),
     Column("errors", lambda row: _figure(row.errors)),
+    Column("coldest", lambda row: _age(row.coldest_seconds)),
 )
 UNITS = "load, store: MiB/s   p50/p99: ms of a load   hits: of all blocks looked up"
+_UNITS_OF_AGE = (("d", 86400), ("h", 3600), ("m", 60))
 
 SORTS: dict[str, Callable[[TierRow], float]] = {
     "stack": lambda row: 0.0,
@@ -102,7 +111,7 @@ SORTS: dict[str, Callable[[TierRow], float]] = {
 
 
 def screen(found: TopFigures, width: int, sort: str = "stack") -> RenderableType:
-    """The tables and the line below them, in the width of a terminal."""
+    """The tables and the lines below them, in the width of a terminal."""
     rows = sorted(found.tiers, key=SORTS[sort])
     if width >= WIDE_COLUMNS:
         tables = [_table((TIER, *TRAFFIC, *QUEUES), rows)]
@@ -117,7 +126,8 @@ def _table(columns: Sequence[Column], rows: Sequence[TierRow]) -> RenderableType
 
 
 def _below(found: TopFigures) -> str:
-    written = f"written {_size(found.stored_bytes)} since the start"
-    if found.stored_today_bytes is not None:
-        written = f"written {_size(found.stored_today_bytes)} today, {_size(found.stored_bytes)} since the start"
-    return f"backlog {_figure(found.backlog_blocks)} blocks   {written}"
+    largest = _size(found.largest_queued_bytes)
+    waiting = f"backlog {_figure(found.backlog_blocks)} blocks   largest waiting job {largest}"
+    since_start = f"{_size(found.written_bytes)} since the start"
+    today = f"{_size(found.written_today_bytes)} today, " if found.written_today_bytes is not None else ""
+    return f"{waiting}\nwritten below the CPU tier {today}{since_start}"

@@ -30,7 +30,8 @@ class View:
         """A reading came. After a restart of the source its counters begin anew."""
         if self._now is not None and restarted(self._now, reading):
             self._now = self._base = None
-        self._lost, self._before, self._now = None, self._now, reading
+        before = self._now if self._lost is None else None
+        self._lost, self._before, self._now = None, before, reading
         if not self.frozen:
             self._shown = snapshot(reading, self._before, self._base)
 

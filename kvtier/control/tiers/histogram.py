@@ -13,22 +13,6 @@ DURATION_BOUNDS = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
 )
 """Seconds of transfers and of their waits: from rows in memory to a deadline of a minute."""
-AGE_BOUNDS = (
-    1.0,
-    5.0,
-    15.0,
-    60.0,
-    300.0,
-    900.0,
-    3600.0,
-    14_400.0,
-    43_200.0,
-    86_400.0,
-    259_200.0,
-    604_800.0,
-    2_592_000.0,
-)
-"""Seconds of ages of blocks and of gaps between their uses: up to 30 days."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +73,11 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
         self._sums = [0.0] * (len(bounds) + 1)
 
-    def observe(self, value: float) -> None:
-        """Count one value."""
+    def observe(self, value: float, count: int = 1) -> None:
+        """Count one value, or the same one several times."""
         bucket = bisect_left(self._bounds, value)
-        self._counts[bucket] += 1
-        self._sums[bucket] += value
+        self._counts[bucket] += count
+        self._sums[bucket] += count * value
 
     def figures(self) -> HistogramFigures:
         """What was counted so far."""

@@ -10,6 +10,7 @@ from kvtier.control.tiers.placement import Placement
 from kvtier.control.tiers.size_curve import SizeCurve
 from kvtier.control.tiers.slot_table import FILLING, FREE, QUARANTINED, READY, RETIRED, SlotTable
 from kvtier.control.tiers.tier_index import TierIndex
+from kvtier.control.tiers.use_ages import UseAges
 from kvtier.errors import IntegrityError
 from kvtier.tier_api.block_age import BlockAges
 from kvtier.tier_api.contract import Recovered, SlotSpace
@@ -23,6 +24,7 @@ class OwnedTier(TierIndex):
 
     `follower` is the policy if it follows requests; it shares a model in `models` with those of other tiers. Where
     blocks have `ages`, new generations are times. `curve` is what other sizes would hit, where that is counted.
+    `uses` knows when slots were used; its time is set by the control plane.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class OwnedTier(TierIndex):
         self.expired = 0
         self.peak_bytes = 0
         self.curve: SizeCurve | None = None
+        self.uses = UseAges(space.num_slot_ids)
         self._errors: dict[int, int] = {}
 
     # -- opening -------------------------------------------------------------------------------------------------
@@ -199,6 +202,7 @@ class OwnedTier(TierIndex):
 
     def _free_evicted(self, victims: Sequence[int]) -> None:
         names, directory, state, removed = self.table.keys, self.directory, self.table.state, self._changed(True)
+        self.uses.evict(victims)
         for slot in victims:
             key = names[slot]
             if key is None or state[slot] != READY:
@@ -222,9 +226,10 @@ class OwnedTier(TierIndex):
         if late:
             self.unpin(late)
             slots = [slot for slot in slots if state[slot] == FILLING]
-        free_now = 0
+        free_now, last, tick = 0, self.uses.last, self.uses.time.tick
         for slot in slots:
             state[slot] = READY
+            last[slot] = tick
             left = pins[slot] - 1
             pins[slot] = left
             free_now += not left
@@ -271,6 +276,7 @@ class OwnedTier(TierIndex):
 
     def touch(self, slots: Sequence[int]) -> None:
         """These ready slots were used; the last one is the most recent."""
+        self.uses.use(slots)
         self.policy.touch(slots)
         if not self.placement.one_size:
             self.placement.used(slots)

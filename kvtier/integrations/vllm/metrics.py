@@ -35,31 +35,57 @@ def _metadata(definition: MetricDefinition) -> OffloadingMetricMetadata:
 class Meter:
     """Turns the stack's totals into what vLLM takes: counters as increments, gauges as they are, histograms as values.
 
-    A histogram's new values are given as the mean of those of their bucket, so that each bucket's count and the sum of
-    all are right.
+    Every series is there from the first reading on, counters and histograms at zero, because what a series begins with
+    is no increase to Prometheus. A histogram's new values are given as the mean of those of their bucket, so that each
+    bucket's count and the sum of all are right.
     """
 
     def __init__(self) -> None:
         self._reported: dict[tuple[str, tuple[str, ...]], float] = {}
         self._observed: dict[tuple[str, tuple[str, ...]], HistogramFigures] = {}
         self._next = 0.0
+        self._unread = True
 
     def read(self, stats: Callable[[], StackStats]) -> OffloadingConnectorStats | None:
         """What changed since the last reading; None before an interval is over, so that a step costs nothing."""
         now = time.monotonic()
         if now < self._next:
+            self._unread = True
             return None
-        self._next = now + INTERVAL_SECONDS
+        self._next, self._unread = now + INTERVAL_SECONDS, False
         changed = OffloadingConnectorStats()
         for metric, samples in metric_families(stats()).items():
             for labels, value in samples.items():
                 if isinstance(value, HistogramFigures):
-                    before, self._observed[metric.name, labels] = self._observed.get((metric.name, labels)), value
-                    for each in value.values_since(before):
-                        changed.observe_histogram(metric.name, each, labels)
+                    self._observe(changed, metric.name, labels, value)
                 elif metric.kind == "gauge":
                     changed.set_gauge(metric.name, value, labels)
-                elif (grown := value - self._reported.get((metric.name, labels), 0)) > 0:
-                    self._reported[metric.name, labels] = value
-                    changed.increase_counter(metric.name, grown, labels)
+                else:
+                    self._increase(changed, metric.name, labels, value)
         return changed
+
+    def to_read(self) -> bool:
+        """Ask when the engine has nothing to do: True if there were steps after the last reading, or none yet.
+
+        The next reading is made at once then. So the engine has to step once more, and until there is work again its
+        page shows what is, and not what was within a second before.
+        """
+        if self._unread:
+            self._next = 0.0
+        return self._unread
+
+    def _increase(self, changed: OffloadingConnectorStats, name: str, labels: tuple[str, ...], value: float) -> None:
+        before = self._reported.get((name, labels))
+        if before is None or value > before:
+            self._reported[name, labels] = value
+            changed.increase_counter(name, value - (before or 0), labels)
+
+    def _observe(
+        self, changed: OffloadingConnectorStats, name: str, labels: tuple[str, ...], value: HistogramFigures
+    ) -> None:
+        before, self._observed[name, labels] = self._observed.get((name, labels)), value
+        if before is None:  # vLLM makes a series of what is named, also with an empty list of values
+            changed.observe_histogram(name, 0.0, labels)
+            changed.data["data"][name][labels].clear()
+        for each in value.values_since(before):
+            changed.observe_histogram(name, each, labels)

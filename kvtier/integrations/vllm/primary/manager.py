@@ -324,12 +324,12 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
             )
 
     def has_pending_work(self) -> bool:
-        """True while blocks are in flight between tiers.
+        """True while blocks are in flight between tiers, and then once more for the figures.
 
         vLLM calls it in a loop when no request is left. A short wait here keeps that loop from using a whole core.
         """
         if not (self._stack.has_pending_work or self._copies.forgotten or self._events.waiting):
-            return False
+            return self._meter.to_read()
         self._stack.wait(IDLE_SECONDS)
         return True
 

@@ -1,0 +1,57 @@
+"""kvtier's metrics on vLLM's page: every name for each Prometheus, from the start on, and true when nothing runs."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from engines import SEED, engine, prompts, stack
+from fake_engine import FakeEngine, offloading_config
+from fake_engine import stack as small_stack
+from support_pages import PROMETHEUS_2, PROMETHEUS_3, samples
+
+from kvtier.metrics import DEFINITIONS
+
+pytestmark = pytest.mark.engine
+WITHOUT_A_VALUE = {"kvtier_curve_missed_blocks_total"}
+"""The stack has no curves."""
+
+
+def test_figures_are_read_once_more_when_there_is_nothing_to_do(root, seed, monkeypatch):
+    monkeypatch.setattr("kvtier.integrations.vllm.metrics.INTERVAL_SECONDS", 1e6)
+    with FakeEngine(offloading_config(small_stack(root, 50)), seed) as vllm:
+        assert vllm.manager.has_pending_work(), "the first reading is before the first request"
+        vllm.step()
+        told = vllm.told.data["data"]
+        assert told["kvtier_block_errors_total"]["fs", "corrupt"] == 0
+        assert told["kvtier_dropped_blocks_total"]["fs", "no_row"] == 0
+        assert told["kvtier_transfer_seconds"]["fs", "load"] == []
+        assert not vllm.manager.has_pending_work()
+        for number in range(3):
+            vllm.add([1, 2, 3, number])
+            vllm.run()
+        stats = vllm.manager._stack.stats()
+        assert told["kvtier_stored_blocks_total"] == {(name,): tier.stored for name, tier in stats.tiers.items()}
+        assert told["kvtier_used_bytes"] == {(name,): tier.used_bytes for name, tier in stats.tiers.items()}
+        assert len(told["kvtier_transfer_seconds"]["fs", "store"]) > 0
+        assert told["kvtier_backlog_blocks"] == {(): 0}
+
+
+@pytest.mark.timeout(3600)
+def test_vllms_page_has_every_name_for_each_prometheus_and_from_the_start_on(models, root, tmp_path):
+    with engine(models["llama"], tmp_path, stack(root, 600)) as vllm:
+        fresh = samples(*vllm.page(PROMETHEUS_2))
+        vllm.generate(prompts(SEED))
+        pages = [vllm.page(accept) for accept in (PROMETHEUS_2, PROMETHEUS_3)]
+        plain, _ = vllm.page("text/plain;version=0.0.4")
+    corrupt = {labels: value for (name, labels), value in fresh.items() if name == "kvtier_block_errors_total"}
+    assert set(corrupt.values()) == {0.0}
+    for text in (*(text for text, _ in pages), plain):
+        described = re.findall(r"^# TYPE (kvtier_\w+)", text, re.MULTILINE)
+        for definition in DEFINITIONS:
+            assert {definition.name, definition.name.removesuffix("_total")} & set(described)
+    found = [{(name, labels) for name, labels in samples(*page) if name.startswith("kvtier_")} for page in pages]
+    assert found[0] == found[1] == {(n, labels) for n, labels in samples(plain, "") if n.startswith("kvtier_")}
+    names = {re.sub("_(bucket|sum|count)$", "", name) for name, _ in found[0] if not name.endswith("_created")}
+    assert names <= {definition.name for definition in DEFINITIONS}
+    assert {definition.name for definition in DEFINITIONS} - names == WITHOUT_A_VALUE
