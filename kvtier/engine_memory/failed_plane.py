@@ -47,6 +47,9 @@ class FailedEngineMemoryPlane(EngineMemoryPlane):
     def release(self, keys: Sequence[OffloadKey]) -> None:
         """Nothing is leased."""
 
+    def announce(self, keys: Sequence[OffloadKey], now: float) -> None:
+        """Nothing is here."""
+
     def end_step(self) -> None:
         """Nothing is leased."""
 

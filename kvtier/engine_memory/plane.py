@@ -328,6 +328,12 @@ class EngineMemoryPlane(Recipient):
         """The namespace's."""
         return self._jobs.epoch
 
+    def announce(self, keys: Sequence[OffloadKey], now: float) -> None:
+        """Have the next changes say once more which of these keys an owned tier has: each is removed and then there."""
+        there = [key for key in keys if self.lower.owned is not None and self.lower.owned.presence(key, now)]
+        if there:
+            self.lower.index.changes += [(True, there), (False, list(there))]
+
     @property
     def busy(self) -> bool:
         """True while a job of the engine has not ended."""

@@ -67,7 +67,7 @@ class PublishingEngine(FakeEngine):
     def __init__(self, *args: Any, router: Router, **more: Any) -> None:
         super().__init__(*args, **more)
         self.router = router
-        self.tracker = OffloadingEventsTracker(OffloadingKVEventsConfig(True, True))
+        self.tracker = tracker()
         self.described: dict[str, Any] = {}
         manager = self.manager
         self.told = manager
@@ -79,11 +79,7 @@ class PublishingEngine(FakeEngine):
 
     def add(self, words: Sequence[int]) -> Request:
         request = super().add(words)
-        hashes = [name for key in request.keys[0] for name in chunk_hashes(key, self.factor)]
-        tokens = [1000 * word + i for word in words for i in range(TOKENS * self.factor)]
-        self.described[request.context.req_id] = SimpleNamespace(
-            block_hashes=hashes, all_token_ids=tokens, lora_request=None
-        )
+        self.described[request.context.req_id] = tracked_request(request.keys[0], words, self.factor)
         return request
 
     def step(self) -> None:
@@ -104,7 +100,7 @@ class PublishingEngine(FakeEngine):
 
     def _lookup(self, key: bytes, context: Any) -> LookupResult:
         answer = self.told.lookup(key, context)
-        if answer is LookupResult.HIT or (AS_0_33 and answer is LookupResult.HIT_PENDING):
+        if recorded(answer):
             self.tracker.record_lookup(*self._named(key, context))
         return answer
 
@@ -115,18 +111,38 @@ class PublishingEngine(FakeEngine):
         return answer
 
     def _named(self, key: bytes, context: Any) -> tuple[Any, Any, int, bytes]:
-        group = get_offload_group_idx(key)
-        first = group == self.config.groups[0].group_id
-        config = SimpleNamespace(
-            sliding_window_size_in_chunks=None if first else self.window,
-            hashes_per_chunk=self.factor,
-            tokens_per_chunk=TOKENS * self.factor,
-            tokens_per_block=TOKENS,
-            group_idx=group,
-            kv_event_group_spec=OffloadingEventGroupSpec("full_attention", None),
-        )
-        chunk = context.get_offload_key_position(key) // (TOKENS * self.factor) - 1
-        return self.described[context.req_id], config, chunk, key
+        window = None if get_offload_group_idx(key) == self.config.groups[0].group_id else self.window
+        return as_tracked(self.described[context.req_id], key, context, self.factor, window)
+
+
+def tracker() -> OffloadingEventsTracker:
+    """vLLM's own, with events that carry tokens."""
+    return OffloadingEventsTracker(OffloadingKVEventsConfig(True, True))
+
+
+def recorded(answer: LookupResult) -> bool:
+    """True if vLLM keeps the tokens of a block with this answer."""
+    return answer is LookupResult.HIT or (AS_0_33 and answer is LookupResult.HIT_PENDING)
+
+
+def as_tracked(request: Any, key: bytes, context: Any, factor: int, window: int | None = None) -> tuple[Any, ...]:
+    """A key of a request as vLLM's tracker records it."""
+    config = SimpleNamespace(
+        sliding_window_size_in_chunks=window,
+        hashes_per_chunk=factor,
+        tokens_per_chunk=TOKENS * factor,
+        tokens_per_block=TOKENS,
+        group_idx=get_offload_group_idx(key),
+        kv_event_group_spec=OffloadingEventGroupSpec("full_attention", None),
+    )
+    return request, config, context.get_offload_key_position(key) // (TOKENS * factor) - 1, key
+
+
+def tracked_request(keys: Sequence[bytes], words: Sequence[int], factor: int) -> Any:
+    """A request of vLLM as its tracker reads it, of a prompt with these chunks; a word stands for one's tokens."""
+    hashes = [name for key in keys for name in chunk_hashes(key, factor)]
+    tokens = [1000 * word + i for word in words for i in range(TOKENS * factor)]
+    return SimpleNamespace(block_hashes=hashes, all_token_ids=tokens, lora_request=None)
 
 
 def chunk_hashes(key: bytes, factor: int) -> list[BlockHash]:

@@ -144,8 +144,10 @@ def test_groups_keep_vllms_own_ids(tiering, tmp_path, ids):
         vllm.store(names)
         vllm.forget()
         assert vllm.hits(names) == names
-        told = [key for event in vllm.tier.take_events() for key in event.keys]
-        assert sorted(told) == sorted(names)
+        told: set[bytes] = set()
+        for event in vllm.tier.take_events():
+            (told.difference_update if event.removed else told.update)(event.keys)
+        assert told == set(names)
 
 
 def test_two_workers_and_chunks_of_several_blocks_are_one_row(tiering, tmp_path):
@@ -582,6 +584,56 @@ def test_events_tell_what_became_reachable_and_ceased_to_be(tiering, tmp_path):
         assert 16 < len(reachable) < 160
         found = [name for start in range(0, 160, 16) for name in vllm.hits(names[start : start + 16])]
         assert set(found) == reachable
+
+
+@pytest.mark.parametrize("factor", [1, 3])
+def test_a_router_knows_the_disk_after_a_restart_and_a_load_and_no_hash_is_left_of_what_was_evicted(
+    tiering, tmp_path, factor
+):
+    import support_router  # here, because it imports vLLM
+
+    config = tiering.tier_config(tmp_path / "root", enable_kv_events=True)
+    chunks = {"cache": tiering.OffloadingCacheConfig(16, factor)}
+    names = tiering.keys(6)
+    with tiering.Vllm(tiering.offloading_config(config, **chunks)) as vllm:
+        vllm.store(names)
+    router = support_router.Router()
+    with tiering.Vllm(tiering.offloading_config(config, **chunks)) as vllm:
+        tracker = support_router.tracker()
+
+        def publish() -> None:
+            router.hear(tracker.take_events(list(vllm.manager.take_events())))
+
+        publish()
+        assert not router.described["STORAGE"], "nobody has its tokens yet"
+        context = vllm.request(names)
+        for position, name in enumerate(names, start=1):
+            context.set_offload_key_position(name, position * 16 * factor)
+        request = support_router.tracked_request(names, range(len(names)), factor)
+
+        def step() -> bool:
+            """One step: the request's lookups, its end, and what is published. True if all were hits."""
+            answers = [vllm.manager.lookup(name, context) for name in names]
+            for name, answer in zip(names, answers, strict=True):
+                if support_router.recorded(answer):
+                    tracker.record_lookup(*support_router.as_tracked(request, name, context, factor))
+            vllm.step()
+            publish()
+            return set(answers) == {tiering.LookupResult.HIT}
+
+        vllm.until(step)
+        wire = [hash for name in names for hash in support_router.on_wire(name, factor)]
+        assert all(router.counts["STORAGE"][hash] == 1 for hash in wire)
+        assert router.described["STORAGE"].keys() == set(wire)
+        assert router.owners["STORAGE"] == {(None, None)}, "locality only if the operator says so; Dynamo drops owners"
+        vllm.manager.on_request_finished(context)
+        vllm.store(tiering.keys(vllm.spec.num_chunks, start=100))
+        publish()
+        assert not router.counts["CPU"].keys() & set(wire), "the CPU tier has evicted them"
+        disk = vllm.tier._tier.plane.lower.owned
+        assert disk.evict(len(disk.directory))
+        publish()
+        assert not router.counts["STORAGE"]
 
 
 def test_no_events_unless_asked_for(tiering, tmp_path):

@@ -131,6 +131,12 @@ def _for_engine(config: StackConfig, engine: int, engines: int) -> StackConfig:
     return config.model_copy(update=update)
 
 
+def one_hash_per_key(config: OffloadingConfig) -> bool:
+    """True if an offloaded block of every group has one hash of vLLM, its key's: then that says all in an event."""
+    sizes = {group.tokens_per_block * config.cache.blocks_per_chunk for group in config.groups}
+    return sizes == {config.cache.tokens_per_hash}
+
+
 def _check_parallel(config: OffloadingConfig) -> None:
     """Raise ConfigError for a deployment that the shared region of one host cannot serve, by its name."""
     parallel = config.parallel

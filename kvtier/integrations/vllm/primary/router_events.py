@@ -14,7 +14,7 @@ from typing import Any
 from vllm.v1.kv_offload.base import Locality, Medium, OffloadingEvent
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from kvtier.integrations.vllm.settings import GroupIds
+from kvtier.integrations.vllm.settings import GroupIds, one_hash_per_key
 from kvtier.stack import EngineStack
 from kvtier.tier_api.contract import LookupResult
 from kvtier.types import events
@@ -121,9 +121,3 @@ class RouterEvents:
             return []
         named = list(map(self._ids.to_vllm, absent))
         return [OffloadingEvent(named, Medium.CPU, True, Locality.LOCAL, **_METADATA_ONLY)]
-
-
-def one_hash_per_key(config: OffloadingConfig) -> bool:
-    """True if a block of every group has one hash of vLLM, which is its key's: then a removal needs nothing else."""
-    sizes = {group.tokens_per_block * config.cache.blocks_per_chunk for group in config.groups}
-    return sizes == {config.cache.tokens_per_hash}

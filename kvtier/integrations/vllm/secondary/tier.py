@@ -29,7 +29,7 @@ from kvtier.integrations.vllm.adapters import content_in_keys
 from kvtier.integrations.vllm.compat import require_tested
 from kvtier.integrations.vllm.metrics import Meter, definitions
 from kvtier.integrations.vllm.secondary.options import secondary_options, tier_namespace
-from kvtier.integrations.vllm.settings import GroupIds
+from kvtier.integrations.vllm.settings import GroupIds, one_hash_per_key
 from kvtier.stack import StackStats
 from kvtier.tier_api.contract import LookupResult
 from kvtier.types.arrays import int_array
@@ -71,6 +71,7 @@ class KVTierFs(SecondaryTierManager):  # type: ignore[misc]
         self.locality = Locality(options.locality) if options.locality is not None else None
         self._ids = GroupIds([group.group_id for group in config.groups])
         self._events = options.enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
+        self._loaded: list[OffloadKey] = []
         self._meter = Meter()
         self._refused: list[int] = []
         memory = PagedMemory.of_rows(primary_kv_view, len(config.groups))
@@ -82,6 +83,8 @@ class KVTierFs(SecondaryTierManager):  # type: ignore[misc]
             memory.release()
             self._adapters.release(self)
             raise
+        owned = self._tier.plane.lower.owned is not None  # of a shared tier no removals are published
+        self._tokens_needed = owned and not one_hash_per_key(config)
 
     # -- lookups -------------------------------------------------------------------------------------------------
 
@@ -128,11 +131,14 @@ class KVTierFs(SecondaryTierManager):  # type: ignore[misc]
         finished += [JobResult(job_id, False) for job_id in self._refused]
         self._refused.clear()
         if not self._events:
+            self._loaded.clear()
             self._tier.plane.take_changes()
         return finished
 
     def _result(self, transfer: EngineTransfer) -> JobResult:
         good = None
+        if transfer.kind is JobKind.LOAD:
+            self._loaded += transfer.good_keys
         if transfer.kind is JobKind.LOAD and not transfer.ok:
             good = tuple(self._ids.to_vllm(key) for key in transfer.good_keys) or None
         moved = {"transfer_time": transfer.seconds, "transfer_bytes": transfer.bytes_moved}
@@ -159,12 +165,18 @@ class KVTierFs(SecondaryTierManager):  # type: ignore[misc]
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Blocks that became reachable on the disk or ceased to be; none unless `enable_kv_events` and vLLM's own are
-        set."""
+        set.
+
+        What was loaded is published once more, as removed and stored: vLLM has its tokens, because the step that finds
+        the end of a load looks it up behind that.
+        """
         if not self._events:
             return
+        self._tier.plane.announce(self._loaded, time.monotonic())
+        self._loaded.clear()
         for removed, keys in self._tier.plane.take_changes():
             names = [self._ids.to_vllm(key) for key in keys]
-            yield OffloadingEvent(keys=names, medium=self.medium, removed=removed, locality=self.locality)
+            yield OffloadingEvent(names, self.medium, removed, self.locality, removal_expected=self._tokens_needed)
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
