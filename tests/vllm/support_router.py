@@ -70,7 +70,7 @@ class PublishingEngine(FakeEngine):
         self.tracker = tracker()
         self.described: dict[str, Any] = {}
         manager = self.manager
-        self.told = manager
+        self.real = manager
         self.manager = SimpleNamespace(
             **{name: getattr(manager, name) for name in dir(manager) if not name.startswith("__")}
         )
@@ -87,7 +87,7 @@ class PublishingEngine(FakeEngine):
         self.publish()
 
     def publish(self) -> None:
-        self.router.hear(self.tracker.take_events(list(self.told.take_events())))
+        self.router.hear(self.tracker.take_events(list(self.real.take_events())))
 
     def reset_gpu(self) -> None:
         """vLLM resets the cache of the GPU alone: it clears all that routers know, and the manager hears nothing."""
@@ -99,13 +99,13 @@ class PublishingEngine(FakeEngine):
         self.reset_gpu()
 
     def _lookup(self, key: bytes, context: Any) -> LookupResult:
-        answer = self.told.lookup(key, context)
+        answer = self.real.lookup(key, context)
         if recorded(answer):
             self.tracker.record_lookup(*self._named(key, context))
         return answer
 
     def _prepare_store(self, keys: Collection[bytes], context: Any) -> Any:
-        answer = self.told.prepare_store(keys, context)
+        answer = self.real.prepare_store(keys, context)
         for key in answer.keys_to_store if answer is not None else ():
             self.tracker.record_store(*self._named(key, context))
         return answer

@@ -45,14 +45,17 @@ class RouterEvents:
         self._recovered: deque[Iterator[OffloadKey]] = deque()
         self._unsure: dict[OffloadKey, None] = {}
         self._lower_tiers: set[str] = set()
+        self._in_use = False
 
     @property
     def waiting(self) -> bool:
-        """True while recovered blocks have yet to be published."""
-        return bool(self._recovered)
+        """True while recovered blocks have yet to be published. None are before the first request: routers that look
+        for engines may not listen yet."""
+        return self._in_use and bool(self._recovered)
 
     def used(self, keys: Collection[OffloadKey]) -> None:
         """A request loads or stores these blocks, so vLLM has their tokens. `keys` are in the order of the prefix."""
+        self._in_use = True
         if self._enabled and keys:
             self._stack.announce(list(keys))
 
@@ -66,7 +69,7 @@ class RouterEvents:
         in parts, behind the rest."""
         published: list[events.OffloadingEvent] = []
         for event in self._stack.take_events():
-            if len(event.keys) > KEYS_PER_STEP and not event.removed:
+            if not event.removed and (len(event.keys) > KEYS_PER_STEP or not self._in_use):
                 self._recovered.append(iter(event.keys))
             else:
                 published.append(event)
@@ -74,7 +77,7 @@ class RouterEvents:
                 self._lower_tiers.add(event.tier)
         if len(self._lower_tiers) > 1:
             published += self._left_elsewhere(published)
-        if self._recovered:
+        if self.waiting:
             published += self._next_recovered()
         found = list(map(self._event, published))
         if self._unsure:
