@@ -15,7 +15,14 @@ import pytest
 FOLDER = Path(__file__).parent
 ON_CPU = FOLDER / "on_cpu"
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
-UNITS = ["test_controller.py", "test_hicache.py", "test_peers.py", "test_pools.py", "test_random_operations.py"]
+UNITS = [
+    "test_controller.py",
+    "test_hicache.py",
+    "test_hybrid.py",
+    "test_peers.py",
+    "test_pools.py",
+    "test_random_operations.py",
+]
 collect_ignore = ["on_cpu", *([] if HAS_SGLANG else UNITS)]
 sys.path.insert(0, str(FOLDER))
 
