@@ -26,12 +26,12 @@ from kvtier.types.jobs import LOADED, STORED, BlockOutcome, DropReason, JobResul
 from kvtier.types.keys import GPU, Medium
 from kvtier_gpu.copy_plan import CopyPlan, GroupTable, RegionShape, group_tables, plan_job
 from kvtier_gpu.engines import native_copy
-from kvtier_gpu.engines.contract import CopyEngine, Direction
+from kvtier_gpu.engines.contract import CopyEngine, CopyFailure, Direction
 from kvtier_gpu.engines.host_memory import HostMemoryEngine
 from kvtier_gpu.kv_tensors import KVTensor, describe_tensors
 
 if TYPE_CHECKING:
-    import torch
+    from kvtier_gpu.engines.device import CudaDevice
 
 POOL_CLOSE_SECONDS = 1.0
 CLOSE_TIMEOUT_SECONDS = 5.0
@@ -48,16 +48,24 @@ class GPUOptions(TierOptions):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="where the KV tensors must be; auto: wherever they are"
     )
+    cuda_copies: Literal["fastest", "batch", "gather", "single"] = Field(
+        default="fastest",
+        description="how bytes move on CUDA; fastest: what was fastest when it was tried at open; batch: one driver "
+        "call for many copies; gather: gathered on the device first; single: a copy for each page",
+    )
     copy_threads: int = Field(
         default=2, ge=1, le=16, description="threads that copy when the tensors are in host memory"
     )
     urgent_lane: bool = Field(
-        default=False, description="a lane of their own for urgent jobs: a thread, and on CUDA a stream and 16 MiB"
+        default=False, description="a lane of their own for urgent jobs: a thread, and on CUDA a stream and up to 4 MiB"
     )
 
 
 class _Open:
-    """What the tier holds while it is open. `running`: the tasks of jobs, so that `close` can wait for them."""
+    """What the tier holds while it is open. `running`: the tasks of jobs, so that `close` can wait for them.
+
+    `lost`: the device takes no copy any more.
+    """
 
     def __init__(self, context: TierContext, rows: Rows, tables: tuple[GroupTable, ...], engine: CopyEngine) -> None:
         self.context = context
@@ -67,6 +75,7 @@ class _Open:
         self.shape = RegionShape(rows.num_rows, rows.row_bytes, context.geometry.factor)
         self.room = asyncio.Semaphore(MAX_JOBS_IN_FLIGHT)
         self.running: set[asyncio.Task[Any]] = set()
+        self.lost = False
 
     @property
     def in_flight(self) -> list[asyncio.Task[Any]]:
@@ -87,8 +96,10 @@ class GPUBackend(LoadStore):
     Options: ClassVar[type[TierOptions]] = GPUOptions
     options: GPUOptions
 
-    def __init__(self, options: TierOptions) -> None:
+    def __init__(self, options: TierOptions, cuda: CudaDevice | None = None) -> None:
+        """`cuda` stands for the CUDA device of the KV tensors; None: they are where torch says."""
         super().__init__(options)
+        self._cuda = cuda
         self._open: _Open | None = None
         self._ending: _Open | None = None
         self._closing = asyncio.Lock()
@@ -130,32 +141,44 @@ class GPUBackend(LoadStore):
         region = _flat(rows, context.geometry.row_bytes)
         device = tensors[0].tensor.device
         options = self.options
-        if device.type == "cpu":
+        if device.type == "cpu" and self._cuda is None:
             compiled = native_copy.load()
             return HostMemoryEngine(
                 region, tensors, options.copy_threads, compiled=compiled, urgent_lane=options.urgent_lane
             )
-        import torch
-
+        from kvtier_gpu.engines.copy_lane import CopySides
+        from kvtier_gpu.engines.copy_paths import CopyPath
         from kvtier_gpu.engines.cuda import CudaEngine
-        from kvtier_gpu.engines.gather import group_tensors
+        from kvtier_gpu.engines.device import TorchDevice
+        from kvtier_gpu.engines.group_tensors import group_tensors
         from kvtier_gpu.engines.pinned_region import RowSlices
 
         groups = group_tensors(context.geometry, tables, tensors)
         slices = RowSlices(rows.row_bytes, context.geometry.slices(context.worker))
-        engine = CudaEngine(region, slices, groups, device, options.urgent_lane)
-        engine.compute_stream = torch.cuda.current_stream(device)
-        return engine
+        cuda, factor = self._cuda or TorchDevice(device), context.geometry.factor
+        sides = CopySides(cuda, groups, region, slices, factor, batch=None)
+        wanted = None if options.cuda_copies == "fastest" else CopyPath(options.cuda_copies)
+        return CudaEngine(sides, wanted, context.clock, urgent_lane=options.urgent_lane)
 
-    def follow(self, stream: torch.cuda.Stream) -> None:
-        """Let copies wait for this compute stream from now on; the current stream at `open` until then."""
-        from kvtier_gpu.engines.cuda import CudaEngine
+    @property
+    def beside_engine(self) -> bool:
+        """True while it is open over tensors on a device."""
+        return self._open is not None and not isinstance(self._open.engine, HostMemoryEngine)
 
-        if self._open is not None and isinstance(self._open.engine, CudaEngine):
-            self._open.engine.compute_stream = stream
+    def fence(self) -> None:
+        """Copies of jobs that are submitted from now on begin after the work that the calling thread gave its stream.
+
+        Before a job, from the thread whose stream computes its GPU blocks or uses them. Until it is first called, the
+        stream counts that was current at `open`, as it is when a copy is submitted. Does nothing in host memory.
+        """
+        if self._open is not None:
+            self._open.engine.fence()
 
     def store(self, job: TransferJob) -> Coroutine[Any, Any, JobResult]:
-        """Copy the job's rows into its GPU blocks: STORED for each block, failed(errno) if the device refused.
+        """Copy the job's rows into its GPU blocks: STORED for each block, failed(errno) if the device refused it.
+
+        Once the device takes no copies any more, as after an illegal access of any kernel, every block is dropped as
+        `tier_down`, here and in `load`.
 
         Raises UsageError before any byte moves if the job names what is not there. Ends only when none of its copies is
         in flight, also when cancelled; then every row's use is ended.
@@ -163,10 +186,10 @@ class GPUBackend(LoadStore):
         return self._run(job, Direction.TO_GPU, STORED)
 
     def load(self, job: TransferJob) -> Coroutine[Any, Any, JobResult]:
-        """Copy the job's GPU blocks into its rows: LOADED for each block, failed(errno) if the device refused.
+        """Copy the job's GPU blocks into its rows: LOADED for each block, failed(errno) if the device refused it.
 
-        Blocks whose runs cover every sub-block are stamped with their generation once all bytes have landed. Raises
-        and ends as `store` does; a cancelled load stamps nothing.
+        Blocks whose runs cover every sub-block are stamped with their generation once all their bytes have landed.
+        Raises and ends as `store` does; a cancelled load stamps nothing.
         """
         return self._run(job, Direction.TO_ROWS, LOADED)
 
@@ -198,31 +221,43 @@ class GPUBackend(LoadStore):
         opened.running.add(task)
         try:
             async with nullcontext() if job.urgent else opened.room:
-                if self._open is not opened:
-                    return JobResult.uniform(job, dropped(DropReason.CLOSING))
-                error = await _start_copy(opened.engine, plan, direction, job.urgent)
-            if error is None:
-                for rows, generations in stamps:
-                    opened.rows.stamp(worker, rows, generations)
+                if self._open is not opened or opened.lost:
+                    reason = DropReason.CLOSING if self._open is not opened else DropReason.TIER_DOWN
+                    return JobResult.uniform(job, dropped(reason))
+                failure = await _start_copy(opened.engine, plan, direction, job.urgent)
+            missed = _rows_missed(plan, failure) if failure is not None else frozenset()
+            for rows, generations in stamps if not missed else _others(stamps, missed):
+                opened.rows.stamp(worker, rows, generations)
         finally:
             try:
                 opened.rows.end_use(worker, plan.rows)
             finally:
                 opened.running.discard(task)
-        if error is not None:
-            return self._failure(job, error)
-        outcomes = tuple([(success,) * len(group.keys) for group in job.groups])
-        return JobResult(job.job_id, outcomes, plan.nbytes, opened.context.clock() - started)
+        seconds = opened.context.clock() - started
+        if failure is None:
+            outcomes = tuple([(success,) * len(group.keys) for group in job.groups])
+            return JobResult(job.job_id, outcomes, plan.nbytes, seconds)
+        refused = self._refused(opened, failure)
+        of_rows = [group.rows.tolist() for group in job.gpu_groups]
+        outcomes = tuple([tuple([refused if row in missed else success for row in rows]) for rows in of_rows])
+        return JobResult(job.job_id, outcomes, _bytes_of_others(plan, missed), seconds)
 
-    def _failure(self, job: TransferJob, error: Exception) -> JobResult:
+    def _refused(self, opened: _Open, failure: CopyFailure) -> BlockOutcome:
+        """The outcome of blocks that were not copied, and a line in the log: one for a device that is lost, in all."""
         import torch
 
+        error = failure.error
         if isinstance(error, UsageError):
             raise error
         self.copy_errors += 1
-        _log.warning("a GPU copy failed: %s: %s", type(error).__name__, error)
+        what = f"{type(error).__name__}: {error}"
+        if failure.lasting and not opened.lost:
+            _log.error("the GPU tier is out of use: its device takes no copies any more (%s)", what)
+        elif not failure.lasting:
+            _log.warning("a GPU copy failed: %s", what)
+        opened.lost = opened.lost or failure.lasting
         memory = isinstance(error, MemoryError | torch.cuda.OutOfMemoryError)
-        return JobResult.uniform(job, failed(errno.ENOMEM if memory else errno.EIO))
+        return failed(errno.ENOMEM if memory else errno.EIO)
 
 
 def _flat(rows: Rows, row_bytes_needed: int) -> npt.NDArray[np.uint8]:
@@ -235,8 +270,12 @@ def _flat(rows: Rows, row_bytes_needed: int) -> npt.NDArray[np.uint8]:
     return view.reshape(-1)
 
 
-def _stamps(job: TransferJob, factor: int) -> tuple[tuple[IntArray, IntArray], ...]:
-    """For each group the rows a load fills whole, and the generations they were issued with."""
+Stamps = tuple[tuple[IntArray, IntArray], ...]
+"""For each group rows, and the generations to stamp them with."""
+
+
+def _stamps(job: TransferJob, factor: int) -> Stamps:
+    """The rows that a load fills whole, with the generations they were issued with."""
     stamps = []
     for transfer in job.gpu_groups:
         count = len(transfer.keys)
@@ -247,19 +286,39 @@ def _stamps(job: TransferJob, factor: int) -> tuple[tuple[IntArray, IntArray], .
     return tuple(stamps)
 
 
+def _rows_missed(plan: CopyPlan, failure: CopyFailure) -> frozenset[int]:
+    """The rows of a plan that the failure of its copy concerns."""
+    return frozenset((plan.rows if failure.rows is None else failure.rows).tolist())
+
+
+def _others(stamps: Stamps, missed: frozenset[int]) -> Stamps:
+    """The stamps of other rows."""
+    landed = [np.array([row not in missed for row in rows.tolist()], dtype=np.bool_) for rows, _ in stamps]
+    return tuple([(rows[good], made[good]) for (rows, made), good in zip(stamps, landed, strict=True)])
+
+
+def _bytes_of_others(plan: CopyPlan, missed: frozenset[int]) -> int:
+    """The bytes of a plan that lie in other rows."""
+    total = 0
+    for pages in plan.groups:
+        rows = (pages.row_offsets // plan.row_bytes).tolist()
+        total += sum([row not in missed for row in rows]) * pages.table.page_bytes
+    return total
+
+
 def _start_copy(
     engine: CopyEngine, plan: CopyPlan, direction: Direction, urgent: bool
-) -> Coroutine[Any, Any, Exception | None]:
-    """Submit a plan. The result is awaited for the engine's error; it ends only when every copy has, also if cancelled.
+) -> Coroutine[Any, Any, CopyFailure | None]:
+    """Submit a plan. The result is awaited for what failed; it ends only when every copy has, also if cancelled.
 
     The engine completes a plan on a thread of its own. A loop that is closed by then has no waiter left.
     """
     loop = asyncio.get_running_loop()
-    landed: asyncio.Future[Exception | None] = loop.create_future()
+    landed: asyncio.Future[CopyFailure | None] = loop.create_future()
 
-    def done(error: Exception | None) -> None:
+    def done(failure: CopyFailure | None) -> None:
         if not loop.is_closed():
-            loop.call_soon_threadsafe(_land, landed, error)
+            loop.call_soon_threadsafe(_land, landed, failure)
 
     waiting = shielded_wait(landed)  # made before: nothing may fail once the copy is in flight
     try:
@@ -270,13 +329,13 @@ def _start_copy(
     return waiting
 
 
-def _land(landed: asyncio.Future[Exception | None], error: Exception | None) -> None:
+def _land(landed: asyncio.Future[CopyFailure | None], failure: CopyFailure | None) -> None:
     """In the loop: the copy has ended. Its job waits for this, so it is tried until it succeeds."""
     said = False
     while not said:
         try:
             if not landed.done():  # an engine that could not call back calls again
-                landed.set_result(error)
+                landed.set_result(failure)
             said = True
         except MemoryError:
             continue

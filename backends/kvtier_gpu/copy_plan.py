@@ -77,11 +77,20 @@ class GroupPages:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyPlan:
-    """Everything one job moves on one worker: the pages of each group, the rows they lie in (each once), the bytes."""
+    """Everything one job moves on one worker: the pages of each group, the rows they lie in (each once), the bytes.
+
+    `row_bytes` is the distance from row to row.
+    """
 
     groups: tuple[GroupPages, ...]
     rows: IntArray
     nbytes: int
+    row_bytes: int
+
+    def of(self, groups: Sequence[GroupPages]) -> CopyPlan:
+        """These pages of it alone. The rows stay those of all."""
+        nbytes = sum([len(pages.gpu_blocks) * pages.table.page_bytes for pages in groups])
+        return CopyPlan(tuple(groups), self.rows, nbytes, self.row_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +114,12 @@ def plan_job(job: TransferJob, tables: Sequence[GroupTable], shape: RegionShape,
     rows = np.concatenate([transfer.rows for transfer in transfers], dtype=np.int64) if transfers else NO_IDS
     if len(set(rows.tolist())) != len(rows):
         raise UsageError(f"job {job.job_id} names a row twice")
-    return CopyPlan(groups, rows, nbytes)
+    return CopyPlan(groups, rows, nbytes, shape.row_bytes)
+
+
+def rows_of(part: Sequence[GroupPages], row_bytes: int) -> IntArray:
+    """The rows that pages lie in, each once."""
+    return distinct(np.concatenate([NO_IDS, *(pages.row_offsets // row_bytes for pages in part)]))
 
 
 def _plan_group(transfer: GPUGroup, tables: Sequence[GroupTable], shape: RegionShape, to_gpu: bool) -> GroupPages:
@@ -163,20 +177,25 @@ class Extents:
         return Extents(self.gpu[chosen], self.region[chosen], self.lengths[chosen])
 
 
-def extents(pages: GroupPages) -> Extents:
-    """The bytes of pages, page by page and reference by reference, neighbours on both sides merged."""
+def extents(pages: GroupPages, row_bytes: int = 0) -> Extents:
+    """The bytes of pages, page by page and reference by reference, merged as `merge` does."""
     table = pages.table
     gpu = (pages.gpu_blocks[:, None] * table.strides + table.addresses).ravel()
     region = (pages.row_offsets[:, None] + table.offsets).ravel()
-    return merge(Extents(gpu, region, np.tile(table.lengths, len(pages.gpu_blocks))))
+    return merge(Extents(gpu, region, np.tile(table.lengths, len(pages.gpu_blocks))), row_bytes)
 
 
-def merge(found: Extents) -> Extents:
-    """Join each extent to its predecessor where the two follow each other on both sides."""
+def merge(found: Extents, row_bytes: int = 0) -> Extents:
+    """Join each extent to its predecessor where the two follow each other on both sides.
+
+    With `row_bytes` no extent reaches from one row into the next.
+    """
     if len(found.gpu) < 2:
         return found
     lengths = found.lengths[:-1]
     follows = (found.gpu[:-1] + lengths == found.gpu[1:]) & (found.region[:-1] + lengths == found.region[1:])
+    if row_bytes:
+        follows &= found.region[1:] % row_bytes != 0
     heads = np.flatnonzero(np.concatenate(([True], ~follows)))
     return Extents(found.gpu[heads], found.region[heads], np.add.reduceat(found.lengths, heads))
 

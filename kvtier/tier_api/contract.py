@@ -12,7 +12,7 @@ There are two kinds of tier below the CPU:
   implements `AnswersLookups` and `Resettable`.
 
 Other abilities are optional protocols, recognized by the presence of their methods: `ProbesAlignment`, `Resettable`,
-`ProvidesRows` and `JoinsRows` here, `DryRuns` in `kvtier.tier_api.registry`, and `Inspects`
+`FencesCopies`, `ProvidesRows` and `JoinsRows` here, `DryRuns` in `kvtier.tier_api.registry`, and `Inspects`
 and `InspectsServers` in `kvtier.tier_api.inspection`.
 
 `kvtier.testing.conformance` holds a tier to all of this; `tests/conformance/example_backend` is a small whole tier.
@@ -141,6 +141,21 @@ class Resettable(Protocol):
 
     async def reset(self, epoch: int) -> None:
         """Make every block stored under an earlier epoch of this namespace unreachable, durably."""
+
+
+@runtime_checkable
+class FencesCopies(Protocol):
+    """A tier that may copy the engine's GPU blocks beside the engine's own work on a device."""
+
+    @property
+    def beside_engine(self) -> bool:
+        """Whether it does so, now that it is open. Nothing needs a fence in host memory."""
+
+    def fence(self) -> None:
+        """Copies that are submitted from now on begin after the work that the calling thread gave its stream so far.
+
+        From any thread. Never raises because of the device, and waits for nothing.
+        """
 
 
 @runtime_checkable

@@ -1,12 +1,19 @@
 """The contract of a copy engine: it takes plans and calls back once when the last byte of a plan has landed."""
 
+from __future__ import annotations
+
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
-from kvtier_gpu.copy_plan import CopyPlan
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.types.arrays import IntArray
+from kvtier_gpu.copy_plan import CopyPlan, Extents
 
 _log = logging.getLogger(__name__)
 
@@ -18,19 +25,50 @@ class Direction(StrEnum):
     TO_GPU = "to_gpu"
 
 
-Done = Callable[[Exception | None], None]
+Bytes = npt.NDArray[np.uint8]
+
+
+def sides(found: Extents, region: Bytes, direction: Direction) -> tuple[IntArray, IntArray]:
+    """The addresses (to, from) of extents, given the region as one run of bytes."""
+    rows = found.region + region.ctypes.data
+    return (rows, found.gpu) if direction is Direction.TO_ROWS else (found.gpu, rows)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyFailure:
+    """Why bytes of a plan may not be where they belong.
+
+    `rows` are the rows concerned; None: any row of the plan. `lasting`: the device takes no copy any more.
+    """
+
+    error: Exception
+    rows: IntArray | None = None
+    lasting: bool = False
+
+
+def joined(failures: Sequence[CopyFailure]) -> CopyFailure | None:
+    """The failures of the parts of a plan as one, with the first one's error; None if there is none."""
+    if len(failures) < 2:
+        return failures[0] if failures else None
+    rows = [failure.rows for failure in failures if failure.rows is not None]
+    known = len(rows) == len(failures)
+    lasting = any(failure.lasting for failure in failures)
+    return CopyFailure(failures[0].error, np.concatenate(rows) if known else None, lasting)
+
+
+Done = Callable[[CopyFailure | None], None]
 """Called for each submitted plan, from any thread, after every copy of it has ended; again if it raised."""
 
 CALLS_MAX = 100
 CALL_AGAIN_SECONDS = 0.02
 
 
-def call_back(done: Done, error: Exception | None) -> None:
+def call_back(done: Done, failure: CopyFailure | None) -> None:
     """Say that a plan has ended. There may be no memory for it: then say it again, or its job would wait for ever."""
     calls = 0
     while calls < CALLS_MAX:
         try:
-            done(error)
+            done(failure)
             return
         except Exception:
             calls += 1
@@ -54,8 +92,16 @@ class CopyEngine(ABC):
         """
 
     @abstractmethod
+    def fence(self) -> None:
+        """Copies that are submitted from now on begin after the work that the calling thread's stream was given so far.
+
+        Until the first fence that is the work of the stream that was current when the engine was made, at submission.
+        From any thread; never raises because of the device.
+        """
+
+    @abstractmethod
     def submit(self, plan: CopyPlan, direction: Direction, done: Done, urgent: bool = False) -> None:
-        """Begin a copy and return at once. `done(None)` means every byte has landed; with an error some may have.
+        """Begin a copy and return at once. `done(None)` means every byte has landed; with a failure some may have.
 
         An urgent copy to the GPU waits for no other one, if the engine was made with a lane for those.
         """

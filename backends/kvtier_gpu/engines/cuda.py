@@ -1,73 +1,89 @@
-"""Copies between CUDA memory and the region, each direction on a stream of its own.
+"""Copies between CUDA memory and the region, on streams of their own: one for each direction, one for urgent loads.
 
-A copy must run after the work that the compute stream had been given when the copy was submitted: towards the rows
+A copy must run after the work that the compute stream had been given when the copy was asked for: towards the rows
 because that work computes the pages, towards the GPU because it may still read or zero them. Two threads serve a
-direction: one issues copies, the other waits for their events. So several copies are in flight, and the event loop's
-thread never waits for the device.
+stream: one issues copies, the other waits for their events. So several copies are in flight, and the event loop's
+thread never waits for the device. How bytes move is in `plan_copier`.
 """
+
+from __future__ import annotations
 
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
-from typing import cast
-
-import numpy as np
-import numpy.typing as npt
-import torch
 
 from kvtier.errors import ResourceError
-from kvtier_gpu.copy_plan import CopyPlan, split
-from kvtier_gpu.engines.contract import CALL_AGAIN_SECONDS, CALLS_MAX, CopyEngine, Direction, Done
-from kvtier_gpu.engines.gather import STAGING_BYTES, GatherCopier, GroupTensors, staging_bytes
-from kvtier_gpu.engines.pinned_region import PinnedRegion, RowSlices, Runtime
+from kvtier_gpu.copy_plan import CopyPlan
+from kvtier_gpu.engines.batch_copy import BatchCopy
+from kvtier_gpu.engines.contract import (
+    CALL_AGAIN_SECONDS,
+    CALLS_MAX,
+    CopyEngine,
+    CopyFailure,
+    Direction,
+    Done,
+    call_back,
+    joined,
+)
+from kvtier_gpu.engines.copy_lane import CopyLane, CopySides
+from kvtier_gpu.engines.copy_paths import CopyPath
+from kvtier_gpu.engines.device import CudaDevice, DeviceEvent, DeviceStream
+from kvtier_gpu.engines.fences import Fences
+from kvtier_gpu.engines.path_trial import ChosenPaths, choose_paths
+from kvtier_gpu.engines.pinned_region import PinnedRegion
+from kvtier_gpu.engines.plan_copier import STAGING_BYTES, URGENT_STAGING_BYTES, PlanCopier
+
+BATCH_CAPABILITY_MAX = 9
+"""Up to this compute capability the driver's call is used unasked. Peers have seen it crash on newer devices."""
 
 _log = logging.getLogger(__name__)
-_NOT_ISSUED = RuntimeError("the copies could not be issued")
+_NOT_ISSUED = CopyFailure(RuntimeError("the copies could not be issued"))
 
 
 @dataclass(slots=True)
 class _Copy:
-    """A plan on its way through a stream. `computed`: the event that says that what it copies has been computed.
+    """A plan on its way through a stream. `computed`: the events that say that what it copies has been computed.
 
-    `plan` is there until it is issued, `ended` is the event that ends its copies, `error` why not all were issued.
+    `plan` is there until it is issued, `ended` is the event that ends its copies, `failures` why not all were issued.
     """
 
     plan: CopyPlan | None
-    computed: torch.cuda.Event
+    computed: Sequence[DeviceEvent]
     done: Done
-    ended: torch.cuda.Event | None = None
-    error: Exception | None = _NOT_ISSUED
+    ended: DeviceEvent | None = None
+    failures: list[CopyFailure] = field(default_factory=lambda: [_NOT_ISSUED])
 
 
 class _CopyStream:
-    """The stream of one direction: its staging, a thread that issues copies and a thread that waits for them."""
+    """A stream of one direction: a thread that issues copies and a thread that waits for them."""
 
-    def __init__(self, direction: Direction, device: torch.device) -> None:
+    def __init__(self, name: str, direction: Direction, device: CudaDevice) -> None:
         self._direction = direction
         self._device = device
         self._requests: SimpleQueue[_Copy | None] = SimpleQueue()
         self._issued: SimpleQueue[_Copy | None] = SimpleQueue()
         self._threads = [
-            threading.Thread(target=target, name=f"kvtier-{direction}-{part}", daemon=True)
+            threading.Thread(target=target, name=f"kvtier-{name}-{part}", daemon=True)
             for target, part in ((self._issue_all, "issue"), (self._wait_all, "wait"))
         ]
 
-    def prepare(self, groups: Sequence[GroupTensors], region: torch.Tensor) -> None:
-        """Make the stream and its staging. The caller is on the engine's device."""
-        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):
-            staging = torch.empty(staging_bytes(groups), dtype=torch.uint8, device=self._device)
-        self._copier: GatherCopier | None = GatherCopier(groups, region, staging)
+    def prepare(self, sides: CopySides, paths: Sequence[CopyPath], *, urgent: bool) -> None:
+        """Make the stream and its staging. Raises RuntimeError if the device has no room."""
+        self._stream: DeviceStream = self._device.new_stream(urgent)
+        with self._device.entered(self._stream):
+            staging = URGENT_STAGING_BYTES if urgent else STAGING_BYTES
+            lane = CopyLane(sides, self._stream, self._direction)
+            self._copier: PlanCopier | None = PlanCopier(lane, paths, staging)
 
     def start(self) -> None:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, plan: CopyPlan, computed: torch.cuda.Event, done: Done) -> None:
+    def submit(self, plan: CopyPlan, computed: Sequence[DeviceEvent], done: Done) -> None:
         self._requests.put(_Copy(plan, computed, done))
 
     def stop(self, timeout_seconds: float) -> bool:
@@ -79,6 +95,14 @@ class _CopyStream:
             self._copier = None
         return ended
 
+    def failure(self, failure: CopyFailure) -> CopyFailure:
+        """A failure with the answer to whether the device is in error for good: it refuses everything then."""
+        try:
+            self._stream.query()
+        except RuntimeError:
+            return replace(failure, lasting=True)
+        return failure
+
     def _issue_all(self) -> None:
         try:
             with self._entered():
@@ -89,8 +113,7 @@ class _CopyStream:
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
-        # inference mode is a thread's own; in it both normal and inference tensors may be written
-        with torch.inference_mode(), torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        with self._device.entered(self._stream):
             yield
 
     def _enter_and_issue(self, copy: _Copy | None) -> None:
@@ -99,7 +122,7 @@ class _CopyStream:
                 self._issue(copy)
         except Exception as refusal:
             if copy is not None:
-                copy.error = refusal.with_traceback(None)
+                copy.failures = [CopyFailure(refusal.with_traceback(None))]
             self._issued.put(copy)
 
     def _issue(self, copy: _Copy | None) -> None:
@@ -108,19 +131,18 @@ class _CopyStream:
             plan, copy.plan = copy.plan, None
             try:
                 self._copy(plan, copy)
-            except Exception as failure:
-                copy.error = failure.with_traceback(None)
+            except Exception as refusal:
+                copy.failures = [CopyFailure(refusal.with_traceback(None))]
         self._issued.put(copy)
 
     def _copy(self, plan: CopyPlan, copy: _Copy) -> None:
         assert self._copier is not None
-        self._stream.wait_event(copy.computed)
-        for part in split(plan, STAGING_BYTES):
-            for pages in part:
-                self._copier.copy(pages, self._direction)
-        ended = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        for computed in copy.computed:
+            self._stream.wait_event(computed)
+        failures = self._copier.issue(plan)
+        ended = self._device.new_event(blocking=True)
         ended.record(self._stream)
-        copy.ended, copy.error = ended, None
+        copy.ended, copy.failures = ended, failures
 
     def _wait_all(self) -> None:
         _take_each(self._issued, self._wait)
@@ -130,9 +152,10 @@ class _CopyStream:
             return
         try:
             (copy.ended or self._stream).synchronize()  # without an event, part of the plan may have been issued
-        except Exception as failure:  # a device in error ends every copy; the job must end with an outcome
-            copy.error = copy.error or failure.with_traceback(None)
-        copy.done(copy.error)
+        except RuntimeError as refusal:  # a device in error ends every copy; the job must end with an outcome
+            copy.failures = [CopyFailure(refusal.with_traceback(None))]
+        failure = joined(copy.failures)
+        copy.done(failure if failure is None else self.failure(failure))
 
 
 def _take_each(copies: SimpleQueue[_Copy | None], step: Callable[[_Copy | None], None]) -> None:
@@ -161,60 +184,91 @@ def _take_each(copies: SimpleQueue[_Copy | None], step: Callable[[_Copy | None],
 class CudaEngine(CopyEngine):
     """Copies between KV tensors of one CUDA device and the region.
 
-    With `urgent_lane` urgent copies to the GPU have a stream, threads and staging of their own.
+    `wanted` is the path that is taken wherever it works; None: the fastest for each group. With `urgent_lane` urgent
+    copies to the GPU have a stream, threads and staging of their own. The current stream of the thread that makes it
+    computes what is copied, until the first fence.
     """
 
     def __init__(
-        self,
-        region: npt.NDArray[np.uint8],
-        rows: RowSlices,
-        groups: Sequence[GroupTensors],
-        device: torch.device,
-        urgent_lane: bool = False,
+        self, sides: CopySides, wanted: CopyPath | None, clock: Callable[[], float], *, urgent_lane: bool = False
     ) -> None:
-        self._region: npt.NDArray[np.uint8] | None = region
-        self._rows = rows
-        self._groups = tuple(groups)
-        self._device = device
-        self._streams = {(direction, False): _CopyStream(direction, device) for direction in Direction}
-        if urgent_lane:
-            self._streams[Direction.TO_GPU, True] = _CopyStream(Direction.TO_GPU, device)
+        self._sides: CopySides | None = sides
+        self._device = sides.device
+        self._wanted = wanted
+        self._clock = clock
+        self._streams = {direction: _CopyStream(direction, direction, sides.device) for direction in Direction}
+        self._urgent = _CopyStream("urgent", Direction.TO_GPU, sides.device) if urgent_lane else None
+        self._all = [*self._streams.values(), *filter(None, [self._urgent])]
         self._pinned: PinnedRegion | None = None
-        self.compute_stream: torch.cuda.Stream | None = None
+        self._fences = Fences(sides.device)
 
     def start(self) -> tuple[str, ...]:
-        assert self._region is not None
-        notes: tuple[str, ...] = ()
-        with torch.cuda.device(self._device):
-            runtime = cast(Runtime, torch.cuda.cudart())  # type: ignore[no-untyped-call]
-            self._pinned = PinnedRegion(runtime, self._region, self._rows)
+        assert self._sides is not None
+        device, region = self._device, self._sides.region
+        with device.entered(device.current_stream()):
+            self._pinned = PinnedRegion(device.runtime(), region, self._sides.rows)
             error = self._pinned.pin()
-            if error:
-                notes = (f"the region is not pinned (CUDA error {error}): copies are slower and not asynchronous",)
-            region = torch.from_numpy(self._region)
+            notes = [f"the region is not pinned (CUDA error {error}): copies are slow and synchronous"] if error else []
+            batch = self._batch()
+            if isinstance(batch, str):
+                notes.append(f"cuMemcpyBatchAsync is not used: {batch}")
+                batch = None
             try:
-                for stream in self._streams.values():
-                    stream.prepare(self._groups, region)
+                chosen = self._prepare(replace(self._sides, batch=None if error else batch), pinned=not error)
             except RuntimeError as refusal:
                 self._pinned.unpin()
-                raise ResourceError(f"{self._device} has no room for streams and staging: {refusal}") from refusal
-        for stream in self._streams.values():
+                raise ResourceError(f"{device} has no room for streams and staging: {refusal}") from refusal
+        for stream in self._all:
             stream.start()
-        self.mode = f"{self._device}, {len(self._streams)} streams, {'pageable' if error else 'pinned'} rows"
-        return notes
+        ways = "; ".join(f"{direction} by {_named(paths)}" for direction, paths in chosen.paths.items())
+        self.mode = f"{device}, {len(self._all)} streams, {'pageable' if error else 'pinned'} rows; {ways}"
+        return (*notes, *chosen.notes)
+
+    def _batch(self) -> BatchCopy | str | None:
+        """The driver's call for many copies; None where another path is wanted, a text that says why it is not used."""
+        if self._wanted not in (None, CopyPath.BATCH):
+            return None
+        found = self._device.batch_function()
+        if isinstance(found, str):
+            return found
+        if self._wanted is None and self._device.capability() > BATCH_CAPABILITY_MAX:
+            return f"it has crashed on devices as new as {self._device}; `cuda_copies: batch` uses it all the same"
+        return BatchCopy(found)
+
+    def _prepare(self, sides: CopySides, *, pinned: bool) -> ChosenPaths:
+        """Choose the paths and make the streams. Raises RuntimeError if the device has no room."""
+        chosen = choose_paths(sides, self._wanted, self._clock, pinned=pinned)
+        sides = replace(sides, batch=sides.batch if chosen.batch else None)
+        for direction, stream in self._streams.items():
+            stream.prepare(sides, chosen.paths[direction], urgent=False)
+        if self._urgent is not None:
+            self._urgent.prepare(sides, chosen.paths[Direction.TO_GPU], urgent=True)
+        return chosen
+
+    def fence(self) -> None:
+        self._fences.add()
 
     def submit(self, plan: CopyPlan, direction: Direction, done: Done, urgent: bool = False) -> None:
-        computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        computed.record(self.compute_stream or torch.cuda.current_stream(self._device))
-        lane = direction, urgent and (direction, True) in self._streams
-        self._streams[lane].submit(plan, computed, done)
+        stream = self._streams[direction]
+        if urgent and direction is Direction.TO_GPU and self._urgent is not None:
+            stream = self._urgent
+        try:
+            computed = self._fences.events()
+        except RuntimeError as refusal:
+            call_back(done, stream.failure(CopyFailure(refusal.with_traceback(None))))
+        else:
+            stream.submit(plan, computed, done)
 
     def stop(self, timeout_seconds: float) -> bool:
-        stopped = [stream.stop(timeout_seconds) for stream in self._streams.values()]
+        stopped = [stream.stop(timeout_seconds) for stream in self._all]
         ended = all(stopped)
         if ended:
             if self._pinned is not None:
                 self._pinned.unpin()
-            self._region = None
-            self._groups = ()
+            self._sides = None
         return ended
+
+
+def _named(paths: Sequence[CopyPath]) -> str:
+    """The paths of the groups in one direction, each once."""
+    return " and ".join(dict.fromkeys(paths))

@@ -23,9 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import UsageError
-from kvtier.types.arrays import IntArray
-from kvtier_gpu.copy_plan import CopyPlan, Extents, GatherBatch, GroupPages, batches, extents, split
-from kvtier_gpu.engines.contract import CopyEngine, Direction, Done, call_back
+from kvtier_gpu.copy_plan import CopyPlan, Extents, GatherBatch, GroupPages, batches, extents, rows_of, split
+from kvtier_gpu.engines.contract import Bytes, CopyEngine, CopyFailure, Direction, Done, call_back, joined, sides
 from kvtier_gpu.engines.native_copy import CopyScattered
 from kvtier_gpu.kv_tensors import KVTensor
 
@@ -47,9 +46,6 @@ MIN_PIECES = 512
 PART_BYTES_MIN = 256 << 10
 PART_BYTES_MAX = 8 << 20
 
-Bytes = npt.NDArray[np.uint8]
-_Queue = SimpleQueue[tuple[tuple[GroupPages, ...], Direction, Done] | None]
-
 
 def _window(low: int, end: int) -> Bytes:
     """The memory from address `low` to `end` as bytes. Only addresses a plan computed are ever touched."""
@@ -61,29 +57,37 @@ def _pieces(memory: Bytes, length: int) -> npt.NDArray[np.void]:
     return np.ndarray((memory.size - length + 1,), np.dtype((np.void, length)), buffer=memory, strides=(1,))
 
 
-def _sides(found: Extents, region: Bytes, direction: Direction) -> tuple[IntArray, IntArray]:
-    """The addresses (to, from) of extents."""
-    rows = found.region + region.ctypes.data
-    return (rows, found.gpu) if direction is Direction.TO_ROWS else (found.gpu, rows)
+_CopyPart = tuple[tuple[GroupPages, ...], Direction, int, Done]
+"""A part of a plan on its way to a thread: pages, direction, distance from row to row."""
+_Queue = SimpleQueue[_CopyPart | None]
+
+
+def _failure(part: _CopyPart, error: Exception) -> CopyFailure:
+    """What an error that ended a part means."""
+    try:
+        return CopyFailure(error, rows_of(part[0], part[2]))
+    except MemoryError:
+        return CopyFailure(error)
 
 
 class _Countdown:
-    """Waits for the parts of a plan and completes it, with the first error. A part may be said to be done again."""
+    """Waits for the parts of a plan and completes it, with what failed. A part may be said to be done again."""
 
     def __init__(self, parts: int, done: Done) -> None:
         self._left = set(range(parts))
         self._done = done
-        self._error: Exception | None = None
+        self._failures: dict[int, CopyFailure] = {}
         self._lock = threading.Lock()
 
-    def part_done(self, part: int, error: Exception | None) -> None:
+    def part_done(self, part: int, failure: CopyFailure | None) -> None:
         """One part has ended. From any thread."""
         with self._lock:
-            self._error = self._error or error
+            if failure is not None:
+                self._failures[part] = failure
             self._left.discard(part)
             last = not self._left
         if last:
-            self._done(self._error)
+            self._done(joined(list(self._failures.values())))
 
 
 class HostMemoryEngine(CopyEngine):
@@ -128,6 +132,9 @@ class HostMemoryEngine(CopyEngine):
         self.mode = f"{threads}, compiled copies" if self._compiled else threads
         return ()
 
+    def fence(self) -> None:
+        """Nothing: what computes in host memory has written it before it asks for a copy."""
+
     def submit(self, plan: CopyPlan, direction: Direction, done: Done, urgent: bool = False) -> None:
         if os.getpid() != self._pid:
             raise UsageError("the GPU tier was opened by another process; open it after the fork")
@@ -141,10 +148,10 @@ class HostMemoryEngine(CopyEngine):
         begun = 0
         try:
             for begun, part in enumerate(parts):
-                queue.put((part, direction, ends[begun]))
+                queue.put((part, direction, plan.row_bytes, ends[begun]))
         except Exception as error:  # such as no memory for the queue: the parts before are in flight
             for end in ends[begun:]:
-                call_back(end, error)
+                call_back(end, CopyFailure(error))
         if not parts:
             done(None)
 
@@ -168,7 +175,7 @@ class HostMemoryEngine(CopyEngine):
         while not ended:
             try:
                 if work is not None:
-                    call_back(work[2], error)
+                    call_back(work[3], None if error is None else _failure(work, error))
                 work = error = None  # nothing is kept while the thread waits
                 work = queue.get()
                 if work is not None:
@@ -184,7 +191,7 @@ class HostMemoryEngine(CopyEngine):
         for pages in part:
             found = extents(pages)
             if self._compiled is not None:
-                self._compiled(*_sides(found, region, direction), found.lengths)
+                self._compiled(*sides(found, region, direction), found.lengths)
                 continue
             long = found.lengths >= MEMMOVE_BYTES
             self._call_each(found.select(long), region, direction, patient=True)
@@ -210,7 +217,7 @@ class HostMemoryEngine(CopyEngine):
 
     def _call_each(self, found: Extents, region: Bytes, direction: Direction, patient: bool) -> int:
         """Copy extents by a call each. Returns how many: all, or, unless patient, those before calls had to wait."""
-        targets, sources = _sides(found, region, direction)
+        targets, sources = sides(found, region, direction)
         calls = zip(targets.tolist(), sources.tolist(), found.lengths.tolist(), strict=True)
         waits, clock, memmove = 0, self._clock, ctypes.memmove
         before = clock()

@@ -18,8 +18,9 @@ from kvtier.errors import ConfigError, GeometryError, UsageError
 from kvtier.tier_api.contract import AnswersLookups, TierContext
 from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier.types.gpu_runs import GPURuns
-from kvtier.types.jobs import DropReason, TransferJob, dropped, failed
+from kvtier.types.jobs import LOADED, DropReason, TransferJob, dropped, failed
 from kvtier_gpu import GPUBackend, GPUOptions
+from kvtier_gpu.copy_plan import GroupPages
 from kvtier_gpu.engines import native_copy
 from kvtier_gpu.engines.host_memory import HostMemoryEngine
 from kvtier_gpu.engines.pinned_region import PAGE_BYTES, PIECE_BYTES, PIECES_MAX, PinnedRegion, RowSlices
@@ -180,6 +181,29 @@ async def test_a_copy_that_fails_is_an_outcome_and_stamps_nothing(
     monkeypatch.undo()
     assert (await tier.load(WORK)).ok
     await tier.close()
+
+
+async def test_a_part_that_fails_fails_its_own_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four blocks of 300 KiB on four threads: a part for each."""
+    page, copy = 300 << 10, HostMemoryEngine._copy
+    geometry = Geometry(KVLayout((GroupLayout((TensorRef(0, page),)),)))
+    worker, rows = make_worker(geometry, 4, "plain", np.random.default_rng(2)), MmapRows(geometry, 4)
+
+    def fails(engine: HostMemoryEngine, part: tuple[GroupPages, ...], *arguments: object) -> None:
+        if 2 in part[0].row_offsets // page:
+            raise OSError("no copy")
+        copy(engine, part, *arguments)
+
+    monkeypatch.setattr(HostMemoryEngine, "_copy", fails)
+    tier = GPUBackend(GPUOptions(copy_threads=4))
+    await tier.open(context(geometry, worker.tensors, rows))
+    result = await tier.load(job(transfer(0, GPURuns.whole(range(4)), [3, 2, 1, 0], generation=9)))
+    assert result.outcomes == ((LOADED, failed(errno.EIO), LOADED, LOADED),)
+    assert result.bytes_moved == 3 * page
+    assert rows.stamps[0].tolist() == [9, 9, 0, 9]
+    assert rows.uses[0].tolist() == [1] * 4
+    await tier.close()
+    rows.close()
 
 
 @pytest.mark.parametrize(

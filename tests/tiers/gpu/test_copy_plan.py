@@ -159,8 +159,8 @@ def test_parts_hold_every_page_once_and_stay_within_their_size(
     first: list[tuple[int, int]], second: list[tuple[int, int]], max_bytes: int
 ) -> None:
     groups = (group_pages(0, first), group_pages(1, second))
-    plan = CopyPlan(groups, int_array([]), sum(len(group.gpu_blocks) * group.table.page_bytes for group in groups))
     seen: Counter = Counter()
+    plan = CopyPlan(groups, int_array([]), 0, SHAPE.row_bytes).of(groups)
     for part in split(plan, max_bytes):
         counts = [len(pages.gpu_blocks) for pages in part]
         sizes = [count * pages.table.page_bytes for count, pages in zip(counts, part, strict=True)]

@@ -1,0 +1,210 @@
+"""What the device refuses, and a device in error for good, are outcomes of the blocks concerned and of no others."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+from collections.abc import Awaitable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support_cuda import Costs, FakeCuda
+from support_cuda_tier import BLOCKS, GEOMETRY, ROWS, Stand, small
+from support_gpu import job, naive_copy
+from support_stack import until
+
+from kvtier.types.jobs import DropReason, JobResult, TransferJob, dropped, failed
+from kvtier_gpu import GPUBackend
+from kvtier_gpu.engines.copy_paths import CopyPath
+
+FAILED = failed(errno.EIO)
+TIER_DOWN = dropped(DropReason.TIER_DOWN)
+
+
+def moved(tier: GPUBackend, work: TransferJob, to_gpu: bool) -> Awaitable[JobResult]:
+    return tier.store(work) if to_gpu else tier.load(work)
+
+
+def some_blocks(work: TransferJob, positions: list[int]) -> TransferJob:
+    """A job of one group with these of its blocks alone."""
+    (one,) = (group for group in work.groups if group.keys)
+    at = np.array(positions, dtype=np.int64)
+    keys = tuple(one.keys[i] for i in positions)
+    part = replace(one, keys=keys, rows=one.rows[at], generations=one.generations[at], runs=one.runs.select(at))
+    return job(part)
+
+
+async def check_partial(stand: Stand, tier: GPUBackend, work: TransferJob, to_gpu: bool, missed: set[int]) -> None:
+    """Run a job of group 0 of which the blocks at the positions `missed` must fail, and then all of it."""
+    (group,) = (one for one in work.groups if one.keys)
+    rows, good = group.rows.tolist(), [i for i in range(len(group.keys)) if i not in missed]
+    before, had, want = stand.worker.bytes(), stand.rows.view.copy(), stand.rows.view.copy()
+    kept = some_blocks(work, good)
+    result = await moved(tier, work, to_gpu)
+    outcomes = next(of for of in result.outcomes if of)
+    assert [i for i, one in enumerate(outcomes) if not one.ok] == sorted(missed)
+    assert all(outcomes[i] == FAILED for i in missed)
+    assert result.bytes_moved == len(good) * 2 * GEOMETRY.page_bytes(0)
+    assert tier.copy_errors == 1
+    assert stand.rows.uses[0].tolist() == [int(row in rows) for row in range(ROWS)]
+    stamped = np.flatnonzero(stand.rows.stamps[0] == work.job_id).tolist()
+    assert stamped == ([] if to_gpu else sorted(rows[i] for i in good))
+    if to_gpu:
+        assert (stand.rows.view == had).all()
+    else:
+        naive_copy(GEOMETRY, kept, 0, stand.worker.tensors, want, to_gpu=False)
+        others = [row for row in range(ROWS) if row not in {rows[i] for i in missed}]
+        assert (stand.rows.view[others] == want[others]).all()
+        assert all((a == b).all() for a, b in zip(stand.worker.bytes(), before, strict=True))
+    assert (await moved(tier, work, to_gpu)).ok
+
+
+@pytest.mark.parametrize("to_gpu", [False, True])
+@pytest.mark.parametrize("refused", [{0}, {1}, {3}, {0, 2}, {0, 1, 2, 3}])
+async def test_a_refused_call_fails_its_own_blocks(to_gpu: bool, refused: set[int], seed: int) -> None:
+    """Of each block four pieces, and of each call four: some of them are copied although it was refused."""
+    stand = Stand(FakeCuda(seed), seed)
+    work = stand.job(7, (4, 0))
+    with small(descriptors=4):
+        async with stand.opened() as tier:
+            stand.device.faults.refuse = lambda call: call in refused
+            await check_partial(stand, tier, work, to_gpu, refused)
+
+
+@pytest.mark.parametrize("to_gpu", [False, True])
+async def test_a_refused_call_concerns_every_block_that_has_pieces_in_it(to_gpu: bool, seed: int) -> None:
+    stand = Stand(FakeCuda(seed), seed)
+    work = stand.job(7, (4, 0))
+    with small(descriptors=6):
+        async with stand.opened() as tier:
+            stand.device.faults.refuse = lambda call: call == 1
+            await check_partial(stand, tier, work, to_gpu, {1, 2})
+
+
+@pytest.mark.parametrize("to_gpu", [False, True])
+async def test_a_refused_call_of_gathered_pages_fails_the_blocks_of_its_part(to_gpu: bool, seed: int) -> None:
+    """The pieces in staging cross by the driver's call where gathering is faster. Others are not scattered."""
+    stand = Stand(FakeCuda(seed), seed)
+    stand.device.costs = Costs.favouring(CopyPath.GATHER)
+    work = stand.job(7, (4, 0))
+    with small(descriptors=64, staging_bytes=2 * GEOMETRY.page_bytes(0)):
+        async with stand.opened("fastest") as tier:
+            stand.device.faults.refuse = lambda call: call == 2
+            before = stand.worker.bytes()
+            await check_partial(stand, tier, work, to_gpu, {2})
+            assert len(stand.device.calls) == 8
+            blocks = some_blocks(work, [2]).groups[0].runs.gpu_blocks
+            assert to_gpu or all((a == b).all() for a, b in zip(stand.worker.bytes(), before, strict=True))
+            assert len(blocks) == 2
+
+
+@pytest.mark.parametrize("copies", list(CopyPath))
+@pytest.mark.parametrize("steps", [0, 1, 2, 5, 9, 14, 23, 40])
+async def test_a_lost_device_takes_the_tier_out_of_use(
+    copies: str, steps: int, seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Wherever it is lost, each block has an outcome, no row is stamped that is not whole, and the log has one line."""
+    stand = Stand(FakeCuda(seed), seed)
+    rows = stand.random.permutation(ROWS).reshape(4, 6)
+    ways = (False, True, False, True)
+    half = BLOCKS // 2  # stores to the GPU have blocks of their own, so the bytes of the others are known
+    jobs = [
+        stand.job(number + 1, (2, 1), mine, range(half, BLOCKS) if to_gpu else range(half))
+        for number, (mine, to_gpu) in enumerate(zip(rows, ways, strict=True))
+    ]
+    with small(descriptors=3), caplog.at_level(logging.WARNING, "kvtier_gpu"):
+        async with stand.opened(copies) as tier:
+            wants = [stand.wanted(work) for work in jobs]
+            stand.device.faults.lost_after = stand.device.steps + steps
+            results = await asyncio.gather(*(moved(tier, *one) for one in zip(jobs, ways, strict=True)))
+            for work, result, to_gpu, want in zip(jobs, results, ways, wants, strict=True):
+                check_lost(stand, work, result, to_gpu, want)
+            named = [row for work in jobs for group in work.groups for row in group.rows.tolist()]
+            assert stand.rows.uses[0].tolist() == [named.count(row) for row in range(ROWS)]
+            stand.device.lose()
+            await tier.load(jobs[0])
+            tier.fence()
+            issued = len(stand.device.calls)
+            for work, to_gpu in zip(jobs, ways, strict=True):
+                assert (await moved(tier, work, to_gpu)).outcomes == ((TIER_DOWN,) * 2, (TIER_DOWN,))
+            assert len(stand.device.calls) == issued
+    lines = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [record.levelname for record in lines] == ["ERROR"], [record.getMessage() for record in lines]
+    assert "out of use" in lines[0].getMessage()
+
+
+def check_lost(stand: Stand, work: TransferJob, result: JobResult, to_gpu: bool, want: np.ndarray) -> None:
+    """What a job on a lost device may have done: whole blocks."""
+    assert result.fits(work)
+    for group, outcomes in zip(work.groups, result.outcomes, strict=True):
+        for row, one in zip(group.rows.tolist(), outcomes, strict=True):
+            assert one.ok or one in (FAILED, TIER_DOWN)
+            assert (stand.rows.stamps[0][row] == work.job_id) == (one.ok and not to_gpu)
+            assert not one.ok or to_gpu or (stand.rows.view[row] == want[row]).all()
+
+
+async def test_a_fence_that_fails_fails_the_copies_after_it(seed: int) -> None:
+    """Else they could take what has not been computed. The next good fence of the stream mends it."""
+    stand = Stand(FakeCuda(seed), seed)
+    device = stand.device
+    async with stand.opened() as tier:
+        refused = device.new_event
+
+        def no_event(blocking: bool) -> object:
+            raise RuntimeError("no event to be had")
+
+        device.new_event = no_event
+        tier.fence()
+        device.new_event = refused
+        result = await tier.load(stand.job(1))
+        assert [one for of in result.outcomes for one in of] == [FAILED] * 5
+        assert not stand.rows.stamps.any()
+        assert device.calls == []
+        tier.fence()
+        assert (await tier.load(stand.job(2))).ok
+
+
+async def test_a_copy_that_never_ends_keeps_its_rows_and_not_the_tier(
+    seed: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvtier_gpu.backend.CLOSE_TIMEOUT_SECONDS", 0.05)
+    stand = Stand(FakeCuda(seed), seed)
+    work = stand.job(4)
+    async with stand.opened() as tier:
+        for stream in stand.device.streams:
+            stream.held = True
+        call = asyncio.create_task(tier.load(work))
+        await until(lambda: stand.device.calls)
+        await tier.close()
+        assert "still in flight" in caplog.text
+        assert not call.done()
+        assert stand.rows.uses.sum() == stand.rows.stamps.sum() == 0
+        assert stand.device.pinned
+        for stream in stand.device.streams:
+            stand.device.release(stream)
+        assert (await call).ok
+        assert (stand.rows.view == stand.wanted(work)).all()
+        assert np.count_nonzero(stand.rows.stamps[0] == 4) == 5
+        stand.device.pinned.clear()  # left as they are: the process goes on with the memory
+
+
+async def test_a_cancelled_copy_ends_before_its_rows_are_free(seed: int) -> None:
+    stand = Stand(FakeCuda(seed), seed)
+    async with stand.opened() as tier:
+        for stream in stand.device.streams:
+            stream.held = True
+        call = asyncio.create_task(tier.load(stand.job(4)))
+        await until(lambda: stand.device.calls)
+        for _ in range(3):
+            call.cancel()
+            await asyncio.sleep(0)
+        assert not call.done()
+        assert stand.rows.uses.sum() == 0
+        for stream in stand.device.streams:
+            stand.device.release(stream)
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert stand.rows.uses.sum() == 5
+        assert stand.rows.stamps.sum() == 0
