@@ -11,7 +11,7 @@ from kvtier.control.plane import ControlPlane
 from kvtier.stack.dispatcher import Dispatcher, TierQueue
 from kvtier.stack.joining import Joining
 from kvtier.stack.model_files import ModelFiles
-from kvtier.tier_api.contract import LoadStore
+from kvtier.tier_api.contract import FencesCopies, LoadStore
 from kvtier.traces.recorder import Recorder
 from kvtier.types.geometry import Geometry
 
@@ -27,6 +27,7 @@ class Served(Protocol):
 class Assembled:
     """An open stack's insides. `queues[i].tier` are the tiers from the CPU down.
 
+    `fenced` copy GPU blocks of a device beside the engine's work, so each job is fenced when the engine submits it.
     With `joining` the lower tiers are opened later; `to_close` then grows by them. `plane` becomes a `FailedPlane` when
     an exception leaves it half-way through a step. `models` keeps what policies learn, where there is a place for it.
     """
@@ -36,6 +37,7 @@ class Assembled:
     dispatcher: Dispatcher
     queues: Sequence[TierQueue]
     to_close: Sequence[LoadStore]
+    fenced: Sequence[FencesCopies] = ()
     joining: Joining | None = None
     recorder: Recorder | None = None
     models: ModelFiles | None = None

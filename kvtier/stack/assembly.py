@@ -28,6 +28,7 @@ from kvtier.stack.shutdown import close_each
 from kvtier.tier_api.contract import (
     AnswersLookups,
     Clock,
+    FencesCopies,
     JoinsRows,
     LoadStore,
     Opened,
@@ -295,7 +296,11 @@ async def _assemble(
     if files is not None:
         await files.restore(parts.settings.identity_seconds)
     dispatcher = Dispatcher(queues, geometry.row_bytes, clock, deliver)
-    return Assembled(geometry, plane, dispatcher, queues, to_close, joining, _recorder(parts), files)
+    return Assembled(geometry, plane, dispatcher, queues, to_close, _fenced(copiers), joining, _recorder(parts), files)
+
+
+def _fenced(copiers: Sequence[LoadStore]) -> list[FencesCopies]:
+    return [copier for copier in copiers if isinstance(copier, FencesCopies) and copier.beside_engine]
 
 
 def control_limits(parts: StackParts, watermark_rows: int) -> StackSettings:

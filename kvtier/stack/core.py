@@ -130,6 +130,8 @@ class StackCore(RequestCalls):
         if job.job_id in self._jobs:
             raise UsageError(f"job {job.job_id} is in flight already")
         self._jobs[job.job_id] = job
+        for copier in assembled.fenced:
+            copier.fence()
         if job.deadline is not None:
             self._overdue_at = min(self._overdue_at, job.deadline + GRACE_SECONDS)
         try:

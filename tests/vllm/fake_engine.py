@@ -299,13 +299,16 @@ class FakeEngine:
         return Job(self.next_job, request, keys, rows, blocks, stores, len(self.workers))
 
     def _compute(self, request: Request) -> None:
+        self._write(request)
+        request.state = "computed"
+
+    def _write(self, request: Request) -> None:
         for group, names in enumerate(request.keys):
             for chunk in range(request.hit, len(names)):
                 for sub in range(self.factor):
                     block = request.blocks[group][chunk * self.factor + sub]
                     for worker, tensor in enumerate(self.tensors):
                         tensor[block, : self.fills[group]] = self._content(group, names[chunk], worker, sub)
-        request.state = "computed"
 
     def _offer(self, request: Request, batch: list[Job]) -> None:
         offered = [key for names in request.keys for key in names[request.hit :]]

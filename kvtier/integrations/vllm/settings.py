@@ -10,6 +10,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvtier.config import StackConfig, load_stack, parse_stack
 from kvtier.errors import ConfigError
 from kvtier.integrations.vllm.compat import UNTESTED_KEY, engine_version, expedites_loads
+from kvtier.options import TierOptions
 from kvtier.tier_api.registry import discover
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 from kvtier.types.keys import GPU, GROUP_BYTES, OffloadKey
@@ -60,16 +61,18 @@ class GroupIds:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """One engine's stack. `engine_id` names its shared region; `group_ids[position]` is vLLM's own id of a group.
+    """One engine's stack, without its gpu tier. `engine_id` names its shared region; `group_ids[position]` is vLLM's
+    own id of a group.
 
-    `loads_in_step`: vLLM waits for some loads within a step, up to its `sync_load_budget_bytes`.
+    `gpu` are the options of the tier in each of vLLM's workers. It has a lane for urgent copies if vLLM waits for some
+    loads within a step, up to its `sync_load_budget_bytes`.
     """
 
     stack: StackConfig
     namespace: Namespace
     engine_id: str
     group_ids: tuple[int, ...]
-    loads_in_step: bool = False
+    gpu: TierOptions
 
 
 def engine_plan(config: OffloadingConfig) -> EnginePlan:
@@ -79,14 +82,24 @@ def engine_plan(config: OffloadingConfig) -> EnginePlan:
     name.
     """
     _check_parallel(config)
-    stack = _stack_config(config)
+    described = _stack_config(config)
+    stack = _for_engine(described, config.parallel.data_parallel_index, config.parallel.data_parallel_size)
     group_ids = tuple(group.group_id for group in config.groups)
-    loads_in_step = _loads_in_step(config.extra_config)
-    return EnginePlan(stack, namespace(config, stack.namespace), config.engine_id, group_ids, loads_in_step)
+    gpu = _gpu_options(described).with_known(urgent_lane=_loads_in_step(config.extra_config))
+    return EnginePlan(stack, namespace(config, stack.namespace), config.engine_id, group_ids, gpu)
+
+
+def _gpu_options(described: StackConfig) -> TierOptions:
+    """The options of a stack's gpu tier, or the defaults for a stack that names none."""
+    backends = discover()
+    for options in described.tiers:
+        if backends.get(options.type).medium == GPU:
+            return options
+    return backends.get("gpu").Options(type="gpu")
 
 
 def _stack_config(config: OffloadingConfig) -> StackConfig:
-    """The stack an operator named or wrote into `kv_connector_extra_config`, or this engine's share of it."""
+    """The stack an operator named or wrote into `kv_connector_extra_config`."""
     extra: Mapping[str, Any] = config.extra_config
     blocks_per_chunk = config.cache.blocks_per_chunk
     unknown = sorted(set(extra) - KEYS)
@@ -105,7 +118,7 @@ def _stack_config(config: OffloadingConfig) -> StackConfig:
             "leave it out of the stack",
             "stack.block_size_factor",
         )
-    return _for_engine(described, config.parallel.data_parallel_index, config.parallel.data_parallel_size)
+    return described
 
 
 def _loads_in_step(extra: Mapping[str, Any]) -> bool:

@@ -1,5 +1,6 @@
 """The side of each GPU process: copies between vLLM's blocks and rows of the shared region."""
 
+import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -22,10 +23,12 @@ from kvtier.integrations.vllm.primary.model_weights import WorkerWeights
 from kvtier.integrations.vllm.primary.wire import RowsSpec, copy_job
 from kvtier.integrations.vllm.settings import EnginePlan, worker_layout
 from kvtier.stack.assembly import resolve_alignment
-from kvtier.tier_api.contract import HasWords, JoinsRows, Rows, TierContext
+from kvtier.tier_api.contract import FencesCopies, HasWords, JoinsRows, Rows, TierContext
 from kvtier.tier_api.registry import discover
 from kvtier.types.geometry import Geometry, KVLayout
 from kvtier.types.jobs import JobKind, JobResult, TransferJob
+
+logger = logging.getLogger(__name__)
 
 OPEN_SECONDS = 600.0
 CLOSE_SECONDS = 5.0
@@ -59,8 +62,7 @@ class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
         self._factor = plan.namespace.layout.block_size_factor
         self._running: dict[int, Future[TransferResult]] = {}
         self._tiers = build_tiers(plan.stack)
-        gpu = discover().get("gpu")
-        self._gpu = gpu(gpu.Options(type="gpu").with_known(urgent_lane=plan.loads_in_step))
+        self._gpu = discover().get(plan.gpu.type)(plan.gpu)
         self._one_process = beside_scheduler(plan)
         refs = [[(ref.tensor_idx, ref.page_size_bytes) for ref in group] for group in kv_caches.group_data_refs]
         layout = worker_layout(plan.namespace.layout, refs)
@@ -92,7 +94,10 @@ class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
         )
         rows = await cpu.join(context, note)
         geometry = replace(nominal, layout=layout)
-        await self._gpu.open(replace(context, name="gpu", geometry=geometry, kv_caches=tensors, rows=rows))
+        opened = await self._gpu.open(replace(context, name="gpu", geometry=geometry, kv_caches=tensors, rows=rows))
+        logger.info("worker %d copies between GPU blocks and rows: %s", rank, opened.mode)
+        for note in opened.notes:
+            logger.warning("tier gpu: %s", note)
         return rows
 
     def submit_store(self, job_id: int, src_spec: VLLMBlocks, dst_spec: LoadStoreSpec) -> bool:
@@ -107,6 +112,8 @@ class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
         return self._begin(copy_job(job_id, JobKind.STORE, src_spec, dst_spec, self._factor, urgent=expedited))
 
     def _begin(self, job: TransferJob) -> bool:
+        if isinstance(self._gpu, FencesCopies):
+            self._gpu.fence()  # this thread's stream is vLLM's own; the thread that copies has another one
         self._running[job.job_id] = self._thread.start(partial(self._copy, job.job_id, job)).ended
         return True
 
