@@ -6,8 +6,9 @@ Jobs of several KV cache groups go through `kvtier_gpu`, planning included: a fu
 sliding-window group of one, all pages of one size. `contiguous`: neighbouring blocks in neighbouring rows;
 `scattered`: both in random order, as they are after a while. The yardstick on a CPU is `memmove` of one long stretch by
 as many threads as the tier copies with; on CUDA one `cudaMemcpyAsync` of one pinned buffer. `both` moves half of the
-bytes each way at the same time, and so does its yardstick. Every byte is compared after each direction. Medians of
-interleaved repetitions; a ratio is the median over the pairs.
+bytes each way at the same time, and so does its yardstick. On CUDA each way to copy is measured, one call of the driver
+for many copies among them, and `fastest`, which the tier chooses when it opens. Every byte is compared after each
+direction. Medians of interleaved repetitions; a ratio is the median over the pairs.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import ctypes
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 import numpy as np
@@ -46,14 +47,21 @@ WIPED = 0x5A
 TO_ROWS, TO_GPU, BOTH = "to rows", "to GPU", "both"
 
 
+Copies = Literal["fastest", "batch", "gather", "single"]
+COPIES: tuple[Copies, ...] = ("fastest", "batch", "gather", "single")
+YARDSTICK = "one copy"
+
+
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What is measured: pages of one size, bytes in all, where the tensors are, threads that copy on a CPU."""
+    """What is measured: pages of one size, bytes in all, where the tensors are, threads that copy on a CPU, and how
+    bytes move on CUDA."""
 
     page_bytes: int
     num_bytes: int
     device: str
     threads: int
+    copies: Copies = "fastest"
 
 
 class Tiers:
@@ -72,7 +80,7 @@ class Tiers:
         shape = (self.per_group, page)
         self.content = [torch.from_numpy(random.integers(0, 256, shape, dtype=np.uint8)) for _ in range(3)]
         self.tensors = [one.clone().to(setup.device).view(torch.int8) for one in self.content]
-        self.gpu = GPUBackend(GPUOptions(copy_threads=setup.threads))
+        self.gpu = GPUBackend(GPUOptions(copy_threads=setup.threads, cuda_copies=setup.copies))
         rows = self.per_group * 2
         self.cpu = CPUBackend(CPUOptions(cpu_bytes_to_use=rows * self.geometry.row_bytes, shared="memfd"))
         self.payload_bytes = self.per_group * PAGES_OF_ROUND * page
@@ -82,7 +90,8 @@ class Tiers:
         context = {"geometry": self.geometry, "namespace": Namespace(self.geometry.layout), "clock": time.monotonic}
         await self.cpu.open(TierContext("cpu", workers=[self.gpu], **context))  # type: ignore[arg-type]
         gpu = TierContext("gpu", kv_caches=self.tensors, rows=self.cpu.rows, **context)  # type: ignore[arg-type]
-        self.mode = (await self.gpu.open(gpu)).mode
+        opened = await self.gpu.open(gpu)
+        self.mode, self.notes = opened.mode, opened.notes
 
     async def close(self) -> None:
         """Let go of everything."""
@@ -197,36 +206,54 @@ def cuda_memcpy(tiers: Tiers, direction: str) -> Move:
 
 
 async def measure(setup: Setup, repetitions: int, report: Report) -> None:
-    """Every order and direction at one page size."""
-    tiers = Tiers(setup)
-    await tiers.open()
-    report.settings["tier"] = tiers.mode
+    """Every order and direction at one page size. On CUDA each way to copy has a tier and a region of its own."""
+    ways = COPIES if setup.device == "cuda" else COPIES[:1]
+    contestants = {copies: Tiers(replace(setup, copies=copies)) for copies in ways}
     try:
+        for copies, tiers in tuple(contestants.items()):
+            await tiers.open()
+            report.settings[f"tier, {copies}"] = tiers.mode
+            report.notes += [note for note in tiers.notes if note not in report.notes]
+            if copies not in tiers.mode and copies != COPIES[0]:
+                await contestants.pop(copies).close()  # the tier has said why it is not used
         with ThreadPoolExecutor(setup.threads) as pool:
             for scattered in (False, True):
-                blocks, rows = tiers.places(scattered)
-                jobs = tiers.jobs(blocks, rows)
                 for direction in (TO_ROWS, TO_GPU, BOTH):
-                    yardstick = (
-                        cuda_memcpy(tiers, direction) if setup.device == "cuda" else memcpy(tiers, direction, pool)
-                    )
-                    rates = await _interleave(tiers, kvtier(tiers, jobs, direction), yardstick, repetitions)
-                    await _verify(tiers, jobs, direction, blocks, rows)
-                    report.results.append(_row(setup, "scattered" if scattered else "contiguous", direction, rates))
+                    order = "scattered" if scattered else "contiguous"
+                    report.results += await _measure(contestants, order, direction, pool, repetitions)
     finally:
-        await tiers.close()
+        for tiers in contestants.values():
+            await tiers.close()
 
 
-async def _interleave(tiers: Tiers, ours: Move, yardstick: Move, repetitions: int) -> tuple[list[float], list[float]]:
-    """GiB/s of both, one after the other in turns; a first round of each is not counted."""
-    found: tuple[list[float], list[float]] = ([], [])
+async def _measure(
+    contestants: dict[Copies, Tiers], order: str, direction: str, pool: ThreadPoolExecutor, repetitions: int
+) -> list[dict[str, Any]]:
+    """One result for each contestant, beside the same yardstick."""
+    first = contestants[COPIES[0]]
+    blocks, rows = first.places(order == "scattered")
+    jobs = first.jobs(blocks, rows)
+    moves = {copies: kvtier(tiers, jobs, direction) for copies, tiers in contestants.items()}
+    on_cuda = first.setup.device == "cuda"
+    moves[YARDSTICK] = cuda_memcpy(first, direction) if on_cuda else memcpy(first, direction, pool)
+    rates = await _interleave(moves, first.payload_bytes, repetitions)
+    for tiers in contestants.values():
+        await _verify(tiers, jobs, direction, blocks, rows)
+    return [
+        _row(tiers.setup, order, direction, (rates[copies], rates[YARDSTICK])) for copies, tiers in contestants.items()
+    ]
+
+
+async def _interleave(moves: dict[str, Move], payload_bytes: int, repetitions: int) -> dict[str, list[float]]:
+    """GiB/s of each, one after the other in turns; a first round of each is not counted."""
+    found: dict[str, list[float]] = {name: [] for name in moves}
     for repetition in range(-1, repetitions):
-        order = ((0, ours), (1, yardstick))
-        for number, move in order if repetition % 2 == 0 else order[::-1]:
+        names = list(moves)
+        for name in names if repetition % 2 == 0 else names[::-1]:
             started = time.perf_counter()
-            await move()
+            await moves[name]()
             if repetition >= 0:
-                found[number].append(tiers.payload_bytes / (time.perf_counter() - started) / GIB)
+                found[name].append(payload_bytes / (time.perf_counter() - started) / GIB)
     return found
 
 
@@ -256,6 +283,7 @@ def _row(setup: Setup, order: str, direction: str, rates: tuple[list[float], lis
         "order": order,
         "direction": direction,
         "device": setup.device,
+        "copies": setup.copies if setup.device == "cuda" else "host memory",
         "kvtier": median(rates[0]),
         "memcpy": median(rates[1]),
         "ratio": paired_ratio(*rates),
@@ -291,9 +319,9 @@ def main(
     report.verified = True
     table(
         "GiB/s of payload",
-        ("device", "page KiB", "order", "direction", "kvtier", "one copy", "ratio"),
+        ("device", "page KiB", "order", "direction", "copies", "kvtier", YARDSTICK, "ratio"),
         [
-            [row[name] for name in ("device", "page_kib", "order", "direction", "kvtier", "memcpy", "ratio")]
+            [row[name] for name in ("device", "page_kib", "order", "direction", "copies", "kvtier", "memcpy", "ratio")]
             for row in report.results
         ],
     )
