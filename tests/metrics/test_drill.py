@@ -1,6 +1,8 @@
 """A drill: four faults in running stacks, and what the shipped dashboard and alert rules say of each in a Prometheus.
 
-It scrapes every 5 s. The rules look at 20 s and fire after 10 s, where the shipped ones take minutes.
+It scrapes every 5 s. The rules are the shipped ones, but for the time from pending to firing: 10 s, where the shipped
+ones take minutes. What an alert looks at is as long as shipped. So one on the last minutes goes on after its fault, and
+the end of a fault is looked for where an alert shows what is now.
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ from dataclasses import dataclass
 import pytest
 from support_drill import stacks
 from support_programs import needs
-from support_prometheus import Prometheus, alerts, expressions, filled_in, prometheus, rules, shortened
+from support_prometheus import Prometheus, alerts, expressions, filled_in, hastened, prometheus, rules
 
 pytestmark = [pytest.mark.prometheus, pytest.mark.long]
 
 SCRAPE_SECONDS = 5
-SHOWN_WITHIN = 3
-RANGE_SECONDS = 4 * SCRAPE_SECONDS
+SHOWN_WITHIN_SECONDS = 15
+RATE_INTERVAL_SECONDS = 4 * SCRAPE_SECONDS
+"""What Grafana puts for `$__rate_interval` at such a scrape interval."""
 FOR_SECONDS = 10
 QUIET_SCRAPES = 5
 LIMIT_SECONDS = 120.0
@@ -64,21 +67,22 @@ class Drill:
     begun: float
     ended: float
 
-    def scrapes_after(self, fault: str) -> list[float]:
-        """When the stack was scraped from the fault's beginning on."""
-        return [at for at in self.watcher.scrapes(fault) if at > self.begun]
+    def scrapes_within(self, fault: str) -> list[float]:
+        """When the stack was scraped in the time in which a fault must show."""
+        return [at for at in self.watcher.scrapes(fault) if self.begun < at <= self.begun + SHOWN_WITHIN_SECONDS]
 
     def most(self, fault: str, at: float) -> float:
         """The largest value of a fault's series in its panel, 0 if there is none, as a dashboard showed it then."""
         shown, found = FAULTS[fault], [0.0]
         for expression in expressions(shown.panel):
-            for labels, value in self.watcher.vector(filled_in(expression, RANGE_SECONDS, fault), at):
+            for labels, value in self.watcher.vector(filled_in(expression, RATE_INTERVAL_SECONDS, fault), at):
                 if shown.series.items() <= labels.items():
                     found.append(value)
         return max(found)
 
 
 EXPECTED = {(fault, shown.alert) for fault, shown in FAULTS.items()}
+SHOWS_NOW = {("frozen_disk", "KvtierTierHangs")}
 
 
 def until(watcher: Prometheus, condition: Callable[[], bool], what: str) -> float:
@@ -98,11 +102,10 @@ def firing(watcher: Prometheus) -> set[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def drill(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Drill]:
-    """All faults at once, until every alert has fired; then none, until all are resolved. Prometheus answers until the
-    end of these tests."""
+    """All faults at once, until every alert has fired; then none. Prometheus answers until the end of these tests."""
     needs(request, "prometheus", "prometheus")
     folder = tmp_path_factory.mktemp("drill")
-    short = shortened(rules(), RANGE_SECONDS, FOR_SECONDS)
+    short = hastened(rules(), FOR_SECONDS)
     with ExitStack() as exits:
         driven = exits.enter_context(stacks(folder))
         watcher = exits.enter_context(prometheus(folder, driven.ports, short, SCRAPE_SECONDS))
@@ -110,25 +113,27 @@ def drill(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
         driven.say("begin")
         ended = until(watcher, lambda: firing(watcher) >= EXPECTED, "not every alert fires")
         driven.say("end")
-        until(watcher, lambda: not firing(watcher) & EXPECTED, "an alert is not resolved")
+        until(watcher, lambda: not firing(watcher) & SHOWS_NOW, "the alert of a hanging disk is not resolved")
         yield Drill(watcher, begun, ended)
 
 
 @each
-def test_a_panel_shows_the_fault_within_three_scrapes(drill: Drill, fault: str) -> None:
+def test_a_panel_shows_the_fault_within_15_s_and_not_before(drill: Drill, fault: str) -> None:
     limit = FAULTS[fault].above
     before = [at for at in drill.watcher.scrapes(fault) if at <= drill.begun]
     assert [drill.most(fault, at) for at in before if drill.most(fault, at) > limit] == []
-    values = [drill.most(fault, at) for at in drill.scrapes_after(fault)[:SHOWN_WITHIN]]
-    assert max(values) > limit, values
+    values = {at - drill.begun: drill.most(fault, at) for at in drill.scrapes_within(fault)}
+    print(fault, values)
+    assert max(values.values()) > limit, values
 
 
 @each
-def test_its_alert_is_pending_then_and_fires_after_its_time(drill: Drill, fault: str) -> None:
+def test_its_alert_is_pending_within_15_s_and_fires_after_its_time(drill: Drill, fault: str) -> None:
     alert = FAULTS[fault].alert
     pending = drill.watcher.alerts(fault, "pending")[alert]
     fires = drill.watcher.alerts(fault, "firing")[alert]
-    assert drill.begun < pending[0] < drill.scrapes_after(fault)[SHOWN_WITHIN]
+    print(fault, "pending after", pending[0] - drill.begun, "s, fires after", fires[0] - drill.begun)
+    assert drill.begun < pending[0] <= drill.begun + SHOWN_WITHIN_SECONDS
     assert pending[0] + FOR_SECONDS <= fires[0]
 
 
@@ -138,7 +143,7 @@ def test_no_other_alert_fires(drill: Drill, fault: str) -> None:
     assert set(drill.watcher.alerts(fault, "firing")) - shown.also == {shown.alert}
 
 
-def test_the_rules_of_the_drill_are_the_shipped_ones_but_for_their_times() -> None:
-    short, shipped = (alerts(document) for document in (shortened(rules(), RANGE_SECONDS, FOR_SECONDS), rules()))
-    assert [rule["alert"] for rule in short] == [rule["alert"] for rule in shipped]
+def test_the_rules_of_the_drill_are_the_shipped_ones_but_for_their_time() -> None:
+    short, shipped = alerts(hastened(rules(), FOR_SECONDS)), alerts(rules())
+    assert [rule | {"for": ""} for rule in short] == [rule | {"for": ""} for rule in shipped]
     assert all(rule["for"].endswith("m") for rule in shipped if rule["alert"] in {one for _, one in EXPECTED})
