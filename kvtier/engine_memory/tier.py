@@ -8,6 +8,7 @@ finished: record what ended  <- inbox     <--     job ended or late; a shared ti
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -16,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.loop_thread import LoopThread
@@ -25,15 +27,16 @@ from kvtier.control.state import Emission, LowerTier
 from kvtier.engine_memory.failed_plane import FailedEngineMemoryPlane
 from kvtier.engine_memory.memory import EngineMemory
 from kvtier.engine_memory.options import EngineMemoryOptions
-from kvtier.engine_memory.plane import EngineMemoryPlane, PlaneLimits
+from kvtier.engine_memory.plane import LOADS, STORES, EngineMemoryPlane, PlaneLimits
 from kvtier.engine_memory.staging import StagedTier, StagingRows
 from kvtier.engine_memory.transfers import EngineTransfer
 from kvtier.errors import ConfigError, ResourceError, UsageError
 from kvtier.stack.assembly import StackSettings, open_tier, resolve_alignment
 from kvtier.stack.dispatcher import Dispatcher, TierQueue
 from kvtier.stack.lookups import Lookups
+from kvtier.stack.operator_log import OperatorLog, TierWatch
 from kvtier.stack.setups import tier_setup
-from kvtier.stack.shutdown import close_each
+from kvtier.stack.shutdown import CloseReport, close_each
 from kvtier.stack.stats import StackStats, lower_stats
 from kvtier.stack.stats_socket import StatsSocket
 from kvtier.tier_api.contract import LookupResult, Resettable, TierContext
@@ -70,6 +73,10 @@ class EngineMemoryTier:
         self._memory = memory
         self._name = name
         self._log = log
+        self._operator = OperatorLog(log, time.monotonic)
+        self._watch = TierWatch(self._operator, time.monotonic)
+        self._errors = 0
+        self._given_up = 0
         self._lock = threading.RLock()
         self._shut = False
         self._inbox: deque[Arrival] = deque()
@@ -113,13 +120,10 @@ class EngineMemoryTier:
         if self._options.stats_socket:
             self._socket = StatsSocket(self._options.stats_socket, _stats_of(self))
             await self._socket.open()
-        owned = self.plane.lower.owned
-        opened = self._opened
-        self._log.info("%s is open: %s, %d bytes at most", self._name, opened.mode, opened.capacity_bytes)
+        self._look_at_tier()
         self._log.info(
-            "%s: %d blocks found, blocks of %s bytes, staged through %d rows of %d bytes",
+            "%s: blocks of %s bytes, staged through %d rows of %d bytes",
             self._name,
-            0 if owned is None else len(owned.directory),
             ", ".join(map(str, dict.fromkeys(self._memory.block_bytes))),
             staging.num_rows,
             row_bytes,
@@ -231,7 +235,7 @@ class EngineMemoryTier:
     def _receive(self) -> None:
         if self._shut:
             return
-        now = time.monotonic()
+        now, arrived = time.monotonic(), bool(self._inbox)
         while self._inbox:
             try:
                 self.plane.deliver(self._inbox.popleft(), now)
@@ -244,6 +248,16 @@ class EngineMemoryTier:
             self.plane.relieve(now)
         except BaseException as error:
             self._fail(error)
+        if arrived:
+            self._look_at_tier()
+
+    def _look_at_tier(self) -> None:
+        """Say in the log what has become of the tier. What a handler of the log raises costs no request anything."""
+        try:
+            self._watch.look([self.plane.lower])
+        except Exception:
+            self._errors += 1
+            self._log.exception("%s: its state could not be said", self._name)
 
     def _fail(self, error: BaseException) -> None:
         """An exception left the plane half-way through a step: one that finds nothing takes its place.
@@ -251,6 +265,7 @@ class EngineMemoryTier:
         Call in an except clause. Raises again what ends a program, such as KeyboardInterrupt.
         """
         first, self.plane = self.plane is not self._failed, self._failed
+        self._errors += 1
         self._log.critical(
             "%s has failed: every job ends, and nothing is found here any more", self._name, exc_info=error
         )
@@ -260,6 +275,7 @@ class EngineMemoryTier:
             if self.thread.alive:
                 self.thread.call_soon(self._dispatcher.stop)
         except Exception:  # no job begins without the plane, and those in flight may touch the engine's memory no more
+            self._errors += 1
             self._log.exception("%s: what was in flight could not be stopped", self._name)
         if not isinstance(error, Exception):
             raise error
@@ -275,6 +291,7 @@ class EngineMemoryTier:
                 arrived.clear()
         with self._lock:
             given_up = self.plane.give_up(time.monotonic())
+        self._given_up += given_up
         if given_up:
             self._log.warning("%s: %d blocks in flight were given up", self._name, given_up)
 
@@ -298,9 +315,14 @@ class EngineMemoryTier:
         if self._shut or not isinstance(backend, Resettable):
             return
         try:
-            self.thread.run(lambda: backend.reset(epoch), timeout_seconds)
+            self.thread.run(lambda: self._reset(backend, epoch), timeout_seconds)
         except OSError as error:  # TimeoutError too
             raise ResourceError(f"{self._name}: the reset was not made durable: {error!r}") from error
+
+    async def _reset(self, backend: Resettable, epoch: int) -> None:
+        resetting = asyncio.ensure_future(backend.reset(epoch))
+        resetting.add_done_callback(partial(self._operator.reset, epoch, time.monotonic()))
+        await resetting
 
     def close(self) -> None:
         """Drain within the deadline, release the engine's memory, then close the tier. Idempotent.
@@ -308,8 +330,11 @@ class EngineMemoryTier:
         Where a disk is stuck, memory of kvtier stays in use, never the engine's. In a forked child it does nothing.
         """
         if not self._shut and not self.thread.elsewhere:
+            began = time.monotonic()
             self.drain()
             self._release()
+            report = CloseReport(self._given_up, len(self._queues[LOADS].running) + len(self._queues[STORES].running))
+            self._operator.closed(report, began)
 
     def _release(self) -> None:
         """`close` without draining; for a tier that is left open when the interpreter ends."""
@@ -344,7 +369,8 @@ class EngineMemoryTier:
     def stats(self) -> StackStats:
         """Figures since the tier was opened; also after closing."""
         figures = lower_stats(self.plane.lower, self._queues, time.monotonic())
-        return StackStats({self._name: figures}, self.plane.backlog)
+        errors = self._errors + self._dispatcher.errors + self._lookups.errors
+        return StackStats({self._name: figures}, self.plane.backlog, errors=errors)
 
 
 def _stats_of(tier: EngineMemoryTier) -> Callable[[], StackStats | None]:

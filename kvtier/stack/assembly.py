@@ -23,6 +23,7 @@ from kvtier.stack.dispatcher import Dispatcher, TierQueue
 from kvtier.stack.joining import Joining, LowerTiers
 from kvtier.stack.kept_paces import kept_paces
 from kvtier.stack.model_files import ModelFiles
+from kvtier.stack.operator_log import LOGGER
 from kvtier.stack.setups import chains, inflight_bytes, tier_setup
 from kvtier.stack.shutdown import close_each
 from kvtier.tier_api.contract import (
@@ -103,7 +104,7 @@ class StackParts:
 
     `state_dir` is the folder for what policies have learned, for the next start; when empty, the first folder of the
     highest lower tier that has one. `stats_socket` is the path of a Unix socket that serves the stack's figures; empty:
-    none.
+    none. `operator_log` is the name of the logger for what operators must know.
     """
 
     tiers: Sequence[LoadStore]
@@ -117,6 +118,7 @@ class StackParts:
     record: RecordOptions | None = None
     state_dir: str = ""
     stats_socket: str = ""
+    operator_log: str = LOGGER
 
 
 def order_problems(media: Sequence[str]) -> list[ConfigError]:

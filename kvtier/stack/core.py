@@ -27,6 +27,7 @@ from kvtier.stack.assembled import Assembled
 from kvtier.stack.assembly import StackParts, assemble
 from kvtier.stack.job_checks import check_job
 from kvtier.stack.lookups import Lookups
+from kvtier.stack.operator_log import OperatorLog, TierWatch
 from kvtier.stack.request_calls import RequestCalls
 from kvtier.stack.shutdown import CloseReport
 from kvtier.stack.stats import StackStats, collect
@@ -68,6 +69,7 @@ class StackCore(RequestCalls):
         self._copies_then: set[JobId] = set()
         self._failed: FailedPlane | None = None
         self._errors = 0
+        self._closing_since = 0.0
 
     def __del__(self) -> None:
         if self._assembled is not None and self.close_report is None and not self._owner.elsewhere:
@@ -195,8 +197,7 @@ class StackCore(RequestCalls):
             assembled.plane.hold_back(self._clock())
         except BaseException as error:
             self._fail(error)
-        names = ", ".join(lower.name for lower in assembled.plane.control.lowers)
-        logger.warning("tiers %s are held back for good, and neither load nor store: %s", names, reason)
+        self._look_at_tiers(reason)
         self._decided()
 
     def stats(self) -> StackStats:
@@ -256,7 +257,15 @@ class StackCore(RequestCalls):
         if joining is not None and control.joining:
             return partial(joining.reset, control.resets)
         tiers = [queue.tier for queue in assembled.queues]
-        return lambda: asyncio.gather(*(tier.reset(epoch) for tier in tiers if isinstance(tier, Resettable)))
+
+        began = self._clock()
+
+        def make_durable() -> asyncio.Future[list[None]]:
+            resets = asyncio.gather(*(tier.reset(epoch) for tier in tiers if isinstance(tier, Resettable)))
+            resets.add_done_callback(partial(self._log.reset, epoch, began))
+            return resets
+
+        return make_durable
 
     def _abandon(self, assembled: Assembled) -> shutdown.Abandoned:
         """Give up what is dirty: draining is over."""
@@ -269,6 +278,7 @@ class StackCore(RequestCalls):
     def _draining(self) -> Iterator[None]:
         """While closing, drain lower tiers until `_drain_until`. Yields where the face waits for progress."""
         assert self._assembled is not None
+        self._closing_since = self._clock()
         try:
             self._assembled.plane.close(self._clock())
         except BaseException as error:
@@ -284,16 +294,25 @@ class StackCore(RequestCalls):
                 return
             yield
 
+    def _report_closed(self, assembled: Assembled, abandoned: shutdown.Abandoned) -> None:
+        """Everything is closed: keep what that cost, and say it in the log."""
+        self.close_report = shutdown.report(assembled, abandoned)
+        self._log.closed(self.close_report, self._closing_since)
+
     # -- exceptions ----------------------------------------------------------------------------------------------
 
     async def _open_tiers(self) -> None:
         """Open the tiers, in the loop. What is needed when the control plane fails is made now."""
+        self._log = OperatorLog(logging.getLogger(self._parts.operator_log), self._clock)
+        self._watch = TierWatch(self._log, self._clock)
         assembled = await assemble(self._parts, self._clock, self._deliver)
         try:
             plane, dispatcher = assembled.plane, assembled.dispatcher
             self._failed = FailedPlane(plane, self._jobs, lambda: dispatcher.stopped and not dispatcher.copies())
             await self._open_stats_socket(assembled)
             self._assembled = assembled
+            self._log.opened(plane.control.cpu_setup)
+            self._look_at_tiers("what its blocks belong to is not known yet")
         except BaseException:
             await shutdown.end_tiers(assembled, self._settings.tier_close_seconds)
             raise
@@ -329,6 +348,15 @@ class StackCore(RequestCalls):
             logger.exception("what the failed control plane had could not be given up whole")
         if not isinstance(error, Exception):
             raise error
+
+    def _look_at_tiers(self, reason: str = "") -> None:
+        """Say in the log what has become of tiers. Whatever a handler of the log raises costs no request anything."""
+        assert self._assembled is not None
+        try:
+            self._watch.look(self._assembled.plane.control.lowers, reason)
+        except Exception:
+            self._errors += 1
+            logger.exception("the state of the tiers could not be said")
 
     def _look_for_overdue(self, now: float) -> None:
         """Jobs that have not ended in time, and wait for no copy, were lost: nothing else would end them."""

@@ -136,7 +136,7 @@ class EngineStack(StackCore):
     def _report(self, assembled: Assembled) -> None:
         if self.close_report is None and self._abandoned is not None:
             self._receive()
-            self.close_report = shutdown.report(assembled, self._abandoned)
+            self._report_closed(assembled, self._abandoned)
 
     def _close_at_exit(self) -> None:
         """Close a stack that was left open when the interpreter ends, without draining.
@@ -306,7 +306,7 @@ class EngineStack(StackCore):
     def _receive(self) -> None:
         """Record what arrived, send what was decided; the results of the engine's jobs that ended are for `step`."""
         assert self._assembled is not None
-        plane, now = self._assembled.plane, time.monotonic()
+        plane, now, arrived = self._assembled.plane, time.monotonic(), bool(self._inbox)
         while self._inbox:
             try:
                 plane.deliver(self._inbox.popleft(), now)
@@ -324,6 +324,8 @@ class EngineStack(StackCore):
             finished = self._assembled.plane.take_finished()
         for result in finished:
             self._results[result.job_id] = result
+        if arrived:
+            self._look_at_tiers()
 
     def _send(self) -> Sequence[Emission]:
         """Send what was decided to the loop; returns the jobs."""

@@ -71,19 +71,13 @@ class Joining:
         self._begin(self._join(namespace))
 
     async def _join(self, namespace: asyncio.Future[Namespace]) -> None:
-        names = self._lowers.names
-        if not namespace.done():
-            logger.warning(
-                "tiers %s are held back, and neither load nor store: their namespace is not known yet", names
-            )
         try:
             self._setups = await self._lowers.open(await namespace)
             await self._hand_over()
         except Exception as error:
             expected = isinstance(error, (OSError, KVTierError))
+            names = self._lowers.names
             logger.error("tiers %s are held back for good: %s", names, error, exc_info=not expected)  # noqa: TRY400
-        else:
-            logger.info("tiers %s are open, and no longer held back", names)
 
     async def _hand_over(self) -> None:
         async with self._handing_over:

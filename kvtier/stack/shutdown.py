@@ -101,14 +101,7 @@ def report(assembled: Assembled, abandoned: Abandoned) -> CloseReport:
     """What closing cost, once the control plane has recorded all that ended. Nothing is delivered from here on."""
     assembled.dispatcher.detach()
     stored = _stored(assembled) - abandoned.stored_before
-    result = CloseReport(abandoned.given_up + abandoned.in_flight - stored, assembled.dispatcher.running)
-    if result.dropped_blocks or result.unfinished_jobs:
-        logger.warning(
-            "closed with %d blocks not stored in lower tiers and %d jobs not ended",
-            result.dropped_blocks,
-            result.unfinished_jobs,
-        )
-    return result
+    return CloseReport(abandoned.given_up + abandoned.in_flight - stored, assembled.dispatcher.running)
 
 
 def _stored(assembled: Assembled) -> int:

@@ -11,15 +11,15 @@ from importlib import metadata
 from typing import Any
 
 from kvtier.control.state import ControlState, LowerTier
-from kvtier.control.tiers.breaker import Breaker, BreakerState
+from kvtier.control.tiers.breaker import Breaker
 from kvtier.control.tiers.counters import TierCounters
 from kvtier.control.tiers.histogram import HistogramFigures
 from kvtier.control.tiers.owned_tier import OwnedTier
-from kvtier.control.tiers.shared_tier import SharedTier
 from kvtier.control.tiers.size_curve import SizeCurve
 from kvtier.control.tiers.slot_table import SlotState
 from kvtier.stack.assembled import Assembled
 from kvtier.stack.dispatcher import TierQueue
+from kvtier.stack.tier_health import breakers, breakers_text
 from kvtier.stack.traffic import QueuedJob, TransferStats, transfer_stats
 from kvtier.tier_api.contract import Opened
 from kvtier.types.jobs import JobKind
@@ -201,9 +201,9 @@ def lower_stats(lower: LowerTier, queues: Sequence[TierQueue], now: float) -> Ti
     setup = lower.setup
     return replace(
         figures,
-        breaker=_breaker(lower),
+        breaker=breakers_text(lower),
         joined=int(not lower.held_back),
-        breakers={what: _breaker_stats(breaker) for what, breaker in _breakers(lower).items()},
+        breakers={what: _breaker_stats(breaker) for what, breaker in breakers(lower).items()},
         token_bytes=setup.token_bytes,
         kind=setup.kind,
         policy=setup.eviction if lower.owned is not None else "",
@@ -266,20 +266,6 @@ def _curve(curve: SizeCurve | None) -> dict[str, Any]:
     if curve is None:
         return {}
     return {"curve_used": curve.used, "curve_missed": {f"{size:g}": each for size, each in curve.missed.items()}}
-
-
-def _breaker(lower: LowerTier) -> str:
-    if lower.stuck and not lower.held_back:
-        return f"{BreakerState.OPEN}: I/O is stuck"
-    states = {what: breaker.state.value for what, breaker in _breakers(lower).items()}
-    return states["load"] if len(set(states.values())) == 1 else ", ".join(map(" ".join, states.items()))
-
-
-def _breakers(lower: LowerTier) -> dict[str, Breaker]:
-    breakers = {"load": lower.load_breaker, "store": lower.store_breaker}
-    if isinstance(lower.index, SharedTier) and not lower.held_back:
-        breakers["lookup"] = lower.index.lookup_breaker
-    return breakers
 
 
 def _breaker_stats(breaker: Breaker) -> BreakerStats:

@@ -131,7 +131,7 @@ class TierStack(StackCore, LoadStore):
             self._lookups.cancel()
             abandoned = self._abandon(assembled)
             await shutdown.end_tiers(assembled, self._settings.tier_close_seconds)
-            self.close_report = shutdown.report(assembled, abandoned)
+            self._report_closed(assembled, abandoned)
             if self._timer is not None:
                 self._timer.cancel()
             for future in self._waiting.values():
@@ -298,6 +298,7 @@ class TierStack(StackCore, LoadStore):
             except BaseException as error:
                 self._fail(error)
         self._decided()
+        self._look_at_tiers()
 
     def _advance(self) -> None:
         """Send what the plane decided, and wake the calls that wait for progress."""

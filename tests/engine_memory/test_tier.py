@@ -133,6 +133,36 @@ def test_every_job_ends_when_one_step_raises(owner, name, told, tier, monkeypatc
     assert not tier.finished()
 
 
+class Hanging(MemoryTier):
+    """A tier whose stores do not end before they are cancelled."""
+
+    async def store(self, job):
+        await asyncio.Event().wait()
+
+
+def test_the_log_says_that_it_opens_is_reset_and_what_closing_lost(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(module, "discover", lambda: SimpleNamespace(get=lambda name: Hanging))
+    memory = PagedMemory.of_rows(memoryview(np.ones((8, ROW), dtype=np.uint8)), 1)
+    options = Options(type="memory", name="below", drain_timeout_seconds=0.5)
+    tier = EngineMemoryTier(options, NAMESPACE, memory, "below", logging.getLogger("test"))
+    tier.reset()
+    tier.submit(transfer(1))
+    tier.close()
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("event=")]
+    assert [line.split(" ")[0] for line in lines] == ["event=tier_open", "event=reset", "event=closed"]
+    assert lines[0].startswith("event=tier_open tier=below type=memory mode=")
+    assert "epoch=1 durable=yes" in lines[1]
+    assert f"dropped_blocks={len(KEYS)} " in lines[2]
+
+
+def test_exceptions_are_counted_in_its_figures(tier, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(EngineMemoryPlane, "relieve", lambda plane, now: 1 / 0)
+        assert not tier.finished()
+    assert tier.stats().errors == 1
+
+
 def test_a_failed_plane_finds_nothing_and_says_so_once(tier, monkeypatch):
     tier.submit(transfer(1))
     assert ended(tier, 1).ok

@@ -253,7 +253,7 @@ async def test_closing_over_a_hung_tier_ends_and_says_what_was_lost(caplog):
             assert tier.moving[STORE] == 8
         assert stack.close_report.dropped_blocks == 12
         assert stack.close_report.unfinished_jobs == 1
-        assert "12 blocks not stored in lower tiers and 1 jobs not ended" in caplog.text
+        assert "event=closed dropped_blocks=12 unfinished_jobs=1 seconds=" in caplog.text
         assert "tier memory did not close within 0.2 s" in caplog.text
         tier.let_go()
         await until(lambda: tier.moving[STORE] == 0)

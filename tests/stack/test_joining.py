@@ -20,6 +20,7 @@ from support_stack_tiers import backends
 from kvtier.errors import ConfigError, ResourceError
 from kvtier.tier_api.contract import LookupResult
 
+UNKNOWN = 'reason="what its blocks belong to is not known yet"'
 MISS, PENDING = LookupResult.MISS, LookupResult.HIT_PENDING
 OLD, NEW, SPARE = keys(4), keys(4, start=100), keys(40, start=1000)
 
@@ -66,7 +67,7 @@ def copy_if_there(source: str, target: str) -> None:
 
 
 def lines(caplog, level: int) -> list[str]:
-    return [record.message for record in caplog.records if record.levelno == level and "tiers" in record.message]
+    return [record.message for record in caplog.records if record.levelno == level and "tier" in record.message]
 
 
 def test_a_namespace_known_in_time_opens_the_tiers_with_the_stack(face, filled, caplog):
@@ -94,13 +95,13 @@ def test_held_back_tiers_neither_load_nor_store(face, filled, caplog):
         stack.refill(SPARE)
         plane = stack.stack._assembled.plane
         assert (plane.backlog, plane.dirty_rows) == (0, 0), "rows are clean, and nothing is held up"
-        for name in ("fs", "shared_fs"):
+        names = ("fs", "shared_fs")
+        for name in names:
             figures = stack.tier(name)
             assert (figures.joined, figures.up, figures.stored) == (0, 0, 0)
             assert figures.dropped == {"held_back": len(SPARE)}
         stack.stack.check_integrity()
-        (line,) = lines(caplog, logging.WARNING)
-        assert "fs, shared_fs" in line
+        assert lines(caplog, logging.WARNING) == [f"event=tier_held_back tier={name} {UNKNOWN}" for name in names]
 
 
 def test_tiers_join_when_the_namespace_is_known(face, filled, caplog):
@@ -122,7 +123,8 @@ def test_tiers_join_when_the_namespace_is_known(face, filled, caplog):
         assert stack.load(NEW) == ["loaded"] * 4
         assert stack.tier("fs").dropped == {"held_back": 4}, "counts go on"
         stack.stack.check_integrity()
-    assert len(lines(caplog, logging.INFO)) == len(lines(caplog, logging.WARNING)) == 1
+    opened = [line.split()[:2] for line in lines(caplog, logging.INFO) if "tier_open" in line]
+    assert opened == [["event=tier_open", f"tier={name}"] for name in ("cpu", "fs", "shared_fs")]
     with driver(face, known(), shared_fs(filled / "files"), seconds=60.0) as stack:
         assert stack.load([*OLD, *NEW]) == ["loaded"] * 8
 
@@ -161,7 +163,6 @@ def test_a_namespace_that_cannot_be_known_holds_the_tiers_back_for_good(face, fi
         assert stack.tier("fs").joined == stack.tier("shared_fs").joined == 0
     (line,) = lines(caplog, logging.ERROR)
     assert str(error) in line
-    assert not lines(caplog, logging.WARNING)
 
 
 def test_a_tier_that_cannot_be_opened_then_leaves_all_held_back(face, tmp_path, caplog):
@@ -297,9 +298,10 @@ def test_tiers_held_back_for_good_neither_load_nor_store(face, filled, caplog):
         assert [stack.tier(name).stored for name in ("fs", "shared_fs")] == stored
         assert stack.tier("fs").joined == stack.tier("shared_fs").joined == 0
         stack.stack.check_integrity()
-    (line,) = lines(caplog, logging.WARNING)
-    assert "fs, shared_fs" in line
-    assert "the weights were replaced" in line
+    reason = 'reason="the weights were replaced"'
+    assert lines(caplog, logging.WARNING) == [
+        f"event=tier_held_back tier={name} {reason}" for name in ("fs", "shared_fs")
+    ]
     with driver(face, known(), *both(filled), seconds=60.0) as stack:
         assert stack.load([*OLD, *NEW]) == ["missing"] * 8, "the resets were made durable, that after it too"
 

@@ -225,7 +225,7 @@ async def test_what_could_not_be_drained_is_in_the_report_block_for_block(tmp_pa
         found = [place for place in stack.locate(names) if place]
         assert len(found) == 100 - lost
         assert 0 < lost <= 100
-        assert f"closed with {lost} blocks not stored in lower tiers" in caplog.text
+        assert f"event=closed dropped_blocks={lost} unfinished_jobs=0" in caplog.text
 
 
 def bad_stacks(tmp_path):

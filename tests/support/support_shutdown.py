@@ -89,7 +89,7 @@ class Lives:
 
 def quiet(stderr: str) -> bool:
     """True for no word but those that closing may log: how much it gave up."""
-    return all(line.startswith("closed with ") for line in stderr.splitlines())
+    return all(line.startswith("event=closed ") for line in stderr.splitlines())
 
 
 def own_traceback(stderr: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 
 import pytest
@@ -35,6 +36,31 @@ def test_figures_are_read_once_more_when_there_is_nothing_to_do(root, seed, monk
         assert told["kvtier_used_bytes"] == {(name,): tier.used_bytes for name, tier in stats.tiers.items()}
         assert len(told["kvtier_transfer_seconds"]["fs", "store"]) > 0
         assert told["kvtier_backlog_blocks"] == {(): 0}
+
+
+def test_what_operators_must_know_is_said_by_a_logger_that_vllm_shows(root, seed, caplog):
+    caplog.set_level(logging.INFO, "vllm")
+    heard: list[str] = []
+
+    class Heard(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage())
+
+    handler = Heard()
+    logging.getLogger("vllm").addHandler(handler)
+    try:
+        with FakeEngine(offloading_config(small_stack(root, 50)), seed) as vllm:
+            vllm.add([1, 2, 3])
+            vllm.run()
+            vllm.manager.reset_cache()
+    finally:
+        logging.getLogger("vllm").removeHandler(handler)
+    assert [line.split()[:2] for line in heard if line.startswith("event=")] == [
+        ["event=tier_open", "tier=cpu"],
+        ["event=tier_open", "tier=fs"],
+        ["event=reset", "epoch=1"],
+        ["event=closed", "dropped_blocks=0"],
+    ]
 
 
 @pytest.mark.timeout(3600)

@@ -30,7 +30,9 @@ _NEEDED = {
         "TransferJob": (),
     },
 }
-_log = logging.getLogger("vllm.kvtier")
+LOGGER = "vllm.kvtier"
+"""vLLM shows what is logged below its own logger, and little else."""
+_log = logging.getLogger(LOGGER)
 
 
 def require_supported() -> None:

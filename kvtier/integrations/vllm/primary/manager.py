@@ -30,6 +30,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvtier.config import stack_parts
 from kvtier.errors import IntegrityError, ResourceError
 from kvtier.integrations.vllm.adapters import content_in_keys
+from kvtier.integrations.vllm.compat import LOGGER
 from kvtier.integrations.vllm.identity import measure, refine
 from kvtier.integrations.vllm.metrics import Meter
 from kvtier.integrations.vllm.primary.inflight_copies import InflightCopies
@@ -80,9 +81,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         parts = stack_parts(plan.stack, plan.namespace, workers=copiers)
         events_max = parts.settings.events_max if config.enable_kv_cache_events else 0
         settings = dataclasses.replace(parts.settings, store_seconds=STORE_SECONDS, events_max=events_max)
-        self._stack = EngineStack(
-            dataclasses.replace(parts, engine_id=plan.engine_id, settings=settings, refine=refine, measure=measure)
-        )
+        parts = dataclasses.replace(parts, engine_id=plan.engine_id, settings=settings, operator_log=LOGGER)
+        self._stack = EngineStack(dataclasses.replace(parts, refine=refine, measure=measure))
         self._events = RouterEvents(self._stack, self._ids, config)
         self._requests: defaultdict[str, RequestState] = defaultdict(RequestState)
         self._scanned: dict[str, RequestState] = {}
@@ -388,6 +388,4 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Drain what is queued for lower tiers within the deadline, and log what was dropped."""
         self._adapters.release(self)
-        report = self._stack.close()
-        if report.dropped_blocks or report.unfinished_jobs:
-            _log.warning("kvtier closed: %s", report)
+        self._stack.close()

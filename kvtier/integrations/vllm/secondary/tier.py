@@ -26,7 +26,7 @@ from kvtier.engine_memory.memory import PagedMemory
 from kvtier.engine_memory.tier import EngineMemoryTier
 from kvtier.engine_memory.transfers import EngineTransfer
 from kvtier.integrations.vllm.adapters import content_in_keys
-from kvtier.integrations.vllm.compat import require_tested
+from kvtier.integrations.vllm.compat import LOGGER, require_tested
 from kvtier.integrations.vllm.metrics import Meter, definitions
 from kvtier.integrations.vllm.secondary.options import secondary_options, tier_namespace
 from kvtier.integrations.vllm.settings import GroupIds, one_hash_per_key
@@ -37,7 +37,7 @@ from kvtier.types.jobs import JobKind
 from kvtier.types.keys import OffloadKey
 
 _ANSWERS = {result: VLLMAnswer[result.name] for result in LookupResult}
-_log = logging.getLogger("vllm.kvtier.fs")
+_log = logging.getLogger(f"{LOGGER}.fs")
 
 
 class KVTierFs(SecondaryTierManager):  # type: ignore[misc]
