@@ -74,6 +74,12 @@ class GroupPages:
         """The pages first .. end - 1, as far as there are so many."""
         return GroupPages(self.table, self.gpu_blocks[first:end], self.row_offsets[first:end])
 
+    def in_rows(self, rows: IntArray, row_bytes: int) -> GroupPages:
+        """The pages that lie in these rows, at least one, ascending."""
+        lies_in = self.row_offsets // row_bytes
+        chosen = rows[np.minimum(np.searchsorted(rows, lies_in), len(rows) - 1)] == lies_in
+        return GroupPages(self.table, self.gpu_blocks[chosen], self.row_offsets[chosen])
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyPlan:

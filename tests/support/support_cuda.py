@@ -64,6 +64,11 @@ class Call:
     lengths: tuple[int, ...]
 
 
+def name_of(operation: Callable[[], None]) -> str:
+    """The name of the function that an operation calls."""
+    return str(getattr(operation, "func", operation).__name__)
+
+
 def inside(ranges: list[tuple[int, int]], at: np.ndarray, length: np.ndarray) -> np.ndarray:
     """For each piece of memory whether it lies in one of some ranges that do not overlap."""
     starts, ends = np.array(sorted(ranges), dtype=np.int64).reshape(-1, 2).T
@@ -122,13 +127,16 @@ class FakeEvent:
 
 @dataclass
 class Faults:
-    """What goes wrong. `refuse`: whether the driver refuses a call, by its number. `lost_after`: pieces of work after
-    which the device is in error for good. `wrong_byte`: copies of the driver's call bring one."""
+    """What goes wrong. `refuse`: whether the driver refuses a call, by its number. `no_single`: no page or piece can be
+    copied alone. `lost_after`: pieces of work after which the device is in error for good. `wrong_byte`: copies of the
+    driver's call bring one. `hangs`: calls of the driver wait for this."""
 
     refuse: Callable[[int], bool] = lambda call: False
+    no_single: bool = False
     lost_after: int | None = None
     wrong_byte: bool = False
     no_memory: bool = False
+    hangs: threading.Event | None = None
     register_error: int = 0
 
 
@@ -197,15 +205,21 @@ class FakeCuda:
     @contextmanager
     def entered(self, stream: FakeStream) -> Iterator[None]:
         self.check()
-        before, self._local.stream = self.current_stream(), stream
+        before, inside = self.current_stream(), self._entered()
+        self._local.stream, self._local.entered = stream, True
         try:
             yield
         finally:
-            self._local.stream = before
+            self._local.stream, self._local.entered = before, inside
+
+    def _entered(self) -> bool:
+        return getattr(self._local, "entered", False)
 
     def enqueue(self, stream: FakeStream, operation: Callable[[], None]) -> None:
         if self.current_stream() is not stream:
             self.violations.append("an operation was issued from a thread that has not entered the stream")
+        if self.faults.no_single and name_of(operation) in ("move_pages", "move_each"):
+            raise DeviceError("CUDA error: invalid argument")
         stream.push(operation)
 
     def empty(self, nbytes: int) -> torch.Tensor:
@@ -223,6 +237,8 @@ class FakeCuda:
         return ctypes.cast(self._callback, ctypes.c_void_p).value if self._function is None else self._function
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if not self._entered():
+            self.violations.append("memory was pinned from a thread that has not entered the device")
         if self.faults.register_error:
             return self.faults.register_error
         if any(address < at + length and at < address + size for at, length in self.pinned.items()):
@@ -232,6 +248,8 @@ class FakeCuda:
 
     def cudaHostUnregister(self, address: int) -> int:
         with self.changed:
+            if not self._entered() and not self.lost:
+                self.violations.append("memory was unpinned from a thread that has not entered the device")
             if any(isinstance(work, Copies) for stream in self.streams for work in stream.work) and not self.lost:
                 self.violations.append("memory was unpinned while copies are in flight")
         return 0 if self.pinned.pop(address, None) else INVALID_VALUE
@@ -294,7 +312,7 @@ class FakeCuda:
                 work()
             except Exception as error:  # the engine took it to be issued
                 self.violations.append(f"an operation failed on the device: {error}")
-            self.now += self.costs.operations.get(getattr(work, "func", work).__name__, 0.0)
+            self.now += self.costs.operations.get(name_of(work), 0.0)
         self.changed.notify_all()
         return True
 
@@ -315,6 +333,8 @@ class FakeCuda:
 
     def _called(self, *arguments: int | None) -> int:
         try:
+            if self.faults.hangs is not None and not self.faults.hangs.wait(WAIT_SECONDS):
+                self.violations.append("a call of the driver hung until the end")
             with self.changed:
                 return self._batch(*arguments)
         except BaseException as error:  # ctypes would print it and return success

@@ -76,3 +76,22 @@ def test_what_is_stored_and_loaded_is_what_vllms_stream_computed(
     assert engine.counts["hit chunks"] > 0
     assert (engine.wrong > 0) is deaf
     assert device.violations == []
+
+
+def test_a_driver_that_refuses_copies_does_not_end_the_engine(root, seed, monkeypatch):
+    """vLLM ends on a load that fails, and asks for it only once."""
+    device = FakeCuda(seed)
+    GPUOnDevice.device = EngineOnDevice.device = device
+    EngineOnDevice.stream = stream = device.new_stream(False, reluctant=True)
+    monkeypatch.setattr(worker, "discover", lambda: {"gpu": GPUOnDevice})
+    described = stack(root, 24, row_bytes=4096)
+    described["tiers"].insert(0, {"type": "gpu", "cuda_copies": "batch"})
+    with device.entered(stream), EngineOnDevice(offloading_config(described), seed) as engine:
+        device.faults.refuse = lambda call: True
+        for _ in range(6):
+            engine.add([engine.random.randint(0, 1) for _ in range(engine.random.randint(1, 6))])
+            engine.run()
+    assert device.calls
+    assert engine.counts["hit chunks"] > 0
+    assert engine.wrong == 0
+    assert device.violations == []

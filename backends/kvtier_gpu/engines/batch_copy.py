@@ -74,9 +74,13 @@ def find_batch_function() -> int | str:
 
 
 class BatchCopy:
-    """The driver's function, ready to be called from any thread."""
+    """The driver's function, ready to be called from any thread.
+
+    `last_error` is the driver's answer to the last call that it refused, 0 if it has refused none.
+    """
 
     def __init__(self, address: int) -> None:
+        self.last_error = 0
         self._call = BatchFunction(address)
         # A row is not written while it is copied to the GPU, so the driver may read ahead. GPU memory is the engine's.
         orders = {Direction.TO_ROWS: SourceOrder.STREAM, Direction.TO_GPU: SourceOrder.ANY}
@@ -85,11 +89,11 @@ class BatchCopy:
         # crash for which one was suspected not to be enough.
         self._firsts = (ctypes.c_size_t * DESCRIPTORS_MAX)()
 
-    def issue(self, found: Extents, region: Bytes, direction: Direction, stream: int) -> list[tuple[IntArray, int]]:
+    def issue(self, found: Extents, region: Bytes, direction: Direction, stream: int) -> list[IntArray]:
         """Issue copies to a stream, which must not be the legacy default stream. `found.gpu` are addresses.
 
-        The order of the copies is not defined, so none may depend on another. Returns what the driver refused: the
-        places in the region and its error. Some of those copies may be on their way all the same.
+        The order of the copies is not defined, so none may depend on another. Returns the places in the region of each
+        call that the driver refused. Some of those copies may be on their way all the same.
         """
         targets, sources = map(int_array, sides(found, region, direction))
         lengths, attributes = int_array(found.lengths), ctypes.byref(self._attributes[direction])
@@ -109,5 +113,6 @@ class BatchCopy:
                 stream,
             )
             if error:
-                refused.append((found.region[first : first + DESCRIPTORS_MAX], int(error)))
+                self.last_error = int(error)
+                refused.append(found.region[first : first + DESCRIPTORS_MAX])
         return refused

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvtier.types.arrays import distinct
+from kvtier.types.arrays import IntArray, distinct
 from kvtier_gpu.copy_plan import Extents
 from kvtier_gpu.engines.batch_copy import BatchCopy
-from kvtier_gpu.engines.contract import Bytes, CopyFailure, Direction
+from kvtier_gpu.engines.contract import Bytes, Direction
 from kvtier_gpu.engines.device import CudaDevice, DeviceStream
 from kvtier_gpu.engines.group_tensors import GroupTensors
 from kvtier_gpu.engines.pinned_region import RowSlices
@@ -42,14 +42,9 @@ class CopyLane:
         """Issue torch operations. Raises what the device refuses."""
         self.sides.device.enqueue(self.stream, operation)
 
-    def call(self, found: Extents) -> list[CopyFailure]:
-        """Issue copies by the driver's call. `found.gpu` are addresses. Returns what was refused, with its rows."""
+    def call(self, found: Extents) -> list[IntArray]:
+        """Issue copies by the driver's call. `found.gpu` are addresses. Returns the rows of each call it refused."""
         sides = self.sides
         assert sides.batch is not None
         refused = sides.batch.issue(found, sides.region, self.direction, self.stream.cuda_stream)
-        return [
-            CopyFailure(
-                RuntimeError(f"cuMemcpyBatchAsync: CUDA error {error}"), distinct(places // sides.rows.row_bytes)
-            )
-            for places, error in refused
-        ]
+        return [distinct(places // sides.rows.row_bytes) for places in refused]

@@ -64,6 +64,7 @@ class _CopyStream:
     def __init__(self, name: str, direction: Direction, device: CudaDevice) -> None:
         self._direction = direction
         self._device = device
+        self._warned = False
         self._requests: SimpleQueue[_Copy | None] = SimpleQueue()
         self._issued: SimpleQueue[_Copy | None] = SimpleQueue()
         self._threads = [
@@ -143,6 +144,10 @@ class _CopyStream:
         ended = self._device.new_event(blocking=True)
         ended.record(self._stream)
         copy.ended, copy.failures = ended, failures
+        if (error := self._copier.driver_error) and not failures and not self._warned:
+            self._warned = True
+            lane = self._threads[0].name
+            _log.warning("%s: cuMemcpyBatchAsync refused copies (CUDA error %d), which are made singly", lane, error)
 
     def _wait_all(self) -> None:
         _take_each(self._issued, self._wait)
@@ -264,9 +269,17 @@ class CudaEngine(CopyEngine):
         ended = all(stopped)
         if ended:
             if self._pinned is not None:
-                self._pinned.unpin()
+                self._unpin(self._pinned)
             self._sides = None
         return ended
+
+    def _unpin(self, pinned: PinnedRegion) -> None:
+        """On the device: else the runtime would begin to use the one that is current in this thread."""
+        try:
+            with self._device.entered(self._device.current_stream()):
+                pinned.unpin()
+        except RuntimeError:  # a device in error for good cannot be entered
+            pinned.unpin()
 
 
 def _named(paths: Sequence[CopyPath]) -> str:

@@ -45,11 +45,9 @@ class GatherCopier:
         pieces = merge(
             Extents(staged, starts, np.full(len(starts), page_bytes, dtype=np.int64)), lane.sides.rows.row_bytes
         )
-        if lane.sides.batch is None:
+        addresses = replace(pieces, gpu=pieces.gpu + self._staging.data_ptr())
+        if lane.sides.batch is None or lane.call(addresses):
             lane.enqueue(partial(move_each, self._staging, self._region, pieces, lane.direction))
-            return
-        for failure in lane.call(replace(pieces, gpu=pieces.gpu + self._staging.data_ptr())):
-            raise failure.error
 
 
 def gather(group: GroupTensors, ids: torch.Tensor, staging: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.types.arrays import distinct, int_array
 from kvtier_gpu.copy_plan import CopyPlan, GroupPages, GroupTable
 from kvtier_gpu.engines.batch_copy import BatchCopy
@@ -34,6 +35,8 @@ TRIAL_BYTES_MAX = 32 << 20
 """Groups with longer pages than this are not tried."""
 TRIAL_SECONDS = 1.0
 """No run begins later than this after the first, over all groups."""
+HANG_SECONDS = 10.0
+"""How long opening waits for all trials."""
 TIMED_RUNS = 3
 GIB = 1 << 30
 
@@ -54,8 +57,29 @@ class ChosenPaths:
 def choose_paths(sides: CopySides, wanted: CopyPath | None, clock: Callable[[], float], *, pinned: bool) -> ChosenPaths:
     """The fastest path for each group; by rule where none can be tried, as for rows that are not pinned.
 
-    With `wanted` that path is taken wherever it works.
+    With `wanted` that path is taken wherever it works. All is tried on a thread of its own. One that hangs is left
+    behind with its memory, which copies may still reach, and the driver's call is not used.
     """
+    pool = DaemonPool("kvtier-gpu-trial", 1)
+    try:
+        trial = pool.submit(_tried_on_device, sides, wanted, clock, pinned)
+        pool.shutdown()  # the thread ends with its call
+        return trial.result(HANG_SECONDS)
+    except OSError as refusal:
+        why = f"they did not end within {HANG_SECONDS:g} s" if isinstance(refusal, TimeoutError) else refusal
+        untried = _tried(replace(sides, batch=None), wanted, clock, pinned=False)
+        return replace(untried, notes=(f"the ways to copy could not be tried: {why}",))
+
+
+def _tried_on_device(
+    sides: CopySides, wanted: CopyPath | None, clock: Callable[[], float], pinned: bool
+) -> ChosenPaths:
+    """On a thread whose current device may be another one."""
+    with sides.device.entered(sides.device.current_stream()):
+        return _tried(sides, wanted, clock, pinned)
+
+
+def _tried(sides: CopySides, wanted: CopyPath | None, clock: Callable[[], float], pinned: bool) -> ChosenPaths:
     trials = _PathTrials(sides, wanted, _Timer(clock, clock() + TRIAL_SECONDS))
     if sides.batch is not None:
         trials.check_batch()
@@ -141,8 +165,10 @@ class _PathTrials:
         return {direction: min(seconds, key=seconds.__getitem__)}
 
     def _failed(self, path: CopyPath, refusal: Exception) -> None:
-        """A path was tried in vain. The driver's call is not used at all then; others may only have lacked memory."""
-        if path is CopyPath.BATCH:
+        """A path was tried in vain. The driver's call, which gathering needs as well, is not used at all if it failed;
+        others may only have lacked memory."""
+        batch = self.sides.batch
+        if path is CopyPath.BATCH or (batch is not None and batch.last_error):
             self.sides = replace(self.sides, batch=None)
         self.notes.append(f"copies by {path} failed when they were tried: {refusal}")
 
@@ -184,13 +210,15 @@ class _PathTrial:
         return min(found, default=None)
 
     def run(self, copier: PlanCopier) -> None:
-        """Copy all pages and wait for the end. Raises what the device refuses."""
+        """Copy all pages and wait for the end. Raises what the device refuses, the driver's call alone as well."""
         failures = copier.issue(self.plan)
         ended = self.sides.device.new_event(blocking=False)
         ended.record(self.stream)
         ended.synchronize()
         for failure in failures:
             raise failure.error
+        if error := copier.driver_error:
+            raise RuntimeError(f"cuMemcpyBatchAsync: CUDA error {error}")
 
     def _fill(self, direction: Direction) -> None:
         """The bytes on the side that is read, zeros on the other."""

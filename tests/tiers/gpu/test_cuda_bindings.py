@@ -75,7 +75,8 @@ if isinstance(found, int):
     want = np.zeros(64, dtype=np.uint8)
     want[0:20], want[30:37], want[40] = device[50:70], device[0:7], device[10]
     right = bool((region == want).all())
-print(json.dumps([isinstance(found, int) or found, [[error for _, error in one] for one in refused], right]))
+    refused = [[places.tolist() for places in one] for one in refused] + [copy.last_error]
+print(json.dumps([isinstance(found, int) or found, refused, right]))
 """
 
 
@@ -131,7 +132,7 @@ def test_the_bindings_find_the_call_in_a_driver_and_it_copies(version: int, tmp_
     assert run.returncode == 0, run.stderr
     found, refused, right = json.loads(run.stdout.splitlines()[-1])
     if version >= CUDA_VERSION:
-        assert (found, refused, right) == (True, [[], [1]], True)
+        assert (found, refused, right) == (True, [[], [[0, 30, 40]], 1], True)
     else:
         assert found.startswith("the driver is older than CUDA 12.8")
 

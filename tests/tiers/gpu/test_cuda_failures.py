@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support_cuda import Costs, FakeCuda
-from support_cuda_tier import BLOCKS, GEOMETRY, ROWS, Stand, small
+from support_cuda_tier import BLOCKS, GEOMETRY, LAYOUT, ROWS, Stand, small
 from support_gpu import job, naive_copy
 from support_stack import until
 
@@ -64,12 +64,13 @@ async def check_partial(stand: Stand, tier: GPUBackend, work: TransferJob, to_gp
 @pytest.mark.parametrize("to_gpu", [False, True])
 @pytest.mark.parametrize("refused", [{0}, {1}, {3}, {0, 2}, {0, 1, 2, 3}])
 async def test_a_refused_call_fails_its_own_blocks(to_gpu: bool, refused: set[int], seed: int) -> None:
-    """Of each block four pieces, and of each call four: some of them are copied although it was refused."""
+    """Of each block four pieces, and of each call four: some of them are copied although it was refused. Nor can they
+    be copied alone."""
     stand = Stand(FakeCuda(seed), seed)
     work = stand.job(7, (4, 0))
     with small(descriptors=4):
         async with stand.opened() as tier:
-            stand.device.faults.refuse = lambda call: call in refused
+            stand.device.faults.refuse, stand.device.faults.no_single = lambda call: call in refused, True
             await check_partial(stand, tier, work, to_gpu, refused)
 
 
@@ -79,7 +80,7 @@ async def test_a_refused_call_concerns_every_block_that_has_pieces_in_it(to_gpu:
     work = stand.job(7, (4, 0))
     with small(descriptors=6):
         async with stand.opened() as tier:
-            stand.device.faults.refuse = lambda call: call == 1
+            stand.device.faults.refuse, stand.device.faults.no_single = lambda call: call == 1, True
             await check_partial(stand, tier, work, to_gpu, {1, 2})
 
 
@@ -91,13 +92,39 @@ async def test_a_refused_call_of_gathered_pages_fails_the_blocks_of_its_part(to_
     work = stand.job(7, (4, 0))
     with small(descriptors=64, staging_bytes=2 * GEOMETRY.page_bytes(0)):
         async with stand.opened("fastest") as tier:
-            stand.device.faults.refuse = lambda call: call == 2
+            stand.device.faults.refuse, stand.device.faults.no_single = lambda call: call == 2, True
             before = stand.worker.bytes()
             await check_partial(stand, tier, work, to_gpu, {2})
             assert len(stand.device.calls) == 8
             blocks = some_blocks(work, [2]).groups[0].runs.gpu_blocks
             assert to_gpu or all((a == b).all() for a, b in zip(stand.worker.bytes(), before, strict=True))
             assert len(blocks) == 2
+
+
+@pytest.mark.parametrize("path", [CopyPath.BATCH, CopyPath.GATHER])
+async def test_what_the_driver_refuses_is_copied_singly(
+    path: CopyPath, seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each second call of it, after the trials. Some of its copies are made all the same, and once more then."""
+    stand = Stand(FakeCuda(seed), seed)
+    stand.device.costs = Costs.favouring(path)
+    with small(descriptors=3, staging_bytes=1000), caplog.at_level(logging.WARNING, "kvtier_gpu"):
+        async with stand.opened("fastest") as tier:
+            stand.device.faults.refuse = lambda call: call % 2 == 1
+            for number in range(1, 4):
+                work = stand.job(number, (4, 3))
+                want, content = stand.wanted(work), stand.worker.bytes()
+                assert (await tier.load(work)).ok
+                assert (stand.rows.view == want).all()
+                for group in work.groups:
+                    for ref in LAYOUT.groups[group.group].refs:
+                        stand.worker.tensors[ref.tensor][group.runs.gpu_blocks] = 0
+                assert (await tier.store(replace(work, urgent=number == 2))).ok
+                assert all((a == b).all() for a, b in zip(stand.worker.bytes(), content, strict=True))
+            assert tier.copy_errors == 0
+    lanes = ["kvtier-to_rows-issue", "kvtier-to_gpu-issue", "kvtier-urgent-issue"]
+    refused = "cuMemcpyBatchAsync refused copies (CUDA error 1), which are made singly"
+    assert sorted(record.getMessage() for record in caplog.records) == sorted(f"{lane}: {refused}" for lane in lanes)
 
 
 @pytest.mark.parametrize("copies", list(CopyPath))

@@ -158,6 +158,30 @@ async def test_a_driver_that_refuses_is_not_used(seed: int) -> None:
         assert notes == ("copies by batch failed when they were tried: cuMemcpyBatchAsync: CUDA error 1",)
 
 
+async def test_a_driver_that_hangs_in_a_trial_does_not_hold_up_opening(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory stays until the call returns, which may be never."""
+    monkeypatch.setattr(path_trial, "HANG_SECONDS", 0.5)
+    stand = Stand(FakeCuda(seed), seed)
+    stand.device.faults.hangs = threading.Event()
+    tier, about = await opening(stand.device, GEOMETRY, stand.worker, stand.rows, copies="batch")
+    assert ways(about.mode) == RULE_WITHOUT
+    assert about.notes == ("the ways to copy could not be tried: they did not end within 0.5 s",)
+    work = stand.job(1)
+    assert (await tier.load(work)).ok
+    assert (stand.rows.view == stand.wanted(work)).all()
+    await tier.close()
+    assert stand.device.calls == []
+    assert stand.device.pinned
+    (left,) = [thread for thread in threading.enumerate() if thread.name.startswith("kvtier-gpu-trial")]
+    stand.device.faults.hangs.set()
+    left.join(30)
+    assert not left.is_alive()
+    assert stand.device.pinned == {}
+    assert stand.device.violations == []
+
+
 @pytest.mark.parametrize(
     ("device", "copies", "mode", "note"),
     [

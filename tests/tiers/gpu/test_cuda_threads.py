@@ -21,6 +21,7 @@ class Device:
     def __init__(self, refused: bool = False) -> None:
         self.refused = refused
         self.waits = 0
+        self.driver_error = 0
 
     def entered(self, stream: Any) -> Any:
         if self.refused:
