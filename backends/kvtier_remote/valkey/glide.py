@@ -44,12 +44,27 @@ def library() -> Glide:
 
 def connected(options: ValkeyOptions) -> Glide:
     """A new client, connected. Blocking. Raises ConfigError with the option to correct."""
+    _refuse_closed_ports(options)
     try:
         return _new_client(options)
     except library().GlideError as error:
         raise _refusal(options, _with_time(options, str(error))) from None
     except TimeoutError as error:
         raise ConfigError(f"{', '.join(options.servers)}: {error.strerror}", "servers") from error
+
+
+def _refuse_closed_ports(options: ValkeyOptions) -> None:
+    """Raise ConfigError if no server has its port open: the library tries for seconds before it says so."""
+    for server in options.servers:
+        try:
+            try_connection(server, options.request_timeout_seconds)
+        except ConnectionRefusedError as error:
+            refused = error
+        except OSError:
+            return
+        else:
+            return
+    raise ConfigError(f"{options.servers[0]}: {refused.strerror}", "servers")
 
 
 def _with_time(options: ValkeyOptions, text: str) -> str:
