@@ -47,6 +47,12 @@ class FailedEngineMemoryPlane(EngineMemoryPlane):
     def release(self, keys: Sequence[OffloadKey]) -> None:
         """Nothing is leased."""
 
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """Nothing is here."""
+
+    def remove(self, keys: Sequence[OffloadKey], now: float) -> None:
+        """Nothing is here."""
+
     def announce(self, keys: Sequence[OffloadKey], now: float) -> None:
         """Nothing is here."""
 

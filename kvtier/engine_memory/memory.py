@@ -14,6 +14,8 @@ from kvtier.errors import ConfigError, UsageError
 from kvtier.types.keys import OffloadKey, key_group
 
 Bytes = npt.NDArray[np.uint8]
+PLACES_MAX = 1 << 62
+"""Places are kept in signed integers of 64 bits."""
 
 
 class EngineMemory(ABC):
@@ -108,21 +110,41 @@ class PagedMemory(EngineMemory):
 
 
 class ArenaMemory(EngineMemory):
-    """One stretch of memory in which the engine places blocks as it likes: a place is a block's offset in bytes."""
+    """One stretch of memory in which the engine puts blocks as it likes: a place is what `place` makes of an offset.
+
+    A block may be shorter than those of its group are in the tier. Then zeros are stored behind it, and a load leaves
+    alone what lies behind it here. `num_blocks` is how many of the largest blocks there are at most.
+    """
 
     def __init__(self, address: int, size: int, block_bytes: Sequence[int]) -> None:
         if not block_bytes or min(block_bytes) < 1 or max(block_bytes) > size:
             raise ConfigError(f"blocks of {list(block_bytes)} bytes do not fit into an arena of {size} bytes")
+        self._unit = max(block_bytes)
+        if size * self._unit >= PLACES_MAX:
+            raise ConfigError(f"an arena of {size} bytes is too large for blocks of {self._unit} bytes")
         self._arena: Bytes = Pieces(address, size, 1, 0, 1, size).array().reshape(-1)
         self._size = size
         self.block_bytes = tuple(block_bytes)
-        self.num_blocks = size // min(block_bytes)
+        self.num_blocks = size // self._unit
+
+    def place(self, group: int, offset: int, length: int) -> int:
+        """The place of a block of `length` bytes that begins `offset` bytes behind the arena's first one."""
+        missing = self.block_bytes[group] - length
+        if not 0 <= missing < self._unit:
+            raise UsageError(f"a block of group {group} has {self.block_bytes[group]} bytes, and not {length}")
+        return offset * self._unit + missing
+
+    def _extent(self, group: int, place: int) -> tuple[int, int]:
+        offset, missing = divmod(place, self._unit)
+        return offset, offset + self.block_bytes[group] - missing
 
     def holds(self, group: int, place: int) -> bool:
-        return 0 <= place <= self._size - self.block_bytes[group]
+        start, end = self._extent(group, place)
+        return 0 <= start < end <= self._size
 
     def pieces(self, group: int, place: int) -> Sequence[Bytes]:
-        return [self._arena[place : place + self.block_bytes[group]]]
+        start, end = self._extent(group, place)
+        return [self._arena[start:end]]
 
     def release(self) -> None:
         self._arena = self._arena[:0].copy()

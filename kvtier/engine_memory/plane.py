@@ -36,7 +36,9 @@ from kvtier.types.keys import JobId, OffloadKey
 LOADS, STORES = 0, 1
 """Positions of the two queues: loads never wait behind stores for staging rows."""
 PATIENCE_SECONDS = 1.0
-"""How long stores may keep more of the engine's blocks than their share."""
+"""How long stores may keep more of the engine's blocks than their share, and how long a tier may be silent."""
+SILENT_JOBS = 2
+"""After so many jobs of one kind in a row during which nothing ended, the tier is left alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class EngineMemoryPlane(Recipient):
         self._permits = permits
         self._transfers: dict[int, EngineTransfer] = {}
         self._refused: dict[str, set[OffloadKey]] = {}
+        self._silent = dict.fromkeys(JobKind, 0)
         self._ended: list[EngineTransfer] = []
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -116,6 +119,27 @@ class EngineMemoryPlane(Recipient):
     def release(self, keys: Sequence[OffloadKey]) -> None:
         """One lease of each of these keys has served its purpose."""
         self._leases.release(keys)
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """These blocks, given in prefix order, were used although they were not loaded."""
+        owned = self.lower.owned
+        if owned is not None:
+            slots = [slot for key in reversed(keys) if (slot := owned.ready(key)) is not None]
+            owned.touch(slots)
+
+    def remove(self, keys: Sequence[OffloadKey], now: float) -> None:
+        """Drop blocks that are wanted no more, unless they are leased or being loaded; of a shared tier, what is
+        believed of them.
+
+        As after any eviction, a crash may bring back what was dropped just before it.
+        """
+        owned = self.lower.owned
+        if owned is None:
+            for key in keys:
+                self.lower.index.learn(key, False, now)
+            return
+        slots = dict.fromkeys(slot for key in keys if (slot := owned.ready(key)) is not None)
+        owned.remove([slot for slot in slots if not owned.table.pins[slot]])
 
     def end_step(self) -> None:
         """The loads of this step were submitted: its hits need not be kept any longer."""
@@ -214,6 +238,8 @@ class EngineMemoryPlane(Recipient):
         """A job ended in time."""
         part = self._jobs.finish(result, now)
         del self._permits[result.job_id]
+        if part.answered:
+            self._silent[part.kind] = 0
         self._conclude(part.transfer, now)
 
     def late(self, job_id: JobId, now: float) -> None:
@@ -293,6 +319,7 @@ class EngineMemoryPlane(Recipient):
         del self._transfers[transfer.job_id]
         transfer.ended = True
         transfer.seconds = now - transfer.started
+        self._judge_silence(transfer, now)
         stores, owned = transfer.kind is JobKind.STORE, self.lower.owned
         if not stores and transfer.request_id in self._refused:
             self._refused[transfer.request_id].update(set(transfer.keys).difference(transfer.good_keys))
@@ -302,6 +329,18 @@ class EngineMemoryPlane(Recipient):
             ready = [slot for key, slot in good if slot is not None and owned.ready(key) == slot]
             (owned.reorder if stores else owned.touch)(ready)
         self._ended.append(transfer)
+
+    def _judge_silence(self, transfer: EngineTransfer, now: float) -> None:
+        """A disk is dead rather than slow when nothing of two jobs came back, and nothing of any other either.
+
+        Waiting for several jobs to be late takes long where an engine asks for one thing at a time.
+        """
+        if transfer.answered or transfer.seconds < PATIENCE_SECONDS or LATE not in transfer.outcomes:
+            return
+        self._silent[transfer.kind] += 1
+        if self._silent[transfer.kind] >= SILENT_JOBS:
+            stores = transfer.kind is JobKind.STORE
+            (self.lower.store_breaker if stores else self.lower.load_breaker).trip(now)
 
     # -- taking out ----------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from kvtier.control.state import LowerTier
 from kvtier.control.tiers.breaker import BreakerState
 from kvtier.engine_memory.staging import CopyPermit
 from kvtier.types.arrays import IntArray
-from kvtier.types.jobs import LATE, BlockOutcome, DropReason, JobKind, JobResult
+from kvtier.types.jobs import LATE, BlockOutcome, BlockStatus, DropReason, JobKind, JobResult
 from kvtier.types.keys import OffloadKey
 
 
@@ -18,8 +18,8 @@ from kvtier.types.keys import OffloadKey
 class EngineTransfer:
     """One job of the engine: block i is `keys[i]` at the place `places[i]` of its memory, in prefix order, root first.
 
-    `ended`: nothing touches the engine's memory for it any more. `parts` are those in
-    flight; `slots[i]` is the slot of block i in an owned tier.
+    `ended`: nothing touches the engine's memory for it any more. `answered`: some of it has come back from the tier in
+    time. `parts` are those in flight; `slots[i]` is the slot of block i in an owned tier.
     """
 
     job_id: int
@@ -29,6 +29,7 @@ class EngineTransfer:
     request_id: str
     started: float
     ended: bool = False
+    answered: bool = False
     parts: set[TransferPart] = field(default_factory=set)
     slots: dict[int, int] = field(default_factory=dict)
     bytes_moved: int = 0
@@ -75,7 +76,8 @@ class TransferPart(LowerTransfer):
     """One job of the tier: some blocks of an engine's job.
 
     `members` are positions in the engine's job in the order in which the blocks age. `permit` is needed to touch the
-    engine's memory. `current` until a reset: then what is found out is not believed any more.
+    engine's memory. `answered`: it came back from the tier. `current` until a reset: then what is found out is not
+    believed any more.
     """
 
     def __init__(self, lower: LowerTier, transfer: EngineTransfer, members: Sequence[int]) -> None:
@@ -85,6 +87,7 @@ class TransferPart(LowerTransfer):
         self.transfer = transfer
         self.members = members
         self.permit = CopyPermit()
+        self.answered = False
         self.current = True
         self._disk_was_full = lower.disk_full
 
@@ -97,6 +100,8 @@ class TransferPart(LowerTransfer):
         else:
             self.lower.counters.hits += sum(outcome.ok for outcome in outcomes)
             self.finish_load(outcomes, result.bytes_moved, now, self.current)
+        if any(outcome.status is not BlockStatus.CANCELLED for outcome in outcomes):
+            self.answered = self.transfer.answered = True
         self.transfer.part_ended(self, outcomes, result.bytes_moved)
 
     def _finish_store(self, outcomes: Sequence[BlockOutcome], bytes_moved: int, now: float) -> None:

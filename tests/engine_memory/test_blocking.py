@@ -27,7 +27,7 @@ from kvtier.stack.stats_socket import stats_from_json
 from kvtier.tier_api.contract import LookupResult
 from kvtier.tier_api.registry import discover
 from kvtier.types.geometry import GroupKind, GroupLayout, KVLayout
-from kvtier.types.jobs import LATE, LOADED, PRESENT, STORED, BlockStatus
+from kvtier.types.jobs import LATE, LOADED, PRESENT, STORED, BlockStatus, DropReason
 from kvtier.types.keys import OffloadKey, key_group, make_key
 from kvtier.types.namespace import Namespace
 
@@ -232,6 +232,35 @@ def test_a_tier_that_is_late_again_and_again_is_left_alone(opened, freeze):
     began = time.monotonic()
     assert not tier.load([key(1)], [5], LONG)[0].ok
     assert time.monotonic() - began < LONG / 2
+
+
+@pytest.mark.parametrize("kind", ["load", "store"])
+def test_a_tier_that_answers_nothing_during_two_calls_is_left_alone(kind, opened, freeze):
+    tier = opened(job_timeout_seconds=LONG)
+    tier.store([key(1)], [0], LONG)
+    answers = freeze(kind)
+    for number in range(2):
+        assert getattr(tier, kind)([key(1 if kind == "load" else 10 + number)], [5], 1.2) == [LATE]
+    began = time.monotonic()
+    assert getattr(tier, kind)([key(1 if kind == "load" else 20)], [5], LONG)[0].reason is DropReason.TIER_DOWN
+    assert time.monotonic() - began < LONG / 2
+    answers.set()
+    until = time.monotonic() + LONG
+    while not getattr(tier, kind)([key(1 if kind == "load" else 30)], [5], LONG)[0].ok:
+        assert time.monotonic() < until, "it is tried again after a pause"
+
+
+def test_a_slow_tier_is_no_dead_one(opened, freeze):
+    tier = opened(job_timeout_seconds=LONG)
+    tier.store([key(1)], [0], LONG)
+    answers = freeze("load")
+    assert tier.load([key(1)], [5], 1.2) == [LATE]
+    answers.set()
+    assert tier.load([key(1)], [6], LONG) == [LOADED]
+    answers.clear()
+    assert tier.load([key(1)], [5], 1.2) == [LATE]
+    assert tier.find([key(1)], LONG) == [True]
+    answers.set()
 
 
 def test_a_call_that_is_too_short_says_nothing_of_the_tier_and_what_waits_is_not_begun(opened, freeze):

@@ -51,9 +51,28 @@ def test_pieces_at_addresses_are_written_in_place():
 def test_an_arena_has_blocks_wherever_the_engine_puts_them():
     arena = np.arange(200, dtype=np.uint8)
     memory = ArenaMemory(arena.ctypes.data, arena.size, (64, 16))
-    assert block(memory, 0, 7) == bytes(range(7, 71))
-    assert block(memory, 1, 184) == bytes(range(184, 200))
-    assert memory.num_blocks == 200 // 16
+    assert block(memory, 0, memory.place(0, 7, 64)) == bytes(range(7, 71))
+    assert block(memory, 1, memory.place(1, 184, 16)) == bytes(range(184, 200))
+    assert memory.num_blocks == 200 // 64
+
+
+def test_a_block_of_an_arena_may_be_shorter_than_its_group_but_never_longer_or_empty():
+    arena = np.arange(200, dtype=np.uint8)
+    memory = ArenaMemory(arena.ctypes.data, arena.size, (64, 16))
+    for length in (1, 33, 63):
+        place = memory.place(0, 200 - length, length)
+        memory.check([make_key(b"k", 0)], [place])
+        assert block(memory, 0, place) == arena[-length:].tobytes()
+    for length in (0, 65, -1):
+        with pytest.raises(UsageError, match="has 64 bytes"):
+            memory.place(0, 0, length)
+
+
+def test_a_block_of_an_arena_ends_within_it():
+    memory = ArenaMemory(np.zeros(200, dtype=np.uint8).ctypes.data, 200, (64, 16))
+    for offset, length in ((137, 64), (200, 1), (-1, 64)):
+        with pytest.raises(UsageError, match="no block of group 0"):
+            memory.check([make_key(b"k", 0)], [memory.place(0, offset, length)])
 
 
 @pytest.mark.parametrize("place", [-1, 4, 1 << 40])
@@ -61,9 +80,10 @@ def test_an_arena_has_blocks_wherever_the_engine_puts_them():
 def test_a_place_outside_the_memory_is_refused(kind, place):
     array = np.zeros((4, 8), dtype=np.uint8)
     memory = PagedMemory([[array]]) if kind == "paged" else ArenaMemory(array.ctypes.data, 11, (8,))
-    memory.check([make_key(b"k", 0)], [3])
+    unit = 1 if kind == "paged" else 8
+    memory.check([make_key(b"k", 0)], [3 * unit])
     with pytest.raises(UsageError, match="no block of group 0"):
-        memory.check([make_key(b"k", 0)], [place])
+        memory.check([make_key(b"k", 0)], [place * unit])
     with pytest.raises(UsageError, match="no block of group 1"):
         memory.check([make_key(b"k", 1)], [0])
 
@@ -75,5 +95,7 @@ def test_memory_of_another_form_is_refused():
         PagedMemory([[np.zeros((4, 8), dtype=np.uint8), np.zeros((5, 8), dtype=np.uint8)]])
     with pytest.raises(ConfigError, match="do not fit into an arena"):
         ArenaMemory(4096, 16, (32,))
+    with pytest.raises(ConfigError, match="too large for blocks"):
+        ArenaMemory(4096, 1 << 42, (1 << 20,))
     with pytest.raises(ConfigError, match="cannot be"):
         Pieces(0, 8, 1, 0, 1, 8).array()

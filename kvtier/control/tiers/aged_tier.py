@@ -115,6 +115,4 @@ class AgedTier(OwnedTier):
 
     def _expire(self, slots: Sequence[int]) -> None:
         self.expired += len(slots)
-        self.policy.remove(slots)
-        for slot in slots:
-            self._unlink_ready(slot)
+        self.remove(slots)

@@ -64,9 +64,15 @@ class Breaker:
             return
         self._failures += 1
         if self.state is BreakerState.HALF_OPEN or self._failures >= self.threshold:
-            self._enter(BreakerState.OPEN)
-            self._retry_at = now + self.pause_seconds
-            self._probing = False
+            self.trip(now)
+
+    def trip(self, now: float) -> None:
+        """The tier is known not to answer: open, however few jobs have failed."""
+        if self.state is BreakerState.HELD_BACK:
+            return
+        self._enter(BreakerState.OPEN)
+        self._retry_at = now + self.pause_seconds
+        self._probing = False
 
     def hold_back(self) -> None:
         """No job may be sent any more, whatever becomes of those in flight."""

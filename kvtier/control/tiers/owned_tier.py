@@ -323,6 +323,12 @@ class OwnedTier(TierIndex):
         self._unlink_ready(slot)
         return True
 
+    def remove(self, slots: Sequence[int]) -> None:
+        """Drop ready entries that are wanted no more."""
+        self.policy.remove(slots)
+        for slot in slots:
+            self._unlink_ready(slot)
+
     def _unlink_ready(self, slot: int) -> None:
         table = self.table
         key = table.keys[slot]
@@ -338,10 +344,7 @@ class OwnedTier(TierIndex):
     def reset(self) -> None:
         """Everything becomes unreachable at once; slots still pinned are quarantined until they are unpinned."""
         state = self.table.state
-        ready = [slot for slot in range(len(state)) if state[slot] == READY]
-        self.policy.remove(ready)
-        for slot in ready:
-            self._unlink_ready(slot)
+        self.remove([slot for slot in range(len(state)) if state[slot] == READY])
         self.quarantine([slot for slot in range(len(state)) if state[slot] == FILLING])
         if self.curve is not None:
             self.curve.reset()
@@ -365,6 +368,8 @@ class OwnedTier(TierIndex):
         placement, counts = self.placement, self.table.counts
         if placement.one_size:
             return (counts[FILLING] + counts[READY] + counts[QUARANTINED]) * placement.sizes[0]
+        if not counts[RETIRED]:
+            return self._formatted_bytes()
         total = 0
         for region, size in enumerate(placement.region_size):
             if size >= 0:
@@ -378,10 +383,12 @@ class OwnedTier(TierIndex):
         self.peak_bytes = max(self.peak_bytes, used)
 
     def _formatted_bytes(self) -> int:
-        slots_in, sizes, full = self.placement.slots_in_region, self.placement.sizes, self.placement.full
-        formatted = sum(slots_in[size] * sizes[size] for size in self.placement.region_size if size >= 0)
-        free = enumerate(self.placement.free_count)
-        return formatted - sum((count + full.count(size)) * sizes[size] for size, count in free)
+        """Bytes of all slots but the free ones."""
+        placement = self.placement
+        free = enumerate(placement.free_count)
+        return placement.formatted_bytes - sum(
+            (n + placement.full.count(size)) * placement.sizes[size] for size, n in free
+        )
 
     def check(self) -> None:
         """Raise IntegrityError unless states, directory, free lists and counters agree."""

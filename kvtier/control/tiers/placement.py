@@ -11,6 +11,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+import numpy as np
+
 from kvtier.control.tiers.disk_full import FullDisks
 from kvtier.control.tiers.other_namespaces import ForeignLayer, ForeignSlots, take_out
 from kvtier.control.tiers.slot_table import ABSENT, FREE, READY, SlotTable
@@ -64,6 +66,12 @@ class Placement:
         left = sum(len(self._left(root)) for root in range(len(self._unformatted)))
         each = enumerate(zip(self.region_count, self.slots_in_region, strict=True))
         return min(((n + left) * slots - self.full.count(size) for size, (n, slots) in each if n + left), default=0)
+
+    @property
+    def formatted_bytes(self) -> int:
+        """The bytes of all slots, used or free, headers and padding included."""
+        each = zip(self.region_count, self.slots_in_region, self.sizes, strict=True)
+        return sum(regions * slots * size for regions, slots, size in each)
 
     def region_of(self, slot: int) -> int:
         return slot // self.per_region
@@ -245,19 +253,18 @@ class Placement:
         """An idle region of another size that may be formatted for this one, or None."""
         if self.one_size:
             return None
-        sizes = [UNFORMATTED if region in self.full.regions else size for region, size in enumerate(self.region_size)]
-        own = [self.region_used[r] for r, s in enumerate(sizes) if s == size]
-        limit = min(own) if own else None
-        counts = [sizes.count(owner) for owner in range(len(self.sizes))]
-        candidates = [
-            (self.region_used[region], region)
-            for region, owner in enumerate(sizes)
-            if owner not in (UNFORMATTED, size)
-            and counts[owner] > 1
-            and (limit is None or self.region_used[region] < limit)
-            and self._idle(region)
-        ]
-        return min(candidates)[1] if candidates else None
+        sizes = np.frombuffer(self.region_size, np.int8).copy()
+        sizes[list(self.full.regions)] = UNFORMATTED
+        used = np.frombuffer(self.region_used, np.uint64)
+        formatted = sizes != UNFORMATTED
+        spare = np.bincount(sizes[formatted], minlength=len(self.sizes)) > 1
+        candidates = formatted & (sizes != size) & spare[sizes]
+        own = used[sizes == size]
+        if own.size:
+            candidates &= used < own.min()
+        regions = np.flatnonzero(candidates)
+        coldest_first: list[int] = regions[np.argsort(used[regions], kind="stable")].tolist()
+        return next(filter(self._idle, coldest_first), None)
 
     def slots_of(self, region: int) -> range:
         first = region * self.per_region
