@@ -71,10 +71,15 @@ class ObjectTransport:
             await asyncio.wait_for(self._none_in_flight.wait(), timeout_seconds)
         except TimeoutError:
             return self._in_flight
+        self._give_up()
+        return await self._copies.close(max(0.0, deadline - loop.time()))
+
+    def _give_up(self) -> None:
+        """Let connections and threads go, once nothing is in flight."""
         self._store = None  # and with it the connections
         if self._renewals is not None:
             self._renewals.close()
-        return await self._copies.close(max(0.0, deadline - loop.time()))
+        self._copies.shutdown()
 
     @contextmanager
     def _call(self) -> Iterator[None]:
@@ -87,6 +92,8 @@ class ObjectTransport:
             self._in_flight -= 1
             if not self._in_flight:
                 self._none_in_flight.set()
+                if self._closed:  # a call that was stuck at the deadline
+                    self._give_up()
 
     @asynccontextmanager
     async def _request(self) -> AsyncIterator[None]:

@@ -9,6 +9,7 @@ import asyncio
 import errno
 import logging
 import re
+import threading
 import time
 from datetime import UTC, datetime, timedelta
 from pickle import PickleBuffer
@@ -18,6 +19,7 @@ import obstore
 import pytest
 from support_hits import LARGE, NAMES, SMALL, hits, stored
 from support_objects import Blocks, Folder, LocalTransport, names, read, write
+from support_stack import until
 from support_values import DAMAGED_VALUES
 
 from kvtier.testing.conformance import make_keys
@@ -258,6 +260,17 @@ async def test_no_more_lookups_are_in_flight_than_the_options_say(slow):
     places = [Place(f"kvtier/b/{i}", 10, 1000) for i in range(20)]
     assert [*await asyncio.gather(one.present(places), one.present(places))] == [[False] * 20] * 2
     assert library.most_at_once == 3
+
+
+@pytest.mark.parametrize("slow", [1.0], indirect=True)
+async def test_a_request_that_was_stuck_when_the_transport_closed_takes_its_threads_along(slow):
+    one, library = slow
+    value = Value(Place("kvtier/b/x", 10, 1000), memoryview(bytearray(1000)), bytes(10))
+    putting = asyncio.create_task(one.put([value]))
+    await until(lambda: library.held is not None)
+    assert await one.close(0.0) == 1
+    assert (await putting)[0].errno == errno.ETIMEDOUT
+    await until(lambda: not any(thread.name.startswith("kvtier-objects") for thread in threading.enumerate()))
 
 
 async def test_a_request_of_a_closed_transport_fails(folder):
