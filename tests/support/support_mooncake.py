@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,13 @@ from kvtier.testing.conformance.base import ConformanceBase
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 from kvtier_remote.mooncake.client_process import ClientProcess
 from kvtier_remote.mooncake.marker_object import MEMORY_BYTES
+from kvtier_remote.mooncake.master_http import MasterHTTP
 from kvtier_remote.mooncake.options import MooncakeOptions
 from kvtier_remote.mooncake.tier import MooncakeBackend
 from kvtier_remote.valkey.embedded import free_ports
 
 START_SECONDS = 60.0
+LOOKING_BYTES = 4 << 20
 STORE = """
 import signal, sys
 from mooncake.store import MooncakeDistributedStore
@@ -44,12 +46,16 @@ class Pool:
         self.master: subprocess.Popen[bytes]
         self.store: subprocess.Popen[bytes]
         self.address = ""
+        self.admin = ""
+        """The master's HTTP port."""
+        self._looking: ClientProcess | None = None
 
     def start_master(self) -> None:
         """A new master, at the same address if there was one before."""
         port = int(self.address.rpartition(":")[2]) if self.address else free_ports(1)[0]
         self.address = f"127.0.0.1:{port}"
-        (metrics,) = free_ports(1)
+        metrics = int(self.admin.rpartition(":")[2]) if self.admin else free_ports(1)[0]
+        self.admin = f"127.0.0.1:{metrics}"
         program = Path(_wheel()) / "mooncake_master"
         flags = {"rpc_address": "127.0.0.1", "rpc_port": port, "metrics_host": "127.0.0.1", "metrics_port": metrics}
         flags |= {"client_ttl": 2, "default_kv_lease_ttl": 2000}
@@ -80,6 +86,51 @@ class Pool:
                     time.sleep(0.05)
         finally:
             connection.close()
+
+    # -- from outside, without a tier --------------------------------------------------------------------------
+
+    @property
+    def client(self) -> ClientProcess:
+        """A client of the library with memory of its own."""
+        if self._looking is None:
+            self._looking = ClientProcess(self.options(), LOOKING_BYTES)
+            self._looking.open()
+        return self._looking
+
+    def names(self, begin: str = "") -> list[str]:
+        """All names that begin so, sorted."""
+        return sorted(name for name in MasterHTTP(self.admin, START_SECONDS).names() if name.startswith(begin))
+
+    def held_bytes(self) -> int:
+        """What the master says that the store's memory holds."""
+        segments = MasterHTTP(self.admin, START_SECONDS).segments()
+        return sum(int(segment["allocator_used_bytes"]) for segment in segments)
+
+    def read(self, name: str) -> bytes:
+        """What is stored under a name; nothing if nothing is."""
+        (length,) = self.client.ask("present", [name])
+        if length < 0:
+            return b""
+        (code,) = self.client.ask("get", [name], [0], [length])
+        return self.client.memory[:length].tobytes() if code == length else b""
+
+    def write(self, name: str, value: bytes) -> None:
+        """Put this under a name."""
+        self.client.memory[: len(value)] = bytearray(value)
+        assert self.client.ask("put", [name], [0], [len(value)]) == [0]
+
+    def remove(self, names: Sequence[str]) -> None:
+        """They are gone."""
+        if names:
+            self.client.ask("remove", names)
+
+    def close(self) -> None:
+        """End everything."""
+        if self._looking is not None:
+            self._looking.close()
+        for name in ("store", "master"):
+            if hasattr(self, name):
+                self.kill(name)
 
     def options(self, **changes: Any) -> MooncakeOptions:
         """Options of a tier on this pool. A slow machine gets time; what is frozen is tested with less."""
@@ -116,12 +167,12 @@ def mooncake_pool(folder: Path, store_bytes: int = 512 << 20) -> Iterator[Pool]:
     """A master and one store."""
     _wheel()
     pool = Pool(folder, store_bytes)
-    with ExitStack() as stack:
+    try:
         pool.start_master()
-        stack.callback(lambda: pool.kill("master"))
         pool.start_store()
-        stack.callback(lambda: pool.kill("store"))
         yield pool
+    finally:
+        pool.close()
 
 
 class PoolBlocks(ConformanceBase):

@@ -3,6 +3,7 @@
 import struct
 
 from kvtier.tier_api.block_envelope import (
+    COUNTER_LIMIT,
     ENVELOPE_VERSION,
     KEY_AT,
     Mismatch,
@@ -10,11 +11,13 @@ from kvtier.tier_api.block_envelope import (
     first_difference,
     key_fault,
     page_fault,
+    stated_generation,
 )
 from kvtier.tier_api.checksum import BODY_AT, checksum
 from kvtier_remote.names import BlockName, key_digest
 from kvtier_remote.value import HEADER_BYTES_MAX, root_of
 
+_NANOSECONDS = 1_000_000_000
 _STATED = struct.Struct("<II")
 """Version and length of a header, in front of its other fields."""
 
@@ -25,6 +28,14 @@ def stated_header_bytes(front: memoryview) -> int:
         return 0
     version, length = _STATED.unpack_from(front, BODY_AT)
     return length if version == ENVELOPE_VERSION and KEY_AT <= length <= HEADER_BYTES_MAX else 0
+
+
+def stated_time(front: memoryview) -> float | None:
+    """When a value was stored, in seconds since 1970, as its header says; None if it is none."""
+    if not stated_header_bytes(front):
+        return None
+    generation = stated_generation(front)
+    return generation / _NANOSECONDS if generation < COUNTER_LIMIT else None
 
 
 def fault_of(name: BlockName, value: memoryview) -> str:

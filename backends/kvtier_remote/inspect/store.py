@@ -15,7 +15,7 @@ from kvtier.tier_api.inspection import (
     StoredNamespace,
 )
 from kvtier_remote.inspect.judge import fault_of
-from kvtier_remote.inspect.listing import Listed, Listing
+from kvtier_remote.inspect.listing import About, Listed, Listing
 from kvtier_remote.names import BlockName
 from kvtier_remote.transport import Marker
 
@@ -33,11 +33,18 @@ class RemoteInspection:
     """
 
     def __init__(self, listing: Listing) -> None:
+        """Takes the listing over: it is closed with this, and if this cannot be made. Raises RootError."""
         self._listing = listing
-        self._markers = dict(listing.markers())
         self._looked_up: set[tuple[bytes, Marker]] = set()
-        facts = listing.about
-        self.about = StoreAbout(
+        try:
+            self._markers = dict(listing.markers())
+            self.about = self._about(listing.about)
+        except BaseException:
+            listing.close()
+            raise
+
+    def _about(self, facts: About) -> StoreAbout:
+        return StoreAbout(
             root=facts.address,
             layout=facts.layout,
             identity="",

@@ -52,6 +52,12 @@ class Calls:
                 found[i] = TRANSFER_FAILED if length == sizes[i] else length
         return found
 
+    def fronts(self, names: list[str], offsets: Numbers, sizes: Numbers) -> Numbers:
+        """As many bytes of each value as `sizes` says, from its first one on. None may have fewer."""
+        places = [names], [[[offset] for offset in offsets]], [[[0]] * len(names)], [[[size] for size in sizes]]
+        (found,) = self._store.get_into_ranges([self._base], *places)
+        return [code for (code,) in found]
+
     def present(self, names: list[str], offsets: Numbers, sizes: Numbers) -> Numbers:
         """The length of each value. Of one without replicas it is not said why: the master may be gone."""
         replicas = self._store.batch_get_replica_desc(names)

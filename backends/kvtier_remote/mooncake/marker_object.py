@@ -60,6 +60,14 @@ def raise_marker(connection: ClientProcess, name: str, marker: Marker) -> Marker
     raise OSError(errno.EBUSY, "other clients write the marker")
 
 
+def read_marker(connection: ClientProcess, name: str) -> Marker | None:
+    """The marker as its claims leave it; nothing is written. Raises OSError."""
+    state = _read(connection, name)
+    while state is not None and (claimed := _read(connection, f"{name}.{state.id}")) is not None:
+        state = claimed
+    return None if state is None else state.marker
+
+
 def _current(connection: ClientProcess, name: str) -> State | None:
     """The state that no claim follows. It is in the marker then."""
     first = state = _read(connection, name)

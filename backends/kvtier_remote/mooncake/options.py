@@ -22,6 +22,9 @@ class MooncakeOptions(RemoteOptions):
 
     type: Literal["mooncake"] = "mooncake"
     master: Server = Field(description="host:port of the master")
+    admin: Server | None = Field(
+        default=None, description="host:port of the master's HTTP port: the pool's size, and its names for the tools"
+    )
     protocol: Literal["tcp", "rdma"] = Field(default="tcp", description="how blocks move between hosts")
     devices: str = Field(
         default="",

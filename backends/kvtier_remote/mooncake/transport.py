@@ -13,14 +13,17 @@ from kvtier.types.jobs import CORRUPT, STORED, BlockOutcome, failed
 from kvtier_remote.lane import Lane
 from kvtier_remote.mooncake.client_process import ClientProcess
 from kvtier_remote.mooncake.marker_object import MEMORY_BYTES, raise_marker
+from kvtier_remote.mooncake.master_http import MasterHTTP
 from kvtier_remote.mooncake.options import BATCH_BLOCKS, CONNECTIONS, MooncakeOptions
-from kvtier_remote.mooncake.outcomes import MISSING_CODES, os_error, outcome_of
+from kvtier_remote.mooncake.outcomes import MISSING_CODES, errno_of, os_error, outcome_of
 from kvtier_remote.transport import Facts, Marker, Place, Spelling, Value, Verify
 
-_UNKNOWN_BYTES = 1 << 62
+UNKNOWN_BYTES = 1 << 62
+MANIFEST_BYTES_MAX = 16 << 10
 _ALIGNMENT = 64
 _NAMES_IN_A_QUESTION = 1024
-SIZE_NOTE = "the pool's size is not known here; it evicts what was not used for longest above its watermark"
+EVICTS_NOTE = "the pool evicts what was not used for longest above its watermark"
+SIZE_NOTE = f"the pool's size is not known here (admin: asks the master); {EVICTS_NOTE}"
 
 
 class MooncakeTransport:
@@ -37,7 +40,7 @@ class MooncakeTransport:
         self.batch_bytes = options.batch_bytes
         self._staging_bytes = options.staging // CONNECTIONS
         self._transfers = self._lane("kvtier-mooncake", CONNECTIONS, self._staging_bytes)
-        self._questions = self._lane("kvtier-mooncake-lookup", 1, MEMORY_BYTES)
+        self._questions = self._lane("kvtier-mooncake-lookup", 1, max(MEMORY_BYTES, MANIFEST_BYTES_MAX))
 
     def _lane(self, name: str, size: int, memory_bytes: int) -> Lane[ClientProcess]:
         def connect() -> ClientProcess:
@@ -55,7 +58,7 @@ class MooncakeTransport:
         """Start the processes and connect. Raises ConfigError with the key of the option that is wrong."""
         await self._questions.open()
         await self._transfers.open()
-        return Facts(_UNKNOWN_BYTES, (SIZE_NOTE,))
+        return await self._questions.run(lambda _: pool_facts(self._options))
 
     async def close(self, timeout_seconds: float) -> int:
         """End the processes after their requests. Returns how many threads are stuck; none is longer than a request."""
@@ -93,6 +96,10 @@ class MooncakeTransport:
         """By claims; see `kvtier_remote.mooncake.marker_object`."""
         return await self._questions.run(lambda connection: raise_marker(connection, name, marker))
 
+    async def describe(self, name: str, text: str) -> None:
+        """Keep it once, never to be evicted."""
+        await self._questions.run(lambda connection: _describe(connection, name, text.encode()))
+
     def _put(self, connection: ClientProcess, values: Sequence[Value]) -> list[BlockOutcome]:
         offsets, sizes = self._staged(values)
         for value, offset in zip(values, offsets, strict=True):
@@ -125,6 +132,27 @@ class MooncakeTransport:
         if end > self._staging_bytes:
             raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
         return offsets, sizes
+
+
+def pool_facts(options: MooncakeOptions) -> Facts:
+    """The size of the pool, if the master's HTTP port tells it. Blocking."""
+    if options.admin is None:
+        return Facts(UNKNOWN_BYTES, (SIZE_NOTE,))
+    try:
+        return Facts(MasterHTTP(options.admin, options.request_timeout_seconds).pool_bytes(), (EVICTS_NOTE,))
+    except OSError as error:
+        return Facts(UNKNOWN_BYTES, (f"{SIZE_NOTE}; {options.admin}: {error.strerror or 'does not answer'}",))
+
+
+def _describe(connection: ClientProcess, name: str, text: bytes) -> None:
+    if len(text) > MANIFEST_BYTES_MAX:
+        raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
+    if connection.ask("present", [name])[0] >= 0:
+        return
+    connection.memory[: len(text)] = np.frombuffer(text, np.uint8)
+    (code,) = connection.ask("create", [name], [0], [len(text)])
+    if code < 0 and errno_of(code) != errno.EBUSY:  # another process keeps it at this moment
+        raise os_error(code)
 
 
 def _present(connection: ClientProcess, places: Sequence[Place]) -> list[bool]:

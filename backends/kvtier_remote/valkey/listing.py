@@ -9,9 +9,8 @@ from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from kvtier.errors import RootError
-from kvtier.tier_api.block_envelope import COUNTER_LIMIT, KEY_AT, unpack_fixed
-from kvtier.tier_api.checksum import BODY_AT, CHECKSUM_BYTES
-from kvtier_remote.inspect.judge import stated_header_bytes
+from kvtier.tier_api.block_envelope import KEY_AT
+from kvtier_remote.inspect.judge import stated_header_bytes, stated_time
 from kvtier_remote.inspect.listing import About, Listed
 from kvtier_remote.names import BlockName, StoreNames, namespace_of
 from kvtier_remote.transport import Marker
@@ -23,9 +22,7 @@ _NAMES_AT_ONCE = 1000
 """Names that the server looks at for one answer."""
 _READ_BYTES = 8 << 20
 """Bytes of values in memory at once, unless one value has more."""
-_NANOSECONDS = 1_000_000_000
 _SPLIT = re.compile(r"\{(.*)\}([hb])", re.DOTALL)
-_FIXED = slice(BODY_AT, KEY_AT - CHECKSUM_BYTES)
 
 T = TypeVar("T")
 
@@ -178,9 +175,5 @@ class ValkeyListing:
 
 
 def _listed(one: _Found, length: int, memory: int, front: memoryview, whole: bool) -> Listed:
-    header_bytes = stated_header_bytes(front)
-    stored_at = None
-    if header_bytes:
-        generation = unpack_fixed(front[_FIXED], b"").generation
-        stored_at = generation / _NANOSECONDS if generation < COUNTER_LIMIT else None
-    return Listed(one.name, one.shown, one.parts, whole, length - header_bytes, memory, stored_at)
+    payload_bytes = length - stated_header_bytes(front)
+    return Listed(one.name, one.shown, one.parts, whole, payload_bytes, memory, stated_time(front))

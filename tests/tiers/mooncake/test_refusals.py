@@ -9,6 +9,7 @@ from support_checks import check_refuses, checked, open_refuses
 from support_mooncake import Pool, PoolBlocks
 
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
+from kvtier_remote.mooncake.transport import UNKNOWN_BYTES, pool_facts
 
 pytestmark = [pytest.mark.remote, pytest.mark.mooncake]
 SHORT = {"request_timeout_seconds": 2.0}
@@ -53,3 +54,12 @@ def test_a_pool_without_a_store_is_refused_by_a_check(own_pool: Pool, tmp_path):
     own_pool.start_master()
     line = check_refuses(tmp_path, own_pool.options(**SHORT), "master")
     assert "has a store's process joined it?" in line
+
+
+def test_a_check_asks_the_master_for_the_size_of_the_pool(pool, tmp_path):
+    facts = pool_facts(pool.options(admin=pool.admin))
+    assert facts.capacity_bytes == pool.store_bytes
+    assert "512 MiB" in checked(tmp_path, pool.options(admin=pool.admin)).stdout
+    silent = pool_facts(pool.options(admin="127.0.0.1:1"))
+    assert silent.capacity_bytes == UNKNOWN_BYTES
+    assert "127.0.0.1:1" in silent.notes[0]

@@ -1,0 +1,58 @@
+"""The HTTP port of a Mooncake master: the names in its pool, and the memory of the pool. Blocking calls."""
+
+from __future__ import annotations
+
+import errno
+import http.client
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from kvtier_remote.reachable import address_of, look_up
+
+_ANSWER_BYTES_MAX = 64 << 20
+_NAME_BYTES_MAX = 4096
+_NOT_A_MASTER = "this is no HTTP port of a Mooncake master"
+
+
+class MasterHTTP:
+    """Each call makes a connection of its own. Raises OSError."""
+
+    def __init__(self, address: str, seconds: float) -> None:
+        self._address = address
+        self._seconds = seconds
+
+    def names(self) -> Iterator[str]:
+        """All names in the pool, of everyone; the answer is read as it is needed."""
+        with self._answer("/get_all_keys") as answer:
+            while line := answer.readline(_NAME_BYTES_MAX):
+                yield line.decode("utf-8", "replace").rstrip("\n")
+
+    def segments(self) -> list[Mapping[str, Any]]:
+        """What the store processes lend."""
+        with self._answer("/get_segments_detail") as answer:
+            text = answer.read(_ANSWER_BYTES_MAX)
+        try:
+            return list(json.loads(text)["segments"])
+        except (ValueError, KeyError, TypeError):
+            raise OSError(errno.EBADMSG, _NOT_A_MASTER) from None
+
+    def pool_bytes(self) -> int:
+        """The memory of the pool."""
+        return sum(int(segment.get("size_bytes", 0)) for segment in self.segments())
+
+    @contextmanager
+    def _answer(self, path: str) -> Iterator[http.client.HTTPResponse]:
+        look_up([self._address], self._seconds)
+        connection = http.client.HTTPConnection(*address_of(self._address), timeout=self._seconds)
+        try:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            if answer.status != http.client.OK:
+                raise OSError(errno.EBADMSG, f"the master's HTTP port says status {answer.status}")
+            yield answer
+        except http.client.HTTPException:
+            raise OSError(errno.EBADMSG, _NOT_A_MASTER) from None
+        finally:
+            connection.close()
