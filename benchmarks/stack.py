@@ -19,7 +19,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -117,7 +117,7 @@ class Engine:
     """A synchronous engine without a model: 32 running requests, each block's bytes those that its key says."""
 
     def __init__(self, stack: EngineStack, tensor: torch.Tensor, seed: int, *, records: bool = False) -> None:
-        self._stack = stack
+        self.stack = stack
         self._records = records
         self._pages = tensor.numpy().view(np.uint64)
         self._free = list(range(len(tensor)))
@@ -146,7 +146,7 @@ class Engine:
     def step(self) -> None:
         """One step: what ended, arrivals, waiting requests, running ones; then the stores of what became full."""
         self._now = (0.0, 0.0)
-        for result in self._timed("step", self._stack.step):
+        for result in self._timed("step", self.stack.step):
             self._ended(result)
         self._number += 1
         if self._number % (OUTPUT_BLOCKS * BLOCK_TOKENS // RUNNING) == 0 or len(self._requests) < RUNNING:
@@ -169,19 +169,19 @@ class Engine:
         request = Request(RequestId(f"r{self._number}"), keys, blocks, int(self._random.integers(BLOCK_TOKENS)))
         self._requests[request.name] = request
         prompt = keys[:PROMPT_BLOCKS]
-        if self._stack.follows_requests:
-            self._timed("begin_request", lambda: self._stack.begin_request(request.name, prompt))
-        found = self._timed("lookup", lambda: self._stack.lookup(prompt))
+        if self.stack.follows_requests:
+            self._timed("begin_request", lambda: self.stack.begin_request(request.name, prompt))
+        found = self._timed("lookup", lambda: self.stack.lookup(prompt))
         hits = next((at for at, result in enumerate(found) if result not in HITS), len(found))
         if hits:
-            request.reservation = self._timed("reserve", lambda: self._stack.reserve(request.name, prompt[:hits]))
+            request.reservation = self._timed("reserve", lambda: self.stack.reserve(request.name, prompt[:hits]))
 
     def _wait(self, request: Request) -> None:
         """A request that does not run yet: its rows are waited for, loaded, and what missed is computed."""
         if request.loading:
             return
         if request.reservation is not None:
-            reservation = self._timed("reservation", lambda: self._stack.reservation(request.name))
+            reservation = self._timed("reservation", lambda: self.stack.reservation(request.name))
             if reservation is not None and not reservation.served:
                 return
             hits = reservation.hits() if reservation is not None else []
@@ -200,9 +200,9 @@ class Engine:
 
     def _decode(self, request: Request) -> None:
         """A block of output became full; after the last one the request ends."""
-        if self._stack.follows_requests:
+        if self.stack.follows_requests:
             block = request.keys[request.computed]
-            self._timed("extend_request", lambda: self._stack.extend_request(request.name, [block]))
+            self._timed("extend_request", lambda: self.stack.extend_request(request.name, [block]))
         self._compute(request, [request.computed])
         self._full.append((request, [request.computed]))
         request.computed += 1
@@ -212,10 +212,10 @@ class Engine:
             self._ending.append(request)
 
     def _end_request(self, request: Request) -> None:
-        self._stack.end_request(request.name, output_tokens=OUTPUT_BLOCKS * BLOCK_TOKENS)
+        self.stack.end_request(request.name, output_tokens=OUTPUT_BLOCKS * BLOCK_TOKENS)
         if self._records:
             prompt, output = PROMPT_BLOCKS * BLOCK_TOKENS, OUTPUT_BLOCKS * BLOCK_TOKENS
-            self._stack.record_request(request.keys[:PROMPT_BLOCKS], input_tokens=prompt, output_tokens=output)
+            self.stack.record_request(request.keys[:PROMPT_BLOCKS], input_tokens=prompt, output_tokens=output)
 
     def _store(self) -> None:
         full, self._full = self._full, []
@@ -230,8 +230,8 @@ class Engine:
         runs = GPURuns.whole([request.blocks[at] for request, places in parts for at in places])
 
         def submit() -> JobId:
-            job = self._stack.job(kind, (GPUGroup(GroupIndex(0), keys, runs),))
-            self._stack.submit(job, parts[0][0].name if kind is JobKind.LOAD else None)
+            job = self.stack.job(kind, (GPUGroup(GroupIndex(0), keys, runs),))
+            self.stack.submit(job, parts[0][0].name if kind is JobKind.LOAD else None)
             return job.job_id
 
         job_id = self._timed(name, submit)
@@ -265,8 +265,10 @@ class Engine:
 
 
 @contextmanager
-def engine_over(folder: Path, page_bytes: int, policy: str = "lru", traces: Path | None = None) -> Iterator[Engine]:
-    """An engine over a stack; with a folder for traces the stack records its requests."""
+def engine_over(
+    folder: Path, page_bytes: int, policy: str = "lru", traces: Path | None = None, **changes: Any
+) -> Iterator[Engine]:
+    """An engine over a stack; with a folder for traces the stack records its requests. `changes` are of its parts."""
     layout = KVLayout((GroupLayout((TensorRef(0, page_bytes),), BLOCK_TOKENS),))
     per_request = PROMPT_BLOCKS + OUTPUT_BLOCKS
     tensor = torch.zeros((3 * RUNNING * per_request, page_bytes), dtype=torch.int8)
@@ -279,7 +281,7 @@ def engine_over(folder: Path, page_bytes: int, policy: str = "lru", traces: Path
     if traces is not None:
         text += f"record: {{folder: {traces}}}\n"
     parts = stack_parts(parse_stack(text), Namespace(layout, model="benchmark"), [tensor])
-    with EngineStack(parts) as stack:
+    with EngineStack(replace(parts, **changes)) as stack:
         yield Engine(stack, tensor, seed=1, records=traces is not None)
 
 

@@ -235,7 +235,7 @@ class EngineMemoryTier:
     def _receive(self) -> None:
         if self._shut:
             return
-        now, arrived = time.monotonic(), bool(self._inbox)
+        now = time.monotonic()
         while self._inbox:
             try:
                 self.plane.deliver(self._inbox.popleft(), now)
@@ -248,7 +248,7 @@ class EngineMemoryTier:
             self.plane.relieve(now)
         except BaseException as error:
             self._fail(error)
-        if arrived:
+        if self._watch.due:
             self._look_at_tier()
 
     def _look_at_tier(self) -> None:

@@ -20,6 +20,7 @@ from kvtier.errors import ConfigError, ResourceError, UsageError
 from kvtier.options import MAX_LOWER_TIERS, RecordOptions
 from kvtier.stack.assembled import Assembled
 from kvtier.stack.dispatcher import Dispatcher, TierQueue
+from kvtier.stack.job_spans import JobSpans
 from kvtier.stack.joining import Joining, LowerTiers
 from kvtier.stack.kept_paces import kept_paces
 from kvtier.stack.model_files import ModelFiles
@@ -45,6 +46,7 @@ from kvtier.types.namespace import Namespace
 
 if TYPE_CHECKING:
     import torch
+    from opentelemetry.trace import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +106,8 @@ class StackParts:
 
     `state_dir` is the folder for what policies have learned, for the next start; when empty, the first folder of the
     highest lower tier that has one. `stats_socket` is the path of a Unix socket that serves the stack's figures; empty:
-    none. `operator_log` is the name of the logger for what operators must know.
+    none. `operator_log` is the name of the logger for what operators must know. With a `tracer` of OpenTelemetry each
+    job of a tier has a span.
     """
 
     tiers: Sequence[LoadStore]
@@ -119,6 +122,7 @@ class StackParts:
     state_dir: str = ""
     stats_socket: str = ""
     operator_log: str = LOGGER
+    tracer: Tracer | None = None
 
 
 def order_problems(media: Sequence[str]) -> list[ConfigError]:
@@ -297,7 +301,7 @@ async def _assemble(
     files = model_files(parts.state_dir, lowers, models, plane.control.lowers)
     if files is not None:
         await files.restore(parts.settings.identity_seconds)
-    dispatcher = Dispatcher(queues, geometry.row_bytes, clock, deliver)
+    dispatcher = Dispatcher(queues, geometry.row_bytes, clock, deliver, _spans(parts, clock))
     return Assembled(geometry, plane, dispatcher, queues, to_close, _fenced(copiers), joining, _recorder(parts), files)
 
 
@@ -314,6 +318,10 @@ def _block_seconds(parts: StackParts) -> float:
     """How long the engine takes to compute an offloaded block of the first group."""
     speed = parts.settings.prefill_tokens_per_second
     return parts.namespace.layout.tokens_per_offloaded_block(0) / speed if speed else math.inf
+
+
+def _spans(parts: StackParts, clock: Clock) -> JobSpans | None:
+    return None if parts.tracer is None else JobSpans(parts.tracer, clock)
 
 
 def _recorder(parts: StackParts) -> Recorder | None:

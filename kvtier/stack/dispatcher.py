@@ -20,6 +20,7 @@ from kvtier.control.deliveries import Delivery, DeliveryKind
 from kvtier.control.state import Emission
 from kvtier.errors import IntegrityError
 from kvtier.stack.duplicates import store_absent
+from kvtier.stack.job_spans import JobSpans
 from kvtier.stack.traffic import QueuedJob, Traffic
 from kvtier.tier_api.contract import Clock, LoadStore
 from kvtier.types.jobs import CANCELLED, DropReason, JobKind, JobResult, TransferJob, dropped, failed
@@ -62,14 +63,20 @@ class Dispatcher:
 
     The clock is that of the loop, `time.monotonic`. An exception that leaves a step of its own half done, such as
     MemoryError, is delivered as FAILED: nothing is begun any more, and what is in flight ends. `errors` counts these,
-    and the calls of tiers that raised.
+    and the calls of tiers, and of a provider of traces, that raised. With `spans` each job that was begun has one.
     """
 
     def __init__(
-        self, queues: Sequence[TierQueue], block_bytes: int, clock: Clock, deliver: Callable[[list[Delivery]], None]
+        self,
+        queues: Sequence[TierQueue],
+        block_bytes: int,
+        clock: Clock,
+        deliver: Callable[[list[Delivery]], None],
+        spans: JobSpans | None = None,
     ) -> None:
         self.queues = queues
         self.errors = 0
+        self._spans = spans
         self._block_bytes = block_bytes
         self._clock = clock
         self._deliver = deliver
@@ -180,7 +187,8 @@ class Dispatcher:
         """
         try:
             job = queued.job
-            queue.traffic[job.kind].end(queued, self._clock())
+            now = self._clock()
+            began = queue.traffic[job.kind].end(queued, now)
             queue.inflight_bytes -= queued.size
             queue.deadlines.pop(job.job_id, None)
             del queue.running[job.job_id]
@@ -195,6 +203,8 @@ class Dispatcher:
                     result = self._failure(
                         queue, job, IntegrityError("the result does not have one outcome for each block")
                     )
+            if self._spans is not None:
+                self._trace(queue, queued, (began, now), result)
             if job.job_id in self._late:
                 self._late.remove(job.job_id)
                 self._report(Delivery(DeliveryKind.ENDED, job.job_id))
@@ -210,6 +220,15 @@ class Dispatcher:
         logger.error("tier %s raised in a %s job", type(queue.tier).__name__, job.kind, exc_info=error)
         self.errors += 1
         return JobResult.uniform(job, failed(errno.EIO))
+
+    def _trace(self, queue: TierQueue, queued: QueuedJob, times: tuple[float, float], result: JobResult) -> None:
+        """Make the span of a job. Whatever the provider of traces raises costs the job nothing."""
+        assert self._spans is not None
+        try:
+            self._spans.ended(queue.tier.options.label, queued, *times, result)
+        except Exception:
+            self.errors += 1
+            logger.exception("the span of a job could not be made")
 
     # -- deadlines -----------------------------------------------------------------------------------------------
 

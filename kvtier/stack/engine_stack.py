@@ -306,7 +306,7 @@ class EngineStack(StackCore):
     def _receive(self) -> None:
         """Record what arrived, send what was decided; the results of the engine's jobs that ended are for `step`."""
         assert self._assembled is not None
-        plane, now, arrived = self._assembled.plane, time.monotonic(), bool(self._inbox)
+        plane, now = self._assembled.plane, time.monotonic()
         while self._inbox:
             try:
                 plane.deliver(self._inbox.popleft(), now)
@@ -324,7 +324,7 @@ class EngineStack(StackCore):
             finished = self._assembled.plane.take_finished()
         for result in finished:
             self._results[result.job_id] = result
-        if arrived:
+        if self._watch.due:
             self._look_at_tiers()
 
     def _send(self) -> Sequence[Emission]:

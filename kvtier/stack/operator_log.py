@@ -17,7 +17,7 @@ from typing import Any
 from kvtier.control.state import LowerTier, TierSetup
 from kvtier.control.tiers.breaker import BreakerState
 from kvtier.stack.shutdown import CloseReport
-from kvtier.stack.tier_health import breakers_text, tier_state
+from kvtier.stack.tier_health import breakers, breakers_text, tier_state
 from kvtier.tier_api.contract import Clock
 
 LOGGER = __name__
@@ -99,7 +99,8 @@ class TierWatch:
     """Says when a lower tier opens, is refused by a breaker, is used again, or is held back.
 
     What the log leaves out is made up for by a later look: what is now is compared with what was written last. A
-    half-open breaker is no change: the tier is used again when its probe succeeds.
+    half-open breaker is no change: the tier is used again when its probe succeeds. `due`: a look may find something,
+    because a tier is not as it should be, or something of it has failed since the last one.
     """
 
     def __init__(self, log: OperatorLog, clock: Clock) -> None:
@@ -108,22 +109,34 @@ class TierWatch:
         self._seen: dict[str, BreakerState] = {}
         self._written: dict[str, BreakerState] = {}
         self._down_since: dict[str, float] = {}
+        self.due = True
+
+    def _failure(self) -> None:
+        self.due = True
 
     def look(self, lowers: Sequence[LowerTier], reason: str = "") -> None:
-        """Something may have changed. `reason` is why tiers are held back."""
+        """Say what has changed. `reason` is why tiers are held back."""
+        self.due = False
         for lower in lowers:
+            for breaker in breakers(lower).values():
+                breaker.on_failure = self._failure
             state = tier_state(lower)
-            if state is BreakerState.HALF_OPEN:
-                continue
-            seen_before, self._seen[lower.name] = self._seen.get(lower.name), state
-            if state is BreakerState.OPEN is not seen_before:
-                self._down_since[lower.name] = self._clock()
-            if state is self._written.get(lower.name):
-                continue
-            if state is seen_before and not self._log.has_room(lower.name):
-                continue  # it was left out, and counts once
-            if self._write(lower, state, reason):
-                self._written[lower.name] = state
+            self._look(lower, state, reason)
+            if not (state is self._written.get(lower.name) is BreakerState.CLOSED):
+                self.due = True
+
+    def _look(self, lower: LowerTier, state: BreakerState, reason: str) -> None:
+        if state is BreakerState.HALF_OPEN:
+            return
+        seen_before, self._seen[lower.name] = self._seen.get(lower.name), state
+        if state is BreakerState.OPEN is not seen_before:
+            self._down_since[lower.name] = self._clock()
+        if state is self._written.get(lower.name):
+            return
+        if state is seen_before and not self._log.has_room(lower.name):
+            return  # it was left out, and counts once
+        if self._write(lower, state, reason):
+            self._written[lower.name] = state
 
     def _write(self, lower: LowerTier, state: BreakerState, reason: str) -> bool:
         name = lower.name

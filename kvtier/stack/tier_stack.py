@@ -298,7 +298,8 @@ class TierStack(StackCore, LoadStore):
             except BaseException as error:
                 self._fail(error)
         self._decided()
-        self._look_at_tiers()
+        if self._watch.due:
+            self._look_at_tiers()
 
     def _advance(self) -> None:
         """Send what the plane decided, and wake the calls that wait for progress."""

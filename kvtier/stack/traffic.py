@@ -79,12 +79,14 @@ class Traffic:
             self.busy_since = now
         self._begun[queued.job.job_id] = now
 
-    def end(self, queued: QueuedJob, now: float) -> None:
-        """A job that was in flight has ended, late or not."""
-        self.took.observe(now - self._begun.pop(queued.job.job_id))
+    def end(self, queued: QueuedJob, now: float) -> float:
+        """A job that was in flight has ended, late or not. Returns when it had begun."""
+        began = self._begun.pop(queued.job.job_id)
+        self.took.observe(now - began)
         self.in_flight_bytes -= queued.size
         if not self._begun:
             self.busy_seconds += now - self.busy_since
+        return began
 
     def late(self, job_id: JobId) -> None:
         """The deadline of a job in flight has passed, of this kind or another one."""

@@ -159,7 +159,9 @@ class LowerTransfer(InFlight):
         lower.counters.late += count
         lower.rows_late += count
         lower.roots.begin_late(self.root, count)
-        if not lower.roots.speaks:
+        if lower.roots.speaks:
+            self._breaker.on_failure()
+        else:
             self._breaker.failed(now)
         if self.kind is JobKind.STORE:
             lower.room_breaker.succeeded()  # a late store says nothing of room

@@ -5,6 +5,7 @@ A tier that is held back has breakers in a fourth state, which they do not leave
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 
 
@@ -16,7 +17,10 @@ class BreakerState(StrEnum):
 
 
 class Breaker:
-    """Opens after `threshold` failed jobs in a row; after `pause_seconds` lets one job through to probe."""
+    """Opens after `threshold` failed jobs in a row; after `pause_seconds` lets one job through to probe.
+
+    `on_failure` is called after each failure, also one that does not count: what shows the tier's health looks again.
+    """
 
     def __init__(self, threshold: int = 5, pause_seconds: float = 5.0) -> None:
         self.threshold = threshold
@@ -27,6 +31,7 @@ class Breaker:
         self._failures = 0
         self._retry_at = 0.0
         self._probing = False
+        self.on_failure: Callable[[], None] = _ignore
 
     @property
     def opened(self) -> int:
@@ -65,6 +70,8 @@ class Breaker:
         self._failures += 1
         if self.state is BreakerState.HALF_OPEN or self._failures >= self.threshold:
             self.trip(now)
+        else:
+            self.on_failure()
 
     def trip(self, now: float) -> None:
         """The tier is known not to answer: open, however few jobs have failed."""
@@ -73,7 +80,12 @@ class Breaker:
         self._enter(BreakerState.OPEN)
         self._retry_at = now + self.pause_seconds
         self._probing = False
+        self.on_failure()
 
     def hold_back(self) -> None:
         """No job may be sent any more, whatever becomes of those in flight."""
         self._enter(BreakerState.HELD_BACK)
+
+
+def _ignore() -> None:
+    """For breakers that nothing shows."""
