@@ -14,6 +14,7 @@ from kvtier.control.reservations import Reservation
 from kvtier.control.state import Emission
 from kvtier.errors import IntegrityError
 from kvtier.tier_api.contract import LookupResult
+from kvtier.types.hints import HintRefusal, HintResult, KVHint, Release
 from kvtier.types.jobs import MISSING, DropReason, JobKind, JobResult, TransferJob, dropped
 from kvtier.types.keys import JobId, OffloadKey, RequestId
 from kvtier.types.requests import RequestInfo
@@ -33,6 +34,7 @@ class FailedPlane(ControlPlane):
         self.control = failed.control
         self.uses = None
         self.events = failed.events
+        self.hints = failed.hints
         self._reservations = failed._reservations
         self._failed = failed
         self._jobs = jobs
@@ -71,6 +73,10 @@ class FailedPlane(ControlPlane):
         reservation = self._reservations.extend(request_id, keys, 0)
         reservation.fail()
         return reservation
+
+    def hint(self, hint: KVHint, now: float) -> HintResult:
+        keys = 0 if isinstance(hint, Release) else len(hint.keys)
+        return HintResult(0, {HintRefusal.STOPPED: keys} if keys else {})
 
     def end_request(self, request_id: RequestId, now: float) -> None:
         self._reservations.by_request.pop(request_id, None)

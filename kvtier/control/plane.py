@@ -18,6 +18,7 @@ from kvtier.control.flow.load_or_compute import LoadOrCompute
 from kvtier.control.flow.loads import CopyJob, LoadRequest
 from kvtier.control.flow.promotions import Promotions
 from kvtier.control.flow.stores import StoreRequest
+from kvtier.control.hints import HintLimits, Hints
 from kvtier.control.lookups import look_up
 from kvtier.control.open_jobs import OpenJobs
 from kvtier.control.request_uses import RequestUses
@@ -29,14 +30,15 @@ from kvtier.control.tiers.slot_table import READY
 from kvtier.errors import UsageError
 from kvtier.tier_api.contract import LookupResult
 from kvtier.types.events import OffloadingEvent
+from kvtier.types.hints import HintResult, KVHint
 from kvtier.types.jobs import CANCELLED, DropReason, JobKind, JobResult, TransferJob, dropped
 from kvtier.types.keys import GroupIndex, JobId, OffloadKey, RequestId
 from kvtier.types.requests import RequestInfo
 
 
 @dataclass(frozen=True, slots=True)
-class ControlLimits:
-    """Limits of the control plane, beside those of each tier.
+class ControlLimits(HintLimits):
+    """Limits of the control plane, beside those of each tier and those of hints.
 
     `watermark_rows` rows are kept free or clean by background demotion; `reservation_seconds` is how long the oldest
     reservation may wait; `lease_seconds` how long a reported hit is kept for an engine that does not load it.
@@ -82,6 +84,7 @@ class ControlPlane(Recipient):
         self.choice = LoadOrCompute(self._promotions, limits.block_seconds)
         self._factor = factor
         self._reservations = Reservations(self._promotions, limits.reservation_seconds, limits.lease_seconds)
+        self.hints = Hints(self.control, self._demotions, self._promotions, limits)
         self._admission = RowAdmission(self.control, self._demotions, self._reservations, limits.patience_seconds)
         self._ages = itertools.count(1)
         self._open = OpenJobs()
@@ -133,6 +136,7 @@ class ControlPlane(Recipient):
         if now >= self._tick_at:
             self._tick_at = self.control.use_time.advance(now)
         if job.kind is JobKind.LOAD:
+            self.hints.loaded(job)
             load = LoadRequest(self._promotions, job, now, next(self._ages))
             self._open.add(load)
             if not load.take_rows(now):
@@ -162,6 +166,10 @@ class ControlPlane(Recipient):
         self._admission.add(reservation)
         self._admission.serve(self._open.stores.values(), now)
         return reservation
+
+    def hint(self, hint: KVHint, now: float) -> HintResult:
+        """Follow a hint as far as bounds and quotas allow. Pump afterwards. UsageError for seconds that are none."""
+        return self.hints.follow(hint, now)
 
     def reservation(self, request_id: RequestId) -> Reservation | None:
         """What a request asked for and got so far, in O(1)."""
@@ -213,6 +221,7 @@ class ControlPlane(Recipient):
         """
         self._demotions.drop_queued(DropReason.HELD_BACK)
         self.control.hold_back()
+        self.hints.held_back()
         self.pump(now)
 
     # -- time ----------------------------------------------------------------------------------------------------
@@ -230,6 +239,8 @@ class ControlPlane(Recipient):
             self.control.reclaim(now)
         if self._reservations.by_request:
             self._reservations.lapse(now)
+        if now >= self.hints.retention.expires_at:
+            self.hints.retention.expire(now)
         for load in self._open.loads.values():
             if load.arrived:
                 load.copy_arrived(now)
@@ -237,9 +248,13 @@ class ControlPlane(Recipient):
             blocked = self._admission.serve(self._open.stores.values(), now)
             self._demotions.plan(now)
             self._collect_changes()
+            if self.hints.demotions:
+                self.hints.demotions.advance(now)
             found_rows = self.control.shortage and self.control.cpu.available
             if not found_rows and (blocked is None or not self._admission.truncate(blocked, now)):
                 break
+        if self.hints.prefetches:
+            self.hints.prefetches.advance(now, idle=blocked is None and not self._admission.wanting)
         for load in self._open.end(now):
             self.touch(load.loaded_keys)
             self._admission.remove(load)
@@ -252,6 +267,8 @@ class ControlPlane(Recipient):
             times.append(lower.send_at)
         if self._reservations.by_request:
             times += self._reservations.deadlines()
+        if self.hints.active:
+            times.append(self.hints.next_at())
         for time in times:
             if pumped_at < time < soonest:
                 soonest = time
@@ -274,12 +291,14 @@ class ControlPlane(Recipient):
         for index in self.control.indexes:
             index.reset()
         self.control.fills.clear()
+        self.hints.reset()
         self.pump(now)
         return self.control.epoch
 
     def close(self, now: float) -> None:
         """No new stores; what waits for a row is dropped, what is queued for lower tiers goes on until `abandon`."""
         self._demotions.closing = True
+        self.hints.stop()
         self._stop_all(DropReason.CLOSING)
         self.pump(now)
 
@@ -350,9 +369,13 @@ class ControlPlane(Recipient):
                     if removed:
                         self._demotions.evicted_below(lower, keys)
                         lower.evicted(keys)
+                    elif self.hints.retention and lower.owned is not None:
+                        self.hints.retention.stored_below(lower.owned, keys)
         if control.cpu.changes:
             for removed, keys in control.cpu.take_changes():
                 self.events.record(control.cpu_setup, keys, removed)
+                if removed and self.hints.prefetches:
+                    self.hints.prefetches.evicted(keys)
 
     # -- figures -------------------------------------------------------------------------------------------------
 
@@ -374,9 +397,8 @@ class ControlPlane(Recipient):
     @property
     def idle(self) -> bool:
         """True when nothing is in flight and nothing waits."""
-        return not (
-            self.control.running or self.control.late_jobs or self._open.loads or self._open.stores or self.backlog
-        )
+        waiting = self._open.loads or self._open.stores or self.backlog or self.hints.prefetches.busy
+        return not (self.control.running or self.control.late_jobs or waiting)
 
     def counters(self, position: int) -> TierCounters:
         return self.control.counters(position)
@@ -386,3 +408,4 @@ class ControlPlane(Recipient):
         for index in self.control.indexes:
             index.check()
         self._demotions.dirty.check()
+        self.hints.retention.check()

@@ -175,6 +175,6 @@ class RequestUses:
 
 
 def _ready_slots(tier: OwnedTier, keys: Sequence[OffloadKey]) -> list[int]:
-    state = tier.table.state
+    state, kept = tier.table.state, tier.retained.slots
     slots = map(tier.directory.get, keys)
-    return [slot if slot is not None and state[slot] == READY else -1 for slot in slots]
+    return [slot if slot is not None and state[slot] == READY and slot not in kept else -1 for slot in slots]

@@ -43,6 +43,11 @@ class RowAdmission:
     def remove(self, request: RowRequest) -> None:
         self._requests.pop(request.age, None)
 
+    @property
+    def wanting(self) -> bool:
+        """True if a load or a reservation lacks blocks that are not on their way yet."""
+        return any(request.todo for request in self._requests.values())
+
     def drop_reservations(self) -> None:
         """After a reset, or closing: only loads are left."""
         self._requests = {age: request for age, request in self._requests.items() if isinstance(request, LoadRequest)}
@@ -149,6 +154,6 @@ class RowAdmission:
     def _cannot_grow(self, reservation: Reservation) -> bool:
         """True when no row will become free but by this request's own doing."""
         if self.control.running or self.control.late_jobs:
-            retired = self.control.cpu.table.counts[RETIRED]
-            return len(reservation.rows) >= self.control.num_rows - retired
+            taken = self.control.cpu.table.counts[RETIRED] + len(self.control.cpu.retained.slots)
+            return len(reservation.rows) >= self.control.num_rows - taken
         return not self._reservations.older_leases(reservation.age)

@@ -48,7 +48,8 @@ class TierSetup:
     `held_back` is not open yet: it neither loads nor stores, and `opened` says nothing of it. `probed_groups` are those
     of which a shared tier is asked for few keys of a prefix (`ProbedTier`). `admit: predicted` keeps to
     `write_bytes_per_day`; a block counts as `block_bytes`. The tier keeps a token in `token_bytes`, with its share of
-    each group's slots. `kind` is the tier's type, and `eviction` what its policy is called, for people.
+    each group's slots. `kind` is the tier's type, and `eviction` what its policy is called, for people. An owned tier
+    retains blocks of `retained_bytes_max` at most.
     """
 
     name: str
@@ -70,6 +71,7 @@ class TierSetup:
     token_bytes: float = 0.0
     kind: str = ""
     eviction: str = ""
+    retained_bytes_max: int = 0
 
 
 class LowerTier:
@@ -104,6 +106,7 @@ class LowerTier:
             ages = plan.opened.ages
             tier_class = OwnedTier if ages is None or ages.max_age_seconds is None else AgedTier
             self.owned = tier_class(plan.name, plan.opened.space, plan.policy, models, ages)
+            self.owned.retained.max_bytes = plan.retained_bytes_max
             self.owned.restore(plan.opened.recovered)
             if plan.opened.epoch < epoch:
                 self.owned.reset()
@@ -328,6 +331,8 @@ class ControlState(JobTable[InFlight]):
         self.models = RequestModels([setup.policy for setup in (cpu, *lowers)])
         self.cpu = OwnedTier(cpu.name, cpu.opened.space, cpu.policy, self.models)
         self.cpu.placement.format_all()
+        rows = len(self.cpu.table) * 3 // 4  # the others are enough for loads and stores to go on
+        self.cpu.retained.max_bytes = min(cpu.retained_bytes_max, rows * cpu.opened.space.slot_bytes[0])
         self.cpu_counters = TierCounters()
         self.use_time = UseTime()
         super().__init__(max((plan.opened.epoch for plan in lowers), default=0))

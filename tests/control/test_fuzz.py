@@ -13,6 +13,7 @@ from support_control import ROW_BYTES, World, cpu_setup, fs_setup, key, shared_s
 from kvtier.control.plane import ControlLimits
 from kvtier.control.state import Emission, TierSetup
 from kvtier.control.tiers.slot_table import FILLING, QUARANTINED, READY
+from kvtier.types.hints import Demote, KVHint, Pin, Prefetch, Release, Retain
 from kvtier.types.jobs import (
     CANCELLED,
     CORRUPT,
@@ -50,7 +51,9 @@ def lower_tiers(rng: random.Random) -> list[TierSetup]:
             policy = rng.choice(["lru", "arc", "reuse"])
             plan = fs_setup(slots, 4, sizes, roots, policy=policy, write_policy=write_policy, inflight_blocks=bound)
         admit = rng.choice(["always", "always", "second_use"])
-        plans.append(replace(plan, name=f"tier{number}", medium=Medium(f"M{number}"), admit=admit))
+        retained = rng.choice([0, 3 * ROW_BYTES, 1 << 20])
+        more = {"medium": Medium(f"M{number}"), "admit": admit, "retained_bytes_max": retained}
+        plans.append(replace(plan, name=f"tier{number}", **more))
     return plans
 
 
@@ -65,8 +68,12 @@ class Engine:
             lease_seconds=rng.choice([0.5, 5.0]),
             patience_seconds=rng.choice([0.0, 0.3, 5.0]),
             gather_seconds=rng.choice([0.0, 0.3, 5.0]),
+            retained_sets_max=rng.choice([1, 3]),
+            retain_seconds_max=rng.choice([1.0, 50.0]),
+            prefetch_blocks_max=rng.choice([4, 100]),
         )
         cpu = cpu_setup(rng.choice([1, 2, 5, 9, 17]), rng.choice(["lru", "arc", "reuse"]), groups=2)
+        cpu = replace(cpu, retained_bytes_max=rng.choice([0, 3 * ROW_BYTES, 1 << 20]))
         self.world = World(cpu, lower_tiers(rng), rng.choice([1, 1, 3]), limits)
         self.keys = rng.choice([6, 30])
 
@@ -85,9 +92,18 @@ class Engine:
         gone = [lost and k not in self.world.remote for k in blocks]
         return [MISSING if missing else outcome for missing, outcome in zip(gone, chosen, strict=True)]
 
+    def hint(self) -> KVHint:
+        rng, session = self.rng, f"s{self.rng.randrange(4)}"
+        there = list(rng.choice(self.world.plane.control.owned_tiers).directory)
+        some = rng.choice([self.blocks(), rng.sample(there, min(len(there), rng.randint(1, 8))), []])
+        seconds = rng.choice([0.5, 5.0])
+        hints = (Retain(some, seconds, session), Pin(some, seconds, session), Prefetch(some, session))
+        return rng.choice([*hints, Demote(some, session), Release(session)])
+
     def step(self) -> None:
         rng, world = self.rng, self.world
-        match rng.choice(["store", "load", "reserve", "end request", "touch", "cancel", "fault", "late", *["end"] * 6]):
+        asked = ["store", "load", "reserve", "end request", "touch", "cancel", "fault", "late", "hint", "hint"]
+        match rng.choice([*asked, *["end"] * 6]):
             case "store" | "load" as kind:
                 world.submit(JobKind(kind), self.blocks(), rng.choice([None, 0.5, 50.0]))
             case "reserve":
@@ -98,6 +114,10 @@ class Engine:
                 keys = self.blocks()
                 world.plane.lookup(keys, world.now)
                 world.plane.touch(keys)
+            case "hint":
+                result = world.plane.hint(self.hint(), world.now)
+                assert result.accepted >= 0
+                assert all(count > 0 for count in result.refused.values())
             case "cancel" if opened := [j for j in world.jobs if j not in world.results]:
                 world.plane.cancel(rng.choice(opened), world.now)
             case "fault" if world.running:
@@ -135,6 +155,9 @@ class Engine:
         assert not world.plane.control.fills, "nobody waits for a fill any more"
         counts = world.plane.control.cpu.table.counts
         assert counts[FILLING] == counts[QUARANTINED] == 0
+        assert not world.plane.hints.retention, "every set has lapsed"
+        assert not world.plane.hints.prefetches.waiting
+        assert not world.plane.hints.prefetches.filling
         for number in range(5):
             world.plane.end_request(RequestId(f"r{number}"), world.now)
         world.plane.abandon()

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support_control import ROW_BYTES, World, cpu_setup, fs_setup, key, shared_setup
 
 from kvtier.control.plane import ControlLimits
+from kvtier.types.hints import Demote, Pin, Prefetch, Release, Retain
 from kvtier.types.jobs import JobKind
 from kvtier.types.keys import GroupIndex, RequestId
 
@@ -40,8 +41,10 @@ class Machine(RuleBasedStateMachine):
             "two roots": [fs_setup(slots, 4, roots=2, policy=policy, write_policy=write_policy)],
         }[kind]
         probed = frozenset([GroupIndex(0)] if watermark else [])
-        lowers = [replace(setup, admit=admit, probed_groups=probed) for setup in lowers]
-        self.world = World(cpu_setup(rows, policy, groups=2), lowers, limits=ControlLimits(watermark_rows=watermark))
+        quota = {"retained_bytes_max": 3 * ROW_BYTES}
+        lowers = [replace(setup, admit=admit, probed_groups=probed, **quota) for setup in lowers]
+        cpu = replace(cpu_setup(rows, policy, groups=2), **quota)
+        self.world = World(cpu, lowers, limits=ControlLimits(watermark_rows=watermark, retained_sets_max=2))
         self.requests = 0
 
     @rule(blocks=GROUPS, timeout=st.sampled_from([None, 1.0, 100.0]))
@@ -89,6 +92,15 @@ class Machine(RuleBasedStateMachine):
     def reserve(self, blocks, request):
         self.world.plane.reserve(RequestId(f"r{request}"), [key(n, g) for n, g in blocks], self.world.now)
         self.world.collect()
+
+    @rule(blocks=GROUPS, kind=st.sampled_from([Retain, Pin, Prefetch, Demote, Release]), session=st.sampled_from("abc"))
+    def hint(self, blocks, kind, session):
+        named = [key(n, g) for n, g in blocks]
+        hints = {Retain: (named, 30.0, session), Pin: (named, 30.0, session), Release: (session,)}
+        result = self.world.plane.hint(kind(*hints.get(kind, (named, session))), self.world.now)
+        if kind is not Release:
+            assert result.accepted + sum(result.refused.values()) == len(named)
+        self.world.step()
 
     @rule(request=st.integers(0, 3))
     def end_request(self, request):

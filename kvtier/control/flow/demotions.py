@@ -19,6 +19,7 @@ from kvtier.control.flow.lower_transfer import LowerTransfer, pick
 from kvtier.control.flow.refused_rows import RefusedRows
 from kvtier.control.state import CPU_TIER, ControlState, LowerTier
 from kvtier.control.tiers.breaker import BreakerState
+from kvtier.control.tiers.owned_tier import OwnedTier
 from kvtier.types.jobs import DropReason, JobKind, JobResult, SkipReason
 from kvtier.types.keys import OffloadKey
 
@@ -132,8 +133,29 @@ class Demotions:
         That are the most recent rows alone, as many as one tier may hold in flight: dirty rows are not free for others.
         """
         self.list_tiers()
-        ready = list(self.control.cpu.policy.coldest())
+        ready = [*self.control.cpu.policy.coldest(), *self.control.cpu.retained.slots]
         self.row_ready(ready[-max(1, self.control.num_rows // 4) :], CPU_TIER, now)
+
+    def write_back(self, row: int, now: float) -> bool:
+        """Send the block of this ready row to the lower tiers soon: also to one that gets it before it is evicted, or
+        that did not admit it. False if no tier is to get it."""
+        (key,) = self._keys((row,))
+        entry = row, self.control.cpu.table.generation[row]
+        wanted = False
+        for lower in self.control.lowers:
+            if lower.held_back or self.closing or not lower.may_store(now) or not lower.index.needs(key, now):
+                wanted = wanted or bool(self.dirty.bits[row] & lower.bit)
+                continue
+            queued = self.dirty.bits[row] & lower.bit and not lower.on_evict
+            if lower.admission is not None:
+                lower.admission.admit_parent(key)
+            self._refused.take(lower, row)
+            self.dirty.mark((row,), lower.bit)
+            if not queued and not self.dirty.sending[row] & lower.bit:
+                lower.queue.append(entry)
+                lower.send_at = min(lower.send_at, now + self._gather_seconds)
+            wanted = True
+        return wanted
 
     def evicted_below(self, lower: LowerTier, keys: Sequence[OffloadKey]) -> None:
         """A tier evicted these keys: rows that have them are dirty again if it is `on_evict`, or offered anew once they
@@ -187,6 +209,8 @@ class Demotions:
                 if lower.refusal is not None:
                     self._give_up(lower, lower.refusal)
             elif lower.on_evict:
+                if lower.queue:
+                    self._plan_queue(lower, now)
                 needed = self._rows_needed(lower) - lower.stores_in_flight
                 self._send_cold(lower, min(needed, self._room(lower)), now)
             elif not self._gathering(lower, now):
@@ -232,6 +256,8 @@ class Demotions:
                 if len(needed) < len(due):
                     taken = set(needed)
                     self.dirty.clean([row for row in due if row not in taken], lower.bit)
+            if lower.on_evict:  # a row that was to be sent early may have been named twice
+                rows = list(dict.fromkeys(rows))
             if rows and not self._send(lower, rows[:: lower.queue_step], now) and not lower.disk_full:
                 break  # the others wait for free slots, but not on a full disk: it may have none for long
         if not queue:
@@ -266,7 +292,7 @@ class Demotions:
         if lower.owned is None:
             self._emit(DemotionJob(self, lower, keys, rows, ()), now)
             return True
-        if lower.owned.follower is not None and (unwanted := lower.owned.bypassed(keys[::-1])):
+        if lower.owned.follower is not None and (unwanted := self._bypassed(lower.owned, keys)):
             rows = self._bypass(lower, rows, set(unwanted))
             return not rows or self._send(lower, rows, now)
         if lower.disk_full and not any(self.dirty.retried[row] & lower.bit for row in rows):
@@ -278,6 +304,11 @@ class Demotions:
         for at in lower.roots.split(slots) if slots else ():
             self._emit(DemotionJob(self, lower, pick(keys, at), pick(rows, at), pick(slots, at)), now)
         return bool(slots)
+
+    def _bypassed(self, tier: OwnedTier, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Those of the keys, given leaf first, that the tier would not keep. It keeps what is retained."""
+        retained = self.control.cpu.retained.keys
+        return tier.bypassed([key for key in reversed(keys) if key not in retained])
 
     def _bypass(self, lower: LowerTier, rows: list[int], unwanted: Collection[OffloadKey]) -> list[int]:
         """What the tier would not keep is clean, and offered again when it is used. Returns the other rows."""

@@ -69,12 +69,14 @@ class Promotions:
                 return lower
         return None
 
-    def rooms(self, now: float) -> Rooms:
-        """How many blocks each lower tier may be asked for now; one job's worth from a tier that is being probed."""
+    def rooms(self, now: float, most: int | None = None) -> Rooms:
+        """How many blocks each lower tier may be asked for now, and no more than `most` of each if that is given; one
+        job's worth from a tier that is being probed."""
         rooms = []
         for lower in self.control.lowers:
             probing = lower.load_breaker.allows(now) and lower.load_breaker.state is BreakerState.HALF_OPEN
             room = lower.rows_max - lower.rows_in_flight
+            room = room if most is None else min(room, most)
             rooms.append(min(room, JOB_BLOCKS, lower.setup.inflight_blocks) if probing else room)
         return Rooms(rooms, [lower.roots.rooms() if lower.roots.several else None for lower in self.control.lowers])
 

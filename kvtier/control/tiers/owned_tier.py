@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from kvtier.control.policies import EvictionPolicy, RequestModels, RequestPolicy, make_policy
 from kvtier.control.tiers.placement import Placement
+from kvtier.control.tiers.retained_slots import RetainedSlots
 from kvtier.control.tiers.size_curve import SizeCurve
 from kvtier.control.tiers.slot_table import FILLING, FREE, QUARANTINED, READY, RETIRED, SlotTable
 from kvtier.control.tiers.tier_index import TierIndex
@@ -41,6 +42,7 @@ class OwnedTier(TierIndex):
         self.pin = self.table.pin  # type: ignore[method-assign]  # pins are many: no call between
         self.placement = Placement(space, self.table)
         self.policy = make_policy(policy, space.num_slot_ids, self.table.keys, models)
+        self.retained = RetainedSlots(self.table, self.policy, space.slot_bytes)
         self.follower = self.policy if isinstance(self.policy, RequestPolicy) else None
         self.directory: dict[OffloadKey, int] = {}
         self.evictions = 0
@@ -196,9 +198,7 @@ class OwnedTier(TierIndex):
 
     def _evict_region(self, region: int) -> None:
         state = self.table.state
-        victims = [slot for slot in self.placement.slots_of(region) if state[slot] == READY]
-        self.policy.forget(victims)
-        self._free_evicted(victims)
+        self.drop([slot for slot in self.placement.slots_of(region) if state[slot] == READY])
 
     def _free_evicted(self, victims: Sequence[int]) -> None:
         names, directory, state, removed = self.table.keys, self.directory, self.table.state, self._changed(True)
@@ -237,12 +237,12 @@ class OwnedTier(TierIndex):
         self.table.evictable += free_now
         self.table.counts[FILLING] -= len(slots)
         self.table.counts[READY] += len(slots)
+        if not self.placement.one_size:
+            self.placement.used(slots)
         if recovered and self.follower is not None:
             self.follower.recover(slots)
         else:
-            self.policy.insert(slots)
-        if not self.placement.one_size:
-            self.placement.used(slots)
+            self.policy.insert(self.retained.keep(slots) if self.retained.keys else slots)
 
     def abort(self, slots: Sequence[int]) -> None:
         """A fill ended without success: the slots become free, or stay quarantined while they have other pins."""
@@ -277,13 +277,13 @@ class OwnedTier(TierIndex):
     def touch(self, slots: Sequence[int]) -> None:
         """These ready slots were used; the last one is the most recent."""
         self.uses.use(slots)
-        self.policy.touch(slots)
+        self.policy.touch(self.retained.others(slots))
         if not self.placement.one_size:
             self.placement.used(slots)
 
     def reorder(self, slots: Sequence[int]) -> None:
         """These ready slots are the most recent, the last one most of all, as if they had become ready just now."""
-        self.policy.renew(slots)
+        self.policy.renew(self.retained.others(slots))
 
     def presence(self, key: OffloadKey, now: float) -> bool:
         """True if the key's bytes are here."""
@@ -319,13 +319,12 @@ class OwnedTier(TierIndex):
         if not self.has(slot, generation):
             return False
         self._errors[slot] = self._errors.get(slot, 0) + 1
-        self.policy.remove((slot,))
-        self._unlink_ready(slot)
+        self.remove((slot,))
         return True
 
     def remove(self, slots: Sequence[int]) -> None:
         """Drop ready entries that are wanted no more."""
-        self.policy.remove(slots)
+        self.policy.remove(self.retained.lost(slots))
         for slot in slots:
             self._unlink_ready(slot)
 
@@ -345,6 +344,7 @@ class OwnedTier(TierIndex):
         """Everything becomes unreachable at once; slots still pinned are quarantined until they are unpinned."""
         state = self.table.state
         self.remove([slot for slot in range(len(state)) if state[slot] == READY])
+        self.retained.remove([(key, None) for key in self.retained.keys])
         self.quarantine([slot for slot in range(len(state)) if state[slot] == FILLING])
         if self.curve is not None:
             self.curve.reset()
@@ -354,6 +354,19 @@ class OwnedTier(TierIndex):
         if not self.changes or self.changes[-1][0] != removed:
             self.changes.append((removed, []))
         return self.changes[-1][1]
+
+    def retain(self, key: OffloadKey) -> None:
+        """Do not evict this key's block, which may yet come: within the bytes that `retained` allows."""
+        self.retained.add(key, self.ready(key))
+
+    def unretain(self, keys: Sequence[OffloadKey]) -> None:
+        """These retained keys are ordinary again, the last of them the most recent."""
+        self.retained.remove([(key, self.ready(key)) for key in keys])
+
+    def drop(self, slots: Sequence[int]) -> None:
+        """Free these ready slots, which have no pin, as if the policy had chosen them."""
+        self.policy.forget(slots)
+        self._free_evicted(slots)
 
     # -- figures -------------------------------------------------------------------------------------------------
 
@@ -400,6 +413,7 @@ class OwnedTier(TierIndex):
         for key, slot in self.directory.items():
             if self.table.keys[slot] != key:
                 raise IntegrityError(f"{self.name}: slot {slot} does not hold the key that points to it")
-        order = array("q", self.policy.coldest())
+        self.retained.check()
+        order = array("q", [*self.policy.coldest(), *self.retained.slots])
         if len(order) != self.table.counts[READY] or any(self.table.state[slot] != READY for slot in order):
             raise IntegrityError(f"{self.name}: the policy orders {len(order)} slots, ready {self.table.counts[READY]}")
