@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvtier.types.events import OffloadingEvent
     from kvtier.types.geometry import GroupKind, GroupLayout, KVLayout, TensorRef
     from kvtier.types.gpu_runs import GPURuns
+    from kvtier.types.hints import Demote, HintRefusal, HintResult, Pin, Prefetch, Release, Retain
     from kvtier.types.jobs import BlockOutcome, BlockStatus, DropReason, GPUGroup, JobKind, JobResult, TransferJob
     from kvtier.types.keys import OffloadKey, RequestId, block_keys
     from kvtier.types.namespace import Namespace
@@ -32,6 +33,7 @@ _NAMES = {
     "kvtier.types.events": "OffloadingEvent",
     "kvtier.types.geometry": "GroupKind GroupLayout KVLayout TensorRef",
     "kvtier.types.gpu_runs": "GPURuns",
+    "kvtier.types.hints": "Demote HintRefusal HintResult Pin Prefetch Release Retain",
     "kvtier.types.jobs": "BlockOutcome BlockStatus DropReason GPUGroup JobKind JobResult TransferJob",
     "kvtier.types.keys": "OffloadKey RequestId block_keys",
     "kvtier.types.namespace": "Namespace",
@@ -49,6 +51,7 @@ __all__ += ["LookupResult"]
 __all__ += ["OffloadingEvent"]
 __all__ += ["GroupKind", "GroupLayout", "KVLayout", "TensorRef"]
 __all__ += ["GPURuns"]
+__all__ += ["Demote", "HintRefusal", "HintResult", "Pin", "Prefetch", "Release", "Retain"]
 __all__ += ["BlockOutcome", "BlockStatus", "DropReason", "GPUGroup", "JobKind", "JobResult", "TransferJob"]
 __all__ += ["OffloadKey", "RequestId", "block_keys"]
 __all__ += ["Namespace"]

@@ -39,6 +39,18 @@ def parse_duration(text: object) -> int:
     return int(match[1]) * _UNIT_SECONDS[match[2]]
 
 
+def parse_quota(text: object) -> int | float:
+    """A share from text such as `25%` or a number below 1, or bytes as `parse_size` takes them."""
+    if isinstance(text, str) and text.endswith("%"):
+        match = re.fullmatch(r"([0-9]{1,3})(\.[0-9]{1,6})? ?%", text)
+        text = float(f"{match[1]}{match[2] or ''}") / 100 if match else -1.0
+    if isinstance(text, float):
+        if not 0 <= text <= 1:
+            raise ValueError("a share is between 0% and 100%")
+        return text
+    return parse_size(text)
+
+
 _SHOWN_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -72,6 +84,20 @@ ByteSize = Annotated[
         }
     ),
 ]
+Quota = Annotated[
+    int | float,
+    BeforeValidator(parse_quota),
+    Field(ge=0, lt=1 << 63),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "number", "minimum": 0},
+                {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)? ?([KMGTP]i?)?(B|%)?$"},
+            ]
+        }
+    ),
+]
+"""Bytes of a tier, or a share of its capacity."""
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=False)]
 Duration = Annotated[int, BeforeValidator(parse_duration), Field(json_schema_extra={"type": "string"})]
 """Whole seconds, written with a unit."""
@@ -91,6 +117,16 @@ PolicyName = Annotated[str, Field(min_length=1, max_length=64)]
 """Of an eviction policy: one of kvtier's own, or of an entry point in the group `kvtier.policies`."""
 WritePolicy = Literal["write_through", "on_evict"]
 AdmissionName = Literal["always", "second_use", "predicted"]
+
+
+def quota_bytes(quota: float, capacity_bytes: int) -> int:
+    """The bytes of a quota in a tier of this capacity."""
+    return quota if isinstance(quota, int) else int(quota * capacity_bytes)
+
+
+def quota_share(quota: float, count: int) -> int | float:
+    """The quota of one of so many engines that divide the tier among them."""
+    return quota // count if isinstance(quota, int) else quota
 
 
 class Options(BaseModel):
@@ -165,6 +201,10 @@ class TierOptions(Options):
         """Which policy evicts from the tier's slots; the default for tiers that offer no choice."""
         return "lru"
 
+    def retained_bytes_max(self, capacity_bytes: int) -> int:
+        """Bytes that hints may retain in the tier when it has this capacity; none unless it offers that."""
+        return 0
+
     def watermark_rows(self, num_rows: int) -> int:
         """How many of a CPU tier's rows background demotion keeps free or clean; none unless it offers that."""
         return 0
@@ -191,6 +231,14 @@ class RecordOptions(Options):
         if count == 1:
             return self
         return self.model_copy(update={"folder": f"{self.folder}-{index}", "max_bytes": self.max_bytes // count})
+
+
+class HintOptions(Options):
+    """Bounds of what applications ask for with hints, beside the quota `retained_max` of each tier."""
+
+    retained_sets: int = Field(default=1024, ge=0, le=1 << 16, description="sessions that may retain blocks at a time")
+    retain_time: Duration = Field(default=3600, description="for how long a set is retained, at most")
+    prefetch_blocks: int = Field(default=8192, ge=0, le=1 << 20, description="blocks that may wait to be brought up")
 
 
 MAX_LOWER_TIERS = 8
@@ -245,6 +293,10 @@ class OwnedTierOptions(LowerTierOptions):
         default=None, description="bound of the directory's memory; fewer slots are used if need be"
     )
 
+    retained_max: Quota = Field(
+        default=0.5, description="what hints may retain here, at most: bytes, or a share of the capacity such as 50%"
+    )
+
     @model_validator(mode="after")
     def _check_index(self) -> Self:
         if self.index_slots_max == 0:
@@ -262,3 +314,7 @@ class OwnedTierOptions(LowerTierOptions):
     def eviction_policy(self) -> str:
         """The `policy` of the file."""
         return self.policy
+
+    def retained_bytes_max(self, capacity_bytes: int) -> int:
+        """The `retained_max` of the file."""
+        return quota_bytes(self.retained_max, capacity_bytes)

@@ -15,7 +15,7 @@ from pydantic import Field
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.errors import ConfigError, GeometryError, IntegrityError, KVTierError, ResourceError, UsageError
-from kvtier.options import ByteSize, PolicyName, TierOptions
+from kvtier.options import ByteSize, PolicyName, Quota, TierOptions, quota_bytes, quota_share
 from kvtier.tier_api.contract import LoadStore, Opened, Rows, SlotSpace, TierContext
 from kvtier.types.geometry import Geometry
 from kvtier.types.jobs import CANCELLED, LOADED, STORED, BlockOutcome, JobResult, TransferJob, failed
@@ -43,6 +43,10 @@ class CPUOptions(TierOptions):
     free_watermark: float = Field(
         default=0.05, ge=0.0, lt=1.0, strict=False, description="share of rows kept free by background demotion"
     )
+    retained_max: Quota = Field(
+        default=0.25,
+        description="what hints may retain here, at most: bytes or a share such as 25%, and three quarters in any case",
+    )
     huge_pages: bool = Field(default=True, description="ask for huge pages where the system offers them")
     populate: bool = Field(default=True, description="touch all memory at start instead of at first use")
     dump_rows: bool = Field(default=False, description="let core dumps hold the rows; they contain users' prompts")
@@ -60,7 +64,8 @@ class CPUOptions(TierOptions):
     def share(self, index: int, count: int) -> Self:
         """An equal part of the memory."""
         super().share(index, count)
-        return self.model_copy(update={"cpu_bytes_to_use": self.cpu_bytes_to_use // count})
+        quota = quota_share(self.retained_max, count)
+        return self.model_copy(update={"cpu_bytes_to_use": self.cpu_bytes_to_use // count, "retained_max": quota})
 
     def for_engine(self, restart_seconds: float) -> Self:
         """Rows that the engine's processes find by its id. An engine cannot take back a hit that it has promised."""
@@ -71,6 +76,10 @@ class CPUOptions(TierOptions):
     def eviction_policy(self) -> str:
         """The `policy` of the file."""
         return self.policy
+
+    def retained_bytes_max(self, capacity_bytes: int) -> int:
+        """The `retained_max` of the file."""
+        return quota_bytes(self.retained_max, capacity_bytes)
 
     def watermark_rows(self, num_rows: int) -> int:
         """The share `free_watermark` of the rows."""

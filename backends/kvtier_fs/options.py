@@ -7,7 +7,16 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from kvtier.errors import ConfigError
-from kvtier.options import ByteSize, LowerTierOptions, MaxAge, OwnedTierOptions, Seconds, SharedTierOptions, parse_size
+from kvtier.options import (
+    ByteSize,
+    LowerTierOptions,
+    MaxAge,
+    OwnedTierOptions,
+    Seconds,
+    SharedTierOptions,
+    parse_size,
+    quota_share,
+)
 
 
 def _absolute_path(path: str) -> str:
@@ -87,7 +96,7 @@ class FSOptions(RootOptions, OwnedTierOptions):
         roots = [f"{root}-{index}" for root in self.roots]
         daily = None if self.write_bytes_per_day is None else self.write_bytes_per_day // count
         shared = {"roots": roots, "capacity": self.capacity // count, "write_bytes_per_day": daily}
-        return self.model_copy(update=shared)
+        return self.model_copy(update=shared | {"retained_max": quota_share(self.retained_max, count)})
 
     def for_engine(self, restart_seconds: float) -> Self:
         """A root that is busy may belong to the process before: it is waited for, unless the file says how long."""

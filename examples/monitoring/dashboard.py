@@ -191,6 +191,43 @@ ROWS: dict[str, tuple[Chart, ...]] = {
             (("increase(kvtier_written_bytes_total{tier}[1d])", _TIER),),
         ),
     ),
+    "Hints": (
+        Chart(
+            "Retained",
+            "Bytes that hints keep from being evicted, and at most.",
+            "bytes",
+            (now("kvtier_retained_bytes", f"retained {_TIER}"), now("kvtier_retained_limit_bytes", f"at most {_TIER}")),
+        ),
+        Chart(
+            "Sessions that retain",
+            "Sessions whose blocks are retained or pinned.",
+            "short",
+            (("kvtier_retaining_sessions{stack}", "{{instance}}"),),
+        ),
+        Chart(
+            "Refused",
+            "Blocks of hints that were left as they are. over_quota: more is retained than the tiers allow.",
+            "cps",
+            (("rate(kvtier_refused_hint_blocks_total{stack}[$__rate_interval])", "{{instance}} {{hint}} {{reason}}"),),
+        ),
+        Chart(
+            "Prefetched",
+            "Blocks brought up ahead of loads, and what became of them. Many unused: prefetches come too early.",
+            "cps",
+            (
+                ("rate(kvtier_prefetched_blocks_total{stack}[$__rate_interval])", "brought up {{instance}}"),
+                ("rate(kvtier_prefetched_used_blocks_total{stack}[$__rate_interval])", "used {{instance}}"),
+                ("rate(kvtier_prefetched_unused_blocks_total{stack}[$__rate_interval])", "unused {{instance}}"),
+                ("rate(kvtier_prefetch_missed_blocks_total{stack}[$__rate_interval])", "{{reason}} {{instance}}"),
+            ),
+        ),
+        Chart(
+            "Given up early",
+            "Rows of the CPU tier that were given up because of a hint.",
+            "cps",
+            (("rate(kvtier_demoted_early_blocks_total{stack}[$__rate_interval])", "{{instance}}"),),
+        ),
+    ),
     "Speed": (
         Chart("Loads", "Payload bytes loaded from the tier.", "Bps", (rate("kvtier_load_bytes_total"),)),
         Chart("Stores", "Payload bytes stored in the tier.", "Bps", (rate("kvtier_store_bytes_total"),)),

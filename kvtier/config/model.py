@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, SerializeAsAny
 
-from kvtier.options import Options, RecordOptions, Seconds, TierOptions
+from kvtier.options import HintOptions, Options, RecordOptions, Seconds, TierOptions
 
 
 class StackOptions(Options):
@@ -49,6 +49,9 @@ class StackOptions(Options):
         pattern=r"^(/.*)?$",
         max_length=100,
         description="absolute path of a Unix socket that serves figures to kvtier top; none when left out",
+    )
+    hints: HintOptions = Field(
+        default=HintOptions(), description="bounds of hints: retained_sets, retain_time, prefetch_blocks"
     )
     record: RecordOptions | None = Field(
         default=None, description="keep an anonymised trace of what is asked: folder, max_bytes, salt_file"

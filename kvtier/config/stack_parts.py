@@ -52,6 +52,9 @@ def stack_parts(
         prefill_tokens_per_second=0.0 if prefill == "measured" else prefill,
         measures_prefill=prefill == "measured",
         curves=config.curves,
+        retained_sets_max=config.hints.retained_sets,
+        retain_seconds_max=config.hints.retain_time,
+        prefetch_blocks_max=config.hints.prefetch_blocks,
     )
     parts = StackParts(tiers, namespace, tensors, workers, engine_id, settings)
     return replace(parts, record=config.record, state_dir=config.state_dir, stats_socket=config.stats_socket)

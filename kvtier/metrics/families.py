@@ -6,6 +6,7 @@ Names follow the conventions of Prometheus: the prefix `kvtier_`, base units (`_
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal
 
 from kvtier.control.tiers.histogram import DURATION_BOUNDS, HistogramFigures
@@ -22,7 +23,7 @@ class MetricDefinition:
     """One metric: `figure` of `TierStats` for every tier, or of `StackStats` where there are no labels.
 
     A figure with values by reason or state has a second label. `transfers.queued_bytes` is a figure of each value of
-    `transfers`. `bounds` are those of a histogram's buckets.
+    `transfers`, `hints.prefetched` one of the stack's `hints`. `bounds` are those of a histogram's buckets.
     """
 
     name: str
@@ -50,7 +51,7 @@ _REASONS: dict[str, type[DropReason] | type[SkipReason]] = {"dropped": DropReaso
 
 def _samples(definition: MetricDefinition, stats: StackStats) -> Samples:
     if "tier" not in definition.label_names:
-        return dict(_labelled((), getattr(stats, definition.figure)))
+        return dict(_labelled((), attrgetter(definition.figure)(stats)))
     name, _, inner = definition.figure.partition(".")
     samples: Samples = {}
     for tier, figures in stats.tiers.items():
@@ -103,6 +104,12 @@ _COLDEST = "Seconds since the last use of the block of the tier that was not use
 _LARGEST = "Bytes of the rows of the largest transfer job that waits; 0 without one."
 _CAUGHT = "Exceptions that were caught, of tiers or of the stack. After one of the stack every request is a miss."
 _USED = "Blocks of the requests that began, where curves are on."
+_RETAINED = "Bytes of the slots of blocks that hints retain in the tier."
+_RETAINABLE = "Bytes that hints may retain in the tier at most."
+_REFUSED = "Blocks of hints that were left as they are."
+_UNUSED = "Prefetched blocks that were evicted, or not loaded within a minute."
+_UNFETCHED = "Blocks of prefetches that were in no tier, or were not brought up in time."
+_EARLY = "Rows of the CPU tier that were given up because of a hint."
 _MISSED = "Of them, those that the tier would not have had at so many times its size, estimated."
 
 DEFINITIONS: tuple[MetricDefinition, ...] = tuple(
@@ -144,6 +151,8 @@ DEFINITIONS: tuple[MetricDefinition, ...] = tuple(
         ("kvtier_capacity_bytes", "capacity_bytes", _TIER, "Bytes the tier may use at most."),
         ("kvtier_used_tokens", "used_tokens", _TIER, "Tokens whose blocks of every group fit in the used bytes."),
         ("kvtier_capacity_tokens", "capacity_tokens", _TIER, "Tokens whose blocks of every group fit in the tier."),
+        ("kvtier_retained_bytes", "retained_bytes", _TIER, _RETAINED),
+        ("kvtier_retained_limit_bytes", "retained_bytes_max", _TIER, _RETAINABLE),
         ("kvtier_recovered_blocks", "recovered", _TIER, "Blocks found in the tier when it was opened."),
         ("kvtier_recovery_seconds", "recovery_seconds", _TIER, "Seconds in which the tier was opened."),
         ("kvtier_slots", "slots", ("tier", "state"), "Slots of the tier by state."),
@@ -152,6 +161,13 @@ DEFINITIONS: tuple[MetricDefinition, ...] = tuple(
         ("kvtier_breaker_transitions_total", "breakers.entered", (*_DIRECTION, "state"), _ENTERED),
         ("kvtier_tier_events_total", "events", ("tier", "reason"), _EVENTS),
         ("kvtier_tier_joined", "joined", _TIER, "1 while the tier loads and stores, 0 while it is held back."),
+        ("kvtier_retaining_sessions", "hints.retained_sets", (), "Sessions whose blocks are retained or pinned."),
+        ("kvtier_refused_hint_blocks_total", "hints.refused", ("hint", "reason"), _REFUSED),
+        ("kvtier_prefetched_blocks_total", "hints.prefetched", (), "Blocks brought up to the CPU tier by prefetches."),
+        ("kvtier_prefetched_used_blocks_total", "hints.prefetched_used", (), "Prefetched blocks that were loaded."),
+        ("kvtier_prefetched_unused_blocks_total", "hints.prefetched_unused", (), _UNUSED),
+        ("kvtier_prefetch_missed_blocks_total", "hints.prefetch_missed", ("reason",), _UNFETCHED),
+        ("kvtier_demoted_early_blocks_total", "hints.demoted_early", (), _EARLY),
         ("kvtier_backlog_blocks", "backlog", (), "Blocks queued or in flight to lower tiers."),
         ("kvtier_exceptions_total", "exceptions", (), _CAUGHT),
         ("kvtier_config_info", "about", _ABOUT, "1, with the settings of the tier as labels."),

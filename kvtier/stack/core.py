@@ -78,10 +78,6 @@ class StackCore(RequestCalls):
     # -- what a face provides ------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _decided(self) -> None:
-        """The control plane may have decided something: send it, now or with the engine's next step."""
-
-    @abstractmethod
     def _advance(self) -> None:
         """Send what the control plane decided."""
 

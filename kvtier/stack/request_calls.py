@@ -10,6 +10,7 @@ from kvtier.control.failed_plane import FailedPlane
 from kvtier.stack.assembled import Assembled
 from kvtier.stack.assembly import StackParts, StackSettings
 from kvtier.tier_api.contract import Clock
+from kvtier.types.hints import HintResult, KVHint
 from kvtier.types.keys import OffloadKey, RequestId
 from kvtier.types.requests import NO_INFO, RequestInfo
 
@@ -30,6 +31,10 @@ class RequestCalls(ABC):
     @abstractmethod
     def _fail(self, error: BaseException) -> None:
         """An exception left the control plane."""
+
+    @abstractmethod
+    def _decided(self) -> None:
+        """The control plane may have decided something: send it, now or with the engine's next step."""
 
     @abstractmethod
     def end_leases(self, request_id: RequestId) -> None:
@@ -74,6 +79,21 @@ class RequestCalls(ABC):
                 plane.uses.extend(request_id, keys)
             except BaseException as error:
                 self._fail(error)
+
+    def hint(self, hint: KVHint) -> HintResult:
+        """Follow what the application says of blocks: `Retain`, `Pin`, `Prefetch`, `Demote` or `Release`.
+
+        Returns at once: how many blocks it is followed for, and why others are left as they are, which is no error.
+        Raises UsageError for a time that is none.
+        """
+        assembled = self._opened()
+        try:
+            result = assembled.plane.hint(hint, self._clock())
+        except BaseException as error:
+            self._fail(error)
+            result = assembled.plane.hint(hint, self._clock())
+        self._decided()
+        return result
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """One request used these keys, given in prefix order; call it for the hits of a request after its stores."""

@@ -25,25 +25,27 @@ def tier_setup(tier: LoadStore, opened: Opened, geometry: Geometry, lookup_secon
     options = tier.options
     name, eviction = options.label, options.eviction_policy()
     policy, token_bytes = find_policy(eviction), _token_bytes(opened, geometry)
-    if not isinstance(options, LowerTierOptions):
-        return TierSetup(
-            name, tier.medium, opened, policy, token_bytes=token_bytes, kind=options.type, eviction=eviction
-        )
     setup = TierSetup(
         name,
         tier.medium,
         opened,
         policy,
-        options.write_policy,
-        max(1, options.inflight_bytes // geometry.row_bytes),
-        options.job_timeout_seconds,
+        token_bytes=token_bytes,
+        kind=options.type,
+        eviction=eviction,
+        retained_bytes_max=options.retained_bytes_max(opened.capacity_bytes),
+    )
+    if not isinstance(options, LowerTierOptions):
+        return setup
+    setup = replace(
+        setup,
+        write_policy=options.write_policy,
+        inflight_blocks=max(1, options.inflight_bytes // geometry.row_bytes),
+        timeout_seconds=options.job_timeout_seconds,
         lookup_timeout_seconds=lookup_seconds,
         admit=options.admit,
         write_bytes_per_day=options.daily_writes,
         block_bytes=max(opened.space.slot_bytes) if opened.space is not None else geometry.row_bytes,
-        token_bytes=token_bytes,
-        kind=options.type,
-        eviction=eviction,
     )
     return with_hints(setup, options, chains(geometry) if tier.PROBE_PREFIX else frozenset())
 

@@ -10,6 +10,7 @@ from functools import cache
 from importlib import metadata
 from typing import Any
 
+from kvtier.control.hints import Hints
 from kvtier.control.state import ControlState, LowerTier
 from kvtier.control.tiers.breaker import Breaker
 from kvtier.control.tiers.counters import TierCounters
@@ -49,7 +50,8 @@ class TierStats:
     `curves`, `curve_used` counts the blocks of the requests that began, and `curve_missed` those that an LRU tier of so
     many times the size would not have had, about; see `SizeCurve`. `transfers` are the figures of `load` and `store`
     jobs. `reuse_gaps` are seconds between two uses of a block and `eviction_ages` those since the last use of evicted
-    ones, `coldest_seconds` since that of the block that was not used for longest; None for a shared tier.
+    ones, `coldest_seconds` since that of the block that was not used for longest; None for a shared tier. Of
+    `retained_bytes_max` bytes that hints may retain in the tier, `retained_bytes` are.
     """
 
     looked_up: int = 0
@@ -76,6 +78,8 @@ class TierStats:
     peak_bytes: int = 0
     capacity_bytes: int = 0
     slots: dict[str, int] = field(default_factory=dict)
+    retained_bytes: int = 0
+    retained_bytes_max: int = 0
     breaker: str = "closed"
     mode: str = ""
     joined: int = 1
@@ -146,17 +150,38 @@ class TierStats:
 
 
 @dataclass(frozen=True, slots=True)
+class HintStats:
+    """What became of hints since the stack opened.
+
+    `retained_sets` sessions retain or pin blocks now. `refused` counts blocks by the hint and the reason. Of the blocks
+    `prefetched`, that are those brought up, `prefetched_used` were loaded and `prefetched_unused` were not; others are
+    still fresh. `prefetch_missed` blocks were not brought up: `missing` in every tier, or not in time (`late`).
+    `demoted_early` rows were given up for a hint.
+    """
+
+    retained_sets: int = 0
+    refused: dict[str, dict[str, int]] = field(default_factory=dict)
+    prefetched: int = 0
+    prefetched_used: int = 0
+    prefetched_unused: int = 0
+    prefetch_missed: dict[str, int] = field(default_factory=dict)
+    demoted_early: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class StackStats:
     """Every tier by name, from the CPU down, and the blocks on their way to lower tiers.
 
     `events_lost` counts keys whose events were discarded because they were not taken in time. `errors` counts
     exceptions that were caught: of tiers, and of the stack itself, whose first one makes every request a miss.
+    `hints` is what became of hints.
     """
 
     tiers: dict[str, TierStats]
     backlog: int
     events_lost: int = 0
     errors: int = 0
+    hints: HintStats = HintStats()
 
     @property
     def exceptions(self) -> int:
@@ -185,7 +210,24 @@ def collect(assembled: Assembled, now: float, errors: int) -> StackStats:
     for lower, queue in zip(control.lowers, assembled.queues[1:], strict=True):
         tiers[lower.name] = lower_stats(lower, [queue], now)
     plane = assembled.plane
-    return StackStats(tiers, plane.backlog, plane.events.lost, assembled.dispatcher.errors + errors)
+    errors += assembled.dispatcher.errors
+    return StackStats(tiers, plane.backlog, plane.events.lost, errors, hint_stats(plane.hints))
+
+
+def hint_stats(hints: Hints) -> HintStats:
+    """What became of hints until now."""
+    brought, refused = hints.prefetches, dict[str, dict[str, int]]()
+    for (hint, reason), count in dict(hints.refused).items():
+        refused.setdefault(hint, {})[reason] = count
+    return HintStats(
+        hints.retention.num_sets,
+        refused,
+        brought.brought,
+        brought.used,
+        brought.unused,
+        {"missing": brought.missing, "late": brought.late},
+        hints.demotions.freed,
+    )
 
 
 def cpu_stats(control: ControlState, queues: Sequence[TierQueue], now: float) -> TierStats:
@@ -239,6 +281,8 @@ def tier_stats(
         expired=owned.expired,
         used_bytes=owned.used_bytes,
         peak_bytes=owned.peak_bytes,
+        retained_bytes=owned.retained.used_bytes,
+        retained_bytes_max=owned.retained.max_bytes,
         slots={state.name.lower(): owned.table.counts[state] for state in SlotState},
         coldest_seconds=owned.uses.coldest_seconds(owned.table.state, now),
         reuse_gaps=owned.uses.reuse_gaps.figures(),

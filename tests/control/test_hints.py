@@ -108,7 +108,8 @@ def test_quotas_hold_at_every_moment_and_what_is_over_them_is_refused_and_counte
     assert hint(world, Retain(keys(3, 4, 5, 6, 7), 60.0, "b")) == HintResult(3, refused(over_quota=2))
     assert hint(world, Retain(keys(1, 99), 60.0, "c")) == HintResult(1, refused(not_found=1))
     assert world.plane.control.cpu.retained.used_bytes == 5 * ROW_BYTES
-    assert world.plane.hints.refused == {("retain", "over_quota"): 2, ("retain", "not_found"): 1}
+    counted = {name: count for name, count in world.plane.hints.refused.items() if count}
+    assert counted == {("retain", "over_quota"): 2, ("retain", "not_found"): 1}
     assert hint(world, Release("b")) == HintResult(3)
     assert hint(world, Retain(keys(6, 7, 8), 60.0, "b")) == HintResult(2, refused(over_quota=1))
 

@@ -15,7 +15,7 @@ from kvtier.control.tiers.shared_tier import SharedTier
 from kvtier.metrics import DEFINITIONS, MetricDefinition, metric_families
 from kvtier.metrics.families import Samples
 from kvtier.stack import StackStats, TierStats
-from kvtier.stack.stats import lower_stats
+from kvtier.stack.stats import HintStats, lower_stats
 from kvtier.stack.traffic import TransferStats
 from kvtier.tier_api.contract import LookupResult
 from kvtier.types.jobs import DropReason, SkipReason
@@ -35,6 +35,7 @@ UNITS = (
     "_up",
     "_joined",
     "_exceptions",
+    "_sessions",
 )
 NO_BASE_UNIT = ("_ms", "_us", "_milliseconds", "_kib", "_mib", "_gib", "_percent", "_hits")
 GAUGES = (
@@ -49,6 +50,9 @@ GAUGES = (
     "peak_bytes",
     "capacity_bytes",
     "slots",
+    "retained_bytes",
+    "retained_bytes_max",
+    "hints.retained_sets",
     "up",
     "joined",
     "backlog",
@@ -119,9 +123,12 @@ def test_the_documentation_names_no_other_metric() -> None:
 def test_every_number_is_a_sample() -> None:
     figures = tier()
     of_stack = {
-        field.name: number for number, field in enumerate(fields(StackStats), start=70) if field.name != "tiers"
+        field.name: number
+        for number, field in enumerate(fields(StackStats), start=70)
+        if field.name not in ("tiers", "hints")
     }
-    found = values(StackStats({"disk": figures}, **of_stack))
+    hints = HintStats(79, {"retain": {"over_quota": 80}}, 81, 82, 83, {"late": 84}, 85)
+    found = values(StackStats({"disk": figures}, **of_stack, hints=hints))
     values_found = [value for samples in found.values() for value in samples.values()]
     samples = sorted(value for value in values_found if not isinstance(value, HistogramFigures) and value)
     assert len(values_found) - sum(not isinstance(value, HistogramFigures) for value in values_found) == 4
@@ -129,7 +136,7 @@ def test_every_number_is_a_sample() -> None:
     numbers.remove(figures.token_bytes)
     derived = [figures.capacity_tokens, figures.used_tokens]
     ones = [figures.up, figures.joined, *figures.about.values(), *StackStats({}, 0).build.values()]
-    expected = [*numbers, *range(90, 101), *of_stack.values(), *ones, *derived]
+    expected = [*numbers, *range(90, 101), *of_stack.values(), *range(79, 86), *ones, *derived]
     assert samples == sorted(filter(None, expected))
 
 
@@ -158,6 +165,7 @@ def test_samples_carry_the_labels_of_their_definition() -> None:
     assert found["kvtier_block_errors_total"]["disk", "corrupt"] == 3
     assert found["kvtier_dropped_blocks_total"]["cpu", "no_slot"] == 90
     assert found["kvtier_backlog_blocks"] == {(): 1}
+    assert found["kvtier_prefetched_blocks_total"] == {(): 0}
     assert found["kvtier_queued_bytes"]["disk", "load"] == 95
     assert found["kvtier_missed_deadlines_total"]["disk", "load", "queued"] == 96
     assert found["kvtier_transfer_seconds"]["disk", "load"] is TIMES

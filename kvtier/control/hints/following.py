@@ -19,6 +19,16 @@ from kvtier.types.jobs import TransferJob
 from kvtier.types.keys import OffloadKey
 
 
+_OF_SETS = (HintRefusal.NOT_FOUND, HintRefusal.OVER_QUOTA, HintRefusal.TOO_MANY, HintRefusal.STOPPED)
+REFUSALS = {
+    "retain": _OF_SETS,
+    "pin": _OF_SETS,
+    "prefetch": (HintRefusal.QUEUE_FULL, HintRefusal.STOPPED),
+    "demote": (HintRefusal.NOT_FOUND, HintRefusal.IN_USE, HintRefusal.NO_TIER, HintRefusal.STOPPED),
+}
+"""Why blocks of each hint may be refused: counted from zero on."""
+
+
 @dataclass(frozen=True, slots=True)
 class HintLimits:
     """Bounds of all hints together, beside the quota of each tier.
@@ -42,7 +52,8 @@ class Hints:
         self.retention = Retention(control, limits.retained_sets_max)
         self.prefetches = Prefetches(promotions, limits.prefetch_blocks_max)
         self.demotions = EarlyDemotions(control, demotions)
-        self.refused: Counter[tuple[str, str]] = Counter()
+        names = ((hint, reason.value) for hint, reasons in REFUSALS.items() for reason in reasons)
+        self.refused: Counter[tuple[str, str]] = Counter(dict.fromkeys(names, 0))
 
     def follow(self, hint: KVHint, now: float) -> HintResult:
         """Do what is asked for, as far as it can be done. Raises UsageError for seconds that are none."""

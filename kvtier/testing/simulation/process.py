@@ -13,6 +13,7 @@ from kvtier.errors import ResourceError, UsageError
 from kvtier.stack.tier_stack import TierStack
 from kvtier.testing.simulation.ages import RECLAIM_SECONDS, AgeWatch
 from kvtier.testing.simulation.fault_profile import FaultProfile
+from kvtier.testing.simulation.hints import HintStream
 from kvtier.testing.simulation.oracle import Bytes, Oracle
 from kvtier.testing.simulation.requests import RequestStream
 from kvtier.testing.simulation.seed_plan import GPU_BLOCKS, SeedPlan
@@ -62,6 +63,7 @@ class SimulatedProcess:
         self._free = list(range(GPU_BLOCKS))
         self._requests = 0
         self._stream = RequestStream(stack, self._plan.prompts, self._rng)
+        self._hints = HintStream(stack, self._plan.hinted, Random(repr(self._plan.hinted[:1])))
         self._partial = self._rng.choice((0.0, 0.2))
         self.is_open = False
         self._opened: ControlPlane | None = None
@@ -83,6 +85,7 @@ class SimulatedProcess:
         if self._opened is not None:
             covered, state = self._oracle.record.covered, self._opened.control
             covered["rows evicted"] += state.cpu.evictions
+            covered["blocks of hints"] += self._hints.accepted
             for lower, formats in zip(state.lowers, self._formats_at_open, strict=True):
                 covered["blocks late"] += lower.counters.late
                 if lower.owned is not None:
@@ -137,6 +140,7 @@ class SimulatedProcess:
             action = self._rng.choice(actions if self._rng.random() < 0.8 else rare)
             try:
                 self._stream.step()
+                self._hints.step()
                 await action()
             except UsageError:
                 if self.is_open:
@@ -342,6 +346,7 @@ class SimulatedProcess:
 
     async def _check_contents(self) -> None:
         """Without faults all that is reachable is right, and what is stored can be loaded."""
+        self._hints.release()
         self._partial = 0.0
         self._timeout = lambda: 30.0  # type: ignore[method-assign]
         at_once = GPU_BLOCKS // self._plan.layout.block_size_factor

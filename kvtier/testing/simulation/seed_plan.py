@@ -28,7 +28,8 @@ class Ending(StrEnum):
 class SeedPlan:
     """The fixed part of a seed. `fs` are the options of the fs tier, `endings` has one entry for each process.
 
-    `prompts` are those of the requests that are announced; none unless a policy follows requests.
+    `prompts` are those of the requests that are announced; none unless a policy follows requests. `hinted` are the keys
+    of which hints are said; none in two of three seeds.
     """
 
     layout: KVLayout
@@ -43,6 +44,7 @@ class SeedPlan:
     tasks: int
     actions: int
     prompts: tuple[tuple[OffloadKey, ...], ...] = ()
+    hinted: tuple[OffloadKey, ...] = ()
 
     @property
     def shares_root(self) -> bool:
@@ -112,6 +114,11 @@ def with_requests(plan: SeedPlan, rng: Random) -> SeedPlan:
     fs = plan.fs | ({"policy": "reuse"} if disk else {})
     prompts = draw_prompts(rng, plan.keys) if rng.random() < 0.8 else ()
     return replace(plan, cpu_policy="reuse" if cpu else plan.cpu_policy, fs=fs, prompts=prompts)
+
+
+def with_hints(plan: SeedPlan, rng: Random) -> SeedPlan:
+    """Every third plan with hints of all its keys."""
+    return replace(plan, hinted=plan.keys) if rng.random() < 1 / 3 else plan
 
 
 def _layout(rng: Random) -> KVLayout:

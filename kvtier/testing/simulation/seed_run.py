@@ -26,7 +26,7 @@ from kvtier.testing.simulation.loop import VirtualLoop
 from kvtier.testing.simulation.oracle import Oracle, SeedRecord
 from kvtier.testing.simulation.patching import Opening, openings, patched_modules
 from kvtier.testing.simulation.process import ProcessEnvironment, SimulatedProcess
-from kvtier.testing.simulation.seed_plan import GPU_BLOCKS, Ending, SeedPlan, draw_seed_plan, with_requests
+from kvtier.testing.simulation.seed_plan import GPU_BLOCKS, Ending, SeedPlan, draw_seed_plan, with_hints, with_requests
 from kvtier.testing.simulation.syscalls import SimulatedSystem
 from kvtier.testing.simulation.tiers import ObservedTier, SimulatedCPU, SimulatedCPUOptions, SimulatedGPU, gpu_pages
 from kvtier.tier_api.contract import LoadStore
@@ -100,7 +100,8 @@ class SeedRun:
         self.seed = seed
         self.backend = simulator.backend
         self.simulator = simulator
-        self.plan: SeedPlan = with_requests(draw_seed_plan(self.rng, simulator.layout), Random(f"policies of {seed}"))
+        plan = with_requests(draw_seed_plan(self.rng, simulator.layout), Random(f"policies of {seed}"))
+        self.plan: SeedPlan = with_hints(plan, Random(f"hints of {seed}"))
         self.ages = (
             None if self.plan.shares_root else draw_age_plan(Random(f"ages of {seed}"), len(self.plan.endings) + 1)
         )

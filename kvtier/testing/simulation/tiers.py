@@ -82,6 +82,10 @@ class SimulatedCPUOptions(TierOptions):
         """The plan's policy."""
         return self.policy
 
+    def retained_bytes_max(self, capacity_bytes: int) -> int:
+        """All of it: the control plane leaves rows for others."""
+        return capacity_bytes
+
     def watermark_rows(self, num_rows: int) -> int:
         """The plan's share of the rows."""
         return int(self.free_watermark * num_rows)
