@@ -18,7 +18,6 @@ from kvtier.types.hints import Demote, HintRefusal, HintResult, KVHint, Pin, Pre
 from kvtier.types.jobs import TransferJob
 from kvtier.types.keys import OffloadKey
 
-
 _OF_SETS = (HintRefusal.NOT_FOUND, HintRefusal.OVER_QUOTA, HintRefusal.TOO_MANY, HintRefusal.STOPPED)
 REFUSALS = {
     "retain": _OF_SETS,

@@ -155,7 +155,7 @@ class Prefetches:
             self._requests.popleft()
 
     def reset(self) -> None:
-        """After a reset what is on its way is worth nothing, and nobody is told of it."""
+        """After a reset what is on its way is worth nothing, and does not count."""
         self._requests.clear()
         self._fresh.clear()
         self.filling = 0
