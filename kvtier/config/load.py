@@ -45,7 +45,7 @@ def parse_stack(text: str, backends: Backends | None = None) -> StackConfig:
         tiers = _tiers(document, backends)
         problems += tier_problems(tiers, backends)
     raise_all(problems)
-    return StackConfig(tiers=tuple(tiers), **options.model_dump(exclude_unset=True))
+    return StackConfig(tiers=tuple(tiers), **{name: getattr(options, name) for name in options.model_fields_set})
 
 
 def build_tiers(config: StackConfig, backends: Backends | None = None) -> list[LoadStore]:
