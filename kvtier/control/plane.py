@@ -136,7 +136,8 @@ class ControlPlane(Recipient):
         if now >= self._tick_at:
             self._tick_at = self.control.use_time.advance(now)
         if job.kind is JobKind.LOAD:
-            self.hints.loaded(job)
+            if self.hints.said:
+                self.hints.loaded(job)
             load = LoadRequest(self._promotions, job, now, next(self._ages))
             self._open.add(load)
             if not load.take_rows(now):
@@ -248,12 +249,12 @@ class ControlPlane(Recipient):
             blocked = self._admission.serve(self._open.stores.values(), now)
             self._demotions.plan(now)
             self._collect_changes()
-            if self.hints.demotions:
+            if self.hints.said and self.hints.demotions:
                 self.hints.demotions.advance(now)
             found_rows = self.control.shortage and self.control.cpu.available
             if not found_rows and (blocked is None or not self._admission.truncate(blocked, now)):
                 break
-        if self.hints.prefetches:
+        if self.hints.said and self.hints.prefetches:
             self.hints.prefetches.advance(now, idle=blocked is None and not self._admission.wanting)
         for load in self._open.end(now):
             self.touch(load.loaded_keys)
@@ -267,7 +268,7 @@ class ControlPlane(Recipient):
             times.append(lower.send_at)
         if self._reservations.by_request:
             times += self._reservations.deadlines()
-        if self.hints.active:
+        if self.hints.said:
             times.append(self.hints.next_at())
         for time in times:
             if pumped_at < time < soonest:
@@ -369,12 +370,12 @@ class ControlPlane(Recipient):
                     if removed:
                         self._demotions.evicted_below(lower, keys)
                         lower.evicted(keys)
-                    elif self.hints.retention and lower.owned is not None:
+                    elif self.hints.said and self.hints.retention and lower.owned is not None:
                         self.hints.retention.stored_below(lower.owned, keys)
         if control.cpu.changes:
             for removed, keys in control.cpu.take_changes():
                 self.events.record(control.cpu_setup, keys, removed)
-                if removed and self.hints.prefetches:
+                if removed and self.hints.said:
                     self.hints.prefetches.evicted(keys)
 
     # -- figures -------------------------------------------------------------------------------------------------
@@ -397,8 +398,10 @@ class ControlPlane(Recipient):
     @property
     def idle(self) -> bool:
         """True when nothing is in flight and nothing waits."""
-        waiting = self._open.loads or self._open.stores or self.backlog or self.hints.prefetches.busy
-        return not (self.control.running or self.control.late_jobs or waiting)
+        waiting = self._open.loads or self._open.stores or self.backlog
+        if self.control.running or self.control.late_jobs or waiting:
+            return False
+        return not (self.hints.said and self.hints.prefetches.busy)
 
     def counters(self, position: int) -> TierCounters:
         return self.control.counters(position)

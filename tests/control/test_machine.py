@@ -17,6 +17,8 @@ from kvtier.types.keys import GroupIndex, RequestId
 KEYS = st.lists(st.integers(0, 30), min_size=1, max_size=12, unique=True)
 FAULTS = st.sampled_from([None, None, None, "failed", "corrupt"])
 GROUPS = st.lists(st.tuples(st.integers(0, 15), st.integers(0, 1)), min_size=1, max_size=10, unique=True)
+ONE_SIZE = (ROW_BYTES, ROW_BYTES)
+"""Both groups have blocks of one size."""
 
 
 class Machine(RuleBasedStateMachine):
@@ -34,11 +36,11 @@ class Machine(RuleBasedStateMachine):
     def build(self, rows, slots, policy, write_policy, kind, watermark, admit):
         lowers = {
             "none": [],
-            "one": [fs_setup(slots, policy=policy, write_policy=write_policy)],
+            "one": [fs_setup(slots, 4, ONE_SIZE, policy=policy, write_policy=write_policy)],
             "hybrid": [fs_setup(slots, 4, (ROW_BYTES, 3 * ROW_BYTES), write_policy=write_policy, policy=policy)],
             "shared": [shared_setup(write_policy=write_policy, hint_seconds=5.0)],
-            "fs+shared": [fs_setup(slots, write_policy=write_policy), shared_setup(hint_seconds=5.0)],
-            "two roots": [fs_setup(slots, 4, roots=2, policy=policy, write_policy=write_policy)],
+            "fs+shared": [fs_setup(slots, 4, ONE_SIZE, write_policy=write_policy), shared_setup(hint_seconds=5.0)],
+            "two roots": [fs_setup(slots, 4, ONE_SIZE, roots=2, policy=policy, write_policy=write_policy)],
         }[kind]
         probed = frozenset([GroupIndex(0)] if watermark else [])
         quota = {"retained_bytes_max": 3 * ROW_BYTES}

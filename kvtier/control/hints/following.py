@@ -42,12 +42,16 @@ class HintLimits:
 
 
 class Hints:
-    """Follows hints, as far as bounds and quotas allow. `refused` counts blocks by the hint and the reason."""
+    """Follows hints, as far as bounds and quotas allow. `refused` counts blocks by the hint and the reason.
+
+    `said`: some hint was said. Before that there is nothing to do, and a stack without hints pays for nothing.
+    """
 
     def __init__(self, control: ControlState, demotions: Demotions, promotions: Promotions, limits: HintLimits) -> None:
         self._control = control
         self._demotions = demotions
         self._limits = limits
+        self.said = False
         self.retention = Retention(control, limits.retained_sets_max)
         self.prefetches = Prefetches(promotions, limits.prefetch_blocks_max)
         self.demotions = EarlyDemotions(control, demotions)
@@ -56,6 +60,7 @@ class Hints:
 
     def follow(self, hint: KVHint, now: float) -> HintResult:
         """Do what is asked for, as far as it can be done. Raises UsageError for seconds that are none."""
+        self.said = True
         keys = list(dict.fromkeys(() if isinstance(hint, Release) else hint.keys))
         if self._demotions.closing:
             return self._result(hint, [HintRefusal.STOPPED] * len(keys))
@@ -109,11 +114,6 @@ class Hints:
         return refusals
 
     # -- what else happens ---------------------------------------------------------------------------------------
-
-    @property
-    def active(self) -> bool:
-        """True if `next_at` is to be asked."""
-        return bool(self.retention) or bool(self.prefetches)
 
     def next_at(self) -> float:
         """When something changes by time alone; infinite if nothing does."""

@@ -277,13 +277,13 @@ class OwnedTier(TierIndex):
     def touch(self, slots: Sequence[int]) -> None:
         """These ready slots were used; the last one is the most recent."""
         self.uses.use(slots)
-        self.policy.touch(self.retained.others(slots))
+        self.policy.touch(self.retained.others(slots) if self.retained.slots else slots)
         if not self.placement.one_size:
             self.placement.used(slots)
 
     def reorder(self, slots: Sequence[int]) -> None:
         """These ready slots are the most recent, the last one most of all, as if they had become ready just now."""
-        self.policy.renew(self.retained.others(slots))
+        self.policy.renew(self.retained.others(slots) if self.retained.slots else slots)
 
     def presence(self, key: OffloadKey, now: float) -> bool:
         """True if the key's bytes are here."""
