@@ -12,7 +12,7 @@ from kvtier.types.keys import GroupIndex, OffloadKey
 
 HIT, PENDING, RETRY, MISS = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.RETRY, LookupResult.MISS
 BLOCKS = 512
-KEYS_MAX = 12
+KEYS_MAX = 11
 
 
 class Probing(World):
@@ -64,11 +64,19 @@ def test_any_leading_run_is_found_with_few_keys(part):
         assert not world.asked, "it is believed for a while"
 
 
-def test_nothing_and_everything_take_one_question():
-    for length in (0, BLOCKS):
-        world = Probing(range(length))
-        world.found()
-        assert [len(keys) for keys in world.asked] == [4]
+def test_nothing_takes_one_question():
+    world = Probing()
+    world.found()
+    assert [len(keys) for keys in world.asked] == [3]
+
+
+def test_a_prompt_of_100_blocks_takes_8_keys_and_6_questions_on_average():
+    worlds = [Probing(range(length)) for length in range(101)]
+    for world in worlds:
+        world.found(100)
+    assert sum(world.num_asked for world in worlds) / len(worlds) < 8.5
+    assert sum(len(world.asked) for world in worlds) / len(worlds) < 6.5
+    assert max(world.num_asked for world in worlds) == 9
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 15, 16, 17, 255, 256, 257, 1000])
@@ -150,9 +158,9 @@ def test_all_waves_together_have_the_time_of_one_lookup():
     world.look(keys)
     world.now = 0.9
     world.answer()
-    assert world.look(keys) == [PENDING] * 16 + [RETRY] * 239 + [MISS] * 257
+    assert world.look(keys) == [PENDING] * 65 + [RETRY] * 191 + [MISS] * 256
     world.now = 1.0
-    assert world.look(keys) == [PENDING] * 16 + [MISS] * 496
+    assert world.look(keys) == [PENDING] * 65 + [MISS] * 447
 
 
 def test_a_request_that_was_given_up_takes_no_time_from_a_later_one():
@@ -169,7 +177,7 @@ def test_a_tier_that_says_retry_is_asked_again_but_not_for_ever():
     keys = [key(n) for n in range(8)]
     rounds = 0
     while RETRY in world.look(keys):
-        world.answer(*[RETRY] * 2)
+        world.answer(*[RETRY] * len(world.unanswered[0].keys))
         world.now += 0.1
         rounds += 1
     assert rounds == 5
