@@ -291,10 +291,10 @@ class CPUBackend(LoadStore):
         """Have all workers copy at once. For each selection one outcome for each block, the worst over the workers."""
         if not selections:
             return []
-        part = replace(job, groups=tuple([selection.transfer for selection in selections]))
+        groups = tuple([selection.transfer for selection in selections])
+        part = job if groups == job.groups else replace(job, groups=groups)
         calls = [worker.load(part) if call == "load" else worker.store(part) for worker in workers]
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        reports = [self._report(part, answer) for answer in answers]
+        reports = [self._report(part, answer) for answer in await _answers(calls)]
         return [worst(of_workers) for of_workers in zip(*reports, strict=True)]
 
     def _report(self, part: TransferJob, answer: JobResult | BaseException) -> tuple[tuple[BlockOutcome, ...], ...]:
@@ -353,6 +353,22 @@ class CPUBackend(LoadStore):
             dump_rows=options.dump_rows,
             deadline_seconds=options.join_timeout_seconds,
         )
+
+
+async def _answers(calls: Sequence[Coroutine[Any, Any, JobResult]]) -> Sequence[JobResult | BaseException]:
+    """What these calls return or raise, all at once; a single one without a task of its own."""
+    if len(calls) > 1:
+        answers: list[JobResult | BaseException] = await asyncio.gather(*calls, return_exceptions=True)
+        return answers
+    try:
+        return [await calls[0]]
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise  # this transfer was cancelled, not the worker's call alone
+        return [error]
+    except Exception as error:
+        return [error]
 
 
 async def _all(work: Sequence[Coroutine[Any, Any, object]]) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from kvtier.errors import UsageError
 from kvtier.types.arrays import outside
 from kvtier.types.jobs import CORRUPT, BlockOutcome, BlockStatus, DropReason, GPUGroup, TransferJob, dropped, failed
+from kvtier.types.values import job_value
 
 UNSTAMPED = failed(errno.EIO)
 """Every worker reported success, but not every stamp is there: the row is a miss."""
@@ -30,7 +31,7 @@ _BY_SEVERITY = (
 Outcomes = list[list[BlockOutcome]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@job_value
 class BlockSelection:
     """Blocks of one group that the workers copy: those at `positions` in the keys of the job's group `index`.
 

@@ -281,8 +281,11 @@ def _stamps(job: TransferJob, factor: int) -> Stamps:
         count = len(transfer.keys)
         if len(transfer.generations) != count:
             raise UsageError(f"group {transfer.group}: {count} keys but {len(transfer.generations)} generations")
-        whole = transfer.runs.covers_whole(count, factor)
-        stamps.append((transfer.rows[whole], transfer.generations[whole]))
+        if transfer.runs.all_whole(count, factor):
+            stamps.append((transfer.rows, transfer.generations))
+        else:
+            whole = transfer.runs.covers_whole(count, factor)
+            stamps.append((transfer.rows[whole], transfer.generations[whole]))
     return tuple(stamps)
 
 

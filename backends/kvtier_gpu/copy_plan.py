@@ -20,6 +20,7 @@ from kvtier.errors import UsageError
 from kvtier.types.arrays import NO_IDS, IntArray, distinct, int_array, outside
 from kvtier.types.geometry import Geometry
 from kvtier.types.jobs import GPUGroup, TransferJob
+from kvtier.types.values import job_value
 from kvtier_gpu.kv_tensors import KVTensor
 
 
@@ -62,7 +63,7 @@ def group_tables(geometry: Geometry, worker: int, tensors: Sequence[KVTensor]) -
     return tuple(tables)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@job_value
 class GroupPages:
     """Pages of one group that a job moves: GPU block ids, and where each page begins in the region (bytes)."""
 
@@ -81,7 +82,7 @@ class GroupPages:
         return GroupPages(self.table, self.gpu_blocks[chosen], self.row_offsets[chosen])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@job_value
 class CopyPlan:
     """Everything one job moves on one worker: the pages of each group, the rows they lie in (each once), the bytes.
 
@@ -135,20 +136,26 @@ def _plan_group(transfer: GPUGroup, tables: Sequence[GroupTable], shape: RegionS
     where = f"group {transfer.group}"
     if len(rows) != len(transfer.keys):
         raise UsageError(f"{where}: {len(transfer.keys)} keys but {len(rows)} rows")
-    for values, end, what in (
-        (rows, shape.num_rows, "row"),
-        (runs.blocks, len(rows), "offloaded block"),
-        (runs.counts, shape.factor + 1, "sub-blocks of a run"),
-        (runs.firsts, shape.factor, "first sub-block"),
-        (runs.firsts + runs.counts, shape.factor + 1, "end of a run"),
-        (runs.gpu_blocks, table.num_blocks, "GPU block"),
-    ):
+    whole = runs.all_whole(len(rows), shape.factor)
+    numbers = [(rows, shape.num_rows, "row"), (runs.gpu_blocks, table.num_blocks, "GPU block")]
+    if not whole:
+        numbers += [
+            (runs.blocks, len(rows), "offloaded block"),
+            (runs.counts, shape.factor + 1, "sub-blocks of a run"),
+            (runs.firsts, shape.factor, "first sub-block"),
+            (runs.firsts + runs.counts, shape.factor + 1, "end of a run"),
+        ]
+    for values, end, what in numbers:
         if (wrong := outside(values, end)) is not None:
             raise UsageError(f"{where}: {what} {wrong} is outside 0..{end - 1}")
-    blocks, subs, ids = runs.pages()
+    ids, starts = runs.gpu_blocks, rows * shape.row_bytes + table.worker_offset
     if to_gpu and len(set(ids.tolist())) != len(ids):
         raise UsageError(f"{where}: a GPU block is to be written twice")
-    return GroupPages(table, ids, rows[blocks] * shape.row_bytes + table.worker_offset + subs * table.page_bytes)
+    if whole:
+        pages = np.arange(shape.factor, dtype=np.int64) * table.page_bytes
+        return GroupPages(table, ids, (starts[:, None] + pages).ravel())
+    blocks, subs, _ = runs.pages()
+    return GroupPages(table, ids, starts[blocks] + subs * table.page_bytes)
 
 
 def split(plan: CopyPlan, max_bytes: int) -> list[tuple[GroupPages, ...]]:
@@ -171,7 +178,7 @@ def split(plan: CopyPlan, max_bytes: int) -> list[tuple[GroupPages, ...]]:
     return [tuple(part) for part in parts]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@job_value
 class Extents:
     """Pieces to copy: `lengths[i]` bytes at GPU address `gpu[i]` and at offset `region[i]` of the region."""
 
@@ -206,7 +213,7 @@ def merge(found: Extents, row_bytes: int = 0) -> Extents:
     return Extents(found.gpu[heads], found.region[heads], np.add.reduceat(found.lengths, heads))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@job_value
 class GatherBatch:
     """Pieces of one length, to be copied by one gather and one scatter."""
 

@@ -179,8 +179,15 @@ class Geometry:
 
     @cached_property
     def _aligned_bytes(self) -> tuple[int, ...]:
-        blocks = map(self.kv_bytes_per_offloaded_block, range(self.num_groups))
-        return tuple(round_up(block, self.alignment) for block in blocks)
+        return tuple(round_up(block, self.alignment) for block in self._offloaded_bytes)
+
+    @cached_property
+    def _block_bytes(self) -> tuple[int, ...]:
+        return tuple(group.page_bytes * self.num_copies for group in self.layout.groups)
+
+    @cached_property
+    def _offloaded_bytes(self) -> tuple[int, ...]:
+        return tuple(block * self.factor for block in self._block_bytes)
 
     def page_bytes(self, group: int) -> int:
         """Bytes of one GPU block of a group on one worker."""
@@ -192,11 +199,11 @@ class Geometry:
 
     def kv_bytes_per_block(self, group: int) -> int:
         """Bytes of one GPU block of a group over all workers, what they hold in common once."""
-        return self.page_bytes(group) * self.num_copies
+        return self._block_bytes[group]
 
     def kv_bytes_per_offloaded_block(self, group: int) -> int:
         """Bytes of one offloaded block of a group over all workers, without padding."""
-        return self.kv_bytes_per_block(group) * self.factor
+        return self._offloaded_bytes[group]
 
     def aligned_bytes(self, group: int) -> int:
         """Bytes of a group's offloaded block rounded up to the stack's alignment: what a lower tier stores."""

@@ -97,6 +97,7 @@ class ControlArea:
     def __init__(self, memory: npt.NDArray[np.uint8], shape: ControlShape) -> None:
         area = memory.view(shape.sections)
         self._shape = shape
+        self._num_rows = shape.num_rows
         self._header: Any = area["header"]
         self._mapped: Words = area["mapped"][0]
         self._digests: npt.NDArray[np.uint8] = area["digests"][0]
@@ -214,14 +215,18 @@ class ControlArea:
 
     def checksum(self, row: int) -> bytes:
         """The 16-byte checksum that travels with the row."""
-        start = self._row(row) * CHECKSUM_BYTES
+        if not 0 <= row < self._num_rows:
+            raise self._no_row(row)
+        start = row * CHECKSUM_BYTES
         return bytes(self._checksums[start : start + CHECKSUM_BYTES])
 
     def set_checksum(self, row: int, digest: bytes) -> None:
         """Record a row's checksum. Raises UsageError unless it has 16 bytes."""
         if len(digest) != CHECKSUM_BYTES:
             raise UsageError(f"a row's checksum has {CHECKSUM_BYTES} bytes, got {len(digest)}")
-        start = self._row(row) * CHECKSUM_BYTES
+        if not 0 <= row < self._num_rows:
+            raise self._no_row(row)
+        start = row * CHECKSUM_BYTES
         self._checksums[start : start + CHECKSUM_BYTES] = digest
 
     def _worker(self, worker: int) -> int:
@@ -229,12 +234,10 @@ class ControlArea:
             raise UsageError(f"there is no worker {worker} among {self._shape.world_size}")
         return worker
 
-    def _row(self, row: int) -> int:
-        if not 0 <= row < self._shape.num_rows:
-            raise UsageError(f"there is no row {row} among {self._shape.num_rows}")
-        return row
+    def _no_row(self, row: int) -> UsageError:
+        return UsageError(f"there is no row {row} among {self._num_rows}")
 
     def _rows(self, rows: IntArray) -> IntArray:
-        if (wrong := outside(rows, self._shape.num_rows)) is not None:
-            raise UsageError(f"there is no row {wrong} among {self._shape.num_rows}")
+        if (wrong := outside(rows, self._num_rows)) is not None:
+            raise self._no_row(wrong)
         return rows

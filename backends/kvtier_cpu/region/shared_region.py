@@ -131,7 +131,9 @@ class SharedRegion(ControlArea):
 
     def row(self, row: int) -> memoryview:
         """One row as a writable buffer for I/O, `row_bytes` long."""
-        return memoryview(self.view[self._row(row)])
+        if not 0 <= row < self._num_rows:
+            raise self._no_row(row)
+        return memoryview(self.view[row])
 
     def blocks(self, rows: IntArray, nbytes: int) -> list[memoryview]:
         """The first `nbytes` of each of these rows, as writable buffers."""
