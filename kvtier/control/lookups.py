@@ -10,30 +10,31 @@ from kvtier.control.tiers.slot_table import READY
 from kvtier.tier_api.contract import LookupResult
 from kvtier.types.keys import OffloadKey
 
+HIT, HIT_PENDING, RETRY, MISS = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.RETRY, LookupResult.MISS
+
 
 def look_up(control: ControlState, keys: Sequence[OffloadKey], now: float, ask: bool) -> list[LookupResult]:
     """HIT, HIT_PENDING, RETRY or MISS for each key of a request, given in prefix order."""
-    cpu = control.cpu
+    cpu, counters = control.cpu, control.cpu_counters
     state = cpu.table.state
-    hit, pending = LookupResult.HIT, LookupResult.HIT_PENDING
     rows = list(map(cpu.directory.get, keys))
     absent = rows.count(None)
     if not absent:
         if ask:
-            control.cpu_counters.looked_up += len(rows)
-        states = bytes(map(state.__getitem__, rows))  # type: ignore[arg-type]
-        if states.count(READY) == len(rows):
-            return [hit] * len(rows)
-        return [hit if each == READY else pending for each in states]
+            counters.looked_up += len(rows)
+        for row in rows:
+            if state[row] != READY:  # type: ignore[index]
+                return [HIT if state[row] == READY else HIT_PENDING for row in rows]  # type: ignore[index]
+        return [HIT] * len(rows)
     missed = keys if absent == len(rows) else [key for key, row in zip(keys, rows, strict=True) if row is None]
     found = look_below(control.lowers, missed, now, ask)
-    if ask and (control.all_owned or LookupResult.RETRY not in found):
-        control.cpu_counters.looked_up += len(rows)
-        control.cpu_counters.missed += absent
+    if ask and (control.all_owned or RETRY not in found):
+        counters.looked_up += len(rows)
+        counters.missed += absent
     if absent == len(rows):
         return found
     below = iter(found)
-    return [next(below) if row is None else hit if state[row] == READY else pending for row in rows]
+    return [next(below) if row is None else HIT if state[row] == READY else HIT_PENDING for row in rows]
 
 
 def look_below(
@@ -51,9 +52,11 @@ def look_below(
     for lower in lowers:
         if lower.may_load(now):
             healthy.append(lower)
+    results = [MISS] * len(keys)
+    if not healthy:
+        return results
     if len(healthy) == 1 and healthy[0].direct is not None and not healthy[0].roots.any_silent:
         return _look_directly(healthy[0], healthy[0].direct, keys, ask)
-    results = [LookupResult.MISS] * len(keys)
     left = list(range(len(keys)))
     asked = []
     for lower in healthy:
@@ -61,31 +64,33 @@ def look_below(
         find = lower.index.find if ask else lower.index.presences
         for at, presence in zip(left, find([keys[at] for at in left], now), strict=True):
             if presence and not lower.silent(keys[at]):
-                results[at] = LookupResult.HIT_PENDING
+                results[at] = HIT_PENDING
                 continue
             if presence is None:
-                results[at] = LookupResult.RETRY
+                results[at] = RETRY
             missed.append(at)
-        asked.append((lower, len(left), len(missed)))
+        asked.append((lower.counters, len(left), len(missed)))
         left = missed
-    if ask and LookupResult.RETRY not in results:
-        for lower, looked_up, lacked in asked:
-            lower.counters.look_up(looked_up, lacked)
+    if ask and RETRY not in results:
+        for counters, looked_up, lacked in asked:
+            counters.look_up(looked_up, lacked)
     return results
 
 
 def _look_directly(lower: LowerTier, tier: OwnedTier, keys: Sequence[OffloadKey], ask: bool) -> list[LookupResult]:
     """The usual case in a few batch calls: one tier, in which a key's slot decides whether the key is present."""
-    state, pending, miss = tier.table.state, LookupResult.HIT_PENDING, LookupResult.MISS
+    state = tier.table.state
     slots = list(map(tier.directory.get, keys))
     absent = slots.count(None)
     if absent == len(slots):
-        results = [miss] * absent
-    elif not absent and bytes(map(state.__getitem__, slots)).count(READY) == len(slots):  # type: ignore[arg-type]
-        results = [pending] * len(slots)
+        results = [MISS] * absent
     else:
-        results = [miss if slot is None or state[slot] != READY else pending for slot in slots]
-        absent = results.count(miss)
+        results = [HIT_PENDING] * len(slots)
+        for slot in slots:
+            if slot is None or state[slot] != READY:
+                results = [MISS if slot is None or state[slot] != READY else HIT_PENDING for slot in slots]
+                absent = results.count(MISS)
+                break
     if ask:
         lower.counters.looked_up += len(slots)
         lower.counters.missed += absent

@@ -7,7 +7,8 @@ import math
 from kvtier.control.flow.engine_job import StackRequest
 from kvtier.control.flow.loads import LoadRequest
 from kvtier.control.flow.stores import StoreRequest
-from kvtier.types.jobs import CANCELLED, LATE, BlockOutcome, DropReason, JobResult, dropped
+from kvtier.errors import UsageError
+from kvtier.types.jobs import CANCELLED, LATE, BlockOutcome, DropReason, JobResult, TransferJob, dropped
 from kvtier.types.keys import JobId
 
 
@@ -23,16 +24,10 @@ class OpenJobs:
         self.ended: list[LoadRequest | StoreRequest] = []
         self.expires_at = math.inf
 
-    def __contains__(self, job_id: JobId) -> bool:
-        return job_id in self.loads or job_id in self.stores
-
-    def add(self, request: LoadRequest | StoreRequest) -> None:
-        """A job that was submitted."""
-        job = request.job
-        if isinstance(request, LoadRequest):
-            self.loads[job.job_id] = request
-        else:
-            self.stores[job.job_id] = request
+    def begin(self, job: TransferJob) -> None:
+        """A job is submitted, and becomes one of `loads` or `stores`. Raises UsageError if its id is one of them."""
+        if job.job_id in self.loads or job.job_id in self.stores:
+            raise UsageError(f"job {job.job_id} is in flight already")
         if job.deadline is not None and job.deadline < self.expires_at:
             self.expires_at = job.deadline
 
@@ -72,19 +67,22 @@ class OpenJobs:
 
     def end(self, now: float) -> list[LoadRequest]:
         """Take out the loads and stores of which every block has an outcome; returns the loads among them."""
-        loads, ended = [], len(self.ended)
-        for load in list(self.loads.values()):
+        loads, stores = [], []
+        for load in self.loads.values():
             if not load.open:
                 loads.append(load)
-                load.ended = now
-                self.ended.append(load)
-                del self.loads[load.job.job_id]
-        for store in list(self.stores.values()):
+        for store in self.stores.values():
             if not store.open:
-                store.ended = now
-                self.ended.append(store)
-                del self.stores[store.job.job_id]
-        if len(self.ended) > ended:
+                stores.append(store)
+        for load in loads:
+            load.ended = now
+            del self.loads[load.job.job_id]
+        for store in stores:
+            store.ended = now
+            del self.stores[store.job.job_id]
+        if loads or stores:
+            self.ended += loads
+            self.ended += stores
             self.expires_at = self._first_deadline() if self.loads or self.stores else math.inf
         return loads
 

@@ -27,7 +27,6 @@ from kvtier.control.row_admission import RowAdmission
 from kvtier.control.state import ControlState, Emission, TierSetup
 from kvtier.control.tiers.counters import TierCounters
 from kvtier.control.tiers.slot_table import READY
-from kvtier.errors import UsageError
 from kvtier.tier_api.contract import LookupResult
 from kvtier.types.events import OffloadingEvent
 from kvtier.types.hints import HintResult, KVHint
@@ -131,22 +130,21 @@ class ControlPlane(Recipient):
         Its result comes out of `take_finished` under the job's id. A load that names a request ends that request's
         leases once it holds the rows itself.
         """
-        if job.job_id in self._open:
-            raise UsageError(f"job {job.job_id} is in flight already")
+        self._open.begin(job)
         if now >= self._tick_at:
             self._tick_at = self.control.use_time.advance(now)
         if job.kind is JobKind.LOAD:
             if self.hints.said:
                 self.hints.loaded(job)
             load = LoadRequest(self._promotions, job, now, next(self._ages))
-            self._open.add(load)
+            self._open.loads[job.job_id] = load
             if not load.take_rows(now):
                 self._admission.add(load)
             if request_id is not None:
                 self.end_request(request_id, now)
         else:
             store = StoreRequest(self.control, self._demotions, self._factor, job, now)
-            self._open.add(store)
+            self._open.stores[job.job_id] = store
             if self._demotions.closing:
                 store.stop(dropped(DropReason.CLOSING))
             elif not self.control.shortage and not store.advance(now):
@@ -188,7 +186,7 @@ class ControlPlane(Recipient):
     def finish(self, result: JobResult, now: float) -> None:
         """A job of `take_jobs` ended in time."""
         owner = self.control.finish(result, now)
-        if isinstance(owner, CopyJob) and owner.request.todo:
+        if type(owner) is CopyJob and owner.request.todo:
             self._admission.add(owner.request)  # a row was corrupt: the load wants another one
 
     def late(self, job_id: JobId, now: float) -> None:
@@ -229,24 +227,24 @@ class ControlPlane(Recipient):
 
     def pump(self, now: float) -> None:
         """Do all work that is possible now. Call after outcomes were reported, and when `next_deadline` has passed."""
-        self._pumped_at = now
+        self._pumped_at, jobs = now, self._open
         if now >= self._tick_at:
             self._tick_at = self.control.use_time.advance(now)
         if self.uses is not None:
             self.uses.advance(now)
-        if now >= self._open.expires_at:
-            self._open.expire(now)
+        if now >= jobs.expires_at:
+            jobs.expire(now)
         if now >= self.control.reclaim_at:
             self.control.reclaim(now)
         if self._reservations.by_request:
             self._reservations.lapse(now)
         if now >= self.hints.retention.expires_at:
             self.hints.retention.expire(now)
-        for load in self._open.loads.values():
+        for load in jobs.loads.values():
             if load.arrived:
                 load.copy_arrived(now)
         while True:
-            blocked = self._admission.serve(self._open.stores.values(), now)
+            blocked = self._admission.serve(jobs.stores.values(), now)
             self._demotions.plan(now)
             self._collect_changes()
             if self.hints.said and self.hints.demotions:
@@ -256,7 +254,7 @@ class ControlPlane(Recipient):
                 break
         if self.hints.said and self.hints.prefetches:
             self.hints.prefetches.advance(now, idle=blocked is None and not self._admission.wanting)
-        for load in self._open.end(now):
+        for load in jobs.end(now):
             self.touch(load.loaded_keys)
             self._admission.remove(load)
 

@@ -294,27 +294,31 @@ class JobTable(Generic[OwnerT]):
 
     def finish(self, result: JobResult, now: float) -> OwnerT:
         """A job ended in time; returns its owner."""
-        owner = self._pop(self.running, result.job_id)
+        owner = self.running.pop(result.job_id, None)
+        if owner is None:
+            raise self._unknown(result.job_id)
         owner.finish(result, now)
         return owner
 
     def late(self, job_id: JobId, now: float) -> OwnerT:
         """A job passed its deadline; `ended` follows when its I/O has ended. Returns its owner."""
-        owner = self._pop(self.running, job_id)
+        owner = self.running.pop(job_id, None)
+        if owner is None:
+            raise self._unknown(job_id)
         self.late_jobs[job_id] = owner
         owner.late(now)
         return owner
 
     def ended(self, job_id: JobId, now: float) -> None:
         """The I/O of a late job has ended, however it ended."""
-        self._pop(self.late_jobs, job_id).ended(now)
+        owner = self.late_jobs.pop(job_id, None)
+        if owner is None:
+            raise self._unknown(job_id)
+        owner.ended(now)
 
     @staticmethod
-    def _pop(jobs: dict[JobId, OwnerT], job_id: JobId) -> OwnerT:
-        try:
-            return jobs.pop(job_id)
-        except KeyError:
-            raise UsageError(f"job {job_id} is not in flight") from None
+    def _unknown(job_id: JobId) -> UsageError:
+        return UsageError(f"job {job_id} is not in flight")
 
 
 class ControlState(JobTable[InFlight]):

@@ -9,7 +9,7 @@ from typing import TypeVar
 from kvtier.control.state import REFUSED, InFlight, LowerTier
 from kvtier.control.tiers.breaker import Breaker, BreakerState
 from kvtier.types.jobs import PRESENT, BlockOutcome, BlockStatus, JobKind, JobResult, RegionFormat, RowGroup, SkipReason
-from kvtier.types.keys import GroupIndex, OffloadKey, key_group
+from kvtier.types.keys import OffloadKey, by_group
 
 T = TypeVar("T")
 
@@ -36,13 +36,14 @@ class LowerTransfer(InFlight):
             self.generations = pick(lower.owned.table.generation, slots)
             if kind is JobKind.STORE:
                 self.formats = lower.owned.placement.formats_for(slots)
-        self._by_group: dict[GroupIndex, list[int]] = {}
-        for at, key in enumerate(keys):
-            self._by_group.setdefault(key_group(key), []).append(at)
+        self._by_group = by_group(keys)
 
     @property
     def groups(self) -> tuple[RowGroup, ...]:
         """The groups of the tier's job."""
+        if len(self._by_group) == 1:
+            (group,) = self._by_group
+            return (RowGroup(group, tuple(self.keys), self.rows, self.slots, self.generations),)
         result = []
         for group, at in self._by_group.items():
             places = [pick(numbers, at) if numbers else () for numbers in (self.slots, self.generations)]

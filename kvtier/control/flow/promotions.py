@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvtier.control.flow.demotions import JOB_BLOCKS, Demotions
 from kvtier.control.flow.lower_transfer import LowerTransfer
@@ -12,9 +11,10 @@ from kvtier.control.tiers.breaker import BreakerState
 from kvtier.control.tiers.slot_table import READY
 from kvtier.types.jobs import JobKind, JobResult
 from kvtier.types.keys import OffloadKey
+from kvtier.types.values import job_value
 
 
-@dataclass(frozen=True, slots=True)
+@job_value
 class Want:
     """A request wants this key in a row. The lower tier has it."""
 

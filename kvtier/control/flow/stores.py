@@ -65,7 +65,6 @@ class StoreRequest(StackRequest, FillWaiter):
         and what is left in a CPU tier too small for all of it is the front of the prefix.
         """
         control = self.control
-        directory, state = control.cpu.directory, control.cpu.table.state
         if not self.demotions.admits_all:
             self._use_again(now)  # before room is counted: it pins rows
         if control.cpu.follower is not None:
@@ -73,6 +72,7 @@ class StoreRequest(StackRequest, FillWaiter):
         room = control.cpu.available
         if room and self._advance_all_new(room):
             return not self.todo
+        directory, state = control.cpu.directory, control.cpu.table.state
         fresh: dict[OffloadKey, int] = {}
         again: list[int] = []
         while self.todo:

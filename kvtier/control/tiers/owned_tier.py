@@ -393,7 +393,8 @@ class OwnedTier(TierIndex):
 
     def _note_peak(self) -> None:
         used = self.used_bytes if self.placement.one_size else self._formatted_bytes()
-        self.peak_bytes = max(self.peak_bytes, used)
+        if used > self.peak_bytes:
+            self.peak_bytes = used
 
     def _formatted_bytes(self) -> int:
         """Bytes of all slots but the free ones."""

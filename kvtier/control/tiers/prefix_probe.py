@@ -14,7 +14,7 @@ import math
 from collections.abc import Collection, Sequence
 
 from kvtier.control.tiers.shared_tier import SharedTier
-from kvtier.types.keys import GroupIndex, OffloadKey, key_group
+from kvtier.types.keys import GroupIndex, OffloadKey, by_group
 
 FIRST_PARTS = (0.0, 0.125, 0.5)
 """Where in what is unknown of a chain the first keys are looked up: no prompt of 512 blocks takes more than 11."""
@@ -41,11 +41,8 @@ class ProbedTier(SharedTier):
 
     def find(self, keys: Sequence[OffloadKey], now: float) -> list[bool | None]:
         """The presence of each key; what lies behind a key of its group that is absent is absent too."""
-        positions: dict[GroupIndex, list[int]] = {}
-        for at, key in enumerate(keys):
-            positions.setdefault(key_group(key), []).append(at)
         presences: list[bool | None] = [None] * len(keys)
-        for group, members in positions.items():
+        for group, members in by_group(keys).items():
             of_group = [keys[at] for at in members]
             found = self._probe(of_group, now) if group in self.groups else super().find(of_group, now)
             for at, presence in zip(members, found, strict=True):
