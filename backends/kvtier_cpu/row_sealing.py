@@ -52,12 +52,10 @@ def seal_rows(region: SharedRegion, group: int, rows: IntArray) -> None:
 
     No lower tier reads beyond the aligned length.
     """
-    geometry = region.geometry
-    nbytes = geometry.aligned_bytes(group)
-    gaps = [(first, bytes(end - first)) for first, end in geometry.gaps(group)]
+    nbytes, gaps = region.geometry.aligned_bytes(group), region.geometry.gaps(group)
     for row, block in zip(rows.tolist(), region.blocks(rows, nbytes), strict=True):
-        for first, zeros in gaps:
-            block[first : first + len(zeros)] = zeros
+        for first, end in gaps:
+            block[first:end] = bytes(end - first)
         region.set_checksum(row, checksum(block, nbytes <= SHORT_BYTES))
 
 

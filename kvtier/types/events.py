@@ -1,11 +1,11 @@
 """What the stack tells a router or an index about its contents."""
 
-from typing import NamedTuple
-
 from kvtier.types.keys import Medium, OffloadKey
+from kvtier.types.values import compared_value
 
 
-class OffloadingEvent(NamedTuple):
+@compared_value
+class OffloadingEvent:
     """Blocks became reachable in a tier of this engine, or ceased to be. `medium` is the tier's kind, `tier` its name.
 
     There is no block size: one event may mix groups of different sizes, for removals as well.

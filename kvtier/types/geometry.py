@@ -189,6 +189,15 @@ class Geometry:
     def _offloaded_bytes(self) -> tuple[int, ...]:
         return tuple(block * self.factor for block in self._block_bytes)
 
+    @cached_property
+    def _gaps(self) -> tuple[list[tuple[int, int]], ...]:
+        gaps = []
+        for group, used, end in zip(self.layout.groups, self._offloaded_bytes, self._aligned_bytes, strict=True):
+            page, padding = group.page_bytes, group.padding_bytes
+            inside = [(at - padding, at) for at in range(page, used + 1, page)] if padding else []
+            gaps.append([*inside, (used, end)] if used < end else inside)
+        return tuple(gaps)
+
     def page_bytes(self, group: int) -> int:
         """Bytes of one GPU block of a group on one worker."""
         return self.layout.groups[group].page_bytes
@@ -223,10 +232,7 @@ class Geometry:
 
     def gaps(self, group: int) -> list[tuple[int, int]]:
         """The bytes of an aligned block that no tensor fills, the first and one past the last of each piece."""
-        page, padding, end = self.page_bytes(group), self.layout.groups[group].padding_bytes, self.aligned_bytes(group)
-        used = self.kv_bytes_per_offloaded_block(group)
-        inside = [(at - padding, at) for at in range(page, used + 1, page)] if padding else []
-        return [*inside, (used, end)] if used < end else inside
+        return self._gaps[group]
 
     def slices(self, worker: int) -> list[tuple[int, int]]:
         """For each group the bytes of a row that are a worker's own: the first, and one past the last."""

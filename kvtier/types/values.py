@@ -13,3 +13,9 @@ def job_value(cls: type[T]) -> type[T]:
     To make a frozen dataclass takes about five times as long, and each job of one block makes half a dozen values.
     """
     return dataclass(slots=True, eq=False)(cls)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def compared_value(cls: type[T]) -> type[T]:
+    """As `job_value`, but with `==` and a hash by its fields."""
+    return dataclass(slots=True, unsafe_hash=True)(cls)
