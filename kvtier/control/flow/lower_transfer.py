@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from kvtier.control.state import REFUSED, InFlight, LowerTier
 from kvtier.control.tiers.breaker import Breaker, BreakerState
-from kvtier.types.jobs import PRESENT, BlockOutcome, BlockStatus, JobKind, JobResult, RegionFormat, RowGroup, SkipReason
+from kvtier.types.jobs import STORED, BlockOutcome, BlockStatus, JobKind, JobResult, RegionFormat, RowGroup, SkipReason
 from kvtier.types.keys import OffloadKey, by_group
 
 T = TypeVar("T")
@@ -107,7 +107,7 @@ class LowerTransfer(InFlight):
         """
         lower = self.lower
         good = [i for i, outcome in enumerate(outcomes) if outcome.ok]
-        present = outcomes.count(PRESENT)
+        present = len(good) - outcomes.count(STORED)
         if present:
             lower.counters.skip(SkipReason.ALREADY_THERE, present)
         lower.counters.stored += len(good) - present
