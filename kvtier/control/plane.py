@@ -227,15 +227,15 @@ class ControlPlane(Recipient):
 
     def pump(self, now: float) -> None:
         """Do all work that is possible now. Call after outcomes were reported, and when `next_deadline` has passed."""
-        self._pumped_at, jobs = now, self._open
+        self._pumped_at, jobs, control = now, self._open, self.control
         if now >= self._tick_at:
-            self._tick_at = self.control.use_time.advance(now)
+            self._tick_at = control.use_time.advance(now)
         if self.uses is not None:
             self.uses.advance(now)
         if now >= jobs.expires_at:
             jobs.expire(now)
-        if now >= self.control.reclaim_at:
-            self.control.reclaim(now)
+        if now >= control.reclaim_at:
+            control.reclaim(now)
         if self._reservations.by_request:
             self._reservations.lapse(now)
         if now >= self.hints.retention.expires_at:
@@ -249,14 +249,16 @@ class ControlPlane(Recipient):
             self._collect_changes()
             if self.hints.said and self.hints.demotions:
                 self.hints.demotions.advance(now)
-            found_rows = self.control.shortage and self.control.cpu.available
+            found_rows = control.shortage and control.cpu.available
             if not found_rows and (blocked is None or not self._admission.truncate(blocked, now)):
                 break
         if self.hints.said and self.hints.prefetches:
             self.hints.prefetches.advance(now, idle=blocked is None and not self._admission.wanting)
-        for load in jobs.end(now):
-            self.touch(load.loaded_keys)
-            self._admission.remove(load)
+        if control.job_ended:
+            control.job_ended = False
+            for load in jobs.end(now):
+                self.touch(load.loaded_keys)
+                self._admission.remove(load)
 
     def next_deadline(self, now: float) -> float | None:
         """The next time, not before `now`, at which `pump` has work although no outcome was reported."""
@@ -324,7 +326,7 @@ class ControlPlane(Recipient):
 
     def take_jobs(self) -> list[Emission]:
         """The jobs to run, each once."""
-        return self.control.take_jobs()
+        return self.control.take_jobs() if self.control.outbox else []
 
     def take_finished(self) -> list[JobResult]:
         """Results of the engine's own jobs, each once."""

@@ -324,7 +324,8 @@ class JobTable(Generic[OwnerT]):
 class ControlState(JobTable[InFlight]):
     """State shared by loads, stores, promotions, demotions and reservations. No logic of its own beyond bookkeeping.
 
-    `epoch` is the namespace's, which the jobs carry; `resets` counts those of this session. `joining`: the lower tiers
+    `epoch` is the namespace's, which the jobs carry; `resets` counts those of this session. `job_ended`: every block of
+    some job of the engine has an outcome. `joining`: the lower tiers
     are held back and may join yet. `indexes` are those of the tiers that are not held back. `models` are what the
     tiers' policies learn from requests; there are none if no policy follows them.
     """
@@ -343,6 +344,7 @@ class ControlState(JobTable[InFlight]):
         self.resets = 0
         self.fills: dict[int, list[tuple[FillWaiter, int]]] = {}
         self.shortage = 0
+        self.job_ended = False
         self.num_rows = len(self.cpu.table)
         self.joining = any(plan.held_back for plan in lowers)
         self.lowers = lower_tiers(lowers, self.num_rows, self.epoch, self.models)

@@ -36,6 +36,8 @@ class StackRequest:
         self.runs: dict[int, RunIndex] = {}
         self.outcomes: list[BlockOutcome | None] = [None] * len(self.keys)
         self.open = len(self.keys)
+        if not self.keys:
+            control.job_ended = True
         self.todo = deque(self.all)
         self.in_copy: set[int] = set()
         self.stopping: BlockOutcome | None = None
@@ -46,13 +48,20 @@ class StackRequest:
         if self.outcomes[index] is None:
             self.outcomes[index] = outcome
             self.open -= 1
+            if not self.open:
+                self.control.job_ended = True
 
     def complete_all(self, indices: Sequence[int], outcome: BlockOutcome) -> None:
         """The same outcome for blocks that have none."""
         outcomes = self.outcomes
-        for index in indices:
-            outcomes[index] = outcome
+        if len(indices) == len(outcomes):
+            self.outcomes = [outcome] * len(outcomes)
+        else:
+            for index in indices:
+                outcomes[index] = outcome
         self.open -= len(indices)
+        if not self.open:
+            self.control.job_ended = True
 
     def transfers(self, indices: Sequence[int], rows: list[int]) -> tuple[GPUGroup, ...]:
         """The chosen blocks as transfers between their GPU blocks and rows, grouped; `order_of` gives their order."""

@@ -121,9 +121,12 @@ class LoadRequest(StackRequest, RowRequest):
         control = self.control
         rows = list(map(control.cpu.directory.get, self.keys))
         state = control.cpu.table.state
-        found = [row for row in rows if row is not None and state[row] == READY]
-        if len(found) < len(rows):
+        if None in rows:
             return False
+        found: list[int] = rows  # type: ignore[assignment]  # looked at just now
+        for row in found:
+            if state[row] != READY:
+                return False
         control.cpu.pin(found)
         control.cpu_counters.hits += len(found)
         self.todo.clear()

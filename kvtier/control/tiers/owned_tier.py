@@ -201,16 +201,16 @@ class OwnedTier(TierIndex):
         self.drop([slot for slot in self.placement.slots_of(region) if state[slot] == READY])
 
     def _free_evicted(self, victims: Sequence[int]) -> None:
-        names, directory, state, removed = self.table.keys, self.directory, self.table.state, self._changed(True)
+        names, directory, state = self.table.keys, self.directory, self.table.state
         self.uses.evict(victims)
-        for slot in victims:
-            key = names[slot]
-            if key is None or state[slot] != READY:
+        keys: list[OffloadKey] = list(map(names.__getitem__, victims))  # type: ignore[arg-type]  # a ready slot has one
+        for slot, key in zip(victims, keys, strict=True):
+            if state[slot] != READY:
                 raise IntegrityError(f"{self.name}: the policy evicted slot {slot}, which is not ready")
             del directory[key]
-            removed.append(key)
             names[slot] = None
             state[slot] = FREE
+        self._changed(True).extend(keys)
         count = len(victims)
         self.table.counts[READY] -= count
         self.table.counts[FREE] += count
@@ -221,7 +221,7 @@ class OwnedTier(TierIndex):
     def commit(self, slots: Sequence[int], recovered: bool = False) -> None:
         """FILLING -> READY; ends the fill's hold. The last slot becomes the most recent. Slots quarantined meanwhile
         (by a reset) are freed instead."""
-        state, pins, names, added = self.table.state, self.table.pins, self.table.keys, self._changed(False)
+        state, pins, names = self.table.state, self.table.pins, self.table.keys
         late = [slot for slot in slots if state[slot] != FILLING]
         if late:
             self.unpin(late)
@@ -233,7 +233,7 @@ class OwnedTier(TierIndex):
             left = pins[slot] - 1
             pins[slot] = left
             free_now += not left
-            added.append(names[slot])  # type: ignore[arg-type]  # a filling slot always has its key
+        self._changed(False).extend(map(names.__getitem__, slots))  # type: ignore[arg-type]  # a ready slot has one
         self.table.evictable += free_now
         self.table.counts[FILLING] -= len(slots)
         self.table.counts[READY] += len(slots)

@@ -89,15 +89,17 @@ class SlotTable:
 
     def pin(self, slots: Iterable[int]) -> None:
         """One more pin on each of these filling or ready slots."""
-        pins, state = self.pins, self.state
+        pins, state, taken = self.pins, self.state, 0
         for slot in slots:
-            if not pins[slot] and state[slot] == READY:
-                self.evictable -= 1
-            pins[slot] += 1
+            held = pins[slot]
+            if not held and state[slot] == READY:
+                taken += 1
+            pins[slot] = held + 1
+        self.evictable -= taken
 
     def unpin(self, slots: Iterable[int]) -> list[int]:
         """One pin less on each; returns the quarantined slots whose last pin this was."""
-        pins, state = self.pins, self.state
+        pins, state, freed = self.pins, self.state, 0
         ended = []
         for slot in slots:
             left = pins[slot] - 1
@@ -106,9 +108,10 @@ class SlotTable:
             pins[slot] = left
             if not left:
                 if state[slot] == READY:
-                    self.evictable += 1
+                    freed += 1
                 elif state[slot] == QUARANTINED:
                     ended.append(slot)
+        self.evictable += freed
         return ended
 
     def check(self) -> None:

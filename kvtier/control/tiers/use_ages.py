@@ -7,7 +7,6 @@ wait for their next use. So both times have the same buckets.
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -70,11 +69,15 @@ class UseAges:
         """These slots are used."""
         if slots:
             last, tick = self.last, self.time.tick
-            before = list(map(last.__getitem__, slots))
-            if tick - before[0] >= ONE_USE_TICKS or before.count(before[0]) < len(before):
-                self._observe(self.reuse_gaps, before, ONE_USE_TICKS)
+            first, others = last[slots[0]], []
             for slot in slots:
+                before = last[slot]
+                if before != first:
+                    others.append(before)
                 last[slot] = tick
+            if others or tick - first >= ONE_USE_TICKS:
+                others += [first] * (len(slots) - len(others))
+                self._observe(self.reuse_gaps, others, ONE_USE_TICKS)
 
     def evict(self, slots: Sequence[int]) -> None:
         """These slots are evicted."""
@@ -83,12 +86,13 @@ class UseAges:
 
     def _observe(self, histogram: Histogram, before: list[int], least: int) -> None:
         """Count how long ago these times were. Blocks of one request mostly have the same, so few are looked at."""
-        tick, first = self.time.tick, before[0]
+        tick, first, counts = self.time.tick, before[0], dict[int, int]()
         if before.count(first) == len(before):
-            if tick - first >= least:
-                histogram.observe((tick - first) / TICKS_PER_SECOND, len(before))
-            return
-        for each, count in Counter(before).items():
+            counts[first] = len(before)
+        else:
+            for each in before:
+                counts[each] = counts.get(each, 0) + 1
+        for each, count in counts.items():
             if tick - each >= least:
                 histogram.observe((tick - each) / TICKS_PER_SECOND, count)
 
