@@ -13,8 +13,9 @@ from kvtier_remote.valkey.glide import Glide, batch_of, library, os_error, outco
 SPLIT_BYTES = 256 << 10
 """Payloads from this size on are kept under two names. A header in front of a power of two would cost a quarter more of
 the server's memory, which is allocated in classes of sizes, and a copy of the payload on both ways."""
-FRONT_BYTES = 4096
-"""So much of a split payload is kept with the header; the rest goes straight between the row and the library."""
+FRONT_BYTES = 1024
+"""So much of a split payload is kept with the header, so that the rest and what the server puts in front of it fit into
+a power of two; the rest goes straight between the row and the library."""
 _NAMES_IN_A_QUESTION = 1024
 _UNANSWERED = 2
 _TOO_LONG = "exceeds buffer capacity"

@@ -1,14 +1,16 @@
-"""The conformance suite of transports over ObjectTransport: a local folder, and a Ceph gateway where there is one."""
+"""The conformance suite of transports over ObjectTransport: a local folder, a Ceph gateway, Azure's emulator."""
 
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import obstore
 import pytest
+from support_azurite import Azurite, Container, azurite
 from support_ceph import Bucket, Ceph
 from support_objects import Folder, LocalTransport, names
 
@@ -52,14 +54,10 @@ class TestLocalFolder(ObjectTransportTests):
         return self.folder.store
 
 
-@pytest.mark.remote
-class TestCephGateway(ObjectTransportTests):
-    """A gateway of its own, which may be frozen."""
+class ServiceTransportTests(ObjectTransportTests):
+    """A bucket of a service of its own, which may be frozen."""
 
-    @pytest.fixture(autouse=True)
-    def _in(self, ceph: Ceph) -> None:
-        self.ceph = ceph
-        self.bucket = Bucket(ceph)
+    bucket: Any
 
     def _transport(self, **changes: object) -> ObjectTransport:
         options = self.bucket.options(**changes)
@@ -74,8 +72,36 @@ class TestCephGateway(ObjectTransportTests):
     def make_hurried(self, place: Path) -> ObjectTransport:
         return self._transport(request_timeout_seconds=2.0)
 
-    def frozen(self) -> AbstractContextManager[None]:
-        return self.ceph.frozen()
-
     def store(self, place: Path) -> Any:
         return self.bucket.store
+
+
+@pytest.mark.remote
+class TestCephGateway(ServiceTransportTests):
+    """S3."""
+
+    @pytest.fixture(autouse=True)
+    def _in(self, ceph: Ceph) -> None:
+        self.bucket = Bucket(ceph)
+
+    def frozen(self) -> AbstractContextManager[None]:
+        return self.bucket.ceph.frozen()
+
+
+@pytest.fixture(scope="module")
+def emulator() -> Iterator[Azurite]:
+    with azurite() as one:
+        yield one
+
+
+@pytest.mark.remote
+@pytest.mark.azure
+class TestAzurite(ServiceTransportTests):
+    """Azure."""
+
+    @pytest.fixture(autouse=True)
+    def _in(self, emulator: Azurite) -> None:
+        self.bucket = Container(emulator)
+
+    def frozen(self) -> AbstractContextManager[None]:
+        return self.bucket.azurite.frozen()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from support_redis import Authority, redis_server
 from support_valkey import Server, valkey_cluster, valkey_server
 
 from kvtier_remote.conformance import TransportTests
@@ -66,6 +67,22 @@ class TestOneServer(ValkeyTransportTests):
 
     def frozen(self) -> AbstractContextManager[None]:
         return self.servers[0].frozen()
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    with redis_server(Authority(tmp_path_factory.mktemp("tls") / "authority")) as one:
+        one.client.ping()
+        yield [one]
+
+
+@pytest.mark.remote
+class TestRedisOverTLS(TestOneServer):
+    """Redis with a certificate."""
+
+    @pytest.fixture(autouse=True)
+    def _on(self, redis: list[Server]) -> None:
+        self.servers = redis
 
 
 class TestCluster(ValkeyTransportTests):

@@ -11,6 +11,7 @@ from support_values import DAMAGED_VALUES
 from kvtier.testing.conformance import make_keys
 from kvtier.types.jobs import DropReason
 from kvtier.types.keys import make_key
+from kvtier_remote.valkey.calls import FRONT_BYTES
 
 NAME = re.compile(r"\{?kvtier:b:[0-9a-f]{16}\.[0-9a-f]{24}\.[0-9a-f]{40}(\}[hb])?")
 LARGE, SMALL = 0, 1
@@ -32,7 +33,7 @@ async def test_names_tell_nothing_and_large_values_have_two(server, tmp_path):
     assert re.fullmatch(r"kvtier:m:[0-9a-f]{16}", marker)
     assert re.fullmatch(r"kvtier:manifests:[0-9a-f]{16}\.json", manifest)
     lengths = {server.client.strlen(name) for name in blocks if name.startswith("{")}
-    assert lengths == {192 + 4096, size - 4096}
+    assert lengths == {192 + FRONT_BYTES, size - FRONT_BYTES}
 
 
 async def test_blocks_expire_and_the_marker_does_not(server, tmp_path):
