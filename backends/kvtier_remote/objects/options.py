@@ -107,6 +107,11 @@ class ObjectOptions(RemoteOptions):
         return self
 
 
+def _read_anew_at() -> datetime:
+    """The end of a key from a file, as the library takes it."""
+    return datetime.now(UTC) + timedelta(seconds=_LIBRARY_AHEAD_SECONDS + RENEW_SECONDS)
+
+
 class S3Keys(Options):
     """An access key in two files, neither of which other users can use."""
 
@@ -120,7 +125,7 @@ class S3Keys(Options):
         return {
             "access_key_id": read_secret(self.access_key_file, "credentials.access_key_file"),
             "secret_access_key": read_secret(self.secret_key_file, "credentials.secret_key_file"),
-            "expires_at": datetime.now(UTC) + timedelta(seconds=_LIBRARY_AHEAD_SECONDS + RENEW_SECONDS),
+            "expires_at": _read_anew_at(),
         }
 
 
@@ -210,6 +215,11 @@ class AzureKey(Options):
 
     account_key_file: AbsolutePath = Field(description="file that holds the storage account's key")
 
+    def read(self) -> dict[str, Any]:
+        """The key as the library takes it, to be read anew after `RENEW_SECONDS`. Raises ConfigError."""
+        key = read_secret(self.account_key_file, "credentials.account_key_file")
+        return {"access_key": key, "expires_at": _read_anew_at()}
+
 
 class AzureOptions(ObjectOptions):
     """Type `azure`: a container of Azure Blob Storage."""
@@ -226,11 +236,11 @@ class AzureOptions(ObjectOptions):
     )
 
     def arguments(self) -> dict[str, Any]:
-        """The key is read from its file."""
-        given = {"container_name": self.container, "account_name": self.account}
+        """Where it is, and how its key is read."""
+        given: dict[str, Any] = {"container_name": self.container, "account_name": self.account}
         if self.endpoint is not None:
             given["endpoint"] = self.endpoint
         if isinstance(self.credentials, AzureKey):
-            path = self.credentials.account_key_file
-            given["account_key"] = read_secret(path, "credentials.account_key_file")
+            self.credentials.read()  # what is wrong with the file is said now
+            given["credential_provider"] = self.credentials.read
         return given

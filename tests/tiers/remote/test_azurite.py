@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from support_checks import check_refuses, checked, open_refuses, private_file
 from support_objects import Blocks, names
 
 from kvtier.testing.conformance import make_keys
+from kvtier_remote.objects import options
 
 pytestmark = [pytest.mark.remote, pytest.mark.azure]
 NAMES = [*make_keys(2, 0), *make_keys(2, 1)]
@@ -75,3 +77,16 @@ async def test_an_old_block_is_copied_onto_itself(service, tmp_path):
     assert (driver.tier.counters["renewed"], driver.tier.counters["renew.failed"]) == (4, 0)
     async with suite.opened(tmp_path) as driver:
         assert all(outcome.ok for outcome in (await driver.load(NAMES)).values())
+
+
+async def test_a_key_in_a_file_is_read_again_while_the_tier_is_open(service, tmp_path, monkeypatch):
+    monkeypatch.setattr(options, "RENEW_SECONDS", 0.2)
+    file = tmp_path / "key"
+    keys = {"account_key_file": private_file(file, KEY)}
+    async with Blocks(Container(service), credentials=keys).opened(tmp_path) as driver:
+        assert all(outcome.ok for outcome in (await driver.store(NAMES)).values())
+        for key, errors in (("AAAA" + KEY[4:], {errno.EACCES}), (KEY, {0})):
+            file.write_text(key)
+            deadline = time.monotonic() + 60
+            while {outcome.errno for outcome in (await driver.load(NAMES)).values()} != errors:
+                assert time.monotonic() < deadline, "the other key is not used"

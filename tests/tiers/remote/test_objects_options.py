@@ -69,7 +69,7 @@ def test_what_goes_to_the_library_comes_from_files_of_ours(tmp_path):
     azure = AzureOptions.model_validate(
         {"account": "kvcache", "container": "kv-cache", "credentials": {"account_key_file": f"{tmp_path}/secret"}}
     )
-    assert azure.arguments()["account_key"] == "hunter2"
+    assert azure.arguments()["credential_provider"]()["access_key"] == "hunter2"
     (tmp_path / "secret").chmod(0o604)
     with pytest.raises(ConfigError, match=r"credentials\.secret_key_file: .*chmod o-rwx"):
         s3(credentials=keys).arguments()
