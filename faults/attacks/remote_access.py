@@ -7,17 +7,19 @@ import random
 import socket
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
 from kvtier.errors import ConfigError, UsageError
+from kvtier_remote.backend import RemoteBackend
 
 from ..attack import Attack, Budget, Tally
 from ..driven import CLOSE_SECONDS, Engine, engine_over
 from ..machine.child import Child, Line
 from ..machine.undo import Machine, run, without_root
-from ..remote.server import JOB_SECONDS, RemoteServer, Valkey, valkey, without_valkey
+from ..remote.pool import without_mooncake
+from ..remote.server import JOB_SECONDS, RemoteServer, Start, Valkey, valkey, without_valkey
 from .disks import SHORT_PAUSE_SECONDS, recovered
 from .remote import leaving_nothing, note_calls
 
@@ -27,12 +29,13 @@ PATIENT = {"request_timeout_seconds": 5.0, "job_timeout_seconds": 8.0}
 """For a server that does answer, on a slow machine."""
 UNHURRIED = {"request_timeout_seconds": 1.0, "job_timeout_seconds": 2.0}
 """For a login, which takes longer than a request on a busy machine."""
+FORK_SECONDS = 30.0
 SILENT_NAME_SERVER = "127.0.0.77"
 
 
-def refused(tally: Tally, server: RemoteServer, what: str, key: str, **changes: Any) -> None:
+def refused(tally: Tally, make: Callable[..., RemoteBackend], what: str, key: str, **changes: Any) -> None:
     """An opening that must end soon, with one line that names the key."""
-    engine = engine_over(server.tier(**({"close_timeout_seconds": CLOSE_SECONDS} | changes)))
+    engine = engine_over(make(**({"close_timeout_seconds": CLOSE_SECONDS} | changes)))
     begun, problem = time.monotonic(), "it was opened"
     try:
         with engine:
@@ -66,9 +69,9 @@ def access(budget: Budget) -> Tally:
             _acl(server, "on", ">sesame", "~*", "+@all")
             user = {"username": "kvtier", "password_file": str(password)}
             for what, other in (("password", {"password_file": str(wrong)}), ("user", {"username": "other"})):
-                refused(tally, server, f"another {what}", "password_file", **(user | other | PATIENT))
-            refused(tally, server, "a closed port", "servers", servers=["127.0.0.1:1"])
-            refused(tally, server, "TLS where there is none", "tls", tls=True)
+                refused(tally, server.tier, f"another {what}", "password_file", **(user | other | PATIENT))
+            refused(tally, server.tier, "a closed port", "servers", servers=["127.0.0.1:1"])
+            refused(tally, server.tier, "TLS where there is none", "tls", tls=True)
             _revoked(tally, server, user, rng.randrange(1 << 30))
     return tally
 
@@ -127,8 +130,8 @@ def certificates(budget: Budget) -> Tally:
                 redis.client.ping()
                 with leaving_nothing(tally, problem):
                     trusted = foreign if names == HERE else own
-                    refused(tally, server, problem, "tls", tls={"ca_file": trusted.file})
-                    refused(tally, server, "in clear", "tls", tls=False)
+                    refused(tally, server.tier, problem, "tls", tls={"ca_file": trusted.file})
+                    refused(tally, server.tier, "in clear", "tls", tls=False)
                     if names == HERE:
                         _trusted(tally, server, number)
     return tally
@@ -152,42 +155,83 @@ def without_mounts() -> str | None:
 
 
 def silent_names(budget: Budget) -> Tally:
-    """A name server that takes questions and never answers: an opening ends all the same."""
+    """A name server that takes questions and never answers: an opening ends all the same, whatever the engine."""
     tally = Tally()
     resolver = budget.folder / "resolv.conf"
     resolver.write_text(f"nameserver {SILENT_NAME_SERVER}\n")
+    engines = [*_unknown_places(budget).items()]
     with Machine(), ExitStack() as undo, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
         silent.bind((SILENT_NAME_SERVER, 53))
         run("mount", "--bind", resolver, "/etc/resolv.conf")
         undo.callback(run, "umount", "/etc/resolv.conf")
-        with valkey(16 << 20) as server:
-            for number in range(budget.count):
-                refused(tally, server, "a silent name server", "servers", servers=[f"cache-{number}.example.org:6379"])
-                tally.iterations += 1
-        silent.setblocking(False)
-        tally.expect(bool(silent.recv(512)), "nothing was asked")
+        for number in range(budget.count):
+            what, (key, tier) = engines[number % len(engines)]
+            refused(tally, tier, f"a silent name server, {what}", key, host=f"cache-{number}.example.org")
+            silent.setblocking(False)
+            with suppress(BlockingIOError):
+                while silent.recv(512):
+                    tally.notes[f"questions of {what}"] += 1
+            tally.expect(tally.notes[f"questions of {what}"] > 0, f"{what}: nothing was asked")
+            tally.iterations += 1
     return tally
+
+
+def _unknown_places(budget: Budget) -> dict[str, tuple[str, Callable[..., RemoteBackend]]]:
+    """By engine: the key that a line must name, and what makes a tier on a host."""
+    from kvtier_remote import AzureBackend, MooncakeBackend, S3Backend, ValkeyBackend
+
+    secret = budget.folder / "secret"
+    secret.write_text("c2VjcmV0")
+    secret.chmod(0o600)
+    times = {"request_timeout_seconds": 1.0, "job_timeout_seconds": 2.0}
+    keys = {"access_key_file": str(secret), "secret_key_file": str(secret)}
+    bucket = {"bucket": "kv-cache", "region": "us-east-1", "credentials": keys, "allow_unbounded": True}
+    account = {"account": "kvcache", "container": "kv-cache", "credentials": {"account_key_file": str(secret)}}
+
+    def over(kind: Any, place: Callable[[str], dict[str, Any]]) -> Callable[..., RemoteBackend]:
+        def make(host: str, **more: Any) -> RemoteBackend:
+            tier: RemoteBackend = kind(kind.Options.model_validate(times | more | place(host)))
+            return tier
+
+        return make
+
+    found = {
+        "valkey": ("servers", over(ValkeyBackend, lambda host: {"servers": [f"{host}:6379"]})),
+        "a second server of valkey": (
+            "servers",
+            over(ValkeyBackend, lambda host: {"servers": ["127.0.0.1:1", f"{host}:6379"]}),
+        ),
+        "s3": ("endpoint", over(S3Backend, lambda host: bucket | {"endpoint": f"https://{host}:7480"})),
+        "azure": (
+            "endpoint",
+            over(AzureBackend, lambda host: account | {"endpoint": f"https://{host}:7480", "allow_unbounded": True}),
+        ),
+    }
+    if without_mooncake() is None:
+        found["mooncake"] = ("master", over(MooncakeBackend, lambda host: {"master": f"{host}:50051"}))
+    return found
 
 
 # ---- forks
 
 
-def forks(budget: Budget) -> Tally:
+def forks(budget: Budget, start: Start) -> Tally:
     """A child may not use the tier, and ends as it likes: at once or in order. Its parent goes on."""
     tally, rng = Tally(), random.Random(budget.seed)
     for number in range(budget.count):
-        with valkey(16 << 20) as server, leaving_nothing(tally, "fork"):
+        with start(16 << 20) as server, leaving_nothing(tally, "fork"):
             _fork_round(tally, server, number % 2 == 1, rng.randrange(1 << 30))
     return tally
 
 
-def _fork_round(tally: Tally, server: Valkey, in_order: bool, seed: int) -> None:
-    engine = engine_over(server.tier(close_timeout_seconds=CLOSE_SECONDS), seed=seed)
+def _fork_round(tally: Tally, server: RemoteServer, in_order: bool, seed: int) -> None:
+    engine = engine_over(server.tier(close_timeout_seconds=CLOSE_SECONDS), seed=seed, load_seconds=JOB_SECONDS)
     with engine:
         engine.fill()
+        before = engine.lower.loaded
         _forked(tally, partial(_use, engine, in_order))
-        engine.run(requests=20)
-        tally.expect(engine.lower.loaded > 0, f"the parent loaded nothing: {engine.lower}")
+        engine.run_until(lambda: engine.lower.loaded > before, FORK_SECONDS)
+        tally.expect(engine.lower.loaded > before, f"the parent loaded nothing: {engine.lower.dropped}")
     _judge(tally, engine, "fork")
 
 
@@ -230,12 +274,13 @@ ATTACKS = (
     ),
     Attack(
         "silent name server",
-        "a name server that never answers, in a mount namespace of its own: an opening ends in time",
-        1, 20, silent_names, missing=without_mounts,
+        "a name server that never answers, in a mount namespace of its own, for valkey, a second server of it, s3, "
+        "azure and mooncake: an opening ends in time with one line",
+        5, 50, silent_names, missing=without_mounts,
     ),
     Attack(
         "fork over valkey",
         "a process forks with a tier open: the child is refused and ends, at once or in order; the parent goes on",
-        2, 200, forks, missing=without_valkey,
+        2, 200, lambda budget: forks(budget, valkey), missing=without_valkey,
     ),
 )  # fmt: skip

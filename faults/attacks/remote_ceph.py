@@ -15,16 +15,14 @@ from kvtier_remote.backend import RemoteBackend
 from kvtier_remote.objects import options
 
 from ..attack import Attack, Budget, Tally
-from ..remote.gateway import Gateway, bucket, without_ceph
+from ..remote.objects import Gateway, bucket, without_ceph
 from ..remote.server import JOB_SECONDS
-from .remote import LINKS, STOPS, Fault, Scene, faulty_servers
+from .remote import BOUND_BYTES, LINKS, STOPS, Fault, Scene, faulty_servers
 from .remote_access import refused
 from .remote_values import bytes_on_the_way
 
 QUOTA_BLOCKS = 40
-DAEMON_STOPS = {
-    name: STOPS[name] for name in ("killed and started again", "frozen past a job's deadline", "frozen for 1 s")
-}
+DAEMON_STOPS = {name: stop for name, stop in STOPS.items() if name != "emptied again and again"}
 
 
 def _ceph(scene: Scene) -> Any:
@@ -126,9 +124,9 @@ def certificates(tally: Tally, ceph: Any, budget: Budget) -> None:
     from support_redis import Authority
 
     stranger = {"ca_file": Authority(budget.folder / "other").file}
-    with bucket(ceph, secure=True) as server:
+    with bucket(ceph, BOUND_BYTES, secure=True) as server:
         for what, trusted in (("an unknown authority", {"ca_file": None}), ("another authority", stranger)):
-            refused(tally, server, what, "ca_file", **trusted)
+            refused(tally, server.tier, what, "ca_file", **trusted)
 
 
 # ---- the attacks
@@ -149,14 +147,14 @@ def with_ceph(attack: Callable[[Any, Budget], Tally], objectstore: str = "memsto
 def users(ceph: Any, budget: Budget) -> Tally:
     """A user without rights or without room, and keys that expire, under an engine at work; before that wrong ones."""
     tally = Tally()
-    with bucket(ceph) as server:
+    with bucket(ceph, BOUND_BYTES) as server:
         wrong = budget.folder / "wrong"
         wrong.write_text("open")
         wrong.chmod(0o600)
         keys = {"access_key_file": str(ceph.folder / "key-id"), "secret_key_file": str(wrong)}
-        refused(tally, server, "another secret", "credentials", credentials=keys)
-        refused(tally, server, "another bucket", "bucket", bucket="nobody-has-it")
-        refused(tally, server, "a closed port", "endpoint", endpoint="http://127.0.0.1:1")
+        refused(tally, server.tier, "another secret", "credentials", credentials=keys)
+        refused(tally, server.tier, "another bucket", "bucket", bucket="nobody-has-it")
+        refused(tally, server.tier, "a closed port", "endpoint", endpoint="http://127.0.0.1:1")
     faults: dict[str, Fault] = {"suspended": suspended, "quota exceeded": full}
     tally.add(faulty_servers(budget, partial(bucket, ceph), faults))
     return tally
@@ -167,10 +165,7 @@ def keys_that_expire(ceph: Any, budget: Budget) -> Tally:
     options.RENEW_SECONDS = 0.2
     Renewed.files = {name: budget.folder / name for name in ("access_key_file", "secret_key_file")}
 
-    def start(bound_bytes: int) -> Any:
-        return bucket(ceph, kind=Renewed)
-
-    return faulty_servers(budget, start, {"the key expires and is renewed": expired})
+    return faulty_servers(budget, partial(bucket, ceph, kind=Renewed), {"the key expires and is renewed": expired})
 
 
 def tls(ceph: Any, budget: Budget) -> Tally:
@@ -218,8 +213,8 @@ ATTACKS = (
     ),
     Attack(
         "stores and monitors of ceph",
-        "the OSD and the monitor behind the gateway, in turn: kill -9 and a new start, SIGSTOP past a job's deadline "
-        "and for 1 s",
-        6, 60, with_ceph(daemons, "bluestore"), minutes=8, missing=without_ceph,
+        "the OSD and the monitor behind the gateway, in turn: kill -9, with and without a new start, SIGSTOP for 1 s, "
+        "past a job's deadline, to the end",
+        10, 60, with_ceph(daemons, "bluestore"), minutes=8, missing=without_ceph,
     ),
 )  # fmt: skip

@@ -1,19 +1,32 @@
-"""The attacks on servers of blocks, over the S3 gateway of a Ceph cluster."""
+"""The attacks on servers of blocks, over object stores: the S3 gateway of a Ceph cluster, and Azure's emulator."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
+from kvtier.temporary_folders import temporary_folder
 from kvtier.testing import ProxyFaults
 
 from ..attack import Attack, Budget, Tally
-from ..remote.gateway import bucket, without_ceph
-from .remote import LINKS, STOPS, faulty_servers, linked
+from ..remote.objects import bucket, container, without_azurite, without_ceph
+from .remote import LINKS, STOPS, Fault, faulty_servers, linked
+from .remote_access import forks
 from .remote_values import bytes_on_the_way, hosts_that_reset, wrong_values
 
-STORM = ProxyFaults(answer=b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-FAULTS = {"503 to all": partial(linked, link=STORM)} | STOPS | LINKS
+
+def storm(status: str) -> Fault:
+    """Whatever is asked is refused for now."""
+    answer = f"HTTP/1.1 {status}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+    return partial(linked, link=ProxyFaults(answer=answer.encode()))
+
+
+STORMS = {"503 to all": storm("503 Slow Down"), "429 to all": storm("429 Too Many Requests")}
+FAULTS = STORMS | STOPS | LINKS
 
 
 def gateways(budget: Budget) -> Tally:
@@ -28,24 +41,68 @@ def objects(budget: Budget) -> Tally:
     """Objects that are wrong in the bucket and on their way, and hosts that reset."""
     from support_ceph import ceph_cluster
 
-    tally = Tally()
     with ceph_cluster() as ceph:
-        for attack, one_in in ((wrong_values, 1), (bytes_on_the_way, 1), (hosts_that_reset, 4)):
-            part = replace(budget, count=max(1, budget.count // one_in))
-            tally.add(attack(part, partial(bucket, ceph)))
+        return wrong_objects(budget, partial(bucket, ceph))
+
+
+def wrong_objects(budget: Budget, start: Any) -> Tally:
+    """As on a Valkey server; one life of hosts for four values."""
+    tally = Tally()
+    for attack, one_in in ((wrong_values, 1), (bytes_on_the_way, 1), (hosts_that_reset, 4)):
+        tally.add(attack(replace(budget, count=max(1, budget.count // one_in)), start))
     return tally
+
+
+def forks_over_objects(budget: Budget) -> Tally:
+    """The library's runtime has threads that no child has."""
+    from support_ceph import ceph_cluster
+
+    with ceph_cluster() as ceph:
+        return forks(budget, partial(bucket, ceph))
+
+
+@contextmanager
+def emulator() -> Iterator[Any]:
+    """Azure's emulator, for this attack alone."""
+    from support_azurite import Azurite
+
+    with temporary_folder("kvtier-azure-") as folder:
+        one = Azurite(Path(folder))
+        try:
+            yield one
+        finally:
+            one.stop()
+
+
+def emulators(budget: Budget) -> Tally:
+    """What is done to the gateway and its network, done to the emulator and its; then what is wrong in it."""
+    with emulator() as azurite:
+        tally = faulty_servers(budget, partial(container, azurite), FAULTS)
+        tally.add(wrong_objects(replace(budget, count=2 * budget.count), partial(container, azurite)))
+        return tally
 
 
 ATTACKS = (
     Attack(
         "s3 gateway",
-        "radosgw of a Ceph cluster: 503 to all by a proxy, then what is done to valkey: kill -9, SIGSTOP, a bucket "
-        "that is emptied, bad networks",
-        2, 130, gateways, minutes=5, missing=without_ceph,
+        "radosgw of a Ceph cluster: 503 or 429 to all by a proxy, then what is done to valkey: kill -9, SIGSTOP, a "
+        "bucket that is emptied, bad networks",
+        3, 130, gateways, minutes=5, missing=without_ceph,
     ),
     Attack(
         "objects on s3",
         "over Ceph: values as on valkey, bytes on the way as to valkey, hosts as on valkey (one life for four values)",
         8, 1000, objects, minutes=5, missing=without_ceph,
+    ),
+    Attack(
+        "fork over s3",
+        "as over valkey, over Ceph: the client library has threads of its own",
+        2, 60, forks_over_objects, minutes=5, missing=without_ceph,
+    ),
+    Attack(
+        "azure emulator",
+        "Azurite, and the network before it, as the s3 gateway; then values, bytes on the way and hosts as on s3, two "
+        "for each of the others",
+        3, 60, emulators, minutes=8, missing=without_azurite,
     ),
 )  # fmt: skip

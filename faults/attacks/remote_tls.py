@@ -15,7 +15,7 @@ from kvtier_remote.backend import RemoteBackend
 from ..attack import Attack, Budget, Tally
 from ..remote.server import JOB_SECONDS, Valkey
 from .remote import LINKS, Fault, Scene, faulty_servers
-from .remote_access import without_tls
+from .remote_access import forks, without_tls
 from .remote_values import bytes_on_the_way
 
 
@@ -79,5 +79,10 @@ ATTACKS = (
         "the certificate is replaced by one of another authority or one that has expired, and by a good one again; bad "
         "networks as for valkey; cut, stalled and flipped bytes (12 for each of the others)",
         1, 80, over_tls, missing=without_tls, shards=2,
+    ),
+    Attack(
+        "fork over redis TLS",
+        "as over valkey, over TLS",
+        2, 60, lambda budget: forks(budget, partial(redis, budget.folder)), missing=without_tls,
     ),
 )  # fmt: skip

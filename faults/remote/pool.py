@@ -3,38 +3,27 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvtier.temporary_folders import temporary_folder
 from kvtier.testing import TcpProxy
 from kvtier_remote.backend import RemoteBackend
 
 REQUEST_SECONDS = 0.5
 JOB_SECONDS = 3.0
 POOL_BYTES = 256 << 20
-BLOCKS, MARKERS = "kvtier:b:.*", "kvtier:m:.*"
-SECONDS = 60
-_TOOL = """
-import sys
-from mooncake.store import MooncakeDistributedStore
-store = MooncakeDistributedStore()
-config = {"local_hostname": "127.0.0.1", "metadata_server": "P2PHANDSHAKE", "global_segment_size": "0",
-          "local_buffer_size": "16777216", "protocol": "tcp", "rdma_devices": "", "master_server_addr": sys.argv[1]}
-sys.exit(store.setup(config) or min(0, store.remove_by_regex(sys.argv[2], True)))
-"""
+BLOCKS, MARKERS = "kvtier:b:", "kvtier:m:"
 
 
 class Pool:
-    """A master and a store. A client of its own, in another process, looks at the pool from outside.
+    """A master and a store. The master's HTTP port and a client of its own, in another process, look at the pool from
+    outside.
 
-    Mooncake lists no names and tells nobody how much a name holds, so nothing here does; what a lost master had is
-    forgotten, so that a store is started anew with it.
+    What a lost master had is forgotten, so that a store is started anew with it.
     """
 
     bound_bytes = POOL_BYTES
@@ -44,6 +33,8 @@ class Pool:
         self.process = process
         self.frozen = partial(pool.frozen, process)
         self.kill = partial(pool.kill, process)
+        self.read = pool.read
+        self.write = pool.write
 
     @property
     def address(self) -> tuple[str, int]:
@@ -68,32 +59,23 @@ class Pool:
 
     def empty(self) -> None:
         """All blocks are gone."""
-        self._remove(BLOCKS)
+        self.pool.remove(self.blocks())
 
     def remove(self, name: str) -> None:
         """It is gone."""
-        self._remove(name)
-
-    def _remove(self, pattern: str) -> None:
-        command = [sys.executable, "-c", _TOOL, self.pool.address, pattern]
-        subprocess.run(command, check=True, capture_output=True, timeout=SECONDS)
+        self.pool.remove([name])
 
     def markers(self) -> list[str]:
-        """What removes all markers."""
-        return [MARKERS]
+        """The names of all markers and of their claims."""
+        return self.pool.names(MARKERS)  # type: ignore[no-any-return]
 
     def blocks(self) -> list[str]:
-        raise NotImplementedError
-
-    def read(self, name: str) -> bytes:
-        raise NotImplementedError
-
-    def write(self, name: str, value: bytes) -> None:
-        raise NotImplementedError
+        """The names of all blocks."""
+        return self.pool.names(BLOCKS)  # type: ignore[no-any-return]
 
     def held_bytes(self) -> int:
-        """What the store's process may lend; it holds no more."""
-        return POOL_BYTES
+        """What the master says that the store's memory holds."""
+        return self.pool.held_bytes()  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -101,7 +83,8 @@ def pool(bound_bytes: int = 0, process: str = "store") -> Iterator[Pool]:
     """A pool of this attack's own."""
     from support_mooncake import mooncake_pool  # to be found inside an attack only
 
-    with tempfile.TemporaryDirectory(prefix="kvtier-pool-") as folder, mooncake_pool(Path(folder), POOL_BYTES) as one:
+    with temporary_folder("kvtier-pool-") as folder, mooncake_pool(Path(folder), POOL_BYTES) as one:
+        one.client.open()  # what it keeps open is not the tiers'
         yield Pool(one, process)
 
 

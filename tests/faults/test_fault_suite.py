@@ -13,7 +13,7 @@ from faults.attack import Attack, Tally
 from faults.attacks.kernel import SUITES
 from faults.attacks.remote_access import without_tls
 from faults.attacks.world import HANGS, LEAKS, count_violation
-from faults.remote.gateway import without_ceph
+from faults.remote.objects import without_azurite, without_ceph
 from faults.remote.pool import without_mooncake
 from faults.suite import PROJECT, all_attacks, run
 from kvtier.testing.simulation.disk import Disks, SimulatedRoot
@@ -24,10 +24,11 @@ START_SECONDS = 60
 
 LONG_ALONE = (
     *("memory errors", "objects on s3", "access to s3", "expired keys of s3", "certificates of s3"),
-    *("stores and monitors of ceph", "hosts on mooncake", "redis over TLS"),
+    *("stores and monitors of ceph", "hosts on mooncake", "values on mooncake", "redis over TLS"),
+    *("fork over s3", "fork over mooncake", "fork over redis TLS", "azure emulator", "write budget of s3"),
 )
 """Attacks whose normal count is no part of the test run: see docs/faults.md."""
-SERVERS = {without_ceph: "Ceph", without_mooncake: "Mooncake", without_tls: "Redis"}
+SERVERS = {without_ceph: "Ceph", without_mooncake: "Mooncake", without_tls: "Redis", without_azurite: "Azurite"}
 """Attacks that lack one of these are tests of the lane of servers."""
 
 
@@ -36,6 +37,8 @@ def marks_of(attack: Attack) -> list[pytest.MarkDecorator]:
     marks = [limit, pytest.mark.long] if attack.name in LONG_ALONE else [limit]
     if attack.missing is without_mooncake:
         marks.append(pytest.mark.mooncake)
+    if attack.missing is without_azurite:
+        marks.append(pytest.mark.azure)
     return [*marks, pytest.mark.remote] if attack.missing in SERVERS else marks
 
 

@@ -10,14 +10,17 @@ import hashlib
 import hmac
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
+import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from email.utils import formatdate
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +51,24 @@ class Azurite:
         words = ("--blobHost", "127.0.0.1", "--blobPort", str(port), "--location", str(folder / "blobs"))
         quiet = ("--silent", "--skipApiVersionCheck", "--disableTelemetry")
         program = os.environ.get("KVTIER_AZURITE") or server_program("azurite-blob", INSTALL)
-        with (folder / "log").open("wb") as log:
-            self.process = subprocess.Popen([program, *words, *quiet], stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        self._command = [program, *words, *quiet]
+        self.start()
+
+    def start(self) -> None:
+        """Start it, with the blobs it had."""
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(self._command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         self.wait()
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """It does not run for a while; its connections stay."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.process.pid, signal.SIGCONT)
+            self.wait()
 
     def wait(self) -> None:
         """Until it answers."""
@@ -78,10 +96,10 @@ class Container:
     def __init__(self, azurite: Azurite) -> None:
         self.azurite = azurite
         self.name = f"kv-{uuid.uuid4().hex[:12]}"
-        self._create()
+        self.create()
 
-    def _create(self) -> None:
-        """By a request of our own: the library makes no containers."""
+    def create(self) -> None:
+        """Unless it is there. By a request of our own: the library makes no containers."""
         date = formatdate(usegmt=True)
         headers = f"x-ms-date:{date}\nx-ms-version:{_VERSION}"
         place = f"/{ACCOUNT}/{ACCOUNT}/{self.name}\nrestype:container"
@@ -91,7 +109,11 @@ class Container:
         request.add_header("x-ms-date", date)
         request.add_header("x-ms-version", _VERSION)
         request.add_header("Authorization", f"SharedKey {ACCOUNT}:{base64.b64encode(digest).decode()}")
-        urllib.request.urlopen(request, timeout=START_SECONDS).close()
+        try:
+            urllib.request.urlopen(request, timeout=START_SECONDS).close()
+        except urllib.error.HTTPError as refused:
+            if refused.code != HTTPStatus.CONFLICT:
+                raise
 
     @property
     def store(self) -> AzureStore:
