@@ -168,7 +168,7 @@ def _y_axis(row: ChartRow, domain: list[float]) -> dict[str, Any]:
     else:
         axis |= {"rangemode": "tozero", "exponentformat": "SI"}
     if row.words:
-        axis |= {"type": "category", "rangemode": "normal"}
+        axis |= {"type": "category", "rangemode": "normal", "tickmode": "linear", "dtick": 1}
     if row.y_max is not None:
         axis |= {"range": [0, row.y_max]}
     return axis

@@ -12,11 +12,15 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from selenium.webdriver.common.actions.action_builder import ActionBuilder
+from selenium.webdriver.support.wait import WebDriverWait
+from support_faulty_replay import watched_replay
 from support_programs import needs
 
 from kvtier.cli import main
 from kvtier.whatif.charts import Series, chart_of
 from kvtier.whatif.page import page
+from kvtier.whatif.run_page import PHASE_NAMES
 
 OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-dev-shm-usage")
 DRAWN = """
@@ -156,6 +160,11 @@ def assert_drawn(
         used = run["tiers"][name]["used_bytes"]
         assert [round(value * used[-1] / held_bytes[-1]) for value in held_bytes] == used
         assert used[-1] == tier["used_bytes"]
+    lost = {f"{name} {what}": steps for name, tier in run["tiers"].items() for what, steps in tier["lost"].items()}
+    assert row("Blocks evicted") == lost
+    assert row("Blocks on their way") == ({"on their way": run["backlog"]} if any(run["backlog"]) else {})
+    assert_phases(row("Where the time"), run)
+    assert_events([each for each in series if each["row"].startswith("Breakers")], run)
     marks = [each for each in series if each["row"].startswith("Requests")]
     shown = {
         point: milliseconds for each in marks for point, milliseconds in zip(each["points"], each["y"], strict=True)
@@ -163,6 +172,36 @@ def assert_drawn(
     assert [shown[index] for index in range(len(run["requests"]))] == pytest.approx(
         [1e3 * request["first_token_seconds"] for request in run["requests"]]
     )
+
+
+def assert_phases(shown: dict[str, list[float]], run: dict[str, Any]) -> None:
+    """Means over the requests that ended in each interval, in one unit."""
+    ended = run["requests_ended"]
+    means = {
+        PHASE_NAMES.get(name, name): [time / count if count else 0.0 for time, count in zip(times, ended, strict=True)]
+        for name, times in run["phases"].items()
+    }
+    scale = 1.0 if max(map(max, means.values())) >= 10 else 1e3
+    assert shown.keys() == means.keys()
+    for name, values in means.items():
+        assert shown[name] == pytest.approx([scale * value for value in values])
+
+
+def assert_events(series: list[dict[str, Any]], run: dict[str, Any]) -> None:
+    """Each span of a breaker or a stall from its beginning to its end, and each interval in which blocks failed."""
+    spans: dict[str, list[float]] = {}
+    for span in run["spans"]:
+        spans.setdefault(f"{span['tier']}: {span['what']}", []).extend((span["begin"], span["end"]))
+    faults = {
+        f"{name}: blocks {what}": [count for count in steps if count]
+        for name, tier in run["tiers"].items()
+        for what, steps in tier["faults"].items()
+    }
+    assert {each["name"]: each["points"] for each in series if each["points"]} == faults
+    drawn_spans = {each["name"]: [at for at in each["x"] if at is not None] for each in series if not each["points"]}
+    assert drawn_spans.keys() == spans.keys()
+    for name, ends in spans.items():
+        assert drawn_spans[name] == pytest.approx(ends)
 
 
 CLICK = """
@@ -200,6 +239,57 @@ def test_a_click_on_a_request_opens_its_path(browser: Any, trace: Path, tmp_path
     for source, tokens in requests[index]["parts"]:
         assert f"{source}: {tokens} tokens" in shown
     assert "cpu → gpu" in shown
+    assert browser.get_log("browser") == []
+
+
+LONELIEST_MARK = """
+const plot = document.querySelector('.js-plotly-plot'), layout = plot._fullLayout, marks = [];
+for (const series of plot._fullData) {
+  const axis = name => layout[name[0] + 'axis' + name.slice(1)];
+  const [x, y] = [axis(series.xaxis), axis(series.yaxis)];
+  if (!layout.annotations[(series.yaxis.slice(1) || 1) - 1].text.startsWith('Requests')) continue;
+  series.customdata.forEach((index, at) => marks.push(
+      {index, x: x._offset + x.d2p(series.x[at]), y: y._offset + y.d2p(series.y[at])}));
+}
+const apart = mark => Math.min(...marks.filter(other => other !== mark).map(
+    other => Math.hypot(other.x - mark.x, other.y - mark.y)));
+const shown = document.querySelector('.request').innerText;
+const others = marks.filter(mark => !shown.includes(`Request ${arguments[0][mark.index]},`));
+const mark = others.reduce((one, other) => apart(other) > apart(one) ? other : one);
+plot.scrollIntoView({block: 'end'});
+const at = plot.getBoundingClientRect();
+return {index: mark.index, x: Math.round(at.x + mark.x), y: Math.round(at.y + mark.y)};
+"""
+
+
+LABELS = "return [...document.querySelectorAll('.yaxislayer-above text')].map(text => text.textContent)"
+
+
+@pytest.mark.browser
+def test_a_replay_that_goes_wrong_shows_when_and_how_and_a_mouse_opens_a_path(browser: Any, tmp_path: Path) -> None:
+    watched = watched_replay(tmp_path, 300)
+    found, run_of_it = watched.to_json(), watched.to_json()["run"]
+    whats = {span["what"] for span in run_of_it["spans"]}
+    assert any("breaker" in what for what in whats), whats
+    assert any("ended" in what for what in whats), whats
+    assert run_of_it["tiers"]["fs"]["faults"].keys() == {"failed", "corrupt", "late"}
+    assert "dropped: tier_down" in run_of_it["tiers"]["fs"]["lost"]
+    (tmp_path / "run.html").write_text(watched.to_html())
+    (series,) = drawn(browser, tmp_path / "run.html")
+    tiers = {name: tier for name, tier in found["tiers"].items() if name != "gpu"}
+    assert_drawn(series, run_of_it, found["hit_tokens"], tiers)
+    assert held(browser) == json.loads(json.dumps(found))
+
+    named = browser.execute_script(LABELS)
+    assert {each["name"] for each in series if each["row"].startswith("Breakers")} <= set(named), "a line has no name"
+
+    numbers = [request["number"] for request in run_of_it["requests"]]
+    mark = browser.execute_script(LONELIEST_MARK, numbers)
+    mouse = ActionBuilder(browser)
+    mouse.pointer_action.move_to_location(mark["x"], mark["y"]).pause(0.3).click()
+    mouse.perform()
+    clicked = f"Request {numbers[mark['index']]},"
+    WebDriverWait(browser, 60).until(lambda page: clicked in page.find_element("class name", "request").text)
     assert browser.get_log("browser") == []
 
 
