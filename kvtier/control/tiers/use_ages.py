@@ -82,16 +82,18 @@ class UseAges:
     def evict(self, slots: Sequence[int]) -> None:
         """These slots are evicted."""
         if slots:
-            self._observe(self.eviction_ages, list(map(self.last.__getitem__, slots)), 0)
+            before = list(map(self.last.__getitem__, slots))
+            if before.count(before[0]) == len(before):  # as mostly: what was used together leaves together
+                self.eviction_ages.observe((self.time.tick - before[0]) / TICKS_PER_SECOND, len(before))
+            else:
+                self._observe(self.eviction_ages, before, 0)
 
     def _observe(self, histogram: Histogram, before: list[int], least: int) -> None:
-        """Count how long ago these times were. Blocks of one request mostly have the same, so few are looked at."""
-        tick, first, counts = self.time.tick, before[0], dict[int, int]()
-        if before.count(first) == len(before):
-            counts[first] = len(before)
-        else:
-            for each in before:
-                counts[each] = counts.get(each, 0) + 1
+        """Count how long ago these times were, those of at least `least` ticks."""
+        tick = self.time.tick
+        counts: dict[int, int] = {}
+        for each in before:
+            counts[each] = counts.get(each, 0) + 1
         for each, count in counts.items():
             if tick - each >= least:
                 histogram.observe((tick - each) / TICKS_PER_SECOND, count)
