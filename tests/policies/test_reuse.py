@@ -309,6 +309,42 @@ def test_blocks_that_come_late_and_in_any_order_stay_at_their_places(num_slots: 
     assert len(known) <= known.latest_max + known.older_max
 
 
+def test_more_segments_than_there_are_ids_for_keep_what_comes_back() -> None:
+    """Where each block is a segment, no tier is filled for good by those that had the ids first."""
+    tier, hits = Tier(1000), 0
+    for number in range(4000):
+        tier.begin(chat(number, 1), 10.0 * number)
+        tier.store(chat(number, 1))
+        tier.end(50)
+        if number >= 600:
+            hits += tier.begin(chat(number - 600, 1), 10.0 * number + 5)
+            tier.store(chat(number - 600, 1))
+            tier.end(50)
+        if not number % 100:
+            tier.check()
+    assert hits > 3000
+
+
+def test_unannounced_blocks_in_more_segments_than_there_are_ids_for_go_by_age() -> None:
+    tier = Tier(1000)
+    for number in range(3000):
+        tier.model.advance(10.0 * number)
+        tier.store(chat(number, 1), bypass=False)
+        if not number % 100:
+            tier.check()
+    assert sum(chat(number, 1)[0] in tier.slots for number in range(2000, 3000)) > 700
+
+
+def test_a_prompt_longer_than_the_tier_is_known_when_it_comes() -> None:
+    tier = Tier(3000)
+    for turn in range(3):
+        for session in range(3):
+            tier.begin(chat(session, 9000 + turn), 10.0 * turn)
+            tier.store(chat(session, 3000), bypass=False)
+            tier.check()
+            assert max(tier.policy._tree.segments.held) == 3000
+
+
 def test_a_prompt_that_is_stored_from_its_end_on_loses_its_end_first() -> None:
     """So it comes from rows that are evicted leaf first."""
     tier = Tier(12)
@@ -326,6 +362,7 @@ def test_blocks_are_known_by_their_keys_alone_long_after_they_were_announced() -
     known = AnnouncedBlocks(64, segments)
     prompts = [chat(session, 20) for session in range(400)]
     for prompt in prompts:
+        known.make_room()
         known.add(segments.add(NONE, 0, prompt), 0, prompt)
     for number, prompt in enumerate(prompts[-200:], 200):
         assert known.find(prompt[5:]) == [(0, 15, number, 5)]

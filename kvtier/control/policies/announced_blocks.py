@@ -41,6 +41,7 @@ class AnnouncedBlocks:
     """One for a tier. What is known of a block ends when it is taken, dropped as too old, or its segment lost it."""
 
     def __init__(self, num_slots: int, segments: Segments) -> None:
+        self._num_slots = num_slots
         self._segments = segments
         self.latest_max = num_slots // LATEST_FRACTION + LATEST_LEAST
         self.older_max = num_slots // OLDER_FRACTION + OLDER_LEAST
@@ -57,10 +58,16 @@ class AnnouncedBlocks:
     def __len__(self) -> int:
         return len(self._latest) + len(self._older)
 
-    def add(self, seg: int, position: int, keys: Sequence[OffloadKey]) -> None:
-        """These blocks of a segment, from this position on, may come."""
+    def make_room(self) -> None:
+        """Before the blocks of a request are added: those of one request are kept together, however many they are."""
         if len(self._latest) >= self.latest_max or len(self._firsts) >= self._firsts_max:
             self._pack_latest()
+
+    def add(self, seg: int, position: int, keys: Sequence[OffloadKey]) -> None:
+        """These blocks of a segment, from this position on, may come. No more of a prompt than the tier can hold."""
+        keys = keys[: max(0, self._num_slots - position)]
+        if not keys:
+            return
         number = self._next
         self._latest.update(zip(keys, range(number, number + len(keys)), strict=True))
         self._firsts.append(number)

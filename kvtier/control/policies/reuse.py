@@ -69,7 +69,7 @@ class Reuse(RequestPolicy):
     # -- requests ------------------------------------------------------------------------------------------------
 
     def recover(self, slots: Sequence[int]) -> None:
-        for slot in reversed(slots):
+        for slot in slots:
             self._tree.leave_untracked(slot)
 
     def begin_request(self, use: RequestUse, slots: Sequence[int]) -> None:
@@ -78,10 +78,11 @@ class Reuse(RequestPolicy):
         path, known = self._tree.walk(keys, slots)
         level = new_level(len(keys) - known)
         gap = self._use(path, level)
+        self._announced.make_room()
         self._expect(path, keys, slots)
         if known < len(keys):
             fresh = keys[known:]
-            seg = self._tree.add(path[-1] if path else NONE, known, fresh, class_of(1, gap, level))
+            seg = self._add(path[-1] if path else NONE, known, fresh, class_of(1, gap, level))
             if seg != NONE:
                 path.append(seg)
                 self._announced.add(seg, known, fresh)
@@ -110,6 +111,7 @@ class Reuse(RequestPolicy):
         if seg == NONE:
             use.end = -1
             return
+        self._announced.make_room()
         self._announced.add(seg, use.end, keys)
         use.end += len(keys)
 
@@ -121,7 +123,7 @@ class Reuse(RequestPolicy):
             known != NONE and segments.first[known] == use.end
         ):
             return NONE
-        seg = self._tree.add(parent, use.end, keys, first_use_of(segments.kind[parent]))
+        seg = self._add(parent, use.end, keys, first_use_of(segments.kind[parent]))
         if seg != NONE:
             segments.touched[seg] = use.time
             use.path.append(seg)
@@ -133,6 +135,20 @@ class Reuse(RequestPolicy):
 
     def advance(self, time: float) -> None:
         pass
+
+    def _add(self, parent: int, position: int, keys: Sequence[OffloadKey], kind: int) -> int:
+        """A new segment. Where no id is left, the slots of the leaf of the lowest worth give up theirs."""
+        tree, passed = self._tree, set[int]()
+        seg = tree.add(parent, position, keys, kind)
+        if seg == NONE and (least := self._order.take((parent,), passed)) != NONE:
+            slots = list(tree.slots_of(least))
+            self._detach(slots)
+            for slot in slots:
+                tree.leave_untracked(slot)
+            seg = tree.add(parent, position, keys, kind)
+        for other in passed:
+            self._offer(other)
+        return seg
 
     def _use(self, path: Sequence[int], level: int) -> float:
         """These segments are used now. Returns the gap since the last use of the deepest, negative if there is none."""
@@ -211,7 +227,7 @@ class Reuse(RequestPolicy):
         """Blocks that no request announced: each is a segment of its own, or none while there is no id left for it."""
         tree = self._tree
         for key, slot in zip(keys, slots, strict=True):
-            seg = tree.add(NONE, LONE, (key,), class_of(1, -1.0, 1))
+            seg = self._add(NONE, LONE, (key,), class_of(1, -1.0, 1))
             if seg == NONE:
                 tree.leave_untracked(slot)
             else:
@@ -321,10 +337,11 @@ class Reuse(RequestPolicy):
             self._offer(seg)
 
     def _put_back(self, chosen: Sequence[tuple[int, int]]) -> None:
-        for slot, seg in reversed(chosen):
+        for slot, seg in chosen:
             if seg == UNTRACKED:
                 self._tree.leave_untracked(slot)
-            else:
+        for slot, seg in reversed(chosen):
+            if seg != UNTRACKED:
                 self._tree.attach((slot,), seg, self._tree.position[slot])
                 self._offer(seg)
 

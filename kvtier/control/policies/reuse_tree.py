@@ -24,8 +24,8 @@ LONE = -1
 class TierTree:
     """Slots by segment: `deepest[s]` is the slot at the leaf end of segment s, `above[slot]` the next one to its root.
 
-    `position[slot]` is the block's in its prompt. Untracked slots are a list from `untracked`, the next to go, on: for
-    them `above` is the slot after, and `position` the one before.
+    `position[slot]` is the block's in its prompt. Untracked slots are a list from `untracked`, the next to go, on, to
+    `untracked_end`: for them `above` is the slot after, and `position` the one before.
     """
 
     def __init__(self, num_slots: int, keys: Sequence[OffloadKey | None], model: ReuseModel) -> None:
@@ -34,7 +34,7 @@ class TierTree:
         self.above = array("i", [NONE]) * num_slots
         self.position = array("i", [NONE]) * num_slots
         self.deepest = array("i", [NONE]) * self.segments.capacity
-        self.untracked = NONE
+        self.untracked = self.untracked_end = NONE
         self.num_untracked = 0
         self._keys = keys
         self._model = model
@@ -163,14 +163,16 @@ class TierTree:
             self._chain(seg, sorted(self.slots_of(seg), key=where.__getitem__, reverse=True))
 
     def leave_untracked(self, slot: int) -> None:
-        """A slot belongs to no segment; it is the next to go."""
+        """A slot belongs to no segment; it goes after those that belong to none already."""
         if self.owner[slot] != NONE:
             raise IntegrityError(f"slot {slot} was inserted while it is known")
-        after = self.untracked
-        self.owner[slot], self.above[slot], self.position[slot] = UNTRACKED, after, NONE
-        if after != NONE:
-            self.position[after] = slot
-        self.untracked = slot
+        before = self.untracked_end
+        self.owner[slot], self.above[slot], self.position[slot] = UNTRACKED, NONE, before
+        if before == NONE:
+            self.untracked = slot
+        else:
+            self.above[before] = slot
+        self.untracked_end = slot
         self.num_untracked += 1
 
     def leave_list(self, slot: int) -> None:
@@ -180,7 +182,9 @@ class TierTree:
             self.untracked = after
         else:
             self.above[before] = after
-        if after != NONE:
+        if after == NONE:
+            self.untracked_end = before
+        else:
             self.position[after] = before
         self.owner[slot] = NONE
         self.num_untracked -= 1
