@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import ClassVar
 
@@ -41,6 +43,27 @@ class EngineOnDevice(FakeEngine):
         self.device.enqueue(self.stream, partial(super()._write, request))
 
 
+class Said(logging.Handler):
+    """What the logger says that vLLM shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    @contextmanager
+    def by_vllm(self, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+        vllm = logging.getLogger("vllm")
+        vllm.addHandler(self)
+        try:
+            with caplog.at_level(logging.INFO, "vllm"):
+                yield
+        finally:
+            vllm.removeHandler(self)
+
+
 @pytest.fixture
 def root(tmp_path):
     folder = tmp_path / "root"
@@ -62,8 +85,9 @@ def test_what_is_stored_and_loaded_is_what_vllms_stream_computed(
     described = stack(root, 24, row_bytes=world_size * 4096)
     described["tiers"].insert(0, {"type": "gpu", "cuda_copies": copies})
     config = offloading_config(described, world_size=world_size)
-    with device.entered(stream), caplog.at_level(logging.INFO), EngineOnDevice(config, seed) as engine:
-        lines = [record.getMessage() for record in caplog.records if "copies between GPU blocks" in record.getMessage()]
+    said = Said()
+    with device.entered(stream), said.by_vllm(caplog), EngineOnDevice(config, seed) as engine:
+        lines = [line for line in said.lines if "copies between GPU blocks" in line]
         assert lines == [
             f"worker {rank} copies between GPU blocks and rows: cuda:0, 2 streams, pinned rows; "
             f"to_rows by {copies}; to_gpu by {copies}"

@@ -17,6 +17,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec as VLLMBlocks
 from kvtier.aio.loop_thread import LoopThread
 from kvtier.config import build_tiers
 from kvtier.errors import ConfigError, ResourceError
+from kvtier.integrations.vllm.compat import LOGGER
 from kvtier.integrations.vllm.identity import worker_note
 from kvtier.integrations.vllm.model_modules import root_modules
 from kvtier.integrations.vllm.primary.model_weights import WorkerWeights
@@ -28,7 +29,7 @@ from kvtier.tier_api.registry import discover
 from kvtier.types.geometry import Geometry, KVLayout
 from kvtier.types.jobs import JobKind, JobResult, TransferJob
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(LOGGER)
 
 OPEN_SECONDS = 600.0
 CLOSE_SECONDS = 5.0
@@ -95,9 +96,9 @@ class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
         rows = await cpu.join(context, note)
         geometry = replace(nominal, layout=layout)
         opened = await self._gpu.open(replace(context, name="gpu", geometry=geometry, kv_caches=tensors, rows=rows))
-        logger.info("worker %d copies between GPU blocks and rows: %s", rank, opened.mode)
+        _log.info("worker %d copies between GPU blocks and rows: %s", rank, opened.mode)
         for note in opened.notes:
-            logger.warning("tier gpu: %s", note)
+            _log.warning("tier gpu: %s", note)
         return rows
 
     def submit_store(self, job_id: int, src_spec: VLLMBlocks, dst_spec: LoadStoreSpec) -> bool:
