@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import subprocess
+import sys
+import tempfile
 import threading
+import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 import pytest
 from click.testing import CliRunner
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from support_pages import FORMATS, PLAIN_ONLY, PROMETHEUS_2, Scrape, samples
 from support_programs import needs
-from support_stack import PLAIN, Engine, fs, keys, load, running, stack_file, store, whole
+from support_stack import PLAIN, Engine, fs, keys, load, parts_of, running, stack_file, store, whole
 
 from kvtier.cli import main
+from kvtier.cli.live.sources import source_of
 from kvtier.control.tiers.histogram import Histogram, HistogramFigures
 from kvtier.metrics import DEFINITIONS
 from kvtier.metrics.exporter import StackCollector, metrics_server
-from kvtier.stack import StackStats, TierStats
+from kvtier.stack import EngineStack, StackStats, TierStats
 from kvtier.stack.traffic import TransferStats
 
 
@@ -124,6 +131,44 @@ def test_a_scrape_runs_in_a_thread_of_the_server() -> None:
         fetch(port, PLAIN_ONLY)
     assert threads
     assert threading.main_thread() not in threads
+
+
+def calls_of(step: Callable[[], object]) -> int:
+    """How many functions of Python a call runs in this thread."""
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_scrapes_and_readers_of_the_socket_add_no_call_to_the_engines_thread() -> None:
+    folder = tempfile.mkdtemp(prefix="kvtier-", dir="/tmp")  # short enough for a socket
+    try:
+        path = f"{folder}/s"
+        parts = parts_of(stack_file(PLAIN, 16, stats_socket=path), Engine(PLAIN, 8))
+        with EngineStack(parts) as stack, metrics_server(stack.stats, 0) as port:
+            before, during, until = set(), set(), time.monotonic() + 1.0
+            while time.monotonic() < until:  # a step does more from time to time
+                before.add(calls_of(stack.step))
+            for _ in range(3):
+                for read in (lambda: fetch(port, PLAIN_ONLY), lambda: source_of(path).read()):
+                    reader = threading.Thread(target=read)
+                    reader.start()
+                    while reader.is_alive():
+                        during.add(calls_of(stack.step))
+                    reader.join()
+                    during.add(calls_of(stack.step))
+    finally:
+        shutil.rmtree(folder)
+    assert max(during) <= max(before)
 
 
 @pytest.mark.prometheus
