@@ -128,7 +128,12 @@ class ArenaMemory(EngineMemory):
         self.num_blocks = size // self._unit
 
     def place(self, group: int, offset: int, length: int) -> int:
-        """The place of a block of `length` bytes that begins `offset` bytes behind the arena's first one."""
+        """The place of a block of `length` bytes that begins `offset` bytes behind the arena's first one.
+
+        Raises UsageError for a block outside the arena, or longer than those of its group.
+        """
+        if not 0 <= offset <= self._size - length:
+            raise UsageError(f"a block of {length} bytes at {offset} is outside an arena of {self._size} bytes")
         missing = self.block_bytes[group] - length
         if not 0 <= missing < self._unit:
             raise UsageError(f"a block of group {group} has {self.block_bytes[group]} bytes, and not {length}")

@@ -252,7 +252,7 @@ def test_calls_after_closing_are_answered_and_closing_answers_what_is_open(opene
 def test_a_place_outside_the_arena_is_refused_and_leaves_nothing_open(opened):
     engine = opened()
     with pytest.raises(UsageError, match="no block of group 0"):
-        engine.begin(JobKind.STORE, [key(1)], [PLACES])
+        engine.tier.transfer(JobKind.STORE, [key(1)], [1 << 40], lambda transfer: None)
     assert not engine.tier._tells
 
 

@@ -12,6 +12,9 @@ import pytest
 from kvtier.errors import ConfigError
 
 without_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
+without_lmcache = pytest.mark.skipif(
+    importlib.util.find_spec("lmcache") is not None, reason="LMCache is installed here"
+)
 without_sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is installed here")
 
 
@@ -19,6 +22,12 @@ without_sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is not No
 def test_without_sglang_the_error_names_the_supported_release():
     with pytest.raises(ConfigError, match=r"needs SGLang 0\.5\.23; no SGLang is installed"):
         importlib.import_module("kvtier.integrations.sglang")
+
+
+@without_lmcache
+def test_without_lmcache_the_error_names_the_supported_releases():
+    with pytest.raises(ConfigError, match=r"needs LMCache 0\.5\.6 or 0\.5\.7; no LMCache is installed"):
+        importlib.import_module("kvtier.integrations.lmcache")
 
 
 @without_vllm

@@ -97,7 +97,7 @@ def test_without_a_compiler_the_wheel_is_for_every_platform(
     assert LIBRARY not in zipfile.ZipFile(wheel).namelist()
 
 
-NEED_ENGINES = ("kvtier.integrations.vllm", "kvtier.integrations.sglang")
+NEED_ENGINES = ("kvtier.integrations.vllm", "kvtier.integrations.sglang", "kvtier.integrations.lmcache")
 
 
 def test_every_module_of_the_wheel_imports_from_the_wheel(installed: Installed) -> None:

@@ -13,7 +13,9 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolHitPo
 from support_controller import extra_config, publish
 
 from kvtier.errors import ConfigError, UsageError
-from kvtier.integrations.sglang import KVTierHiCache, compat
+from kvtier.integrations import engine_release
+from kvtier.integrations.sglang import KVTierHiCache
+from kvtier.integrations.sglang.compat import RELEASE
 
 pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore")]  # what SGLang warns of is not ours
 
@@ -279,7 +281,7 @@ def test_split_heads_and_the_older_interface_are_refused_by_name(opened):
 
 
 def test_an_untested_release_is_refused_unless_allowed(opened, monkeypatch):
-    monkeypatch.setattr(compat, "engine_version", lambda: "0.6.0")
+    monkeypatch.setattr(engine_release.importlib.metadata, "version", lambda name: "0.6.0")
     with pytest.raises(ConfigError, match=r"allow_untested_engine: SGLang 0\.6\.0 is installed"):
         opened()
     KVTierHiCache(config(extra_config(roots=["/nowhere"], capacity="64MiB", allow_untested_engine=True)))
@@ -287,9 +289,9 @@ def test_an_untested_release_is_refused_unless_allowed(opened, monkeypatch):
 
 def test_another_interface_is_refused_by_name(monkeypatch):
     module = SimpleNamespace(HiCacheStorage=object, HiCacheStorageConfig=object, PoolHitPolicy=PoolHitPolicy)
-    monkeypatch.setattr(compat.importlib, "import_module", lambda name: module)
-    with pytest.raises(ConfigError, match=r"it lacks HiCacheStorage\.batch_exists_v2, .*PoolTransferResult"):
-        compat.require_supported()
+    monkeypatch.setattr(engine_release.importlib, "import_module", lambda name: module)
+    with pytest.raises(ConfigError, match=r"it lacks .*HiCacheStorage\.batch_exists_v2, .*PoolTransferResult"):
+        RELEASE.require_supported()
 
 
 def test_a_config_is_used_as_a_value():

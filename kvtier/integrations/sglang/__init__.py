@@ -3,9 +3,9 @@
 `module_path` of SGLang's configuration is this package, `class_name` is `KVTierHiCache`.
 """
 
-from kvtier.integrations.sglang.compat import require_supported
+from kvtier.integrations.sglang.compat import RELEASE
 
-require_supported()
+RELEASE.require_supported()
 
 from kvtier.integrations.sglang.hicache import KVTierHiCache  # noqa: E402  # only with an SGLang that has its base
 

@@ -24,7 +24,7 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from kvtier.engine_memory.blocking import BlockingTier
 from kvtier.engine_memory.memory import PagedMemory
 from kvtier.errors import ConfigError, UsageError
-from kvtier.integrations.sglang.compat import require_tested
+from kvtier.integrations.sglang.compat import RELEASE
 from kvtier.integrations.sglang.identity import MAIN_POOL, namespace_of, rank_options
 from kvtier.integrations.sglang.options import AT, hicache_options
 from kvtier.integrations.sglang.pools import HostPool
@@ -53,7 +53,7 @@ class KVTierHiCache(HiCacheStorage):  # type: ignore[misc]
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
         """Check the configuration. Raises ConfigError with one line for each thing that is wrong; opens nothing."""
         options = hicache_options(storage_config.extra_config)
-        require_tested(options.allow_untested_engine)
+        RELEASE.require_tested(options.allow_untested_engine)
         if storage_config.should_split_heads:
             raise ConfigError("pages of split heads are not served", f"{AT}.tp_lcm_size")
         self._config = storage_config

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from sglang.srt.runtime_context import get_memory, get_parallel
 
 from kvtier.errors import ConfigError
-from kvtier.integrations.digests import ContentDigests
-from kvtier.integrations.sglang.compat import engine_version
+from kvtier.integrations.sglang.compat import RELEASE
 from kvtier.integrations.sglang.options import AT, HiCacheOptions
 from kvtier.integrations.sglang.pools import HostPool
 from kvtier.options import SharedTierOptions
@@ -21,7 +19,6 @@ from kvtier.types.namespace import Namespace
 
 NOT_IN_NAMESPACE = ("model_name", "dp_rank", "enable_storage_metrics", "extra_config")
 """Fields of the configuration that are elsewhere in the namespace, or that say nothing of a page's bytes."""
-MODEL_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.json")
 MAIN_POOL = "kv"
 
 
@@ -51,13 +48,13 @@ def namespace_of(config: HiCacheStorageConfig, options: HiCacheOptions, pools: S
     return Namespace(
         layout=layout_of(pools),
         model=config.model_name or "",
-        weights=_weights(options.model_folder) if options.model_folder else "",
+        weights=options.weights_digest(AT),
         dtype=pools[0].dtype.removeprefix("torch."),
         hash_algorithm="sglang page chain",
         tag=options.namespace,
         extra={
             **known,
-            "engine": f"sglang {engine_version()}",
+            "engine": f"sglang {RELEASE.version}",
             "kv_cache_dtype": str(_published("kv_cache_dtype")),
             "pools": ";".join(f"{pool.name},{pool.layout},{pool.dtype},{pool.page_size}" for pool in pools),
         },
@@ -69,13 +66,6 @@ def _published(name: str) -> Any:
         return getattr(get_memory(), name)
     except (AttributeError, ValueError):  # a controller without a server has published nothing
         return ""
-
-
-def _weights(folder: str) -> str:
-    files = sorted({file for pattern in MODEL_FILES for file in Path(folder).glob(pattern)})
-    if not any(file.suffix != ".json" for file in files):
-        raise ConfigError(f"{folder} has no files of weights ({', '.join(MODEL_FILES[:-1])})", f"{AT}.model_folder")
-    return ContentDigests().digest(files)
 
 
 def rank_options(config: HiCacheStorageConfig, options: HiCacheOptions) -> HiCacheOptions:

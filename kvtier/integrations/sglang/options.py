@@ -7,8 +7,9 @@ from typing import Any
 
 from pydantic import Field
 
-from kvtier.engine_memory.options import EngineMemoryOptions, read_options
+from kvtier.engine_memory.options import read_options
 from kvtier.errors import ConfigError
+from kvtier.integrations.model_identity import IdentifiedOptions
 from kvtier.options import Seconds
 
 SGLANG_KEYS = frozenset(
@@ -30,28 +31,11 @@ SGLANG_KEYS = frozenset(
 AT = "hicache_storage_backend_extra_config"
 CALL_SECONDS_MAX = 8.0
 """SGLang gives its threads ten seconds to end at a flush or a detach, and fails if one waits in a call for longer."""
-NAMESPACE_REQUIRED = (
-    "is required, because SGLang shows a storage backend no weights: name the weights, their quantisation, rope "
-    "scaling and attention backend, and change it when one of them changes; or write model_folder, the folder of the "
-    "weights"
-)
 
 
-class HiCacheOptions(EngineMemoryOptions):
+class HiCacheOptions(IdentifiedOptions):
     """The keys beside those of the tier."""
 
-    namespace: str = Field(
-        default="",
-        max_length=256,
-        description="names all that decides the bytes and that SGLang does not tell: weights and their quantisation, "
-        "rope scaling, attention backend; stores with different tags never share a block",
-    )
-    model_folder: str = Field(
-        default="",
-        pattern=r"^(/.*)?$",
-        description="absolute path of the folder that the weights are loaded from: its contents are digested at the "
-        "start, and blocks of other contents are never shared",
-    )
     job_timeout_seconds: Seconds = Field(
         default=5.0, description="after this one transfer of a few pages counts as an error of the tier"
     )
@@ -66,7 +50,6 @@ class HiCacheOptions(EngineMemoryOptions):
         le=CALL_SECONDS_MAX,
         description="how long one backup call of up to 128 pages may take",
     )
-    allow_untested_engine: bool = Field(default=False, description="serve from an untested release of SGLang")
 
 
 def hicache_options(extra_config: Mapping[str, Any] | None) -> HiCacheOptions:
@@ -84,8 +67,7 @@ def hicache_options(extra_config: Mapping[str, Any] | None) -> HiCacheOptions:
     if not isinstance(backend, str):
         raise ConfigError("is the name of a type of tier, such as fs", _at("type"))
     options = read_options(HiCacheOptions, backend, keys, AT)
-    if not options.namespace and not options.model_folder:
-        raise ConfigError(NAMESPACE_REQUIRED, _at("namespace"))
+    options.require_identity("SGLang", AT)
     return options
 
 

@@ -1,0 +1,44 @@
+"""LMCache's objects as blocks: their keys and their pieces."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support_lmcache import object_key
+
+from kvtier.integrations.lmcache.objects import PieceSizes, object_digest, object_of, piece_keys, prefix_order
+from kvtier.types.keys import key_group
+
+pytestmark = [pytest.mark.lmcache, pytest.mark.filterwarnings("ignore")]  # what LMCache warns of is not ours
+SIZES = PieceSizes.of(256 << 10, 4)
+
+
+@given(st.integers(1, 4 << 20))
+def test_pieces_cover_an_object_without_a_gap_and_pad_less_than_the_smallest_piece(size):
+    pieces = SIZES.cut(size)
+    end = 0
+    for piece in pieces:
+        assert piece.offset == end
+        assert 0 < piece.length <= SIZES.sizes[piece.group]
+        end += piece.length
+    assert end == size
+    assert sum(SIZES.sizes[piece.group] for piece in pieces) - size < SIZES.sizes[-1]
+    keys = piece_keys(object_digest(object_key(1)), size, pieces)
+    assert len(set(keys)) == len(keys)
+    assert [key_group(key) for key in keys] == [piece.group for piece in pieces]
+    assert {object_of(key) for key in keys} == {(object_digest(object_key(1)), size)}
+
+
+def test_every_field_of_a_key_identifies_an_object():
+    others = [
+        object_key(2), object_key(1, model_name="other"), object_key(1, kv_rank=1), object_key(1, object_group_id=1),
+        object_key(1, cache_salt="tenant"), object_key(1, model_name="test-mode", cache_salt="l"),
+    ]  # fmt: skip
+    digests = {object_digest(key) for key in [object_key(1), *others]}
+    assert len(digests) == 1 + len(others)
+
+
+def test_parts_of_a_chunk_on_several_ranks_are_neighbours():
+    keys = [object_key(number, kv_rank=rank) for rank in range(2) for number in range(3)]
+    assert prefix_order(keys) == [0, 3, 1, 4, 2, 5]
