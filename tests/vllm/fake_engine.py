@@ -183,11 +183,11 @@ class FakeEngine:
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def add(self, words: Sequence[int]) -> Request:
-        """A request whose chunk i is named by words[: i + 1]."""
+    def add(self, words: Sequence[int], hints: Any = None) -> Request:
+        """A request whose chunk i is named by words[: i + 1], with an envelope of hints."""
         hashes = [hashlib.sha256(repr(tuple(words[: end + 1])).encode()).digest() for end in range(len(words))]
         keys = [[make_offload_key(name, group.group_id) for name in hashes] for group in self.config.groups]
-        context = ReqContext(f"request-{self.next_job}-{len(self.waiting)}-{self.random.random()}")
+        context = ReqContext(f"request-{self.next_job}-{len(self.waiting)}-{self.random.random()}", kv_hints=hints)
         for group in keys:
             for index, key in enumerate(group):
                 context.set_offload_key_position(key, (index + 1) * 16 * self.factor)

@@ -1,7 +1,8 @@
 """One vLLM engine in a process of its own; questions come through a pipe, each is answered.
 
 `{"do": "generate", "prompts": [[...], ...], "tokens": 8}` answers tokens, cached tokens and seconds of each prompt,
-with the LoRA adapter of a folder where `"adapter": "/its/folder"` names one;
+with the LoRA adapter of a folder where `"adapter": "/its/folder"` names one, and with hints of kvtier, as
+`"hints": [["retain", {"seconds": 300.0}]]`, in vLLM's envelope or, with `"http": true`, as HTTP requests say them;
 `{"do": "reload", "weights": "/a/model"}` replaces the weights, `{"do": "flip"}` the embedding, unknown to vLLM;
 `{"do": "load_in_place", "adapter": "/its/folder"}` has the workers read its files again;
 `{"do": "reset", "tiers": false}` empties vLLM's prefix cache, and the tiers too when asked; `{"do": "metrics"}`;
@@ -14,6 +15,8 @@ import asyncio
 import multiprocessing
 import os
 import time
+import uuid
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,15 +27,20 @@ from prometheus_client import REGISTRY
 from vllm import LLM, SamplingParams
 from vllm.entrypoints.serve.instrumentator.metrics import attach_router
 from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import utils
 from vllm.v1.executor import multiproc_executor
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.request import RequestStatus
 
 from kvtier.integrations.digests import ContentDigests, FileState
 from kvtier.integrations.vllm.primary.worker import KVTierWorker
 from kvtier.types.jobs import JobResult, TransferJob
 from kvtier_fs import FSBackend
+
+Hints = Sequence[tuple[str, dict[str, Any]]]
+"""Names of hints, and what they say."""
 
 
 def main(config: dict[str, Any], questions: Connection) -> None:
@@ -52,12 +60,20 @@ def main(config: dict[str, Any], questions: Connection) -> None:
         fork_processes()
     llm = LLM(**{"enforce_eager": True, "dtype": "float32", **config})
 
-    def generate(prompts: list[list[int]], tokens: int, adapter: str | None = None) -> dict[str, Any]:
+    def generate(
+        prompts: list[list[int]], tokens: int, adapter: str | None = None, hints: Hints = (), http: bool = False
+    ) -> dict[str, Any]:
         settings = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        if hints and http:
+            said = [{"action_type": f"kvtier.{name}", "payload": payload} for name, payload in hints]
+            settings.extra_args = {"kv_transfer_params": {"kvtier_hints": said}}
         asked = [{"prompt_token_ids": prompt} for prompt in prompts]
         lora = LoRARequest("adapter", 1, adapter) if adapter else None
         begun = time.perf_counter()
-        outputs = llm.generate(asked, settings, use_tqdm=False, lora_request=lora)
+        if hints and not http:
+            outputs = generate_hinted(llm, asked, settings, hints)
+        else:
+            outputs = llm.generate(asked, settings, use_tqdm=False, lora_request=lora)
         return {
             "seconds": time.perf_counter() - begun,
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
@@ -115,6 +131,19 @@ def main(config: dict[str, Any], questions: Connection) -> None:
                 raise ValueError(other)
         questions.send(answer)
     llm.llm_engine.engine_core.shutdown()
+
+
+def generate_hinted(llm: LLM, asked: list[Any], settings: SamplingParams, hints: Hints) -> list[RequestOutput]:
+    """As `LLM.generate`, which takes no hints."""
+    actions = [KvHintAction(str(number), f"kvtier.{name}", "1", said) for number, (name, said) in enumerate(hints)]
+    engine = llm.llm_engine
+    names = [uuid.uuid4().hex for _ in asked]
+    for name, prompt in zip(names, asked, strict=True):
+        engine.add_request(name, prompt, settings, kv_hints=KvHintsEnvelope("1", name, actions))
+    ended: dict[str, RequestOutput] = {}
+    while engine.has_unfinished_requests():
+        ended |= {output.request_id: output for output in engine.step() if output.finished}
+    return [ended[name] for name in names]
 
 
 async def fetch(app: FastAPI, accept: str) -> httpx.Response:

@@ -36,6 +36,7 @@ from kvtier.integrations.vllm.metrics import Meter
 from kvtier.integrations.vllm.primary.inflight_copies import InflightCopies
 from kvtier.integrations.vllm.primary.model_weights import EngineWeights, Verdict
 from kvtier.integrations.vllm.primary.prefills import Prefills
+from kvtier.integrations.vllm.primary.request_hints import RequestHints, request_info
 from kvtier.integrations.vllm.primary.request_state import RequestState, reserved_answer
 from kvtier.integrations.vllm.primary.router_events import RouterEvents
 from kvtier.integrations.vllm.primary.served_requests import (
@@ -92,13 +93,14 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         self._held_back = False
         self._meter = Meter()
         self._chooses = settings.chooses
-        measures = settings.measures_prefill and requests_in_contexts()
-        self._prefills = Prefills(self._stack.prompt_computed) if measures else None
-        self._records = plan.stack.record is not None and requests_in_contexts()
+        served = requests_in_contexts()
+        self._prefills = Prefills(self._stack.prompt_computed) if settings.measures_prefill and served else None
+        self._records = plan.stack.record is not None and served
+        self._hints = RequestHints(self._stack.hint)
         self._adapters = content_in_keys(self)
         try:
             self._stack.open()
-            self._follows = self._stack.follows_requests and requests_in_contexts()
+            self._follows = self._stack.follows_requests and served
         except BaseException:
             self._adapters.release(self)
             raise
@@ -115,6 +117,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         """A request whose keys vLLM will look up."""
         if self._prefills is not None:
             self._prefills.arrived(req_context.req_id, req_context.get_state(ServedRequest))
+        self._hints.arrived(req_context)
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> Answer:
@@ -148,7 +151,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         """
         keys = [self._ids.to_kvtier(key) for key in known_keys(req_context, state.announced or 0)]
         if keys and not state.announced:
-            self._stack.begin_request(RequestId(req_context.req_id), keys)
+            self._stack.begin_request(RequestId(req_context.req_id), keys, info=request_info(req_context))
         elif keys:
             self._stack.extend_request(RequestId(req_context.req_id), keys)
         state.announced = (state.announced or 0) + len(keys)
@@ -203,6 +206,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         if placed is not None:
             self._copies.issue(stored, placed)
             self._events.used(stored)
+            self._hints.stored(req_context.req_id, stored)
         spec = rows_spec(groups, self._num_groups, stamped=True)
         return PrepareStoreOutput([self._ids.to_vllm(key) for key in stored], spec, [])
 
@@ -303,6 +307,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         """No further lookups come for this request; copies in flight go on."""
         if self._prefills is not None:
             self._prefills.ended(req_context.req_id)
+        self._hints.ended(req_context.req_id, lambda: map(self._ids.to_kvtier, known_keys(req_context)))
         if self._records:
             self._record(req_context)
         self._end_leases(req_context.req_id)

@@ -42,7 +42,8 @@ def requests_in_contexts() -> bool:
     theirs = getattr(module, _FUNCTION, None)
     if theirs is None or not hasattr(ReqContext, "set_state"):
         _log.error(
-            "this vLLM makes the contexts of requests in another way: none is recorded, and no policy follows them"
+            "this vLLM makes the contexts of requests in another way: none is recorded, no policy follows them, and "
+            "their session_id is not known"
         )
         return False
     if isinstance(theirs, _WithRequest):
