@@ -1,4 +1,4 @@
-"""Who moves blocks to a Valkey server and back in `benchmarks.remote`: the whole tier, and clients without one.
+"""Who moves blocks to a server and back in the benchmarks of remote tiers: a whole tier, and clients of Valkey without.
 
 Each has rows of its own in memory that is not moved, and names of its own on the server.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import select
+import shutil
+import subprocess
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -30,10 +32,13 @@ from kvtier.types.namespace import Namespace
 from kvtier_cpu import CPUBackend, CPUOptions
 from kvtier_cpu.row_sealing import RowHashing, seal_rows
 from kvtier_remote import ValkeyBackend, ValkeyOptions
+from kvtier_remote.backend import RemoteBackend
+from kvtier_remote.reachable import address_of
 from kvtier_remote.valkey.calls import FRONT_BYTES, SPLIT_BYTES
 from kvtier_remote.valkey.transport import ValkeyTransport
 
 JOB_BLOCKS = 128
+PATIENT = {"request_timeout_seconds": 20.0, "job_timeout_seconds": 60.0}
 IN_FLIGHT_BYTES = 64 << 20
 """A stack sends jobs of this many blocks, and so many bytes at once unless its file says otherwise."""
 
@@ -42,7 +47,8 @@ IN_FLIGHT_BYTES = 64 << 20
 class Setup:
     """Where the server is, and what is moved: `blocks` of `block_bytes` over so many connections."""
 
-    port: int
+    server: Any
+    """host:port, or what tests have for a server."""
     block_bytes: int
     blocks: int
     connections: int
@@ -69,6 +75,8 @@ class Client(ABC):
     """One that takes part. `rows` is what it puts from and gets into, shape (blocks, block bytes)."""
 
     name: ClassVar[str]
+    compared: ClassVar[bool] = True
+    """False for one that does not move `rows`, but data of its own."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -86,11 +94,20 @@ class Client(ABC):
     def close(self) -> None:
         """Disconnect."""
 
+    def processes(self) -> list[int]:
+        """Processes that work for this client and have not ended."""
+        return []
+
 
 class Tier(Client):
-    """The whole tier `valkey`, below a CPU tier that takes the checksums."""
+    """A whole remote tier, below a CPU tier that takes the checksums."""
 
     name = "kvtier"
+    in_flight_bytes: ClassVar[int] = IN_FLIGHT_BYTES
+
+    @abstractmethod
+    def make(self) -> RemoteBackend:
+        """The tier; not open."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -104,10 +121,8 @@ class Tier(Client):
         geometry, namespace = Geometry(layout, 4096), Namespace(layout)
         self._cpu = CPUBackend(CPUOptions(cpu_bytes_to_use=setup.blocks * geometry.row_bytes, shared="private"))
         await self._cpu.open(TierContext("cpu", geometry, namespace, time.monotonic))
-        options = {"servers": [f"127.0.0.1:{setup.port}"], "tls": False, "connections": setup.connections}
-        times = {"request_timeout_seconds": 20.0, "job_timeout_seconds": 60.0}
-        self._tier = ValkeyBackend(ValkeyOptions.model_validate({"type": "valkey", **options, **times}))
-        await self._tier.open(TierContext("valkey", geometry, namespace, time.monotonic, rows=self._cpu.rows))
+        self._tier = self.make()
+        await self._tier.open(TierContext("remote", geometry, namespace, time.monotonic, rows=self._cpu.rows))
         self._seals = DaemonPool("seals", 2)
         self._hashing = RowHashing(self._seals)
         self.rows = self._cpu.rows.view[: setup.blocks, : setup.block_bytes]
@@ -168,6 +183,14 @@ class Tier(Client):
         await self._seals.close(10.0)
 
 
+class ValkeyTier(Tier):
+    """The tier `valkey`."""
+
+    def make(self) -> RemoteBackend:
+        options = {"servers": [self.setup.server], "tls": False, "connections": self.setup.connections}
+        return ValkeyBackend(ValkeyOptions.model_validate({"type": "valkey", **options, **PATIENT}))
+
+
 class Bare(Client):
     """The tier's client library in as many threads, with the same values in the same batches, and the checksums."""
 
@@ -186,7 +209,7 @@ class Bare(Client):
     def _connect(self) -> None:
         glide = self._glide
         config = glide.GlideClientConfiguration(
-            [glide.NodeAddress("127.0.0.1", self.setup.port)], request_timeout=20_000
+            [glide.NodeAddress(*address_of(self.setup.server))], request_timeout=20_000
         )
         self._own.client = glide.GlideClient.create(config)
         self._clients.append(self._own.client)
@@ -239,7 +262,7 @@ class LMCache(Client):
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        self._client = module.LMCacheRedisClient("127.0.0.1", setup.port, setup.connections)
+        self._client = module.LMCacheRedisClient(*address_of(setup.server), setup.connections)
         self._ready = select.poll()
         self._ready.register(self._client.event_fd(), select.POLLIN)
 
@@ -266,3 +289,32 @@ class LMCache(Client):
 
     def close(self) -> None:
         self._client.close()
+
+
+class RedisBenchmark(Client):
+    """`redis-benchmark`, a process of its own in C: one value that it has made, one request a call."""
+
+    name = "redis-benchmark"
+    compared = False
+
+    @staticmethod
+    def program() -> str | None:
+        """Where it is, if it is installed."""
+        return shutil.which("redis-benchmark")
+
+    def _run(self, what: str) -> None:
+        host, port = address_of(self.setup.server)
+        program, setup = self.program(), self.setup
+        assert program is not None
+        where = ["-h", host, "-p", str(port), "-c", str(2 * setup.connections)]
+        command = [program, *where, "-t", what, "-d", str(setup.block_bytes), "-n", str(setup.blocks), "-q"]
+        subprocess.run(command, check=True, capture_output=True, timeout=600)
+
+    def put(self) -> None:
+        self._run("set")
+
+    def get(self) -> None:
+        self._run("get")
+
+    def close(self) -> None:
+        """Nothing is open."""
