@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvtier.control.state import ControlState, LowerTier
 from kvtier.control.tiers.owned_tier import OwnedTier
-from kvtier.control.tiers.slot_table import READY
+from kvtier.control.tiers.slot_table import FILLING, READY
 from kvtier.tier_api.contract import LookupResult
 from kvtier.types.keys import OffloadKey
 
@@ -84,13 +84,11 @@ def _look_directly(lower: LowerTier, tier: OwnedTier, keys: Sequence[OffloadKey]
     absent = slots.count(None)
     if absent == len(slots):
         results = [MISS] * absent
-    else:
+    elif not absent and not tier.table.counts[FILLING]:  # all that the directory has is ready
         results = [HIT_PENDING] * len(slots)
-        for slot in slots:
-            if slot is None or state[slot] != READY:
-                results = [MISS if slot is None or state[slot] != READY else HIT_PENDING for slot in slots]
-                absent = results.count(MISS)
-                break
+    else:
+        results = [MISS if slot is None or state[slot] != READY else HIT_PENDING for slot in slots]
+        absent = results.count(MISS)
     if ask:
         lower.counters.looked_up += len(slots)
         lower.counters.missed += absent
