@@ -94,7 +94,10 @@ def bytes_per_slot(name: str, num_slots: int) -> float:
 
 
 class OneTier:
-    """A tier without bytes: requests are atomic, and nothing is pinned or in flight."""
+    """A tier without bytes: requests are atomic, and nothing is pinned or in flight.
+
+    As in a stack, what was here is used again once the rest of its prompt is placed: it is not older than its children.
+    """
 
     def __init__(self, name: str, num_slots: int) -> None:
         self.keys: list[OffloadKey | None] = [None] * num_slots
@@ -112,6 +115,8 @@ class OneTier:
         held = [slot for slot in slots if slot >= 0]
         missing = [key for key, slot in zip(request.keys, slots, strict=True) if slot < 0]
         self._store(missing[: len(self.keys) - len(held)])
+        named = zip(reversed(request.keys), reversed(slots), strict=True)
+        self.policy.renew([slot for key, slot in named if slot >= 0 and self.slots.get(key) == slot])
         return slots.index(-1) if -1 in slots else len(slots)
 
     def _begin(self, request_id: RequestId, request: TimedRequest, slots: list[int]) -> None:

@@ -1,0 +1,73 @@
+"""Requests that are hard for `reuse`: where it hits as much as LRU, and what it was made to hit on a real trace."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from support_adverse_traces import TRACES, asked, prompt
+from support_paths import TRACES as RECORDED
+
+from benchmarks.policies import OneTier, TimedRequest, timed_requests
+
+LOSS_MAX = 0.001
+"""Of the blocks of all prompts: so much less may hit than with LRU."""
+SEED = 1
+COUNT = 3000
+CONVERSATION = RECORDED / "conversation.jsonl"
+
+
+def hit_rate(policy: str, num_blocks: int, requests: list[TimedRequest]) -> float:
+    tier = OneTier(policy, num_blocks)
+    hits = sum(tier.serve(number, request) for number, request in enumerate(requests))
+    return hits / sum(request.blocks for request in requests)
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "sizes"),
+    [
+        ("chats", COUNT, (500, 2000)),
+        ("clock_restarts", COUNT, (500, 2000)),
+        ("clock_stands_still", COUNT, (1000, 4000)),
+        ("endless_session", 1000, (500, 1000)),
+        ("random_keys", COUNT, (8000,)),
+        ("skewed_keys", COUNT, (500, 8000)),
+        ("classes_swap", COUNT, (500, 4000)),
+        ("never_again", COUNT, (500,)),
+        ("floods", COUNT, (500, 4000)),
+        ("scans", COUNT, (500, 4000)),
+    ],
+)
+def test_reuse_hits_as_much_as_lru(name: str, count: int, sizes: tuple[int, ...]) -> None:
+    """docs/placement.md says at which sizes of these traces it does not."""
+    requests = TRACES[name](SEED, count)
+    for size in sizes:
+        lru, reuse = hit_rate("lru", size, requests), hit_rate("reuse", size, requests)
+        print(f"{name}, seed {SEED}, {size} blocks: lru {lru:.4f}, reuse {reuse - lru:+.4f}")
+        assert reuse >= lru - LOSS_MAX
+
+
+@pytest.mark.trace
+@pytest.mark.skipif(not CONVERSATION.is_file(), reason="no trace: put conversation.jsonl into ../shared/traces")
+def test_conversation_hits_what_was_promised() -> None:
+    requests = timed_requests(CONVERSATION)
+    for size, promised in ((4000, 0.150), (8000, 0.212), (16000, 0.280), (32000, 0.331)):
+        rate = hit_rate("reuse", size, requests)
+        print(f"{size} blocks: {rate:.4f}")
+        assert rate >= promised
+
+
+def test_a_traces_requests_are_its_seeds() -> None:
+    for name, maker in TRACES.items():
+        requests = maker(SEED, 300)
+        assert requests == maker(SEED, 300), name
+        assert all(one.time <= after.time for one, after in pairwise(requests)), name
+        assert all(len(set(request.keys)) == len(request.keys) for request in requests), name
+
+
+def test_in_the_benchmarks_tier_no_block_is_older_than_the_one_after_it() -> None:
+    tier, keys = OneTier("lru", 8), prompt("longer", 4)
+    tier.serve(0, asked(0.0, keys[:2]))
+    tier.serve(1, asked(1.0, prompt("other", 2)))
+    tier.serve(2, asked(2.0, keys))
+    assert [tier.keys[slot] for slot in tier.policy.coldest()][2:] == keys[::-1]
