@@ -161,7 +161,7 @@ def test_ls_says_what_was_learned(tmp_path: Path) -> None:
         assert code == 2, "nothing is saved yet"
     code, text = ls(root)
     assert code == 0
-    assert re.search(r"after its first use a prompt comes back within 256 s in [45]\d% \(\d\d returns", text)
+    assert re.search(r"after its first use a prompt comes back within 243 s in [45]\d% \(\d\d returns", text)
     assert "after its third to fifth use no prompt was seen to come back" in text
     code, text = ls(root, "--json")
     (found,) = json.loads(text)["models"]

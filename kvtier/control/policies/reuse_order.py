@@ -13,7 +13,8 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from kvtier.control.policies.prediction.classes import BUCKET_SECONDS, NUM_BUCKETS
+from kvtier.control.policies.order_choice import OrderChoice
+from kvtier.control.policies.prediction.classes import NUM_BUCKETS, bucket_of
 from kvtier.control.policies.prediction.model import BOUNDS, ReuseModel
 from kvtier.control.policies.prediction.segments import NONE, Segments
 
@@ -28,17 +29,24 @@ NOTHING = (-1.0, 0.0)
 class EvictionOrder:
     """Leaves of one tier from the least worth on. `take` removes the entry; who leaves it a leaf offers it again."""
 
-    def __init__(self, segments: Segments, model: ReuseModel) -> None:
+    def __init__(self, num_slots: int, segments: Segments, model: ReuseModel) -> None:
+        self.choice = OrderChoice(num_slots, segments, model)
         self._segments = segments
         self._model = model
         self._heap: list[tuple[float, float, int]] = []
         self._limit = NOTHING
 
     def value(self, seg: int) -> float:
-        """The segment's index now."""
-        age = int(self._model.now - self._segments.touched[seg]) // BUCKET_SECONDS
-        bucket = min(age.bit_length(), NUM_BUCKETS - 1)
+        """The segment's index now. All are worth the same in LRU's order, which is that of their last use."""
+        if not self.choice.learned:
+            return 0.0
+        bucket = bucket_of(self._model.now - self._segments.touched[seg])
         return self._model.tables.index[self._segments.kind[seg] * NUM_BUCKETS + bucket]
+
+    def asked(self, blocks: int, missed: int) -> None:
+        """A request asked for so many blocks; the tier lacks some of them. The order may change."""
+        if self.choice.asked(blocks, missed):
+            self._heap, self._limit = [], NOTHING
 
     def offer(self, seg: int) -> None:
         """This segment is a leaf that holds blocks; it counts if it belongs below the end of the heap."""
@@ -108,9 +116,11 @@ class EvictionOrder:
         kids = np.frombuffer(segments.kids, np.int32, used)
         leaves = np.flatnonzero((held > 0) & (kids == 0))
         touched = np.frombuffer(segments.touched, np.float64, used)[leaves]
-        kinds = np.frombuffer(segments.kind, np.uint16, used)[leaves].astype(np.int64)
-        buckets = np.searchsorted(BOUNDS, self._model.now - touched, "right")
-        values = self._model.tables.values[kinds, buckets]
+        values = np.zeros(len(leaves))
+        if self.choice.learned:
+            kinds = np.frombuffer(segments.kind, np.uint16, used)[leaves].astype(np.int64)
+            buckets = np.searchsorted(BOUNDS, self._model.now - touched, "right")
+            values = self._model.tables.values[kinds, buckets]
         order = np.lexsort((touched, values))
         wanted = max(AT_LEAST, len(leaves) // FRACTION)
         if len(order):

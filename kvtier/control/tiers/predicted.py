@@ -19,8 +19,8 @@ from kvtier.types.keys import OffloadKey
 
 HITS_MIN = 0.15
 """Expected hits of a block that is worth a write, where nothing steers it."""
-REACH_MIN = 9
-"""Buckets of age that count although nothing lived through them yet: 1,024 s."""
+REACH_MIN = 22
+"""Buckets of age that count although nothing lived through them yet: 1,092 s."""
 EVICTED_WEIGHT = 1 / 64
 COMPUTE_EVICTIONS = 256
 REFUSED_KEYS = 1 << 16

@@ -6,6 +6,7 @@ blocks of the request that used it, and the output of that request (unknown unti
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Final
 
@@ -17,27 +18,24 @@ OUTPUT_LEVELS: Final = len(OUTPUTS) + 2
 GAP_LEVELS: Final = len(GAPS) + 2
 SHAPE: Final = (len(USES), GAP_LEVELS, NEW_LEVELS, OUTPUT_LEVELS)
 NUM_CLASSES: Final = SHAPE[0] * SHAPE[1] * SHAPE[2] * SHAPE[3]
-NUM_BUCKETS: Final = 16
-BUCKET_SECONDS: Final = 4
+NUM_BUCKETS: Final = 40
+FIRST_BUCKET_SECONDS: Final = 2.0
+BUCKET_RATIO: Final = 1.35
 USES_MAX: Final = 255
 LEFT: Final = 0
 """The class of what a later prompt left behind in a segment, until it is used: a segment that a request makes has new
 blocks. A block that was not full when its prompt ended is one, and never comes back."""
 
+BUCKET_BOUNDS: Final = [FIRST_BUCKET_SECONDS * BUCKET_RATIO**power for power in range(NUM_BUCKETS - 1)]
+"""The lower bounds of all buckets but the first, in seconds."""
 _USE_LEVEL: Final = bytes([0, 0, 1, 2, 2, 2, 3, 3, 3, 3] + [4] * (USES_MAX - 9))
 _USE_STRIDE: Final = GAP_LEVELS * NEW_LEVELS * OUTPUT_LEVELS
 _GAP_STRIDE: Final = NEW_LEVELS * OUTPUT_LEVELS
 
 
 def bucket_of(age: float) -> int:
-    """The bucket of an age in seconds: [0, 4), [4, 8), [8, 16) and so on; the last one is open."""
-    bucket = (int(age) // BUCKET_SECONDS).bit_length()
-    return bucket if bucket < NUM_BUCKETS else NUM_BUCKETS - 1
-
-
-def bucket_bounds() -> list[float]:
-    """The lower bounds of all buckets but the first, in seconds."""
-    return [float(BUCKET_SECONDS << power) for power in range(NUM_BUCKETS - 1)]
+    """The bucket of an age in seconds: [0, 2), [2, 2.7), [2.7, 3.6) and so on; the last one begins at two days."""
+    return bisect_right(BUCKET_BOUNDS, age)
 
 
 def class_of(uses: int, gap: float, new_level: int) -> int:

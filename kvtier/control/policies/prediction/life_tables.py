@@ -2,8 +2,10 @@
 
 A life begins at a use of a segment and ends at the next one, or is cut off when the segment is dropped or still open
 now. `risk[c, b]` counts the lives of class c that were exposed to all of bucket b, `hits[c, b]` those that ended there.
-The rate of a class is shrunk to the rate of the class above it in the hierarchy, and the root to a constant rate in
-each bucket, which makes the index fall with age: that is LRU, until there are data.
+The rates of a class are shrunk to those of the class above it in the hierarchy, and the root's to a constant rate in
+each bucket, which makes the index fall with age: that is LRU, until there are data. What they are shrunk to is scaled
+first, by how many lives of the class ended over how many should have: a class of a few lives has the ages of the class
+above, and its own level.
 """
 
 from __future__ import annotations
@@ -13,14 +15,19 @@ from array import array
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.control.policies.prediction.classes import BUCKET_SECONDS, NUM_BUCKETS, NUM_CLASSES, SHAPE
+from kvtier.control.policies.prediction.classes import BUCKET_BOUNDS, BUCKET_RATIO, NUM_BUCKETS, NUM_CLASSES, SHAPE
 
 FloatArray = npt.NDArray[np.float64]
 
 SHRINK = 60.0
-ROOT_RATE = 0.05
+"""Lives that what a class is shrunk to counts as, in each bucket."""
+SCALE_SHRINK = 40.0
+ROOT_SCALE_SHRINK = 10.0
+"""Ended lives that a scale of 1 counts as."""
+RATE_MAX = 0.95
+ROOT_RATE = 0.025
 DECAY_PER_MINUTE = 0.997
-WIDTHS = np.array([BUCKET_SECONDS, *(BUCKET_SECONDS << power for power in range(NUM_BUCKETS - 1))], np.float64)
+WIDTHS = np.diff(np.array([0.0, *BUCKET_BOUNDS, BUCKET_BOUNDS[-1] * BUCKET_RATIO]))
 
 
 class LifeTables:
@@ -65,16 +72,26 @@ class LifeTables:
             view *= factor
 
     def _shrunk(self, hits: FloatArray, risk: FloatArray) -> FloatArray:
-        rate: FloatArray = np.full(NUM_BUCKETS, ROOT_RATE)
+        rate = _shrunk_to(
+            np.array(ROOT_RATE), hits.sum(axis=(0, 1, 2, 3)), risk.sum(axis=(0, 1, 2, 3)), ROOT_SCALE_SHRINK
+        )
         for level in range(1, 5):
             below = tuple(range(level, 4))
-            level_hits, level_risk = hits.sum(axis=below), risk.sum(axis=below)
             above = np.expand_dims(rate, level - 1)
-            rate = (level_hits + SHRINK * above) / (level_risk + SHRINK)
+            rate = _shrunk_to(above, hits.sum(axis=below), risk.sum(axis=below), SCALE_SHRINK)
             if level == 3:
                 unknown_output = rate
         rate[:, :, :, 0] = unknown_output
         return rate
+
+
+def _shrunk_to(above: FloatArray, hits: FloatArray, risk: FloatArray, scale_shrink: float) -> FloatArray:
+    """Rates of classes by bucket, drawn to the scaled rates of those above them."""
+    ended = hits.sum(axis=-1, keepdims=True)
+    expected = (risk * above).sum(axis=-1, keepdims=True)
+    scaled = np.minimum(above * (ended + scale_shrink) / (expected + scale_shrink), RATE_MAX)
+    rates: FloatArray = (hits + SHRINK * scaled) / (risk + SHRINK)
+    return rates
 
 
 def index_of(rates: FloatArray) -> FloatArray:

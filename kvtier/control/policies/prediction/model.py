@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvtier.control.policies.base import RequestModel
-from kvtier.control.policies.prediction.classes import NUM_BUCKETS, NUM_CLASSES, USES, bucket_bounds, bucket_of
+from kvtier.control.policies.prediction.classes import BUCKET_BOUNDS, NUM_BUCKETS, NUM_CLASSES, USES, bucket_of
 from kvtier.control.policies.prediction.life_tables import FloatArray, LifeTables
 from kvtier.control.policies.prediction.prompts import Prompts
 from kvtier.control.policies.prediction.segments import Segments
@@ -19,10 +19,10 @@ from kvtier.types.requests import RequestUse
 
 RECOMPUTE_SECONDS = 300.0
 FIRST_RECOMPUTE_SECONDS = 30.0
-VERSION = b"kvtier reuse 1\n"
+VERSION = b"kvtier reuse 2\n"
 USE_SECONDS = 1e-6
-BUCKETS_DESCRIBED = 7
-BOUNDS = np.array(bucket_bounds())
+BUCKETS_DESCRIBED = 17
+BOUNDS = np.array(BUCKET_BOUNDS)
 
 
 class ReuseModel(RequestModel):
@@ -41,6 +41,8 @@ class ReuseModel(RequestModel):
         self._due = 0.0
         self._teacher: Segments | None = None
         self._taught = False
+        self.restored = False
+        """True if the tables are those of an earlier life."""
         self.prompts: Prompts | None = None
 
     def keep_prompts(self) -> Prompts:
@@ -127,6 +129,7 @@ class ReuseModel(RequestModel):
         self.tables.ended = array("d", counts[: size // 2].tobytes())
         self.tables.cut = array("d", counts[size // 2 :].tobytes())
         self.tables.recompute(np.zeros(size // 2))
+        self.restored = True
 
     def describe(self) -> Sequence[str]:
         hits, shares = self.tables.returns(BUCKETS_DESCRIBED, self._open_lives())
