@@ -10,13 +10,22 @@ from typing import Any
 
 import pytest
 from support_paths import PROJECT
+from support_servers import needs_server
 
+from faults.remote.objects import without_ceph
+from faults.remote.pool import without_mooncake
 from kvtier_gpu.engines import native_copy
 
 ROOT = PROJECT
 SOURCES = {path.stem: path.read_text() for path in sorted((ROOT / "benchmarks").glob("*.py"))}
 NAMES = [name for name, source in SOURCES.items() if '"--quick"' in source]
 OTHERS = [name for name, source in SOURCES.items() if "@click.command" in source and name not in NAMES]
+NEEDS = {
+    "remote_objects": (without_ceph, "Ceph", (pytest.mark.remote,)),
+    "remote_pool": (without_mooncake, "Mooncake", (pytest.mark.remote, pytest.mark.mooncake)),
+}
+"""Benchmarks that need a server that pip does not bring: what says why it is absent, its name, its marks."""
+BENCHMARKS = [pytest.param(name, marks=NEEDS[name][2] if name in NEEDS else ()) for name in NAMES]
 Record = dict[str, Any]
 CALLS_MAX = {
     "store to disk": 405,
@@ -47,8 +56,12 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Record]:
     return run
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BENCHMARKS)
 def test_a_benchmark_runs_at_a_toy_size_and_leaves_a_record(name: str, record: Callable[[str], Record]) -> None:
+    if name in NEEDS:
+        missing, server, _ = NEEDS[name]
+        if why := missing():
+            needs_server(server, why)
     found = record(name)
     assert found["benchmark"] == name
     assert found["verified"] is True
