@@ -11,6 +11,7 @@ from kvtier.testing.memory import MemoryOptions, MemoryTier, SharedMemoryTier
 from kvtier.tier_api import contract, registry
 from kvtier.tier_api.contract import (
     AnswersLookups,
+    FencesCopies,
     HasWords,
     JoinsRows,
     LoadStore,
@@ -21,11 +22,20 @@ from kvtier.tier_api.contract import (
 from kvtier.tier_api.inspection import Inspects
 from kvtier.tier_api.registry import DryRuns, EmbedsServer, discover
 
-OF_INSTANCES = {AnswersLookups, JoinsRows, ProbesAlignment, ProvidesRows, Resettable, DryRuns, EmbedsServer}
+OF_INSTANCES = {
+    AnswersLookups,
+    FencesCopies,
+    JoinsRows,
+    ProbesAlignment,
+    ProvidesRows,
+    Resettable,
+    DryRuns,
+    EmbedsServer,
+}
 OF_ROWS = {HasWords}
 """What the rows of a tier may have besides, not the tier."""
 EXPECTED = {
-    "gpu": set(),
+    "gpu": {FencesCopies},
     "cpu": {ProvidesRows, JoinsRows},
     "fs": {ProbesAlignment, Resettable, DryRuns},
     "shared_fs": {AnswersLookups, ProbesAlignment, Resettable, DryRuns},

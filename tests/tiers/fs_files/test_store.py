@@ -167,7 +167,7 @@ def test_a_stack_file_chooses_the_type():
 def test_each_type_takes_its_own_options_only():
     own = set(FSOptions.model_fields) - set(SharedFSOptions.model_fields)
     owned = {"roots", "region_bytes", "allow_network_fs", "owner_timeout_seconds", "policy", "index_bytes_max"}
-    assert own == owned | {"write_bytes_per_day"}
+    assert own == owned | {"retained_max", "write_bytes_per_day"}
     shared = {"root", "hit_hint_seconds", "miss_hint_seconds"}
     assert set(SharedFSOptions.model_fields) - set(FSOptions.model_fields) == shared
     for key in ("roots: [/x]", "policy: arc", "allow_network_fs: true", "layout: files"):
