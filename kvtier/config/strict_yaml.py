@@ -25,6 +25,7 @@ MAX_BYTES = 64 << 10
 MAX_DEPTH = 16
 MAX_NODES = 1024
 MAX_DIGITS = 20
+_TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels"
 
 _LIBYAML: type[Any] | None = getattr(yaml, "CSafeLoader", None)
 _INTEGER = re.compile(r"[-+]?[0-9]+|0x[0-9a-fA-F]+|0o[0-7]+")
@@ -80,6 +81,9 @@ def parse_text(text: str) -> Value:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
         mark: Any = error.problem_mark or error.context_mark
+        if "nesting depth" in (error.problem or ""):
+            # Libyaml since PyYAML 6.0.4 reads on in the line, to a bound of its own, before it tells of its beginning.
+            raise ConfigError(f"line {mark.line + 1}: {_TOO_DEEP}") from None
         place = f"line {mark.line + 1}, column {mark.column + 1}"
         raise ConfigError(f"not valid YAML ({place}): {error.problem or error.context}") from None
     except yaml.YAMLError as error:
@@ -126,7 +130,7 @@ class _Builder:
         if isinstance(event, yaml.ScalarEvent):
             return _scalar(event)
         if depth >= MAX_DEPTH:
-            raise _refuse(event, f"nested deeper than {MAX_DEPTH} levels")
+            raise _refuse(event, _TOO_DEEP)
         if isinstance(event, yaml.SequenceStartEvent):
             return [self._value(item, depth + 1) for item in self._until(yaml.SequenceEndEvent)]
         values: dict[str, Value] = {}
