@@ -32,7 +32,7 @@ from rich.table import Table
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvtier.config import parse_stack
-from kvtier.integrations.transformers import PrefixCache
+from kvtier.integrations.transformers import PrefixCache, cache_argument
 
 VOCABULARY = 1000
 BLOCK_SIZE = 16
@@ -112,8 +112,10 @@ def answer(
     started = time.perf_counter()
     cache, restored = memory.restore(prompt)
     tokens, new, logits, seconds = prompt, prompt[restored:], [], 0.0
+    argument = cache_argument(model)  # `cache` or, before transformers 5.24, `past_key_values`
     for _ in range(answer_tokens):
-        logits.append(model(input_ids=torch.tensor([new], device=model.device), past_key_values=cache).logits[0])
+        inputs = {"input_ids": torch.tensor([new], device=model.device), argument: cache}
+        logits.append(model(**inputs).logits[0])
         new = [int(logits[-1][-1].argmax())]
         tokens = tokens + new
         seconds = seconds or time.perf_counter() - started

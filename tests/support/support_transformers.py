@@ -14,6 +14,7 @@ import torch
 from support_stack import fs
 
 from kvtier.config import StackConfig, parse_stack
+from kvtier.integrations.transformers import cache_argument
 from kvtier.integrations.transformers.model import ModelKV
 
 needs_transformers = pytest.mark.skipif(
@@ -65,11 +66,17 @@ def prompt(count: int, seed: int = 0) -> list[int]:
     return torch.randint(0, VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+def forward(model: Any, tokens: Sequence[int], cache: Any) -> torch.Tensor:
+    """Logits of tokens that follow those in the cache, by whichever name the model takes it."""
+    inputs = {"input_ids": torch.tensor([tokens], device=model.device), cache_argument(model): cache}
+    return model(**inputs).logits
+
+
 def prefill(model: Any, tokens: Sequence[int], cache: Any) -> torch.Tensor:
     """Logits of the tokens that the cache lacks; it holds all of them afterwards."""
     held = cache.get_seq_length()
     with torch.no_grad():
-        return model(input_ids=torch.tensor([tokens[held:]], device=model.device), past_key_values=cache).logits
+        return forward(model, tokens[held:], cache)
 
 
 def first_tokens(cache: Any, count: int) -> Any:

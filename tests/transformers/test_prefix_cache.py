@@ -13,6 +13,7 @@ from support_transformers import (
     bits,
     content,
     first_tokens,
+    forward,
     gemma,
     llama,
     needs_transformers,
@@ -23,7 +24,7 @@ from support_transformers import (
     stack,
 )
 
-from kvtier.integrations.transformers import AsyncPrefixCache
+from kvtier.integrations.transformers import AsyncPrefixCache, cache_argument
 
 pytestmark = needs_transformers
 
@@ -66,7 +67,7 @@ async def test_generate_goes_on_from_a_restored_prefix() -> None:
         for hit in (0, 96):
             cache, count = await prefixes.restore(tokens)
             assert count == hit
-            sequence = model.generate(torch.tensor([tokens]), past_key_values=cache, **options)
+            sequence = model.generate(torch.tensor([tokens]), **{cache_argument(model): cache}, **options)
             assert torch.equal(sequence, expected)
             # The cache lacks the token that was sampled last: 111 of 112, six whole blocks.
             assert cache.get_seq_length() == 111
@@ -293,11 +294,11 @@ async def test_caches_and_restores_work_in_and_out_of_inference_mode() -> None:
         prefixes = AsyncPrefixCache(stack(), model)
         await prefixes.open()
         computed = new_cache()
-        model(input_ids=torch.tensor([tokens]), past_key_values=computed)
+        forward(model, tokens, computed)
         assert await prefixes.save(tokens[:40], first_tokens(computed, 40)) == 32
     assert await prefixes.save(tokens, computed) == 64
     grown = new_cache()
-    model(input_ids=torch.tensor([tokens]), past_key_values=grown)
+    forward(model, tokens, grown)
     assert grown.layers[0].keys.requires_grad
     assert await prefixes.save([*tokens[:-1], 1], grown) == 64
     restored, _ = await prefixes.restore(tokens)
@@ -311,7 +312,7 @@ async def test_layers_with_a_sliding_window_keep_every_token_and_come_back() -> 
 
     model, tokens = gemma(), prompt(100)
     with torch.no_grad():
-        expected = model(input_ids=torch.tensor([tokens]), past_key_values=DynamicCache(config=model.config)).logits
+        expected = forward(model, tokens, DynamicCache(config=model.config))
     async with AsyncPrefixCache(stack(), model) as prefixes:
         cache, count = await prefixes.restore(tokens)
         assert count == 0

@@ -23,7 +23,7 @@ from support_transformers import (
 
 from kvtier.errors import ConfigError, UsageError
 from kvtier.integrations.transformers import AsyncPrefixCache, PrefixCache
-from kvtier.integrations.transformers.compat import cache_classes
+from kvtier.integrations.transformers.compat import CACHE_ARGUMENTS, cache_classes
 
 pytestmark = needs_transformers
 
@@ -42,7 +42,7 @@ def on_two_devices() -> Any:
 
     def elsewhere(*args: Any, **more: Any) -> Any:
         result = forward(*args, **more)
-        layer = more["past_key_values"].layers[1]
+        layer = next(more[name] for name in CACHE_ARGUMENTS if name in more).layers[1]
         layer.keys, layer.values = layer.keys.to("meta"), layer.values.to("meta")
         return result
 

@@ -3,6 +3,7 @@
 Can be imported without transformers. Opening a prefix cache without it raises ConfigError.
 """
 
+from kvtier.integrations.transformers.compat import cache_argument
 from kvtier.integrations.transformers.prefix_cache import AsyncPrefixCache, PrefixCache
 
-__all__ = ["AsyncPrefixCache", "PrefixCache"]
+__all__ = ["AsyncPrefixCache", "PrefixCache", "cache_argument"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import inspect
 import json
 import re
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import xxhash
 
 from kvtier.errors import ConfigError
 from kvtier.integrations.fingerprint import computed_state, computing_modules, tensor_pieces
+from kvtier.integrations.transformers.compat import cache_argument
 from kvtier.integrations.transformers.hashing import HASH_ALGORITHM, HASH_SEED
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 from kvtier.types.namespace import Namespace
@@ -58,11 +58,12 @@ def model_kv(model: PreTrainedModel, classes: ModuleType) -> ModelKV:
     """Run the model on one token and look at the cache it fills. Raises ConfigError, by its name, for a model whose
     cache is not one K and one V tensor of every token in each layer, or whose bytes a prefix does not determine."""
     _check_model(model, classes)
+    argument = cache_argument(model)
     cache = classes.DynamicCache()
     with torch.inference_mode(False), torch.no_grad():
         token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
         # Not by calling the model: that would compile a compiled one for a shape that is not used again.
-        model.forward(input_ids=token, past_key_values=cache, use_cache=True)
+        model.forward(input_ids=token, use_cache=True, **{argument: cache})
     tensors = [(layer.keys, layer.values) for layer in cache.layers]
     if not tensors or any(tensor is None or tensor.dim() != 4 for pair in tensors for tensor in pair):
         raise ConfigError(f"{type(model).__name__} does not keep its state in the layers of a DynamicCache", "model")
@@ -116,9 +117,6 @@ def _check_model(model: PreTrainedModel, classes: ModuleType) -> None:
         raise ConfigError(f"{name} is in training mode, where dropout changes its state; call model.eval()", "model")
     if getattr(model.config, "is_encoder_decoder", False):
         raise ConfigError(f"{name} is an encoder-decoder; only decoders are supported", "model")
-    parameters = inspect.signature(model.forward).parameters.values()
-    if not any(each.name == "past_key_values" or each.kind is each.VAR_KEYWORD for each in parameters):
-        raise ConfigError(f"{name} takes no past_key_values", "model")
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in LAYER_TYPES:
             raise ConfigError(f"{name} has layers of type {kind}, whose state is not one K and V for a token", "model")
