@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from struct import Struct
@@ -11,6 +13,10 @@ import pytest
 from faults.attack import Budget, Tally
 from faults.content import lies, records
 from faults.content.lies import Liar, lying_roots
+from faults.content.watched import contained
+from kvtier.errors import RootError
+from kvtier.stack.operator_log import OperatorLog
+from kvtier.stack.tier_stack import TierStack
 from kvtier.testing.records import Field, Record, fields_of, lie, lying_number
 from kvtier.tier_api import block_envelope
 from kvtier.tier_api.checksum import seal, unseal
@@ -64,6 +70,42 @@ def test_numbers_reach_the_limits_of_their_size(size, seed):
     bits = 8 * size
     assert {0, 1, 2**bits - 1, 2 ** (bits - 1), 2 ** (bits - 1) - 1, 2 ** (bits - 2)} <= numbers
     assert max(numbers) < 2**bits
+
+
+async def reset_of_damaged_epochs(liar: Liar) -> None:
+    """A stack on roots whose epochs are damaged while it is open is reset, and closed."""
+    async with TierStack(liar._parts()) as stack:
+        for file in {record.file for record in liar.template.records if record.kind == "epoch"}:
+            (liar.folder / file).write_bytes(b"damaged")
+        await liar._reset(stack)
+
+
+@pytest.mark.parametrize(("logged", "problems"), [(True, 0), (False, 1)])
+def test_a_reset_that_is_not_durable_is_one_line_in_the_log(logged, problems, tmp_path, monkeypatch):
+    """It raises, and the line belongs to it; without that line the fuzzer is red."""
+    liar = Liar(Tally(), "files", tmp_path)
+    if not logged:
+        monkeypatch.setattr(OperatorLog, "reset", lambda *_: None)
+    with contained(liar.watch), pytest.raises(RootError, match="is damaged"):
+        asyncio.run(reset_of_damaged_epochs(liar))
+    liar.check_released()
+    assert len(liar.tally.problems) == problems
+    assert all("is in the log 0 times" in problem for problem in liar.tally.problems)
+
+
+def test_a_reset_that_is_not_durable_and_does_not_raise_is_red(tmp_path, monkeypatch):
+    liar, reset = Liar(Tally(), "files", tmp_path), TierStack.reset
+
+    async def silent(stack: TierStack) -> None:
+        with suppress(RootError):
+            await reset(stack)
+
+    monkeypatch.setattr(TierStack, "reset", silent)
+    with contained(liar.watch):
+        asyncio.run(reset_of_damaged_epochs(liar))
+    liar.check_released()
+    (problem,) = liar.tally.problems
+    assert "errors that belong to no call: ['event=reset epoch=1 durable=no" in problem
 
 
 def without_limits(monkeypatch: pytest.MonkeyPatch) -> None:
