@@ -28,9 +28,9 @@ NEEDS = {
 BENCHMARKS = [pytest.param(name, marks=NEEDS[name][2] if name in NEEDS else ()) for name in NAMES]
 Record = dict[str, Any]
 CALLS_MAX = {
-    "store to disk": 405,
-    "load from a row": 166,
-    "load from disk": 374,
+    "store to disk": 401,
+    "load from a row": 163,
+    "load from disk": 369,
     "lookup in a row": 5,
     "lookup on disk": 8,
 }
