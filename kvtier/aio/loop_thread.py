@@ -139,8 +139,12 @@ class LoopThread:
             if self._closing:  # the loop is ending, or has ended by itself
                 return not self.thread.is_alive()
             last = LoopCall(self.loop, lambda: self._wind_up(timeout_seconds), self._calls)
-            last.send()
-            self._closing = True
+            try:
+                self._closing = True  # before a call that this ends looks why
+                last.send()
+            except BaseException:
+                self._closing = False
+                raise
         last.wait_through(time.monotonic() + 2 * timeout_seconds)
         if self._last_task is None and last.over and not last.ended.cancelled() and last.ended.exception() is not None:
             self._closing = False  # it could not be said to the loop, as without memory: close again

@@ -43,6 +43,38 @@ def test_a_coroutine_that_would_end_the_loop_ends_alone(error: type[BaseExceptio
     assert waiting.ended.cancelled()
 
 
+def test_a_call_that_closing_ends_says_so_however_early_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    began, told = threading.Event(), threading.Event()
+    errors: list[BaseException] = []
+    send = LoopCall.send
+
+    async def begin() -> None:
+        began.set()
+        await forever()
+
+    def wait() -> None:
+        try:
+            thread.run(begin)
+        except BaseException as error:
+            errors.append(error)
+        told.set()
+
+    def send_slowly(call: LoopCall[None]) -> None:
+        send(call)
+        assert not began.is_set() or told.wait(20)
+
+    thread = LoopThread("test", "thing")
+    thread.open()
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    assert began.wait(20)
+    monkeypatch.setattr(LoopCall, "send", send_slowly)
+    assert thread.close()
+    waiting.join(20)
+    (error,) = errors
+    assert isinstance(error, UsageError)
+
+
 def test_calls_end_when_somebody_else_stops_their_loop() -> None:
     async def stop() -> None:
         thread.loop.stop()
