@@ -15,7 +15,9 @@ from kvtier.control.policies.prediction.model import BOUNDS, ReuseModel
 from kvtier.control.policies.prediction.segments import Segments
 
 LEAD = 0.03
-"""Hits by which the learned order must lead before it is followed, in sizes of the tier."""
+"""Hits by which the learned order must lead before it is followed again, in sizes of the tier."""
+LAG = 0.15
+"""Hits by which it may lag before LRU's is: tables of few lives predict too few hits for it."""
 HALF_LIFE = 4
 """Blocks asked for after which a lead is worth half, in sizes of the tier."""
 REVIEW_FRACTION = 8
@@ -26,15 +28,14 @@ SAMPLE_MAX = 16384
 
 
 class OrderChoice:
-    """`learned` says which order holds. It begins with LRU, where tables were restored with the learned one.
+    """`learned` says which order holds. It begins with the learned one, which is LRU's until there are data.
 
     The uses since the last review are kept, at most `USES_KEPT` of them: a review judges them by what would have been
     in the tier at the one before, and finds what would be in it now. Ghosts count as well.
     """
 
     def __init__(self, num_slots: int, segments: Segments, model: ReuseModel) -> None:
-        self.learned = False
-        self._begun = False
+        self.learned = True
         self._num_slots = max(1, num_slots)
         self._segments = segments
         self._model = model
@@ -53,8 +54,6 @@ class OrderChoice:
     def asked(self, blocks: int, missed: int) -> bool:
         """A request asked for so many blocks. True if the order has changed."""
         before = self.learned
-        if not self._begun:
-            self._begun, self.learned = True, self._model.restored
         self._asked += blocks
         self._missed += missed
         if REVIEW_FRACTION * self._missed < self._num_slots and len(self._uses) < USES_KEPT:
@@ -73,7 +72,8 @@ class OrderChoice:
             least, oldest = self._least
             there = (lowest > least) | ((lowest == least) & (gaps <= oldest))
             self._lead += float(blocks[there].sum() - blocks[gaps <= self._oldest].sum())
-        self.learned = self._lead >= 0 if self.learned else self._lead > LEAD * self._num_slots
+        bound = -LAG if self.learned else LEAD
+        self.learned = self._lead > bound * self._num_slots
 
     def _fit(self) -> None:
         """What each order would have in the tier now, of all segments, or of a part of them where there are many."""

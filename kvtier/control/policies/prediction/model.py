@@ -41,8 +41,6 @@ class ReuseModel(RequestModel):
         self._due = 0.0
         self._teacher: Segments | None = None
         self._taught = False
-        self.restored = False
-        """True if the tables are those of an earlier life."""
         self.prompts: Prompts | None = None
 
     def keep_prompts(self) -> Prompts:
@@ -129,7 +127,6 @@ class ReuseModel(RequestModel):
         self.tables.ended = array("d", counts[: size // 2].tobytes())
         self.tables.cut = array("d", counts[size // 2 :].tobytes())
         self.tables.recompute(np.zeros(size // 2))
-        self.restored = True
 
     def describe(self) -> Sequence[str]:
         hits, shares = self.tables.returns(BUCKETS_DESCRIBED, self._open_lives())
