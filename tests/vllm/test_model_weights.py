@@ -71,7 +71,7 @@ def test_after_a_change_and_a_reset_nothing_is_stored_for_a_later_life(root, see
         vllm.reset()
         assert hits(vllm, [1, 2, 3]) == 0
     monkeypatch.undo()
-    assert sum("held back for good" in line for line in caplog.messages) == 1
+    assert sum(line.startswith("event=tier_held_back tier=fs ") for line in caplog.messages) == 1
     with engine(root, seed) as vllm:
         assert hits(vllm, [1, 2, 3]) == 0
         vllm.reset()
