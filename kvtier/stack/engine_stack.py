@@ -281,8 +281,8 @@ class EngineStack(StackCore):
 
     @property
     def has_pending_work(self) -> bool:
-        """True while an engine that idles should go on stepping: jobs are in flight or waiting."""
-        return bool(self._results) or not self._opened().plane.idle
+        """True while an engine that idles should go on stepping: jobs are in flight or wait, or something arrived."""
+        return bool(self._results or self._inbox) or not self._opened().plane.idle
 
     def reset(self, timeout_seconds: float = 30.0) -> None:
         """New weights: everything stored before is unreachable in every tier when this returns, also after a crash.

@@ -13,11 +13,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support_joining import FACES, Driver, Identity
+from support_joining import FACES, Driver, EngineDriver, Identity
 from support_stack import PLAIN, Engine, fs, keys, parts_of, shared_fs, stack_file
 from support_stack_tiers import backends
 
 from kvtier.errors import ConfigError, ResourceError
+from kvtier.stack import EngineStack
 from kvtier.tier_api.contract import LookupResult
 
 UNKNOWN = 'reason="what its blocks belong to is not known yet"'
@@ -127,6 +128,21 @@ def test_tiers_join_when_the_namespace_is_known(face, filled, caplog):
     assert opened == [["event=tier_open", f"tier={name}"] for name in ("cpu", "fs", "shared_fs")]
     with driver(face, known(), shared_fs(filled / "files"), seconds=60.0) as stack:
         assert stack.load([*OLD, *NEW]) == ["loaded"] * 8
+
+
+def test_an_engine_that_idles_steps_once_for_tiers_that_join(tmp_path):
+    identity = Identity()
+    with driver(EngineDriver, identity, fs(tmp_path / "slab")) as one:
+        stack = one.stack
+        assert isinstance(stack, EngineStack)
+        assert stack.step() == []
+        assert not stack.has_pending_work
+        identity.answer()
+        assert stack.wait(60.0)
+        assert stack.has_pending_work
+        assert stack.step() == []
+        assert one.tier("fs").joined == 1
+        assert not stack.has_pending_work
 
 
 def test_blocks_of_other_weights_are_not_found(face, filled):
