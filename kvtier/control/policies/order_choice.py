@@ -7,12 +7,14 @@ was never worth less, at any age so far, than the best blocks that no longer fit
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from kvtier.control.policies.prediction.classes import NUM_BUCKETS
 from kvtier.control.policies.prediction.life_tables import FloatArray
 from kvtier.control.policies.prediction.model import BOUNDS, ReuseModel
 from kvtier.control.policies.prediction.segments import Segments
+from kvtier.types.arrays import IntArray
 
 LEAD = 0.03
 """Hits by which the learned order must lead before it is followed again, in sizes of the tier."""
@@ -25,6 +27,17 @@ REVIEW_FRACTION = 8
 USES_KEPT = 8192
 SAMPLE_MAX = 16384
 """So many segments a review looks at all of; of more of them, at every third, fifth and so on."""
+
+
+class Fit(NamedTuple):
+    """What each order would have in the tier: LRU what is not older than `oldest` seconds, the learned one what was
+    worth more than `least` at every age so far (`lowest`, by class and bucket), or as much and is not older than
+    `least_age`."""
+
+    oldest: float
+    lowest: FloatArray
+    least: float
+    least_age: float
 
 
 class OrderChoice:
@@ -42,9 +55,7 @@ class OrderChoice:
         self._uses: list[tuple[int, float, int]] = []
         self._asked = self._missed = 0
         self._lead = 0.0
-        self._oldest = np.inf
-        self._least: tuple[float, float] | None = None
-        self._lowest: FloatArray = np.zeros((1, NUM_BUCKETS))
+        self._fit: Fit | None = None
 
     def used(self, kind: int, gap: float, blocks: int) -> None:
         """A segment of this class was used, `gap` seconds after its last use."""
@@ -53,45 +64,45 @@ class OrderChoice:
 
     def asked(self, blocks: int, missed: int) -> bool:
         """A request asked for so many blocks. True if the order has changed."""
-        before = self.learned
         self._asked += blocks
         self._missed += missed
         if REVIEW_FRACTION * self._missed < self._num_slots and len(self._uses) < USES_KEPT:
-            return self.learned is not before
-        self._judge()
-        self._fit()
+            return False
+        self._lead *= 0.5 ** (self._asked / (HALF_LIFE * self._num_slots))
+        if self._fit is not None and self._uses:
+            self._lead += self._led(self._fit)
         self._uses, self._asked, self._missed = [], 0, 0
+        if self._segments.used:
+            self._fit = self._fitting()
+        before, bound = self.learned, -LAG if self.learned else LEAD
+        self.learned = self._lead > bound * self._num_slots
         return self.learned is not before
 
-    def _judge(self) -> None:
-        """How many more blocks the learned order had of those that were used."""
-        self._lead *= 0.5 ** (self._asked / (HALF_LIFE * self._num_slots))
-        if self._least is not None and self._uses:
-            kinds, gaps, blocks = (np.array(column) for column in zip(*self._uses, strict=True))
-            lowest = self._lowest[kinds, np.searchsorted(BOUNDS, gaps, "right")]
-            least, oldest = self._least
-            there = (lowest > least) | ((lowest == least) & (gaps <= oldest))
-            self._lead += float(blocks[there].sum() - blocks[gaps <= self._oldest].sum())
-        bound = -LAG if self.learned else LEAD
-        self.learned = self._lead > bound * self._num_slots
+    def _led(self, fit: Fit) -> float:
+        """How many more of the used blocks the learned order had."""
+        kinds, gaps, blocks = (np.array(column) for column in zip(*self._uses, strict=True))
+        lowest = fit.lowest[kinds, np.searchsorted(BOUNDS, gaps, "right")]
+        there = (lowest > fit.least) | ((lowest == fit.least) & (gaps <= fit.least_age))
+        return float(blocks[there].sum() - blocks[gaps <= fit.oldest].sum())
 
-    def _fit(self) -> None:
-        """What each order would have in the tier now, of all segments, or of a part of them where there are many."""
-        used = self._segments.used
-        if not used:
-            return
-        step = used // SAMPLE_MAX | 1
-        lengths = np.frombuffer(self._segments.length, np.int32, used)[::step].astype(np.int64)
-        ages = self._model.now - np.frombuffer(self._segments.touched, np.float64, used)[::step]
-        kinds = np.frombuffer(self._segments.kind, np.uint16, used)[::step].astype(np.int64)
-        self._lowest = np.minimum.accumulate(self._model.tables.values, axis=1)
-        lowest = self._lowest[kinds, np.searchsorted(BOUNDS, ages, "right")]
-        first = self._first_out(lengths, np.argsort(ages), step)
-        self._oldest = float(ages[first]) if first >= 0 else np.inf
-        first = self._first_out(lengths, np.lexsort((ages, -lowest)), step)
-        self._least = (float(lowest[first]), float(ages[first])) if first >= 0 else (-1.0, np.inf)
+    def _fitting(self) -> Fit:
+        """Of all segments, or of a part of them where there are many."""
+        segments, lowest = self._segments, self._model.tables.lowest
+        step = segments.used // SAMPLE_MAX | 1
+        lengths = np.frombuffer(segments.length, np.int32, segments.used)[::step].astype(np.int64)
+        ages = self._model.now - np.frombuffer(segments.touched, np.float64, segments.used)[::step]
+        kinds = np.frombuffer(segments.kind, np.uint16, segments.used)[::step].astype(np.int64)
+        values = lowest[kinds, np.searchsorted(BOUNDS, ages, "right")]
+        youngest_out = self._first_out(lengths, np.argsort(ages), step)
+        best_out = self._first_out(lengths, np.lexsort((ages, -values)), step)
+        return Fit(
+            np.inf if youngest_out is None else float(ages[youngest_out]),
+            lowest,
+            -1.0 if best_out is None else float(values[best_out]),
+            np.inf if best_out is None else float(ages[best_out]),
+        )
 
-    def _first_out(self, lengths: np.ndarray, order: np.ndarray, step: int) -> int:
-        """The first segment in an order that does not fit into the tier any more; -1 if all do."""
+    def _first_out(self, lengths: IntArray, order: IntArray, step: int) -> int | None:
+        """The first segment in an order that does not fit into the tier any more; None if all do."""
         at = int(np.searchsorted(np.cumsum(lengths[order]), self._num_slots // step, "right"))
-        return int(order[at]) if at < len(order) else -1
+        return int(order[at]) if at < len(order) else None

@@ -34,7 +34,8 @@ class LifeTables:
     """Counts of ended lives, by class and bucket, and the index computed from them.
 
     `ended` and `cut` are flat arrays, class * NUM_BUCKETS + bucket, which their readers count up. `index` is as long:
-    hits a second that a segment of this class and age is worth at best, if kept until the best age from here.
+    hits a second that a segment of this class and age is worth at best, if kept until the best age from here. `lowest`,
+    by class and bucket, is the least that it was worth up to that age.
     """
 
     def __init__(self) -> None:
@@ -52,6 +53,7 @@ class LifeTables:
         self.rates = self._shrunk(hits, risk).reshape(NUM_CLASSES, NUM_BUCKETS)
         self.values = index_of(self.rates)
         self.index = array("d", self.values.tobytes())
+        self.lowest = np.minimum.accumulate(self.values, axis=1)
 
     def returns(self, buckets: int, open_lives: FloatArray) -> tuple[list[float], list[float]]:
         """For each level of uses: how many returns were counted, and the share that comes in the first buckets."""
