@@ -17,6 +17,8 @@ from support_servers import REQUIRED
 if TYPE_CHECKING:
     from support_ceph import Ceph
 
+    from kvtier.testing.faults import FaultyBackend
+
 settings.register_profile("normal", deadline=None, print_blob=True)
 settings.register_profile(
     "long",
@@ -65,6 +67,15 @@ def ceph() -> Iterator[Ceph]:
 
     with ceph_cluster() as one:
         yield one
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> list[FaultyBackend]:
+    """Every backend that engine memory makes from here on goes wrong as planned; the last one made is the one that
+    serves."""
+    from support_faulty_tiers import faulty_tiers  # here, because most tests need none of the tiers that it imports
+
+    return faulty_tiers(monkeypatch)
 
 
 @pytest.fixture

@@ -5,15 +5,12 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from dataclasses import replace
-from typing import Any
 
 import pytest
+from support_faulty_tiers import CHANCES
 from support_lmcache import Memory, controllers, object_key, params
 
-from kvtier.testing.faults import Fault, FaultKind, FaultyBackend, SeededFaults
-from kvtier.tier_api.registry import discover
-from kvtier.types.jobs import JobKind
+from kvtier.testing.faults import SeededFaults
 
 pytestmark = [pytest.mark.lmcache, pytest.mark.filterwarnings("ignore")]  # what LMCache warns of is not ours
 
@@ -21,39 +18,6 @@ OPERATIONS = 250
 OBJECTS = 120
 PLACES = 16
 SIZES = [64 << 10, 100_000, 40_000, 4096]
-LUCK = [
-    (0.03, Fault(FaultKind.FAIL)),
-    (0.03, Fault(FaultKind.CORRUPT, JobKind.LOAD)),
-    (0.02, Fault(FaultKind.MISSING, JobKind.LOAD)),
-    (0.02, Fault(FaultKind.DROP, JobKind.STORE)),
-    (0.02, Fault(FaultKind.LOSE, JobKind.STORE)),
-    (0.01, Fault(FaultKind.RAISE)),
-    (0.005, Fault(FaultKind.HOLD)),
-]
-
-
-@pytest.fixture
-def faulty(monkeypatch) -> list[FaultyBackend]:
-    """Every backend that is made from here on goes wrong as planned; the last one made is the one that serves."""
-    made: list[FaultyBackend] = []
-    backends = discover()
-
-    class Planned:
-        def get(self, name: str) -> Any:
-            kind = backends.get(name)
-
-            def make(options: Any) -> FaultyBackend:
-                inner = kind(options)
-                for call in ("load", "store"):  # what is held is I/O that has begun: it is done, however late
-                    move = getattr(inner, call)
-                    setattr(inner, call, lambda job, move=move: move(replace(job, deadline=None)))
-                made.append(FaultyBackend(inner))
-                return made[-1]
-
-            return make
-
-    monkeypatch.setattr("kvtier.engine_memory.tier.discover", Planned)
-    return made
 
 
 def test_no_byte_is_ever_wrong(faulty, tmp_path, seed):
@@ -66,7 +30,7 @@ def test_no_byte_is_ever_wrong(faulty, tmp_path, seed):
     with controllers(memory, keys) as used:
         for number in range(OPERATIONS):
             if number % 100 == 0:
-                faulty[-1].plan = SeededFaults(seed + number, LUCK if number % 300 else [])
+                faulty[-1].plan = SeededFaults(seed + number, CHANCES if number % 300 else [])
             if rng.random() < 0.05:
                 used.adapter._tier.thread.call_soon(faulty[-1].release)
             numbers = rng.sample(range(OBJECTS), rng.randint(1, PLACES))

@@ -5,15 +5,12 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from dataclasses import replace
-from typing import Any
 
 import pytest
 from support_controller import PAGE_TOKENS, Controller, extra_config
+from support_faulty_tiers import CHANCES
 
-from kvtier.testing.faults import Fault, FaultKind, FaultyBackend, SeededFaults
-from kvtier.tier_api.registry import discover
-from kvtier.types.jobs import JobKind
+from kvtier.testing.faults import SeededFaults
 
 pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore")]  # what SGLang warns of is not ours
 
@@ -23,39 +20,6 @@ LIMIT_SECONDS = 0.5
 """After this SGLang gives a prefetch up."""
 CALL_SECONDS = 2.0
 """The longest that a call of the backend may take here, as configured."""
-LUCK = [
-    (0.03, Fault(FaultKind.FAIL)),
-    (0.03, Fault(FaultKind.CORRUPT, JobKind.LOAD)),
-    (0.02, Fault(FaultKind.MISSING, JobKind.LOAD)),
-    (0.02, Fault(FaultKind.DROP, JobKind.STORE)),
-    (0.02, Fault(FaultKind.LOSE, JobKind.STORE)),
-    (0.01, Fault(FaultKind.RAISE)),
-    (0.005, Fault(FaultKind.HOLD)),
-]
-
-
-@pytest.fixture
-def faulty(monkeypatch) -> list[FaultyBackend]:
-    """Every backend that is made from here on goes wrong as planned; the last one made is the one that serves."""
-    made: list[FaultyBackend] = []
-    backends = discover()
-
-    class Planned:
-        def get(self, name: str) -> Any:
-            kind = backends.get(name)
-
-            def make(options: Any) -> FaultyBackend:
-                inner = kind(options)
-                for call in ("load", "store"):  # what is held is I/O that has begun: it is done, however late
-                    move = getattr(inner, call)
-                    setattr(inner, call, lambda job, move=move: move(replace(job, deadline=None)))
-                made.append(FaultyBackend(inner))
-                return made[-1]
-
-            return make
-
-    monkeypatch.setattr("kvtier.engine_memory.tier.discover", Planned)
-    return made
 
 
 @pytest.mark.parametrize("layout", ["page_first", "layer_first"])
@@ -69,7 +33,7 @@ def test_no_page_is_ever_wrong(layout, faulty, tmp_path, seed):
     slowest = 0.0
     for number in range(OPERATIONS // 2):
         if number % 100 == 0:
-            faulty[-1].plan = SeededFaults(seed + number, LUCK if number % 300 else [])
+            faulty[-1].plan = SeededFaults(seed + number, CHANCES if number % 300 else [])
         if rng.random() < 0.05:
             controller.backend._tier.thread.call_soon(faulty[-1].release)
         prompt = _prompt(rng, tree)

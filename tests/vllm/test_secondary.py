@@ -8,8 +8,7 @@ import os
 import random
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,9 @@ import pytest
 
 from kvtier.errors import ConfigError, RootBusyError
 from kvtier.testing.faults import Fault, FaultKind, FaultyBackend, NthJob, SeededFaults
-from kvtier.tier_api.registry import discover
 from kvtier.types.jobs import JobKind
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
-DRIVER = "kvtier.engine_memory.tier.discover"
 
 
 @pytest.fixture(scope="session")
@@ -45,29 +42,6 @@ def nothing_left_behind() -> Iterator[None]:
             thread.join(5.0)  # told to end, perhaps still on its last lines
             assert not thread.is_alive(), thread.name
     assert len(os.listdir("/proc/self/fd")) <= before + 1  # torch and vLLM open one of their own at first use
-
-
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> list[FaultyBackend]:
-    """Every backend that is made from here on goes wrong as planned; the last one made is the one that serves."""
-    made: list[FaultyBackend] = []
-    backend = discover().get("fs")
-
-    def make(options: Any) -> FaultyBackend:
-        inner = backend(options)
-        for name in ("load", "store"):  # what is held is I/O that has begun: it is done, however late
-            move = getattr(inner, name)
-            setattr(inner, name, lambda job, move=move: move(replace(job, deadline=None)))
-        made.append(FaultyBackend(inner))
-        return made[-1]
-
-    class Planned:
-        def get(self, name: str) -> Callable[..., FaultyBackend]:
-            assert name == "fs"
-            return make
-
-    monkeypatch.setattr(DRIVER, Planned)
-    return made
 
 
 def release(vllm: Any, backend: FaultyBackend) -> None:
