@@ -10,7 +10,6 @@ import hashlib
 import hmac
 import os
 import shutil
-import signal
 import subprocess
 import tempfile
 import time
@@ -18,14 +17,14 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from email.utils import formatdate
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 from obstore.store import AzureStore
-from support_servers import server_program
+from support_servers import frozen, server_program
 
 from kvtier_remote import AzureBackend, AzureOptions
 from kvtier_remote.valkey.embedded import free_ports
@@ -60,15 +59,9 @@ class Azurite:
             self.process = subprocess.Popen(self._command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         self.wait()
 
-    @contextmanager
-    def frozen(self) -> Iterator[None]:
+    def frozen(self) -> AbstractContextManager[None]:
         """It does not run for a while; its connections stay."""
-        os.kill(self.process.pid, signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            os.kill(self.process.pid, signal.SIGCONT)
-            self.wait()
+        return frozen(self.process.pid, self.wait)
 
     def wait(self) -> None:
         """Until it answers."""

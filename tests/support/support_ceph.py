@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import tempfile
 import time
@@ -18,7 +17,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from typing import Any
 import obstore
 from obstore.store import S3Store
 from support_redis import Authority
-from support_servers import server_program
+from support_servers import frozen, server_program
 
 from kvtier_remote import S3Backend, S3Options
 from kvtier_remote.valkey.embedded import free_ports
@@ -167,15 +166,9 @@ class Ceph:
         self.daemons[daemon].kill()
         self.daemons[daemon].wait()
 
-    @contextmanager
-    def frozen(self, daemon: str = GATEWAY) -> Iterator[None]:
+    def frozen(self, daemon: str = GATEWAY) -> AbstractContextManager[None]:
         """A daemon does not run for a while; its connections stay."""
-        os.kill(self.daemons[daemon].pid, signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            os.kill(self.daemons[daemon].pid, signal.SIGCONT)
-            self.wait()
+        return frozen(self.daemons[daemon].pid, self.wait)
 
     def admin(self, *words: str) -> str:
         """What `radosgw-admin` prints."""

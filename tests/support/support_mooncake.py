@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from support_servers import needs_server
+from support_servers import frozen, needs_server
 
 from kvtier.testing.conformance.base import ConformanceBase
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
@@ -138,15 +136,9 @@ class Pool:
         fixed = {"type": "mooncake", "master": self.address, "staging": "16MiB"}
         return MooncakeOptions.model_validate(fixed | times | changes)
 
-    @contextmanager
-    def frozen(self, name: str) -> Iterator[None]:
+    def frozen(self, name: str) -> AbstractContextManager[None]:
         """The master or the store does not run for a while."""
-        process = getattr(self, name)
-        os.kill(process.pid, signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            os.kill(process.pid, signal.SIGCONT)
+        return frozen(getattr(self, name).pid)
 
     def kill(self, name: str) -> None:
         """It ends at once."""

@@ -1,9 +1,12 @@
-"""Servers that pip does not bring: found on the machine, and where one is absent a skip with a reason or a failure."""
+"""Servers of tests: found on the machine, or the test is skipped with a reason or fails; and frozen for a while."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 import pytest
@@ -27,3 +30,14 @@ def server_program(program: str, install: str) -> str:
     if found is None:
         needs_server(program, install)
     return found
+
+
+@contextmanager
+def frozen(pid: int, awake: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """A process does not run for a while; its connections stay. `awake` returns once it answers again."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+        awake()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import valkey
+from support_servers import frozen
 
 from kvtier.temporary_folders import temporary_folder
 from kvtier.testing.conformance.base import ConformanceBase
@@ -41,15 +40,9 @@ class Server:
         """All names on the server that match."""
         return sorted(self.client.scan_iter(match=pattern, count=1000))
 
-    @contextmanager
-    def frozen(self) -> Iterator[None]:
+    def frozen(self) -> AbstractContextManager[None]:
         """The server does not run for a while; its connections stay."""
-        os.kill(self.process.pid, signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            os.kill(self.process.pid, signal.SIGCONT)
-            self.wait()
+        return frozen(self.process.pid, self.wait)
 
     def kill(self) -> None:
         """It ends at once."""
