@@ -17,15 +17,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from support_freezing_disk import FROZEN_FILE
+from support_paths import PROJECT, SUPPORT
+
 FOLDER = Path(__file__).parent
-PROJECT = FOLDER.parents[1]
 START_SECONDS = 300.0
 ANSWER_SECONDS = 300.0
 SHAPE = "(2,1024,16,8,64):float16:8"
 """Eight layers: an object of 256 tokens has 4 MiB."""
 RUN = "from lmcache.cli.main import main; main()"
-FROZEN = "KVTIER_TEST_FROZEN"
-"""While the file that this variable of the environment names is there, disks do not answer `frozen_adapter`."""
 
 
 def l2_adapter(folder: Path, module: str = "kvtier.integrations.lmcache", **keys: Any) -> str:
@@ -38,8 +38,8 @@ def l2_adapter(folder: Path, module: str = "kvtier.integrations.lmcache", **keys
 def environment(folder: Path) -> dict[str, str]:
     """That of LMCache's programs: this tree's kvtier, behind what is in PYTHONPATH already."""
     inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    path = os.pathsep.join([*inherited, str(PROJECT), str(PROJECT / "backends"), str(FOLDER)])
-    own = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", FROZEN: str(folder / "frozen")}
+    path = os.pathsep.join([*inherited, *map(str, (PROJECT, PROJECT / "backends", SUPPORT, FOLDER))])
+    own = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", FROZEN_FILE: str(folder / "frozen")}
     return os.environ | own | {"PYTHONPATH": path}
 
 

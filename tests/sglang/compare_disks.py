@@ -33,7 +33,8 @@ def main() -> None:
     parser.add_argument("--layout", default="page_first")
     options = parser.parse_args()
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-    sys.path[:0] = [str(Path(__file__).parent / "on_cpu"), str(Path(__file__).parent)]
+    folder = Path(__file__).parent
+    sys.path[:0] = map(str, (folder / "on_cpu", folder, folder.parent / "support"))
     warnings.simplefilter("ignore")
     importlib.import_module("cpu_engine")
     support = importlib.import_module("support_controller")

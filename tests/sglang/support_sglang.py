@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support_freezing_disk import FROZEN_FILE
+from support_paths import PROJECT, SUPPORT
 from transformers import LlamaConfig, LlamaForCausalLM
 
 FOLDER = Path(__file__).parent
-PROJECT = FOLDER.parents[1]
 START_SECONDS = 900.0
 ANSWER_SECONDS = 300.0
 PAGE_TOKENS = 16
@@ -137,10 +138,10 @@ def server(model: Path, folder: Path, extra: dict[str, Any] | None, **options: A
         chosen["hicache-storage-backend-extra-config"] = json.dumps(extra)
     arguments = [part for name, value in chosen.items() for part in (f"--{name}", str(value))]
     arguments += [f"--{flag}" for flag in FLAGS]
-    path = os.pathsep.join(map(str, (FOLDER / "on_cpu", PROJECT, PROJECT / "backends")))
+    path = os.pathsep.join(map(str, (FOLDER / "on_cpu", PROJECT, PROJECT / "backends", SUPPORT)))
     environment = os.environ | {"PYTHONPATH": path, "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
     environment |= {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder / "file"), "OMP_NUM_THREADS": "1"}
-    environment["KVTIER_TEST_FROZEN"] = str(folder / FROZEN)
+    environment[FROZEN_FILE] = str(folder / FROZEN)
     if "tp-size" in options:  # a processor for each rank
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(options["tp-size"])))
     log = folder / f"server-{port}.log"

@@ -7,7 +7,6 @@ CUDA, no memory is kept free for the system, and torch copies pages where SGLang
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +14,8 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
+
+from support_freezing_disk import FROZEN_FILE, let_freeze
 
 ABSENT = ("torchvision", "sgl_kernel")
 POOLS = "sglang.srt.mem_cache.pool_host"
@@ -106,29 +107,12 @@ def _with_copies(module: Any) -> None:
     module.transfer_kv_per_layer_direct_pf_lf = pages_to_layer
 
 
-def _with_a_disk_that_freezes(module: Any) -> None:
-    """While the file of this name exists, no load or store of the tier `fs` ends."""
-    frozen = os.environ["KVTIER_TEST_FROZEN"]
-
-    def freezing(usual: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        async def move(tier: Any, job: Any) -> Any:
-            # Another process thaws the disk: there is nothing to be woken by.
-            while os.path.exists(frozen):  # noqa: ASYNC110, ASYNC240
-                await asyncio.sleep(0.05)
-            return await usual(tier, job)
-
-        return move
-
-    module.FSBackend.load = freezing(module.FSBackend.load)
-    module.FSBackend.store = freezing(module.FSBackend.store)
-
-
 CHANGES: dict[str, Callable[[Any], None]] = {
     f"{POOLS}.common": _without_registration,
     f"{POOLS}.base": _without_reserve,
     f"{POOLS}.mha": _with_copies,
     f"{POOLS}.mla": _with_copies,
 }
-if "KVTIER_TEST_FROZEN" in os.environ:
-    CHANGES["kvtier_fs.tier"] = _with_a_disk_that_freezes
+if FROZEN_FILE in os.environ:
+    CHANGES["kvtier_fs.tier"] = lambda module: let_freeze(module.FSBackend)
 sys.meta_path[:0] = [_Absent(), _Patched()]
