@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from support_remote_blocks import TWO_SIZES
 from support_servers import frozen, needs_server
 
 from kvtier.testing.conformance.base import ConformanceBase
-from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 from kvtier_remote.mooncake.client_process import ClientProcess
 from kvtier_remote.mooncake.marker_object import MEMORY_BYTES
 from kvtier_remote.mooncake.master_http import MasterHTTP
@@ -170,7 +170,7 @@ def mooncake_pool(folder: Path, store_bytes: int = 512 << 20) -> Iterator[Pool]:
 class PoolBlocks(ConformanceBase):
     """Opens tiers on a pool with the stand-in for the control plane above them."""
 
-    layout = KVLayout((GroupLayout((TensorRef(0, 300 << 10),)), GroupLayout((TensorRef(1, 5000),))))
+    layout = TWO_SIZES
 
     def __init__(self, pool: Pool, **changes: Any) -> None:
         self.pool = pool

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import obstore
 from obstore.store import LocalStore
+from support_remote_blocks import TWO_SIZES
 
 from kvtier.testing.conformance.base import ConformanceBase
-from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 from kvtier_remote.objects.options import ObjectOptions
 from kvtier_remote.objects.tier import ObjectBackend
 from kvtier_remote.objects.transport import ObjectTransport
@@ -100,7 +100,7 @@ def warm_up(store: Any) -> None:
 class Blocks(ConformanceBase):
     """Opens tiers on a bucket with the stand-in for the control plane above them; groups of two sizes."""
 
-    layout: ClassVar[KVLayout] = KVLayout((GroupLayout((TensorRef(0, 300 << 10),)), GroupLayout((TensorRef(1, 5000),))))
+    layout = TWO_SIZES
 
     def __init__(self, bucket: Any, /, **changes: Any) -> None:
         self.bucket = bucket

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import valkey
+from support_remote_blocks import TWO_SIZES
 from support_servers import frozen
 
 from kvtier.temporary_folders import temporary_folder
 from kvtier.testing.conformance.base import ConformanceBase
-from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 from kvtier_remote import ValkeyBackend, ValkeyOptions
 from kvtier_remote.valkey.embedded import START_SECONDS, EmbeddedServer, embedded_server
 
@@ -123,7 +123,7 @@ def warm_up(server: Server) -> None:
 class Blocks(ConformanceBase):
     """Opens tiers on a server with the stand-in for the control plane above them; one split group, one that is not."""
 
-    layout = KVLayout((GroupLayout((TensorRef(0, 300 << 10),)), GroupLayout((TensorRef(1, 5000),))))
+    layout = TWO_SIZES
 
     def __init__(self, server: Server, **changes: Any) -> None:
         self.server = server

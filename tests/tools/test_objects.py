@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 from support_objects import Blocks, Folder, names, read, write
+from support_remote_blocks import NAMES, store_epochs
 from support_tools import refusal
 
-from kvtier.testing.conformance import make_keys
 from kvtier.tier_api.inspection import Access, BlockState
 from kvtier_remote.inspect.store import RemoteInspection
 from kvtier_remote.objects.tier import AzureBackend, GCSBackend, S3Backend
-
-KEYS = [*make_keys(2, 0), *make_keys(3, 1)]
 
 
 @pytest.fixture
 def bucket(tmp_path: Path) -> Folder:
     """A bucket with 5 blocks of an epoch that was ended by a reset, and 5 of the one after."""
     bucket = Folder(tmp_path / "bucket")
-
-    async def work() -> None:
-        async with Blocks(bucket).opened(tmp_path) as driver:
-            await driver.store(KEYS)
-            await driver.tier.reset(1)
-            driver.epoch = 1
-            await driver.store(KEYS)
-
-    asyncio.run(work())
+    store_epochs(Blocks(bucket), epochs=2)
     return bucket
 
 
@@ -53,7 +42,7 @@ def found(store: RemoteInspection, repair: bool = False) -> list[tuple[str, str,
 def test_blocks_are_listed_by_their_names(bucket: Folder) -> None:
     store = opened(bucket)
     blocks = [block for step in store.blocks() for block in step.blocks]
-    assert {block.key for block in blocks} == {sha256(key).digest()[:20] for key in KEYS}
+    assert {block.key for block in blocks} == {sha256(key).digest()[:20] for key in NAMES}
     assert sorted(block.state for block in blocks) == [BlockState.CURRENT] * 5 + [BlockState.OLD] * 5
     assert {block.epoch for block in blocks if block.state is BlockState.CURRENT} == {1}
     assert all(abs((block.stored_at or 0) - time.time()) < 600 for block in blocks)

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support_mooncake import Pool, PoolBlocks, mooncake_pool
+from support_remote_blocks import LARGE_BYTES, NAMES, SMALL_BYTES, store_epochs
 from support_tools import refusal, tool_json
 
-from kvtier.testing.conformance import make_keys
 from kvtier_remote.mooncake.tier import MooncakeBackend
 
 pytestmark = [pytest.mark.remote, pytest.mark.mooncake]
-NAMES = [*make_keys(2, 0), *make_keys(3, 1)]
-LARGE_BYTES, SMALL_BYTES = 300 << 10, 5000
 
 
 @pytest.fixture(scope="module")
@@ -44,29 +39,13 @@ class YesterdaysBlocks(PoolBlocks):
         return tier
 
 
-def stored(suite: PoolBlocks, tag: str = "", epochs: int = 1, names: Any = NAMES) -> str:
-    """Blocks under each of so many epochs, the last of which is current. The digits of the namespace."""
-    namespace = replace(suite.namespace(), tag=tag)
-
-    async def work() -> None:
-        async with suite.opened(Path(), namespace) as driver:
-            for epoch in range(driver.epoch, driver.epoch + epochs):
-                if epoch:
-                    await driver.tier.reset(epoch)
-                    driver.epoch = epoch
-                assert all(outcome.ok for outcome in (await driver.store(names)).values())
-
-    asyncio.run(work())
-    return namespace.digest()[:8].hex()
-
-
 def address(pool: Pool) -> tuple[str, ...]:
     return f"mooncake://{pool.address}/kvtier", "-o", f"admin={pool.admin}", "-o", "staging=4MiB"
 
 
 def test_blocks_are_listed_by_what_their_names_and_headers_say(pool: Pool) -> None:
     begun = time.time()
-    digits = stored(PoolBlocks(pool))
+    digits = store_epochs(PoolBlocks(pool))
     document = tool_json("ls", *address(pool), "--full")
     assert (document["layout"], document["root"]) == ("mooncake", address(pool)[0])
     assert {block["key"] for block in document["blocks"]} == {sha256(key).hexdigest()[:40] for key in NAMES}
@@ -77,7 +56,7 @@ def test_blocks_are_listed_by_what_their_names_and_headers_say(pool: Pool) -> No
 
 
 def test_usage_is_added_up_and_says_whose_it_is(pool: Pool) -> None:
-    one, two = stored(PoolBlocks(pool), epochs=3), stored(PoolBlocks(pool), tag="two", names=NAMES[:2])
+    one, two = store_epochs(PoolBlocks(pool), epochs=3), store_epochs(PoolBlocks(pool), tag="two", names=NAMES[:2])
     rows = {row["namespace"]: row for row in tool_json("du", *address(pool))["rows"]}
     assert (rows[one]["blocks"], rows[one]["leftover_blocks"], rows[one]["epoch"]) == (5, 10, 2)
     assert (rows[two]["blocks"], rows[two]["payload_bytes"]) == (2, 2 * LARGE_BYTES)
@@ -85,7 +64,7 @@ def test_usage_is_added_up_and_says_whose_it_is(pool: Pool) -> None:
 
 
 def test_old_epochs_and_whole_namespaces_are_dropped_and_nothing_else(pool: Pool) -> None:
-    one, two = stored(PoolBlocks(pool), epochs=2), stored(PoolBlocks(pool), tag="two")
+    one, two = store_epochs(PoolBlocks(pool), epochs=2), store_epochs(PoolBlocks(pool), tag="two")
     assert tool_json("gc", *address(pool), "--old", "--dry-run")["dropped"][0]["blocks"] == 5
     assert len(pool.names("kvtier:b:")) == 15
     assert tool_json("gc", *address(pool), "--old")["dropped"][0]["blocks"] == 5
@@ -96,8 +75,8 @@ def test_old_epochs_and_whole_namespaces_are_dropped_and_nothing_else(pool: Pool
 
 
 def test_blocks_older_than_an_age_are_dropped(pool: Pool) -> None:
-    stored(YesterdaysBlocks(pool), names=NAMES[:2])
-    stored(PoolBlocks(pool), names=NAMES[2:])
+    store_epochs(YesterdaysBlocks(pool), names=NAMES[:2])
+    store_epochs(PoolBlocks(pool), names=NAMES[2:])
     for age, blocks in (("2d", 0), ("20h", 2), ("20h", 0)):
         dropped = tool_json("gc", *address(pool), "--older-than", age)["dropped"]
         assert sum(row["blocks"] for row in dropped) == blocks
@@ -105,7 +84,7 @@ def test_blocks_older_than_an_age_are_dropped(pool: Pool) -> None:
 
 
 def test_damage_is_found_and_removed(pool: Pool) -> None:
-    stored(PoolBlocks(pool))
+    store_epochs(PoolBlocks(pool))
     assert tool_json("fsck", *address(pool))["whole"] == 5
     first, second, *_ = pool.names("kvtier:b:")
     value = bytearray(pool.read(first))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support_remote_blocks import LARGE_BYTES, NAMES, SMALL_BYTES, store_epochs
 from support_tools import found, refusal, tool, tool_json
 from support_valkey import Blocks, Server, valkey_cluster, valkey_server
 
@@ -19,10 +20,6 @@ from kvtier.testing.conformance import make_keys
 from kvtier.tier_api.inspection import Access, BlockState
 from kvtier_remote import ValkeyBackend
 from kvtier_remote.valkey.listing import ValkeyListing
-
-LARGE, SMALL = 0, 1
-NAMES = [*make_keys(2, LARGE), *make_keys(3, SMALL)]
-LARGE_BYTES, SMALL_BYTES = 300 << 10, 5000
 
 
 @pytest.fixture(scope="module")
@@ -37,21 +34,9 @@ def server(shared: Server) -> Server:
     return shared
 
 
-def stored(server: Server, tag: str = "", epochs: int = 1, names: Any = NAMES) -> str:
-    """Blocks under each of so many epochs, the last of which is current. The digits of the namespace."""
-    suite = Blocks(server)
-    namespace = replace(suite.namespace(), tag=tag)
-
-    async def work() -> None:
-        async with suite.opened(Path(), namespace) as driver:
-            for epoch in range(driver.epoch, driver.epoch + epochs):
-                if epoch:
-                    await driver.tier.reset(epoch)
-                    driver.epoch = epoch
-                assert all(outcome.ok for outcome in (await driver.store(names)).values())
-
-    asyncio.run(work())
-    return namespace.digest()[:8].hex()
+def stored(server: Server, **what: Any) -> str:
+    """Blocks on a server. The digits of their namespace."""
+    return store_epochs(Blocks(server), **what)
 
 
 def address(server: Server, prefix: str = "kvtier") -> tuple[str, ...]:
@@ -221,7 +206,7 @@ def test_all_primaries_of_a_cluster_are_listed(tmp_path: Path) -> None:
 
         async def work() -> None:
             async with suite.opened(tmp_path) as driver:
-                await driver.store([*make_keys(6, LARGE), *make_keys(6, SMALL)])
+                await driver.store([*make_keys(6, 0), *make_keys(6, 1)])
 
         asyncio.run(work())
         assert all(server.names("*:b:*") for server in servers)
@@ -290,8 +275,7 @@ def test_a_bad_address_is_one_line_that_repeats_no_secret(arguments: tuple[str, 
 
 
 def test_blocks_older_than_an_age_are_dropped(server: Server) -> None:
-    old = BlocksOfYesterday(server)
-    asyncio.run(old.store(NAMES[:2]))
+    store_epochs(BlocksOfYesterday(server), names=NAMES[:2])
     stored(server, names=NAMES[2:])
     for age, blocks in (("2d", 0), ("20h", 2), ("20h", 0)):
         dropped = tool_json("gc", *address(server), "--older-than", age)["dropped"]
@@ -304,10 +288,6 @@ class BlocksOfYesterday(Blocks):
 
     def make(self, place: Path) -> ValkeyBackend:
         return ValkeyBackend(self.server.options(), lambda: time.time_ns() - 86400 * 10**9)
-
-    async def store(self, names: Any) -> None:
-        async with self.opened(Path()) as driver:
-            assert all(outcome.ok for outcome in (await driver.store(names)).values())
 
 
 def test_a_server_that_ends_meanwhile_is_one_line() -> None:
