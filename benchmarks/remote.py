@@ -20,7 +20,7 @@ import click
 
 from benchmarks.options import JSON_FILE
 from benchmarks.remote_clients import Bare, Client, LMCache, RedisBenchmark, Setup, ValkeyTier
-from benchmarks.remote_passes import measure, show
+from benchmarks.remote_passes import finish, measure
 from benchmarks.report import ABSENT, Report, versions
 from kvtier.options import parse_size
 from kvtier.temporary_folders import temporary_folder
@@ -71,9 +71,7 @@ def main(
             setup = Setup(server.address, size, max(1, nbytes // size), connections)
             report.results += measure(setup, kinds, repetitions)
         report.write(json_file)
-    report.verified = True
-    show(report)
-    report.end(json_file)
+    finish(report, json_file)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import xxhash
 
 from benchmarks.options import JSON_FILE
 from benchmarks.remote_clients import PATIENT, Client, Setup, Tier
-from benchmarks.remote_passes import measure, show
+from benchmarks.remote_passes import finish, measure
 from benchmarks.report import ABSENT, Report, versions
 from kvtier.options import parse_size
 from kvtier_remote.backend import RemoteBackend
@@ -206,9 +206,7 @@ def main(sizes: str, total: str, repetitions: int, lmcache: Path | None, quick: 
             setup = Setup(MeasuredBucket(ceph), size, max(1, nbytes // size), REQUESTS)
             report.results += measure(setup, kinds, repetitions)
             report.write(json_file)
-    report.verified = True
-    show(report)
-    report.end(json_file)
+    finish(report, json_file)
 
 
 if __name__ == "__main__":

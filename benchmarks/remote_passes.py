@@ -109,8 +109,9 @@ def lookups(setup: Setup, clients: list[Client], repetitions: int) -> list[Row]:
     return [shared | figures | loaded | {"ratio": median(beside) / median(alone)}]
 
 
-def show(report: Report) -> None:
-    """Print the tables."""
+def finish(report: Report, json_file: Path | None) -> None:
+    """Every pass was compared: print the tables and the report's end, and write the record if a file is named."""
+    report.verified = True
     names = ("size_kib", "what", "client", "gib_per_second", "cpu_seconds_per_gib", "cpu_ratio", "speed_ratio")
     moved = [row for row in report.results if "all" in row]
     table(
@@ -124,3 +125,4 @@ def show(report: Report) -> None:
         ("KiB", "p50 ms", "p99 ms", "p50 ms beside loads", "p99 ms beside loads", "ratio of the medians"),
         [[row[name] for name in names] for row in report.results if "all" not in row],
     )
+    report.end(json_file)

@@ -20,7 +20,7 @@ import click
 from benchmarks.options import JSON_FILE
 from benchmarks.remote_clients import PATIENT, Client, Setup, Tier
 from benchmarks.remote_objects import SUPPORT
-from benchmarks.remote_passes import measure, show
+from benchmarks.remote_passes import finish, measure
 from benchmarks.report import Report, versions
 from kvtier.options import parse_size
 from kvtier_remote.backend import RemoteBackend
@@ -113,9 +113,7 @@ def main(sizes: str, total: str, repetitions: int, quick: bool, json_file: Path 
             setup = Setup(pool, size, max(1, nbytes // size), 2)
             report.results += measure(setup, kinds, repetitions)
         report.write(json_file)
-    report.verified = True
-    show(report)
-    report.end(json_file)
+    finish(report, json_file)
 
 
 if __name__ == "__main__":
