@@ -1,114 +1,17 @@
-"""What `policy: reuse` promises: every block in order once, no pinned block, prefixes kept whole, learned returns."""
+"""What `policy: reuse` promises of blocks: every block in order once, no pinned block, prefixes kept whole."""
+
+from __future__ import annotations
 
 import random
-from heapq import heappop, heappush
 
 import pytest
+from support_reuse import Tier, chat, prompt
 
-from kvtier.control.policies import RequestModels, Reuse, make_policy
 from kvtier.control.policies.announced_blocks import AnnouncedBlocks
 from kvtier.control.policies.prediction.classes import LEFT
-from kvtier.control.policies.prediction.model import ReuseModel
 from kvtier.control.policies.prediction.segments import NONE, Segments
 from kvtier.errors import IntegrityError
-from kvtier.types.keys import GroupIndex, OffloadKey, RequestId, make_key
-from kvtier.types.requests import RequestUse
-
-
-class Tier:
-    """A tier of `num_slots` slots around the policy, as the control plane drives it."""
-
-    def __init__(self, num_slots: int, models: RequestModels | None = None) -> None:
-        self.keys: list[OffloadKey | None] = [None] * num_slots
-        self.models = models or RequestModels()
-        policy = make_policy("reuse", num_slots, self.keys, self.models)
-        assert isinstance(policy, Reuse)
-        self.policy = policy
-        self.model = self.models.of(ReuseModel)
-        self.slots: dict[OffloadKey, int] = {}
-        self.free = list(range(num_slots))
-        self.pins = bytearray(num_slots)
-        self.requests = 0
-
-    def begin(self, keys: list[OffloadKey], time: float) -> int:
-        """A request begins; returns the blocks of its prefix that are here."""
-        self.requests += 1
-        slots = [self.slots.get(key, -1) for key in keys]
-        use = RequestUse(RequestId(str(self.requests)), time, keys, GroupIndex(0), slots.count(-1))
-        self.model.advance(time)
-        self.model.begin_request(use)
-        self.policy.begin_request(use, slots)
-        return slots.index(-1) if -1 in slots else len(slots)
-
-    def extend(self, keys: list[OffloadKey]) -> None:
-        """The last request goes on."""
-        slots = [self.slots.get(key, -1) for key in keys]
-        self.model.extend_request(RequestId(str(self.requests)), GroupIndex(0), keys)
-        self.policy.extend_request(RequestId(str(self.requests)), GroupIndex(0), keys, slots)
-
-    def end(self, output_tokens: int | None = None) -> None:
-        """The last request ends."""
-        self.policy.end_request(RequestId(str(self.requests)), output_tokens)
-
-    def store(self, keys: list[OffloadKey], bypass: bool = True) -> None:
-        """Place those of the keys that are not here, as far as they are worth it and there is room."""
-        missing = [key for key in keys if key not in self.slots]
-        need = len(missing) - len(self.free)
-        if need > 0 and bypass:
-            out = set(self.policy.bypass(missing, need, self.pins))
-            missing = [key for index, key in enumerate(missing) if index not in out]
-        self.policy.admit(missing[::-1])
-        need = len(missing) - len(self.free)
-        if need > 0:
-            victims = self.policy.evict(need, self.pins)
-            if victims is None:
-                return
-            self.free_slots(victims)
-        slots = [self.free.pop() for _ in missing]
-        for slot, key in zip(slots, missing, strict=True):
-            self.keys[slot], self.slots[key] = key, slot
-        self.policy.insert(slots[::-1])
-
-    def free_slots(self, slots: list[int]) -> None:
-        for slot in slots:
-            key = self.keys[slot]
-            assert key is not None
-            assert not self.pins[slot]
-            del self.slots[key]
-            self.keys[slot] = None
-        self.free += slots
-
-    def serve(self, keys: list[OffloadKey], time: float, output_tokens: int = 50) -> int:
-        hits = self.begin(keys, time)
-        self.store(keys)
-        self.end(output_tokens)
-        return hits
-
-    def check(self) -> None:
-        order = list(self.policy.coldest())
-        assert len(order) == len(set(order))
-        assert set(order) == set(self.slots.values())
-        segments = self.policy._tree.segments
-        held = [seg for seg in range(segments.used) if segments.held[seg]]
-        assert sum(segments.held[seg] for seg in held) + self.policy._tree.num_untracked == len(self.slots)
-        kids = [0] * segments.capacity
-        for seg in held:
-            if segments.parent[seg] >= 0:
-                kids[segments.parent[seg]] += 1
-        assert kids == segments.kids.tolist()
-        for seg in held:
-            assert segments.held[seg] <= segments.length[seg]
-            places = [self.policy._tree.position[slot] for slot in self.policy._tree.slots_of(seg)]
-            assert places == sorted(set(places), reverse=True)
-
-
-def prompt(*numbers: int) -> list[OffloadKey]:
-    """Keys whose n-th names the first n numbers."""
-    return [make_key(repr(numbers[: size + 1]).encode(), 0) for size in range(len(numbers))]
-
-
-def chat(session: int, blocks: int) -> list[OffloadKey]:
-    return [make_key(f"{session}:{block}".encode(), 0) for block in range(blocks)]
+from kvtier.types.keys import OffloadKey, make_key
 
 
 def test_the_end_of_the_oldest_prompt_goes_first() -> None:
@@ -254,9 +157,7 @@ def test_what_a_tier_recovered_goes_first_and_is_known_once_used() -> None:
 
 
 @pytest.mark.parametrize("num_slots", [1, 3, 40, 150])
-def test_every_block_stays_in_order_whatever_happens(num_slots: int) -> None:
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
+def test_every_block_stays_in_order_whatever_happens(num_slots: int, seed: int) -> None:
     rng = random.Random(seed)
     tier, time = Tier(num_slots), 0.0
     for step in range(600):
@@ -285,10 +186,8 @@ def test_every_block_stays_in_order_whatever_happens(num_slots: int) -> None:
 
 
 @pytest.mark.parametrize("num_slots", [40, 200])
-def test_blocks_that_come_late_and_in_any_order_stay_at_their_places(num_slots: int) -> None:
+def test_blocks_that_come_late_and_in_any_order_stay_at_their_places(num_slots: int, seed: int) -> None:
     """A lower tier gets them in small jobs, long after their request, when segments have had the ids of others."""
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
     rng = random.Random(seed)
     tier, time, waiting = Tier(num_slots), 0.0, list[list[OffloadKey]]()
     for step in range(600):
@@ -361,16 +260,12 @@ def test_blocks_are_known_by_their_keys_alone_long_after_they_were_announced() -
     segments = Segments(400, 1 << 20)
     known = AnnouncedBlocks(64, segments)
     prompts = [chat(session, 20) for session in range(400)]
-    for prompt in prompts:
+    for keys in prompts:
         known.make_room()
-        known.add(segments.add(NONE, 0, prompt), 0, prompt)
-    for number, prompt in enumerate(prompts[-200:], 200):
-        assert known.find(prompt[5:]) == [(0, 15, number, 5)]
-        assert known.find([prompt[3], *prompt[5:7], prompt[4]]) == [
-            (0, 1, number, 3),
-            (1, 3, number, 5),
-            (3, 4, number, 4),
-        ]
+        known.add(segments.add(NONE, 0, keys), 0, keys)
+    for number, keys in enumerate(prompts[-200:], 200):
+        assert known.find(keys[5:]) == [(0, 15, number, 5)]
+        assert known.find([keys[3], *keys[5:7], keys[4]]) == [(0, 1, number, 3), (1, 3, number, 5), (3, 4, number, 4)]
     assert known.find(prompts[0]) == [(0, 20, NONE, NONE)]
     segments.cut(399, prompts[399][:3])
     segments.drop(398)
@@ -381,108 +276,3 @@ def test_blocks_are_known_by_their_keys_alone_long_after_they_were_announced() -
         (40, 60, NONE, NONE),
     ]
     assert len(known) <= known.latest_max + known.older_max
-
-
-def rates(tier: Tier, seed: int) -> tuple[float, float]:
-    """Hit rates of prompts that come back after a minute, and never, among each other, in the second half."""
-    rng, due, time = random.Random(seed), list[tuple[float, list[OffloadKey]]](), 0.0
-    hits = asked = 0
-    for number in range(1500):
-        time += 2.0
-        while due and due[0][0] <= time:
-            at, keys = due.pop(0)
-            found = tier.serve(keys, at)
-            hits, asked = (hits + found, asked + len(keys)) if number > 700 else (0, 0)
-        stays = rng.random() < 0.3
-        keys = chat(number, 5 if stays else 20)
-        tier.serve(keys, time)
-        if stays:
-            due.append((time + 90.0, keys))
-    return hits, asked
-
-
-def chats(named: bool) -> float:
-    """The share of blocks that are hits in chats of up to 12 turns, 4 blocks of input and 8 of output each."""
-    rng, tier, due, time = random.Random(1), Tier(600), list[tuple[float, int, int, int]](), 0.0
-    for session in range(700):
-        time += rng.expovariate(1 / 3)
-        heappush(due, (time, session, 0, 1 if rng.random() < 0.6 else rng.randrange(2, 12)))
-    hits = asked = 0
-    while due:
-        time, session, turn, turns = heappop(due)
-        keys = chat(session, 12 * turn + 16 + 8)
-        hits += tier.begin(keys[:-8], time)
-        asked += len(keys) - 8
-        tier.store(keys[:-8])
-        for key in keys[-8:]:
-            if named:
-                tier.extend([key])
-            tier.store([key])
-        tier.end(128)
-        if turn + 1 < turns:
-            heappush(due, (time + rng.lognormvariate(4.5, 0.7), session, turn + 1, turns))
-    return hits / asked
-
-
-def test_the_output_of_chats_is_kept_better_when_its_blocks_are_named() -> None:
-    assert chats(named=True) > 1.03 * chats(named=False)
-
-
-def test_it_keeps_the_prompts_that_come_back() -> None:
-    """LRU, whose order it starts with, holds 300 blocks for about 40 s here: it hits nothing."""
-    hits, asked = rates(Tier(300), seed=3)
-    assert hits > 0.8 * asked
-
-
-def test_a_restored_model_decides_at_once_as_the_saved_one_did() -> None:
-    tier = Tier(300)
-    rates(tier, seed=3)
-    models = RequestModels()
-    models.of(ReuseModel).restore(tier.model.save())
-    assert models.of(ReuseModel).describe()
-    assert models.of(ReuseModel).save()
-    long, short = chat(9000, 20), chat(9001, 5)
-    fresh, blank = Tier(20, models), Tier(20)
-    for each in (fresh, blank):
-        each.serve(short, 0.0)
-        each.serve(long, 1.0)
-    assert short[4] in fresh.slots
-    assert short[4] not in blank.slots
-
-
-@pytest.mark.parametrize("saved", [b"", b"kvtier reuse 2\nrubbish", b"kvtier reuse 1\n"])
-def test_broken_tables_are_refused(saved: bytes) -> None:
-    with pytest.raises(ValueError):
-        ReuseModel().restore(saved)
-
-
-def test_the_same_calls_end_in_the_same_state() -> None:
-    first, second = Tier(100), Tier(100)
-    rates(first, seed=5)
-    rates(second, seed=5)
-    assert first.model.save() == second.model.save()
-    assert list(first.policy.coldest()) == list(second.policy.coldest())
-
-
-def test_a_tier_that_is_held_back_leaves_the_tables_to_a_smaller_one() -> None:
-    models = RequestModels()
-    small, large = Tier(8, models), Tier(64, models)
-    prompt = [make_key(number.to_bytes(16, "big"), 0) for number in range(4)]
-
-    def returns() -> float:
-        return sum(small.model.tables.ended)
-
-    def serve(time: float, tiers: list[Tier]) -> None:
-        tiers[0].begin(prompt, time)
-        for tier in tiers[1:]:
-            slots = [tier.slots.get(key, -1) for key in prompt]
-            tier.policy.begin_request(RequestUse(RequestId("1"), time, prompt, GroupIndex(0), 0), slots)
-        for tier in tiers:
-            tier.store(prompt)
-
-    for time in (1.0, 2.0, 3.0):
-        serve(time, [small, large])
-    before = returns()
-    for time in (4.0, 5.0, 6.0, 7.0):
-        serve(time, [small])
-    assert returns() > before > 0
