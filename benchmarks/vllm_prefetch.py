@@ -12,7 +12,6 @@ random one.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import multiprocessing
 import os
@@ -20,8 +19,6 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +26,7 @@ import click
 
 from benchmarks.options import JSON_FILE
 from benchmarks.report import OURS, Report, median, paired_ratio, table, versions
+from benchmarks.vllm_processes import fork_processes, slow_loads
 
 BLOCK = 128
 LENGTH = 1400
@@ -49,8 +47,8 @@ class Engine:
         from vllm import LLM
 
         self._load_seconds = multiprocessing.Value("d", 0.0)
-        _slow_loads(self._load_seconds)
-        _fork_processes()
+        slow_loads(lambda: self._load_seconds.value)
+        fork_processes()
         connector = {"spec_name": "KVTierSpec", "spec_module_path": "kvtier.integrations.vllm", "stack": stack}
         self._llm = LLM(
             str(model), enforce_eager=True, dtype="float32", max_model_len=4096, disable_log_stats=False,
@@ -96,29 +94,6 @@ class Engine:
 
     def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
-
-
-def _slow_loads(load_seconds: Synchronized[float]) -> None:
-    from kvtier_fs import FSBackend
-
-    load, one_at_a_time = FSBackend.load, asyncio.Lock()
-
-    async def slow(this: Any, job: Any) -> Any:
-        async with one_at_a_time:
-            result = await load(this, job)
-            await asyncio.sleep(load_seconds.value * job.num_blocks)
-            return result
-
-    FSBackend.load = slow  # type: ignore[assignment, method-assign]
-
-
-def _fork_processes() -> None:
-    """On a CPU vLLM spawns its processes; a forked one has the slow loads."""
-    from vllm.v1.engine import utils
-    from vllm.v1.executor import multiproc_executor
-
-    context: Callable[[], Any] = lambda: multiprocessing.get_context("fork")  # noqa: E731
-    utils.get_mp_context = multiproc_executor.get_mp_context = context
 
 
 def measure(engine: Engine, count: int, load_seconds: float) -> dict[str, list[float]]:

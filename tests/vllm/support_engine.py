@@ -12,7 +12,6 @@ with the LoRA adapter of a folder where `"adapter": "/its/folder"` names one, an
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import time
 import uuid
@@ -29,15 +28,12 @@ from vllm.entrypoints.serve.instrumentator.metrics import attach_router
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import utils
-from vllm.v1.executor import multiproc_executor
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.request import RequestStatus
 
+from benchmarks.vllm_processes import fork_processes, slow_loads
 from kvtier.integrations.digests import ContentDigests, FileState
 from kvtier.integrations.vllm.primary.worker import KVTierWorker
-from kvtier.types.jobs import JobResult, TransferJob
-from kvtier_fs import FSBackend
 
 Hints = Sequence[tuple[str, dict[str, Any]]]
 """Names of hints, and what they say."""
@@ -53,7 +49,7 @@ def main(config: dict[str, Any], questions: Connection) -> None:
     if noted := config.pop("loads_noted", None):
         note_loads(Path(noted))
     if slowness := config.pop("slow_loads", None):
-        slow_loads(Path(slowness))
+        slow_loads(lambda: float(Path(slowness).read_text()))
     if gate := config.pop("digests_after", None):
         wait_with_digests(Path(gate))
     if os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") != "spawn":
@@ -158,23 +154,6 @@ def flip_embedding(worker: Any) -> None:
     weight.data.copy_(weight.data.flip(0))
 
 
-def slow_loads(slowness: Path) -> None:
-    """One load of the disk after another, so many seconds a block."""
-    load = FSBackend.load
-    one_at_a_time = asyncio.Lock()
-
-    async def slow(self: FSBackend, job: TransferJob) -> JobResult:
-        async with one_at_a_time:
-            result = await load(self, job)
-            await asyncio.sleep(seconds() * job.num_blocks)
-            return result
-
-    def seconds() -> float:
-        return float(slowness.read_text())
-
-    FSBackend.load = slow  # type: ignore[method-assign]
-
-
 def note_loads(noted: Path) -> None:
     submit, schedule = KVTierWorker.submit_load, Scheduler.schedule
 
@@ -204,12 +183,3 @@ def wait_with_digests(gate: Path) -> None:
         return read(self, state)
 
     ContentDigests._read = late  # type: ignore[method-assign]
-
-
-def fork_processes() -> None:
-    """Have vLLM fork its processes, as it does where there is a GPU. On a CPU it spawns them, each importing vLLM."""
-
-    def context() -> multiprocessing.context.BaseContext:
-        return multiprocessing.get_context("fork")
-
-    utils.get_mp_context = multiproc_executor.get_mp_context = context
