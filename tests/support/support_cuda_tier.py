@@ -55,6 +55,12 @@ class Stand:
             groups.append(transfer(group, GPURuns.whole(taken, 2), mine, generation))
         return job(*groups, job_id=generation)
 
+    def wipe(self, work: TransferJob) -> None:
+        """Zeros in the blocks of a job."""
+        for group in work.groups:
+            for ref in LAYOUT.groups[group.group].refs:
+                self.worker.tensors[ref.tensor][group.runs.gpu_blocks] = 0
+
     def wanted(self, work: TransferJob) -> np.ndarray:
         """The rows as a job leaves them if the tensors stay as they are."""
         want = self.rows.view.copy()

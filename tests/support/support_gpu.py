@@ -67,6 +67,15 @@ class Worker:
     def bytes(self) -> list[np.ndarray]:
         return [storage.cpu().numpy().copy() for storage in self.storages]
 
+    def holds(self, content: Sequence[np.ndarray]) -> bool:
+        """True if its memory is, byte for byte, what `bytes` gave."""
+        return all((have == wanted).all() for have, wanted in zip(self.bytes(), content, strict=True))
+
+    def fill_from(self, storages: Sequence[torch.Tensor]) -> None:
+        """Overwrite its memory with that of another worker, or with what was kept of its own."""
+        for own, other in zip(self.storages, storages, strict=True):
+            own.copy_(other)
+
 
 def make_worker(
     geometry: Geometry, num_blocks: int, style: str, rng: np.random.Generator, device: str = "cpu"

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support_cuda import ANY_ORDER, IN_STREAM_ORDER, FakeCuda
-from support_cuda_tier import BLOCKS, GEOMETRY, LAYOUT, PAGE, ROWS, Stand, compute, opened, small
+from support_cuda_tier import BLOCKS, GEOMETRY, PAGE, ROWS, Stand, compute, opened, small
 from support_gpu import MmapRows, job, make_worker, naive_copy, transfer
 from support_gpu_cases import NUM_BLOCKS, NUM_ROWS, Case, cases, check_stamps, total
 
@@ -44,8 +44,7 @@ async def both_ways(case: Case, copies: str, urgent: bool) -> None:
     want = rows.view.copy()
     there, back = case.jobs
     back.urgent = urgent
-    for one, other in zip(twin.storages, worker.storages, strict=True):
-        one.copy_(other)
+    twin.fill_from(worker.storages)
     async with opened(device, geometry, worker, rows, index=index, copies=copies) as tier:
         for work, value, to_gpu in ((there, 0x5A, False), (back, 0xC3, True)):
             compute(device, device.default, worker.storages, value)
@@ -58,7 +57,7 @@ async def both_ways(case: Case, copies: str, urgent: bool) -> None:
             assert result.bytes_moved == total(geometry, work)
         device.default.synchronize()
         assert (rows.view == want).all()
-        assert all((have == wanted).all() for have, wanted in zip(worker.bytes(), twin.bytes(), strict=True))
+        assert worker.holds(twin.bytes())
     check_stamps(case, rows, [index])
     del device
     rows.close()
@@ -82,8 +81,7 @@ async def test_a_copy_waits_for_the_work_that_each_stream_was_given_before_it(
         for stream in streams:
             stream.synchronize()
         in_time = bool((stand.rows.view == stand.wanted(work)).all())
-        for storage, before in zip(stand.worker.storages, old, strict=True):
-            storage.copy_(before)
+        stand.worker.fill_from(old)
         assert in_time is not deaf
         assert bool((stand.rows.view == stand.wanted(work)).all()) is deaf
 
@@ -105,11 +103,10 @@ async def test_a_copy_to_the_gpu_ends_before_its_job_does(seed: int) -> None:
     stand.rows.view[:] = stand.random.integers(0, 256, stand.rows.view.shape, dtype=np.uint8)
     async with stand.opened() as tier:
         work, twin = stand.job(1), make_worker(GEOMETRY, BLOCKS, "plain", np.random.default_rng(0))
-        for one, other in zip(twin.storages, stand.worker.storages, strict=True):
-            one.copy_(other)
+        twin.fill_from(stand.worker.storages)
         assert (await tier.store(work)).ok
         naive_copy(GEOMETRY, work, 0, twin.tensors, stand.rows.view, to_gpu=True)
-        assert all((a == b).all() for a, b in zip(stand.worker.bytes(), twin.bytes(), strict=True))
+        assert stand.worker.holds(twin.bytes())
 
 
 async def test_all_pieces_of_a_share_go_in_one_call_and_neighbours_are_one_piece(seed: int) -> None:
@@ -191,9 +188,7 @@ async def test_many_jobs_at_once_are_exact(seed: int) -> None:
                 assert all(result.ok for result in await asyncio.gather(*map(tier.load, jobs)))
                 assert (stand.rows.view == want).all()
                 for work in jobs:
-                    for one in work.groups:
-                        for ref in LAYOUT.groups[one.group].refs:
-                            stand.worker.tensors[ref.tensor][one.runs.gpu_blocks] = 0
+                    stand.wipe(work)
                 calls = (tier.store(replace(work, urgent=number % 2 == 0)) for number, work in enumerate(jobs))
                 assert all(result.ok for result in await asyncio.gather(*calls))
-        assert all((a == b).all() for a, b in zip(stand.worker.bytes(), content, strict=True))
+        assert stand.worker.holds(content)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support_cuda import Costs, FakeCuda
-from support_cuda_tier import BLOCKS, GEOMETRY, LAYOUT, ROWS, Stand, small
+from support_cuda_tier import BLOCKS, GEOMETRY, ROWS, Stand, small
 from support_gpu import job, naive_copy
 from support_stack import until
 
@@ -57,7 +57,7 @@ async def check_partial(stand: Stand, tier: GPUBackend, work: TransferJob, to_gp
         naive_copy(GEOMETRY, kept, 0, stand.worker.tensors, want, to_gpu=False)
         others = [row for row in range(ROWS) if row not in {rows[i] for i in missed}]
         assert (stand.rows.view[others] == want[others]).all()
-        assert all((a == b).all() for a, b in zip(stand.worker.bytes(), before, strict=True))
+        assert stand.worker.holds(before)
     assert (await moved(tier, work, to_gpu)).ok
 
 
@@ -97,7 +97,7 @@ async def test_a_refused_call_of_gathered_pages_fails_the_blocks_of_its_part(to_
             await check_partial(stand, tier, work, to_gpu, {2})
             assert len(stand.device.calls) == 8
             blocks = some_blocks(work, [2]).groups[0].runs.gpu_blocks
-            assert to_gpu or all((a == b).all() for a, b in zip(stand.worker.bytes(), before, strict=True))
+            assert to_gpu or stand.worker.holds(before)
             assert len(blocks) == 2
 
 
@@ -116,11 +116,9 @@ async def test_what_the_driver_refuses_is_copied_singly(
                 want, content = stand.wanted(work), stand.worker.bytes()
                 assert (await tier.load(work)).ok
                 assert (stand.rows.view == want).all()
-                for group in work.groups:
-                    for ref in LAYOUT.groups[group.group].refs:
-                        stand.worker.tensors[ref.tensor][group.runs.gpu_blocks] = 0
+                stand.wipe(work)
                 assert (await tier.store(replace(work, urgent=number == 2))).ok
-                assert all((a == b).all() for a, b in zip(stand.worker.bytes(), content, strict=True))
+                assert stand.worker.holds(content)
             assert tier.copy_errors == 0
     lanes = ["kvtier-to_rows-issue", "kvtier-to_gpu-issue", "kvtier-urgent-issue"]
     refused = "cuMemcpyBatchAsync refused copies (CUDA error 1), which are made singly"
