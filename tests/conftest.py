@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -76,6 +78,14 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> list[FaultyBackend]:
     from support_faulty_tiers import faulty_tiers  # here, because most tests need none of the tiers that it imports
 
     return faulty_tiers(monkeypatch)
+
+
+@pytest.fixture
+def short_folder() -> Iterator[str]:
+    """A folder whose path is short enough for a socket in it."""
+    folder = tempfile.mkdtemp(prefix="kvtier-", dir="/tmp")
+    yield folder
+    shutil.rmtree(folder)
 
 
 @pytest.fixture

@@ -7,15 +7,13 @@ import errno
 import json
 import logging
 import os
-import shutil
 import signal
 import socket
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,11 +46,9 @@ os.read(kept, 1)
 
 
 @pytest.fixture
-def path() -> Iterator[str]:
-    """A path short enough for a socket, in a folder of this test."""
-    folder = tempfile.mkdtemp(prefix="kvtier-", dir="/tmp")
-    yield f"{folder}/s"
-    shutil.rmtree(folder)
+def path(short_folder: str) -> str:
+    """Of a socket."""
+    return f"{short_folder}/s"
 
 
 def parts(path: str, engine: Engine, *lowers: dict[str, object]) -> StackParts:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import http.server
 import json
-import shutil
 import socket
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -73,11 +71,9 @@ def read_page(text: str) -> StackReading:
 
 
 @pytest.fixture
-def path() -> Iterator[str]:
-    """A path short enough for a socket."""
-    folder = tempfile.mkdtemp(prefix="kvtier-", dir="/tmp")
-    yield f"{folder}/s"
-    shutil.rmtree(folder)
+def path(short_folder: str) -> str:
+    """Of a socket."""
+    return f"{short_folder}/s"
 
 
 def top(*arguments: str) -> Result:

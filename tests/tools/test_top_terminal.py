@@ -7,7 +7,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -60,16 +59,8 @@ class Terminal:
 
 
 @pytest.fixture
-def folder() -> Iterator[str]:
-    """A folder whose path is short enough for sockets."""
-    path = tempfile.mkdtemp(prefix="kvtier-", dir="/tmp")
-    yield path
-    shutil.rmtree(path)
-
-
-@pytest.fixture
-def terminal(folder: str) -> Iterator[Terminal]:
-    one = Terminal(folder)
+def terminal(short_folder: str) -> Iterator[Terminal]:
+    one = Terminal(short_folder)
     yield one
     one.end()
 
@@ -79,8 +70,10 @@ def open_stack(path: str, *below: str) -> EngineStack:
 
 
 @pytest.mark.parametrize("where", ["socket", "url"])
-def test_a_disk_has_a_line_beside_the_cpu_tier(folder: str, terminal: Terminal, tmp_path: Path, where: str) -> None:
-    path = f"{folder}/s"
+def test_a_disk_has_a_line_beside_the_cpu_tier(
+    short_folder: str, terminal: Terminal, tmp_path: Path, where: str
+) -> None:
+    path = f"{short_folder}/s"
     with open_stack(path, fs(tmp_path / "root")) as stack, metrics_server(stack.stats, 0) as port:
         address = path if where == "socket" else f"http://127.0.0.1:{port}/metrics"
         terminal.start(f"{shlex.quote(sys.executable)} -c {shlex.quote(TOP)} top {address} --interval 0.05")
@@ -101,8 +94,8 @@ def test_a_disk_has_a_line_beside_the_cpu_tier(folder: str, terminal: Terminal, 
         assert "exit status 0" in terminal.shows(lambda text: "exit status" in text)
 
 
-def test_keys_a_lost_stack_another_width_and_the_end(folder: str, terminal: Terminal) -> None:
-    path = f"{folder}/s"
+def test_keys_a_lost_stack_another_width_and_the_end(short_folder: str, terminal: Terminal) -> None:
+    path = f"{short_folder}/s"
     command = f"{shlex.quote(sys.executable)} -c {shlex.quote(TOP)} top {path} --interval 0.05"
     with open_stack(path):
         terminal.start(command)
@@ -128,8 +121,8 @@ def test_keys_a_lost_stack_another_width_and_the_end(folder: str, terminal: Term
     assert {"icanon", "echo", "isig"} <= set(ended.split())
 
 
-def test_the_terminal_is_as_before_after_ctrl_c(folder: str, terminal: Terminal) -> None:
-    path = f"{folder}/s"
+def test_the_terminal_is_as_before_after_ctrl_c(short_folder: str, terminal: Terminal) -> None:
+    path = f"{short_folder}/s"
     with open_stack(path):
         terminal.start(f"{shlex.quote(sys.executable)} -c {shlex.quote(TOP)} top {path} --interval 0.05")
         terminal.shows(lambda text: "q quit" in text)
@@ -137,4 +130,4 @@ def test_the_terminal_is_as_before_after_ctrl_c(folder: str, terminal: Terminal)
         ended = terminal.shows(lambda text: "exit status" in text and " iexten" in text)
     assert "exit status 130" in ended
     assert {"icanon", "echo", "isig"} <= set(ended.split())
-    assert os.listdir(folder) == ["tmux"]
+    assert os.listdir(short_folder) == ["tmux"]
