@@ -12,7 +12,7 @@ from typing import Any
 from kvtier.temporary_folders import temporary_folder
 
 from ..attack import Attack, Budget, Tally
-from ..remote.objects import ROUND_SHARES, SHARES_IN_A_DAY, bucket, without_ceph
+from ..remote.objects import ROUND_SHARES, SHARES_IN_A_DAY, bucket, with_ceph, without_ceph
 from .remote import held_within_bounds, leaving_nothing, scene_of
 
 SPENT_BYTES = 8 << 20
@@ -27,17 +27,14 @@ LEAST_SHARE = 0.5
 OPEN_SECONDS = 60.0
 
 
-def budgets(budget: Budget) -> Tally:
+def budgets(ceph: Any, budget: Budget) -> Tally:
     """An engine whose budget is spent; then days in a minute each, of processes that are killed and started again."""
-    from support_ceph import ceph_cluster  # to be found inside an attack only
-
     tally, rng = Tally(), random.Random(budget.seed)
-    with ceph_cluster() as ceph:
-        for _ in range(budget.count):
-            with bucket(ceph, SPENT_BYTES // ROUND_SHARES) as server, leaving_nothing(tally, "a budget that is spent"):
-                spent(tally, server, rng.randrange(1 << 30))
-            with bucket(ceph, 0) as server:
-                days(tally, server, rng)
+    for _ in range(budget.count):
+        with bucket(ceph, SPENT_BYTES // ROUND_SHARES) as server, leaving_nothing(tally, "a budget that is spent"):
+            spent(tally, server, rng.randrange(1 << 30))
+        with bucket(ceph, 0) as server:
+            days(tally, server, rng)
     tally.iterations = budget.count
     return tally
 
@@ -115,6 +112,6 @@ ATTACKS = (
         "write budget of s3",
         "over Ceph: an engine whose budget is spent; then days of a minute each in which processes with one state "
         "folder write what they may, are killed and started again: sizes and times of all objects, from outside",
-        1, 20, budgets, minutes=8, missing=without_ceph,
+        1, 20, with_ceph(budgets), minutes=8, missing=without_ceph,
     ),
 )  # fmt: skip

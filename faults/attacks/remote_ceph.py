@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from kvtier_remote.backend import RemoteBackend
 from kvtier_remote.objects import options
 
 from ..attack import Attack, Budget, Tally
-from ..remote.objects import Gateway, bucket, without_ceph
+from ..remote.objects import Gateway, bucket, with_ceph, without_ceph
 from ..remote.server import JOB_SECONDS
 from .remote import BOUND_BYTES, LINKS, STOPS, Fault, Scene, faulty_servers
 from .remote_access import refused
@@ -130,18 +129,6 @@ def certificates(tally: Tally, ceph: Any, budget: Budget) -> None:
 
 
 # ---- the attacks
-
-
-def with_ceph(attack: Callable[[Any, Budget], Tally], objectstore: str = "memstore") -> Callable[[Budget], Tally]:
-    """The attack on a cluster of its own."""
-
-    def run(budget: Budget) -> Tally:
-        from support_ceph import ceph_cluster  # to be found inside an attack only
-
-        with ceph_cluster(objectstore) as ceph:
-            return attack(ceph, budget)
-
-    return run
 
 
 def users(ceph: Any, budget: Budget) -> Tally:

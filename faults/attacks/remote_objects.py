@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from kvtier.temporary_folders import temporary_folder
 from kvtier.testing import ProxyFaults
 
 from ..attack import Attack, Budget, Tally
-from ..remote.objects import bucket, container, without_azurite, without_ceph
+from ..remote.objects import bucket, container, with_ceph, without_azurite, without_ceph
 from .remote import LINKS, STOPS, Fault, faulty_servers, linked
 from .remote_access import forks
 from .remote_values import bytes_on_the_way, hosts_that_reset, wrong_values
@@ -29,20 +25,14 @@ STORMS = {"503 to all": storm("503 Slow Down"), "429 to all": storm("429 Too Man
 FAULTS = STORMS | STOPS | LINKS
 
 
-def gateways(budget: Budget) -> Tally:
+def gateways(ceph: Any, budget: Budget) -> Tally:
     """What is done to a Valkey server and its network, done to the gateway and its."""
-    from support_ceph import ceph_cluster  # to be found inside an attack only
-
-    with ceph_cluster() as ceph:
-        return faulty_servers(budget, partial(bucket, ceph), FAULTS)
+    return faulty_servers(budget, partial(bucket, ceph), FAULTS)
 
 
-def objects(budget: Budget) -> Tally:
+def objects(ceph: Any, budget: Budget) -> Tally:
     """Objects that are wrong in the bucket and on their way, and hosts that reset."""
-    from support_ceph import ceph_cluster
-
-    with ceph_cluster() as ceph:
-        return wrong_objects(budget, partial(bucket, ceph))
+    return wrong_objects(budget, partial(bucket, ceph))
 
 
 def wrong_objects(budget: Budget, start: Any) -> Tally:
@@ -53,32 +43,18 @@ def wrong_objects(budget: Budget, start: Any) -> Tally:
     return tally
 
 
-def forks_over_objects(budget: Budget) -> Tally:
+def forks_over_objects(ceph: Any, budget: Budget) -> Tally:
     """The library's runtime has threads that no child has."""
-    from support_ceph import ceph_cluster
-
-    with ceph_cluster() as ceph:
-        return forks(budget, partial(bucket, ceph))
-
-
-@contextmanager
-def emulator() -> Iterator[Any]:
-    """Azure's emulator, for this attack alone."""
-    from support_azurite import Azurite
-
-    with temporary_folder("kvtier-azure-") as folder:
-        one = Azurite(Path(folder))
-        try:
-            yield one
-        finally:
-            one.stop()
+    return forks(budget, partial(bucket, ceph))
 
 
 def emulators(budget: Budget) -> Tally:
     """What is done to the gateway and its network, done to the emulator and its; then what is wrong in it."""
-    with emulator() as azurite:
-        tally = faulty_servers(budget, partial(container, azurite), FAULTS)
-        tally.add(wrong_objects(replace(budget, count=2 * budget.count), partial(container, azurite)))
+    from support_azurite import azurite  # to be found inside an attack only
+
+    with azurite() as one:
+        tally = faulty_servers(budget, partial(container, one), FAULTS)
+        tally.add(wrong_objects(replace(budget, count=2 * budget.count), partial(container, one)))
         return tally
 
 
@@ -87,17 +63,17 @@ ATTACKS = (
         "s3 gateway",
         "radosgw of a Ceph cluster: 503 or 429 to all by a proxy, then what is done to valkey: kill -9, SIGSTOP, a "
         "bucket that is emptied, bad networks",
-        3, 130, gateways, minutes=5, missing=without_ceph,
+        3, 130, with_ceph(gateways), minutes=5, missing=without_ceph,
     ),
     Attack(
         "objects on s3",
         "over Ceph: values as on valkey, bytes on the way as to valkey, hosts as on valkey (one life for four values)",
-        8, 1000, objects, minutes=5, missing=without_ceph,
+        8, 1000, with_ceph(objects), minutes=5, missing=without_ceph,
     ),
     Attack(
         "fork over s3",
         "as over valkey, over Ceph: the client library has threads of its own",
-        2, 60, forks_over_objects, minutes=5, missing=without_ceph,
+        2, 60, with_ceph(forks_over_objects), minutes=5, missing=without_ceph,
     ),
     Attack(
         "azure emulator",

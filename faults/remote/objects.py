@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from kvtier.temporary_folders import temporary_folder
 from kvtier.testing import TcpProxy
 from kvtier_remote.backend import RemoteBackend
 from kvtier_remote.write_budget import BudgetFile, boot_clock
+
+from ..attack import Budget, Tally
 
 REQUEST_SECONDS = 1.0
 JOB_SECONDS = 3.0
@@ -223,6 +226,18 @@ def container(azurite: Any, bound_bytes: int) -> Iterator[Emulator]:
                 azurite.start()
 
 
+def with_ceph(attack: Callable[[Any, Budget], Tally], objectstore: str = "memstore") -> Callable[[Budget], Tally]:
+    """The attack on a cluster of its own."""
+
+    def run(budget: Budget) -> Tally:
+        from support_ceph import ceph_cluster  # to be found inside an attack only
+
+        with ceph_cluster(objectstore) as ceph:
+            return attack(ceph, budget)
+
+    return run
+
+
 def without_ceph() -> str | None:
     """Why no gateway can be started here, if so."""
     absent = [name for name in ("radosgw", "ceph-mon", "ceph-osd", "openssl") if shutil.which(name) is None]
@@ -231,7 +246,5 @@ def without_ceph() -> str | None:
 
 def without_azurite() -> str | None:
     """Why no emulator can be started here, if so."""
-    import os
-
     found = os.environ.get("KVTIER_AZURITE") or shutil.which("azurite-blob")
     return None if found else "needs Azurite: npm install --ignore-scripts azurite"

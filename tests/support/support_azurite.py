@@ -9,9 +9,7 @@ import base64
 import hashlib
 import hmac
 import os
-import shutil
 import subprocess
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -26,6 +24,7 @@ from typing import Any
 from obstore.store import AzureStore
 from support_servers import frozen, server_program
 
+from kvtier.temporary_folders import temporary_folder
 from kvtier_remote import AzureBackend, AzureOptions
 from kvtier_remote.valkey.embedded import free_ports
 
@@ -130,12 +129,9 @@ class Container:
 @contextmanager
 def azurite() -> Iterator[Azurite]:
     """An emulator that ends with the block."""
-    folder = Path(tempfile.mkdtemp(prefix="kva"))
-    try:
-        one = Azurite(folder)
+    with temporary_folder("kvtier-azure-") as folder:
+        one = Azurite(Path(folder))
         try:
             yield one
         finally:
             one.stop()
-    finally:
-        shutil.rmtree(folder)
