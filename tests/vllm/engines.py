@@ -91,6 +91,11 @@ class Engine:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-60:])
 
 
+def total(told: dict[str, float], name: str, label: str = "") -> float:
+    """The sum of a metric over its labels, of those alone that `label` is part of."""
+    return sum(value for key, value in told.items() if key.startswith(name + "{") and label in key)
+
+
 @cache
 def fork_server() -> ForkServerContext:
     """Makes processes that have imported vLLM. That takes 12 s of CPU, and an engine has three processes."""

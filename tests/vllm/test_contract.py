@@ -26,13 +26,6 @@ from kvtier_remote.valkey.transport import ValkeyTransport
 pytestmark = pytest.mark.engine
 
 
-@pytest.fixture
-def root(tmp_path):
-    folder = tmp_path / "root"
-    folder.mkdir(mode=0o700)
-    return folder
-
-
 def words(rng: random.Random, prefixes: int = 3) -> list[int]:
     """A prompt of 3 to 8 chunks that begins as one of a few others do."""
     return [rng.randrange(prefixes)] * 3 + [rng.randrange(1000) for _ in range(rng.randrange(6))]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
 from fake_engine import FakeEngine, Request, offloading_config, stack
 from support_cuda import FakeCuda, FakeStream
+from support_logs import said_by_vllm
+from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvtier.integrations.vllm.primary import worker
 from kvtier.options import TierOptions
@@ -43,32 +43,19 @@ class EngineOnDevice(FakeEngine):
         self.device.enqueue(self.stream, partial(super()._write, request))
 
 
-class Said(logging.Handler):
-    """What the logger says that vLLM shows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    @contextmanager
-    def by_vllm(self, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-        vllm = logging.getLogger("vllm")
-        vllm.addHandler(self)
-        try:
-            with caplog.at_level(logging.INFO, "vllm"):
-                yield
-        finally:
-            vllm.removeHandler(self)
+def streams_of_vllm(monkeypatch: pytest.MonkeyPatch, device: FakeCuda) -> FakeStream:
+    """Have gpu tiers and engines use the device; the stream on which engines compute."""
+    GPUOnDevice.device = EngineOnDevice.device = device
+    EngineOnDevice.stream = device.new_stream(False, reluctant=True)
+    monkeypatch.setattr(worker, "discover", lambda: {"gpu": GPUOnDevice})
+    return EngineOnDevice.stream
 
 
-@pytest.fixture
-def root(tmp_path):
-    folder = tmp_path / "root"
-    folder.mkdir(mode=0o700)
-    return folder
+def copying(root: Path, copies: str, world_size: int = 1) -> OffloadingConfig:
+    """Of a stack that copies in this way."""
+    described = stack(root, 24, row_bytes=world_size * 4096)
+    described["tiers"].insert(0, {"type": "gpu", "cuda_copies": copies})
+    return offloading_config(described, world_size=world_size)
 
 
 @pytest.mark.parametrize("deaf", [False, True])
@@ -79,15 +66,9 @@ def test_what_is_stored_and_loaded_is_what_vllms_stream_computed(
 ):
     """On a device whose streams wait for none, bytes are wrong: the thread that copies has another current stream."""
     device = FakeCuda(seed, deaf=deaf)
-    GPUOnDevice.device = EngineOnDevice.device = device
-    EngineOnDevice.stream = stream = device.new_stream(False, reluctant=True)
-    monkeypatch.setattr(worker, "discover", lambda: {"gpu": GPUOnDevice})
-    described = stack(root, 24, row_bytes=world_size * 4096)
-    described["tiers"].insert(0, {"type": "gpu", "cuda_copies": copies})
-    config = offloading_config(described, world_size=world_size)
-    said = Said()
-    with device.entered(stream), said.by_vllm(caplog), EngineOnDevice(config, seed) as engine:
-        lines = [line for line in said.lines if "copies between GPU blocks" in line]
+    stream, config = streams_of_vllm(monkeypatch, device), copying(root, copies, world_size)
+    with device.entered(stream), said_by_vllm(caplog) as said, EngineOnDevice(config, seed) as engine:
+        lines = [line for line in said if "copies between GPU blocks" in line]
         assert lines == [
             f"worker {rank} copies between GPU blocks and rows: cuda:0, 2 streams, pinned rows; "
             f"to_rows by {copies}; to_gpu by {copies}"
@@ -105,12 +86,8 @@ def test_what_is_stored_and_loaded_is_what_vllms_stream_computed(
 def test_a_driver_that_refuses_copies_does_not_end_the_engine(root, seed, monkeypatch):
     """vLLM ends on a load that fails, and asks for it only once."""
     device = FakeCuda(seed)
-    GPUOnDevice.device = EngineOnDevice.device = device
-    EngineOnDevice.stream = stream = device.new_stream(False, reluctant=True)
-    monkeypatch.setattr(worker, "discover", lambda: {"gpu": GPUOnDevice})
-    described = stack(root, 24, row_bytes=4096)
-    described["tiers"].insert(0, {"type": "gpu", "cuda_copies": "batch"})
-    with device.entered(stream), EngineOnDevice(offloading_config(described), seed) as engine:
+    stream = streams_of_vllm(monkeypatch, device)
+    with device.entered(stream), EngineOnDevice(copying(root, "batch"), seed) as engine:
         device.faults.refuse = lambda call: True
         for _ in range(6):
             engine.add([engine.random.randint(0, 1) for _ in range(engine.random.randint(1, 6))])

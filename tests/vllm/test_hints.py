@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engines import BLOCK, SEED, Engine, block_bytes, engine, prompts, stack
+from engines import BLOCK, SEED, Engine, block_bytes, engine, prompts, stack, total
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 ROWS = 48
@@ -20,7 +20,7 @@ def whole(prompt: list[int]) -> int:
 
 
 def figure(vllm: Engine, name: str, label: str = "") -> float:
-    return sum(value for key, value in vllm.metrics().items() if key.startswith(name + "{") and label in key)
+    return total(vllm.metrics(), name, label)
 
 
 def flood(vllm: Engine) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 
 import pytest
-from engines import BLOCK, SEED, Engine, engine, prompts, stack
+from engines import BLOCK, SEED, Engine, engine, prompts, stack, total
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 ROWS = 64
-COUNTER = "kvtier_computed_sooner_blocks_total{"
 
 
 def cached(vllm: Engine, asked: list[list[int]]) -> list[int]:
@@ -22,7 +21,7 @@ def cached(vllm: Engine, asked: list[list[int]]) -> list[int]:
 
 
 def counted(vllm: Engine) -> float:
-    return sum(value for name, value in vllm.metrics().items() if name.startswith(COUNTER))
+    return total(vllm.metrics(), "kvtier_computed_sooner_blocks_total")
 
 
 def test_the_speed_of_the_engine_is_measured(models, plain, root, tmp_path):

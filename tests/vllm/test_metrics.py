@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import re
 
 import pytest
 from engines import SEED, engine, prompts, stack
 from fake_engine import FakeEngine, offloading_config
 from fake_engine import stack as small_stack
+from support_logs import said_by_vllm
 from support_pages import PROMETHEUS_2, PROMETHEUS_3, samples
 
 from kvtier.metrics import DEFINITIONS
@@ -39,23 +39,11 @@ def test_figures_are_read_once_more_when_there_is_nothing_to_do(root, seed, monk
 
 
 def test_what_operators_must_know_is_said_by_a_logger_that_vllm_shows(root, seed, caplog):
-    caplog.set_level(logging.INFO, "vllm")
-    heard: list[str] = []
-
-    class Heard(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            heard.append(record.getMessage())
-
-    handler = Heard()
-    logging.getLogger("vllm").addHandler(handler)
-    try:
-        with FakeEngine(offloading_config(small_stack(root, 50)), seed) as vllm:
-            vllm.add([1, 2, 3])
-            vllm.run()
-            vllm.manager.reset_cache()
-    finally:
-        logging.getLogger("vllm").removeHandler(handler)
-    assert [line.split()[:2] for line in heard if line.startswith("event=")] == [
+    with said_by_vllm(caplog) as said, FakeEngine(offloading_config(small_stack(root, 50)), seed) as vllm:
+        vllm.add([1, 2, 3])
+        vllm.run()
+        vllm.manager.reset_cache()
+    assert [line.split()[:2] for line in said if line.startswith("event=")] == [
         ["event=tier_open", "tier=cpu"],
         ["event=tier_open", "tier=fs"],
         ["event=reset", "epoch=1"],

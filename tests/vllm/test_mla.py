@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import SEED, block_bytes, engine, make_model, prompts, stack
+from engines import SEED, block_bytes, engine, make_model, prompts, stack, total
 
 pytestmark = [
     pytest.mark.engine,
@@ -43,10 +43,6 @@ def test_one_copy_for_two_workers_gives_what_vllms_own_cache_gives(deepseek, roo
     assert (from_cpu.tokens, from_cpu.cached) == (cached.tokens, cached.cached)
     assert (from_disk.tokens, from_disk.cached) == (cached.tokens, cached.cached)
     assert sum(cached.cached) > 2 * sum(cold.cached)
-    blocks, kept = (_of_the_cpu_tier(told, f"kvtier_{name}_total") for name in ("stored_blocks", "store_bytes"))
+    blocks, kept = (total(told, f"kvtier_{name}_total", "tier=cpu") for name in ("stored_blocks", "store_bytes"))
     assert blocks > 20
     assert kept == blocks * block_bytes("deepseek"), "one copy, not one for each worker"
-
-
-def _of_the_cpu_tier(told: dict[str, float], name: str) -> float:
-    return sum(value for found, value in told.items() if found.startswith(name + "{") and "tier=cpu" in found)

@@ -19,13 +19,6 @@ from kvtier.integrations.vllm.primary.model_weights import EngineWeights, Verdic
 pytestmark = pytest.mark.engine
 
 
-@pytest.fixture
-def root(tmp_path) -> Path:
-    folder = tmp_path / "root"
-    folder.mkdir(mode=0o700)
-    return folder
-
-
 def engine(root: Path, seed: int, **changes: Any) -> FakeEngine:
     row_bytes = 4096 * changes.get("world_size", 1)
     return FakeEngine(offloading_config(stack(root, 100, row_bytes=row_bytes), **changes), seed, num_blocks=256)

@@ -33,13 +33,6 @@ pytestmark = pytest.mark.engine
 UNTESTED = ["0.31.0", "0.34.0", "0.330.0", "1.33.0", "0.33.0rc1", "0.33.1.dev5+g1a2b3c4", "dev", ""]
 
 
-@pytest.fixture
-def root(tmp_path):
-    folder = tmp_path / "root"
-    folder.mkdir(mode=0o700)
-    return folder
-
-
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.33.0", "0.33.0+cpu", "0.33.1.post1+cu130"])
 def test_a_tested_release_is_served_in_every_build(root, monkeypatch, caplog, version):
     monkeypatch.setattr(vllm, "__version__", version)

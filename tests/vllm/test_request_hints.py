@@ -22,13 +22,6 @@ ROWS = 40
 AGENT = list(range(1000, 1008))
 
 
-@pytest.fixture
-def root(tmp_path):
-    folder = tmp_path / "root"
-    folder.mkdir(mode=0o700)
-    return folder
-
-
 def hinted(name: str, **payload: Any) -> KvHintsEnvelope:
     """One action of vLLM's envelope."""
     return KvHintsEnvelope("1", "message", [KvHintAction("0", f"kvtier.{name}", "1", payload)])

@@ -18,13 +18,6 @@ CPU, STORAGE = "CPU", "STORAGE"
 PROMPT = [5, 6, 7, 8]
 
 
-@pytest.fixture
-def root(tmp_path):
-    folder = tmp_path / "root"
-    folder.mkdir(mode=0o700)
-    return folder
-
-
 def config(root: Any, rows: int, *, factor: int = 1, **fs: Any) -> Any:
     described = stack(root, rows, row_bytes=4096 * factor, **fs)
     return offloading_config(described, factor=factor, extra={"self_describing_kv_events": True})

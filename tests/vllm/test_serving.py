@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from engines import BLOCK, KINDS, SEED, engine, prompts, secondary, stack
+from engines import BLOCK, KINDS, SEED, engine, prompts, secondary, stack, total
 from support_valkey import valkey_server
 
 from faults.machine.belongings import private_regions
@@ -125,9 +125,7 @@ def test_a_disk_below_vllms_own_cpu_tier_gives_the_same_tokens(models, plain, ro
     assert together.tokens == plain["llama"].tokens
     for answers in (one_by_one, again):
         assert [answer.tokens[0] for answer in answers] == plain["llama"].tokens
-    loaded = sum(
-        value for name, value in figures.items() if name.startswith("kvtier_loaded_blocks_total{") and tier in name
-    )
+    loaded = total(figures, "kvtier_loaded_blocks_total", tier)
     assert loaded > 20, "the CPU tier holds 40 blocks, the prompts need three times as many"
     print(tier, [sum(a.cached[0] for a in answers) for answers in (one_by_one, again)], "of", everything, loaded)
     assert sum(answer.cached[0] for answer in again) > 0.95 * everything

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engines import BLOCK, SEED, Engine, engine, prompts, stack
+from engines import BLOCK, SEED, Engine, engine, prompts, stack, total
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 TOKENS = 8
@@ -63,7 +63,7 @@ def test_beside_another_connector_the_tokens_are_the_same(models, long_plain, ro
     }
     with engine(models["llama"], tmp_path, kv_transfer_config=both) as vllm:
         answers = through(vllm)
-        loaded = sum(value for name, value in vllm.metrics().items() if name.startswith("kvtier_loaded_blocks_total{"))
+        loaded = total(vllm.metrics(), "kvtier_loaded_blocks_total")
     print([sum(answer.cached) for answer in answers], loaded, len(list((tmp_path / "theirs").iterdir())))
     assert all(answer.tokens == long_plain for answer in answers)
     assert list((tmp_path / "theirs").iterdir())
