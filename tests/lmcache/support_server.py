@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,8 @@ from typing import Any
 
 from support_freezing_disk import FROZEN_FILE
 from support_paths import PROJECT, SUPPORT
+
+from kvtier_remote.valkey.embedded import free_ports
 
 FOLDER = Path(__file__).parent
 START_SECONDS = 300.0
@@ -58,7 +59,7 @@ class Server:
 
     def __init__(self, folder: Path, adapter: str) -> None:
         self._folder = folder
-        self._rpc, self._http, metrics = (_free_port() for _ in range(3))
+        self._rpc, self._http, metrics = free_ports(3)
         options = {
             "supported-transfer-mode": "auto", "port": self._rpc, "http-port": self._http, "prometheus-port": metrics,
             "l1-size-gb": 1, "eviction-policy": "LRU", "l2-adapter": adapter,
@@ -138,10 +139,3 @@ def server(folder: Path, adapter: str) -> Iterator[Server]:
 
 def _flags(options: dict[str, Any]) -> list[str]:
     return [part for name, value in options.items() for part in (f"--{name}", str(value))]
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-    return port

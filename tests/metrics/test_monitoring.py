@@ -14,19 +14,10 @@ from typing import Any
 import pytest
 import yaml
 from support_programs import needs
-from support_prometheus import (
-    MONITORING,
-    Prometheus,
-    alerts,
-    expressions,
-    filled_in,
-    free_port,
-    panels,
-    prometheus,
-    rules,
-)
+from support_prometheus import MONITORING, Prometheus, alerts, expressions, filled_in, panels, prometheus, rules
 
 from kvtier.metrics import DEFINITIONS
+from kvtier_remote.valkey.embedded import free_ports
 
 NAME = re.compile(r"kvtier_[a-z_]+")
 KNOWN = {definition.name for definition in DEFINITIONS}
@@ -95,7 +86,7 @@ def test_each_alert_fires_when_it_should_and_not_before(request: pytest.FixtureR
 def watched(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Prometheus]:
     """A Prometheus that scrapes a replay every second and has the alert rules."""
     needs(request, "prometheus", "prometheus")
-    metrics = free_port()
+    (metrics,) = free_ports(1)
     command = [sys.executable, "-c", "from kvtier.cli import main; main()", "replay", "--requests", "1000000"]
     with (tmp_path / "replay.log").open("w") as log:
         replay = subprocess.Popen([*command, "--metrics-port", str(metrics)], stdout=log, stderr=log)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,8 @@ import torch
 from support_freezing_disk import FROZEN_FILE
 from support_paths import PROJECT, SUPPORT
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvtier_remote.valkey.embedded import free_ports
 
 FOLDER = Path(__file__).parent
 START_SECONDS = 900.0
@@ -127,7 +128,7 @@ class Server:
 @contextmanager
 def server(model: Path, folder: Path, extra: dict[str, Any] | None, **options: Any) -> Iterator[Server]:
     """A server whose storage backend has these keys, `file` of SGLang when `extra` is None; it is ended at the end."""
-    port = _free_port()
+    (port,) = free_ports(1)
     chosen = {**OPTIONS, "model-path": model, "port": port, "host": "127.0.0.1", **options}
     if extra is None:
         chosen["hicache-storage-backend"] = "file"
@@ -176,10 +177,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(60)
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-    return port

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support_prometheus import free_port
+
+from kvtier_remote.valkey.embedded import free_ports
 
 START_SECONDS = 60.0
 COMES_SECONDS = 60.0
@@ -94,7 +95,7 @@ def until(condition: Callable[[], bool], found: Callable[[], str], seconds: floa
 @contextmanager
 def dynamo_indexer(python: str, folder: Path, block_size: int) -> Iterator[DynamoIndexer]:
     """An indexer that hears nobody yet. It listens on every address of the machine, on a port that was free."""
-    port = free_port()
+    (port,) = free_ports(1)
     log = folder / "indexer.log"
     with log.open("w") as output:
         process = subprocess.Popen(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import socket
 import subprocess
 import time
 import urllib.parse
@@ -16,6 +15,8 @@ from typing import Any
 
 import yaml
 from support_paths import PROJECT
+
+from kvtier_remote.valkey.embedded import free_ports
 
 MONITORING = PROJECT / "examples" / "monitoring"
 START_SECONDS = 60.0
@@ -60,14 +61,6 @@ def hastened(document: Mapping[str, Any], for_seconds: int) -> dict[str, Any]:
     for rule in alerts(short):
         rule["for"] = f"{for_seconds}s"
     return short
-
-
-def free_port() -> int:
-    """A port of 127.0.0.1 that was free just now."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
 
 
 class Prometheus:
@@ -124,7 +117,7 @@ def prometheus(
         "scrape_configs": jobs,
     }
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    port = free_port()
+    (port,) = free_ports(1)
     command = ["prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{port}"], stdout=log, stderr=log)

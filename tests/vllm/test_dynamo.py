@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from engines import BLOCK, VOCABULARY, Engine, engine, make_model, stack
 from support_dynamo import Block, DynamoIndexer, dynamo_indexer, dynamo_python, until
-from support_prometheus import free_port
+
+from kvtier_remote.valkey.embedded import free_ports
 
 pytestmark = [pytest.mark.router, pytest.mark.timeout(3600)]  # each step of an engine has a deadline of its own
 
@@ -72,7 +73,7 @@ def heard(
     indexer: DynamoIndexer, worker: int, model: Path, folder: Path, described: dict[str, Any], chunk: int = 1
 ) -> Iterator[Watched]:
     """An engine whose events the indexer hears: it knows the last of some prompts that were served to find out."""
-    port = free_port()
+    (port,) = free_ports(1)
     events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port}", "topic": ""}
     connector = {"self_describing_kv_events": True, "blocks_per_chunk": chunk}
     with engine(model, folder, described, connector=connector, kv_events_config=events) as vllm:
