@@ -17,6 +17,7 @@ from support_programs import asked_for
 from support_servers import REQUIRED
 
 if TYPE_CHECKING:
+    from support_azurite import Azurite
     from support_ceph import Ceph
 
     from kvtier.testing.faults import FaultyBackend
@@ -68,6 +69,15 @@ def ceph() -> Iterator[Ceph]:
     from support_ceph import ceph_cluster  # here, because it imports the library of object stores
 
     with ceph_cluster() as one:
+        yield one
+
+
+@pytest.fixture(scope="session")
+def azurite() -> Iterator[Azurite]:
+    """Azure's emulator for this process, which a test may freeze."""
+    import support_azurite  # here, because it imports the library of object stores
+
+    with support_azurite.azurite() as one:
         yield one
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support_azurite import Container, azurite
+from support_azurite import Azurite, Container
 from support_ceph import Bucket, Ceph
 from support_objects import Folder, damage, warm_up
 
@@ -39,6 +38,7 @@ class ServiceTests(LoadStoreTests):
 
     def start(self, bucket: Bucket | Container) -> None:
         self.bucket = bucket
+        warm_up(bucket.store)
         self.prefixes: dict[Path, str] = {}
 
     def prefix(self, place: Path) -> str:
@@ -58,15 +58,6 @@ class TestCephGateway(ServiceTests):
     @pytest.fixture(autouse=True)
     def _on(self, ceph: Ceph) -> None:
         self.start(Bucket(ceph, rule=""))
-        warm_up(self.bucket.store)
-
-
-@pytest.fixture(scope="module")
-def container() -> Iterator[Container]:
-    with azurite() as one:
-        made = Container(one)
-        warm_up(made.store)
-        yield made
 
 
 @pytest.mark.remote
@@ -75,5 +66,5 @@ class TestAzurite(ServiceTests):
     """Azure's emulator."""
 
     @pytest.fixture(autouse=True)
-    def _on(self, container: Container) -> None:
-        self.start(Container(container.azurite))
+    def _on(self, azurite: Azurite) -> None:
+        self.start(Container(azurite))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support_azurite import KEY, Azurite, Container, azurite
+from support_azurite import KEY, Azurite, Container
 from support_checks import check_refuses, checked, open_refuses, private_file
 from support_objects import Blocks, names
 
@@ -17,12 +16,6 @@ from kvtier_remote.objects import options
 
 pytestmark = [pytest.mark.remote, pytest.mark.azure]
 NAMES = [*make_keys(2, 0), *make_keys(2, 1)]
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[Azurite]:
-    with azurite() as one:
-        yield one
 
 
 REFUSALS: dict[str, tuple[str, dict[str, object], str, int]] = {
@@ -38,36 +31,36 @@ REFUSALS: dict[str, tuple[str, dict[str, object], str, int]] = {
 without a probe ends."""
 
 
-def refused(service: Azurite, folder: Path, kind: str) -> tuple[Container, dict[str, object]]:
+def refused(azurite: Azurite, folder: Path, kind: str) -> tuple[Container, dict[str, object]]:
     secret, changes, _, _ = REFUSALS[kind]
     keys = {"account_key_file": private_file(folder / "key", secret)}
-    return Container(service), {"credentials": keys} | changes
+    return Container(azurite), {"credentials": keys} | changes
 
 
 @pytest.mark.parametrize("kind", REFUSALS)
-async def test_what_keeps_a_tier_from_opening_is_one_line_with_its_key(service, tmp_path, kind):
-    container, changes = refused(service, tmp_path, kind)
+async def test_what_keeps_a_tier_from_opening_is_one_line_with_its_key(azurite, tmp_path, kind):
+    container, changes = refused(azurite, tmp_path, kind)
     secret, _, key, _ = REFUSALS[kind]
     assert secret not in await open_refuses(Blocks(container, **changes), tmp_path, key)
     assert names(container.store) == []
 
 
 @pytest.mark.parametrize("kind", REFUSALS)
-def test_a_check_ends_with_2_and_that_line(service, tmp_path, kind):
-    container, changes = refused(service, tmp_path, kind)
+def test_a_check_ends_with_2_and_that_line(azurite, tmp_path, kind):
+    container, changes = refused(azurite, tmp_path, kind)
     secret, _, key, unprobed = REFUSALS[kind]
     assert secret not in check_refuses(tmp_path, container.options(**changes), key, unprobed=unprobed)
     assert names(container.store) == []
 
 
-def test_a_right_key_passes_the_check_which_leaves_nothing(service, tmp_path):
-    container = Container(service)
+def test_a_right_key_passes_the_check_which_leaves_nothing(azurite, tmp_path):
+    container = Container(azurite)
     assert checked(tmp_path, container.options()).exit_code == 0
     assert names(container.store) == []
 
 
-async def test_an_old_block_is_copied_onto_itself(service, tmp_path):
-    container = Container(service)
+async def test_an_old_block_is_copied_onto_itself(azurite, tmp_path):
+    container = Container(azurite)
     suite, later = Blocks(container, expire_days=3, renew=True), Blocks(container, expire_days=3, renew=True)
     later.wall_ns = lambda: time.time_ns() + 2 * 86_400 * 10**9
     async with suite.opened(tmp_path) as driver:
@@ -79,11 +72,11 @@ async def test_an_old_block_is_copied_onto_itself(service, tmp_path):
         assert all(outcome.ok for outcome in (await driver.load(NAMES)).values())
 
 
-async def test_a_key_in_a_file_is_read_again_while_the_tier_is_open(service, tmp_path, monkeypatch):
+async def test_a_key_in_a_file_is_read_again_while_the_tier_is_open(azurite, tmp_path, monkeypatch):
     monkeypatch.setattr(options, "RENEW_SECONDS", 0.2)
     file = tmp_path / "key"
     keys = {"account_key_file": private_file(file, KEY)}
-    async with Blocks(Container(service), credentials=keys).opened(tmp_path) as driver:
+    async with Blocks(Container(azurite), credentials=keys).opened(tmp_path) as driver:
         assert all(outcome.ok for outcome in (await driver.store(NAMES)).values())
         for key, errors in (("AAAA" + KEY[4:], {errno.EACCES}), (KEY, {0})):
             file.write_text(key)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import obstore
 import pytest
-from support_azurite import Azurite, Container, azurite
+from support_azurite import Azurite, Container
 from support_ceph import Bucket, Ceph
 from support_objects import Folder, LocalTransport, names
 
@@ -88,20 +87,14 @@ class TestCephGateway(ServiceTransportTests):
         return self.bucket.ceph.frozen()
 
 
-@pytest.fixture(scope="module")
-def emulator() -> Iterator[Azurite]:
-    with azurite() as one:
-        yield one
-
-
 @pytest.mark.remote
 @pytest.mark.azure
 class TestAzurite(ServiceTransportTests):
     """Azure."""
 
     @pytest.fixture(autouse=True)
-    def _in(self, emulator: Azurite) -> None:
-        self.bucket = Container(emulator)
+    def _in(self, azurite: Azurite) -> None:
+        self.bucket = Container(azurite)
 
     def frozen(self) -> AbstractContextManager[None]:
         return self.bucket.azurite.frozen()
