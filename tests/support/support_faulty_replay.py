@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtier.config import parse_stack, stack_parts
+from kvtier.config import stack_parts
 from kvtier.config.model import StackConfig
 from kvtier.replay.run import Replay
 from kvtier.replay.setup import ReplayOptions
@@ -68,7 +68,6 @@ def watched_replay(folder: Path, requests: int) -> WatchedReplay:
     """The replay of a chat, and its run."""
     stack = folder / "stack.yaml"
     stack.write_text(STACK.format(root=folder / "root"))
-    parse_stack(stack.read_text())
     options = ReplayOptions(stack=stack, workload="chat", requests=requests, block_bytes=16 << 10, gpu_blocks=448)
     timeline = Timeline(time.monotonic, "real")
     report = asyncio.run(Replay(options, faulty_stack).run(timeline=timeline))

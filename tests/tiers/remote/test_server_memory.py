@@ -27,7 +27,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 async def test_large_blocks_take_at_most_a_fiftieth_more_than_their_payload(server, tmp_path: Path, kib: int) -> None:
     class Sized(Blocks):
         layout = KVLayout((GroupLayout((TensorRef(0, kib << 10),)),))
-        rows = BLOCKS
+        num_rows = BLOCKS
 
     server.client.flushall()
     async with Sized(server).opened(tmp_path) as driver:
