@@ -105,9 +105,10 @@ class KVTierL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         """Begin to store objects. The task succeeds if each of them is stored, now or before."""
         task = next(self._task_ids)
         sizes = [int(each.get_size()) for each in objects]
-        wanted = self._wanted(keys, sizes)
-        with self._lock:
-            self._row_sizes.update((_row(keys[each.at]), each.size) for each in wanted)
+        wanted = self._wanted(keys, _digests(keys), sizes)
+        if self._shared_tier:
+            with self._lock:
+                self._row_sizes.update((_row(keys[each.at]), each.size) for each in wanted)
         end = partial(self._end_store, task, keys, wanted)
         self._move(JobKind.STORE, wanted, objects, end)
         return task
@@ -139,8 +140,9 @@ class KVTierL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         The tier is asked for one piece of each, so that it counts objects: an owned one has the others too.
         """
         task = next(self._task_ids)
-        wanted = self._wanted(keys, self._known_sizes(keys, group_layout_descs))
-        unknown = {object_digest(key) for key in keys}.difference(each.digest for each in wanted)
+        digests = _digests(keys)
+        wanted = self._wanted(keys, digests, self._known_sizes(keys, digests, group_layout_descs))
+        unknown = set(digests).difference(each.digest for each in wanted)
         asked = [each.keys[-1] for each in wanted] + [absent_key(digest) for digest in unknown]
         end = partial(self._end_lookup, task, keys, wanted)
         self._tier.find(asked, self._options.lookup_timeout_seconds, end)
@@ -173,9 +175,10 @@ class KVTierL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         """Begin to load objects. An object is loaded with exactly the bytes that were stored, or it is not loaded."""
         task = next(self._task_ids)
-        known = self._known_sizes(keys, {})
+        digests = _digests(keys)
+        known = self._known_sizes(keys, digests, {})
         sizes = [self._size_to_load(size, each) for size, each in zip(known, objects, strict=True)]
-        wanted = self._wanted(keys, sizes)
+        wanted = self._wanted(keys, digests, sizes)
         self._move(JobKind.LOAD, wanted, objects, partial(self._end_load, task, keys, wanted))
         return task
 
@@ -205,17 +208,18 @@ class KVTierL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     # -- objects and their blocks --------------------------------------------------------------------------------
 
-    def _wanted(self, keys: Sequence[ObjectKey], sizes: Sequence[int]) -> list[_Wanted]:
+    def _wanted(self, keys: Sequence[ObjectKey], digests: Sequence[bytes], sizes: Sequence[int]) -> list[_Wanted]:
         """The objects of a call whose size is known, in the order of their prefix."""
         wanted = []
         for at in prefix_order(keys):
             if 0 < sizes[at] <= self._sizes.largest_object:
-                digest = object_digest(keys[at])
-                pieces = piece_keys(digest, sizes[at], self._sizes.cut(sizes[at]))
-                wanted.append(_Wanted(at, digest, sizes[at], pieces[::-1]))
+                pieces = piece_keys(digests[at], sizes[at], self._sizes.cut(sizes[at]))
+                wanted.append(_Wanted(at, digests[at], sizes[at], pieces[::-1]))
         return wanted
 
-    def _known_sizes(self, keys: Sequence[ObjectKey], layouts: Mapping[int, MemoryLayoutDesc]) -> list[int]:
+    def _known_sizes(
+        self, keys: Sequence[ObjectKey], digests: Sequence[bytes], layouts: Mapping[int, MemoryLayoutDesc]
+    ) -> list[int]:
         """The sizes of objects; 0 for those that are not here, or whose size nothing says.
 
         What is stored in an owned tier says its size. In a shared one objects of one model, rank and group have the
@@ -223,7 +227,7 @@ class KVTierL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         """
         if not self._shared_tier:
             with self._lock:
-                return [self._index.size(object_digest(key)) or 0 for key in keys]
+                return [self._index.size(digest) or 0 for digest in digests]
         of_layout = {
             group: total_bytes(layout.shapes, (dtype.itemsize for dtype in layout.dtypes)) if layout.shapes else 0
             for group, layout in layouts.items()
@@ -233,7 +237,9 @@ class KVTierL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     def _piece_keys(self, keys: Sequence[ObjectKey]) -> list[OffloadKey]:
         """The keys of the pieces of those objects that are here."""
-        return [key for each in self._wanted(keys, self._known_sizes(keys, {})) for key in each.keys]
+        digests = _digests(keys)
+        wanted = self._wanted(keys, digests, self._known_sizes(keys, digests, {}))
+        return [key for each in wanted for key in each.keys]
 
     def _move(
         self,
@@ -353,6 +359,11 @@ class KVTierL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._tier.close()
         for event in (self._store_event, self._lookup_event, self._load_event):
             event.close()
+
+
+def _digests(keys: Sequence[ObjectKey]) -> list[bytes]:
+    """What identifies the objects of a call; hashed once for all of its steps."""
+    return list(map(object_digest, keys))
 
 
 def _row(key: ObjectKey) -> tuple[str, int, int]:
