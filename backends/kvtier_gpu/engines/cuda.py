@@ -11,8 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 
@@ -106,20 +105,15 @@ class _CopyStream:
 
     def _issue_all(self) -> None:
         try:
-            with self._entered():
+            with self._device.entered(self._stream):
                 _take_each(self._requests, self._issue)
         except Exception:
-            _log.exception("the device could not be entered, and is entered for each plan")
+            _log.exception("the device could not be entered or left, and is entered for each plan that follows")
             _take_each(self._requests, self._enter_and_issue)
-
-    @contextmanager
-    def _entered(self) -> Iterator[None]:
-        with self._device.entered(self._stream):
-            yield
 
     def _enter_and_issue(self, copy: _Copy | None) -> None:
         try:
-            with self._entered():
+            with self._device.entered(self._stream):
                 self._issue(copy)
         except Exception as refusal:
             if copy is not None:
@@ -175,9 +169,10 @@ def _take_each(copies: SimpleQueue[_Copy | None], step: Callable[[_Copy | None],
                 held = True
                 tries = 0
             step(copy)
-            held = False
             if copy is None:
+                copies.put(None)  # in case this thread has to come again
                 return
+            held = False
             copy = None
         except Exception:
             tries += 1

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
 
@@ -16,17 +17,21 @@ WAIT_SECONDS = 20.0
 
 class Device:
     """A device, its stream, its events and what issues copies, all of which are done at once. `refused`: it cannot be
-    entered."""
+    entered. `stays`: it cannot be left."""
 
-    def __init__(self, refused: bool = False) -> None:
+    def __init__(self, refused: bool = False, stays: bool = False) -> None:
         self.refused = refused
+        self.stays = stays
         self.waits = 0
         self.driver_error = 0
 
-    def entered(self, stream: Any) -> Any:
+    @contextmanager
+    def entered(self, stream: Any) -> Iterator[None]:
         if self.refused:
             raise RuntimeError("the device is gone")
-        return nullcontext()
+        yield
+        if self.stays:
+            raise RuntimeError("the device is gone")
 
     def new_event(self, blocking: bool) -> Any:
         return self
@@ -65,7 +70,7 @@ def copied(device: Device, fault: PlaceFault, plans: int = 3) -> list[CopyFailur
 
 def test_every_plan_ends_wherever_memory_runs_out() -> None:
     """Once at the first visit of each line of the threads' functions."""
-    threads = ("_issue_all", "_entered", "_issue", "_copy", "_wait_all", "_wait", "_take_each")
+    threads = ("_issue_all", "_issue", "_copy", "_wait_all", "_wait", "_take_each")
     seen = PlaceFault([cuda.__file__])
     assert copied(Device(), seen) == [None] * 3
     places = [place for place in seen.places if place[1].rpartition(".")[2] in threads]
@@ -81,3 +86,8 @@ def test_every_plan_ends_wherever_memory_runs_out() -> None:
 def test_a_device_that_cannot_be_entered_ends_every_plan_with_that() -> None:
     said = copied(Device(refused=True), PlaceFault([]))
     assert [str(one.error) for one in said if one is not None] == ["the device is gone"] * 3
+
+
+def test_threads_end_although_a_device_cannot_be_left() -> None:
+    """As one that fails between the last plan and the end; `stop` would call the threads stuck."""
+    assert copied(Device(stays=True), PlaceFault([])) == [None] * 3
