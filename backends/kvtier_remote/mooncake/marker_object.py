@@ -62,20 +62,24 @@ def raise_marker(connection: ClientProcess, name: str, marker: Marker) -> Marker
 
 def read_marker(connection: ClientProcess, name: str) -> Marker | None:
     """The marker as its claims leave it; nothing is written. Raises OSError."""
-    state = _read(connection, name)
-    while state is not None and (claimed := _read(connection, f"{name}.{state.id}")) is not None:
-        state = claimed
+    _, state = _followed(connection, name)
     return None if state is None else state.marker
 
 
 def _current(connection: ClientProcess, name: str) -> State | None:
     """The state that no claim follows. It is in the marker then."""
-    first = state = _read(connection, name)
+    held, state = _followed(connection, name)
+    if held is not None and state is not None and state is not held:
+        _replace(connection, name, held, state)
+    return state
+
+
+def _followed(connection: ClientProcess, name: str) -> tuple[State | None, State | None]:
+    """The state in the marker, and the one that its claims lead to."""
+    held = state = _read(connection, name)
     while state is not None and (claimed := _read(connection, f"{name}.{state.id}")) is not None:
         state = claimed
-    if first is not None and state is not None and state is not first:
-        _replace(connection, name, first, state)
-    return state
+    return held, state
 
 
 def _read(connection: ClientProcess, name: str) -> State | None:
