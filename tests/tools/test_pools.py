@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 from hashlib import sha256
@@ -103,3 +104,10 @@ def test_without_the_masters_http_port_there_is_no_list(pool: Pool) -> None:
     assert "admin: a pool is listed by its master's HTTP port" in refusal("ls", where)
     assert "does not answer" in refusal("ls", where, "-o", "admin=127.0.0.1:1")
     assert "no HTTP port of a Mooncake master" in refusal("ls", where, "-o", f"admin={pool.address}")
+
+
+def test_a_masters_http_port_that_is_silent_is_said_to_be(pool: Pool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        admin = f"admin=127.0.0.1:{silent.getsockname()[1]}"
+        line = refusal("ls", f"mooncake://{pool.address}/kvtier", "-o", admin, "-o", "request_timeout_seconds=2")
+    assert "the pool does not answer (timed out)" in line

@@ -54,7 +54,7 @@ class MooncakeListing:
         try:
             return request()
         except OSError as error:
-            raise RootError(self._address, f"the pool does not answer ({error.strerror})") from None
+            raise RootError(self._address, f"the pool does not answer ({error.strerror or error})") from None
 
     def _listed(self, prefix: str) -> Iterator[list[str]]:
         """All names that begin so, some at a time."""
