@@ -23,7 +23,7 @@ from kvtier.integrations.vllm.model_modules import root_modules
 from kvtier.integrations.vllm.primary.model_weights import WorkerWeights
 from kvtier.integrations.vllm.primary.wire import RowsSpec, copy_job
 from kvtier.integrations.vllm.settings import EnginePlan, worker_layout
-from kvtier.stack.assembly import resolve_alignment
+from kvtier.stack.assembly import fenced_copiers, resolve_alignment
 from kvtier.tier_api.contract import FencesCopies, HasWords, JoinsRows, Rows, TierContext
 from kvtier.tier_api.registry import discover
 from kvtier.types.geometry import Geometry, KVLayout
@@ -64,6 +64,7 @@ class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
         self._running: dict[int, Future[TransferResult]] = {}
         self._tiers = build_tiers(plan.stack)
         self._gpu = discover().get(plan.gpu.type)(plan.gpu)
+        self._fenced: Sequence[FencesCopies] = ()
         self._one_process = beside_scheduler(plan)
         refs = [[(ref.tensor_idx, ref.page_size_bytes) for ref in group] for group in kv_caches.group_data_refs]
         layout = worker_layout(plan.namespace.layout, refs)
@@ -96,6 +97,7 @@ class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
         rows = await cpu.join(context, note)
         geometry = replace(nominal, layout=layout)
         opened = await self._gpu.open(replace(context, name="gpu", geometry=geometry, kv_caches=tensors, rows=rows))
+        self._fenced = fenced_copiers([self._gpu])
         _log.info("worker %d copies between GPU blocks and rows: %s", rank, opened.mode)
         for note in opened.notes:
             _log.warning("tier gpu: %s", note)
@@ -113,8 +115,8 @@ class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
         return self._begin(copy_job(job_id, JobKind.STORE, src_spec, dst_spec, self._factor, urgent=expedited))
 
     def _begin(self, job: TransferJob) -> bool:
-        if isinstance(self._gpu, FencesCopies):
-            self._gpu.fence()  # this thread's stream is vLLM's own; the thread that copies has another one
+        for copier in self._fenced:
+            copier.fence()  # this thread's stream is vLLM's own; the thread that copies has another one
         self._running[job.job_id] = self._thread.start(partial(self._copy, job.job_id, job)).ended
         return True
 
