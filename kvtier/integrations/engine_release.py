@@ -15,6 +15,18 @@ UNTESTED_KEY = "allow_untested_engine"
 _log = logging.getLogger(__name__)
 
 
+def lacking(module: object, needed: Mapping[str, Sequence[str]]) -> list[str]:
+    """What a module does not have of the classes that are needed, and of their members."""
+    names = []
+    for name, members in needed.items():
+        found = getattr(module, name, None)
+        if found is None:
+            names.append(name)
+        else:
+            names += [f"{name}.{member}" for member in members if not hasattr(found, member)]
+    return names
+
+
 @dataclass(frozen=True)
 class EngineRelease:
     """The releases of one engine: its name for people, its distribution, the integration, and what was tested.
@@ -36,15 +48,10 @@ class EngineRelease:
             module = importlib.import_module(self.module)
         except ImportError as error:
             raise ConfigError(f"{self.integration} needs {self.supported}; {self._installed()}: {error}") from error
-        lacking = [name for name in self.needed if not hasattr(module, name)]
-        for name in set(self.needed) - set(lacking):
-            lacking += [
-                f"{name}.{member}" for member in self.needed[name] if not hasattr(getattr(module, name), member)
-            ]
-        if lacking:
+        if names := lacking(module, self.needed):
             raise ConfigError(
                 f"{self.integration} needs {self.supported}; {self._installed()} has another storage interface: "
-                f"it lacks {', '.join(sorted(lacking))}"
+                f"it lacks {', '.join(sorted(names))}"
             )
 
     def require_tested(self, allowed: bool) -> None:

@@ -5,15 +5,13 @@ import importlib.metadata
 import inspect
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from types import ModuleType
+from collections.abc import Mapping
 from typing import Any
 
 from kvtier.errors import ConfigError
+from kvtier.integrations.engine_release import UNTESTED_KEY, lacking
 
 SUPPORTED = "vLLM 0.32 or 0.33"
-UNTESTED_KEY = "allow_untested_engine"
-"""A key of `kv_connector_extra_config`, read by `KVTierSpec` and by the secondary tiers."""
 _TESTED_RELEASE = re.compile(r"0\.(32|33)(\.\d+)*(\.post\d+)?(\+.*)?")
 """Releases and their builds; neither candidates nor a state between two releases."""
 _BASE = "vllm.v1.kv_offload.base"
@@ -41,15 +39,15 @@ def require_supported() -> None:
         modules = {name: importlib.import_module(name) for name in _NEEDED}
     except ImportError as error:
         raise ConfigError(f"kvtier.integrations.vllm needs {SUPPORTED}; {_installed()}: {error}") from error
-    lacking = [name for module, classes in _NEEDED.items() for name in _lacking(modules[module], classes)]
-    if not lacking:
+    names = [name for module, classes in _NEEDED.items() for name in lacking(modules[module], classes)]
+    if not names:
         lookup = modules[_BASE].OffloadingManager.lookup
         if list(inspect.signature(lookup).parameters)[1:] != ["key", "req_context"]:
-            lacking.append("OffloadingManager.lookup(key, req_context)")
-    if lacking:
+            names.append("OffloadingManager.lookup(key, req_context)")
+    if names:
         raise ConfigError(
             f"kvtier.integrations.vllm needs {SUPPORTED}; {_installed()} has another offloading interface: "
-            f"it lacks {', '.join(lacking)}"
+            f"it lacks {', '.join(names)}"
         )
 
 
@@ -82,14 +80,6 @@ def expedites_loads() -> bool:
     """True if the installed vLLM can wait for a load within the step, as 0.33 does."""
     submit_load = importlib.import_module(_BASE).OffloadingWorker.submit_load
     return "expedited" in inspect.signature(submit_load).parameters
-
-
-def _lacking(module: ModuleType, classes: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    for name, members in classes.items():
-        if not hasattr(module, name):
-            yield name
-        else:
-            yield from (f"{name}.{member}" for member in members if not hasattr(getattr(module, name), member))
 
 
 def _installed() -> str:

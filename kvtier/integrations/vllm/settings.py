@@ -9,7 +9,8 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvtier.config import StackConfig, load_stack, parse_stack
 from kvtier.errors import ConfigError
-from kvtier.integrations.vllm.compat import UNTESTED_KEY, engine_version, expedites_loads
+from kvtier.integrations.engine_release import UNTESTED_KEY
+from kvtier.integrations.vllm.compat import engine_version, expedites_loads
 from kvtier.options import TierOptions
 from kvtier.tier_api.registry import discover
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
