@@ -12,7 +12,7 @@ from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.kv_offload.base import ReqContext
 
 from kvtier.integrations.vllm.compat import LOGGER
-from kvtier.integrations.vllm.primary.request_hints import PARAMETER, RequestHints, request_info
+from kvtier.integrations.vllm.primary.request_hints import ACTIONS_MAX, PARAMETER, RequestHints, request_info
 from kvtier.integrations.vllm.primary.served_requests import ServedRequest
 from kvtier.types.hints import Demote, HintResult, KVHint, Pin, Prefetch, Release, Retain
 from kvtier.types.requests import RequestInfo
@@ -166,6 +166,27 @@ def test_what_cannot_be_read_is_left_out_and_the_log_has_the_first(hints, said, 
     assert not said
     assert hints.unreadable == 2
     assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("wrong", [{"payload": None}, {"payload": []}, {"action_version": 1}])
+def test_an_action_that_cannot_be_read_costs_neither_the_request_nor_the_others(hints, said, wrong):
+    """Within one process vLLM hands an envelope on as its caller made it, of whatever types."""
+    right = {"action_id": "0", "action_type": "kvtier.release", "action_version": "1", "payload": {"session": "s"}}
+    for at in range(3):
+        actions = [right, right]
+        actions.insert(at, right | wrong)
+        envelope = KvHintsEnvelope("1", "message", [KvHintAction(**each) for each in actions])
+        for given in ({"kv_hints": envelope}, {"kv_transfer_params": {PARAMETER: actions}}):
+            said.clear()
+            hints.arrived(context(**given))
+            assert said == [Release("s")] * 2
+        assert hints.unreadable == 2 * (at + 1)
+
+
+def test_a_request_has_so_many_actions_at_most(hints, said):
+    release = {"action_type": "kvtier.release", "payload": {"session": "s"}}
+    hints.arrived(context(kv_hints=hinted("release"), kv_transfer_params={PARAMETER: [release] * 2 * ACTIONS_MAX}))
+    assert said == [Release("r"), *[Release("s")] * (ACTIONS_MAX - 1)]
 
 
 def test_actions_of_other_components_are_theirs(hints, said):

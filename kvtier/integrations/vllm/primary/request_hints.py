@@ -114,24 +114,27 @@ class RequestHints:
                 self._hint(wish.kind(used, wish.seconds, wish.session))
 
     def _actions(self, context: ReqContext) -> Sequence[_Action]:
-        """Those of the envelope and of the parameters, as far as they are kvtier's."""
+        """Those of the envelope and of the parameters, as far as they are kvtier's and can be read."""
         envelope = getattr(context, "kv_hints", None)
         given = (context.kv_transfer_params or {}).get(PARAMETER)
         if envelope is None and given is None:
             return ()
-        found: list[_Action] = []
-        for each in envelope.actions if envelope is not None else ():
-            if each.action_type.startswith(PREFIX):
-                found.append(
-                    _Action(action_type=each.action_type, action_version=each.action_version, payload=each.payload)
-                )
-        try:
-            if given is not None and not isinstance(given, list):
-                raise ValueError(f"{PARAMETER} is a list of actions, not {type(given).__name__}")
-            found += map(_Action.model_validate, (given or ())[:ACTIONS_MAX])
-        except ValueError as error:
-            self._unreadable(error)
-        return found[:ACTIONS_MAX]
+        said: list[Any] = [
+            {"action_type": each.action_type, "action_version": each.action_version, "payload": each.payload}
+            for each in (envelope.actions if envelope is not None else ())
+            if each.action_type.startswith(PREFIX)
+        ]
+        if isinstance(given, list):
+            said += given[:ACTIONS_MAX]
+        elif given is not None:
+            self._unreadable(ValueError(f"{PARAMETER} is a list of actions, not {type(given).__name__}"))
+        found = []
+        for each in said[:ACTIONS_MAX]:
+            try:
+                found.append(_Action.model_validate(each))
+            except ValueError as error:
+                self._unreadable(error)
+        return found
 
     def _unreadable(self, error: ValueError) -> None:
         """Every client can send these, so the log has the first alone."""
