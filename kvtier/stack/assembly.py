@@ -302,12 +302,10 @@ async def _assemble(
     if files is not None:
         await files.restore(parts.settings.identity_seconds)
     dispatcher = Dispatcher(queues, geometry.row_bytes, clock, deliver, _spans(parts, clock))
-    return Assembled(
-        geometry, plane, dispatcher, queues, to_close, fenced_copiers(copiers), joining, _recorder(parts), files
-    )
+    return Assembled(geometry, plane, dispatcher, queues, to_close, to_fence(copiers), joining, _recorder(parts), files)
 
 
-def fenced_copiers(copiers: Sequence[LoadStore]) -> list[FencesCopies]:
+def to_fence(copiers: Sequence[LoadStore]) -> list[FencesCopies]:
     """Those of these open tiers before which each job is to be fenced."""
     return [copier for copier in copiers if isinstance(copier, FencesCopies) and copier.beside_engine]
 

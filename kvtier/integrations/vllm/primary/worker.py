@@ -23,7 +23,7 @@ from kvtier.integrations.vllm.model_modules import root_modules
 from kvtier.integrations.vllm.primary.model_weights import WorkerWeights
 from kvtier.integrations.vllm.primary.wire import RowsSpec, copy_job
 from kvtier.integrations.vllm.settings import EnginePlan, worker_layout
-from kvtier.stack.assembly import fenced_copiers, resolve_alignment
+from kvtier.stack.assembly import resolve_alignment, to_fence
 from kvtier.tier_api.contract import FencesCopies, HasWords, JoinsRows, Rows, TierContext
 from kvtier.tier_api.registry import discover
 from kvtier.types.geometry import Geometry, KVLayout
@@ -97,7 +97,7 @@ class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
         rows = await cpu.join(context, note)
         geometry = replace(nominal, layout=layout)
         opened = await self._gpu.open(replace(context, name="gpu", geometry=geometry, kv_caches=tensors, rows=rows))
-        self._fenced = fenced_copiers([self._gpu])
+        self._fenced = to_fence([self._gpu])
         _log.info("worker %d copies between GPU blocks and rows: %s", rank, opened.mode)
         for note in opened.notes:
             _log.warning("tier gpu: %s", note)
