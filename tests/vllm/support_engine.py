@@ -89,7 +89,7 @@ def main(config: dict[str, Any], questions: Connection) -> None:
         found: dict[str, float] = {}
         for metric in REGISTRY.collect():  # what /metrics shows; get_metrics() shows vLLM's own names alone
             for sample in metric.samples:
-                if sample.name.startswith("kvtier_") or "offload" in sample.name:
+                if sample.name.startswith("kvtier_") or "offload" in sample.name or "preemptions" in sample.name:
                     labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
                     found[f"{sample.name}{{{labels}}}"] = sample.value
         return found
