@@ -282,7 +282,8 @@ class EngineStack(StackCore):
     @property
     def has_pending_work(self) -> bool:
         """True while an engine that idles should go on stepping: jobs are in flight or wait, or something arrived."""
-        return bool(self._results or self._inbox) or not self._opened().plane.idle
+        plane = self._opened().plane  # first: it refuses a child of this stack's process
+        return bool(self._results or self._inbox) or not plane.idle
 
     def reset(self, timeout_seconds: float = 30.0) -> None:
         """New weights: everything stored before is unreachable in every tier when this returns, also after a crash.
