@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support_stack import until
 from support_transformers import (
     bits,
     content,
@@ -24,6 +25,7 @@ from support_transformers import (
     stack,
 )
 
+import kvtier
 from kvtier.integrations.transformers import AsyncPrefixCache, cache_argument
 
 pytestmark = needs_transformers
@@ -324,3 +326,30 @@ async def test_layers_with_a_sliding_window_keep_every_token_and_come_back() -> 
     logits = prefill(model, tokens, restored)
     assert torch.equal(logits, prefill(model, tokens, first_tokens(cache, 96)))
     assert torch.allclose(logits, expected[:, 96:], atol=1e-4)
+
+
+async def test_what_a_session_retains_outlasts_a_flood_and_is_in_the_cpu_tier_before_its_next_turn(
+    tmp_path: Path,
+) -> None:
+    """The others' blocks, 16 of 4 KiB a prompt, are four times the disk."""
+    agent, disk = prompt(100), 1 << 20
+    async with AsyncPrefixCache(stack(tmp_path / "root", cpu="256KiB", capacity=disk), llama()) as prefixes:
+        saved = content(agent, prefixes.kv)
+        assert await prefixes.save(agent, saved) == 96
+        assert prefixes.hint(kvtier.Retain(prefixes.keys(agent), 300.0, "agent")) == kvtier.HintResult(6)
+        for number in range(4 * disk // (16 * 4096) + 1):
+            other = prompt(16 * 16, seed=number + 1)
+            await prefixes.save(other, content(other, prefixes.kv))
+            assert await prefixes.drain(20)
+        flooded = prefixes.stats().tiers
+        assert flooded["fs"].evictions > 0
+        assert flooded["fs"].retained_bytes > 0
+        assert flooded["cpu"].retained_bytes == 0
+
+        assert prefixes.hint(kvtier.Prefetch(session="agent")) == kvtier.HintResult(6)
+        await until(lambda: prefixes.stats().hints.prefetched == 6)
+        restored, count = await prefixes.restore(agent)
+        assert prefixes.stats().tiers["fs"].hits == 0
+        assert prefixes.hint(kvtier.Release("agent")) == kvtier.HintResult(6)
+    assert count == 96
+    assert same_bytes(restored, first_tokens(saved, 96))

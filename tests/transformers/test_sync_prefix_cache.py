@@ -28,6 +28,7 @@ from support_transformers import (
 )
 from support_transformers import stack as stack_of
 
+import kvtier
 from kvtier.aio.loop_thread import LoopThread
 from kvtier.errors import ConfigError, UsageError
 from kvtier.integrations.transformers import PrefixCache
@@ -225,3 +226,17 @@ def test_a_call_under_way_when_the_loop_stops_is_told_so_and_so_is_a_later_one()
     assert [str(error) for error in errors] == ["the prefix cache was closed before the call ended"]
     with pytest.raises(UsageError, match="is closed"):
         loop.run(forever)
+
+
+def test_a_loop_of_ones_own_says_hints(tmp_path: Path) -> None:
+    model, agent = llama(), prompt(100)
+    computed = new_cache()
+    prefill(model, agent, computed)
+    with PrefixCache(stack_file(tmp_path), model) as prefixes:
+        assert prefixes.hint(kvtier.Retain(prefixes.keys(agent), 300.0, "agent")).refused == {
+            kvtier.HintRefusal.NOT_FOUND: 6
+        }
+        prefixes.save(agent, computed)
+        assert prefixes.hint(kvtier.Retain(prefixes.keys(agent), 300.0, "agent")) == kvtier.HintResult(6)
+        assert prefixes.stats().hints.retained_sets == 1
+        assert prefixes.hint(kvtier.Release("agent")) == kvtier.HintResult(6)

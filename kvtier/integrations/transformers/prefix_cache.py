@@ -23,6 +23,7 @@ from kvtier.integrations.transformers.staging import Staging, Tensors, cached_te
 from kvtier.planner import hit_limit
 from kvtier.stack import StackStats, TierStack
 from kvtier.tier_api.contract import LookupResult
+from kvtier.types.hints import HintResult, KVHint
 from kvtier.types.keys import OffloadKey
 
 if TYPE_CHECKING:
@@ -160,6 +161,14 @@ class AsyncPrefixCache:
         """What the model's KV cache is like."""
         return self._opened().kv
 
+    def keys(self, token_ids: TokenIds, salt: bytes = b"") -> list[OffloadKey]:
+        """The keys of a sequence's whole blocks, for hints: `save` stores under them what it has room for."""
+        return block_keys(token_array(token_ids), self._opened().unit, salt)
+
+    def hint(self, hint: KVHint) -> HintResult:
+        """As `TierStack.hint`: `Retain`, `Pin`, `Prefetch`, `Demote` or `Release`, of `keys` or of a session."""
+        return self._opened().stack.hint(hint)
+
     async def drain(self, timeout_seconds: float) -> bool:
         """Wait until everything saved is in the lower tiers too; False when the time ran out."""
         return await self._opened().stack.drain(timeout_seconds)
@@ -267,6 +276,18 @@ class PrefixCache:
     def kv(self) -> ModelKV:
         """What the model's KV cache is like."""
         return self._inner.kv
+
+    def keys(self, token_ids: TokenIds, salt: bytes = b"") -> list[OffloadKey]:
+        """As `AsyncPrefixCache.keys`."""
+        return self._inner.keys(token_ids, salt)
+
+    def hint(self, hint: KVHint) -> HintResult:
+        """As `AsyncPrefixCache.hint`."""
+
+        async def say() -> HintResult:
+            return self._inner.hint(hint)
+
+        return self._run(say)
 
     def drain(self, timeout_seconds: float) -> bool:
         """As `AsyncPrefixCache.drain`."""
