@@ -18,7 +18,7 @@ a thread that is busy in Python, and then they are what a question waits for."""
 
 class CallLimit:
     """Calls under way at once: at most `most`, and fewer while the server is overloaded. More than one only as long as
-    they move at most `most_bytes`, or half of that after a question.
+    they move at most `most_bytes`, or half of that after a question. What a call moves is what its caller says.
 
     Where that bounds them, no call begins while a question is pending, for at most HELD_SECONDS: a question is short,
     and waits for what is in flight. Questions in a row do not add up, so that calls begin between them.

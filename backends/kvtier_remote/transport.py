@@ -50,7 +50,8 @@ class Marker(NamedTuple):
 class Facts:
     """What an open transport is. `capacity_bytes` is what the server keeps at most; `notes` are for people to read.
 
-    `flight_bytes`: payload bytes in flight at once, at most, where more of them would only wait in the server.
+    `flight_bytes`: payload bytes in flight at once, at most, where more of them would only wait in the server. Of a
+    transport that `Weighs` values they are what it counts.
     """
 
     capacity_bytes: int
@@ -133,6 +134,15 @@ class Spreads(Protocol):
 
     def server_of(self, place: Place) -> str:
         """What tells the server that has a value from the others."""
+
+
+@runtime_checkable
+class Weighs(Protocol):
+    """A transport with values that are in the server for less of their calls than others are, so that more of them are
+    worth having in flight."""
+
+    def flight_bytes_of(self, place: Place) -> int:
+        """What a value counts towards `Facts.flight_bytes`."""
 
 
 @runtime_checkable

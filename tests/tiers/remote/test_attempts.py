@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -40,6 +41,7 @@ class MemoryTransport:
     batch_blocks = 1
     batch_bytes = 1
     concurrency = 8
+    flight_bytes = sys.maxsize
 
     def __init__(self, hedges: bool) -> None:
         self.hedges = hedges
@@ -50,7 +52,7 @@ class MemoryTransport:
         self.cancelled = 0
 
     async def open(self) -> Facts:
-        return Facts(1 << 40)
+        return Facts(1 << 40, flight_bytes=self.flight_bytes)
 
     async def close(self, timeout_seconds: float) -> int:
         return 0
@@ -165,6 +167,24 @@ async def test_a_server_that_is_overloaded_gets_fewer_calls_at_once_and_then_mor
             await driver.load(KEYS)
         assert transport.most == 8
         assert driver.tier.counters["overloaded"] >= 3
+
+
+class WeighingTransport(MemoryTransport):
+    """Where a value, which has more than 5000 bytes, counts as 2000."""
+
+    def flight_bytes_of(self, place: Place) -> int:
+        return 2000
+
+
+@pytest.mark.parametrize(("make", "most"), [(MemoryTransport, 1), (WeighingTransport, 4)])
+async def test_what_is_in_flight_is_bounded_by_what_the_transport_counts(tmp_path, make, most):
+    suite = Memory()
+    suite.transport = make(False)
+    suite.transport.flight_bytes = 8000
+    async with suite.opened(tmp_path) as driver:
+        assert statuses(await driver.store(KEYS)) == [BlockStatus.STORED] * len(KEYS)
+        assert statuses(await driver.load(KEYS)) == [BlockStatus.LOADED] * len(KEYS)
+    assert suite.transport.most == most
 
 
 async def test_one_burst_of_refusals_halves_once():
