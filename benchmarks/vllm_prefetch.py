@@ -20,7 +20,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -36,8 +36,18 @@ TAKING = 14
 """Other prompts that are asked for before each case, 140 blocks."""
 SETTLED_SECONDS = 0.5
 """From the tiny request to the turn, at least, in each case."""
+COUNTED_SECONDS = 20.0
+TINY = [5, 6, 7]
 COLUMNS = ("case", "prompts", "quartile ms", "median ms", "quartile ms", "ratio of medians", "paired ratio")
 CASES = ("CPU hit", "disk hit", "after a prefetch")
+
+
+class Counts(NamedTuple):
+    """Blocks that were prefetched, hits on disk, and loads from rows, which the hits on disk pass through as well."""
+
+    prefetched: int
+    disk: int
+    rows: int
 
 
 class Engine:
@@ -47,6 +57,7 @@ class Engine:
         from vllm import LLM
 
         self._load_seconds = multiprocessing.Value("d", 0.0)
+        self._loaded = 0
         slow_loads(lambda: self._load_seconds.value)
         fork_processes()
         connector = {"spec_name": "KVTierSpec", "spec_module_path": "kvtier.integrations.vllm", "stack": stack}
@@ -66,7 +77,9 @@ class Engine:
         settings.extra_args = {"kv_transfer_params": {"kvtier_hints": said}} if said else None
         begun = time.perf_counter()
         output = self._llm.generate([{"prompt_token_ids": prompt}], settings, use_tqdm=False)[0]
-        return time.perf_counter() - begun, output.num_cached_tokens or 0, output.outputs[0].token_ids[0]
+        seconds, cached = time.perf_counter() - begun, output.num_cached_tokens or 0
+        self._loaded += cached // BLOCK
+        return seconds, cached, output.outputs[0].token_ids[0]
 
     def slow_down(self, load_seconds: float) -> None:
         """From here on loads of the disk take so much longer a block."""
@@ -77,8 +90,21 @@ class Engine:
         if not self._llm.reset_prefix_cache():
             raise SystemExit("vLLM's cache is in use")
 
-    def counted(self) -> tuple[int, int]:
-        """Blocks prefetched, and hits on disk, once the engine has nothing to do."""
+    def counted(self) -> Counts:
+        """What the tiers have counted, the loads of all that vLLM has said to be cached among it.
+
+        vLLM takes the figures in its steps: an engine that has nothing to do is given a tiny request until they have
+        come. Raises SystemExit if they do not.
+        """
+        deadline = time.monotonic() + COUNTED_SECONDS
+        while (found := self._read()).rows < self._loaded:
+            if time.monotonic() > deadline:
+                raise SystemExit(f"{found}, not {self._loaded} loads from rows, after {COUNTED_SECONDS:g} s")
+            self.ask(TINY)
+        return found
+
+    def _read(self) -> Counts:
+        """vLLM's page once the engine has nothing to do."""
         from prometheus_client import REGISTRY
 
         core = self._llm.llm_engine.engine_core
@@ -86,11 +112,13 @@ class Engine:
             time.sleep(0.02)
         while not core.outputs_queue.empty():
             self._llm.llm_engine.step()
-        found = {"kvtier_prefetched_blocks_total": 0, "kvtier_hit_blocks_total": 0}
-        for sample in (sample for metric in REGISTRY.collect() for sample in metric.samples):
-            if sample.name in found and sample.labels.get("tier", "fs") == "fs":
-                found[sample.name] += int(sample.value)
-        return found["kvtier_prefetched_blocks_total"], found["kvtier_hit_blocks_total"]
+        samples = [sample for metric in REGISTRY.collect() for sample in metric.samples]
+
+        def total(name: str, tier: str) -> int:
+            return sum(int(one.value) for one in samples if one.name == name and one.labels.get("tier", tier) == tier)
+
+        hits = "kvtier_hit_blocks_total"
+        return Counts(total("kvtier_prefetched_blocks_total", ""), total(hits, "fs"), total(hits, "cpu"))
 
     def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
@@ -115,20 +143,21 @@ def measure(engine: Engine, count: int, load_seconds: float) -> dict[str, list[f
                 engine.ask(other)
             if case == "CPU hit":
                 engine.ask(prompt)
-            prefetched = engine.counted()[0]
+            before = engine.counted()
             engine.slow_down(load_seconds)
             turn_at = time.monotonic() + SETTLED_SECONDS
-            engine.ask([5, 6, 7], *([("prefetch", session)] if case == "after a prefetch" else []))
-            before = engine.counted()
+            engine.ask(TINY, *([("prefetch", session)] if case == "after a prefetch" else []))
+            warm = engine.counted()
             time.sleep(max(0.0, turn_at - time.monotonic()))
             engine.reset()
             taken, cached, token = engine.ask(prompt)
-            found = before[0] - prefetched, engine.counted()[1] - before[1], cached, token
+            after = engine.counted()
+            found = after.prefetched - before.prefetched, after.disk - warm.disk, cached, token
             due = WHOLE * (case == "after a prefetch"), WHOLE * (case == "disk hit"), WHOLE * BLOCK, first
             if found != due:
                 raise SystemExit(f"{case}: blocks prefetched, from disk, tokens cached, first token {found}, not {due}")
             seconds[case].append(taken)
-        engine.ask([5, 6, 7], ("release", session))
+        engine.ask(TINY, ("release", session))
     return seconds
 
 
