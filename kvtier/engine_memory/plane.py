@@ -7,7 +7,8 @@ its own and decides what it stores below.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvtier.control.deliveries import PresenceQuery, Recipient
@@ -31,7 +32,7 @@ from kvtier.types.jobs import (
     SkipReason,
     dropped,
 )
-from kvtier.types.keys import JobId, OffloadKey
+from kvtier.types.keys import JobId, OffloadKey, key_group
 
 LOADS, STORES = 0, 1
 """Positions of the two queues: loads never wait behind stores for staging rows."""
@@ -43,12 +44,15 @@ SILENT_JOBS = 2
 
 @dataclass(frozen=True, slots=True)
 class PlaneLimits:
-    """A job of the tier has at most `part_blocks` blocks. Stores that have waited for a while may keep at most
-    `pinned_max` blocks of the engine. A block that was found is kept for `lease_seconds`, at most."""
+    """A job of the tier has at most `part_blocks` blocks, and they fit into `part_frames` frames, in each of which
+    `frame_blocks[g]` blocks of group g have room. Stores that have waited for a while may keep at most `pinned_max`
+    blocks of the engine. A block that was found is kept for `lease_seconds`, at most."""
 
     part_blocks: int
     pinned_max: int
     lease_seconds: float
+    part_frames: int
+    frame_blocks: Sequence[int]
 
 
 class EngineMemoryPlane(Recipient):
@@ -157,10 +161,27 @@ class EngineMemoryPlane(Recipient):
             members.reverse()  # leaves go first, so that a parent never ages before its children
         else:
             members = self._admit(transfer, self._found(transfer, now), now)
-        size, deadline = self._limits.part_blocks, now + self.lower.setup.timeout_seconds
-        for start in range(0, len(members), size):
-            self._send(TransferPart(self.lower, transfer, members[start : start + size]), deadline)
+        deadline = now + self.lower.setup.timeout_seconds
+        for part in self._parts(transfer, members):
+            self._send(TransferPart(self.lower, transfer, part), deadline)
         self._conclude(transfer, now)
+
+    def _parts(self, transfer: EngineTransfer, members: Sequence[int]) -> Iterator[list[int]]:
+        """The blocks of each job of the tier."""
+        limits, part, frames = self._limits, list[int](), 0
+        counts: Counter[int] = Counter()
+        for block in members:
+            group = key_group(transfer.keys[block])
+            opens = counts[group] % limits.frame_blocks[group] == 0
+            if len(part) == limits.part_blocks or frames + opens > limits.part_frames:
+                yield part
+                part, frames, opens = [], 0, True
+                counts.clear()
+            part.append(block)
+            counts[group] += 1
+            frames += opens
+        if part:
+            yield part
 
     def _without_present(self, transfer: EngineTransfer, now: float) -> list[int]:
         """The blocks that are not here. A block that another job is storing is left to that job."""
@@ -206,7 +227,8 @@ class EngineMemoryPlane(Recipient):
         else:
             allowed, breakers, reason = lower.may_load(now), [lower.load_breaker], DropReason.TIER_DOWN
         probing = any(breaker.state is BreakerState.HALF_OPEN for breaker in breakers)
-        room = 0 if not allowed else self._limits.part_blocks if probing else len(blocks)
+        one_job = min(self._limits.part_blocks, self._limits.part_frames)
+        room = 0 if not allowed else one_job if probing else len(blocks)
         self._drop(transfer, blocks[room:], reason)
         return blocks[:room]
 

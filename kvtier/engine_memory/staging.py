@@ -6,9 +6,10 @@ it.
 
 from __future__ import annotations
 
+import math
 import mmap
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import compress, islice
@@ -18,14 +19,17 @@ import numpy.typing as npt
 
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.shielded_wait import shielded_wait
-from kvtier.engine_memory.memory import EngineMemory
+from kvtier.engine_memory.memory import Bytes, EngineMemory
 from kvtier.errors import IntegrityError
-from kvtier.tier_api.checksum import CHECKSUM_BYTES, checksum
+from kvtier.tier_api.checksum import checksum
 from kvtier.tier_api.contract import AnswersLookups, LoadStore, LookupResult, Opened, TierContext
 from kvtier.types.arrays import IntArray
 from kvtier.types.geometry import Geometry
-from kvtier.types.jobs import CANCELLED, JobResult, TransferJob
+from kvtier.types.jobs import CANCELLED, JobResult, RowGroup, TransferJob
 from kvtier.types.keys import GroupIndex, JobId, OffloadKey
+
+MADV_WIPEONFORK = 18
+"""Of Linux, and not in Python's `mmap`: a forked child sees zeros, so no page has to be copied for it."""
 
 
 class CopyPermit:
@@ -64,38 +68,87 @@ CopyPermits = dict[JobId, CopyPermit]
 """The permits of the jobs in flight. The engine's thread adds, shuts and removes them; copies look theirs up."""
 
 
-class StagingRows:
-    """`count` rows of `row_bytes` bytes in memory of kvtier, page-aligned, one after another. For the loop's thread.
+class Frames:
+    """How blocks of a geometry lie in frames, in each of which is room for a block of the largest group.
 
-    The row returned last is taken first: rows that are not needed stay unpopulated, the others stay in the CPU caches.
+    A job has frames of its own, and as many blocks of a group in each as fit. A block takes as many rows as it needs,
+    one behind the other, and is named by the first. `blocks[g]` blocks of group g fit into one.
     """
 
-    def __init__(self, count: int, row_bytes: int) -> None:
-        memory = mmap.mmap(-1, count * row_bytes)
-        memory.madvise(mmap.MADV_DONTDUMP)  # copies of rows have no place in a core dump
-        with suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        self.num_rows, self.row_bytes = count, row_bytes
-        self.view: npt.NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8).reshape(count, row_bytes)
-        self._checksums = [bytes(CHECKSUM_BYTES)] * count
+    def __init__(self, geometry: Geometry) -> None:
+        self.row_bytes = math.lcm(mmap.PAGESIZE, geometry.alignment)
+        groups = range(geometry.num_groups)
+        self._block_rows = [-(-geometry.aligned_bytes(group) // self.row_bytes) for group in groups]
+        self.num_rows = max(self._block_rows)
+        self.num_bytes = self.num_rows * self.row_bytes
+        self.blocks = [self.num_rows // rows for rows in self._block_rows]
+
+    def job_bytes(self, job: TransferJob) -> int:
+        """The bytes of the frames that a job takes."""
+        return sum(map(self.needed, job.row_groups)) * self.num_bytes
+
+    def needed(self, group: RowGroup) -> int:
+        """How many frames the blocks of a group take."""
+        return -(-len(group.keys) // self.blocks[group.group])
+
+    def rows(self, group: int, frames: Iterable[int]) -> Iterator[int]:
+        """Where blocks of a group begin in these frames."""
+        step = self._block_rows[group]
+        for frame in frames:
+            first = frame * self.num_rows
+            yield from range(first, first + self.num_rows - step + 1, step)
+
+
+class StagingRows:
+    """The rows of `count` frames, in memory of kvtier. For the loop's thread.
+
+    The frame returned last is taken first: frames that are not needed stay unpopulated, the others stay in the CPU
+    caches. The memory is private, because most systems have no huge pages for shared memory. In a huge page a block is
+    one segment for a disk, and else one for each 4 KiB, with which a virtual disk has half its speed.
+    """
+
+    def __init__(self, count: int, frames: Frames) -> None:
+        self._frames = frames
+        self.num_rows, self.row_bytes = count * frames.num_rows, frames.row_bytes
+        memory = mmap.mmap(-1, count * frames.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_DONTDUMP)  # copies of blocks have no place in a core dump
+        for advice in (MADV_WIPEONFORK, mmap.MADV_HUGEPAGE):
+            with suppress(OSError):  # a kernel without it
+                memory.madvise(advice)
+        self.view: npt.NDArray[np.uint8] = np.frombuffer(memory, np.uint8).reshape(self.num_rows, self.row_bytes)
+        self._bytes = self.view.reshape(-1)
+        self._checksums: dict[int, bytes] = {}
         self._free = list(range(count))
 
+    def block(self, row: int, length: int) -> Bytes:
+        """The first bytes of the block that begins at a row."""
+        start = row * self.row_bytes
+        return self._bytes[start : start + length]
+
     @contextmanager
-    def taken(self, count: int) -> Iterator[list[int]]:
-        """`count` rows for as long as I/O touches them. Raises IntegrityError if there are too few: jobs are started
-        only when there is room."""
-        start = len(self._free) - count
+    def taken(self, job: TransferJob) -> Iterator[list[int]]:
+        """A row for each block of a job, in their order, for as long as I/O touches them.
+
+        Raises IntegrityError if there are too few frames: jobs are started only when there is room.
+        """
+        needed = list(map(self._frames.needed, job.row_groups))
+        start = len(self._free) - sum(needed)
         if start < 0:
-            raise IntegrityError(f"{count} staging rows were wanted, {len(self._free)} are free")
-        rows = self._free[start:]
+            raise IntegrityError(f"{sum(needed)} staging frames were wanted, {len(self._free)} are free")
+        frames = self._free[start:]
         del self._free[start:]
         try:
-            yield rows
+            left = iter(frames)
+            yield [
+                row
+                for group, count in zip(job.row_groups, needed, strict=True)
+                for row in islice(self._frames.rows(group.group, islice(left, count)), len(group.keys))
+            ]
         finally:
-            self._free += rows
+            self._free += frames
 
     def checksum(self, row: int) -> bytes:
-        """The checksum that travels with a row."""
+        """The checksum that travels with the block that begins at a row."""
         return self._checksums[row]
 
     def set_checksum(self, row: int, digest: bytes) -> None:
@@ -146,7 +199,7 @@ class StagedTier(LoadStore):
 
     async def store(self, job: TransferJob) -> JobResult:
         """Copy the engine's blocks, then store the copies. CANCELLED where the job was given up before that."""
-        with self._staging.taken(job.num_blocks) as rows:
+        with self._staging.taken(job) as rows:
             if not await shielded_wait(self._threads.run(self._fill, self.permits[job.job_id], _places(job), rows)):
                 return JobResult.uniform(job, CANCELLED)
             return await self.backend.store(_restaged(job, rows))
@@ -156,7 +209,7 @@ class StagedTier(LoadStore):
         permit = self.permits[job.job_id]
         if permit.given_up:  # while it waited
             return JobResult.uniform(job, CANCELLED)
-        with self._staging.taken(job.num_blocks) as rows:
+        with self._staging.taken(job) as rows:
             result = await self.backend.load(_restaged(job, rows))
             good = [outcome.ok for group in result.outcomes for outcome in group]
             if await shielded_wait(self._threads.run(self._empty, permit, _places(job), rows, good)):
@@ -171,7 +224,7 @@ class StagedTier(LoadStore):
     def _fill(self, permit: CopyPermit, places: Sequence[Place], rows: Sequence[int]) -> bool:
         """Copy and seal; what a staging row has beyond the engine's block is zero, never an earlier block's."""
         for (group, place), row in zip(places, rows, strict=True):
-            target = self._staging.view[row, : self._geometry.aligned_bytes(group)]
+            target = self._staging.block(row, self._geometry.aligned_bytes(group))
             start = 0
             with permit as granted:
                 if not granted:
@@ -185,7 +238,7 @@ class StagedTier(LoadStore):
 
     def _empty(self, permit: CopyPermit, places: Sequence[Place], rows: Sequence[int], good: Sequence[bool]) -> bool:
         for (group, place), row in compress(zip(places, rows, strict=True), good):
-            source = self._staging.view[row]
+            source = self._staging.block(row, self._geometry.aligned_bytes(group))
             start = 0
             with permit as granted:
                 if not granted:

@@ -28,7 +28,7 @@ from kvtier.engine_memory.failed_plane import FailedEngineMemoryPlane
 from kvtier.engine_memory.memory import EngineMemory
 from kvtier.engine_memory.options import EngineMemoryOptions
 from kvtier.engine_memory.plane import LOADS, STORES, EngineMemoryPlane, PlaneLimits
-from kvtier.engine_memory.staging import StagedTier, StagingRows
+from kvtier.engine_memory.staging import Frames, StagedTier, StagingRows
 from kvtier.engine_memory.transfers import EngineTransfer
 from kvtier.errors import ConfigError, ResourceError, UsageError
 from kvtier.stack.assembly import StackSettings, open_tier, resolve_alignment
@@ -98,48 +98,50 @@ class EngineMemoryTier:
         settings = StackSettings()
         alignment = await resolve_alignment([self._staged.backend], settings)
         geometry = memory_geometry(namespace.layout, self._memory, alignment)
-        row_bytes = geometry.row_bytes
-        queue_rows = self._options.inflight_bytes // 2 // row_bytes
-        if not queue_rows:
+        frames = Frames(geometry)
+        queue_frames = self._options.inflight_bytes // 2 // frames.num_bytes
+        if not queue_frames:
             raise ConfigError(
-                f"is {self._options.inflight_bytes} bytes, but a block needs {row_bytes} for each direction: "
-                f"write at least {2 * row_bytes}",
+                f"is {self._options.inflight_bytes} bytes, but a block needs {frames.num_bytes} for each direction: "
+                f"write at least {2 * frames.num_bytes}",
                 "inflight_bytes",
             )
-        staging = StagingRows(2 * queue_rows, row_bytes)
+        staging = StagingRows(2 * queue_frames, frames)
         context = TierContext(self._name, geometry, namespace, time.monotonic, rows=staging)
         self._opened = await open_tier(self._staged, context, settings)
         try:
-            self.plane = self._control(geometry, queue_rows)
+            self.plane = self._control(geometry, frames, queue_frames)
             self._failed = FailedEngineMemoryPlane(self.plane, self._jobs)
         except BaseException:
             await self._staged.close()
             raise
-        self._queues = [TierQueue(self._staged, queue_rows * row_bytes) for _ in range(2)]
-        self._dispatcher = Dispatcher(self._queues, row_bytes, time.monotonic, self._deliver)
+        self._queues = [TierQueue(self._staged, queue_frames * frames.num_bytes) for _ in range(2)]
+        self._dispatcher = Dispatcher(self._queues, frames.job_bytes, time.monotonic, self._deliver)
         if self._options.stats_socket:
             self._socket = StatsSocket(self._options.stats_socket, _stats_of(self))
             await self._socket.open()
         self._look_at_tier()
         self._log.info(
-            "%s: blocks of %s bytes, staged through %d rows of %d bytes",
+            "%s: blocks of %s bytes, staged through %d frames of %d bytes",
             self._name,
             ", ".join(map(str, dict.fromkeys(self._memory.block_bytes))),
-            staging.num_rows,
-            row_bytes,
+            2 * queue_frames,
+            frames.num_bytes,
         )
 
-    def _control(self, geometry: Geometry, queue_rows: int) -> EngineMemoryPlane:
+    def _control(self, geometry: Geometry, frames: Frames, queue_frames: int) -> EngineMemoryPlane:
         opened, settings = self._opened, StackSettings()
         setup = tier_setup(self._staged.backend, opened, geometry, settings.lookup_seconds)
         setup = replace(setup, name=self._name, by_root=False)
         # Several jobs fit side by side, so that copies and I/O overlap.
         limits = PlaneLimits(
-            part_blocks=max(1, min(PART_BLOCKS, queue_rows // 4)),
+            part_blocks=PART_BLOCKS,
             pinned_max=max(1, self._memory.num_blocks // PINNED_SHARE),
             lease_seconds=self._options.lease_seconds,
+            part_frames=max(1, min(PART_BLOCKS, queue_frames // 4)),
+            frame_blocks=frames.blocks,
         )
-        return EngineMemoryPlane(LowerTier(1, setup, queue_rows), self._staged.permits, limits, opened.epoch)
+        return EngineMemoryPlane(LowerTier(1, setup, queue_frames), self._staged.permits, limits, opened.epoch)
 
     # -- requests and jobs ---------------------------------------------------------------------------------------
 

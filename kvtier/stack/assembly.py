@@ -19,7 +19,7 @@ from kvtier.control.state import LowerTier, TierSetup
 from kvtier.errors import ConfigError, ResourceError, UsageError
 from kvtier.options import MAX_LOWER_TIERS, RecordOptions
 from kvtier.stack.assembled import Assembled
-from kvtier.stack.dispatcher import Dispatcher, TierQueue
+from kvtier.stack.dispatcher import Dispatcher, TierQueue, bytes_by_rows
 from kvtier.stack.job_spans import JobSpans
 from kvtier.stack.joining import Joining, LowerTiers
 from kvtier.stack.kept_paces import kept_paces
@@ -301,7 +301,7 @@ async def _assemble(
     files = model_files(parts.state_dir, lowers, models, plane.control.lowers)
     if files is not None:
         await files.restore(parts.settings.identity_seconds)
-    dispatcher = Dispatcher(queues, geometry.row_bytes, clock, deliver, _spans(parts, clock))
+    dispatcher = Dispatcher(queues, bytes_by_rows(geometry.row_bytes), clock, deliver, _spans(parts, clock))
     return Assembled(geometry, plane, dispatcher, queues, to_close, to_fence(copiers), joining, _recorder(parts), files)
 
 

@@ -61,15 +61,16 @@ class TierQueue:
 class Dispatcher:
     """Feeds jobs to tiers. `deliver` is called in the loop with a batch of deliveries, at most once a turn.
 
-    The clock is that of the loop, `time.monotonic`. An exception that leaves a step of its own half done, such as
-    MemoryError, is delivered as FAILED: nothing is begun any more, and what is in flight ends. `errors` counts these,
-    and the calls of tiers, and of a provider of traces, that raised. With `spans` each job that was begun has one.
+    `job_bytes` says how many bytes of rows a job takes. The clock is that of the loop, `time.monotonic`. An exception
+    that leaves a step of its own half done, such as MemoryError, is delivered as FAILED: nothing is begun any more, and
+    what is in flight ends. `errors` counts these, and the calls of tiers, and of a provider of traces, that raised.
+    With `spans` each job that was begun has one.
     """
 
     def __init__(
         self,
         queues: Sequence[TierQueue],
-        block_bytes: int,
+        job_bytes: Callable[[TransferJob], int],
         clock: Clock,
         deliver: Callable[[list[Delivery]], None],
         spans: JobSpans | None = None,
@@ -77,7 +78,7 @@ class Dispatcher:
         self.queues = queues
         self.errors = 0
         self._spans = spans
-        self._block_bytes = block_bytes
+        self._job_bytes = job_bytes
         self._clock = clock
         self._deliver = deliver
         self._late: set[JobId] = set()
@@ -90,7 +91,7 @@ class Dispatcher:
             now = self._clock()
             for emission in emissions:
                 queue, job = self.queues[emission.position], emission.job
-                queued = QueuedJob(job, job.num_blocks * self._block_bytes, now)
+                queued = QueuedJob(job, self._job_bytes(job), now)
                 queue.waiting(job.kind).append(queued)
                 queue.traffic[job.kind].queue(queued)
                 if job.deadline is not None and job.deadline < queue.alarm_at:
@@ -289,6 +290,18 @@ class Dispatcher:
         logger.critical("the queues of the tiers are damaged: nothing is begun any more", exc_info=error)
         if not isinstance(error, Exception):
             raise error
+
+
+def bytes_by_rows(row_bytes: int) -> Callable[[TransferJob], int]:
+    """What a job takes where each of its blocks has a row."""
+
+    def job_bytes(job: TransferJob) -> int:
+        total = 0
+        for group in job.groups:
+            total += len(group.keys)
+        return total * row_bytes
+
+    return job_bytes
 
 
 def _look_for_deadlines(dispatcher: weakref.ref[Dispatcher], queue: TierQueue) -> None:

@@ -35,6 +35,7 @@ from kvtier.types.keys import FS, OffloadKey, make_key
 SLOT = 8192
 TURN_SECONDS = 0.4
 BEGIN_NS = 1_700_000_000 * 10**9
+LIMITS = PlaneLimits(3, 8, 10.0, part_frames=3, frame_blocks=(1, 2))
 
 
 def key(number: int) -> OffloadKey:
@@ -80,7 +81,14 @@ class Disk:
 class World:
     """A plane above such a disk, below somebody who asks at random."""
 
-    def __init__(self, seed: int, policy: str = "", shared: bool = False, max_age: int | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        policy: str = "",
+        shared: bool = False,
+        max_age: int | None = None,
+        limits: PlaneLimits = LIMITS,
+    ) -> None:
         self.rng = random.Random(seed)
         self.now = 0.0
         self.max_age = max_age
@@ -90,7 +98,7 @@ class World:
         plan = TierSetup("fs", FS, opened, policy, timeout_seconds=5.0, by_root=False)
         self.lower = LowerTier(1, plan, rows_max=6)
         self.permits: CopyPermits = {}
-        self.plane = EngineMemoryPlane(self.lower, self.permits, PlaneLimits(3, 8, lease_seconds=10.0))
+        self.plane = EngineMemoryPlane(self.lower, self.permits, limits)
         self.disk = Disk(self.rng)
         self.begun: set[int] = set()
         self.ended: list[int] = []
@@ -335,6 +343,20 @@ def test_a_region_is_formatted_by_the_first_job_that_writes_into_it_and_by_no_la
     world = World(1)
     formats = [job.formats for number in range(24) for job in stored(world, [key(number)])]
     assert len([made for each in formats for made in each]) == 3
+
+
+def test_a_job_has_no_more_blocks_than_fit_into_its_frames():
+    world = World(1)
+    large = [key(number) for number in range(0, 12, 2)]
+    small = [key(number) for number in range(1, 13, 2)]
+    assert [len(job.groups[0].keys) for job in stored(world, large)] == [3, 3]
+    assert [len(job.groups[0].keys) for job in stored(world, small)] == [3, 3], "as many as a job may have"
+    world = World(1, limits=PlaneLimits(8, 8, 10.0, part_frames=3, frame_blocks=(1, 2)))
+    assert [len(job.groups[0].keys) for job in stored(world, large)] == [3, 3]
+    assert [len(job.groups[0].keys) for job in stored(world, small)] == [6]
+    mixed = [key(number) for number in range(20, 26)]
+    jobs = stored(world, mixed)
+    assert [sorted(len(group.keys) for group in job.groups) for job in jobs] == [[2, 2], [1, 1]]
 
 
 def test_the_groups_of_a_job_keep_their_rows():
