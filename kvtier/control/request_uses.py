@@ -79,7 +79,8 @@ class RequestUses:
         """A request goes on with these blocks of its output; nothing happens unless it began and has not ended."""
         if not self._followed or request_id not in self._open:
             return
-        for group, chain in self._by_group(keys):
+        alone = self._one_group and len(keys) == 1
+        for group, chain in ((GroupIndex(0), keys),) if alone else self._by_group(keys):
             for model in self._control.models:
                 model.extend_request(request_id, group, chain)
             for tier in self._control.owned_tiers:
@@ -175,6 +176,8 @@ class RequestUses:
 
 
 def _ready_slots(tier: OwnedTier, keys: Sequence[OffloadKey]) -> list[int]:
+    if tier.directory.keys().isdisjoint(keys):
+        return [-1] * len(keys)
     state, kept = tier.table.state, tier.retained.slots
     slots = map(tier.directory.get, keys)
     return [slot if slot is not None and state[slot] == READY and slot not in kept else -1 for slot in slots]

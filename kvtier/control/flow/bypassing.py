@@ -14,6 +14,8 @@ def unwanted(control: ControlState, keys: Sequence[OffloadKey], now: float) -> s
     A lower tier that has a block already does not need it, and one without such a policy takes every block.
     """
     left = control.cpu.bypassed(keys)
+    if not left:
+        return set()
     for lower in control.lowers:
         if left and not lower.held_back:
             needed = [key for key in left if lower.index.needs(key, now)]

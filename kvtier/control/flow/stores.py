@@ -98,7 +98,10 @@ class StoreRequest(StackRequest, FillWaiter):
 
     def _use_again(self, now: float) -> None:
         """Rows that hold what is stored once more are offered again: once, or they would never be clean for long."""
-        found = map(self.control.cpu.ready, map(self.keys.__getitem__, reversed(self.todo)))
+        keys = [self.keys[index] for index in reversed(self.todo)]
+        if self.control.cpu.directory.keys().isdisjoint(keys):
+            return
+        found = map(self.control.cpu.ready, keys)
         rows = [row for row in found if row is not None and row not in self._used]
         self._used.update(rows)
         self.demotions.used(rows, now)
@@ -106,7 +109,8 @@ class StoreRequest(StackRequest, FillWaiter):
     def _bypass(self, now: float) -> None:
         """Drop the blocks that neither the CPU tier nor a tier below would keep if it had them."""
         directory = self.control.cpu.directory
-        fresh = list(dict.fromkeys(key for key in map(self.keys.__getitem__, self.todo) if key not in directory))
+        keys = dict.fromkeys(map(self.keys.__getitem__, self.todo))
+        fresh = list(keys) if directory.keys().isdisjoint(keys) else [key for key in keys if key not in directory]
         if bypassed := unwanted(self.control, fresh, now):
             for index in self.todo:
                 if self.keys[index] in bypassed:

@@ -1,18 +1,17 @@
 """Blocks that requests announced and that are not placed yet: which segment each belongs to, and where in it.
 
-Blocks are numbered as they are announced, and `_firsts` has the first number of each announcement. The latest blocks
-are kept by key. What has waited longer, in a lower tier above all, is kept by the fingerprint of its key in one sorted
-array: 16 bytes a block and 20 an announcement, where keys would take about 200 a block. Two keys of one fingerprint
+A block's number is that of its announcement, and which of its blocks it is in the low bits. The latest blocks are kept
+by key. What has waited longer, in a lower tier above all, is kept by the fingerprint of its key in one sorted array: 16
+bytes a block and 16 an announcement, where keys would take about 200 a block. Two keys of one fingerprint
 would count as one, once in about 2^64 / capacity lookups: a wrong guess about order, and never a wrong block.
 """
 
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import repeat
-from typing import NamedTuple
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -26,15 +25,12 @@ LATEST_LEAST = 1024
 OLDER_FRACTION = 4
 OLDER_LEAST = 4096
 """So many announced blocks are kept, of the slots of a tier and beyond; of the latest prompt all."""
+PLACE_BITS = 32
+PLACE_MASK = (1 << PLACE_BITS) - 1
 
-
-class AnnouncedRun(NamedTuple):
-    """The keys from `start` to before `end` of some keys: blocks of `seg` from `position` on. `seg` NONE: not known."""
-
-    start: int
-    end: int
-    seg: int
-    position: int
+AnnouncedRun: TypeAlias = tuple[int, int, int, int]
+"""(start, end, seg, position): the keys from `start` to before `end` are blocks of `seg` from `position` on. A `seg` of
+NONE: it is not known."""
 
 
 class AnnouncedBlocks:
@@ -46,9 +42,8 @@ class AnnouncedBlocks:
         self.latest_max = num_slots // LATEST_FRACTION + LATEST_LEAST
         self.older_max = num_slots // OLDER_FRACTION + OLDER_LEAST
         self._latest: dict[OffloadKey, int] = {}
-        self._next = 0
-        self._firsts = array("q")
-        self._firsts_max = self.latest_max
+        self._announcements_max = self.latest_max
+        self._lengths = array("i")
         self._segs = array("i")
         self._stamps = array("I")
         self._positions = array("i")
@@ -60,7 +55,7 @@ class AnnouncedBlocks:
 
     def make_room(self) -> None:
         """Before the blocks of a request are added: those of one request are kept together, however many they are."""
-        if len(self._latest) >= self.latest_max or len(self._firsts) >= self._firsts_max:
+        if len(self._latest) >= self.latest_max or len(self._segs) >= self._announcements_max:
             self._pack_latest()
 
     def add(self, seg: int, position: int, keys: Sequence[OffloadKey]) -> None:
@@ -68,13 +63,15 @@ class AnnouncedBlocks:
         keys = keys[: max(0, self._num_slots - position)]
         if not keys:
             return
-        number = self._next
-        self._latest.update(zip(keys, range(number, number + len(keys)), strict=True))
-        self._firsts.append(number)
+        number, size = len(self._segs) << PLACE_BITS, len(keys)
+        if size == 1:
+            self._latest[keys[0]] = number
+        else:
+            self._latest.update(zip(keys, range(number, number + size), strict=True))
+        self._lengths.append(size)
         self._segs.append(seg)
         self._stamps.append(self._segments.stamp[seg])
         self._positions.append(position)
-        self._next = number + len(keys)
 
     def find(self, keys: Sequence[OffloadKey]) -> list[AnnouncedRun]:
         """Which segments these keys belong to, in their order."""
@@ -87,39 +84,43 @@ class AnnouncedBlocks:
     def _runs(self, keys: Sequence[OffloadKey], numbers: list[int | None]) -> list[AnnouncedRun]:
         if len(self._older) and None in numbers:
             self._look_up(keys, numbers)
-        runs: list[AnnouncedRun] = []
-        start, size, firsts = 0, len(numbers), self._firsts
+        segments, runs = self._segments, list[AnnouncedRun]()
+        first, length, stamp = segments.first, segments.length, segments.stamp
+        start, size = 0, len(numbers)
         while start < size:
             number, end = numbers[start], start + 1
             if number is None:
                 while end < size and numbers[end] is None:
                     end += 1
-                runs.append(AnnouncedRun(start, end, NONE, NONE))
-            else:
-                which = bisect_right(firsts, number) - 1
-                upto = firsts[which + 1] if which + 1 < len(firsts) else self._next
-                end = min(size, start + upto - number)
+                runs.append((start, end, NONE, NONE))
+                start = end
+                continue
+            which, place = number >> PLACE_BITS, number & PLACE_MASK
+            if end < size and numbers[end] == number + 1:
+                end = min(size, start + self._lengths[which] - place)
                 if numbers[start:end] != list(range(number, number + end - start)):
-                    end = start + 1
+                    end = start + 2
                     while numbers[end] == number + end - start:
                         end += 1
-                runs += self._of_segment(which, start, end, self._positions[which] + number - firsts[which])
+            seg, position = self._segs[which], self._positions[which] + place
+            if stamp[seg] != self._stamps[which]:
+                runs.append((start, end, NONE, NONE))
+            elif first[seg] <= position and position + end - start <= first[seg] + length[seg]:
+                runs.append((start, end, seg, position))
+            else:
+                runs += self._inside(seg, start, end, position)
             start = end
         return runs
 
-    def _of_segment(self, which: int, start: int, end: int, position: int) -> list[AnnouncedRun]:
+    def _inside(self, seg: int, start: int, end: int, position: int) -> list[AnnouncedRun]:
         """A run of one announcement, as far as its segment still has those positions."""
-        segments, seg = self._segments, self._segs[which]
-        first = segments.first[seg]
-        last = first + segments.length[seg]
-        if segments.stamp[seg] != self._stamps[which] or position + end - start <= first or position >= last:
-            return [AnnouncedRun(start, end, NONE, NONE)]
-        if first <= position and position + end - start <= last:
-            return [AnnouncedRun(start, end, seg, position)]
+        first = self._segments.first[seg]
+        last = first + self._segments.length[seg]
+        if position + end - start <= first or position >= last:
+            return [(start, end, NONE, NONE)]
         at, stop = start + max(0, first - position), min(end, start + last - position)
-        inside = AnnouncedRun(at, stop, seg, position + at - start)
-        parts = (AnnouncedRun(start, at, NONE, NONE), inside, AnnouncedRun(stop, end, NONE, NONE))
-        return [part for part in parts if part.start < part.end]
+        parts = ((start, at, NONE, NONE), (at, stop, seg, position + at - start), (stop, end, NONE, NONE))
+        return [part for part in parts if part[0] < part[1]]
 
     def _look_up(self, keys: Sequence[OffloadKey], numbers: list[int | None]) -> None:
         """Fill in the numbers of the older blocks."""
@@ -130,7 +131,7 @@ class AnnouncedBlocks:
             numbers[missing[found]] = int(self._numbers[at[found]])
 
     def _pack_latest(self) -> None:
-        """The latest blocks become older ones, and the oldest are dropped. Numbers begin anew, so they stay small."""
+        """The latest blocks become older ones, and the oldest are dropped. Announcements are numbered anew."""
         fresh = np.array(list(map(xxh3_64_intdigest, self._latest)), np.uint64)
         prints = np.concatenate([fresh, self._older])
         numbers = np.concatenate([np.array(list(self._latest.values()), np.int64), self._numbers])
@@ -147,17 +148,14 @@ class AnnouncedBlocks:
         self._drop_announcements()
 
     def _drop_announcements(self) -> None:
-        """Keep the announcements that older blocks belong to, and number their blocks from 0 on without gaps."""
-        firsts = np.array(self._firsts)
-        which = np.searchsorted(firsts, self._numbers, "right") - 1
-        is_used = np.zeros(len(firsts), bool)
+        """Keep the announcements that older blocks belong to, numbered from 0 on."""
+        which = self._numbers >> PLACE_BITS
+        is_used = np.zeros(len(self._segs), bool)
         is_used[which] = True
         used = np.flatnonzero(is_used)
-        begins = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.diff(firsts, append=self._next)[used])])
-        self._numbers += begins[np.cumsum(is_used)[which] - 1] - firsts[which]
-        self._next = int(begins[-1])
-        self._firsts = array("q", begins[:-1].tobytes())
+        self._numbers += (np.cumsum(is_used)[which] - 1 - which) << PLACE_BITS
+        self._lengths = array("i", np.array(self._lengths)[used].tobytes())
         self._segs = array("i", np.array(self._segs)[used].tobytes())
         self._stamps = array("I", np.array(self._stamps)[used].tobytes())
         self._positions = array("i", np.array(self._positions)[used].tobytes())
-        self._firsts_max = len(used) + self.latest_max
+        self._announcements_max = len(used) + self.latest_max

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import ClassVar
 
 from kvtier.control.policies.announced_blocks import AnnouncedBlocks, AnnouncedRun
@@ -29,7 +30,7 @@ from kvtier.control.policies.prediction.classes import (
 )
 from kvtier.control.policies.prediction.model import ReuseModel
 from kvtier.control.policies.prediction.segments import NONE
-from kvtier.control.policies.reuse_order import EvictionOrder
+from kvtier.control.policies.reuse_order import Entry, EvictionOrder
 from kvtier.control.policies.reuse_tree import LONE, UNTRACKED, TierTree
 from kvtier.types.keys import GroupIndex, OffloadKey, RequestId
 from kvtier.types.requests import RequestUse
@@ -63,11 +64,12 @@ class Reuse(RequestPolicy):
         self._keys = keys
         self._model = model
         self._tree = TierTree(num_slots, keys, model)
-        self._order = EvictionOrder(num_slots, self._tree.segments, model)
+        self._order = EvictionOrder(num_slots, self._tree, model)
         self._announced = AnnouncedBlocks(num_slots, self._tree.segments)
         self._open: OrderedDict[tuple[RequestId, int], OpenUse] = OrderedDict()
         self._groups = 1
-        self._prefixes_kept: set[int] = set()
+        self._admitted: Sequence[OffloadKey] = ()
+        self._compared: tuple[Sequence[OffloadKey], set[int]] = ((), set())
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -105,19 +107,17 @@ class Reuse(RequestPolicy):
         use = self._open.get((request_id, group))
         if use is None or use.end < 0:
             return
-        seg, segments = use.path[-1], self._tree.segments
+        seg, end, announced = use.path[-1], use.end, self._announced
         if max(slots) >= 0:
             seg = NONE
-        elif segments.can_grow(seg, use.end, use.time):
-            segments.extend(seg, keys)
-        else:
+        elif not self._tree.segments.extend(seg, end, use.time, keys):
             seg = self._grow_below(use, keys)
         if seg == NONE:
             use.end = -1
             return
-        self._announced.make_room()
-        self._announced.add(seg, use.end, keys)
-        use.end += len(keys)
+        announced.make_room()
+        announced.add(seg, end, keys)
+        use.end = end + len(keys)
 
     def _grow_below(self, use: OpenUse, keys: Sequence[OffloadKey]) -> int:
         """A new segment below those of a request, as old as they are; NONE if it may be known, or cannot be had."""
@@ -142,16 +142,15 @@ class Reuse(RequestPolicy):
 
     def _add(self, parent: int, position: int, keys: Sequence[OffloadKey], kind: int) -> int:
         """A new segment. Where no id is left, the slots of the leaf of the lowest worth give up theirs."""
-        tree, passed = self._tree, set[int]()
+        tree, aside = self._tree, list[Entry]()
         seg = tree.add(parent, position, keys, kind)
-        if seg == NONE and (least := self._order.take((parent,), passed)) != NONE:
+        if seg == NONE and (least := self._order.take({parent}, aside)) != NONE:
             slots = list(tree.slots_of(least))
             self._detach(slots)
             for slot in slots:
                 tree.leave_untracked(slot)
             seg = tree.add(parent, position, keys, kind)
-        for other in passed:
-            self._offer(other)
+        self._order.give_back(aside)
         return seg
 
     def _use(self, path: Sequence[int], level: int) -> float:
@@ -160,7 +159,7 @@ class Reuse(RequestPolicy):
         touched, uses, kind, counts, now = (
             segments.touched, segments.uses, segments.kind, segments.counts, model.now,
         )  # fmt: skip
-        used, lengths = self._order.choice.used, segments.length
+        used, lengths, offer = self._order.choice.used, segments.length, self._order.offer
         for seg in path:
             gap = now - touched[seg]
             used(kind[seg], gap, lengths[seg])
@@ -173,7 +172,7 @@ class Reuse(RequestPolicy):
             if above != NONE and kind[seg] == kind[above]:
                 counts[above] = 0
             above = seg
-            self._offer(seg)
+            offer(seg)
         return gap
 
     def _expect(self, path: Sequence[int], keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
@@ -203,31 +202,26 @@ class Reuse(RequestPolicy):
         for seg in use.path:
             if segments.touched[seg] == use.time and not segments.kind[seg] % OUTPUT_LEVELS:
                 segments.kind[seg] += level
-                self._offer(seg)
-
-    def _offer(self, seg: int) -> None:
-        segments = self._tree.segments
-        if segments.held[seg] and not segments.kids[seg]:
-            self._order.offer(seg)
+                self._order.offer(seg)
 
     # -- slots ---------------------------------------------------------------------------------------------------
 
     def admit(self, keys: Sequence[OffloadKey]) -> None:
-        self._prefixes_kept = self._prefixes(self._announced.find(keys[::-1]))
+        self._admitted = keys
 
     def insert(self, slots: Sequence[int]) -> None:
-        names, tree = self._keys, self._tree
+        names, attach, offer = self._keys, self._tree.attach, self._order.offer
         slots = slots[::-1]
         keys: list[OffloadKey] = list(map(names.__getitem__, slots))  # type: ignore[arg-type]  # ready: it has a key
         runs = self._announced.take(keys)
         for start, end, seg, position in runs:
             if seg != NONE:
-                tree.attach(slots[start:end], seg, position)
+                attach(slots[start:end], seg, position)
         for start, end, seg, _ in runs:  # after the others: ghosts go for new segments
             if seg == NONE:
                 self._insert_lone(keys[start:end], slots[start:end])
             else:
-                self._offer(seg)
+                offer(seg)
 
     def _insert_lone(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         """Blocks that no request announced: each is a segment of its own, or none while there is no id left for it."""
@@ -238,7 +232,7 @@ class Reuse(RequestPolicy):
                 tree.leave_untracked(slot)
             else:
                 tree.attach((slot,), seg, LONE)
-                self._offer(seg)
+                self._order.offer(seg)
 
     def touch(self, slots: Sequence[int]) -> None:
         owner = self._tree.owner
@@ -257,13 +251,16 @@ class Reuse(RequestPolicy):
         self._detach(slots)
 
     def evict(self, count: int, pins: Sequence[int]) -> list[int] | None:
-        protected, self._prefixes_kept = self._prefixes_kept, set()
+        admitted, (compared, protected) = self._admitted[::-1], self._compared
+        if admitted != compared:
+            protected = self._prefixes(self._announced.find(admitted))
+        self._admitted, self._compared = (), ((), set())
         chosen = self._take_untracked(count, pins)
         if len(chosen) < count:
             self._take_leaves(chosen, count, pins, protected)
         if len(chosen) < count:
             # Pinned leaves are in the way, or what is about to grow: any block that is not pinned.
-            others = [slot for slot in self.coldest() if not pins[slot]][: count - len(chosen)]
+            others = list(islice((slot for slot in self.coldest() if not pins[slot]), count - len(chosen)))
             if len(chosen) + len(others) < count:
                 self._put_back(chosen)
                 return None
@@ -272,12 +269,18 @@ class Reuse(RequestPolicy):
         return [slot for slot, _ in chosen]
 
     def bypass(self, keys: Sequence[OffloadKey], evictions: int, pins: Sequence[int]) -> Sequence[int]:
-        if not self._order.choice.learned:
-            return ()
         order, held, room = self._order, self._tree.segments.held, self._tree.num_untracked
+        if evictions <= room or not order.choice.learned:
+            return ()
         runs = self._announced.find(keys)
-        upcoming = order.upcoming(self._prefixes(runs))
-        kept, theirs = len(keys), 0.0
+        prefixes = self._prefixes(runs)
+        self._compared = keys, prefixes
+        theirs, victim = order.lowest(prefixes, pins)
+        if victim == NONE or (
+            evictions <= room + held[victim] and all(seg == NONE or order.value(seg) >= theirs for _, _, seg, _ in runs)
+        ):
+            return ()
+        upcoming, kept = order.upcoming(prefixes, pins), len(keys)
         for start, _, seg, _ in reversed(runs):
             if seg == NONE:
                 break
@@ -309,7 +312,7 @@ class Reuse(RequestPolicy):
     def _prefixes(self, runs: Sequence[AnnouncedRun]) -> set[int]:
         """The segments that hold what is right before these blocks, which must not go for them."""
         parent = self._tree.segments.parent
-        segs = {run.seg for run in runs}
+        segs = {seg for _, _, seg, _ in runs}
         segs.discard(NONE)
         return segs.union([parent[seg] for seg in segs])
 
@@ -325,24 +328,20 @@ class Reuse(RequestPolicy):
 
     def _take_leaves(self, chosen: list[tuple[int, int]], count: int, pins: Sequence[int], protected: set[int]) -> None:
         """Fill `chosen` up to `count` with (slot, segment) from the leaves of the lowest worth."""
-        tree, order, skip, passed = self._tree, self._order, set(protected), set[int]()
+        tree, order, aside = self._tree, self._order, list[Entry]()
         held = tree.segments.held
         while len(chosen) < count:
-            seg = order.take(skip, passed)
+            seg = order.take(protected, aside, pins)
             if seg == NONE:
                 break
             chosen += [(slot, seg) for slot in tree.pop(seg, count - len(chosen), pins)]
-            if not held[seg]:
+            if held[seg]:
+                order.offer(seg)
+            else:
                 parent = tree.departed(seg)
                 if parent != NONE:
                     order.offer(parent)
-            elif len(chosen) < count:
-                skip.add(seg)
-                passed.add(seg)
-            else:
-                order.offer(seg)
-        for seg in sorted(passed):
-            self._offer(seg)
+        order.give_back(aside)
 
     def _put_back(self, chosen: Sequence[tuple[int, int]]) -> None:
         for slot, seg in chosen:
@@ -351,13 +350,13 @@ class Reuse(RequestPolicy):
         for slot, seg in reversed(chosen):
             if seg != UNTRACKED:
                 self._tree.attach((slot,), seg, self._tree.position[slot])
-                self._offer(seg)
+                self._order.offer(seg)
 
     def _detach(self, slots: Sequence[int]) -> list[int]:
         segs = self._tree.detach(slots)
         for seg in segs:
             if self._tree.segments.held[seg]:
-                self._offer(seg)
+                self._order.offer(seg)
             else:
                 parent = self._tree.departed(seg)
                 if parent != NONE:

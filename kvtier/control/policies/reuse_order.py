@@ -7,41 +7,56 @@ since is left out, one whose index has risen as it aged goes back.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Collection, Generator
-from heapq import heappop, heappush
+from bisect import bisect_right
+from collections.abc import Generator, Iterator, Sequence, Set
+from heapq import heapify, heappop, heappush
+from typing import TypeAlias
 
 import numpy as np
 
 from kvtier.control.policies.order_choice import OrderChoice
-from kvtier.control.policies.prediction.classes import NUM_BUCKETS, bucket_of
+from kvtier.control.policies.prediction.classes import BUCKET_BOUNDS, NUM_BUCKETS
 from kvtier.control.policies.prediction.model import BOUNDS, ReuseModel
-from kvtier.control.policies.prediction.segments import NONE, Segments
+from kvtier.control.policies.prediction.segments import NONE, FloatArray
+from kvtier.control.policies.reuse_tree import TierTree
+from kvtier.types.arrays import IntArray
 
 FRACTION = 16
-
-AT_LEAST = 1
+AT_LEAST = 16
+"""The heap is filled with this part of the leaves, or this many."""
 AT_MOST = 64
 AT_MOST_FRACTION = 8
+"""It is filled anew once it has more entries than this many, or than this part of the segments."""
 NOTHING = (-1.0, 0.0)
+
+Entry: TypeAlias = tuple[float, float, int]
+"""The index of a segment when it was entered, when it was used last, and which it is."""
 
 
 class EvictionOrder:
     """Leaves of one tier from the least worth on. `take` removes the entry; who leaves it a leaf offers it again."""
 
-    def __init__(self, num_slots: int, segments: Segments, model: ReuseModel) -> None:
+    def __init__(self, num_slots: int, tree: TierTree, model: ReuseModel) -> None:
+        segments = tree.segments
         self.choice = OrderChoice(num_slots, segments, model)
+        self._tree = tree
         self._segments = segments
         self._model = model
-        self._heap: list[tuple[float, float, int]] = []
+        self._heap: list[Entry] = []
         self._limit = NOTHING
+        self._heap_max = 0
+        self._held = np.frombuffer(segments.held, np.int32)
+        self._kids = np.frombuffer(segments.kids, np.int32)
+        self._touched = np.frombuffer(segments.touched, np.float64)
+        self._kind = np.frombuffer(segments.kind, np.uint16)
 
     def value(self, seg: int) -> float:
         """The segment's index now. All are worth the same in LRU's order, which is that of their last use."""
         if not self.choice.learned:
             return 0.0
-        bucket = bucket_of(self._model.now - self._segments.touched[seg])
-        return self._model.tables.index[self._segments.kind[seg] * NUM_BUCKETS + bucket]
+        segments, model = self._segments, self._model
+        bucket = bisect_right(BUCKET_BOUNDS, model.now - segments.touched[seg])
+        return model.tables.index[segments.kind[seg] * NUM_BUCKETS + bucket]
 
     def asked(self, blocks: int, missed: int) -> None:
         """A request asked for so many blocks; the tier lacks some of them. The order may change."""
@@ -49,52 +64,70 @@ class EvictionOrder:
             self._heap, self._limit = [], NOTHING
 
     def offer(self, seg: int) -> None:
-        """This segment is a leaf that holds blocks; it counts if it belongs below the end of the heap."""
-        entry = (self.value(seg), self._segments.touched[seg], seg)
-        if entry[:2] <= self._limit:
+        """This segment may be a leaf that holds blocks; then it counts if it belongs below the end of the heap."""
+        segments = self._segments
+        if not segments.held[seg] or segments.kids[seg]:
+            return
+        value, limit = self.value(seg), self._limit
+        if value > limit[0]:
+            return
+        entry = (value, segments.touched[seg], seg)
+        if entry[:2] <= limit:
             heappush(self._heap, entry)
-            if len(self._heap) > max(AT_MOST, self._segments.used // AT_MOST_FRACTION):
+            if len(self._heap) > self._heap_max:
                 self._heap, self._limit = [], NOTHING
 
-    def take(self, skip: Collection[int], passed: set[int]) -> int:
-        """The leaf of the lowest index that is not in `skip`, or NONE. What was skipped is added to `passed`."""
-        segments, heap = self._segments, self._heap
+    def take(self, skip: Set[int], aside: list[Entry], pins: Sequence[int] | None = None) -> int:
+        """The leaf of the lowest index, or NONE. Those in `skip` or whose end is pinned are put aside: `give_back`."""
+        segments, deepest = self._segments, self._tree.deepest
         touched, held, kids = segments.touched, segments.held, segments.kids
-        refills = 0
-        while True:
-            if not heap:
-                if refills == 2:
-                    return NONE
-                self._refill(everything=refills > 0)
-                heap, refills = self._heap, refills + 1
-                continue
-            value, since, seg = heappop(heap)
+        while self._heap or self._refill(aside):
+            heap = self._heap
+            entry = heappop(heap)
+            value, since, seg = entry
             if since != touched[seg] or not held[seg] or kids[seg]:
                 continue
-            if seg in skip:
-                passed.add(seg)
+            if seg in skip or (pins is not None and pins[deepest[seg]]):
+                aside.append(entry)
                 continue
             now = self.value(seg)
             if now > value:
-                if (now, since) > self._limit and refills < 2:
+                if (now, since) > self._limit:
                     continue
                 if heap and now > heap[0][0]:
                     heappush(heap, (now, since, seg))
                     continue
             return seg
+        return NONE
 
-    def upcoming(self, skip: Collection[int]) -> Generator[tuple[float, int], None, None]:
+    def give_back(self, aside: list[Entry]) -> None:
+        """What `take` put aside counts again."""
+        for entry in aside:
+            heappush(self._heap, entry)
+
+    def lowest(self, skip: Set[int], pins: Sequence[int]) -> tuple[float, int]:
+        """The index of the leaf that `take` would return, and the leaf, or (0, NONE). It stays where it is."""
+        aside: list[Entry] = []
+        seg, value = self.take(skip, aside, pins), 0.0
+        if seg != NONE:
+            value = self.value(seg)
+            aside.append((value, self._segments.touched[seg], seg))
+        self.give_back(aside)
+        return value, seg
+
+    def upcoming(self, skip: Set[int], pins: Sequence[int]) -> Generator[tuple[float, int], None, None]:
         """(index, segment) in the order in which whole segments would go now. Changes nothing once it is closed."""
-        segments, taken, seen = self._segments, set[int](), set(skip)
+        segments, aside, seen = self._segments, list[Entry](), set(skip)
         kids: dict[int, int] = {}
-        entered: list[tuple[float, float, int]] = []
+        entered: list[Entry] = []
         try:
             while True:
-                seg = self.take(seen, taken)
+                seg = self.take(seen, aside, pins)
                 if seg != NONE:
-                    taken.add(seg)
+                    entry = (self.value(seg), segments.touched[seg], seg)
+                    aside.append(entry)
                     seen.add(seg)
-                    heappush(entered, (self.value(seg), segments.touched[seg], seg))
+                    heappush(entered, entry)
                 if not entered:
                     return
                 value, _, seg = heappop(entered)
@@ -105,46 +138,43 @@ class EvictionOrder:
                     if not left and parent not in skip:
                         heappush(entered, (self.value(parent), segments.touched[parent], parent))
         finally:
-            for seg in sorted(taken):
-                self.offer(seg)
+            self.give_back(aside)
 
-    def _refill(self, everything: bool) -> None:
+    def _refill(self, aside: Sequence[Entry]) -> bool:
+        """Put the lowest leaves that are not put aside into the heap, a part of them. False if there are none."""
         segments, used = self._segments, self._segments.used
-        if not used:
-            return
-        held = np.frombuffer(segments.held, np.int32, used)
-        kids = np.frombuffer(segments.kids, np.int32, used)
-        leaves = np.flatnonzero((held > 0) & (kids == 0))
-        touched = np.frombuffer(segments.touched, np.float64, used)[leaves]
-        values = np.zeros(len(leaves))
-        if self.choice.learned:
-            kinds = np.frombuffer(segments.kind, np.uint16, used)[leaves].astype(np.int64)
-            buckets = np.searchsorted(BOUNDS, self._model.now - touched, "right")
-            values = self._model.tables.values[kinds, buckets]
-        order = np.lexsort((touched, values))
-        wanted = max(AT_LEAST, len(leaves) // FRACTION)
-        if len(order):
-            last = order[min(wanted, len(order)) - 1]
-            self._limit = (float(values[last]), float(touched[last]))
-        if not everything:
-            order = order[:wanted]
+        leaves = np.flatnonzero((self._held[:used] > 0) & (self._kids[:used] == 0))
+        if aside:
+            leaves = leaves[np.isin(leaves, [seg for _, _, seg in aside], invert=True)]
+        if not len(leaves):
+            return False
+        touched, values = self._touched[leaves], self._values(leaves)
+        order = np.lexsort((touched, values))[: max(AT_LEAST, len(leaves) // FRACTION)]
         self._heap = list(zip(values[order].tolist(), touched[order].tolist(), leaves[order].tolist(), strict=True))
+        self._limit = self._heap[-1][:2]
+        self._heap_max = max(AT_MOST, segments.used // AT_MOST_FRACTION)
+        return True
 
-    def coldest_first(self) -> list[int]:
+    def _values(self, segs: IntArray) -> FloatArray:
+        if not self.choice.learned:
+            return np.zeros(len(segs))
+        buckets = np.searchsorted(BOUNDS, self._model.now - self._touched[segs], "right")
+        values: FloatArray = self._model.tables.values[self._kind[segs], buckets]
+        return values
+
+    def coldest_first(self) -> Iterator[int]:
         """All segments that hold blocks in the order they would go if nothing changed."""
-        segments = self._segments
-        kids = array("i", segments.kids)
-        heap = [
-            (self.value(s), segments.touched[s], s) for s in range(segments.used) if segments.held[s] and not kids[s]
-        ]
-        heap.sort()
-        order: list[int] = []
+        segments, used = self._segments, self._segments.used
+        leaves = np.flatnonzero((self._held[:used] > 0) & (self._kids[:used] == 0))
+        columns = (self._values(leaves).tolist(), self._touched[leaves].tolist(), leaves.tolist())
+        heap: list[Entry] = list(zip(*columns, strict=True))
+        heapify(heap)
+        kids: dict[int, int] = {}
         while heap:
             seg = heappop(heap)[2]
-            order.append(seg)
+            yield seg
             parent = segments.parent[seg]
             if parent != NONE and segments.held[parent]:
-                kids[parent] -= 1
-                if not kids[parent]:
+                left = kids[parent] = kids.get(parent, segments.kids[parent]) - 1
+                if not left:
                     heappush(heap, (self.value(parent), segments.touched[parent], parent))
-        return order

@@ -93,8 +93,7 @@ class Prompts:
         if end + len(keys) > prompt.room or (known != NONE and segments.first[known] == end):
             self._open[name].remove(prompt)
             return
-        if segments.can_grow(last, end, prompt.time):
-            segments.extend(last, keys)
+        if segments.extend(last, end, prompt.time, keys):
             prompt.ends[-1] += len(keys)
         else:
             seg = self._add(end, keys, first_use_of(segments.kind[last]), prompt.time)

@@ -125,21 +125,24 @@ class Segments:
         self.length[seg] = len(keys)
         self.tail[seg] = xxh3_64_intdigest(keys[-1]) & 0xFFFFFFFF
 
-    def extend(self, seg: int, keys: Sequence[OffloadKey]) -> None:
-        """Add keys behind the last one of a segment."""
-        if self._is_ghost(seg):
-            self.ghost_blocks += len(keys)
-        self.length[seg] += len(keys)
-        self.tail[seg] = xxh3_64_intdigest(keys[-1]) & 0xFFFFFFFF
+    def extend(self, seg: int, position: int, touched: float, keys: Sequence[OffloadKey]) -> bool:
+        """Add keys behind the last one of a segment, at this position.
 
-    def can_grow(self, seg: int, position: int, touched: float) -> bool:
-        """True if the segment ends at this position, and only the request that made it then has used it."""
-        return (
-            self.first[seg] + self.length[seg] == position
-            and self.touched[seg] == touched
-            and self.uses[seg] == 1
-            and not self.kids[seg]
-        )
+        False, and nothing changes, unless it ends there and only the request that made it then has used it.
+        """
+        length = self.length[seg]
+        if (
+            self.first[seg] + length != position
+            or self.touched[seg] != touched
+            or self.uses[seg] != 1
+            or self.kids[seg]
+        ):
+            return False
+        if not self.held[seg] and self._is_ghost(seg):
+            self.ghost_blocks += len(keys)
+        self.length[seg] = length + len(keys)
+        self.tail[seg] = xxh3_64_intdigest(keys[-1]) & 0xFFFFFFFF
+        return True
 
     def is_parent(self, parent: int, seg: int) -> bool:
         """True if a segment hangs on this one: the id may have been another's when that was noted."""
