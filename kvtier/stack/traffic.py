@@ -93,8 +93,8 @@ class Traffic:
         self.late_in_flight += job_id in self._begun
 
     def seconds(self, now: float) -> float:
-        """Busy seconds up to now."""
-        return self.busy_seconds + (now - self.busy_since if self._begun else 0.0)
+        """Busy seconds up to now. From any thread: the one in flight may have begun after `now` was read."""
+        return self.busy_seconds + (max(0.0, now - self.busy_since) if self._begun else 0.0)
 
     def oldest_seconds(self, now: float) -> float:
         """How long the oldest job in flight has been so. From any thread: `list` of a dict is one step."""

@@ -11,7 +11,9 @@ from fake_engine import stack as small_stack
 from support_logs import said_by_vllm
 from support_pages import PROMETHEUS_2, PROMETHEUS_3, samples
 
+from kvtier.integrations.vllm.metrics import Meter
 from kvtier.metrics import DEFINITIONS
+from kvtier.stack.stats import StackStats, TierStats
 
 pytestmark = pytest.mark.engine
 WITHOUT_A_VALUE = {"kvtier_curve_missed_blocks_total"}
@@ -36,6 +38,16 @@ def test_figures_are_read_once_more_when_there_is_nothing_to_do(root, seed, monk
         assert told["kvtier_used_bytes"] == {(name,): tier.used_bytes for name, tier in stats.tiers.items()}
         assert len(told["kvtier_transfer_seconds"]["fs", "store"]) > 0
         assert told["kvtier_backlog_blocks"] == {(): 0}
+
+
+def test_no_counter_is_increased_by_less_than_nothing():
+    """Time in flight that is read as a transfer begins; vLLM would end by a negative increase."""
+    changed = Meter().read(lambda: StackStats({"fs": TierStats(load_seconds=-1e-6, hits=3)}, 0))
+    counters = [
+        value for metric in changed.data["data"].values() for value in metric.values() if isinstance(value, float)
+    ]
+    assert 3.0 in counters
+    assert min(counters) >= 0
 
 
 def test_what_operators_must_know_is_said_by_a_logger_that_vllm_shows(root, seed, caplog):

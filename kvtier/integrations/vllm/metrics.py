@@ -77,8 +77,9 @@ class Meter:
     def _increase(self, changed: OffloadingConnectorStats, name: str, labels: tuple[str, ...], value: float) -> None:
         before = self._reported.get((name, labels))
         if before is None or value > before:
+            value = max(value, 0.0)  # a time in flight, read as a transfer begins, may be below 0: vLLM would end by it
             self._reported[name, labels] = value
-            changed.increase_counter(name, value - (before or 0), labels)
+            changed.increase_counter(name, value - (before or 0.0), labels)
 
     def _observe(
         self, changed: OffloadingConnectorStats, name: str, labels: tuple[str, ...], value: HistogramFigures
