@@ -14,13 +14,13 @@ from kvtier.testing.faults import SeededFaults
 
 pytestmark = [pytest.mark.lmcache, pytest.mark.filterwarnings("ignore")]  # what LMCache warns of is not ours
 
-OPERATIONS = 250
 OBJECTS = 120
 PLACES = 16
 SIZES = [64 << 10, 100_000, 40_000, 4096]
 
 
-def test_no_byte_is_ever_wrong(faulty, tmp_path, seed):
+@pytest.mark.parametrize("operations", [250, pytest.param(2000, marks=pytest.mark.long)])
+def test_no_byte_is_ever_wrong(operations, faulty, tmp_path, seed):
     rng = random.Random(seed)
     room = max(SIZES)
     memory = Memory(PLACES * room)
@@ -28,7 +28,7 @@ def test_no_byte_is_ever_wrong(faulty, tmp_path, seed):
     counts: Counter[str] = Counter()
     slowest = 0.0
     with controllers(memory, keys) as used:
-        for number in range(OPERATIONS):
+        for number in range(operations):
             if number % 100 == 0:
                 faulty[-1].plan = SeededFaults(seed + number, CHANCES if number % 300 else [])
             if rng.random() < 0.05:
