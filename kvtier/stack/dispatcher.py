@@ -294,14 +294,7 @@ class Dispatcher:
 
 def bytes_by_rows(row_bytes: int) -> Callable[[TransferJob], int]:
     """What a job takes where each of its blocks has a row."""
-
-    def job_bytes(job: TransferJob) -> int:
-        total = 0
-        for group in job.groups:
-            total += len(group.keys)
-        return total * row_bytes
-
-    return job_bytes
+    return lambda job: job.num_blocks * row_bytes
 
 
 def _look_for_deadlines(dispatcher: weakref.ref[Dispatcher], queue: TierQueue) -> None:

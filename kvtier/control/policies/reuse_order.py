@@ -132,18 +132,15 @@ class EvictionOrder:
                     return
                 value, _, seg = heappop(entered)
                 yield value, seg
-                parent = segments.parent[seg]
-                if parent != NONE and segments.held[parent]:
-                    left = kids[parent] = kids.get(parent, segments.kids[parent]) - 1
-                    if not left and parent not in skip:
-                        heappush(entered, (self.value(parent), segments.touched[parent], parent))
+                parent = self._parent_bared(seg, kids)
+                if parent != NONE and parent not in skip:
+                    heappush(entered, (self.value(parent), segments.touched[parent], parent))
         finally:
             self.give_back(aside)
 
     def _refill(self, aside: Sequence[Entry]) -> bool:
         """Put the lowest leaves that are not put aside into the heap, a part of them. False if there are none."""
-        segments, used = self._segments, self._segments.used
-        leaves = np.flatnonzero((self._held[:used] > 0) & (self._kids[:used] == 0))
+        leaves = self._leaves()
         if aside:
             leaves = leaves[np.isin(leaves, [seg for _, _, seg in aside], invert=True)]
         if not len(leaves):
@@ -152,8 +149,21 @@ class EvictionOrder:
         order = np.lexsort((touched, values))[: max(AT_LEAST, len(leaves) // FRACTION)]
         self._heap = list(zip(values[order].tolist(), touched[order].tolist(), leaves[order].tolist(), strict=True))
         self._limit = self._heap[-1][:2]
-        self._heap_max = max(AT_MOST, segments.used // AT_MOST_FRACTION)
+        self._heap_max = max(AT_MOST, self._segments.used // AT_MOST_FRACTION)
         return True
+
+    def _leaves(self) -> IntArray:
+        used = self._segments.used
+        return np.flatnonzero((self._held[:used] > 0) & (self._kids[:used] == 0))
+
+    def _parent_bared(self, seg: int, kids: dict[int, int]) -> int:
+        """The parent that is a leaf once this segment has gone, or NONE. `kids`: how many are left, where some went."""
+        segments = self._segments
+        parent = segments.parent[seg]
+        if parent == NONE or not segments.held[parent]:
+            return NONE
+        left = kids[parent] = kids.get(parent, segments.kids[parent]) - 1
+        return NONE if left else parent
 
     def _values(self, segs: IntArray) -> FloatArray:
         if not self.choice.learned:
@@ -164,8 +174,7 @@ class EvictionOrder:
 
     def coldest_first(self) -> Iterator[int]:
         """All segments that hold blocks in the order they would go if nothing changed."""
-        segments, used = self._segments, self._segments.used
-        leaves = np.flatnonzero((self._held[:used] > 0) & (self._kids[:used] == 0))
+        segments, leaves = self._segments, self._leaves()
         columns = (self._values(leaves).tolist(), self._touched[leaves].tolist(), leaves.tolist())
         heap: list[Entry] = list(zip(*columns, strict=True))
         heapify(heap)
@@ -173,8 +182,6 @@ class EvictionOrder:
         while heap:
             seg = heappop(heap)[2]
             yield seg
-            parent = segments.parent[seg]
-            if parent != NONE and segments.held[parent]:
-                left = kids[parent] = kids.get(parent, segments.kids[parent]) - 1
-                if not left:
-                    heappush(heap, (self.value(parent), segments.touched[parent], parent))
+            parent = self._parent_bared(seg, kids)
+            if parent != NONE:
+                heappush(heap, (self.value(parent), segments.touched[parent], parent))

@@ -77,7 +77,7 @@ class Meter:
     def _increase(self, changed: OffloadingConnectorStats, name: str, labels: tuple[str, ...], value: float) -> None:
         before = self._reported.get((name, labels))
         if before is None or value > before:
-            value = max(value, 0.0)  # a time in flight, read as a transfer begins, may be below 0: vLLM would end by it
+            value = max(value, 0.0)  # vLLM would end by a negative increase, whatever figure was wrong
             self._reported[name, labels] = value
             changed.increase_counter(name, value - (before or 0.0), labels)
 
