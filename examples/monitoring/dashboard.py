@@ -91,7 +91,7 @@ ROWS: dict[str, tuple[Chart, ...]] = {
         ),
         Chart(
             "Blocks hit",
-            "Blocks loaded for requests, by the highest tier that had them.",
+            "Blocks loaded for requests, each once: by the highest tier that had it when the request asked.",
             "cps",
             (rate("kvtier_hit_blocks_total"),),
             stacked=True,

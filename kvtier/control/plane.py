@@ -138,6 +138,9 @@ class ControlPlane(Recipient):
                 self.hints.loaded(job)
             load = LoadRequest(self._promotions, job, now, next(self._ages))
             self._open.loads[job.job_id] = load
+            reservation = None if request_id is None else self._reservations.by_request.get(request_id)
+            if reservation is not None:
+                load.brought = reservation.brought
             if not load.take_rows(now):
                 self._admission.add(load)
             if request_id is not None:

@@ -26,7 +26,10 @@ class KeyState(StrEnum):
 
 
 class Reservation(RowRequest):
-    """What one request asked for, key by key, and the rows leased to it. `open` keys are WANTED or FILLING."""
+    """What one request asked for, key by key, and the rows leased to it. `open` keys are WANTED or FILLING.
+
+    `brought`: the position of the lower tier that brought a key up for it. They are hits once they are loaded.
+    """
 
     def __init__(self, owner: Reservations, request_id: RequestId, age: int) -> None:
         super().__init__(owner.promotions, age)
@@ -37,6 +40,7 @@ class Reservation(RowRequest):
         self.index: dict[OffloadKey, int] = {}
         self.state: list[KeyState] = []
         self.rows: dict[int, int] = {}
+        self.brought: dict[OffloadKey, int] = {}
         self.open = 0
         self.oldest_since: float | None = None
         self.leased_until = math.inf
@@ -63,7 +67,8 @@ class Reservation(RowRequest):
             self.state[index] = KeyState.WANTED
             self.todo.appendleft(index)
         else:
-            self.owner.control.counters(position).hits += 1
+            if position:
+                self.brought[self.keys[index]] = position
             self._hold({index: row})
 
     def _hold(self, ready: dict[int, int]) -> None:

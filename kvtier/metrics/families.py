@@ -119,7 +119,7 @@ DEFINITIONS: tuple[MetricDefinition, ...] = tuple(
         ("kvtier_missed_blocks_total", "missed", _TIER, _LACKED),
         ("kvtier_promoted_blocks_total", "promoted", _TIER, "Blocks promoted from the tier to the CPU tier."),
         ("kvtier_demoted_blocks_total", "demoted", _TIER, "Blocks demoted from the CPU tier to the tier."),
-        ("kvtier_hit_blocks_total", "hits", _TIER, "Blocks loaded for requests whose highest copy was in the tier."),
+        ("kvtier_hit_blocks_total", "hits", _TIER, "Blocks loaded for requests, each once, by their highest copy."),
         ("kvtier_loaded_blocks_total", "loaded", _TIER, "Blocks loaded from the tier."),
         ("kvtier_stored_blocks_total", "stored", _TIER, "Blocks stored in the tier."),
         ("kvtier_evicted_blocks_total", "evictions", _TIER, "Blocks evicted from the tier."),

@@ -39,8 +39,9 @@ class TierStats:
     """One tier since the stack opened.
 
     `looked_up` counts blocks that were looked up here because no tier above has them, and `missed` those of them that
-    are not here either; a lookup counts once it is answered. `hits` counts blocks loaded for requests whose highest
-    copy was here; bytes are payload; seconds are those in which at least one transfer of that direction was in flight.
+    are not here either; a lookup counts once it is answered. `hits` counts blocks loaded for requests, each once, here
+    if no tier above had it when the request asked; bytes are payload; seconds are those in which at least one transfer
+    of that direction was in flight.
     `expired` counts blocks that became older than the tier's `max_age` while it was open. `slots` counts slots by
     state, `dropped` blocks by reason, `skipped` those that were not sent because the tier had them or did not admit
     them yet. `computed_sooner` blocks were found here and not loaded, because the engine computes them sooner;

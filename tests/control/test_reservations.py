@@ -76,6 +76,24 @@ def resident(rows: int, slots: int, keys: list, policy: str = "lru") -> World:
     return world
 
 
+def hits_of(world: World) -> tuple[int, int]:
+    """The hits of the CPU tier and of the lower one."""
+    return world.plane.counters(0).hits, world.plane.counters(1).hits
+
+
+def served(world: World, name: str, keys: list) -> None:
+    """A request that reserves, and loads once it is served."""
+    world.plane.reserve(RequestId(name), keys, world.now)
+    world.collect()
+    world.run_all()
+    job = world.job(JobKind.LOAD, keys)
+    world.jobs[job.job_id] = job
+    world.plane.submit(job, world.now, RequestId(name))
+    world.collect()
+    world.run_all()
+    assert world.statuses(job.job_id) == ["loaded"] * len(keys)
+
+
 @settings(max_examples=120, deadline=None)
 @given(
     rows=st.integers(1, 24),
@@ -96,6 +114,7 @@ def test_every_request_ends_whatever_the_size_of_the_cpu_tier(rows, requests, se
     run(world, engine, rng, fault_every)
     assert set(engine.hits) == {RequestId(f"r{i}") for i in range(len(phases))}
     assert all(job_id in world.results for job_id in engine.loading.values())
+    assert sum(hits_of(world)) == sum(world.statuses(job_id).count("loaded") for job_id in engine.loading.values())
 
 
 def test_twentyfour_requests_on_thirtytwo_rows_all_hit_in_full(seed):
@@ -175,3 +194,37 @@ def test_at_the_deadline_what_a_request_lacks_is_a_miss():
     assert reservation.hits() == [False] * 4
     world.run_all()
     world.check()
+
+
+def test_a_block_is_one_hit_of_the_tier_that_had_it_when_its_request_asked():
+    keys = [key(n, 0) for n in range(6)]
+    world = resident(16, 256, keys)
+    world.plane.control.cpu.reset()
+    served(world, "from the disk", keys[:4])
+    assert hits_of(world) == (0, 4)
+    served(world, "from rows", keys[:4])
+    assert hits_of(world) == (4, 4)
+    served(world, "from both", keys)
+    assert hits_of(world) == (8, 6)
+
+
+def test_a_block_that_is_reserved_and_not_loaded_is_no_hit():
+    keys = [key(n, 0) for n in range(4)]
+    world = resident(16, 256, keys)
+    world.plane.control.cpu.reset()
+    world.plane.reserve(RequestId("aborted"), keys, world.now)
+    world.collect()
+    world.run_all()
+    world.plane.end_request(RequestId("aborted"), world.now)
+    assert hits_of(world) == (0, 0)
+
+
+def test_a_row_that_is_corrupt_when_it_is_copied_is_a_hit_of_the_tier_that_had_it_whole():
+    keys = [key(n, 0) for n in range(4)]
+    world = resident(16, 256, keys)
+    job = world.load(*range(4))
+    world.finish(*world.under_way(0, JobKind.LOAD), "corrupt")
+    world.collect()
+    world.run_all()
+    assert world.statuses(job) == ["loaded"] * 4
+    assert hits_of(world) == (0, 4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from engines import SEED, engine, prompts, stack
+from engines import BLOCK, SEED, engine, prompts, stack, total
 from fake_engine import FakeEngine, offloading_config
 from fake_engine import stack as small_stack
 from support_logs import said_by_vllm
@@ -81,3 +81,28 @@ def test_vllms_page_has_every_name_for_each_prometheus_and_from_the_start_on(mod
     names = {re.sub("_(bucket|sum|count)$", "", name) for name, _ in found[0] if not name.endswith("_created")}
     assert names <= {definition.name for definition in DEFINITIONS}
     assert {definition.name for definition in DEFINITIONS} - names == WITHOUT_A_VALUE
+
+
+@pytest.mark.timeout(3600)
+def test_a_block_that_a_request_loads_is_one_hit_of_the_tier_that_had_it(models, root, tmp_path):
+    rows = 24
+    prompt, *others = prompts(SEED, count=8, prefixes=8)
+    whole = len(prompt) // BLOCK
+    assert sum(len(other) // BLOCK for other in others) > 2 * rows
+    with engine(models["llama"], tmp_path, stack(root, rows)) as vllm:
+
+        def hits() -> dict[str, float]:
+            told = vllm.metrics()
+            return {tier: total(told, "kvtier_hit_blocks_total", f"tier={tier}") for tier in ("cpu", "fs")}
+
+        computed = vllm.generate([prompt]).tokens
+        for other in others:
+            vllm.generate([other], tokens=1)
+        found = [hits()]
+        for _ in range(2):
+            vllm.reset()
+            answer = vllm.generate([prompt])
+            assert (answer.tokens, answer.cached) == (computed, [whole * BLOCK])
+            found.append(hits())
+    print(f"hits before, after the disk had the prompt, after rows had it: {found}")
+    assert found == [{"cpu": 0, "fs": 0}, {"cpu": 0, "fs": whole}, {"cpu": whole, "fs": whole}]

@@ -30,7 +30,11 @@ from kvtier.types.keys import OffloadKey
 
 
 class LoadRequest(StackRequest, RowRequest):
-    """One load: which blocks are being promoted, copied, and which tiers were tried in vain."""
+    """One load: which blocks are being promoted, copied, and which tiers were tried in vain.
+
+    `brought` has the position of the lower tier that brought a block up for this request, be it before the load, for
+    its reservation. All others were in rows.
+    """
 
     def __init__(self, promotions: Promotions, job: TransferJob, now: float, age: int) -> None:
         StackRequest.__init__(self, promotions.control, job, now)
@@ -38,6 +42,7 @@ class LoadRequest(StackRequest, RowRequest):
         self.resets = self.control.resets
         self.filling = 0
         self.arrived: list[tuple[int, int]] = []
+        self.brought: dict[OffloadKey, int] = {}
 
     @property
     def moving(self) -> int:
@@ -56,15 +61,24 @@ class LoadRequest(StackRequest, RowRequest):
         self.filling -= 1
         if self.outcomes[index] is not None:
             return
-        control = self.control
         if position != CPU_TIER:
             self._load_failed(index, position)
         if row is None:
             self.todo.appendleft(index)
             return
-        control.cpu.pin((row,))
-        control.counters(position).hits += 1
+        if position != CPU_TIER:
+            self.brought[self.keys[index]] = position
+        self.control.cpu.pin((row,))
         self.arrived.append((index, row))
+
+    def copied(self, indices: Sequence[int]) -> None:
+        """These blocks are loaded. Each is a hit of the highest tier that had it when the request asked for it."""
+        self.control.cpu_counters.loaded += len(indices)
+        if not self.brought:
+            self.control.cpu_counters.hits += len(indices)
+            return
+        for index in indices:
+            self.control.counters(self.brought.get(self.keys[index], CPU_TIER)).hits += 1
 
     def stop(self, outcome: BlockOutcome) -> None:
         """No new transfers. Blocks whose copy is not in flight end now; copies end first, their buffers are in use."""
@@ -101,7 +115,6 @@ class LoadRequest(StackRequest, RowRequest):
     def _hold(self, ready: dict[int, int]) -> None:
         cpu, rows = self.control.cpu, list(ready.values())
         cpu.pin(rows)
-        self.control.cpu_counters.hits += len(rows)
         self.arrived += ready.items()
         if not self.walked:
             # Here and now these are the most recent: a load must not throw out its own hits to fetch the rest.
@@ -128,7 +141,6 @@ class LoadRequest(StackRequest, RowRequest):
             if state[row] != READY:
                 return False
         control.cpu.pin(found)
-        control.cpu_counters.hits += len(found)
         self.todo.clear()
         self.walked = True
         self._copy(self.all, found, now)
@@ -176,7 +188,7 @@ class CopyJob(InFlight):
             if outcome.ok and request.resets != control.resets:
                 request.complete(index, CANCELLED)
             elif outcome.ok:
-                control.cpu_counters.loaded += 1
+                request.copied((index,))
                 request.complete(index, LOADED)
             elif outcome.status is BlockStatus.CORRUPT:
                 refused.append((m, generation))
@@ -193,7 +205,6 @@ class CopyJob(InFlight):
 
     def _finish_whole(self) -> None:
         """The usual case in a few batch calls: every block was copied."""
-        control = self.request.control
+        self.request.copied(self.indices)
         self.request.complete_all(self.indices, LOADED)
-        control.cpu_counters.loaded += len(self.indices)
-        control.cpu.unpin(self.rows)
+        self.request.control.cpu.unpin(self.rows)
