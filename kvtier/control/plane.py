@@ -132,7 +132,7 @@ class ControlPlane(Recipient):
         """
         self._open.begin(job)
         if now >= self._tick_at:
-            self._tick_at = self.control.use_time.advance(now)
+            self._tick(now)
         if job.kind is JobKind.LOAD:
             if self.hints.said:
                 self.hints.loaded(job)
@@ -163,7 +163,7 @@ class ControlPlane(Recipient):
     ) -> Reservation:
         """Bring keys into rows and lease them to a request. Pump afterwards. May be called again with more keys."""
         if now >= self._tick_at:
-            self._tick_at = self.control.use_time.advance(now)
+            self._tick(now)
         reservation = self._reservations.extend(request_id, keys, next(self._ages))
         self._admission.add(reservation)
         self._admission.serve(self._open.stores.values(), now)
@@ -232,9 +232,7 @@ class ControlPlane(Recipient):
         """Do all work that is possible now. Call after outcomes were reported, and when `next_deadline` has passed."""
         self._pumped_at, jobs, control = now, self._open, self.control
         if now >= self._tick_at:
-            self._tick_at = control.use_time.advance(now)
-        if self.uses is not None:
-            self.uses.advance(now)
+            self._tick(now)
         if now >= jobs.expires_at:
             jobs.expire(now)
         if now >= control.reclaim_at:
@@ -262,6 +260,12 @@ class ControlPlane(Recipient):
             for load in jobs.end(now):
                 self.touch(load.loaded_keys)
                 self._admission.remove(load)
+
+    def _tick(self, now: float) -> None:
+        """Time has passed, a tick of `UseTime` at least; in shorter steps neither ages nor policies can tell."""
+        self._tick_at = self.control.use_time.advance(now)
+        if self.uses is not None:
+            self.uses.advance(now)
 
     def next_deadline(self, now: float) -> float | None:
         """The next time, not before `now`, at which `pump` has work although no outcome was reported."""
