@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ JOB_SECONDS = 3.0
 SHARES_IN_A_DAY = 24
 ROUND_SHARES = 8
 """A round stores what its server is to hold this many times over, at most: it is emptied again and again."""
+REMOVAL_PAUSES_SECONDS = (0.1, 0.5, 2.0)
 
 
 class ObjectServer(ABC):
@@ -123,9 +125,23 @@ class ObjectServer(ABC):
         write(self.store, name, value)
 
     def remove(self, name: str) -> None:
+        """Again where the service answers with an error of its own, which says nothing of the tier: Ceph's gateway does
+        so now and then (a DeleteObjects of one name, whose result is UnknownError). Raises it after the last time."""
         import obstore
+        from obstore.exceptions import GenericError
 
-        obstore.delete(self.store, name)
+        for pause_seconds in (*REMOVAL_PAUSES_SECONDS, None):
+            try:
+                obstore.delete(self.store, name)
+            except FileNotFoundError:  # an earlier try has removed it
+                return
+            except GenericError as error:
+                if pause_seconds is None:
+                    raise
+                print(f"{name} was not removed from outside, tried again: {error}", file=sys.stderr)
+                time.sleep(pause_seconds)
+            else:
+                return
 
     def empty(self) -> None:
         for name in self.blocks():
