@@ -255,7 +255,7 @@ class Engine:
     def _job(self, kind: JobKind, prompt: Sequence[OffloadKey], blocks: list[int]) -> JobResult:
         group = GPUGroup(GroupIndex(0), tuple(prompt[i] for i in blocks), GPURuns.whole(blocks))
         job = self.stack.job(kind, [group])
-        self.felt.call("submit", self.stack.submit, job)
+        self.felt.call(f"{kind} submit", self.stack.submit, job)
         while job.job_id not in self._results:
             self._step()
         return self._results.pop(job.job_id)

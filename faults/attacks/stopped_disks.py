@@ -110,7 +110,7 @@ def _drive_slow(line: Line, root: Path, kind: str, idle: bool, chosen: dict[str,
             line.say("filled")
             line.hear("bad")
             drive = engine.run(seconds=4 * LOAD_SECONDS)
-            for call in ("lookup", "step", "submit"):
+            for call in engine.felt.seconds:
                 felt = engine.felt.p99_us(call)
                 found.notes[f"microseconds 99 % of {call} calls took, at most"] = felt
                 found.expect(felt < FELT_SECONDS * 1e6, f"99 % of {call} calls took {felt} us")
