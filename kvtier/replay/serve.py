@@ -5,8 +5,9 @@ holds are loaded into fresh GPU blocks and compared byte for byte before anythin
 that is, written as its key says. Computed blocks that are whole are stored. A block whose load failed is computed.
 
 The loop goes as fast as it can, without a trace's clock, so it would outrun the disks and write-through would drop
-what finds no room. Flow control takes the clock's place: after each request the loop waits until at most `backlog`
-demotions are queued or in flight.
+what finds no room. Flow control takes the clock's place: before and after each store the loop waits
+until at most `backlog` demotions are queued or in flight. Without a backlog a request served alone finds no transfer
+under way when it looks up, stores or ends, so what a policy may evict does not depend on the disks' speed.
 """
 
 import asyncio
@@ -190,10 +191,10 @@ class Server:
             self._check_hits(work)
             await self._load(work)
             await self._compute(work)
+            await self._wait_for_demotions()
             await self._store(work)
         self._stack.touch(self._touched(work))
         self._stack.end_request(work.request_id, output_tokens=request.output_tokens)
-        await self._stack.drain(DRAIN_SECONDS, self._options.backlog)
         self.counts.requests += 1
         self.counts.prompt_tokens += request.prompt_tokens
 
@@ -352,8 +353,11 @@ class Server:
         planners, step = self._engine.planners, self._options.store_blocks
         while plans := [(planner, plan) for planner in planners if (plan := planner.take(step)) is not None]:
             await self._store_plans(plans)
-            if any(planner.num_queued for planner in planners):
-                await self._stack.drain(DRAIN_SECONDS, self._options.backlog)
+            await self._wait_for_demotions()
+
+    async def _wait_for_demotions(self) -> None:
+        """Flow control: until at most `backlog` are queued or in flight."""
+        await self._stack.drain(DRAIN_SECONDS, self._options.backlog)
 
     async def _store_plans(self, plans: Sequence[tuple[StorePlanner, StorePlan]]) -> None:
         """One job for a plan of each group. The planners are given the outcomes, or None."""
