@@ -6,8 +6,7 @@ worth; new blocks that are worth less than what would go for them are not placed
 
 Where LRU would hit more, its order holds instead: `order_choice`.
 
-Memory, all of it taken at once but what requests in flight need: 65 bytes a slot and about 1 MB a tier, 1.5 MB a stack
-for the tables.
+Memory, most of it taken at once: 55 bytes a slot and about 2 MB a tier, 1.5 MB a stack for the tables.
 """
 
 from __future__ import annotations

@@ -22,11 +22,10 @@ from kvtier.control.policies.reuse_tree import TierTree
 from kvtier.types.arrays import IntArray
 
 FRACTION = 16
-AT_LEAST = 16
-"""The heap is filled with this part of the leaves, or this many."""
-AT_MOST = 64
-AT_MOST_FRACTION = 8
-"""It is filled anew once it has more entries than this many, or than this part of the segments."""
+AT_LEAST, AT_MOST = 16, 1024
+"""The heap is filled with this part of the leaves, within these bounds."""
+GROWN = 4
+"""It is filled anew once it has more than so many times what it was filled with, or than so many times `AT_LEAST`."""
 NOTHING = (-1.0, 0.0)
 
 Entry: TypeAlias = tuple[float, float, int]
@@ -146,10 +145,10 @@ class EvictionOrder:
         if not len(leaves):
             return False
         touched, values = self._touched[leaves], self._values(leaves)
-        order = np.lexsort((touched, values))[: max(AT_LEAST, len(leaves) // FRACTION)]
+        order = _first(values, touched, min(max(AT_LEAST, len(leaves) // FRACTION), AT_MOST))
         self._heap = list(zip(values[order].tolist(), touched[order].tolist(), leaves[order].tolist(), strict=True))
         self._limit = self._heap[-1][:2]
-        self._heap_max = max(AT_MOST, self._segments.used // AT_MOST_FRACTION)
+        self._heap_max = GROWN * max(AT_LEAST, len(self._heap))
         return True
 
     def _leaves(self) -> IntArray:
@@ -185,3 +184,16 @@ class EvictionOrder:
             parent = self._parent_bared(seg, kids)
             if parent != NONE:
                 heappush(heap, (self.value(parent), segments.touched[parent], parent))
+
+
+def _first(values: FloatArray, touched: FloatArray, count: int) -> IntArray:
+    """The indices of the lowest values in order, `count` at most; of equal ones those touched first."""
+    some = np.arange(len(values))
+    if count < len(some):
+        bound = np.partition(values, count - 1)[count - 1]
+        below, equal = np.flatnonzero(values < bound), np.flatnonzero(values == bound)
+        rest = count - len(below)
+        if rest < len(equal):
+            equal = equal[np.argpartition(touched[equal], rest)[:rest]]
+        some = np.concatenate([below, equal])
+    return some[np.lexsort((touched[some], values[some]))]

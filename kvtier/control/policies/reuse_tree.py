@@ -15,7 +15,7 @@ from kvtier.errors import IntegrityError
 from kvtier.types.keys import OffloadKey
 
 GHOST_CAPACITIES = 4
-SEGMENTS_PERCENT = 80
+SEGMENTS_PERCENT = 64
 """Segments for each hundred slots, ghosts among them."""
 UNTRACKED = -2
 LONE = -1

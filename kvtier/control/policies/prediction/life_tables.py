@@ -97,18 +97,21 @@ def _shrunk_to(above: FloatArray, hits: FloatArray, risk: FloatArray, scale_shri
 
 
 def index_of(rates: FloatArray) -> FloatArray:
-    """Gittins index of each bucket: the most hits a second over all horizons that start there. Shape as `rates`."""
-    classes, buckets = rates.shape
-    best = np.zeros((classes, buckets))
-    alive = np.ones((classes, buckets))
-    hits = np.zeros((classes, buckets))
-    seconds = np.zeros((classes, buckets))
-    for ahead in range(buckets):
-        kept = buckets - ahead
-        rate = rates[:, ahead:]
-        survive = alive[:, :kept]
-        hits[:, :kept] += survive * rate
-        seconds[:, :kept] += survive * WIDTHS[ahead:]
-        np.maximum(best[:, :kept], hits[:, :kept] / seconds[:, :kept], out=best[:, :kept])
-        alive[:, :kept] = survive * (1.0 - rate)
-    return best
+    """Gittins index of each bucket: the most hits a second over all horizons that start there. Shape as `rates`.
+
+    Classes without lives of their own have the rates of the class above them: each row is computed once.
+    """
+    rows: dict[bytes, int] = {}
+    place = [rows.setdefault(row.tobytes(), len(rows)) for row in rates]
+    rate = np.frombuffer(b"".join(rows)).reshape(len(rows), -1).T.copy()
+    lasting, widths = 1.0 - rate, WIDTHS[:, None]
+    alive, hits, seconds, best = np.ones_like(rate), np.zeros_like(rate), np.zeros_like(rate), np.zeros_like(rate)
+    for ahead in range(len(rate)):
+        kept = len(rate) - ahead
+        survive = alive[:kept]
+        hits[:kept] += survive * rate[ahead:]
+        seconds[:kept] += survive * widths[ahead:]
+        np.maximum(best[:kept], hits[:kept] / seconds[:kept], out=best[:kept])
+        survive *= lasting[ahead:]
+    found: FloatArray = best.T[place]
+    return found
