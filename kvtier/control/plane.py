@@ -271,8 +271,7 @@ class ControlPlane(Recipient):
         """The next time, not before `now`, at which `pump` has work although no outcome was reported."""
         soonest, pumped_at = math.inf, self._pumped_at
         times = [self._open.expires_at, self.control.reclaim_at, self._admission.wake_at]
-        for lower in self.control.lowers:
-            times.append(lower.send_at)
+        times += [lower.send_at for lower in self.control.lowers]
         if self._reservations.by_request:
             times += self._reservations.deadlines()
         if self.hints.said:
