@@ -44,7 +44,7 @@ from kvtier_remote.hedged_get import HedgedGets
 from kvtier_remote.moving_block import MovingBlock
 from kvtier_remote.names import BlockNames
 from kvtier_remote.options import RemoteOptions
-from kvtier_remote.transport import Describes, Place, Spreads, Transport, Value, Weighs
+from kvtier_remote.transport import Describes, HasThreads, Place, Spreads, Transport, Value
 from kvtier_remote.value import KEY_BYTES_MAX, Headers, header_bytes, value_bytes_max
 from kvtier_remote.write_budget import WriteBudget
 
@@ -129,7 +129,9 @@ class RemoteBackend(LoadStore):
         self._names = BlockNames(self._transport.spelling, self.options.prefix, self._namespace)
         notes = await self._open_budget()
         facts = await self._transport.open()
-        self._attempts = Attempts(CallLimit(self._transport.concurrency, facts.flight_bytes), self.counters)
+        lateness = self._transport.lateness if isinstance(self._transport, HasThreads) else None
+        limit = CallLimit(self._transport.concurrency, facts.flight_bytes, lateness)
+        self._attempts = Attempts(limit, self.counters)
         self._epochs = Epochs(self._transport, self._names.marker, self.counters)
         try:
             epoch = await self._epochs.begin()
@@ -324,8 +326,8 @@ class RemoteBackend(LoadStore):
         """Move blocks by one call; each ends with an outcome, whatever happens."""
         call = self._put if move.run.kind is JobKind.STORE else self._get
         try:
-            refusal, size = partial(self._move_refusal, move), self._flight_bytes(batch)
-            outcomes = await self._attempts.make(call, batch, refusal, size)
+            payload_bytes = sum(block.value.place.payload_bytes for block in batch)
+            outcomes = await self._attempts.make(call, batch, partial(self._move_refusal, move), payload_bytes)
         except Exception:
             # The task's boundary: without an outcome the job would wait for these blocks for ever.
             _log.exception("%s: blocks could not be moved", self.options.label)
@@ -336,12 +338,6 @@ class RemoteBackend(LoadStore):
                 self.counters[f"errno.{errno.errorcode.get(outcome.errno, outcome.errno)}"] += 1
             size = block.value.place.payload_bytes if outcome.ok else 0
             move.run.end(block.group, block.position, outcome, size)
-
-    def _flight_bytes(self, batch: Sequence[MovingBlock]) -> int:
-        """What a call counts towards the bytes in flight."""
-        if isinstance(self._transport, Weighs):
-            return sum(self._transport.flight_bytes_of(block.value.place) for block in batch)
-        return sum(block.value.place.payload_bytes for block in batch)
 
     def _move_refusal(self, move: Move, seconds: float) -> BlockOutcome | None:
         return move.stopped or self._refusal(move.run.job, seconds)

@@ -12,13 +12,37 @@ from contextlib import contextmanager
 HELD_SECONDS = 0.05
 ASKED_SECONDS = 1.0
 SHARE_WHILE_ASKED = 2
-"""For so long after a question half of the bytes may be in flight. More of them are of use where each call waits for
-a thread that is busy in Python, and then they are what a question waits for."""
+"""For so long after a question half of the bytes may be in flight: they are what a question waits for."""
+TIMES_WHILE_LATE = 3
+"""So many times the bytes may be in flight while calls wait for a thread that is busy in Python. They wait together
+then, above all those that a thread takes up after another without the event loop. Otherwise they only cost CPU time."""
+_LATE_SHARE_OF_INTERVAL = 1 / 4
+_WEIGHT_OF_ONE = 1 / 16
+
+
+class Lateness:
+    """How long after calls on threads the event loop learns of their ends, on average over the last of them.
+
+    A loop that waits for its turn of the interpreter gets it after a switch interval; a loop that does not learns of an
+    end within a fraction of a millisecond.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def learn(self, seconds: float) -> None:
+        """So long after a call the loop knew of its end."""
+        self.seconds += (seconds - self.seconds) * _WEIGHT_OF_ONE
+
+    @property
+    def late(self) -> bool:
+        """True while calls wait for their turns."""
+        return self.seconds > sys.getswitchinterval() * _LATE_SHARE_OF_INTERVAL
 
 
 class CallLimit:
     """Calls under way at once: at most `most`, and fewer while the server is overloaded. More than one only as long as
-    they move at most `most_bytes`, or half of that after a question. What a call moves is what its caller says.
+    they move at most `most_bytes`, or half of that after a question, and several times that while its calls are late.
 
     Where that bounds them, no call begins while a question is pending, for at most HELD_SECONDS: a question is short,
     and waits for what is in flight. Questions in a row do not add up, so that calls begin between them.
@@ -27,9 +51,10 @@ class CallLimit:
     begun before it was halved last do not halve it again: they say nothing of the new one.
     """
 
-    def __init__(self, most: int, most_bytes: int = sys.maxsize) -> None:
+    def __init__(self, most: int, most_bytes: int = sys.maxsize, lateness: Lateness | None = None) -> None:
         self.most = most
         self.most_bytes = most_bytes
+        self._lateness = lateness or Lateness()
         self.limit = float(most)
         self._under_way = self._bytes_under_way = 0
         self._held: asyncio.TimerHandle | None = None
@@ -75,7 +100,8 @@ class CallLimit:
         if self._under_way >= int(self.limit) or self.most_bytes == sys.maxsize:
             return self._under_way < int(self.limit)
         asked = asyncio.get_running_loop().time() < self._asked_until
-        return self._bytes_under_way + num_bytes <= self.most_bytes // (SHARE_WHILE_ASKED if asked else 1)
+        room = self.most_bytes * (TIMES_WHILE_LATE if self._lateness.late else 1) // (SHARE_WHILE_ASKED if asked else 1)
+        return self._bytes_under_way + num_bytes <= room
 
     def _take(self, num_bytes: int) -> None:
         self._under_way += 1

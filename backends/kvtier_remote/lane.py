@@ -3,10 +3,12 @@
 import asyncio
 import errno
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from kvtier.aio.daemon_pool import DaemonPool, PoolClosed
+from kvtier_remote.call_limit import Lateness
 
 
 class Connected(Protocol):
@@ -29,11 +31,16 @@ class Lane(Generic[Client]):
     has it in use when the lane closes, or while no thread has.
 
     Once a client is silent, it and all that are as old are replaced before their next call, by what `reconnect` makes
-    (`connect` when left out).
+    (`connect` when left out). `lateness` learns when the event loop knows of the ends of calls.
     """
 
     def __init__(
-        self, name: str, size: int, connect: Callable[[], Client], reconnect: Callable[[], Client] | None = None
+        self,
+        name: str,
+        size: int,
+        connect: Callable[[], Client],
+        reconnect: Callable[[], Client] | None = None,
+        lateness: Lateness | None = None,
     ) -> None:
         self._pool = DaemonPool(name, size)
         self._size = size
@@ -43,6 +50,7 @@ class Lane(Generic[Client]):
         self._lock = threading.Lock()
         self._idle: list[tuple[int, Client | None]] = []
         self._closed = False
+        self._lateness = lateness or Lateness()
 
     async def open(self) -> None:
         """Connect every client. Raises what `connect` raises, once all attempts have ended."""
@@ -59,10 +67,21 @@ class Lane(Generic[Client]):
 
         Raises OSError for a call that had not begun when the lane was closed, and what `reconnect` raises.
         """
+        ended = [0.0]
         try:
-            return await self._pool.run(self._with_client, call)
+            return await self._pool.run(self._timed, call, ended)
         except PoolClosed:
             raise _closed() from None
+        finally:
+            if ended[0]:
+                self._lateness.learn(time.monotonic() - ended[0])
+
+    def _timed(self, call: Callable[[Client], T], ended: list[float]) -> T:
+        """Make a call and note when it has ended."""
+        try:
+            return self._with_client(call)
+        finally:
+            ended[0] = time.monotonic()
 
     def _with_client(self, call: Callable[[Client], T]) -> T:
         with self._lock:

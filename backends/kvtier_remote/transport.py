@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvtier.types.jobs import BlockOutcome
+from kvtier_remote.call_limit import Lateness
 
 
 class Spelling(NamedTuple):
@@ -50,8 +51,8 @@ class Marker(NamedTuple):
 class Facts:
     """What an open transport is. `capacity_bytes` is what the server keeps at most; `notes` are for people to read.
 
-    `flight_bytes`: payload bytes in flight at once, at most, where more of them would only wait in the server. Of a
-    transport that `Weighs` values they are what it counts.
+    `flight_bytes`: payload bytes in flight at once, at most, where more of them would only wait in the server; several
+    times as many while the calls of a transport that `HasThreads` wait for this process.
     """
 
     capacity_bytes: int
@@ -137,12 +138,12 @@ class Spreads(Protocol):
 
 
 @runtime_checkable
-class Weighs(Protocol):
-    """A transport with values that are in the server for less of their calls than others are, so that more of them are
-    worth having in flight."""
+class HasThreads(Protocol):
+    """A transport that makes its calls on threads, so that they may wait for this process and not for the server."""
 
-    def flight_bytes_of(self, place: Place) -> int:
-        """What a value counts towards `Facts.flight_bytes`."""
+    @property
+    def lateness(self) -> Lateness:
+        """How late the event loop learns of the ends of calls."""
 
 
 @runtime_checkable

@@ -12,9 +12,10 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.types.jobs import BlockOutcome, DropReason, dropped
+from kvtier_remote.call_limit import Lateness
 from kvtier_remote.lane import Lane
 from kvtier_remote.transport import Facts, Marker, Place, Spelling, Value, Verify
-from kvtier_remote.valkey.calls import SPLIT_BYTES, Connection, asked, get, lengths_of, parts_of, put, sizes_of
+from kvtier_remote.valkey.calls import Connection, asked, get, lengths_of, parts_of, put, sizes_of
 from kvtier_remote.valkey.cluster_nodes import ClusterNodes, of_slot, read_slots
 from kvtier_remote.valkey.glide import Glide, connected, connected_again, library, outcome_of
 from kvtier_remote.valkey.options import ValkeyOptions
@@ -22,10 +23,6 @@ from kvtier_remote.valkey.server_facts import info, look_at
 
 _UNANSWERED_ERRORS = frozenset((errno.ETIMEDOUT, errno.ECONNRESET, errno.ENOTCONN, errno.EHOSTDOWN))
 """Of a call all of whose values end so its node has answered nothing."""
-_SHORT_SHARE = 3 / 8
-"""So much of a value in one piece counts as in flight. A call of these spends more of its time in Python than in the
-server, above all beside a thread that is busy in Python, for which it waits several times: calls in flight wait
-together. Large values have less work in Python, and cost more CPU time the more of them are in flight."""
 _SHARDS = 16
 """Nodes of a cluster that have clients of their own, whatever `connections` says; of more nodes some share them."""
 _RAISE = """
@@ -71,6 +68,7 @@ class ValkeyTransport:
         self._options = options
         self.concurrency = 2 * options.connections
         self._nodes = ClusterNodes()
+        self.lateness = Lateness()
         self._shards: list[Shard] = []
         self._looking = DaemonPool("kvtier-valkey-look", 1)
         self._trial: asyncio.Task[None] | None = None
@@ -94,7 +92,7 @@ class ValkeyTransport:
         return facts
 
     def _shard(self, connections: int) -> Shard:
-        transfers = Lane("kvtier-valkey", connections, self._connect, self._reconnect)
+        transfers = Lane("kvtier-valkey", connections, self._connect, self._reconnect, self.lateness)
         return Shard(transfers, Lane("kvtier-valkey-lookup", 1, self._connect, self._reconnect))
 
     async def close(self, timeout_seconds: float) -> int:
@@ -112,10 +110,6 @@ class ValkeyTransport:
     def server_of(self, place: Place) -> str:
         """The node of a cluster that has a value."""
         return self._nodes.node_of(place.name)
-
-    def flight_bytes_of(self, place: Place) -> int:
-        """All of a split value, less of one in one piece."""
-        return place.payload_bytes if place.payload_bytes >= SPLIT_BYTES else int(place.payload_bytes * _SHORT_SHARE)
 
     def _shard_of(self, node: str) -> Shard:
         """Raises OSError once closed."""

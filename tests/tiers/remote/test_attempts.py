@@ -17,9 +17,10 @@ from kvtier.testing.conformance.base import ConformanceBase
 from kvtier.tier_api.job_run import JobRun
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 from kvtier.types.jobs import CORRUPT, LOADED, MISSING, STORED, BlockOutcome, BlockStatus, JobKind, failed
+from kvtier.types.keys import GroupIndex
 from kvtier_remote import call_limit
 from kvtier_remote.backend import RemoteBackend
-from kvtier_remote.call_limit import CallLimit, RequestShare
+from kvtier_remote.call_limit import CallLimit, Lateness, RequestShare
 from kvtier_remote.hedged_get import Durations
 from kvtier_remote.options import RemoteOptions
 from kvtier_remote.transport import Facts, Marker, Place, Spelling, Value, Verify
@@ -169,22 +170,49 @@ async def test_a_server_that_is_overloaded_gets_fewer_calls_at_once_and_then_mor
         assert driver.tier.counters["overloaded"] >= 3
 
 
-class WeighingTransport(MemoryTransport):
-    """Where a value, which has more than 5000 bytes, counts as 2000."""
+class LateTransport(MemoryTransport):
+    """Whose calls wait for this process."""
 
-    def flight_bytes_of(self, place: Place) -> int:
-        return 2000
+    def __init__(self, hedges: bool) -> None:
+        super().__init__(hedges)
+        self.lateness = Lateness()
+        self.lateness.learn(60.0)
 
 
-@pytest.mark.parametrize(("make", "most"), [(MemoryTransport, 1), (WeighingTransport, 4)])
-async def test_what_is_in_flight_is_bounded_by_what_the_transport_counts(tmp_path, make, most):
+@pytest.mark.parametrize(("make", "most"), [(MemoryTransport, 1), (LateTransport, 3)])
+async def test_more_bytes_are_in_flight_while_calls_wait_for_this_process(tmp_path, make, most):
     suite = Memory()
     suite.transport = make(False)
-    suite.transport.flight_bytes = 8000
     async with suite.opened(tmp_path) as driver:
+        driver.tier._attempts.limit.most_bytes = driver.tier._context.geometry.aligned_bytes(GroupIndex(0))
         assert statuses(await driver.store(KEYS)) == [BlockStatus.STORED] * len(KEYS)
         assert statuses(await driver.load(KEYS)) == [BlockStatus.LOADED] * len(KEYS)
     assert suite.transport.most == most
+
+
+async def test_the_bytes_in_flight_follow_the_lateness_of_calls():
+    lateness = Lateness()
+    limit = CallLimit(16, 2, lateness)
+    await limit.begin(2)
+    waiting = [asyncio.create_task(limit.begin(2)) for _ in range(6)]
+    for seconds, done in ((1.0, 3), (0.0, 3), (1.0, 5)):
+        for _ in range(200):
+            lateness.learn(seconds)
+        limit.end(2)
+        await asyncio.sleep(0)
+        assert sum(one.done() for one in waiting) == done
+    for one in waiting:
+        one.cancel()
+    await asyncio.wait(waiting, timeout=10)
+
+
+def test_a_single_late_call_is_no_busy_process():
+    lateness, interval = Lateness(), sys.getswitchinterval()
+    lateness.learn(2 * interval)
+    assert not lateness.late
+    for _ in range(8):
+        lateness.learn(interval)
+    assert lateness.late
 
 
 async def test_one_burst_of_refusals_halves_once():

@@ -12,10 +12,8 @@ from support_redis import Authority, redis_server
 from support_valkey import Server, valkey_cluster, valkey_server
 
 from kvtier_remote.conformance import TransportTests
-from kvtier_remote.transport import Place
 from kvtier_remote.valkey import transport
 from kvtier_remote.valkey.embedded import free_ports
-from kvtier_remote.valkey.server_facts import FLIGHT_BYTES
 from kvtier_remote.valkey.transport import ValkeyTransport
 
 
@@ -62,13 +60,6 @@ class ValkeyTransportTests(TransportTests):
 
 class TestOneServer(ValkeyTransportTests):
     """A server of its own, which may be frozen."""
-
-    @pytest.mark.parametrize(("payload_bytes", "calls"), [(64 << 10, 8), ((256 << 10) - 4096, 8), (256 << 10, 3)])
-    def test_more_calls_of_small_values_are_in_flight(self, payload_bytes: int, calls: int) -> None:
-        transport = self._transport()
-        of_a_call = min(transport.batch_blocks, transport.batch_bytes // payload_bytes)
-        counted = of_a_call * transport.flight_bytes_of(Place("name", 192, payload_bytes))
-        assert FLIGHT_BYTES // counted == calls
 
     @pytest.fixture(autouse=True)
     def _on(self, one_server: list[Server]) -> None:

@@ -1,0 +1,48 @@
+"""A lane tells how late the event loop learns of the ends of calls."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvtier_remote import lane
+from kvtier_remote.call_limit import Lateness
+from kvtier_remote.lane import Lane
+
+
+class Client:
+    silent = False
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def refuse(_: Client) -> None:
+    raise OSError("refused")
+
+
+async def test_it_learns_how_late_the_ends_of_calls_are_known(monkeypatch: Any) -> None:
+    times = iter([100.0, 103.0, 200.0, 201.0])
+    lateness = Lateness()
+    one = Lane("lane", 1, Client, lateness=lateness)
+    await one.open()
+    monkeypatch.setattr(lane, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    assert await one.run(lambda _: "answer") == "answer"
+    after_one = lateness.seconds
+    assert 0 < after_one < 3.0
+    with pytest.raises(OSError, match="refused"):
+        await one.run(refuse)
+    assert lateness.seconds == pytest.approx(after_one + (1.0 - after_one) * after_one / 3.0)
+    assert await one.close(10.0) == 0
+
+
+async def test_a_call_that_was_not_made_says_nothing() -> None:
+    lateness = Lateness()
+    one = Lane("lane", 1, Client, lateness=lateness)
+    await one.open()
+    assert await one.close(10.0) == 0
+    with pytest.raises(OSError, match="closed"):
+        await one.run(lambda _: None)
+    assert lateness.seconds == 0.0
