@@ -1,9 +1,11 @@
-"""Small random models, made on the spot: `engines.make_model`.
+"""Small random models, made on the spot: `engines.make_model`, or `python support_models.py KIND FOLDER`.
 
 Weights are drawn wide, so that outputs differ between prompts: a model that repeats one token would prove nothing.
 """
 
 from __future__ import annotations
+
+import sys
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -112,3 +114,7 @@ def save(kind: str, folder: str, seed: int) -> None:
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     fast = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", bos_token="w1", eos_token="w2")
     fast.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    save(sys.argv[1], sys.argv[2], 0)
