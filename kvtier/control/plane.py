@@ -88,8 +88,7 @@ class ControlPlane(Recipient):
         self._ages = itertools.count(1)
         self._open = OpenJobs()
         self._limits = limits
-        self._pumped_at = -math.inf
-        self._tick_at = -math.inf
+        self._pumped_at = self._tick_at = -math.inf
         self.events = EventLog(limits.events_max)
         self._collect_changes()
 
@@ -271,7 +270,8 @@ class ControlPlane(Recipient):
         """The next time, not before `now`, at which `pump` has work although no outcome was reported."""
         soonest, pumped_at = math.inf, self._pumped_at
         times = [self._open.expires_at, self.control.reclaim_at, self._admission.wake_at]
-        times += [lower.send_at for lower in self.control.lowers]
+        for lower in self.control.lowers:
+            times.append(lower.send_at)
         if self._reservations.by_request:
             times += self._reservations.deadlines()
         if self.hints.said:
