@@ -73,12 +73,15 @@ class LoadRequest(StackRequest, RowRequest):
 
     def copied(self, indices: Sequence[int]) -> None:
         """These blocks are loaded. Each is a hit of the highest tier that had it when the request asked for it."""
-        self.control.cpu_counters.loaded += len(indices)
+        cpu, lowers = self.control.cpu_counters, self.control.lowers
+        cpu.loaded += len(indices)
         if not self.brought:
-            self.control.cpu_counters.hits += len(indices)
+            cpu.hits += len(indices)
             return
         for index in indices:
-            self.control.counters(self.brought.get(self.keys[index], CPU_TIER)).hits += 1
+            position = self.brought.get(self.keys[index])
+            counters = cpu if position is None else lowers[position - 1].counters
+            counters.hits += 1
 
     def stop(self, outcome: BlockOutcome) -> None:
         """No new transfers. Blocks whose copy is not in flight end now; copies end first, their buffers are in use."""
