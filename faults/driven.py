@@ -15,6 +15,7 @@ from typing import Any, ClassVar, ParamSpec, Self, TypeVar
 
 import numpy as np
 
+from kvtier.control import policies
 from kvtier.control.tiers.breaker import Breaker
 from kvtier.options import PolicyName, TierOptions
 from kvtier.stack import EngineStack, StackParts, StackSettings, TierStats
@@ -36,6 +37,8 @@ T = TypeVar("T")
 
 PAGE_BYTES = 65536
 REQUEST_BLOCKS = 8
+POLICIES = tuple(policies.POLICIES)
+"""What evicts in the tiers of an engine; drawn with the seed."""
 ASK_SECONDS = 0.1
 OPEN = (LookupResult.HIT, LookupResult.HIT_PENDING)
 
@@ -138,6 +141,7 @@ class Engine:
         self._results: dict[JobId, JobResult] = {}
         self._served = 0
         self._lower = parts.tiers[-1].options.label
+        self.policy = parts.tiers[0].options.eviction_policy()
 
     def __enter__(self) -> Self:
         self.stack.open()
@@ -279,10 +283,17 @@ def disk_settings(*roots: Path, layout: str = "slab", **more: Any) -> dict[str, 
     return place | {"name": "fs", "capacity": CAPACITY_BYTES, "min_free_bytes": 0} | more
 
 
+def drawn_policy(seed: int) -> PolicyName:
+    """The policy of a seed."""
+    return random.Random(f"policy/{seed}").choice(POLICIES)
+
+
 def driven(
-    *roots: Path, rows: int = 32, seed: int = 0, sessions: int = 40, policy: PolicyName = "lru", **fs: Any
+    *roots: Path, rows: int = 32, seed: int = 0, sessions: int = 40, policy: PolicyName | None = None, **fs: Any
 ) -> Engine:
-    """An engine over a CPU tier of a few rows and a tier in some folders; its stack is not open yet."""
+    """An engine over a CPU tier of a few rows and a tier in some folders; its stack is not open yet. Both evict by the
+    policy, or by one that the seed draws."""
+    policy = policy or drawn_policy(seed)
     limits = {"io_threads": 4, "job_timeout_seconds": LOAD_SECONDS, "close_timeout_seconds": CLOSE_SECONDS}
     settings = disk_settings(*roots, **(limits | fs))
     if settings["type"] == "fs":
@@ -294,9 +305,11 @@ def driven(
 
 def engine_over(
     tier: LoadStore, *, rows: int = 32, seed: int = 0, sessions: int = 40, load_seconds: float = LOAD_SECONDS,
-    page_bytes: int = PAGE_BYTES, policy: PolicyName = "lru",
+    page_bytes: int = PAGE_BYTES, policy: PolicyName | None = None,
 ) -> Engine:  # fmt: skip
-    """An engine over a CPU tier of a few rows and a tier below it; its stack is not open yet."""
+    """An engine over a CPU tier of a few rows and a tier below it; its stack is not open yet. The rows are evicted by
+    the policy, or by one that the seed draws."""
+    policy = policy or drawn_policy(seed)
     layout = KVLayout((GroupLayout((TensorRef(0, page_bytes),)),))
     memory = Memory(REQUEST_BLOCKS, page_bytes)
     cpu = CPUBackend(CPUOptions(type="cpu", cpu_bytes_to_use=rows * page_bytes, huge_pages=False, policy=policy))
@@ -355,8 +368,10 @@ def replay(line: Line, root: Path, requests: int, chosen: dict[str, Any]) -> Non
     from kvtier.replay.run import Replay
     from kvtier.replay.setup import ReplayOptions
 
-    seed = chosen.pop("seed")
-    cpu = {"type": "cpu", "cpu_bytes_to_use": 96 << 14, "huge_pages": False}
+    seed, policy = chosen.pop("seed"), chosen.pop("policy")
+    cpu = {"type": "cpu", "cpu_bytes_to_use": 96 << 14, "huge_pages": False, "policy": policy}
+    if chosen["layout"] == "slab":
+        chosen["policy"] = policy
     fs = disk_settings(root, job_timeout_seconds=LOAD_SECONDS, close_timeout_seconds=CLOSE_SECONDS, **chosen)
     stack = root.with_name("stack.yaml")
     text = {"load_timeout_seconds": 1.0, "store_timeout_seconds": 1.0, "close_timeout_seconds": CLOSE_SECONDS}

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from ..attack import Attack, Budget, Tally
-from ..driven import CAPACITY_BYTES, PAGE_BYTES, Engine, driven
+from ..driven import CAPACITY_BYTES, PAGE_BYTES, POLICIES, Engine, driven
 from ..machine.belongings import belongings, left_behind
 from ..machine.fuse import READS, WRITES, Switch, ext4_behind_a_switch, switched, without_bad_disks
 from ..machine.loops import Disk, ext4, file_system, without_loops
@@ -19,7 +19,6 @@ from ..machine.watch import Bound
 
 MIB = 1 << 20
 LAYOUTS = ("slab", "files")
-POLICIES = ("lru", "reuse")
 RECOVER_SECONDS = 60.0
 FELT_SECONDS = 0.005
 OVERWRITTEN_LOOKS = 4
@@ -44,12 +43,14 @@ def small_round(tally: Tally, folder: Path) -> Iterator[None]:
 
 
 def settings(number: int, rng: random.Random) -> dict[str, object]:
-    """The two layouts in turn, over either I/O engine."""
-    return {"layout": LAYOUTS[number % 2], "io_engine": rng.choice(["auto", "threads"])}
+    """The two layouts in turn, over either I/O engine, with any policy."""
+    io_engine, policy = rng.choice(["auto", "threads"]), rng.choice(POLICIES)
+    return {"layout": LAYOUTS[number % 2], "io_engine": io_engine, "policy": policy}
 
 
 def judge(tally: Tally, engine: Engine, bound: Bound, capacity: int = CAPACITY_BYTES) -> None:
     """What must hold under every fault."""
+    tally.notes[f"rounds with {engine.policy}"] += 1
     tally.wrong_bytes += len(engine.wrong)
     tally.expect(not engine.wrong, "; ".join(engine.wrong[:2]))
     tally.over_bound += bound.most_bytes > capacity
@@ -74,7 +75,7 @@ def disk_full(budget: Budget) -> Tally:
 
 def _full_round(tally: Tally, disk: Disk, chosen: dict[str, object], rng: random.Random) -> None:
     root = disk.mount / "root"
-    engine = driven(root, seed=rng.randrange(1 << 30), policy=rng.choice(POLICIES), **chosen)
+    engine = driven(root, seed=rng.randrange(1 << 30), **chosen)
     with engine, Bound(root) as bound:
         ballast = disk.fill()
         engine.run(requests=30)
@@ -120,8 +121,7 @@ def no_inodes(budget: Budget) -> Tally:
 
 def _inodes_round(tally: Tally, disk: Disk, chosen: dict[str, object], rng: random.Random) -> None:
     root, capacity = disk.mount / "root", 2 * MIB
-    policy = rng.choice(POLICIES)
-    engine = driven(root, seed=rng.randrange(1 << 30), sessions=6, rows=16, capacity=capacity, policy=policy, **chosen)
+    engine = driven(root, seed=rng.randrange(1 << 30), sessions=6, rows=16, capacity=capacity, **chosen)
     with engine, Bound(root) as bound:
         taken = disk.take_inodes()
         engine.run(requests=20)

@@ -114,7 +114,7 @@ def scene_of(tally: Tally, server: RemoteServer, seed: int, what: str) -> Iterat
                 breaker.pause_seconds = SHORT_PAUSE_SECONDS
             engine.fill()
             yield scene
-        _judge(tally, scene, what)
+        _judge(tally, scene, f"{what}, policy {engine.policy}")
 
 
 @contextmanager
@@ -130,6 +130,7 @@ def leaving_nothing(tally: Tally, what: str) -> Iterator[None]:
 
 def _judge(tally: Tally, scene: Scene, what: str) -> None:
     engine, seconds = scene.engine, scene.engine.close_seconds
+    tally.notes[f"rounds with {engine.policy}"] += 1
     tally.wrong_bytes += len(engine.wrong)
     tally.expect(not engine.wrong, f"{what}: {'; '.join(engine.wrong[:2])}")
     tally.hangs += seconds > 3 * CLOSE_SECONDS + 2.5

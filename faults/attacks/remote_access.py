@@ -101,7 +101,8 @@ def _revoked(tally: Tally, server: Valkey, user: dict[str, str], seed: int) -> N
 
 def _judge(tally: Tally, engine: Engine, what: str) -> None:
     tally.wrong_bytes += len(engine.wrong)
-    tally.expect(not engine.wrong, f"{what}: {'; '.join(engine.wrong[:2])}")
+    tally.expect(not engine.wrong, f"{what}, policy {engine.policy}: {'; '.join(engine.wrong[:2])}")
+    tally.notes[f"rounds with {engine.policy}"] += 1
 
 
 def without_tls() -> str | None:
@@ -133,7 +134,7 @@ def certificates(budget: Budget) -> Tally:
                     refused(tally, server.tier, problem, "tls", tls={"ca_file": trusted.file})
                     refused(tally, server.tier, "in clear", "tls", tls=False)
                     if names == HERE:
-                        _trusted(tally, server, number)
+                        _trusted(tally, server, budget.seed + number)
     return tally
 
 

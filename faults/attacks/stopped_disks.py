@@ -309,6 +309,7 @@ def _replay_round(
     tally.expect(said["requests"] == REPLAY_REQUESTS, f"{what}: {said}")
     # A full disk costs nothing where blocks are evicted for new ones.
     tally.expect(said["missed"] > 0 or kind == "full", f"{what}: the bad disk cost nothing: {said}")
+    tally.notes[f"rounds with {chosen['policy']}"] += 1
     tally.notes["blocks verified"] += said["verified"]
     tally.notes["blocks missed, dropped or late"] += said["missed"]
 

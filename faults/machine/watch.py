@@ -7,9 +7,14 @@ import threading
 from pathlib import Path
 from typing import Self
 
+LAST_LOOK_SECONDS = 10.0
+
 
 class Bound:
-    """Samples from a thread how much space folders occupy, and keeps the maximum."""
+    """Samples from a thread how much space folders occupy, and keeps the maximum.
+
+    On a disk that hangs the last look may not end: it is given `LAST_LOOK_SECONDS`, and those before it count.
+    """
 
     def __init__(self, *roots: Path, every_seconds: float = 0.05) -> None:
         self.most_bytes = 0
@@ -24,8 +29,7 @@ class Bound:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._thread.join()
-        self._look()
+        self._thread.join(LAST_LOOK_SECONDS)
 
     def _look(self) -> None:
         from support_files import disk_bytes  # to be found inside an attack only
@@ -35,6 +39,7 @@ class Bound:
     def _sample(self) -> None:
         while not self._stop.wait(self._every_seconds):
             self._look()
+        self._look()
 
 
 class Heard(logging.Handler):

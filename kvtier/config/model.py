@@ -32,7 +32,9 @@ class StackOptions(Options):
         default=10.0, description="deadline of a store through the whole stack; what is late then is dropped"
     )
     close_timeout_seconds: Seconds = Field(
-        default=10.0, description="how long closing may drain what is in flight before it drops the rest"
+        default=10.0,
+        description="how long closing may drain what is in flight before it drops the rest, and may then take to write "
+        "what policies have learned",
     )
     prefill_tokens_per_second: (
         Literal["measured"] | Annotated[float, Field(ge=0, allow_inf_nan=False, strict=False)]

@@ -298,7 +298,7 @@ async def _assemble(
     models = plane.control.models
     joining = None if known or refining is None else Joining(below, refining, rows.num_rows, models, deliver)
     queues = [TierQueue(tier, inflight_bytes(tier)) for tier in (cpu, *lowers)]
-    files = model_files(parts.state_dir, lowers, models, plane.control.lowers)
+    files = model_files(parts, lowers, models, plane.control.lowers)
     if files is not None:
         await files.restore(parts.settings.identity_seconds)
     dispatcher = Dispatcher(queues, bytes_by_rows(geometry.row_bytes), clock, deliver, _spans(parts, clock))
@@ -335,13 +335,13 @@ def _recorder(parts: StackParts) -> Recorder | None:
 
 
 def model_files(
-    state_dir: str, lowers: Sequence[LoadStore], models: RequestModels, limited: Sequence[LowerTier]
+    parts: StackParts, lowers: Sequence[LoadStore], models: RequestModels, limited: Sequence[LowerTier]
 ) -> ModelFiles | None:
     """Where models and what was written are kept; None without a place, and where nothing is learned."""
-    folders = [folder for lower in lowers for folder in lower.options.folders]
-    if not list(models) or not (state_dir or folders):
+    folders, own = [folder for lower in lowers for folder in lower.options.folders], parts.state_dir
+    if not list(models) or not (own or folders):
         return None
-    return ModelFiles(Path(state_dir or folders[0]), models, bool(state_dir), kept_paces(limited))
+    return ModelFiles(Path(own or folders[0]), models, bool(own), kept_paces(limited), parts.settings.close_seconds)
 
 
 def _worker_notes(parts: StackParts, cpu: LoadStore) -> list[str]:

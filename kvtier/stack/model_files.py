@@ -84,16 +84,23 @@ def write(folder: Path, name: str, saved: bytes) -> None:
 class ModelFiles:
     """The files of one stack's models, in one folder. The models are touched in the control plane's thread alone.
 
-    With `make_folder` the folder is made when it is missing.
+    With `make_folder` the folder is made when it is missing. Closing waits `close_seconds` at most, or a disk that
+    hangs would keep the stack from closing its tiers.
     """
 
     def __init__(
-        self, folder: Path, models: RequestModels, make_folder: bool = False, paces: Sequence[KeptPace] = ()
+        self,
+        folder: Path,
+        models: RequestModels,
+        make_folder: bool = False,
+        paces: Sequence[KeptPace] = (),
+        close_seconds: float = math.inf,
     ) -> None:
         self._folder = folder
         self._models = models
         self._paces = paces
         self._make_folder = make_folder
+        self._close_seconds = close_seconds
         self._threads = DaemonPool("kvtier-models", 1)
         self._writing: Future[bool] | None = None
         self._save_at: float | None = None
@@ -189,6 +196,6 @@ class ModelFiles:
             _log.warning("what policies have learned, and what was written, is not kept over a restart: %s", error)
 
     async def close(self, timeout_seconds: float) -> None:
-        """Wait until what was begun is written, at most that long."""
-        if await self._threads.close(timeout_seconds):
+        """Wait until what was begun is written, at most that long or `close_seconds`."""
+        if await self._threads.close(min(timeout_seconds, self._close_seconds)):
             _log.warning("what policies have learned could not be written to %s in time", self._folder)

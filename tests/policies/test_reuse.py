@@ -131,6 +131,21 @@ def test_eviction_takes_all_or_nothing_and_no_pinned_block() -> None:
     assert leaf not in (tier.policy.evict(3, tier.pins) or [leaf])
 
 
+def test_a_leaf_whose_end_is_pinned_is_put_aside_and_counts_again_later() -> None:
+    tier = Tier(12)
+    oldest, older = chat(0, 4), chat(1, 4)
+    for session in range(3):
+        tier.serve(chat(session, 4), 100.0 * session)
+    end = tier.slots[oldest[-1]]
+    tier.pins[end] = 1
+    for gone in (older[3], older[2]):
+        assert tier.policy.evict(1, tier.pins) == [tier.slots[gone]]
+        tier.free_slots([tier.slots[gone]])
+        tier.check()
+    tier.pins[end] = 0
+    assert tier.policy.evict(2, tier.pins) == [end, tier.slots[oldest[-2]]]
+
+
 def test_a_slot_is_inserted_and_removed_once() -> None:
     tier = Tier(4)
     tier.serve(chat(0, 2), 0.0)

@@ -32,6 +32,23 @@ def rates(tier: Tier, seed: int) -> tuple[float, float]:
     return hits, asked
 
 
+def test_new_blocks_are_compared_with_what_is_not_pinned(seed: int) -> None:
+    """Long prompts never come back, short ones do. A new long one goes where one of its kind ends, and nowhere else."""
+    learned = Tier(400)
+    rates(learned, seed)
+    tier, now = Tier(30, learned.models), 10_000.0
+    once, new = chat(-1, 20), chat(-2, 20)
+    for keys in (once, chat(-3, 5), chat(-4, 5)):
+        tier.serve(keys, now)
+    tier.begin(new, now)
+    end = tier.slots[once[-1]]
+    for pinned in (0, 1, 0):
+        tier.pins[end] = pinned
+        assert len(tier.policy.bypass(new[:4], 4, tier.pins)) == 4 * pinned
+        tier.check()
+    assert tier.policy.evict(1, tier.pins) == [end]
+
+
 def chats(named: bool) -> float:
     """The share of blocks that are hits in chats of up to 12 turns, 4 blocks of input and 8 of output each."""
     rng, tier, due, time = random.Random(1), Tier(600), list[tuple[float, int, int, int]](), 0.0

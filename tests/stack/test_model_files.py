@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,7 @@ from kvtier.config import open_engine_stack, open_stack, parse_stack
 from kvtier.config.model import StackConfig
 from kvtier.control.policies import POLICIES, RequestModels
 from kvtier.control.policies.base import MODEL_BYTES_MAX
-from kvtier.stack import EngineStack
+from kvtier.stack import EngineStack, StackSettings
 from kvtier.stack.model_files import SAVE_SECONDS, ModelFiles, decode, encode, model_path, read, write
 from kvtier.types.geometry import KVLayout
 from kvtier.types.keys import RequestId, make_key
@@ -183,6 +185,23 @@ def test_a_running_stack_writes_now_and_then(tmp_path: Path) -> None:
         await files.close(10.0)
 
     asyncio.run(story())
+
+
+def test_a_disk_that_hangs_does_not_keep_a_stack_from_closing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Longer than `close_timeout_seconds`, up to what each tier is given, which is far more."""
+    works_again = threading.Event()
+    stack = engine(config(tmp_path, "").model_copy(update={"state_dir": str(tmp_path), "close_timeout_seconds": 0.5}))
+    with stack, caplog.at_level(logging.WARNING):
+        serve(stack, 1)
+        monkeypatch.setattr("kvtier.stack.model_files.write", lambda *_: works_again.wait())
+        begun = time.monotonic()
+        stack.close()
+        took = time.monotonic() - begun
+    works_again.set()
+    assert took < StackSettings().tier_close_seconds / 2
+    assert "could not be written" in caplog.text
 
 
 WRITES_FOREVER = """

@@ -13,6 +13,7 @@ import numpy as np
 from support_shutdown import Lives, right_bytes_or_misses
 from support_stack import Engine, fs, keys, load, opened, parts_of, stack_file, statuses, store, whole
 
+from kvtier.control.policies import POLICIES
 from kvtier.control.tiers.slot_table import FREE
 from kvtier.stack import TierStack
 from tests.stack.test_cancel import LARGE, LOAD, STORE, all_rows_come_back, turns
@@ -75,7 +76,10 @@ class Cancels:
 
     async def _one_stack(self, root: Path, rows: int, count: int) -> None:
         watch = Rows(self.tally)
-        parts = parts_of(stack_file(LARGE, rows, fs(root, capacity=16 << 20)), self.engine)
+        policy = self.rng.choice(list(POLICIES))
+        self.tally.notes[f"stacks with {policy}"] += 1
+        disk = fs(root, capacity=16 << 20, policy=policy)
+        parts = parts_of(stack_file(LARGE, rows, disk, cpu={"policy": policy}), self.engine)
         watch.watch(parts.tiers[-1])
         async with opened(parts) as stack:
             watch.of(stack)

@@ -16,6 +16,8 @@ from support_stack import PLAIN, Engine, disk_tier, keys, opened, parts_of, stac
 from support_stack_tiers import LOAD, STORE
 
 from faults.machine.belongings import belongings, left_behind
+from kvtier.control.policies import POLICIES
+from kvtier.types.keys import RequestId
 from kvtier_fs.io.uring import probe_uring
 from kvtier_fs.testing import FaultyIO, IOFault, IOFaultKind, seeded
 from tests.shutdown.test_leaks import lives
@@ -119,12 +121,16 @@ class _Load:
         self.root: Path = budget.folder / f"jobs-{layout}"
         self.engine = Engine(PLAIN, 8 * TASKS)
         self.names = keys(96)
+        self.requests = 0
         self.io = FaultyIO(seeded(budget.seed, FAULTS))
 
     async def run(self, count: int) -> None:
         size = {"slab": 1 << 20, "files": 2 << 20}[self.layout]
+        policy = self.rng.choice(list(POLICIES))
+        self.tally.notes[f"rounds with {policy}"] += 1
         disk = disk_tier(self.layout, self.root, capacity=size, name="fs")
-        parts = parts_of(stack_file(PLAIN, 24, disk), self.engine)
+        slab = {"policy": policy} if self.layout == "slab" else {}
+        parts = parts_of(stack_file(PLAIN, 24, disk | slab, cpu={"policy": policy}), self.engine)
         parts.tiers[-1] = self.io.tier(parts.tiers[-1].options)
         async with opened(parts) as stack:
             await self._batch(stack, min(count, JOBS_AT_ONCE))
@@ -159,6 +165,9 @@ class _Load:
     async def _task(self, stack: Any, number: int, count: int) -> None:
         for _ in range(count):
             one = whole(self.rng.sample(self.names, 4), 8 * number)
+            self.requests += 1
+            request = RequestId(str(self.requests))
+            stack.begin_request(request, one.keys)
             if self.rng.random() < 0.4:
                 self.engine.compute(one)
                 result = await stack.store(stack.job(STORE, [one]))
@@ -170,6 +179,7 @@ class _Load:
                 self.tally.expect(not wrong, f"{self.layout}: {wrong[:2]}")
                 self.tally.notes["load jobs"] += 1
                 self.tally.notes["blocks loaded and compared"] += sum(outcome.ok for outcome in result.outcomes[0])
+            stack.end_request(request, output_tokens=self.requests % 500)
 
 
 def leaks_and_soak(budget: Any, tally: Any) -> Any:

@@ -52,6 +52,11 @@ class SeedPlan:
         return self.fs["type"] == "shared_fs"
 
     @property
+    def policies(self) -> set[str]:
+        """What evicts in its tiers."""
+        return {self.cpu_policy, str(self.fs.get("policy", self.cpu_policy))}
+
+    @property
     def roots(self) -> list[str]:
         roots = self.fs.get("roots", [self.fs.get("root")])
         assert isinstance(roots, list)

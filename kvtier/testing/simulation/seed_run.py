@@ -107,6 +107,7 @@ class SeedRun:
         )
         self.disks = Disks(SimulatedRoot(root, self.plan.share_bytes) for root in self.plan.roots)
         self.record = SeedRecord()
+        self.record.covered.update(f"seeds with {policy}" for policy in self.plan.policies)
         self.places = KnownOffsets()
         self.now = 0.0
         self.steps = 0
