@@ -8,7 +8,6 @@ import logging
 import os
 import random
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -126,22 +125,28 @@ with engine(config(Path(sys.argv[1]))) as stack:
 """
 
 
+def saved_ns(path: Path) -> int:
+    """When tables were saved last; 0 if they were not."""
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
 def test_a_killed_process_leaves_the_tables_that_it_saved_last(tmp_path: Path) -> None:
     root = tmp_path / "root"
     root.mkdir(mode=0o700)
     command = [sys.executable, "-c", LIVES_ON, str(root)]
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path})
-    assert child.stdout is not None
-    assert child.stdout.readline() == b"served\n"
-    seen = model_path(root, "reuse").stat().st_mtime_ns
-    for _ in range(2):  # the second one began after all was served
-        while (now := model_path(root, "reuse").stat().st_mtime_ns) == seen:
-            assert child.poll() is None
-        seen = now
-    child.send_signal(signal.SIGKILL)
-    child.wait()
-    child.stdout.close()
+    path_saved = model_path(root, "reuse")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}) as child:
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"served\n"
+            seen = saved_ns(path_saved)
+            for _ in range(2):  # the second one began after all was served
+                while (now := saved_ns(path_saved)) == seen:
+                    assert child.poll() is None
+                seen = now
+        finally:
+            child.kill()
     with engine(config(root)) as stack:
         assert returns(model(stack)) > 0.7 * PROMPTS
 
