@@ -83,6 +83,13 @@ class Advice:
         """LRU's."""
         return self.worth.curve
 
+    def knee(self, policy: str) -> int:
+        """The size at which a shadow is farthest above the straight line from nothing to the working set, of those that
+        it was run at. What holds the working set hits as much with any policy."""
+        curve, rates = self.curve, self.shadows[policy]
+        slope = curve.hit_rate(curve.working_set) / max(1, curve.working_set)
+        return max(rates, key=lambda blocks: rates[blocks] - slope * min(blocks, curve.working_set))
+
     def to_json(self) -> dict[str, Any]:
         """The advice for programs."""
         curve, block_bytes = self.curve, self.worth.costs.block_bytes
@@ -101,6 +108,7 @@ class Advice:
                 policy: [{"blocks": blocks, "hit_rate": rate} for blocks, rate in rates.items()]
                 for policy, rates in self.shadows.items()
             },
+            "shadow_knees": {policy: self.knee(policy) for policy in self.shadows},
             "costs": asdict(self.worth.costs),
             "purchases": [asdict(purchase) for purchase in self.purchases],
         }
@@ -171,7 +179,9 @@ class Advice:
 
     def _shadow_lines(self) -> list[str]:
         return [
-            f"{policy}: " + ", ".join(f"{100 * rate:.2f} % in {size:,} blocks" for size, rate in rates.items())
+            f"{policy}: "
+            + ", ".join(f"{100 * rate:.2f} % in {size:,} blocks" for size, rate in rates.items())
+            + f". Of these its knee is {self.knee(policy):,} blocks."
             for policy, rates in self.shadows.items()
         ]
 

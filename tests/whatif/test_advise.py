@@ -165,7 +165,12 @@ def test_the_command_advises(tmp_path: Path) -> None:
     curve = lru_curve(source)
     assert found["lru"][-1]["hit_rate"] == curve.hit_rate(curve.working_set)
     for policy in ("arc", "reuse"):
-        assert [point["blocks"] for point in found["shadows"][policy]] == [16, 32, 64, 128]
+        shadow = found["shadows"][policy]
+        assert [point["blocks"] for point in shadow] == [16, 32, 64, 128]
+        slope = found["lru"][-1]["hit_rate"] / found["working_set_blocks"]
+        above = {point["blocks"]: point["hit_rate"] - slope * point["blocks"] for point in shadow}
+        assert above[found["shadow_knees"][policy]] == max(above.values())
+        assert f"Of these its knee is {found['shadow_knees'][policy]} blocks" in done.output
     assert "The next 0.01 go to" in done.output
     assert found["purchases"][0]["seconds_gained"] > 0
     wrong = CliRunner().invoke(main, [*command, "--price-cpu", "4"])
