@@ -239,6 +239,19 @@ def test_more_segments_than_there_are_ids_for_keep_what_comes_back() -> None:
     assert hits > 3000
 
 
+def test_a_block_that_is_used_while_there_is_no_id_left_does_not_go_as_one_of_old() -> None:
+    tier = Tier(1000)
+    for number in range(1000):
+        tier.serve(chat(number, 1), 0.01 * number)
+    assert tier.policy._tree.num_untracked > 100
+    assert tier.begin(chat(0, 1), 11.0) == 1
+    for number in range(1000, 1050):
+        tier.serve(chat(number, 1), 0.01 * number + 2.0)
+    tier.check()
+    assert chat(0, 1)[0] in tier.slots
+    assert chat(1, 1)[0] not in tier.slots
+
+
 def test_unannounced_blocks_in_more_segments_than_there_are_ids_for_go_by_age() -> None:
     tier = Tier(1000)
     for number in range(3000):

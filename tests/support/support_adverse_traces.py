@@ -125,10 +125,52 @@ def scans(seed: int, count: int) -> list[TimedRequest]:
     return [asked(float(number), documents[number % len(documents)]) for number in range(count)]
 
 
+def branches(seed: int, count: int) -> list[TimedRequest]:
+    """Each block of a prompt is one of a few that may follow the one before: short fronts are shared, ends are not."""
+    rng, requests, time = random.Random(seed), list[TimedRequest](), 0.0
+    for _ in range(count):
+        time += rng.expovariate(2.0)
+        names = [f"{rng.randrange(6)}" for _ in range(rng.randrange(1, 13))]
+        keys = [make_key("/".join(names[: end + 1]).encode(), 0) for end in range(len(names))]
+        requests.append(asked(time, keys, rng.randrange(1, 500)))
+    return requests
+
+
+def single_blocks(seed: int, count: int) -> list[TimedRequest]:
+    """Prompts of one block: more of them than a tier may tell apart."""
+    rng, requests, time = random.Random(seed), list[TimedRequest](), 0.0
+    for _ in range(count):
+        time += rng.expovariate(2.0)
+        requests.append(asked(time, prompt(f"single {int(count / 4 * rng.random() ** 1.5)}", 1)))
+    return requests
+
+
+def regimes(seed: int, count: int) -> list[TimedRequest]:
+    """In turns 600 chats and 600 prompts drawn at random; each kind goes on from where it was."""
+    chatting, drawn = iter(chats(seed, count)), iter(random_keys(seed + 1000, count))
+    requests, time = list[TimedRequest](), 0.0
+    last = {True: 0.0, False: 0.0}
+    for number in range(count):
+        is_chat = number // 600 % 2 == 0
+        request = next(chatting if is_chat else drawn)
+        time += request.time - last[is_chat]
+        last[is_chat] = request.time
+        requests.append(TimedRequest(time, request.keys, request.blocks, request.output_tokens))
+    return requests
+
+
+def pauses(seed: int, count: int) -> list[TimedRequest]:
+    """Chats with a pause of three days after every 700."""
+    return [
+        TimedRequest(r.time + number // 700 * 259_200.0, r.keys, r.blocks, r.output_tokens)
+        for number, r in enumerate(chats(seed, count))
+    ]
+
+
 TRACES: dict[str, Callable[[int, int], list[TimedRequest]]] = {
     maker.__name__: maker
     for maker in (
         chats, clock_restarts, clock_stands_still, endless_session, random_keys, skewed_keys, classes_swap,
-        never_again, floods, scans,
+        never_again, floods, scans, branches, single_blocks, regimes, pauses,
     )
 }  # fmt: skip

@@ -79,6 +79,8 @@ class Reuse(RequestPolicy):
     def begin_request(self, use: RequestUse, slots: Sequence[int]) -> None:
         keys, segments = use.keys, self._tree.segments
         self._model.teach(segments)
+        if self._tree.num_untracked and self._tree.segments.is_full():
+            self._free_id({self._tree.owner[slot] for slot in slots if slot >= 0})
         path, known = self._tree.walk(keys, slots)
         level = new_level(len(keys) - known)
         gap = self._use(path, level)
@@ -141,16 +143,23 @@ class Reuse(RequestPolicy):
 
     def _add(self, parent: int, position: int, keys: Sequence[OffloadKey], kind: int) -> int:
         """A new segment. Where no id is left, the slots of the leaf of the lowest worth give up theirs."""
-        tree, aside = self._tree, list[Entry]()
+        tree = self._tree
         seg = tree.add(parent, position, keys, kind)
-        if seg == NONE and (least := self._order.take({parent}, aside)) != NONE:
+        if seg == NONE and self._free_id({parent}):
+            seg = tree.add(parent, position, keys, kind)
+        return seg
+
+    def _free_id(self, skip: set[int]) -> bool:
+        """The slots of the leaf of the lowest worth that is not skipped give up its id. False if none has one."""
+        tree, aside = self._tree, list[Entry]()
+        least = self._order.take(skip, aside)
+        if least != NONE:
             slots = list(tree.slots_of(least))
             self._detach(slots)
             for slot in slots:
                 tree.leave_untracked(slot)
-            seg = tree.add(parent, position, keys, kind)
         self._order.give_back(aside)
-        return seg
+        return least != NONE
 
     def _use(self, path: Sequence[int], level: int) -> float:
         """These segments are used now. Returns the gap since the last use of the deepest, negative if there is none."""

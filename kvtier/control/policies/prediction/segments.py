@@ -175,6 +175,10 @@ class Segments:
         self.parent[seg] = self._free
         self._free = seg
 
+    def is_full(self) -> bool:
+        """True if there is no id for a new segment, and no ghost to drop for one."""
+        return self._free == NONE and self.used == self.capacity and self.oldest_ghost() == NONE
+
     def _take(self) -> int:
         if self._free == NONE and self.used < self.capacity:
             seg = self.used
