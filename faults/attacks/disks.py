@@ -48,11 +48,16 @@ def settings(number: int, rng: random.Random) -> dict[str, object]:
     return {"layout": LAYOUTS[number % 2], "io_engine": io_engine, "policy": policy}
 
 
-def judge(tally: Tally, engine: Engine, bound: Bound, capacity: int = CAPACITY_BYTES) -> None:
-    """What must hold under every fault."""
+def judge_bytes(tally: Tally, engine: Engine, what: str) -> None:
+    """No byte is wrong, whatever evicts."""
     tally.notes[f"rounds with {engine.policy}"] += 1
     tally.wrong_bytes += len(engine.wrong)
-    tally.expect(not engine.wrong, "; ".join(engine.wrong[:2]))
+    tally.expect(not engine.wrong, f"{what}, policy {engine.policy}: {'; '.join(engine.wrong[:2])}")
+
+
+def judge(tally: Tally, engine: Engine, bound: Bound, capacity: int = CAPACITY_BYTES) -> None:
+    """What must hold under every fault of a disk."""
+    judge_bytes(tally, engine, "a bad disk")
     tally.over_bound += bound.most_bytes > capacity
     tally.expect(bound.most_bytes <= capacity, f"{bound.most_bytes} bytes on the disk, {capacity} allowed")
     tally.notes["blocks loaded from disk"] += engine.lower.loaded

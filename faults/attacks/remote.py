@@ -14,7 +14,7 @@ from ..attack import Attack, Budget, Tally
 from ..driven import CLOSE_SECONDS, PAGE_BYTES, Engine, engine_over
 from ..machine.belongings import belongings, left_behind
 from ..remote.server import JOB_SECONDS, RemoteServer, Start, valkey, without_valkey
-from .disks import SHORT_PAUSE_SECONDS, recovered
+from .disks import SHORT_PAUSE_SECONDS, judge_bytes, recovered
 
 HANG_SECONDS = 1.0
 """An engine's call that takes longer counts as a hang; a healthy one takes less than a thousandth of it."""
@@ -116,7 +116,7 @@ def scene_of(tally: Tally, server: RemoteServer, seed: int, what: str, **times: 
                 breaker.pause_seconds = SHORT_PAUSE_SECONDS
             engine.fill()
             yield scene
-        _judge(tally, scene, f"{what}, policy {engine.policy}")
+        _judge(tally, scene, what)
 
 
 @contextmanager
@@ -132,11 +132,9 @@ def leaving_nothing(tally: Tally, what: str) -> Iterator[None]:
 
 def _judge(tally: Tally, scene: Scene, what: str) -> None:
     engine, seconds = scene.engine, scene.engine.close_seconds
-    tally.notes[f"rounds with {engine.policy}"] += 1
-    tally.wrong_bytes += len(engine.wrong)
-    tally.expect(not engine.wrong, f"{what}: {'; '.join(engine.wrong[:2])}")
+    judge_bytes(tally, engine, what)
     tally.hangs += seconds > 3 * CLOSE_SECONDS + 2.5
-    tally.expect(seconds <= 3 * CLOSE_SECONDS + 2.5, f"{what}: close took {seconds:.1f} s")
+    tally.expect(seconds <= 3 * CLOSE_SECONDS + 2.5, f"{what}, policy {engine.policy}: close took {seconds:.1f} s")
 
 
 def note_calls(tally: Tally, engine: Engine, what: str, when: str) -> None:

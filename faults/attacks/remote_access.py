@@ -20,13 +20,11 @@ from ..machine.child import Child, Line
 from ..machine.undo import Machine, run, without_root
 from ..remote.pool import without_mooncake
 from ..remote.server import JOB_SECONDS, RemoteServer, Start, Valkey, valkey, without_valkey
-from .disks import SHORT_PAUSE_SECONDS, recovered
-from .remote import leaving_nothing, note_calls
+from .disks import SHORT_PAUSE_SECONDS, judge_bytes, recovered
+from .remote import PATIENT, leaving_nothing, note_calls
 
 OPEN_SECONDS = 10.0
 """An opening that cannot succeed ends in a few requests' time; one that takes longer hangs."""
-PATIENT = {"request_timeout_seconds": 5.0, "job_timeout_seconds": 8.0}
-"""For a server that does answer, on a slow machine."""
 UNHURRIED = {"request_timeout_seconds": 1.0, "job_timeout_seconds": 2.0}
 """For a login, which takes longer than a request on a busy machine."""
 FORK_SECONDS = 30.0
@@ -96,13 +94,7 @@ def _revoked(tally: Tally, server: Valkey, user: dict[str, str], seed: int) -> N
         _acl(server, "on")
         server.empty()
         recovered(tally, engine, "the user is back")
-    _judge(tally, engine, "no user")
-
-
-def _judge(tally: Tally, engine: Engine, what: str) -> None:
-    tally.wrong_bytes += len(engine.wrong)
-    tally.expect(not engine.wrong, f"{what}, policy {engine.policy}: {'; '.join(engine.wrong[:2])}")
-    tally.notes[f"rounds with {engine.policy}"] += 1
+    judge_bytes(tally, engine, "no user")
 
 
 def without_tls() -> str | None:
@@ -144,7 +136,7 @@ def _trusted(tally: Tally, server: Valkey, seed: int) -> None:
         engine.fill()
         engine.run(requests=20)
         tally.expect(engine.lower.loaded > 0, f"over TLS nothing was loaded: {engine.lower}")
-    _judge(tally, engine, "TLS")
+    judge_bytes(tally, engine, "TLS")
 
 
 # ---- names
@@ -233,7 +225,7 @@ def _fork_round(tally: Tally, server: RemoteServer, in_order: bool, seed: int) -
         _forked(tally, partial(_use, engine, in_order))
         engine.run_until(lambda: engine.lower.loaded > before, FORK_SECONDS)
         tally.expect(engine.lower.loaded > before, f"the parent loaded nothing: {engine.lower.dropped}")
-    _judge(tally, engine, "fork")
+    judge_bytes(tally, engine, "fork")
 
 
 def _use(engine: Engine, in_order: bool, line: Line) -> None:

@@ -79,7 +79,7 @@ class Reuse(RequestPolicy):
     def begin_request(self, use: RequestUse, slots: Sequence[int]) -> None:
         keys, segments = use.keys, self._tree.segments
         self._model.teach(segments)
-        if self._tree.num_untracked and self._tree.segments.is_full():
+        if self._tree.num_untracked and segments.is_full():
             self._free_id({self._tree.owner[slot] for slot in slots if slot >= 0})
         path, known = self._tree.walk(keys, slots)
         level = new_level(len(keys) - known)
