@@ -284,6 +284,34 @@ def test_a_prompt_that_is_stored_from_its_end_on_loses_its_end_first() -> None:
     assert set(chat(0, 9)) <= set(tier.slots)
 
 
+@pytest.mark.parametrize("held", [0, 5])
+def test_a_prompt_that_is_gone_is_known_by_one_that_leaves_only_its_last_block(held: int) -> None:
+    """That block was not full, or its tokens became others: so are most prompts of chats left by their next turn."""
+    tier = Tier(64)
+    tier.begin(chat(0, 20), 0.0)
+    tier.store(chat(0, held))
+    assert tier.begin([*chat(0, 19), *prompt("next turn", 6)], 90.0) == held
+    known = tier.policy._tree.segments
+    seg = known.find(chat(0, 1)[0])
+    assert (known.length[seg], known.uses[seg]) == (19, 2)
+    tier.check()
+
+
+@pytest.mark.parametrize("grown", [0, 1, 2])
+def test_a_segment_knows_its_last_two_keys(grown: int) -> None:
+    segments = Segments(64, 1000)
+    for length in range(1, 20):
+        keys, end = chat(length, 30), length + grown
+        seg = segments.add(NONE, 0, keys[:length])
+        segments.uses[seg] = 1
+        assert not grown or segments.extend(seg, length, 0.0, keys[length:end])
+        assert segments.agreed(seg, keys, 0) == end
+        assert segments.agreed(seg, [*keys[: end - 1], *chat(50, 5)], 0) == (end - 1 if end > 2 else 1)
+        assert segments.agreed(seg, [*chat(60, 7), *keys[: end - 1]], 7) == (end - 1 if end > 2 else 1)
+        if end > 2:
+            assert segments.agreed(seg, [*keys[: end - 2], *chat(50, 5)], 0) == 1
+
+
 def test_blocks_are_known_by_their_keys_alone_long_after_they_were_announced() -> None:
     segments = Segments(400, 1 << 20)
     known = AnnouncedBlocks(64, segments)

@@ -55,7 +55,7 @@ class TierTree:
             if seg == NONE or not length[seg] or first[seg] != position:
                 break
             end = position + length[seg]
-            if end > size or not self._ends_at(seg, keys[end - 1], slots[end - 1]):
+            if not self._has_all(seg, position, keys, slots):
                 seg = self._split(seg, position, keys, slots)
                 if seg == NONE:
                     break
@@ -83,8 +83,13 @@ class TierTree:
             segments.counts[seg] = 1
         return seg
 
-    def _ends_at(self, seg: int, key: OffloadKey, slot: int) -> bool:
-        return self.owner[slot] == seg if slot >= 0 else self.segments.ends_with(seg, key)
+    def _has_all(self, seg: int, position: int, keys: Sequence[OffloadKey], slots: Sequence[int]) -> bool:
+        """True if a prompt that has the first block of a segment, at this position, has the others as well."""
+        length = self.segments.length[seg]
+        end = position + length
+        if end <= len(keys) and slots[end - 1] >= 0:
+            return self.owner[slots[end - 1]] == seg
+        return self.segments.agreed(seg, keys, position) == length
 
     def _drop_ghost(self) -> bool:
         seg = self.segments.oldest_ghost()
@@ -118,11 +123,11 @@ class TierTree:
         end, agreed = min(position + segments.length[seg], len(keys)), position
         while agreed < end and slots[agreed] >= 0 and owner[slots[agreed]] == seg:
             agreed += 1
-        common = keys[position : max(agreed, position + 1)]
         moved = slots[position:agreed]
         if segments.held[seg] <= len(moved):
             # What lies behind is a ghost whose first key is not known.
-            segments.cut(seg, common)
+            known = position + min(segments.agreed(seg, keys, position), segments.length[seg] - 1)
+            segments.cut(seg, keys[position : max(agreed, known, position + 1)])
             return seg
         if not moved:
             return NONE
@@ -131,7 +136,7 @@ class TierTree:
         rest = self._keys[kept[-1]]
         if rest is None:
             raise IntegrityError(f"slot {kept[-1]} is ready but has no key")
-        front = segments.split_front(seg, common, rest)
+        front = segments.split_front(seg, keys[position:agreed], rest)
         if front != NONE:
             self._chain(seg, kept)
             self._chain(front, moved[::-1])

@@ -138,7 +138,7 @@ class Prompts:
             if seg == NONE or segments.first[seg] != position:
                 break
             end = position + segments.length[seg]
-            if end > len(keys) or not segments.ends_with(seg, keys[end - 1]):
+            if segments.agreed(seg, keys, position) < segments.length[seg]:
                 end = position + self._agreed(seg, keys[position:end])
                 segments.cut(seg, keys[position:end])
             segments.ghosts.heat(0, (seg,))

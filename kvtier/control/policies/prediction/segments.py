@@ -23,6 +23,9 @@ from kvtier.types.keys import OffloadKey
 FloatArray = npt.NDArray[np.float64]
 
 NONE = -1
+PRINT_BITS = 16
+"""Of each of the last two keys of a segment: a wrong guess once in 65,536 prompts that leave one before its end."""
+PRINT_MASK = (1 << PRINT_BITS) - 1
 
 
 class Segments:
@@ -45,7 +48,7 @@ class Segments:
         self.kind = array("H", [0]) * capacity
         self.touched = array("d", [0.0]) * capacity
         self.head = array("Q", [0]) * capacity
-        self.tail = array("I", [0]) * capacity
+        self.ends = array("I", [0]) * capacity
         self.stamp = array("I", [0]) * capacity
         self.used = 0
         self._stamps = 0
@@ -73,9 +76,17 @@ class Segments:
             seg = after[seg]
         return seg
 
-    def ends_with(self, seg: int, key: OffloadKey) -> bool:
-        """True if the segment's last key is this one."""
-        return self.tail[seg] == xxh3_64_intdigest(key) & 0xFFFFFFFF
+    def agreed(self, seg: int, keys: Sequence[OffloadKey], position: int) -> int:
+        """How many blocks of a segment a prompt has whose key at this position is the segment's first.
+
+        By the last two keys of the segment: all, all but the last one, or 1 where the prompt left it before those.
+        """
+        length, ends, last = self.length[seg], self.ends[seg], position + self.length[seg] - 1
+        if last < len(keys) and ends & PRINT_MASK == xxh3_64_intdigest(keys[last]) & PRINT_MASK:
+            return length
+        if length > 2 and last <= len(keys) and ends >> PRINT_BITS == xxh3_64_intdigest(keys[last - 1]) & PRINT_MASK:
+            return length - 1
+        return 1
 
     # -- ids -----------------------------------------------------------------------------------------------------
 
@@ -88,7 +99,7 @@ class Segments:
         self.first[seg] = first
         self.length[seg] = len(keys)
         self.held[seg] = self.kids[seg] = self.uses[seg] = 0
-        self.tail[seg] = xxh3_64_intdigest(keys[-1]) & 0xFFFFFFFF
+        self.ends[seg] = _ends_of(keys)
         self._link(seg, xxh3_64_intdigest(keys[0]))
         self.bury(seg)
         return seg
@@ -110,7 +121,7 @@ class Segments:
         self.uses[front], self.touched[front] = self.uses[seg], self.touched[seg]
         self.kind[front] = self.kind[seg]
         self.counts[front], self.kind[seg] = self.counts[seg], LEFT
-        self.tail[front] = xxh3_64_intdigest(keys[-1]) & 0xFFFFFFFF
+        self.ends[front] = _ends_of(keys)
         self._link(front, self.head[seg])
         self.first[seg] += len(keys)
         self.length[seg] -= len(keys)
@@ -123,7 +134,7 @@ class Segments:
         if self._is_ghost(seg):
             self.ghost_blocks -= self.length[seg] - len(keys)
         self.length[seg] = len(keys)
-        self.tail[seg] = xxh3_64_intdigest(keys[-1]) & 0xFFFFFFFF
+        self.ends[seg] = _ends_of(keys)
 
     def extend(self, seg: int, position: int, touched: float, keys: Sequence[OffloadKey]) -> bool:
         """Add keys behind the last one of a segment, at this position.
@@ -141,7 +152,7 @@ class Segments:
         if not self.held[seg] and self._is_ghost(seg):
             self.ghost_blocks += len(keys)
         self.length[seg] = length + len(keys)
-        self.tail[seg] = xxh3_64_intdigest(keys[-1]) & 0xFFFFFFFF
+        self.ends[seg] = _ends_of(keys, self.ends[seg])
         return True
 
     def is_parent(self, parent: int, seg: int) -> bool:
@@ -213,3 +224,10 @@ class Segments:
         while after[before] != seg:
             before = after[before]
         after[before] = after[seg]
+
+
+def _ends_of(keys: Sequence[OffloadKey], before: int = 0) -> int:
+    """Fingerprints of the last two of these keys, which follow what ended with `before`; the last in the low bits."""
+    last = xxh3_64_intdigest(keys[-1]) & PRINT_MASK
+    second = xxh3_64_intdigest(keys[-2]) if len(keys) > 1 else before
+    return (second & PRINT_MASK) << PRINT_BITS | last
