@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from itertools import repeat
+from operator import attrgetter
 from typing import TypeAlias
 
 import numpy as np
@@ -33,6 +33,20 @@ AnnouncedRun: TypeAlias = tuple[int, int, int, int]
 NONE: it is not known."""
 
 
+class Announcement:
+    """Blocks of one segment, from a position on, in order. `whole`: all of `keys` wait still, and in no later one."""
+
+    __slots__ = ("keys", "number", "position", "seg", "stamp", "whole")
+
+    def __init__(self, number: int, seg: int, stamp: int, position: int, keys: list[OffloadKey]) -> None:
+        self.number = number
+        self.seg = seg
+        self.stamp = stamp
+        self.position = position
+        self.keys = keys
+        self.whole = True
+
+
 class AnnouncedBlocks:
     """One for a tier. What is known of a block ends when it is taken, dropped as too old, or its segment lost it."""
 
@@ -41,7 +55,8 @@ class AnnouncedBlocks:
         self._segments = segments
         self.latest_max = num_slots // LATEST_FRACTION + LATEST_LEAST
         self.older_max = num_slots // OLDER_FRACTION + OLDER_LEAST
-        self._latest: dict[OffloadKey, int] = {}
+        self._latest: dict[OffloadKey, Announcement] = {}
+        self._announcements = 0
         self._announcements_max = self.latest_max
         self._lengths = array("i")
         self._segs = array("i")
@@ -55,62 +70,97 @@ class AnnouncedBlocks:
 
     def make_room(self) -> None:
         """Before the blocks of a request are added: those of one request are kept together, however many they are."""
-        if len(self._latest) >= self.latest_max or len(self._segs) >= self._announcements_max:
+        if len(self._latest) >= self.latest_max or self._announcements >= self._announcements_max:
             self._pack_latest()
 
     def add(self, seg: int, position: int, keys: Sequence[OffloadKey]) -> None:
         """These blocks of a segment, from this position on, may come. No more of a prompt than the tier can hold."""
-        keys = keys[: max(0, self._num_slots - position)]
-        if not keys:
+        some, latest = list(keys[: max(0, self._num_slots - position)]), self._latest
+        if not some:
             return
-        number, size = len(self._segs) << PLACE_BITS, len(keys)
-        if size == 1:
-            self._latest[keys[0]] = number
-        else:
-            self._latest.update(zip(keys, range(number, number + size), strict=True))
-        self._lengths.append(size)
-        self._segs.append(seg)
-        self._stamps.append(self._segments.stamp[seg])
-        self._positions.append(position)
+        if not latest.keys().isdisjoint(some):
+            for key in some:
+                if key in latest:
+                    latest[key].whole = False
+        announcement = Announcement(self._announcements, seg, self._segments.stamp[seg], position, some)
+        self._announcements += 1
+        for key in some:
+            latest[key] = announcement
 
     def find(self, keys: Sequence[OffloadKey]) -> list[AnnouncedRun]:
         """Which segments these keys belong to, in their order."""
-        return self._runs(keys, list(map(self._latest.get, keys)))
+        return self._runs(list(keys), takes=False)
 
     def take(self, keys: Sequence[OffloadKey]) -> list[AnnouncedRun]:
         """As `find`; the blocks are placed, so they are not kept any longer."""
-        return self._runs(keys, list(map(self._latest.pop, keys, repeat(None))))
+        return self._runs(list(keys), takes=True)
 
-    def _runs(self, keys: Sequence[OffloadKey], numbers: list[int | None]) -> list[AnnouncedRun]:
-        if len(self._older) and None in numbers:
-            self._look_up(keys, numbers)
-        segments, runs = self._segments, list[AnnouncedRun]()
-        first, length, stamp = segments.first, segments.length, segments.stamp
-        start, size = 0, len(numbers)
+    def _runs(self, keys: list[OffloadKey], takes: bool) -> list[AnnouncedRun]:
+        latest, runs = self._latest, list[AnnouncedRun]()
+        start, size = 0, len(keys)
         while start < size:
-            number, end = numbers[start], start + 1
-            if number is None:
-                while end < size and numbers[end] is None:
+            found = latest.get(keys[start])
+            if found is None:
+                end = start + 1
+                while end < size and keys[end] not in latest:
                     end += 1
-                runs.append((start, end, NONE, NONE))
-                start = end
-                continue
-            which, place = number >> PLACE_BITS, number & PLACE_MASK
-            if end < size and numbers[end] == number + 1:
-                end = min(size, start + self._lengths[which] - place)
-                if numbers[start:end] != list(range(number, number + end - start)):
-                    end = start + 2
-                    while numbers[end] == number + end - start:
-                        end += 1
-            seg, position = self._segs[which], self._positions[which] + place
-            if stamp[seg] != self._stamps[which]:
-                runs.append((start, end, NONE, NONE))
-            elif first[seg] <= position and position + end - start <= first[seg] + length[seg]:
-                runs.append((start, end, seg, position))
+                self._older_runs(runs, keys, start, end)
             else:
-                runs += self._inside(seg, start, end, position)
+                known = found.keys
+                place = 0 if known[0] == keys[start] else known.index(keys[start])
+                end = min(size, start + len(known) - place)
+                if not found.whole or keys[start:end] != known[place : place + end - start]:
+                    end = self._agreed(found, place, keys, start, end)
+                self._run(runs, start, end, found.seg, found.stamp, found.position + place)
+                if takes:
+                    for key in keys[start:end]:
+                        del latest[key]
+                    if place:
+                        found.whole = False
+                    elif end - start < len(known):
+                        found.position += end - start
+                        del known[: end - start]
             start = end
         return runs
+
+    def _agreed(self, found: Announcement, place: int, keys: list[OffloadKey], start: int, end: int) -> int:
+        """Where the keys leave an announcement that `start` is in, at the latest at `end`."""
+        at = start + 1
+        while at < end and keys[at] == found.keys[place + at - start] and self._latest.get(keys[at]) is found:
+            at += 1
+        return at
+
+    def _run(self, runs: list[AnnouncedRun], start: int, end: int, seg: int, stamp: int, position: int) -> None:
+        """Add a run of one announcement: as far as its segment still has those positions."""
+        segments = self._segments
+        first = segments.first[seg]
+        if segments.stamp[seg] != stamp:
+            runs.append((start, end, NONE, NONE))
+        elif first <= position and position + end - start <= first + segments.length[seg]:
+            runs.append((start, end, seg, position))
+        else:
+            runs += self._inside(seg, start, end, position)
+
+    def _older_runs(self, runs: list[AnnouncedRun], keys: list[OffloadKey], start: int, stop: int) -> None:
+        """Add the runs of keys that are none of the latest."""
+        if not len(self._older):
+            runs.append((start, stop, NONE, NONE))
+            return
+        numbers = self._look_up(keys[start:stop])
+        offset = start
+        while start < stop:
+            number, end = numbers[start - offset], start + 1
+            if number < 0:
+                while end < stop and numbers[end - offset] < 0:
+                    end += 1
+                runs.append((start, end, NONE, NONE))
+            else:
+                which, place = number >> PLACE_BITS, number & PLACE_MASK
+                last = min(stop, start + self._lengths[which] - place)
+                while end < last and numbers[end - offset] == number + end - start:
+                    end += 1
+                self._run(runs, start, end, self._segs[which], self._stamps[which], self._positions[which] + place)
+            start = end
 
     def _inside(self, seg: int, start: int, end: int, position: int) -> list[AnnouncedRun]:
         """A run of one announcement, as far as its segment still has those positions."""
@@ -122,20 +172,30 @@ class AnnouncedBlocks:
         parts = ((start, at, NONE, NONE), (at, stop, seg, position + at - start), (stop, end, NONE, NONE))
         return [part for part in parts if part[0] < part[1]]
 
-    def _look_up(self, keys: Sequence[OffloadKey], numbers: list[int | None]) -> None:
-        """Fill in the numbers of the older blocks."""
-        missing = [index for index, number in enumerate(numbers) if number is None]
-        wanted = np.array([xxh3_64_intdigest(keys[index]) for index in missing], np.uint64)
+    def _look_up(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """The numbers of older blocks, NONE where there is none."""
+        wanted = np.fromiter(map(xxh3_64_intdigest, keys), np.uint64, len(keys))
         at = np.minimum(np.searchsorted(self._older, wanted), len(self._older) - 1)
-        for found in np.flatnonzero(self._older[at] == wanted).tolist():
-            numbers[missing[found]] = int(self._numbers[at[found]])
+        numbers: list[int] = np.where(self._older[at] == wanted, self._numbers[at], NONE).tolist()
+        return numbers
 
     def _pack_latest(self) -> None:
         """The latest blocks become older ones, and the oldest are dropped. Announcements are numbered anew."""
-        fresh = np.array(list(map(xxh3_64_intdigest, self._latest)), np.uint64)
-        prints = np.concatenate([fresh, self._older])
-        numbers = np.concatenate([np.array(list(self._latest.values()), np.int64), self._numbers])
+        names, places = list[OffloadKey](), list[int]()
+        for found in sorted(dict.fromkeys(self._latest.values()), key=attrgetter("number")):
+            first = len(self._segs) << PLACE_BITS
+            for place, key in enumerate(found.keys, first):
+                if found.whole or self._latest.get(key) is found:
+                    names.append(key)
+                    places.append(place)
+            self._lengths.append(len(found.keys))
+            self._segs.append(found.seg)
+            self._stamps.append(found.stamp)
+            self._positions.append(found.position)
         self._latest = {}
+        fresh = np.fromiter(map(xxh3_64_intdigest, names), np.uint64, len(names))
+        prints = np.concatenate([fresh, self._older])
+        numbers = np.concatenate([np.array(places, np.int64), self._numbers])
         order = np.argsort(prints, kind="stable")
         prints, numbers = prints[order], numbers[order]
         # Of one fingerprint the first is the newest: the latest were put before the older ones.
@@ -158,4 +218,5 @@ class AnnouncedBlocks:
         self._segs = array("i", np.array(self._segs)[used].tobytes())
         self._stamps = array("I", np.array(self._stamps)[used].tobytes())
         self._positions = array("i", np.array(self._positions)[used].tobytes())
+        self._announcements = len(used)
         self._announcements_max = len(used) + self.latest_max
