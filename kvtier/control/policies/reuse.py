@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
+from math import inf
 from typing import ClassVar
 
 from kvtier.control.policies.announced_blocks import AnnouncedBlocks, AnnouncedRun
@@ -152,7 +153,7 @@ class Reuse(RequestPolicy):
     def _free_id(self, skip: set[int]) -> bool:
         """The slots of the leaf of the lowest worth that is not skipped give up its id. False if none has one."""
         tree, aside = self._tree, list[Entry]()
-        least = self._order.take(skip, aside)
+        least = self._order.take(skip, aside)[2]
         if least != NONE:
             slots = list(tree.slots_of(least))
             self._detach(slots)
@@ -263,18 +264,18 @@ class Reuse(RequestPolicy):
         if admitted != compared:
             protected = self._prefixes(self._announced.find(admitted))
         self._admitted, self._compared = (), ((), set())
-        chosen = self._take_untracked(count, pins)
-        if len(chosen) < count:
-            self._take_leaves(chosen, count, pins, protected)
+        untracked = self._take_untracked(count, pins) if self._tree.num_untracked else []
+        parts = self._take_leaves(count - len(untracked), pins, protected)
+        chosen = list(chain(untracked, *[slots for _, slots in parts]))
         if len(chosen) < count:
             # Pinned leaves are in the way, or what is about to grow: any block that is not pinned.
             others = list(islice((slot for slot in self.coldest() if not pins[slot]), count - len(chosen)))
             if len(chosen) + len(others) < count:
-                self._put_back(chosen)
+                self._put_back(untracked, parts)
                 return None
             self._detach(others)
-            chosen += [(slot, NONE) for slot in others]
-        return [slot for slot, _ in chosen]
+            chosen += others
+        return chosen
 
     def bypass(self, keys: Sequence[OffloadKey], evictions: int, pins: Sequence[int]) -> Sequence[int]:
         order, held, room = self._order, self._tree.segments.held, self._tree.num_untracked
@@ -283,16 +284,14 @@ class Reuse(RequestPolicy):
         runs = self._announced.find(keys)
         prefixes = self._prefixes(runs)
         self._compared = keys, prefixes
-        theirs, victim = order.lowest(prefixes, pins)
-        if victim == NONE or (
-            evictions <= room + held[victim] and all(seg == NONE or order.value(seg) >= theirs for _, _, seg, _ in runs)
-        ):
+        worths = [order.value(seg) if seg != NONE else inf for _, _, seg, _ in runs]
+        theirs, _, victim = order.lowest(prefixes, pins)
+        if victim == NONE or (evictions <= room + held[victim] and min(worths) >= theirs):
             return ()
         upcoming, kept = order.upcoming(prefixes, pins), len(keys)
-        for start, _, seg, _ in reversed(runs):
+        for (start, _, seg, _), worth in zip(reversed(runs), reversed(worths), strict=True):
             if seg == NONE:
                 break
-            worth = order.value(seg)
             while evictions > 0 and kept > start:
                 if room <= 0:
                     theirs, victim = next(upcoming, (0.0, NONE))
@@ -301,8 +300,9 @@ class Reuse(RequestPolicy):
                         break
                     room = held[victim]
                 if worth < theirs:
-                    kept -= 1
-                    evictions -= 1
+                    left_out = min(evictions, kept - start)
+                    kept -= left_out
+                    evictions -= left_out
                 else:
                     fits = min(room, evictions)
                     evictions -= fits
@@ -319,30 +319,31 @@ class Reuse(RequestPolicy):
 
     def _prefixes(self, runs: Sequence[AnnouncedRun]) -> set[int]:
         """The segments that hold what is right before these blocks, which must not go for them."""
-        parent = self._tree.segments.parent
-        segs = {seg for _, _, seg, _ in runs}
-        segs.discard(NONE)
-        return segs.union([parent[seg] for seg in segs])
+        parent, segs = self._tree.segments.parent, set[int]()
+        for _, _, seg, _ in runs:
+            if seg != NONE:
+                segs.add(seg)
+                segs.add(parent[seg])
+        return segs
 
-    def _take_untracked(self, count: int, pins: Sequence[int]) -> list[tuple[int, int]]:
-        tree, taken = self._tree, list[tuple[int, int]]()
-        for slot in tree.untracked_slots():
-            if len(taken) == count:
-                break
-            if not pins[slot]:
-                tree.leave_list(slot)
-                taken.append((slot, UNTRACKED))
-        return taken
+    def _take_untracked(self, count: int, pins: Sequence[int]) -> list[int]:
+        tree = self._tree
+        slots = list(islice((slot for slot in tree.untracked_slots() if not pins[slot]), count))
+        for slot in slots:
+            tree.leave_list(slot)
+        return slots
 
-    def _take_leaves(self, chosen: list[tuple[int, int]], count: int, pins: Sequence[int], protected: set[int]) -> None:
-        """Fill `chosen` up to `count` with (slot, segment) from the leaves of the lowest worth."""
-        tree, order, aside = self._tree, self._order, list[Entry]()
+    def _take_leaves(self, count: int, pins: Sequence[int], protected: set[int]) -> list[tuple[int, list[int]]]:
+        """Up to so many slots from the leaves of the lowest worth, by segment."""
+        tree, order, aside, parts = self._tree, self._order, list[Entry](), list[tuple[int, list[int]]]()
         held = tree.segments.held
-        while len(chosen) < count:
-            seg = order.take(protected, aside, pins)
+        while count > 0:
+            seg = order.take(protected, aside, pins)[2]
             if seg == NONE:
                 break
-            chosen += [(slot, seg) for slot in tree.pop(seg, count - len(chosen), pins)]
+            slots = tree.pop(seg, count, pins)
+            parts.append((seg, slots))
+            count -= len(slots)
             if held[seg]:
                 order.offer(seg)
             else:
@@ -350,13 +351,13 @@ class Reuse(RequestPolicy):
                 if parent != NONE:
                     order.offer(parent)
         order.give_back(aside)
+        return parts
 
-    def _put_back(self, chosen: Sequence[tuple[int, int]]) -> None:
-        for slot, seg in chosen:
-            if seg == UNTRACKED:
-                self._tree.leave_untracked(slot)
-        for slot, seg in reversed(chosen):
-            if seg != UNTRACKED:
+    def _put_back(self, untracked: Sequence[int], parts: Sequence[tuple[int, Sequence[int]]]) -> None:
+        for slot in untracked:
+            self._tree.leave_untracked(slot)
+        for seg, slots in reversed(parts):
+            for slot in reversed(slots):
                 self._tree.attach((slot,), seg, self._tree.position[slot])
                 self._order.offer(seg)
 

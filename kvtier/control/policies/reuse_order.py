@@ -30,6 +30,7 @@ NOTHING = (-1.0, 0.0)
 
 Entry: TypeAlias = tuple[float, float, int]
 """The index of a segment when it was entered, when it was used last, and which it is."""
+NO_ENTRY: Entry = (0.0, 0.0, NONE)
 
 
 class EvictionOrder:
@@ -76,9 +77,9 @@ class EvictionOrder:
             if len(self._heap) > self._heap_max:
                 self._heap, self._limit = [], NOTHING
 
-    def take(self, skip: Set[int], aside: list[Entry], pins: Sequence[int] | None = None) -> int:
-        """The leaf of the lowest index, or NONE. Those in `skip` or whose end is pinned are put aside: `give_back`."""
-        segments, deepest = self._segments, self._tree.deepest
+    def take(self, skip: Set[int], aside: list[Entry], pins: Sequence[int] | None = None) -> Entry:
+        """The leaf of the lowest index, or NO_ENTRY. Into `aside` go those in `skip` or with a pinned end."""
+        segments, deepest, index_of = self._segments, self._tree.deepest, self.value
         touched, held, kids = segments.touched, segments.held, segments.kids
         while self._heap or self._refill(aside):
             heap = self._heap
@@ -89,30 +90,29 @@ class EvictionOrder:
             if seg in skip or (pins is not None and pins[deepest[seg]]):
                 aside.append(entry)
                 continue
-            now = self.value(seg)
+            now = index_of(seg)
             if now > value:
                 if (now, since) > self._limit:
                     continue
                 if heap and now > heap[0][0]:
                     heappush(heap, (now, since, seg))
                     continue
-            return seg
-        return NONE
+            return now, since, seg
+        return NO_ENTRY
 
     def give_back(self, aside: list[Entry]) -> None:
         """What `take` put aside counts again."""
         for entry in aside:
             heappush(self._heap, entry)
 
-    def lowest(self, skip: Set[int], pins: Sequence[int]) -> tuple[float, int]:
-        """The index of the leaf that `take` would return, and the leaf, or (0, NONE). It stays where it is."""
+    def lowest(self, skip: Set[int], pins: Sequence[int]) -> Entry:
+        """What `take` would return. It stays where it is."""
         aside: list[Entry] = []
-        seg, value = self.take(skip, aside, pins), 0.0
-        if seg != NONE:
-            value = self.value(seg)
-            aside.append((value, self._segments.touched[seg], seg))
+        entry = self.take(skip, aside, pins)
+        if entry is not NO_ENTRY:
+            aside.append(entry)
         self.give_back(aside)
-        return value, seg
+        return entry
 
     def upcoming(self, skip: Set[int], pins: Sequence[int]) -> Generator[tuple[float, int], None, None]:
         """(index, segment) in the order in which whole segments would go now. Changes nothing once it is closed."""
@@ -121,11 +121,10 @@ class EvictionOrder:
         entered: list[Entry] = []
         try:
             while True:
-                seg = self.take(seen, aside, pins)
-                if seg != NONE:
-                    entry = (self.value(seg), segments.touched[seg], seg)
+                entry = self.take(seen, aside, pins)
+                if entry is not NO_ENTRY:
                     aside.append(entry)
-                    seen.add(seg)
+                    seen.add(entry[2])
                     heappush(entered, entry)
                 if not entered:
                     return
@@ -139,9 +138,7 @@ class EvictionOrder:
 
     def _refill(self, aside: Sequence[Entry]) -> bool:
         """Put the lowest leaves that are not put aside into the heap, a part of them. False if there are none."""
-        leaves = self._leaves()
-        if aside:
-            leaves = leaves[np.isin(leaves, [seg for _, _, seg in aside], invert=True)]
+        leaves = self._leaves([seg for _, _, seg in aside])
         if not len(leaves):
             return False
         touched, values = self._touched[leaves], self._values(leaves)
@@ -151,9 +148,11 @@ class EvictionOrder:
         self._heap_max = GROWN * max(AT_LEAST, len(self._heap))
         return True
 
-    def _leaves(self) -> IntArray:
+    def _leaves(self, skip: Sequence[int] = ()) -> IntArray:
         used = self._segments.used
-        return np.flatnonzero((self._held[:used] > 0) & (self._kids[:used] == 0))
+        are_leaves = (self._held[:used] > 0) & (self._kids[:used] == 0)
+        are_leaves[list(skip)] = False
+        return np.flatnonzero(are_leaves)
 
     def _parent_bared(self, seg: int, kids: dict[int, int]) -> int:
         """The parent that is a leaf once this segment has gone, or NONE. `kids`: how many are left, where some went."""

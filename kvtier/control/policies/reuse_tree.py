@@ -154,13 +154,12 @@ class TierTree:
             self._arrive(seg)
         last = self.deepest[seg]
         late = last != NONE and where[last] > position
-        for slot in slots:
+        for at, slot in enumerate(slots, position):
             if owner[slot] != NONE:
                 raise IntegrityError(f"slot {slot} was inserted while it is known")
             owner[slot] = seg
             above[slot] = last
-            where[slot] = position
-            position += 1
+            where[slot] = at
             last = slot
         self.deepest[seg] = last
         segments.held[seg] += len(slots)
@@ -213,7 +212,9 @@ class TierTree:
         """Take slots from the leaf end, at most `count`, up to the first that is pinned."""
         above, owner, slot = self.above, self.owner, self.deepest[seg]
         taken: list[int] = []
-        while slot != NONE and len(taken) < count and not pins[slot]:
+        for _ in range(min(count, self.segments.held[seg])):
+            if pins[slot]:
+                break
             taken.append(slot)
             owner[slot] = NONE
             slot = above[slot]

@@ -7,7 +7,6 @@ blocks of the request that used it, and the output of that request (unknown unti
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
 from typing import Final
 
 USES: Final = ("its first", "its second", "its third to fifth", "its sixth to ninth", "any later")
@@ -28,6 +27,7 @@ blocks. A block that was not full when its prompt ended is one, and never comes 
 
 BUCKET_BOUNDS: Final = [FIRST_BUCKET_SECONDS * BUCKET_RATIO**power for power in range(NUM_BUCKETS - 1)]
 """The lower bounds of all buckets but the first, in seconds."""
+_GAP_BOUNDS: Final = (0.0, *GAPS)
 _USE_LEVEL: Final = bytes([0, 0, 1, 2, 2, 2, 3, 3, 3, 3] + [4] * (USES_MAX - 9))
 _USE_STRIDE: Final = GAP_LEVELS * NEW_LEVELS * OUTPUT_LEVELS
 _GAP_STRIDE: Final = NEW_LEVELS * OUTPUT_LEVELS
@@ -40,17 +40,12 @@ def bucket_of(age: float) -> int:
 
 def class_of(uses: int, gap: float, new_level: int) -> int:
     """The class of a segment used `uses` times, the last time `gap` seconds after the time before (negative: none)."""
-    return _USE_LEVEL[uses] * _USE_STRIDE + gap_level(gap) * _GAP_STRIDE + new_level * OUTPUT_LEVELS
+    return _USE_LEVEL[uses] * _USE_STRIDE + bisect_right(_GAP_BOUNDS, gap) * _GAP_STRIDE + new_level * OUTPUT_LEVELS
 
 
 def first_use_of(kind: int) -> int:
     """The class of a segment that is used for the first time when one of this class was used again."""
     return kind % _USE_STRIDE
-
-
-def gap_level(gap: float) -> int:
-    """0 for no gap, then which of `GAPS` it is below."""
-    return _level(GAPS, gap) + 1 if gap >= 0 else 0
 
 
 def new_level(blocks: int) -> int:
@@ -61,11 +56,4 @@ def new_level(blocks: int) -> int:
 
 def output_level(tokens: int) -> int:
     """1 and up: which of `OUTPUTS` it is below. 0 is an output that is not known."""
-    return _level(OUTPUTS, tokens) + 1
-
-
-def _level(bounds: Sequence[float], value: float) -> int:
-    for level, bound in enumerate(bounds):
-        if value < bound:
-            return level
-    return len(bounds)
+    return bisect_right(OUTPUTS, tokens) + 1
