@@ -9,7 +9,8 @@ would count as one, once in about 2^64 / capacity lookups: a wrong guess about o
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import compress
 from operator import attrgetter
 from typing import TypeAlias
 
@@ -25,6 +26,8 @@ LATEST_LEAST = 1024
 OLDER_FRACTION = 4
 OLDER_LEAST = 4096
 """So many announced blocks are kept, of the slots of a tier and beyond; of the latest prompt all."""
+UNSORTED_PACKS = 4
+"""Older blocks are sorted once so many times `latest_max` of them are not."""
 PLACE_BITS = 32
 PLACE_MASK = (1 << PLACE_BITS) - 1
 
@@ -57,21 +60,24 @@ class AnnouncedBlocks:
         self.older_max = num_slots // OLDER_FRACTION + OLDER_LEAST
         self._latest: dict[OffloadKey, Announcement] = {}
         self._announcements = 0
-        self._announcements_max = self.latest_max
         self._lengths = array("i")
         self._segs = array("i")
         self._stamps = array("I")
         self._positions = array("i")
         self._older: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
         self._numbers: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._unsorted: list[tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]] = []
 
     def __len__(self) -> int:
+        self._sort_older()
         return len(self._latest) + len(self._older)
 
     def make_room(self) -> None:
         """Before the blocks of a request are added: those of one request are kept together, however many they are."""
-        if len(self._latest) >= self.latest_max or self._announcements >= self._announcements_max:
+        if len(self._latest) >= self.latest_max or self._announcements >= self.latest_max:
             self._pack_latest()
+            if sum(len(numbers) for _, numbers in self._unsorted) > UNSORTED_PACKS * self.latest_max:
+                self._sort_older()
 
     def add(self, seg: int, position: int, keys: Sequence[OffloadKey]) -> None:
         """These blocks of a segment, from this position on, may come. No more of a prompt than the tier can hold."""
@@ -143,6 +149,7 @@ class AnnouncedBlocks:
 
     def _older_runs(self, runs: list[AnnouncedRun], keys: list[OffloadKey], start: int, stop: int) -> None:
         """Add the runs of keys that are none of the latest."""
+        self._sort_older()
         if not len(self._older):
             runs.append((start, stop, NONE, NONE))
             return
@@ -180,25 +187,35 @@ class AnnouncedBlocks:
         return numbers
 
     def _pack_latest(self) -> None:
-        """The latest blocks become older ones, and the oldest are dropped. Announcements are numbered anew."""
-        names, places = list[OffloadKey](), list[int]()
-        for found in sorted(dict.fromkeys(self._latest.values()), key=attrgetter("number")):
-            first = len(self._segs) << PLACE_BITS
-            for place, key in enumerate(found.keys, first):
-                if found.whole or self._latest.get(key) is found:
-                    names.append(key)
-                    places.append(place)
+        """The latest blocks become older ones, which are sorted when they are looked up or many."""
+        names, places, latest = list[OffloadKey](), list[int](), self._latest
+        for found in sorted(dict.fromkeys(latest.values()), key=attrgetter("number")):
+            first, keys = len(self._segs) << PLACE_BITS, found.keys
+            numbers: Iterable[int] = range(first, first + len(keys))
+            if not found.whole:
+                waits = [latest.get(key) is found for key in keys]
+                keys, numbers = list(compress(keys, waits)), compress(numbers, waits)
+            names += keys
+            places += numbers
             self._lengths.append(len(found.keys))
             self._segs.append(found.seg)
             self._stamps.append(found.stamp)
             self._positions.append(found.position)
-        self._latest = {}
-        fresh = np.fromiter(map(xxh3_64_intdigest, names), np.uint64, len(names))
-        prints = np.concatenate([fresh, self._older])
-        numbers = np.concatenate([np.array(places, np.int64), self._numbers])
+        prints = np.fromiter(map(xxh3_64_intdigest, names), np.uint64, len(names))
+        self._unsorted.append((prints, np.array(places, np.int64)))
+        self._latest, self._announcements = {}, 0
+
+    def _sort_older(self) -> None:
+        """Sort all older blocks by fingerprint, and drop the oldest. Announcements are numbered anew."""
+        if not self._unsorted:
+            return
+        newest_first = [*reversed(self._unsorted), (self._older, self._numbers)]
+        self._unsorted = []
+        prints = np.concatenate([prints for prints, _ in newest_first])
+        numbers = np.concatenate([numbers for _, numbers in newest_first])
         order = np.argsort(prints, kind="stable")
         prints, numbers = prints[order], numbers[order]
-        # Of one fingerprint the first is the newest: the latest were put before the older ones.
+        # Of one fingerprint the first is the newest.
         kept = np.concatenate([np.ones(min(1, len(prints)), bool), prints[1:] != prints[:-1]])
         prints, numbers = prints[kept], numbers[kept]
         if len(numbers) > self.older_max:
@@ -218,5 +235,3 @@ class AnnouncedBlocks:
         self._segs = array("i", np.array(self._segs)[used].tobytes())
         self._stamps = array("I", np.array(self._stamps)[used].tobytes())
         self._positions = array("i", np.array(self._positions)[used].tobytes())
-        self._announcements = len(used)
-        self._announcements_max = len(used) + self.latest_max
