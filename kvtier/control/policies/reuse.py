@@ -95,10 +95,9 @@ class Reuse(RequestPolicy):
                 self._announced.add(seg, known, fresh)
                 known = len(keys)
         self._groups = max(self._groups, use.group + 1)
-        self._end((use.request_id, use.group), None)
-        self._open[use.request_id, use.group] = OpenUse(
-            self._model.now, path, known if path and known == len(keys) else -1
-        )
+        name = use.request_id, use.group
+        self._open.pop(name, None)
+        self._open[name] = OpenUse(self._model.now, path, known if path and known == len(keys) else -1)
         if len(self._open) > OPEN_MAX:
             self._open.popitem(last=False)
         self._order.asked(len(keys), slots.count(-1))
@@ -137,7 +136,9 @@ class Reuse(RequestPolicy):
 
     def end_request(self, request_id: RequestId, output_tokens: int | None) -> None:
         for group in range(self._groups):
-            self._end((request_id, group), output_tokens)
+            use = self._open.pop((request_id, group), None)
+            if use is not None and output_tokens is not None:
+                self._learn_output(use, output_tokens)
 
     def advance(self, time: float) -> None:
         pass
@@ -201,12 +202,7 @@ class Reuse(RequestPolicy):
                     position = upto
             parent, position = seg, end
 
-    def _end(self, name: tuple[RequestId, int], output_tokens: int | None) -> None:
-        if name not in self._open:
-            return
-        use = self._open.pop(name)
-        if output_tokens is None:
-            return
+    def _learn_output(self, use: OpenUse, output_tokens: int) -> None:
         level, segments = output_level(output_tokens), self._tree.segments
         for seg in use.path:
             if segments.touched[seg] == use.time and not segments.kind[seg] % OUTPUT_LEVELS:
@@ -285,20 +281,22 @@ class Reuse(RequestPolicy):
         prefixes = self._prefixes(runs)
         self._compared = keys, prefixes
         worths = [order.value(seg) if seg != NONE else inf for _, _, seg, _ in runs]
-        theirs, _, victim = order.lowest(prefixes, pins)
+        lowest = order.lowest(prefixes, pins)
+        theirs, _, victim = lowest
         if victim == NONE or (evictions <= room + held[victim] and min(worths) >= theirs):
             return ()
         upcoming, kept = order.upcoming(prefixes, pins), len(keys)
+        is_lowest = order.is_first(lowest)
         for (start, _, seg, _), worth in zip(reversed(runs), reversed(worths), strict=True):
-            if seg == NONE:
+            if seg == NONE or evictions <= 0:
                 break
             while evictions > 0 and kept > start:
-                if room <= 0:
+                if room <= 0 and not (is_lowest and worth < theirs):
                     theirs, victim = next(upcoming, (0.0, NONE))
                     if victim == NONE:
                         evictions = 0
                         break
-                    room = held[victim]
+                    room, is_lowest = held[victim], False
                 if worth < theirs:
                     left_out = min(evictions, kept - start)
                     kept -= left_out
@@ -307,8 +305,6 @@ class Reuse(RequestPolicy):
                     fits = min(room, evictions)
                     evictions -= fits
                     room -= fits
-            if evictions <= 0:
-                break
         upcoming.close()
         return range(kept, len(keys))
 

@@ -107,12 +107,22 @@ class EvictionOrder:
 
     def lowest(self, skip: Set[int], pins: Sequence[int]) -> Entry:
         """What `take` would return. It stays where it is."""
+        if self._heap:
+            entry, segments = self._heap[0], self._segments
+            value, since, seg = entry
+            is_leaf = since == segments.touched[seg] and segments.held[seg] and not segments.kids[seg]
+            if is_leaf and seg not in skip and not pins[self._tree.deepest[seg]] and self.value(seg) == value:
+                return entry
         aside: list[Entry] = []
         entry = self.take(skip, aside, pins)
         if entry is not NO_ENTRY:
             aside.append(entry)
         self.give_back(aside)
         return entry
+
+    def is_first(self, entry: Entry) -> bool:
+        """True if this one, of which the index is that of now, is before all others."""
+        return self._heap[0] == entry
 
     def upcoming(self, skip: Set[int], pins: Sequence[int]) -> Generator[tuple[float, int], None, None]:
         """(index, segment) in the order in which whole segments would go now. Changes nothing once it is closed."""
