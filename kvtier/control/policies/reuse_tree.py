@@ -49,9 +49,12 @@ class TierTree:
         position, size = 0, len(keys)
         while position < size:
             slot = slots[position]
-            seg = owner[slot] if slot >= 0 else segments.find(keys[position])
-            if slot >= 0 and self._is_loose(slot):
+            if slot < 0:
+                seg = segments.find(keys[position])
+            elif self._is_loose(slot):
                 seg = self._adopt(path[-1] if path else NONE, position, keys, slots)
+            else:
+                seg = owner[slot]
             if seg == NONE or not length[seg] or first[seg] != position:
                 break
             end = position + length[seg]

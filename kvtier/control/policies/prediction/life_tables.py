@@ -101,8 +101,8 @@ def index_of(rates: FloatArray) -> FloatArray:
 
     Classes without lives of their own have the rates of the class above them: each row is computed once.
     """
-    rows: dict[bytes, int] = {}
-    place = [rows.setdefault(row.tobytes(), len(rows)) for row in rates]
+    names: list[bytes] = np.ascontiguousarray(rates).view(f"V{rates[0].nbytes}").ravel().tolist()
+    rows = {name: row for row, name in enumerate(dict.fromkeys(names))}
     rate = np.frombuffer(b"".join(rows)).reshape(len(rows), -1).T.copy()
     lasting, widths = 1.0 - rate, WIDTHS[:, None]
     alive, hits, seconds, best = np.ones_like(rate), np.zeros_like(rate), np.zeros_like(rate), np.zeros_like(rate)
@@ -113,5 +113,5 @@ def index_of(rates: FloatArray) -> FloatArray:
         seconds[:kept] += survive * widths[ahead:]
         np.maximum(best[:kept], hits[:kept] / seconds[:kept], out=best[:kept])
         survive *= lasting[ahead:]
-    found: FloatArray = best.T[place]
+    found: FloatArray = best.T[[rows[name] for name in names]]
     return found

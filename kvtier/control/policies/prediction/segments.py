@@ -167,16 +167,17 @@ class Segments:
 
     def revive(self, seg: int) -> None:
         """A ghost holds blocks again."""
-        if self._is_ghost(seg):
+        if self.ghosts.next[seg] >= 0:
             self.ghosts.unlink((seg,))
             self.ghost_blocks -= self.length[seg]
 
     def oldest_ghost(self) -> int:
         """The ghost to drop next, or NONE. A ghost above a segment that holds blocks becomes the newest instead."""
-        for seg in self.ghosts.from_coldest(0):
-            if not self.kids[seg]:
-                return seg
-        return NONE
+        kids, after, end = self.kids, self.ghosts.next, self.capacity
+        seg = after[end]
+        while seg != end and kids[seg]:
+            seg = after[seg]
+        return seg if seg != end else NONE
 
     def drop(self, seg: int) -> None:
         """Forget a ghost."""
