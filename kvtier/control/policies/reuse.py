@@ -165,7 +165,7 @@ class Reuse(RequestPolicy):
 
     def _use(self, path: Sequence[int], level: int) -> float:
         """These segments are used now. Returns the gap since the last use of the deepest, negative if there is none."""
-        segments, model, gap, above = self._tree.segments, self._model, -1.0, NONE
+        segments, model, gap, above, last = self._tree.segments, self._model, -1.0, NONE, NONE
         touched, uses, kind, counts, now = (
             segments.touched, segments.uses, segments.kind, segments.counts, model.now,
         )  # fmt: skip
@@ -174,14 +174,15 @@ class Reuse(RequestPolicy):
             gap = now - touched[seg]
             used(kind[seg], gap, lengths[seg])
             model.life_ended(segments, seg, gap)
-            if uses[seg] < USES_MAX:
-                uses[seg] += 1
-            kind[seg] = class_of(uses[seg], gap, level)
+            count = uses[seg]
+            if count < USES_MAX:
+                count = uses[seg] = count + 1
+            found = kind[seg] = class_of(count, gap, level)
             touched[seg] = now
             counts[seg] = 1
-            if above != NONE and kind[seg] == kind[above]:
+            if found == last:
                 counts[above] = 0
-            above = seg
+            above, last = seg, found
             offer(seg)
         return gap
 

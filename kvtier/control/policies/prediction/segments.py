@@ -204,8 +204,7 @@ class Segments:
         return seg
 
     def _stamp(self, seg: int) -> None:
-        self._stamps = (self._stamps + 1) & 0xFFFFFFFF
-        self.stamp[seg] = self._stamps
+        self._stamps = self.stamp[seg] = (self._stamps + 1) & 0xFFFFFFFF
 
     def _is_ghost(self, seg: int) -> bool:
         return self.ghosts.next[seg] >= 0
