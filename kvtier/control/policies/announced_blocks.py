@@ -1,8 +1,8 @@
 """Blocks that requests announced and that are not placed yet: which segment each belongs to, and where in it.
 
-A block's number is that of its announcement, and which of its blocks it is in the low bits. The latest blocks are kept
-by key. What has waited longer, in a lower tier above all, is kept by the fingerprint of its key in one sorted array: 16
-bytes a block and 16 an announcement, where keys would take about 200 a block. Two keys of one fingerprint
+The latest blocks are kept by key. What has waited longer, in a lower tier above all, is kept by the fingerprint of its
+key in one sorted array: 16 bytes a block and 16 an announcement, where keys would take about 200 a block. A block's
+number there is that of its announcement, and which of its blocks it is in the low bits. Two keys of one fingerprint
 would count as one, once in about 2^64 / capacity lookups: a wrong guess about order, and never a wrong block.
 """
 
