@@ -97,9 +97,9 @@ class AnnouncedBlocks:
         """Which segments these keys belong to, in their order."""
         return self._runs(list(keys), takes=False)
 
-    def take(self, keys: Sequence[OffloadKey]) -> list[AnnouncedRun]:
+    def take(self, keys: list[OffloadKey]) -> list[AnnouncedRun]:
         """As `find`; the blocks are placed, so they are not kept any longer."""
-        return self._runs(list(keys), takes=True)
+        return self._runs(keys, takes=True)
 
     def _runs(self, keys: list[OffloadKey], takes: bool) -> list[AnnouncedRun]:
         latest, runs = self._latest, list[AnnouncedRun]()
