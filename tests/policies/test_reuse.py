@@ -225,7 +225,7 @@ def test_blocks_that_come_late_and_in_any_order_stay_at_their_places(num_slots: 
 
 def test_more_segments_than_there_are_ids_for_keep_what_comes_back() -> None:
     """Where each block is a segment, no tier is filled for good by those that had the ids first."""
-    tier, hits = Tier(1000), 0
+    tier, hits = Tier(1000, learned=True), 0
     for number in range(4000):
         tier.begin(chat(number, 1), 10.0 * number)
         tier.store(chat(number, 1))

@@ -16,10 +16,11 @@ from kvtier.control.policies.prediction.model import BOUNDS, ReuseModel
 from kvtier.control.policies.prediction.segments import Segments
 from kvtier.types.arrays import IntArray
 
-LEAD = 0.03
-"""Hits by which the learned order must lead before it is followed again, in sizes of the tier."""
-LAG = 0.15
-"""Hits by which it may lag before LRU's is: tables of few lives predict too few hits for it."""
+LEAD = 2.5
+"""The learned order is followed once it leads by so many standard deviations of what the requests gave it: what is seen
+of few requests is chance, and only LRU's own order costs nothing."""
+LAG = 1.0
+"""And LRU's once it lags by so many."""
 HALF_LIFE = 4
 """Blocks asked for after which a lead is worth half, in sizes of the tier."""
 REVIEW_FRACTION = 8
@@ -41,20 +42,23 @@ class Fit(NamedTuple):
 
 
 class OrderChoice:
-    """`learned` says which order holds. It begins with the learned one, which is LRU's until there are data.
+    """`learned` says which order holds. It begins with LRU's, or the learned one if tables outlived a restart.
 
-    The uses since the last review are kept, at most `USES_KEPT` of them: a review judges them by what would have been
-    in the tier at the one before, and finds what would be in it now. Ghosts count as well.
+    The uses since the last review are kept, at most `USES_KEPT` of them, and where those of a request end: a review
+    judges them by what would have been in the tier at the one before, and finds what would be in it now. Ghosts count
+    as well. The lead of the learned order is a sum over requests, and its variance that of their squares.
     """
 
     def __init__(self, num_slots: int, segments: Segments, model: ReuseModel) -> None:
-        self.learned = True
+        self.learned = False
+        self._begun = False
         self._num_slots = max(1, num_slots)
         self._segments = segments
         self._model = model
         self._uses: list[tuple[int, float, int]] = []
+        self._ends = [0]
         self._asked = self._missed = 0
-        self._lead = 0.0
+        self._lead = self._variance = 0.0
         self._fit: Fit | None = None
 
     def used(self, kind: int, gap: float, blocks: int) -> None:
@@ -63,27 +67,39 @@ class OrderChoice:
             self._uses.append((kind, gap, blocks))
 
     def asked(self, blocks: int, missed: int) -> bool:
-        """A request asked for so many blocks. True if the order has changed."""
+        """A request asked for so many blocks, and its uses have been given. True if the order has changed."""
+        before = self.learned
+        if not self._begun:
+            self._begun, self.learned = True, self._model.is_restored
+        if len(self._uses) > self._ends[-1]:
+            self._ends.append(len(self._uses))
         self._asked += blocks
         self._missed += missed
-        if REVIEW_FRACTION * self._missed < self._num_slots and len(self._uses) < USES_KEPT:
-            return False
-        self._lead *= 0.5 ** (self._asked / (HALF_LIFE * self._num_slots))
-        if self._fit is not None and self._uses:
-            self._lead += self._led(self._fit)
-        self._uses, self._asked, self._missed = [], 0, 0
-        if self._segments.used:
-            self._fit = self._fitting()
-        before, bound = self.learned, -LAG if self.learned else LEAD
-        self.learned = self._lead > bound * self._num_slots
+        if REVIEW_FRACTION * self._missed >= self._num_slots or len(self._uses) >= USES_KEPT:
+            self._review()
         return self.learned is not before
 
-    def _led(self, fit: Fit) -> float:
-        """How many more of the used blocks the learned order had."""
+    def _review(self) -> None:
+        fading = 0.5 ** (self._asked / (HALF_LIFE * self._num_slots))
+        self._lead *= fading
+        self._variance *= fading * fading
+        if self._fit is not None and self._uses:
+            leads = self._leads(self._fit)
+            self._lead += float(leads.sum())
+            self._variance += float((leads * leads).sum())
+        self._uses, self._ends, self._asked, self._missed = [], [0], 0, 0
+        if self._segments.used:
+            self._fit = self._fitting()
+        deviation = self._variance**0.5
+        self.learned = self._lead >= -LAG * deviation if self.learned else self._lead > LEAD * deviation
+
+    def _leads(self, fit: Fit) -> FloatArray:
+        """For each request, how many more of its blocks the learned order had."""
         kinds, gaps, blocks = (np.array(column) for column in zip(*self._uses, strict=True))
         lowest = fit.lowest[kinds, np.searchsorted(BOUNDS, gaps, "right")]
         there = (lowest > fit.least) | ((lowest == fit.least) & (gaps <= fit.least_age))
-        return float(blocks[there].sum() - blocks[gaps <= fit.oldest].sum())
+        more = np.where(there, blocks, 0) - np.where(gaps <= fit.oldest, blocks, 0)
+        return np.add.reduceat(more, self._ends[:-1]).astype(np.float64)
 
     def _fitting(self) -> Fit:
         """Of all segments, or of a part of them where there are many."""

@@ -2,10 +2,9 @@
 
 A life begins at a use of a segment and ends at the next one, or is cut off when the segment is dropped or still open
 now. `risk[c, b]` counts the lives of class c that were exposed to all of bucket b, `hits[c, b]` those that ended there.
-The rates of a class are shrunk to those of the class above it in the hierarchy, and the root's to a constant rate in
-each bucket, which makes the index fall with age: that is LRU, until there are data. What they are shrunk to is scaled
-first, by how many lives of the class ended over how many should have: a class of a few lives has the ages of the class
-above, and its own level.
+The rates of a class are shrunk to those of the class above it in the hierarchy, and the root's to those that `prior`
+expects of any traffic. What they are shrunk to is scaled first, by how many lives of the class ended over how many
+should have: a class of a few lives has the ages of the class above, and its own level.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.control.policies.prediction.classes import BUCKET_BOUNDS, BUCKET_RATIO, NUM_BUCKETS, NUM_CLASSES, SHAPE
+from kvtier.control.policies.prediction.prior import prior_rates
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -25,8 +25,8 @@ SCALE_SHRINK = 40.0
 ROOT_SCALE_SHRINK = 10.0
 """Ended lives that a scale of 1 counts as."""
 RATE_MAX = 0.95
-ROOT_RATE = 0.025
 DECAY_PER_MINUTE = 0.997
+PRIOR_RATES = prior_rates()
 WIDTHS = np.diff(np.array([0.0, *BUCKET_BOUNDS, BUCKET_BOUNDS[-1] * BUCKET_RATIO]))
 
 
@@ -74,9 +74,7 @@ class LifeTables:
             view *= factor
 
     def _shrunk(self, hits: FloatArray, risk: FloatArray) -> FloatArray:
-        rate = _shrunk_to(
-            np.array(ROOT_RATE), hits.sum(axis=(0, 1, 2, 3)), risk.sum(axis=(0, 1, 2, 3)), ROOT_SCALE_SHRINK
-        )
+        rate = _shrunk_to(PRIOR_RATES, hits.sum(axis=(0, 1, 2, 3)), risk.sum(axis=(0, 1, 2, 3)), ROOT_SCALE_SHRINK)
         for level in range(1, 5):
             below = tuple(range(level, 4))
             above = np.expand_dims(rate, level - 1)

@@ -36,6 +36,7 @@ class ReuseModel(RequestModel):
 
     def __init__(self) -> None:
         self.tables = LifeTables()
+        self.is_restored = False
         self.now = 0.0
         self._started: float | None = None
         self._computed = 0.0
@@ -129,6 +130,7 @@ class ReuseModel(RequestModel):
         self.tables.ended = array("d", counts[: size // 2].tobytes())
         self.tables.cut = array("d", counts[size // 2 :].tobytes())
         self.tables.recompute(np.zeros(size // 2))
+        self.is_restored = True
 
     def describe(self) -> Sequence[str]:
         hits, shares = self.tables.returns(BUCKETS_DESCRIBED, self._open_lives())
