@@ -52,7 +52,7 @@ def turns_until_it_changes(choice: OrderChoice, num_slots: int, kind: int, gap: 
     before = choice.learned
     for turn in range(1, 41):
         for _ in range(16):
-            choice.used(kind, gap, 4)
+            choice.used([(kind, gap, 4)])
             choice.asked(4, 0)
         reviewed(choice, num_slots)
         if choice.learned is not before:
@@ -81,7 +81,7 @@ def test_what_may_be_chance_is_not_followed() -> None:
     reviewed(choice, 800)
     for number in range(7):
         assert not choice.learned, number
-        choice.used(SHORT, 300.0, 4)
+        choice.used([(SHORT, 300.0, 4)])
         choice._asked = 0  # so that none of them counts less
         choice.asked(0, 100)
     assert choice.learned
@@ -93,14 +93,14 @@ def test_a_lead_of_long_ago_counts_less() -> None:
     choice = OrderChoice(800, segments_of(model, 400, 4), model)
     reviewed(choice, 800)
     for _ in range(100):
-        choice.used(SHORT, 300.0, 4)
+        choice.used([(SHORT, 300.0, 4)])
         choice.asked(0, 0)
     reviewed(choice, 800)
     assert choice.learned
     for _ in range(16):
         reviewed(choice, 800)
     for _ in range(10):
-        choice.used(LONG, 100.0, 4)
+        choice.used([(LONG, 100.0, 4)])
         choice.asked(0, 0)
     reviewed(choice, 800)
     assert not choice.learned
@@ -121,7 +121,7 @@ def test_uses_that_no_request_tells_of_are_kept_within_a_bound() -> None:
     model = ReuseModel()
     choice = OrderChoice(10, segments_of(model, 4, 1), model)
     for _ in range(2 * USES_KEPT):
-        choice.used(SHORT, 1.0, 1)
+        choice.used([(SHORT, 1.0, 1)])
     assert len(choice._uses) == USES_KEPT
 
 

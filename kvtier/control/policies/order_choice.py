@@ -7,14 +7,15 @@ was never worth less, at any age so far, than the best blocks that no longer fit
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.control.policies.prediction.life_tables import FloatArray
 from kvtier.control.policies.prediction.model import BOUNDS, ReuseModel
 from kvtier.control.policies.prediction.segments import Segments
-from kvtier.types.arrays import IntArray
 
 LEAD = 2.5
 """The learned order is followed once it leads by so many standard deviations of what the requests gave it: what is seen
@@ -28,6 +29,9 @@ REVIEW_FRACTION = 8
 USES_KEPT = 8192
 SAMPLE_MAX = 16384
 """So many segments a review looks at all of; of more of them, at every third, fifth and so on."""
+
+Use: TypeAlias = tuple[int, float, int]
+"""The class of a segment that is used, the seconds since its last use, and its blocks."""
 
 
 class Fit(NamedTuple):
@@ -55,16 +59,16 @@ class OrderChoice:
         self._num_slots = max(1, num_slots)
         self._segments = segments
         self._model = model
-        self._uses: list[tuple[int, float, int]] = []
+        self._uses: list[Use] = []
         self._ends = [0]
         self._asked = self._missed = 0
         self._lead = self._variance = 0.0
         self._fit: Fit | None = None
 
-    def used(self, kind: int, gap: float, blocks: int) -> None:
-        """A segment of this class was used, `gap` seconds after its last use."""
-        if len(self._uses) < USES_KEPT:
-            self._uses.append((kind, gap, blocks))
+    def used(self, uses: Sequence[Use]) -> None:
+        """Segments of one request were used, from the root on."""
+        if len(self._uses) + len(uses) <= USES_KEPT:
+            self._uses += uses
 
     def asked(self, blocks: int, missed: int) -> bool:
         """A request asked for so many blocks, and its uses have been given. True if the order has changed."""
@@ -75,7 +79,7 @@ class OrderChoice:
             self._ends.append(len(self._uses))
         self._asked += blocks
         self._missed += missed
-        if REVIEW_FRACTION * self._missed >= self._num_slots or len(self._uses) >= USES_KEPT:
+        if REVIEW_FRACTION * self._missed >= self._num_slots or 2 * len(self._uses) >= USES_KEPT:
             self._review()
         return self.learned is not before
 
@@ -105,12 +109,17 @@ class OrderChoice:
         """Of all segments, or of a part of them where there are many."""
         segments, lowest = self._segments, self._model.tables.lowest
         step = segments.used // SAMPLE_MAX | 1
-        lengths = np.frombuffer(segments.length, np.int32, segments.used)[::step].astype(np.int64)
-        ages = self._model.now - np.frombuffer(segments.touched, np.float64, segments.used)[::step]
-        kinds = np.frombuffer(segments.kind, np.uint16, segments.used)[::step].astype(np.int64)
+        touched = np.frombuffer(segments.touched, np.float64, segments.used)[::step]
+        by_age = np.argsort(-touched, kind="stable")
+        ages = self._model.now - touched[by_age]
+        lengths = np.frombuffer(segments.length, np.int32, segments.used)[::step][by_age]
+        kinds = np.frombuffer(segments.kind, np.uint16, segments.used)[::step][by_age]
         values = lowest[kinds, np.searchsorted(BOUNDS, ages, "right")]
-        youngest_out = self._first_out(lengths, np.argsort(ages), step)
-        best_out = self._first_out(lengths, np.lexsort((ages, -values)), step)
+        by_value = np.argsort(-values, kind="stable")
+        youngest_out = self._first_out(lengths, step)
+        best_out = self._first_out(lengths[by_value], step)
+        if best_out is not None:
+            best_out = int(by_value[best_out])
         return Fit(
             np.inf if youngest_out is None else float(ages[youngest_out]),
             lowest,
@@ -118,7 +127,7 @@ class OrderChoice:
             np.inf if best_out is None else float(ages[best_out]),
         )
 
-    def _first_out(self, lengths: IntArray, order: IntArray, step: int) -> int | None:
-        """The first segment in an order that does not fit into the tier any more; None if all do."""
-        at = int(np.searchsorted(np.cumsum(lengths[order]), self._num_slots // step, "right"))
-        return int(order[at]) if at < len(order) else None
+    def _first_out(self, lengths: npt.NDArray[np.int32], step: int) -> int | None:
+        """The first of these segments, in their order, that does not fit into the tier any more; None if all do."""
+        at = int(np.searchsorted(np.cumsum(lengths), self._num_slots // step, "right"))
+        return at if at < len(lengths) else None

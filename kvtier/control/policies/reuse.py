@@ -20,6 +20,7 @@ from typing import ClassVar
 
 from kvtier.control.policies.announced_blocks import AnnouncedBlocks, AnnouncedRun
 from kvtier.control.policies.base import RequestModel, RequestPolicy
+from kvtier.control.policies.order_choice import Use
 from kvtier.control.policies.prediction.classes import (
     OUTPUT_LEVELS,
     USES_MAX,
@@ -169,10 +170,10 @@ class Reuse(RequestPolicy):
         touched, uses, kind, counts, now = (
             segments.touched, segments.uses, segments.kind, segments.counts, model.now,
         )  # fmt: skip
-        used, lengths, offer = self._order.choice.used, segments.length, self._order.offer
+        found_uses, lengths, offer = list[Use](), segments.length, self._order.offer
         for seg in path:
             gap = now - touched[seg]
-            used(kind[seg], gap, lengths[seg])
+            found_uses.append((kind[seg], gap, lengths[seg]))
             model.life_ended(segments, seg, gap)
             count = uses[seg]
             if count < USES_MAX:
@@ -184,6 +185,7 @@ class Reuse(RequestPolicy):
                 counts[above] = 0
             above, last = seg, found
             offer(seg)
+        self._order.choice.used(found_uses)
         return gap
 
     def _expect(self, path: Sequence[int], keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
