@@ -117,8 +117,9 @@ class LowerTier:
         self.index: TierIndex = self.owned or _shared_tier(plan)
         self.allowance: WriteAllowance | None = None
         if plan.write_bytes_per_day is not None:
-            self.allowance = WriteAllowance(WritePace(plan.write_bytes_per_day), plan.block_bytes, self.on_evict)
+            self.allowance = WriteAllowance(WritePace(plan.write_bytes_per_day), plan.block_bytes)
         self.admission = make_admission(plan.admit, models or RequestModels(), self.allowance)
+        self.chooses = self.on_evict and self.allowance is not None and self.admission is not None
         self.queue: deque[tuple[int, int]] = deque()
         self.send_at = math.inf
         self.stores_in_flight = 0

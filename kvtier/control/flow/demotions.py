@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
+from kvtier.control.flow.cold_rows import ColdRows
 from kvtier.control.flow.dirty_rows import ALL_TIERS, DirtyRows
 from kvtier.control.flow.lower_transfer import LowerTransfer, pick
 from kvtier.control.flow.refused_rows import RefusedRows
@@ -39,7 +40,8 @@ class Demotions:
         self.watermark_rows = watermark_rows
         self.closing = False
         self.dirty = DirtyRows(control.cpu)
-        self._refused = RefusedRows(control, self.dirty.bits)
+        self._refused = RefusedRows(control, self.dirty)
+        self._cold = ColdRows(control, self.dirty, self._refused)
         self._gather_seconds = gather_seconds
         self._gather_blocks = min(GATHER_BLOCKS, 1 + control.num_rows // 16)
         self.late = 0
@@ -104,6 +106,8 @@ class Demotions:
         needed = self._needed(lower, rows[:: lower.queue_step], now)
         if lower.admission is None:
             self._mark(lower, needed)
+        elif lower.chooses:
+            self._cold.offered(lower, needed, used_again)
         else:
             for row in needed:
                 self._mark(lower, self._refused.admitted(lower, row, used_again, now))
@@ -145,6 +149,14 @@ class Demotions:
         for lower in self.control.lowers:
             if lower.held_back or self.closing or not lower.may_store(now) or not lower.index.needs(key, now):
                 wanted = wanted or bool(self.dirty.bits[row] & lower.bit)
+                continue
+            wanted = True
+            if lower.chooses:
+                rows = [] if self.dirty.due[row] & lower.bit else self._cold.with_parents(lower, row, now)
+                for one in rows:
+                    self._refused.take(lower, one)
+                    lower.admission.admit_parent(self.control.cpu.table.keys[one])
+                self._cold.queue(lower, rows)
                 continue
             queued = self.dirty.bits[row] & lower.bit and not lower.on_evict
             if lower.admission is not None:
@@ -212,6 +224,10 @@ class Demotions:
                 if lower.queue:
                     self._plan_queue(lower, now)
                 needed = self._rows_needed(lower) - lower.stores_in_flight
+                if lower.chooses:
+                    self._cold.choose(lower, needed - len(lower.queue), now)
+                    self._plan_queue(lower, now)
+                    continue
                 self._send_cold(lower, min(needed, self._room(lower)), now)
             elif not self._gathering(lower, now):
                 self._plan_queue(lower, now)
@@ -280,7 +296,10 @@ class Demotions:
     def drain(self, now: float) -> None:
         """Closing: demote rows that are dirty for an `on_evict` tier, as far as the limits allow."""
         for lower in self.control.lowers:
-            if lower.on_evict:
+            if lower.chooses:
+                self._cold.choose(lower, self.dirty.count, now, warmest_first=True)
+                self._plan_queue(lower, now)
+            elif lower.on_evict:
                 self._send_cold(lower, self._room(lower), now)
 
     def _send(self, lower: LowerTier, rows: list[int], now: float) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvtier.control.tiers.owned_tier import OwnedTier
 from kvtier.control.tiers.slot_table import READY
@@ -16,7 +16,8 @@ class DirtyRows:
     """For each row the tiers, as `bits`, that lack its block and are to have it. A dirty row has one pin, for all of
     them. `count` is how many rows are dirty.
 
-    `sending` are the tiers that are being sent it, `retried` those that are sent it a second time.
+    `sending` are the tiers that are being sent it, `retried` those that are sent it a second time. `due` are those that
+    choose among cold rows and chose this one: it waits in their queue.
     """
 
     def __init__(self, cpu: OwnedTier) -> None:
@@ -24,6 +25,7 @@ class DirtyRows:
         self.bits = bytearray(len(cpu.table))
         self.sending = bytearray(len(cpu.table))
         self.retried = bytearray(len(cpu.table))
+        self.due = bytearray(len(cpu.table))
         self.count = 0
 
     def mark(self, rows: Iterable[int], tier: int) -> None:
@@ -37,6 +39,12 @@ class DirtyRows:
             self._cpu.pin(fresh)
             self.count += len(fresh)
 
+    def mark_due(self, rows: Sequence[int], tier: int) -> None:
+        """These rows are dirty for this tier, and were chosen."""
+        self.mark(rows, tier)
+        for row in rows:
+            self.due[row] |= tier
+
     def clean(self, rows: Iterable[int], tiers: int = ALL_TIERS) -> None:
         """These rows are clean for these tiers: they have their blocks, or the write-back was given up."""
         bits, cleaned = self.bits, []
@@ -45,6 +53,7 @@ class DirtyRows:
                 left = bits[row] & ~tiers
                 bits[row] = left
                 self.retried[row] &= left
+                self.due[row] &= left
                 if not left:
                     cleaned.append(row)
         if cleaned:
@@ -57,10 +66,11 @@ class DirtyRows:
         Others are taken out too: they were cleaned, or hold other blocks now.
         """
         state, generations = self._cpu.table.state, self._cpu.table.generation
-        bits, sending = self.bits, self.sending
+        bits, sending, due = self.bits, self.sending, self.due
         rows: list[int] = []
         while queue and len(rows) < count:
             row, generation = queue.popleft()
+            due[row] &= ~tier
             if bits[row] & tier & ~sending[row] and state[row] == READY and generations[row] == generation:
                 rows.append(row)
         return rows

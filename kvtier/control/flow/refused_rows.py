@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvtier.control.flow.dirty_rows import DirtyRows
 from kvtier.control.state import ControlState, LowerTier
 from kvtier.types.jobs import SkipReason
 from kvtier.types.keys import OffloadKey
@@ -15,7 +16,7 @@ class RefusedRows:
     `dirty` has the tiers that a row's block is to be sent to.
     """
 
-    def __init__(self, control: ControlState, dirty: bytearray) -> None:
+    def __init__(self, control: ControlState, dirty: DirtyRows) -> None:
         self._cpu = control.cpu
         self._dirty = dirty
         self._bits = bytearray(control.num_rows)
@@ -34,9 +35,13 @@ class RefusedRows:
         """A tier is to decide anew about the block of this row once it is used."""
         self._bits[row] |= lower.bit
 
+    def refused(self, lower: LowerTier, row: int) -> bool:
+        """True if this tier is to decide anew about the block of this row once it is used."""
+        return bool(self._bits[row] & lower.bit)
+
     def take(self, lower: LowerTier, row: int) -> bool:
         """True if this tier is to decide anew; it does."""
-        refused = bool(self._bits[row] & lower.bit)
+        refused = self.refused(lower, row)
         self._bits[row] &= ~lower.bit
         return refused
 
@@ -68,7 +73,11 @@ class RefusedRows:
 
         def waits(other: OffloadKey) -> bool:
             row = self._cpu.ready(other)
-            return row is not None and bool(self._dirty[row] & lower.bit)
+            if row is None:
+                return False
+            if lower.chooses:
+                return bool((self._dirty.due[row] | self._dirty.sending[row]) & lower.bit)
+            return bool(self._dirty.bits[row] & lower.bit)
 
         sent = admission.affordable(keys, lambda other: not index.needs(other, now), waits)
         return [row for row, key in zip(rows, keys, strict=True) if key not in sent] if len(sent) < len(keys) else []

@@ -31,6 +31,19 @@ class Admission(ABC):
         are asked for leaf first.
         """
 
+    def offered(self, key: OffloadKey) -> None:  # noqa: B027 (only where it is decided later)
+        """This block was stored, and whether it is written will be asked with `evicting`."""
+
+    def evicting(
+        self, key: OffloadKey, holds: Callable[[OffloadKey], bool], stuck: Callable[[OffloadKey], bool]
+    ) -> bool:
+        """As `admits`, for a block that is about to be evicted. `stuck` blocks cannot be sent now."""
+        raise NotImplementedError
+
+    def refuses(self, key: OffloadKey) -> bool:
+        """True if this block is known not to have been admitted lately."""
+        return False
+
     @abstractmethod
     def parents(self, key: OffloadKey) -> Iterable[OffloadKey]:
         """The blocks without which this one is not reachable, the nearest first: they are written with it."""

@@ -59,6 +59,29 @@ class Predicted(Admission):
         self._remember(key)
         return False
 
+    def offered(self, key: OffloadKey) -> None:
+        self._count_again(key)
+
+    def evicting(
+        self, key: OffloadKey, holds: Callable[[OffloadKey], bool], stuck: Callable[[OffloadKey], bool]
+    ) -> bool:
+        found, allowance = self._prompts.find(key), self._allowance
+        assert allowance is not None
+        allowance.advance(self._model.now)
+        if found is not None and self._child_below(*found, holds):
+            chosen = allowance.admits(key)
+        else:
+            hits = HITS_MIN if found is None else self.expected_hits(*found)
+            chosen = allowance.chooses(key, hits, self.parents, holds, stuck)
+        if chosen:
+            self._admitted = key
+        else:
+            self._remember(key)
+        return chosen
+
+    def refuses(self, key: OffloadKey) -> bool:
+        return key in self._refused or key in self._refused_before
+
     def _decided(self, key: OffloadKey, holds: Callable[[OffloadKey], bool]) -> bool:
         found = self._prompts.find(key)
         if self._allowance is not None:

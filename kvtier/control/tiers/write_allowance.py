@@ -1,8 +1,7 @@
 """Which blocks a tier may be sent within a write budget: none without room for those before it in its prompt.
 
-Blocks for a `write_through` tier are sent soon after they were admitted, so their bytes are promised to them then.
-Those for an `on_evict` tier are sent much later, when as much is free again as when they were admitted. They are
-promised nothing before one after them is sent.
+Blocks are sent soon after they were admitted, also to an `on_evict` tier, which chooses among them as they are about to
+be evicted. So their bytes are promised to them then.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from itertools import takewhile
 from kvtier.control.tiers.write_pace import WritePace
 from kvtier.types.keys import OffloadKey
 
-ON_EVICT_MINUTES = 60
-"""After so many minutes with requests, and twice as many at most, an `on_evict` tier takes promises back."""
+UNREACHABLE = 1 << 40
+"""Blocks that are needed before one that a tier cannot be sent all of."""
 
 
 class RecentKeys:
@@ -52,14 +51,12 @@ class WriteAllowance:
     the second minute after it: the block was given up meanwhile, or waits for the tier.
     """
 
-    def __init__(self, pace: WritePace, block_bytes: int, on_evict: bool) -> None:
+    def __init__(self, pace: WritePace, block_bytes: int) -> None:
         self.pace = pace
         self.block_bytes = block_bytes
-        self._on_evict = on_evict
         self._admitted = RecentKeys()
         self._promised = RecentKeys()
         self._num_promised = 0
-        self._minutes = 0
         self._time = 0.0
         self._next: OffloadKey | None = None
         self._next_needs = 0
@@ -69,10 +66,8 @@ class WriteAllowance:
         if time != self._time:
             self._time, self._next = time, None
         if self.pace.advance(time):
-            self._minutes += 1
             self._admitted.turn()
-            if not self._on_evict or self._minutes % ON_EVICT_MINUTES == 0:
-                self._count_promises(-self._promised.turn())
+            self._count_promises(-self._promised.turn())
 
     def chooses(
         self,
@@ -80,12 +75,15 @@ class WriteAllowance:
         hits: float,
         parents: Callable[[OffloadKey], Iterable[OffloadKey]],
         holds: Callable[[OffloadKey], bool],
+        stuck: Callable[[OffloadKey], bool] | None = None,
     ) -> bool:
         """True if this block is admitted for the hits that it is expected to bring, with those before it that the tier
-        lacks. `parents` are all before it, the nearest first."""
+        lacks. `parents` are all before it, the nearest first. None is admitted after one that is `stuck`: the tier
+        cannot be sent it now."""
         if key in self._admitted:
             return True
-        if not self.pace.admits(hits, self.block_bytes, self._needed(key, parents(key), holds) * self.block_bytes):
+        needed = self._needed(key, parents(key), holds, stuck)
+        if not self.pace.admits(hits, self.block_bytes, needed * self.block_bytes):
             return False
         self._admit(key)
         for parent in self._lacking(parents(key), holds):
@@ -143,7 +141,7 @@ class WriteAllowance:
     def _admit(self, key: OffloadKey) -> None:
         self.pace.admitted(self.block_bytes)
         self._admitted.add(key)
-        if not self._on_evict and key not in self._promised:
+        if key not in self._promised:
             self._promise(key)
 
     def _promise(self, key: OffloadKey) -> None:
@@ -158,12 +156,20 @@ class WriteAllowance:
         """Those of the blocks before another one, the nearest first, that neither are in the tier nor were admitted."""
         return takewhile(lambda parent: parent not in self._admitted and not holds(parent), parents)
 
-    def _needed(self, key: OffloadKey, parents: Iterable[OffloadKey], holds: Callable[[OffloadKey], bool]) -> int:
+    def _needed(
+        self,
+        key: OffloadKey,
+        parents: Iterable[OffloadKey],
+        holds: Callable[[OffloadKey], bool],
+        stuck: Callable[[OffloadKey], bool] | None,
+    ) -> int:
         """How many blocks `_lacking` are. Blocks are asked for leaf first, so they are counted once for a prompt."""
         if key == self._next:
             needed, parent = self._next_needs, next(iter(parents), None)
         else:
             lacking = list(self._lacking(parents, holds))
             needed, parent = len(lacking), next(iter(lacking), None)
+            if stuck is not None and any(map(stuck, lacking)):
+                needed = UNREACHABLE
         self._next, self._next_needs = parent if needed else None, needed - 1
         return needed
