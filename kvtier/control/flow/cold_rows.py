@@ -75,17 +75,18 @@ class ColdRows:
         if not lower.index.needs(key, now):
             lower.counters.skip(SkipReason.ALREADY_THERE)
             return False
-        if not admission.evicting(
+        keys = admission.evicting(
             key,
             lambda other: self._on_its_way(lower, other, now, admission),
             lambda other: self._cpu.ready(other) is None,
-        ):
-            self._refused.add(lower, row, SkipReason.NOT_ADMITTED)
-            return False
-        rows = self.with_parents(lower, row, now)
+        )
+        rows = list(map(self._cpu.directory.__getitem__, keys))
         self._dirty.mark_due(rows, lower.bit)
         chosen.update(dict.fromkeys(rows))
-        return True
+        if row in chosen:
+            return True
+        self._refused.add(lower, row, SkipReason.NOT_ADMITTED)
+        return False
 
     def _on_its_way(self, lower: LowerTier, key: OffloadKey, now: float, admission: Admission) -> bool:
         """True if the tier has this block or is being sent it, as far as that is known."""

@@ -36,8 +36,9 @@ class Admission(ABC):
 
     def evicting(
         self, key: OffloadKey, holds: Callable[[OffloadKey], bool], stuck: Callable[[OffloadKey], bool]
-    ) -> bool:
-        """As `admits`, for a block that is about to be evicted. `stuck` blocks cannot be sent now."""
+    ) -> Sequence[OffloadKey]:
+        """The blocks to send now because this one is about to be evicted, leaf first: it and those of `parents` that the
+        tier lacks, or some of them from the root on. `stuck` blocks cannot be sent now."""
         raise NotImplementedError
 
     def refuses(self, key: OffloadKey) -> bool:

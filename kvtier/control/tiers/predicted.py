@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
@@ -61,23 +62,22 @@ class Predicted(Admission):
 
     def offered(self, key: OffloadKey) -> None:
         self._count_again(key)
+        if self._allowance is not None:
+            self._allowance.advance(self._model.now)
 
     def evicting(
         self, key: OffloadKey, holds: Callable[[OffloadKey], bool], stuck: Callable[[OffloadKey], bool]
-    ) -> bool:
+    ) -> Sequence[OffloadKey]:
         found, allowance = self._prompts.find(key), self._allowance
         assert allowance is not None
         allowance.advance(self._model.now)
+        hits = HITS_MIN if found is None else self.expected_hits(*found)
         if found is not None and self._child_below(*found, holds):
-            chosen = allowance.admits(key)
-        else:
-            hits = HITS_MIN if found is None else self.expected_hits(*found)
-            chosen = allowance.chooses(key, hits, self.parents, holds, stuck)
-        if chosen:
-            self._admitted = key
-        else:
+            hits = math.inf
+        sent = allowance.front(key, hits, self.parents, holds, stuck)
+        if key not in sent:
             self._remember(key)
-        return chosen
+        return sent
 
     def refuses(self, key: OffloadKey) -> bool:
         return key in self._refused or key in self._refused_before

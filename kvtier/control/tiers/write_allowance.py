@@ -12,9 +12,6 @@ from itertools import takewhile
 from kvtier.control.tiers.write_pace import WritePace
 from kvtier.types.keys import OffloadKey
 
-UNREACHABLE = 1 << 40
-"""Blocks that are needed before one that a tier cannot be sent all of."""
-
 
 class RecentKeys:
     """Keys that are forgotten in the second turn after they were added."""
@@ -75,20 +72,39 @@ class WriteAllowance:
         hits: float,
         parents: Callable[[OffloadKey], Iterable[OffloadKey]],
         holds: Callable[[OffloadKey], bool],
-        stuck: Callable[[OffloadKey], bool] | None = None,
     ) -> bool:
         """True if this block is admitted for the hits that it is expected to bring, with those before it that the tier
-        lacks. `parents` are all before it, the nearest first. None is admitted after one that is `stuck`: the tier
-        cannot be sent it now."""
+        lacks. `parents` are all before it, the nearest first."""
         if key in self._admitted:
             return True
-        needed = self._needed(key, parents(key), holds, stuck)
-        if not self.pace.admits(hits, self.block_bytes, needed * self.block_bytes):
+        if not self.pace.admits(hits, self.block_bytes, self._needed(key, parents(key), holds) * self.block_bytes):
             return False
         self._admit(key)
         for parent in self._lacking(parents(key), holds):
             self._admit(parent)
         return True
+
+    def front(
+        self,
+        key: OffloadKey,
+        hits: float,
+        parents: Callable[[OffloadKey], Iterable[OffloadKey]],
+        holds: Callable[[OffloadKey], bool],
+        stuck: Callable[[OffloadKey], bool],
+    ) -> list[OffloadKey]:
+        """As `chooses`, but those of the block and of those before it are admitted that there is room for, the nearest
+        to the root. Returns them, leaf first. None is admitted after one that is `stuck`: it cannot be sent now."""
+        if key not in self._admitted and not self.pace.wants(hits, self.block_bytes):
+            return []
+        blocks = [key, *takewhile(lambda parent: not holds(parent), parents(key))]
+        if any(map(stuck, blocks)):
+            return []
+        fresh = sum(block not in self._admitted for block in blocks)
+        blocks = blocks[max(0, fresh - self.pace.free // self.block_bytes) :]
+        for block in blocks:
+            if block not in self._admitted:
+                self._admit(block)
+        return blocks
 
     def admits(self, key: OffloadKey) -> bool:
         """True if this block can be sent, because one after it is."""
@@ -156,20 +172,12 @@ class WriteAllowance:
         """Those of the blocks before another one, the nearest first, that neither are in the tier nor were admitted."""
         return takewhile(lambda parent: parent not in self._admitted and not holds(parent), parents)
 
-    def _needed(
-        self,
-        key: OffloadKey,
-        parents: Iterable[OffloadKey],
-        holds: Callable[[OffloadKey], bool],
-        stuck: Callable[[OffloadKey], bool] | None,
-    ) -> int:
+    def _needed(self, key: OffloadKey, parents: Iterable[OffloadKey], holds: Callable[[OffloadKey], bool]) -> int:
         """How many blocks `_lacking` are. Blocks are asked for leaf first, so they are counted once for a prompt."""
         if key == self._next:
             needed, parent = self._next_needs, next(iter(parents), None)
         else:
             lacking = list(self._lacking(parents, holds))
             needed, parent = len(lacking), next(iter(lacking), None)
-            if stuck is not None and any(map(stuck, lacking)):
-                needed = UNREACHABLE
         self._next, self._next_needs = parent if needed else None, needed - 1
         return needed

@@ -84,10 +84,12 @@ class WritePace:
 
         It is not if those before it, which are written with it, need more than is left. Call `admitted` for each then.
         """
-        level = min(LEVELS - 1, int(expected_hits * LEVELS))
+        return self.wants(expected_hits, num_bytes) and self.free >= num_bytes + before_bytes
+
+    def wants(self, expected_hits: float, num_bytes: int) -> bool:
+        """As `admits`, if there were room."""
+        level = min(LEVELS - 1, int(min(expected_hits, 1.0) * LEVELS))
         self._offers[level] += num_bytes
-        if self.free < num_bytes + before_bytes:
-            return False
         return level > self._level or (level == self._level and self._tokens > 0)
 
     def admitted(self, num_bytes: int) -> None:
