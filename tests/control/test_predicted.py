@@ -180,7 +180,7 @@ def test_blocks_of_old_prompts_are_forgotten(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_with_a_budget_what_no_request_announced_is_chosen_too() -> None:
     model = RequestModels().of(ReuseModel)
-    decides = Predicted(model, WriteAllowance(WritePace(1440 * 4), 1, on_evict=False))
+    decides = Predicted(model, WriteAllowance(WritePace(1440 * 4), 1))
     model.advance(0.0)
     assert not decides.admits(key(1), False, absent), "the budget counts as used before"
     model.advance(3600.0)
@@ -251,10 +251,10 @@ class Spending(Traffic):
     def orphans(self) -> int:
         lower = self.world.plane.control.lowers[0]
         owned = lower.owned
-        rows, written = self.world.plane.control.cpu.directory, self.world.remote if owned is None else owned.directory
+        written = self.world.remote if owned is None else owned.directory
         names = [[key(n) for n in prompt] for prompt in self.prompts[-40:]]
         return sum(
-            after in written and not (before in written or (lower.on_evict and before in rows))
+            after in written and before not in written
             for prompt in names
             for before, after in pairwise(prompt)
         )

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from kvtier.control.flow.dirty_rows import DirtyRows
 from kvtier.control.flow.refused_rows import RefusedRows
 from kvtier.control.state import ControlState, LowerTier
-from kvtier.control.tiers.admission import Admission
 from kvtier.types.jobs import SkipReason
 from kvtier.types.keys import OffloadKey
 
@@ -62,7 +61,7 @@ class ColdRows:
         rows = [row]
         for parent in admission.parents(key):
             found = self._cpu.ready(parent)
-            if found is None or self._on_its_way(lower, parent, now, admission):
+            if found is None or self._on_its_way(lower, parent, now):
                 break
             rows.append(found)
         return rows
@@ -77,7 +76,7 @@ class ColdRows:
             return False
         keys = admission.evicting(
             key,
-            lambda other: self._on_its_way(lower, other, now, admission),
+            lambda other: self._on_its_way(lower, other, now),
             lambda other: self._cpu.ready(other) is None,
         )
         rows = list(map(self._cpu.directory.__getitem__, keys))
@@ -88,15 +87,15 @@ class ColdRows:
         self._refused.add(lower, row, SkipReason.NOT_ADMITTED)
         return False
 
-    def _on_its_way(self, lower: LowerTier, key: OffloadKey, now: float, admission: Admission) -> bool:
-        """True if the tier has this block or is being sent it, as far as that is known."""
+    def _on_its_way(self, lower: LowerTier, key: OffloadKey, now: float) -> bool:
+        """True if the tier has this block or is being sent it, as far as that is known: of a shared tier it is not for
+        long, but a clean row that it did not refuse was sent to it or came from there."""
         if not lower.index.needs(key, now):
             return True
-        row, bit = self._cpu.ready(key), lower.bit
-        if row is not None:
-            if (self._dirty.due[row] | self._dirty.sending[row]) & bit:
-                return True
-            if (self._dirty.bits[row] & bit) or self._refused.refused(lower, row):
-                return False
-        # Nothing is known of what a shared tier was sent long ago.
-        return lower.index.presence(key, now) is None and not admission.refuses(key)
+        row, dirty, bit = self._cpu.ready(key), self._dirty, lower.bit
+        if row is None:
+            return False
+        if (dirty.due[row] | dirty.sending[row]) & bit:
+            return True
+        clean = not dirty.bits[row] & bit and not self._refused.refused(lower, row)
+        return clean and lower.index.presence(key, now) is None

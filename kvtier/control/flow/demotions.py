@@ -191,6 +191,8 @@ class Demotions:
             for lower in self.control.lowers:
                 if self.dirty.bits[row] & lower.bit:
                     lower.counters.drop(DropReason.BACKLOG)
+                    if lower.chooses:
+                        self._refused.offer_again(lower, row)
         self.dirty.clean(rows)
 
     def reset(self) -> None:
@@ -260,6 +262,8 @@ class Demotions:
         if rows:
             lower.counters.drop(reason, len(rows))
             self.dirty.clean(rows, lower.bit)
+            for row in rows if lower.chooses else ():
+                self._refused.offer_again(lower, row)
 
     def _plan_queue(self, lower: LowerTier, now: float) -> None:
         queue = lower.queue

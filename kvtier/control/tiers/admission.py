@@ -41,10 +41,6 @@ class Admission(ABC):
         tier lacks, or some of them from the root on. `stuck` blocks cannot be sent now."""
         raise NotImplementedError
 
-    def refuses(self, key: OffloadKey) -> bool:
-        """True if this block is known not to have been admitted lately."""
-        return False
-
     @abstractmethod
     def parents(self, key: OffloadKey) -> Iterable[OffloadKey]:
         """The blocks without which this one is not reachable, the nearest first: they are written with it."""

@@ -79,9 +79,6 @@ class Predicted(Admission):
             self._remember(key)
         return sent
 
-    def refuses(self, key: OffloadKey) -> bool:
-        return key in self._refused or key in self._refused_before
-
     def _decided(self, key: OffloadKey, holds: Callable[[OffloadKey], bool]) -> bool:
         found = self._prompts.find(key)
         if self._allowance is not None:
