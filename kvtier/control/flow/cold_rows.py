@@ -79,13 +79,19 @@ class ColdRows:
             lambda other: self._on_its_way(lower, other, now),
             lambda other: self._cpu.ready(other) is None,
         )
+        reason = SkipReason.NOT_ADMITTED
+        if keys and lower.owned is not None and lower.follows:
+            unwanted = dict.fromkeys(self._refused.bypassed(lower.owned, keys))
+            admission.given_up(list(unwanted))
+            keys = [other for other in keys if other not in unwanted]
+            if key in unwanted:
+                reason = SkipReason.BYPASSED
         rows = list(map(self._cpu.directory.__getitem__, keys))
         self._dirty.mark_due(rows, lower.bit)
         chosen.update(dict.fromkeys(rows))
-        if row in chosen:
-            return True
-        self._refused.add(lower, row, SkipReason.NOT_ADMITTED)
-        return False
+        if row not in chosen:
+            self._refused.add(lower, row, reason)
+        return row in chosen
 
     def _on_its_way(self, lower: LowerTier, key: OffloadKey, now: float) -> bool:
         """True if the tier has this block or is being sent it, as far as that is known: of a shared tier it is not for

@@ -20,7 +20,6 @@ from kvtier.control.flow.lower_transfer import LowerTransfer, pick
 from kvtier.control.flow.refused_rows import RefusedRows
 from kvtier.control.state import CPU_TIER, ControlState, LowerTier
 from kvtier.control.tiers.breaker import BreakerState
-from kvtier.control.tiers.owned_tier import OwnedTier
 from kvtier.types.jobs import DropReason, JobKind, JobResult, SkipReason
 from kvtier.types.keys import OffloadKey
 
@@ -191,8 +190,7 @@ class Demotions:
             for lower in self.control.lowers:
                 if self.dirty.bits[row] & lower.bit:
                     lower.counters.drop(DropReason.BACKLOG)
-                    if lower.chooses:
-                        self._refused.offer_again(lower, row)
+                    self._refused.given_up(lower, (row,))
         self.dirty.clean(rows)
 
     def reset(self) -> None:
@@ -262,8 +260,7 @@ class Demotions:
         if rows:
             lower.counters.drop(reason, len(rows))
             self.dirty.clean(rows, lower.bit)
-            for row in rows if lower.chooses else ():
-                self._refused.offer_again(lower, row)
+            self._refused.given_up(lower, rows)
 
     def _plan_queue(self, lower: LowerTier, now: float) -> None:
         queue = lower.queue
@@ -315,8 +312,8 @@ class Demotions:
         if lower.owned is None:
             self._emit(DemotionJob(self, lower, keys, rows, ()), now)
             return True
-        if lower.owned.follower is not None and (unwanted := self._bypassed(lower.owned, keys)):
-            rows = self._bypass(lower, rows, set(unwanted))
+        if lower.owned.follower is not None and (unwanted := self._refused.bypassed(lower.owned, keys)):
+            rows = self._refused.bypass(lower, rows, set(unwanted))
             return not rows or self._send(lower, rows, now)
         if lower.disk_full and not any(self.dirty.retried[row] & lower.bit for row in rows):
             lower.owned.placement.try_full_disks(now)
@@ -327,19 +324,6 @@ class Demotions:
         for at in lower.roots.split(slots) if slots else ():
             self._emit(DemotionJob(self, lower, pick(keys, at), pick(rows, at), pick(slots, at)), now)
         return bool(slots)
-
-    def _bypassed(self, tier: OwnedTier, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Those of the keys, given leaf first, that the tier would not keep. It keeps what is retained."""
-        retained = self.control.cpu.retained.keys
-        return tier.bypassed([key for key in reversed(keys) if key not in retained])
-
-    def _bypass(self, lower: LowerTier, rows: list[int], unwanted: Collection[OffloadKey]) -> list[int]:
-        """What the tier would not keep is clean, and offered again when it is used. Returns the other rows."""
-        keys = self.control.cpu.table.keys
-        for row in [row for row in rows if keys[row] in unwanted]:
-            self._refused.add(lower, row, SkipReason.BYPASSED)
-            self.dirty.clean((row,), lower.bit)
-        return [row for row in rows if keys[row] not in unwanted]
 
     def _put_off(self, lower: LowerTier, rows: list[int], limited: bool) -> None:
         """No slot was to be had for these rows. Where only some roots may be used they wait for those, else they go."""

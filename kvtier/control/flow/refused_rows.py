@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvtier.control.flow.dirty_rows import DirtyRows
 from kvtier.control.state import ControlState, LowerTier
+from kvtier.control.tiers.owned_tier import OwnedTier
 from kvtier.types.jobs import SkipReason
 from kvtier.types.keys import OffloadKey
 
@@ -35,6 +36,14 @@ class RefusedRows:
         """A tier is to decide anew about the block of this row once it is used."""
         self._bits[row] |= lower.bit
 
+    def given_up(self, lower: LowerTier, rows: Sequence[int]) -> None:
+        """A tier is not sent the blocks of these rows, although they were to be."""
+        if lower.admission is not None:
+            lower.admission.given_up(list(map(self._cpu.table.keys.__getitem__, rows)))  # type: ignore[arg-type]
+        if lower.chooses:
+            for row in rows:
+                self.offer_again(lower, row)
+
     def refused(self, lower: LowerTier, row: int) -> bool:
         """True if this tier is to decide anew about the block of this row once it is used."""
         return bool(self._bits[row] & lower.bit)
@@ -63,6 +72,20 @@ class RefusedRows:
             self.add(lower, row, SkipReason.NOT_ADMITTED)
         lower.counters.computed_again = admission.computed_again
         return rows
+
+    def bypassed(self, tier: OwnedTier, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Those of the keys, given leaf first, that the tier would not keep. It keeps what is retained."""
+        retained = self._cpu.retained.keys
+        return tier.bypassed([key for key in reversed(keys) if key not in retained])
+
+    def bypass(self, lower: LowerTier, rows: list[int], unwanted: Collection[OffloadKey]) -> list[int]:
+        """What the tier would not keep is clean, and offered again when it is used. Returns the other rows."""
+        keys = self._cpu.table.keys
+        for row in [row for row in rows if keys[row] in unwanted]:
+            self.given_up(lower, (row,))
+            self.add(lower, row, SkipReason.BYPASSED)
+            self._dirty.clean((row,), lower.bit)
+        return [row for row in rows if keys[row] not in unwanted]
 
     def over_budget(self, lower: LowerTier, rows: Sequence[int], now: float) -> list[int]:
         """Those of the rows, given leaf first, that a tier may not be sent now, as far as writes are limited."""

@@ -66,6 +66,9 @@ class Admission(ABC):
     def sent(self, keys: Sequence[OffloadKey]) -> None:
         """These blocks are being written."""
 
+    def given_up(self, keys: Sequence[OffloadKey]) -> None:  # noqa: B027 (only where writes are limited)
+        """These blocks are not written after all."""
+
     @property
     @abstractmethod
     def computed_again(self) -> int:

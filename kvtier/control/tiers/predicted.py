@@ -118,6 +118,10 @@ class Predicted(Admission):
         if self._allowance is not None:
             self._allowance.sent(keys)
 
+    def given_up(self, keys: Sequence[OffloadKey]) -> None:
+        if self._allowance is not None:
+            self._allowance.given_up(keys)
+
     @property
     def computed_again(self) -> int:
         return self._again

@@ -154,6 +154,14 @@ class WriteAllowance:
                 self._count_promises(-1)
         self.pace.wrote(len(keys) * self.block_bytes)
 
+    def given_up(self, keys: Sequence[OffloadKey]) -> None:
+        """These blocks are not written after all, whether they were admitted or not."""
+        for key in keys:
+            if self._admitted.discard(key):
+                self.pace.give_back(self.block_bytes)
+            if self._promised.discard(key):
+                self._count_promises(-1)
+
     def _admit(self, key: OffloadKey) -> None:
         self.pace.admitted(self.block_bytes)
         self._admitted.add(key)

@@ -17,6 +17,10 @@ LEVELS = 64
 TOKEN_SECONDS = 1800.0
 """What was free and not taken so long ago may be taken at once."""
 
+SOON_SHARE = 0.03
+SOON_SECONDS = 1200.0
+"""Of what is left of a budget this share is to be used sooner than the rest: it must not be left at the end of a day."""
+
 
 class DayWindow:
     """Bytes by the minute, of the last 24 hours and a minute: any 24 hours that end now lie within them."""
@@ -98,6 +102,12 @@ class WritePace:
         self._tokens = max(self._tokens - num_bytes, -self._rate * TOKEN_SECONDS)
         self._admitted.add(self._minute, num_bytes)
 
+    def give_back(self, num_bytes: int) -> None:
+        """So many bytes that were admitted in the last minutes are not written after all."""
+        assert self._minute is not None
+        self._tokens += num_bytes
+        self._admitted.add(self._minute, -num_bytes)
+
     def promise(self, num_bytes: int) -> None:
         """So many bytes of `room` are for blocks that are sent soon; a negative number gives them back."""
         self._promised += num_bytes
@@ -164,7 +174,9 @@ class WritePace:
         kept = math.exp(-passed * MINUTE_SECONDS / HOUR_SECONDS)
         self._offers = [offered * kept for offered in self._offers]
         left = min(self.left_of_day - self._promised, self._limit - self._admitted.total)
-        self._rate = self._limit / DAY_SECONDS + max(0, left) / HOUR_SECONDS
+        left = max(0, left)
+        soon = min(left, self._limit * SOON_SHARE)
+        self._rate = self._limit / DAY_SECONDS + (left - soon) / HOUR_SECONDS + soon / SOON_SECONDS
         self._level = _level_within(self._offers, self._rate * HOUR_SECONDS)
 
 
