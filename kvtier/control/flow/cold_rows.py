@@ -74,6 +74,9 @@ class ColdRows:
         if not lower.index.needs(key, now):
             lower.counters.skip(SkipReason.ALREADY_THERE)
             return False
+        if lower.owned is not None and lower.follows and self._refused.bypassed(lower.owned, (key,)):
+            self._refused.add(lower, row, SkipReason.BYPASSED)
+            return False
         keys = admission.evicting(
             key,
             lambda other: self._on_its_way(lower, other, now),
