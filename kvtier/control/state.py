@@ -81,7 +81,8 @@ class LowerTier:
     the same, unless more than a key's slot decides whether the key is present.
     Its transfers hold at most `rows_max` CPU rows at once (`rows_in_flight`), those whose job is late and has
     not really ended included (`rows_late`). So a frozen tier never takes more of the CPU tier than that.
-    `admission` decides which blocks the tier takes; None: every one. `follows`: its policy follows requests. Then
+    `admission` decides which blocks the tier takes; None: every one. `chooses`: it decides as they are about to be
+    evicted from their rows, because writes are limited. `follows`: its policy follows requests. Then
     rows, given leaf before root, are queued root first: `queue_step` is how they are walked.
     Of its write-back: `queue` has the (row, generation) of dirty rows that wait, `send_at` is when they go at the
     latest, `stores_in_flight` are the blocks that were sent, in an order that `store_order` keeps.
@@ -118,8 +119,11 @@ class LowerTier:
         self.allowance: WriteAllowance | None = None
         if plan.write_bytes_per_day is not None:
             self.allowance = WriteAllowance(WritePace(plan.write_bytes_per_day), plan.block_bytes)
-        self.admission = make_admission(plan.admit, models or RequestModels(), self.allowance)
-        self.chooses = self.on_evict and self.allowance is not None and self.admission is not None
+        limited = self.on_evict and self.allowance is not None
+        self.admission = make_admission(
+            plan.admit, models or RequestModels(), self.allowance, 4 * rows_max if limited else 0
+        )
+        self.chooses = limited and self.admission is not None
         self.queue: deque[tuple[int, int]] = deque()
         self.send_at = math.inf
         self.stores_in_flight = 0

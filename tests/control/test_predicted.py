@@ -253,11 +253,7 @@ class Spending(Traffic):
         owned = lower.owned
         written = self.world.remote if owned is None else owned.directory
         names = [[key(n) for n in prompt] for prompt in self.prompts[-40:]]
-        return sum(
-            after in written and before not in written
-            for prompt in names
-            for before, after in pairwise(prompt)
-        )
+        return sum(after in written and before not in written for prompt in names for before, after in pairwise(prompt))
 
 
 @pytest.mark.parametrize("seed", range(2))

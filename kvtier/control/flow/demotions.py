@@ -149,13 +149,8 @@ class Demotions:
             if lower.held_back or self.closing or not lower.may_store(now) or not lower.index.needs(key, now):
                 wanted = wanted or bool(self.dirty.bits[row] & lower.bit)
                 continue
-            wanted = True
             if lower.chooses:
-                rows = [] if self.dirty.due[row] & lower.bit else self._cold.with_parents(lower, row, now)
-                for one in rows:
-                    self._refused.take(lower, one)
-                    lower.admission.admit_parent(self.control.cpu.table.keys[one])
-                self._cold.queue(lower, rows)
+                wanted = self._cold.write_back(lower, row, now) or wanted
                 continue
             queued = self.dirty.bits[row] & lower.bit and not lower.on_evict
             if lower.admission is not None:
@@ -220,14 +215,13 @@ class Demotions:
             if not allowed:
                 if lower.refusal is not None:
                     self._give_up(lower, lower.refusal)
+            elif lower.chooses:
+                self._cold.choose(lower, self._rows_needed(lower) - lower.stores_in_flight - len(lower.queue), now)
+                self._plan_queue(lower, now)
             elif lower.on_evict:
                 if lower.queue:
                     self._plan_queue(lower, now)
                 needed = self._rows_needed(lower) - lower.stores_in_flight
-                if lower.chooses:
-                    self._cold.choose(lower, needed - len(lower.queue), now)
-                    self._plan_queue(lower, now)
-                    continue
                 self._send_cold(lower, min(needed, self._room(lower)), now)
             elif not self._gathering(lower, now):
                 self._plan_queue(lower, now)

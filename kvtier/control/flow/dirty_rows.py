@@ -93,3 +93,5 @@ class DirtyRows:
         dirty = [row for row, bits in enumerate(self.bits) if bits]
         if len(dirty) != self.count or not all(self._cpu.table.pins[row] for row in dirty):
             raise IntegrityError(f"{len(dirty)} rows are dirty, counted {self.count}, or some have no pin")
+        if any(due & ~bits for due, bits in zip(self.due, self.bits, strict=True)):
+            raise IntegrityError("a row is due that is not dirty")

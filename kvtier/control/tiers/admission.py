@@ -31,14 +31,14 @@ class Admission(ABC):
         are asked for leaf first.
         """
 
-    def offered(self, key: OffloadKey) -> None:  # noqa: B027 (only where it is decided later)
-        """This block was stored, and whether it is written will be asked with `evicting`."""
+    def offered(self, keys: Sequence[OffloadKey]) -> None:  # noqa: B027 (only where it is decided later)
+        """These blocks were stored. Whether they are written will be asked with `evicting`."""
 
     def evicting(
         self, key: OffloadKey, holds: Callable[[OffloadKey], bool], stuck: Callable[[OffloadKey], bool]
     ) -> Sequence[OffloadKey]:
-        """The blocks to send now because this one is about to be evicted, leaf first: it and those of `parents` that the
-        tier lacks, or some of them from the root on. `stuck` blocks cannot be sent now."""
+        """The blocks to send now because this one is about to be evicted, leaf first: it and those of `parents` that
+        the tier lacks, or some of them from the root on. `stuck` blocks cannot be sent now."""
         raise NotImplementedError
 
     @abstractmethod

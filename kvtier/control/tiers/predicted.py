@@ -37,11 +37,12 @@ class Predicted(Admission):
     announced counts as `HITS_MIN`. Where writes are limited, `allowance` has the last word.
     """
 
-    def __init__(self, model: ReuseModel, allowance: WriteAllowance | None = None) -> None:
+    def __init__(self, model: ReuseModel, allowance: WriteAllowance | None = None, rows: int = 0) -> None:
         self._allowance = allowance
         self._tables = model.tables
         self._model = model
         self._prompts = model.keep_prompts()
+        self._prompts.keep(rows)
         self._evicted_worth = 0.0
         self._evictions = 0
         self._rates: FloatArray | None = None
@@ -60,8 +61,9 @@ class Predicted(Admission):
         self._remember(key)
         return False
 
-    def offered(self, key: OffloadKey) -> None:
-        self._count_again(key)
+    def offered(self, keys: Sequence[OffloadKey]) -> None:
+        for key in keys:
+            self._count_again(key)
         if self._allowance is not None:
             self._allowance.advance(self._model.now)
 
@@ -172,13 +174,13 @@ class Predicted(Admission):
 
 
 def make_admission(
-    name: AdmissionName, models: RequestModels, allowance: WriteAllowance | None = None
+    name: AdmissionName, models: RequestModels, allowance: WriteAllowance | None = None, rows: int = 0
 ) -> Admission | None:
     """The admission of a tier by the name in its options; None for a tier that takes every block.
 
     `models` are those of the stack; `predicted` asks for the one of `reuse`, whatever the policies of its tiers, and
-    keeps to the `allowance`.
+    keeps to the `allowance`. It may be asked late about blocks that lie in so many `rows`.
     """
     if name == "predicted":
-        return Predicted(models.of(ReuseModel), allowance)
+        return Predicted(models.of(ReuseModel), allowance, rows)
     return SecondUse() if name == "second_use" else None

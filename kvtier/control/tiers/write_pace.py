@@ -19,7 +19,7 @@ TOKEN_SECONDS = 1800.0
 
 SOON_SHARE = 0.03
 SOON_SECONDS = 1200.0
-"""Of what is left of a budget this share is to be used sooner than the rest: it must not be left at the end of a day."""
+"""Of what is left of a budget so much is to be used sooner than the rest: no day must end with more than that."""
 
 
 class DayWindow:

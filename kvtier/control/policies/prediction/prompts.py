@@ -24,7 +24,8 @@ from kvtier.types.keys import GroupIndex, OffloadKey, RequestId
 SEGMENTS = 1 << 16
 GHOST_BLOCKS_MAX = 1 << 30
 RECENT_KEYS = 1 << 16
-"""Blocks of the latest prompts that are kept by key, twice at most. A prompt is not cut."""
+RECENT_KEYS_MAX = 1 << 17
+"""So many blocks of the latest prompts are kept by key, twice at most. A prompt is not cut."""
 OPEN_MAX = 4096
 OUTPUT_BLOCKS_MAX = 1 << 16
 """Blocks of output of one request that are taken in."""
@@ -51,19 +52,24 @@ class Prompts:
 
     Blocks of the latest prompts are numbered as they come: `_young` and `_old` have the number of each key, `_prompts`
     those that the numbers belong to. `ended` is called for a segment that is used again, `dropped` for a forgotten one.
-    Memory: 30 MiB at most, as long as a prompt is far shorter than `RECENT_KEYS`.
+    Memory: 30 MiB at most, and 60 MiB with `RECENT_KEYS_MAX`, as long as a prompt is far shorter than `RECENT_KEYS`.
     """
 
     def __init__(self, ended: Callable[[Segments, int, float], None], dropped: Callable[[Segments, int], None]) -> None:
         self._ended = ended
         self._dropped = dropped
         self.segments = Segments(SEGMENTS, GHOST_BLOCKS_MAX)
+        self._kept = RECENT_KEYS
         self._young: dict[OffloadKey, int] = {}
         self._old: dict[OffloadKey, int] = {}
         self._prompts: list[Prompt] = []
         self._firsts: list[int] = []
         self._next = self._young_from = 0
         self._open: OrderedDict[RequestId, list[Prompt]] = OrderedDict()
+
+    def keep(self, num_blocks: int) -> None:
+        """Keep so many blocks of the latest prompts by key, within `RECENT_KEYS_MAX`."""
+        self._kept = max(self._kept, min(RECENT_KEYS_MAX, num_blocks))
 
     def begin_request(self, name: RequestId, group: GroupIndex, keys: Sequence[OffloadKey], now: float) -> None:
         """A request uses these blocks of a group now."""
@@ -183,7 +189,7 @@ class Prompts:
         return seg
 
     def _remember(self, prompt: Prompt) -> None:
-        if len(self._young) >= RECENT_KEYS:
+        if len(self._young) >= self._kept:
             gone = bisect_right(self._firsts, self._young_from - 1)
             del self._prompts[:gone], self._firsts[:gone]
             self._old, self._young, self._young_from = self._young, {}, self._next
