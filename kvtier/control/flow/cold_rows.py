@@ -85,6 +85,9 @@ class ColdRows:
             reason = SkipReason.BYPASSED if key in unwanted else reason
             keys = [other for other in keys if other not in unwanted]
         rows = list(map(self._cpu.directory.__getitem__, keys))
+        if keys and lower.owned is not None and followed is None:
+            held = [lower.owned.ready(parent) for parent in admission.parents(keys[-1])]
+            lower.owned.reorder([slot for slot in held if slot is not None])
         self._dirty.mark_due(rows, lower.bit)
         chosen.update(dict.fromkeys(rows))
         if row not in chosen:

@@ -17,9 +17,10 @@ LEVELS = 64
 TOKEN_SECONDS = 1800.0
 """What was free and not taken so long ago may be taken at once."""
 
-SOON_SHARE = 0.03
-SOON_SECONDS = 1200.0
-"""Of what is left of a budget so much is to be used sooner than the rest: no day must end with more than that."""
+LEFT_SHARE = 0.02
+LEFT_MAX = 0.04
+"""Of a budget. While no more than `LEFT_MAX` is left the threshold is lower, down to 0 where `LEFT_SHARE` is."""
+
 
 
 class DayWindow:
@@ -66,6 +67,7 @@ class WritePace:
         self._time = 0.0
         self._offers = [0.0] * LEVELS
         self._level = 0
+        self._at_worst = 0.0
         self._tokens = 0.0
         self._rate = bytes_per_day / DAY_SECONDS
 
@@ -94,7 +96,7 @@ class WritePace:
         """As `admits`, if there were room."""
         level = min(LEVELS - 1, int(min(expected_hits, 1.0) * LEVELS))
         self._offers[level] += num_bytes
-        return level > self._level or (level == self._level and self._tokens > 0)
+        return level > self._level or (level >= self._at_worst and self._tokens > 0)
 
     def admitted(self, num_bytes: int) -> None:
         """So many bytes are to be written, whatever they bring."""
@@ -174,10 +176,10 @@ class WritePace:
         kept = math.exp(-passed * MINUTE_SECONDS / HOUR_SECONDS)
         self._offers = [offered * kept for offered in self._offers]
         left = min(self.left_of_day - self._promised, self._limit - self._admitted.total)
-        left = max(0, left)
-        soon = min(left, self._limit * SOON_SHARE)
-        self._rate = self._limit / DAY_SECONDS + (left - soon) / HOUR_SECONDS + soon / SOON_SECONDS
+        self._rate = self._limit / DAY_SECONDS + max(0, left) / HOUR_SECONDS
         self._level = _level_within(self._offers, self._rate * HOUR_SECONDS)
+        share = left / max(1, self._limit)
+        self._at_worst = self._level * (max(0.0, 1.0 - share / LEFT_SHARE) if 0 < share < LEFT_MAX else 1.0)
 
 
 def _level_within(offers: Sequence[float], num_bytes: float) -> int:
