@@ -28,6 +28,7 @@ from kvtier.types.jobs import (
     failed,
 )
 from kvtier.types.keys import GroupIndex, Medium, RequestId
+from kvtier.types.requests import NO_INFO
 
 STORE, LOAD = JobKind.STORE, JobKind.LOAD
 FAULTS = {
@@ -57,6 +58,11 @@ def lower_tiers(rng: random.Random) -> list[TierSetup]:
     return plans
 
 
+def limited(setup: TierSetup, rng: random.Random) -> TierSetup:
+    """This tier with a write budget, of a few rows an hour or of more than is ever written."""
+    return replace(setup, admit="predicted", block_bytes=ROW_BYTES, write_bytes_per_day=rng.choice([1 << 19, 1 << 22, 1 << 40]))
+
+
 class Engine:
     """Does whatever an engine and its disks may do, in any order."""
 
@@ -76,6 +82,7 @@ class Engine:
         cpu = replace(cpu, retained_bytes_max=rng.choice([0, 3 * ROW_BYTES, 1 << 20]))
         self.world = World(cpu, lower_tiers(rng), rng.choice([1, 1, 3]), limits)
         self.keys = rng.choice([6, 30])
+        self.announced = False
 
     def blocks(self) -> list:
         rng = self.rng
@@ -105,7 +112,10 @@ class Engine:
         asked = ["store", "load", "reserve", "end request", "touch", "cancel", "fault", "late", "hint", "hint"]
         match rng.choice([*asked, *["end"] * 6]):
             case "store" | "load" as kind:
-                world.submit(JobKind(kind), self.blocks(), rng.choice([None, 0.5, 50.0]))
+                blocks = self.blocks()
+                if self.announced:
+                    world.plane.uses.begin(RequestId(f"r{len(world.jobs) % 5}"), blocks, world.now, None, NO_INFO)
+                world.submit(JobKind(kind), blocks, rng.choice([None, 0.5, 50.0]))
             case "reserve":
                 world.plane.reserve(RequestId(f"r{rng.randrange(5)}"), self.blocks(), world.now)
             case "end request":
@@ -172,6 +182,31 @@ class Engine:
 @example(18342)  # a load named a block twice, and its row was sent twice at its second use
 def test_whatever_happens_bytes_are_right_sums_hold_and_everything_ends(seed):
     engine = Engine(seed)
+    for _ in range(60):
+        engine.step()
+    engine.end()
+
+
+class LimitedEngine(Engine):
+    """As `Engine`, with at least one lower tier, each with a write budget, and each request is announced."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        rng, control = random.Random(seed + 1), self.world.plane.control
+        lowers = [limited(lower.setup, rng) for lower in control.lowers] or [limited(fs_setup(16, 4, (ROW_BYTES, ROW_BYTES)), rng)]
+        lowers[0] = replace(lowers[0], write_policy="on_evict")
+        cpu = replace(control.cpu_setup, opened=cpu_setup(control.num_rows, groups=2).opened)
+        self.world = World(cpu, lowers, rng.choice([1, 3]), ControlLimits(watermark_rows=rng.randrange(4)))
+        self.announced = True
+        self.world.submit(STORE, self.blocks())
+        self.world.run_all()  # its budget counts as used by then
+        self.world.pass_time(3600.0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**48))
+def test_whatever_happens_within_a_write_budget(seed):
+    engine = LimitedEngine(seed)
     for _ in range(60):
         engine.step()
     engine.end()
