@@ -60,7 +60,9 @@ def lower_tiers(rng: random.Random) -> list[TierSetup]:
 
 def limited(setup: TierSetup, rng: random.Random) -> TierSetup:
     """This tier with a write budget, of a few rows an hour or of more than is ever written."""
-    return replace(setup, admit="predicted", block_bytes=ROW_BYTES, write_bytes_per_day=rng.choice([1 << 19, 1 << 22, 1 << 40]))
+    return replace(
+        setup, admit="predicted", block_bytes=ROW_BYTES, write_bytes_per_day=rng.choice([1 << 19, 1 << 22, 1 << 40])
+    )
 
 
 class Engine:
@@ -193,7 +195,9 @@ class LimitedEngine(Engine):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         rng, control = random.Random(seed + 1), self.world.plane.control
-        lowers = [limited(lower.setup, rng) for lower in control.lowers] or [limited(fs_setup(16, 4, (ROW_BYTES, ROW_BYTES)), rng)]
+        lowers = [limited(lower.setup, rng) for lower in control.lowers] or [
+            limited(fs_setup(16, 4, (ROW_BYTES, ROW_BYTES)), rng)
+        ]
         lowers[0] = replace(lowers[0], write_policy="on_evict")
         cpu = replace(control.cpu_setup, opened=cpu_setup(control.num_rows, groups=2).opened)
         self.world = World(cpu, lowers, rng.choice([1, 3]), ControlLimits(watermark_rows=rng.randrange(4)))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from support_control import World, cpu_setup, fs_setup, key, shared_setup
+from support_control import key
+from support_traffic import LONG, SHORT, Traffic
 
 from kvtier.control.policies import RequestModels
 from kvtier.control.policies.prediction.model import ReuseModel
@@ -21,50 +21,10 @@ from kvtier.types.requests import NO_INFO, RequestUse
 
 BOTH = pytest.mark.parametrize("kind", ["owned", "shared"])
 WAYS = [("shared", "write_through"), ("owned", "write_through"), ("shared", "on_evict"), ("owned", "on_evict")]
-SHORT, LONG = 1, 6
-"""Blocks of prompts that come back after 40 s, and of those that never do."""
 
 
 def absent(key: object) -> bool:
     return False
-
-
-class Traffic:
-    """Prompts through a stack: each short one is asked again, no long one is."""
-
-    def __init__(self, kind: str = "owned", rows: int = 64, **more: object) -> None:
-        below = fs_setup(256) if kind == "owned" else shared_setup()
-        self.world = World(cpu_setup(rows), [replace(below, admit="predicted", **more)])
-        self.number = 0
-        self.requests = 0
-
-    def ask(self, numbers: list[int]) -> None:
-        world, name = self.world, RequestId(str(self.requests))
-        self.requests += 1
-        assert world.plane.uses is not None
-        world.plane.uses.begin(name, [key(n) for n in numbers], world.now, None, NO_INFO)
-        world.store(*numbers)
-        world.run_all()
-        world.plane.uses.end(name, None)
-
-    def new(self, size: int) -> list[int]:
-        self.number += size
-        return list(range(self.number - size, self.number))
-
-    def learn(self, rounds: int = 300) -> None:
-        waiting: list[list[int]] = []
-        for _ in range(rounds):
-            short, long = self.new(SHORT), self.new(LONG)
-            self.ask(short)
-            self.ask(long)
-            waiting.append(short)
-            if len(waiting) > 4:
-                self.ask(waiting.pop(0))
-            self.world.now += 10.0
-
-    def written(self, numbers: list[int]) -> list[bool]:
-        lower = self.world.plane.control.lowers[0]
-        return [bool(lower.index.presence(key(n), self.world.now)) for n in numbers]
 
 
 @BOTH
@@ -202,26 +162,6 @@ def test_a_budget_holds_in_any_24_hours_and_is_used(kind: str, write_policy: str
         assert stored[start + day] - stored[start] <= 480, start
     assert stored[-1] - stored[-1 - day] >= 0.98 * 480
     assert counters.skipped[SkipReason.NOT_ADMITTED]
-    world.check()
-
-
-def test_what_exceeds_the_budget_as_it_is_sent_is_dropped_from_the_leaf_on() -> None:
-    """Rows that were admitted hours ago go to the tier all at once."""
-    traffic = Traffic(write_policy="on_evict", write_bytes_per_day=1440)
-    lower, world = traffic.world.plane.control.lowers[0], traffic.world
-    traffic.ask(traffic.new(1))  # the budget counts as used by then
-    world.now += 3600.0
-    prompt = traffic.new(8)
-    traffic.ask(prompt)
-    assert lower.allowance is not None
-    lower.allowance.pace.wrote(lower.allowance.pace.room - 3)
-    world.plane.close(world.now)
-    world.plane.drain(world.now)
-    world.step()
-    world.run_all()
-    assert traffic.written(prompt) == [True] * 3 + [False] * 5
-    assert lower.counters.dropped[DropReason.WRITE_BUDGET] == 5
-    assert world.plane.dirty_rows == 0
     world.check()
 
 

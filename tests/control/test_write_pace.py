@@ -95,6 +95,19 @@ def test_days_with_a_night_use_it_too() -> None:
         assert on_day(written, day) >= 0.98 * blocks * BLOCK, day
 
 
+def test_days_that_end_with_worse_offers_use_the_budget_too() -> None:
+    """The offers of the last hour were better, so a threshold that followed them alone would come too late."""
+    blocks = 2400
+    offers = [
+        (time, hits if time % DAY_SECONDS < 23.25 * HOUR else 0.1 * hits)
+        for time, hits in steady(random.Random(8), 0.0, 7 * DAY_SECONDS, 400)
+    ]
+    written = run(WritePace(blocks * BLOCK), offers)
+    assert most_in_a_day(written) <= blocks * BLOCK
+    for day in range(7):
+        assert on_day(written, day) >= 0.98 * blocks * BLOCK, day
+
+
 def test_days_that_offer_less_are_written_whole() -> None:
     offers = steady(random.Random(5), HOUR, 7 * DAY_SECONDS, 50)
     written = run(WritePace(2400 * BLOCK), offers)

@@ -51,11 +51,9 @@ def simulated(folder: Path, daily: int, policy: str) -> Simulated:
     return next(Simulation(SimulateOptions(stack, replay, arrivals="trace"), [{}]).run())
 
 
-@pytest.mark.parametrize(("policy", "least"), [("write_through", 0.98), ("on_evict", 0.6)])
-def test_a_week_keeps_to_the_budget_and_uses_it(
-    policy: str, least: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each day offers some ten times the budget. The rows hold hours of it, which an `on_evict` tier waits for."""
+@pytest.mark.parametrize("policy", ["write_through", "on_evict"])
+def test_a_week_keeps_to_the_budget_and_uses_it(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each day offers some ten times the budget, to an `on_evict` tier too, which is offered what is evicted."""
     daily, written, wrote = 750 * SLOT_BYTES, list[tuple[float, int]](), WritePace.wrote
 
     def recorded(self: WritePace, num_bytes: int) -> None:
@@ -71,4 +69,4 @@ def test_a_week_keeps_to_the_budget_and_uses_it(
     begin = [bisect_left(times, day * DAY_SECONDS) for day in range(8)]
     days = [(sums[end] - sums[start]) / daily for start, end in pairwise(begin)]
     assert most <= daily
-    assert min(days) >= least, days
+    assert min(days) >= 0.98, days

@@ -22,7 +22,6 @@ LEFT_MAX = 0.04
 """Of a budget. While no more than `LEFT_MAX` is left the threshold is lower, down to 0 where `LEFT_SHARE` is."""
 
 
-
 class DayWindow:
     """Bytes by the minute, of the last 24 hours and a minute: any 24 hours that end now lie within them."""
 
