@@ -39,13 +39,19 @@ class ColdRows:
         due, bit = self._dirty.due, lower.bit
         coldest = self._dirty.coldest(count + len(lower.queue), bit)
         rows = [row for row in coldest if not due[row] & bit][:count]
-        chosen: dict[int, None] = {}
+        chosen: list[int] = []
         for row in reversed(rows) if warmest_first else rows:
-            if not due[row] & bit and not self._choose(lower, row, chosen, now):
+            if due[row] & bit:
+                continue
+            if front := self._choose(lower, row, now):
+                # Also those of one prompt that were chosen before are warmer: what follows them is before them.
+                chosen = [*front, *chosen] if self._follows_one_of(lower, front[-1], chosen) else [*chosen, *front]
+            if not due[row] & bit:
                 self._dirty.clean((row,), bit)
         if warmest_first:
-            chosen = dict.fromkeys([*(row for row in rows if row in chosen), *chosen])
-        self._queue(lower, list(chosen))
+            warm = dict.fromkeys(row for row in rows if due[row] & bit)
+            chosen = [*warm, *(row for row in chosen if row not in warm)]
+        self._queue(lower, chosen)
 
     def write_back(self, lower: LowerTier, row: int, now: float) -> bool:
         """Queue this row, whatever it brings, with those before it. False if not all of those are in rows."""
@@ -66,15 +72,16 @@ class ColdRows:
         self._queue(lower, rows)
         return True
 
-    def _choose(self, lower: LowerTier, row: int, chosen: dict[int, None], now: float) -> bool:
-        """True if the row is to be sent. It, or those before it that there is room for, are added to the `chosen`."""
+    def _choose(self, lower: LowerTier, row: int, now: float) -> list[int]:
+        """The rows that are to be sent because this one is about to be evicted, leaf before root: it and those before
+        it, those alone, or none."""
         key, refused, followed = self._key(row), self._refused, lower.owned if lower.follows else None
         if not lower.index.needs(key, now):
             lower.counters.skip(SkipReason.ALREADY_THERE)
-            return False
+            return []
         if followed is not None and refused.bypassed(followed, (key,)):
             refused.add(lower, row, SkipReason.BYPASSED)
-            return False
+            return []
         admission = _admission(lower)
         keys = admission.evicting(
             key, lambda other: self._on_its_way(lower, other, now), lambda other: self._cpu.ready(other) is None
@@ -89,10 +96,14 @@ class ColdRows:
             held = [lower.owned.ready(parent) for parent in admission.parents(keys[-1])]
             lower.owned.reorder([slot for slot in held if slot is not None])
         self._dirty.mark_due(rows, lower.bit)
-        chosen.update(dict.fromkeys(rows))
-        if row not in chosen:
+        if row not in rows:
             refused.add(lower, row, reason)
-        return row in chosen
+        return rows
+
+    def _follows_one_of(self, lower: LowerTier, row: int, chosen: Sequence[int]) -> bool:
+        """True if one of these rows has the block right before that of `row`."""
+        parent = next(iter(_admission(lower).parents(self._key(row))), None) if chosen else None
+        return parent is not None and self._cpu.ready(parent) in chosen
 
     def _queue(self, lower: LowerTier, rows: Sequence[int]) -> None:
         """These rows, given leaf before root, are to be sent now."""
