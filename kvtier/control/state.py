@@ -121,7 +121,7 @@ class LowerTier:
             self.allowance = WriteAllowance(WritePace(plan.write_bytes_per_day), plan.block_bytes)
         limited = self.on_evict and self.allowance is not None
         self.admission = make_admission(
-            plan.admit, models or RequestModels(), self.allowance, 4 * rows_max if limited else 0
+            plan.admit, models or RequestModels(), self.allowance, 4 * rows_max if limited else 0, self.follows
         )
         self.chooses = limited and self.admission is not None
         self.queue: deque[tuple[int, int]] = deque()

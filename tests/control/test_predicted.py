@@ -100,6 +100,17 @@ def test_a_block_that_no_request_announced_is_admitted(monkeypatch: pytest.Monke
     assert decides.admits(key(1), False, absent)
 
 
+@pytest.mark.parametrize(("followed", "hits", "written"), [(False, 0.2, True), (True, 0.2, False), (True, 0.25, True)])
+def test_a_tier_whose_policy_follows_requests_asks_for_more(
+    followed: bool, hits: float, written: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = RequestModels().of(ReuseModel)
+    decides = Predicted(model, followed=followed)
+    model.begin_request(RequestUse(RequestId("a"), 1.0, [key(0)], GroupIndex(0), 1))
+    monkeypatch.setattr(decides, "expected_hits", lambda prompt, position: hits)
+    assert decides.admits(key(0), False, absent) == written
+
+
 def test_a_prompt_that_leaves_another_keeps_what_they_share() -> None:
     """Three prompts share four blocks: for the third one those are in their third use, and its own are new."""
     model, _ = admission()

@@ -19,7 +19,9 @@ from kvtier.options import AdmissionName
 from kvtier.types.keys import OffloadKey
 
 HITS_MIN = 0.15
-"""Expected hits of a block that is worth a write, where nothing steers it."""
+FOLLOWED_HITS_MIN = 0.25
+"""Expected hits of a block that is worth a write, where nothing steers it: in any tier, and in one whose policy follows
+requests. That one evicts what is worth little, so more hits are expected of whatever it is sent."""
 REACH_MIN = 22
 """Buckets of age that count although nothing lived through them yet: 1,092 s."""
 EVICTED_WEIGHT = 1 / 64
@@ -31,13 +33,18 @@ REFUSED_KEYS = 1 << 16
 class Predicted(Admission):
     """Admits a block whose expected hits are at least `HITS_MIN`, or what `pace` asks for where writes are limited.
 
+    `followed`: the tier's policy follows requests; then they are at least `FOLLOWED_HITS_MIN`.
+
     That are the hits until its worth falls below what the tier evicts (a moving mean), from the life tables of the
     stack. A block counts for as much as the best of those after it in its latest prompt, and is admitted if the next
     one is in the tier or was admitted just before: no block is written without those before it. What no request
-    announced counts as `HITS_MIN`. Where writes are limited, `allowance` has the last word.
+    announced is admitted, or counts as `HITS_MIN`. Where writes are limited, `allowance` has the last word.
     """
 
-    def __init__(self, model: ReuseModel, allowance: WriteAllowance | None = None, rows: int = 0) -> None:
+    def __init__(
+        self, model: ReuseModel, allowance: WriteAllowance | None = None, rows: int = 0, followed: bool = False
+    ) -> None:
+        self._followed = followed
         self._allowance = allowance
         self._tables = model.tables
         self._model = model
@@ -86,7 +93,7 @@ class Predicted(Admission):
         if self._allowance is not None:
             self._allowance.advance(self._model.now)
         if found is None:
-            return self._chosen(HITS_MIN, key, holds)
+            return self._allowance is None or self._allowance.chooses(key, HITS_MIN, self.parents, holds)
         if not self._child_below(*found, holds):
             return self._chosen(self.expected_hits(*found), key, holds)
         return self._allowance is None or self._allowance.admits(key)
@@ -136,7 +143,7 @@ class Predicted(Admission):
 
     def _chosen(self, hits: float, key: OffloadKey, holds: Callable[[OffloadKey], bool]) -> bool:
         if self._allowance is None:
-            return hits >= HITS_MIN
+            return hits >= (FOLLOWED_HITS_MIN if self._followed else HITS_MIN)
         return self._allowance.chooses(key, hits, self.parents, holds)
 
     def _child_below(self, prompt: Prompt, position: int, holds: Callable[[OffloadKey], bool]) -> bool:
@@ -174,13 +181,18 @@ class Predicted(Admission):
 
 
 def make_admission(
-    name: AdmissionName, models: RequestModels, allowance: WriteAllowance | None = None, rows: int = 0
+    name: AdmissionName,
+    models: RequestModels,
+    allowance: WriteAllowance | None = None,
+    rows: int = 0,
+    followed: bool = False,
 ) -> Admission | None:
     """The admission of a tier by the name in its options; None for a tier that takes every block.
 
     `models` are those of the stack; `predicted` asks for the one of `reuse`, whatever the policies of its tiers, and
-    keeps to the `allowance`. It may be asked late about blocks that lie in so many `rows`.
+    keeps to the `allowance`. It may be asked late about blocks that lie in so many `rows`. `followed`: the
+    tier's policy follows requests.
     """
     if name == "predicted":
-        return Predicted(models.of(ReuseModel), allowance, rows)
+        return Predicted(models.of(ReuseModel), allowance, rows, followed)
     return SecondUse() if name == "second_use" else None
