@@ -44,7 +44,7 @@ class ColdRows:
             if due[row] & bit:
                 continue
             if front := self._choose(lower, row, now):
-                # Also those of one prompt that were chosen before are warmer: what follows them is before them.
+                # Leaf before root: what follows a block that was chosen already comes before it.
                 chosen = [*front, *chosen] if self._follows_one_of(lower, front[-1], chosen) else [*chosen, *front]
             if not due[row] & bit:
                 self._dirty.clean((row,), bit)
