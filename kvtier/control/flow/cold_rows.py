@@ -6,7 +6,8 @@ are warmer: no block is below without them, and no part of the budget is kept fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection, Sequence
 
 from kvtier.control.flow.dirty_rows import DirtyRows
 from kvtier.control.flow.refused_rows import RefusedRows
@@ -39,19 +40,23 @@ class ColdRows:
         due, bit = self._dirty.due, lower.bit
         coldest = self._dirty.coldest(count + len(lower.queue), bit)
         rows = [row for row in coldest if not due[row] & bit][:count]
-        chosen: list[int] = []
+        chosen: deque[int] = deque()
+        among: set[int] = set()
         for row in reversed(rows) if warmest_first else rows:
             if due[row] & bit:
                 continue
             if front := self._choose(lower, row, now):
-                # Leaf before root: what follows a block that was chosen already comes before it.
-                chosen = [*front, *chosen] if self._follows_one_of(lower, front[-1], chosen) else [*chosen, *front]
+                if self._follows_one_of(lower, front[-1], among):
+                    chosen.extendleft(reversed(front))  # leaf before root
+                else:
+                    chosen.extend(front)
+                among.update(front)
             if not due[row] & bit:
                 self._dirty.clean((row,), bit)
         if warmest_first:
             warm = dict.fromkeys(row for row in rows if due[row] & bit)
-            chosen = [*warm, *(row for row in chosen if row not in warm)]
-        self._queue(lower, chosen)
+            chosen = deque([*warm, *(row for row in chosen if row not in warm)])
+        self._queue(lower, list(chosen))
 
     def write_back(self, lower: LowerTier, row: int, now: float) -> bool:
         """Queue this row, whatever it brings, with those before it. False if not all of those are in rows."""
@@ -100,10 +105,10 @@ class ColdRows:
             refused.add(lower, row, reason)
         return rows
 
-    def _follows_one_of(self, lower: LowerTier, row: int, chosen: Sequence[int]) -> bool:
+    def _follows_one_of(self, lower: LowerTier, row: int, rows: Collection[int]) -> bool:
         """True if one of these rows has the block right before that of `row`."""
-        parent = next(iter(_admission(lower).parents(self._key(row))), None) if chosen else None
-        return parent is not None and self._cpu.ready(parent) in chosen
+        parent = next(iter(_admission(lower).parents(self._key(row))), None) if rows else None
+        return parent is not None and self._cpu.ready(parent) in rows
 
     def _queue(self, lower: LowerTier, rows: Sequence[int]) -> None:
         """These rows, given leaf before root, are to be sent now."""
