@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from kvtier.control.policies import RequestPolicy
 from kvtier.control.state import ControlState
 from kvtier.control.tiers.owned_tier import OwnedTier
 from kvtier.control.tiers.size_curve import SizeCurve
@@ -39,6 +40,7 @@ class RequestUses:
         self._control = control
         self._curves = curves
         self._followed = bool(list(control.models))
+        self._journal = control.models.journal
         self._chains = chains
         self._one_group = len(control.cpu.space.slot_bytes) == 1
         self._time = -math.inf
@@ -80,12 +82,21 @@ class RequestUses:
         if not self._followed or request_id not in self._open:
             return
         alone = self._one_group and len(keys) == 1
-        for group, chain in ((GroupIndex(0), keys),) if alone else self._by_group(keys):
-            for model in self._control.models:
-                model.extend_request(request_id, group, chain)
-            for tier in self._control.owned_tiers:
-                if tier.follower is not None:
-                    tier.follower.extend_request(request_id, group, chain, _ready_slots(tier, chain))
+        for group, chain in ((GroupIndex(0), tuple(keys)),) if alone else self._by_group(keys):
+            slots = [(follower.policy, _ready_slots(tier, chain)) for tier, follower in self._control.followers]
+            self._journal.add(self._extended, request_id, group, chain, slots)
+
+    def _extended(
+        self,
+        request_id: RequestId,
+        group: GroupIndex,
+        chain: Sequence[OffloadKey],
+        slots: Sequence[tuple[RequestPolicy, Sequence[int]]],
+    ) -> None:
+        for model in self._control.models:
+            model.extend_request(request_id, group, chain)
+        for policy, ready in slots:
+            policy.extend_request(request_id, group, chain, ready)
 
     def touched(self, keys: Sequence[OffloadKey], now: float) -> None:
         """An embedder used these keys: a request of its own, unless it announces those as they begin."""
@@ -98,10 +109,9 @@ class RequestUses:
         if request_id in self._open:
             del self._open[request_id]
             for model in self._control.models:
-                model.end_request(request_id, output_tokens)
-            for tier in self._control.owned_tiers:
-                if tier.follower is not None:
-                    tier.follower.end_request(request_id, output_tokens)
+                self._journal.add(model.end_request, request_id, output_tokens)
+            for _, follower in self._control.followers:
+                follower.end_request(request_id, output_tokens)
 
     def advance(self, now: float) -> None:
         """Time has passed up to `now` on the stack's clock."""
@@ -109,10 +119,9 @@ class RequestUses:
 
     def _advance(self, time: float) -> None:
         for model in self._control.models:
-            model.advance(time)
-        for tier in self._control.owned_tiers:
-            if tier.follower is not None:
-                tier.follower.advance(time)
+            self._journal.add(model.advance, time)
+        for _, follower in self._control.followers:
+            follower.advance(time)
 
     def _passed(self, now: float, time: float | None = None) -> float:
         if time is None and not self._handed_in:
@@ -149,12 +158,11 @@ class RequestUses:
         for group, chain in groups:
             use = RequestUse(request_id, time, chain, group, self._count_new(chain, now), info)
             for model in self._control.models:
-                model.begin_request(use)
-            for tier in self._control.owned_tiers:
-                if tier.follower is not None:
-                    slots = _ready_slots(tier, chain)
-                    tier.uses.use([slot for slot in slots if slot >= 0])
-                    tier.follower.begin_request(use, slots)
+                self._journal.add(model.begin_request, use)
+            for tier, follower in self._control.followers:
+                slots = _ready_slots(tier, chain)
+                tier.uses.use([slot for slot in slots if slot >= 0])
+                follower.begin_request(use, slots)
 
     def _by_group(self, keys: Sequence[OffloadKey]) -> list[tuple[GroupIndex, list[OffloadKey]]]:
         """The chain of each group that keeps one, without keys that come twice."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
-from kvtier.control.policies import EvictionPolicy, RequestModels
+from kvtier.control.policies import EvictionPolicy, JournaledPolicy, RequestModels
 from kvtier.control.tiers.aged_tier import AgedTier
 from kvtier.control.tiers.breaker import Breaker, BreakerState
 from kvtier.control.tiers.counters import TierCounters
@@ -332,7 +332,8 @@ class ControlState(JobTable[InFlight]):
     `epoch` is the namespace's, which the jobs carry; `resets` counts those of this session. `job_ended`: every block of
     some job of the engine has an outcome. `joining`: the lower tiers
     are held back and may join yet. `indexes` are those of the tiers that are not held back. `models` are what the
-    tiers' policies learn from requests; there are none if no policy follows them.
+    tiers' policies learn from requests; there are none if no policy follows them. `followers`: the owned tiers, and
+    their policies, that do.
     """
 
     def __init__(self, cpu: TierSetup, lowers: Sequence[TierSetup]) -> None:
@@ -355,15 +356,22 @@ class ControlState(JobTable[InFlight]):
         self.lowers = lower_tiers(lowers, self.num_rows, self.epoch, self.models)
         self.indexes: list[TierIndex] = []
         self.owned_tiers: list[OwnedTier] = []
+        self.followers: list[tuple[OwnedTier, JournaledPolicy]] = []
         self.all_owned = True
         self.aged_tiers: list[AgedTier] = []
         self.reclaim_at = math.inf
         self.list_indexes()
 
+    def finish(self, result: JobResult, now: float) -> InFlight:
+        for tier, _ in self.followers:
+            tier.make_room()
+        return super().finish(result, now)
+
     def list_indexes(self) -> None:
         """Lower tiers were taken in or are held back."""
         self.indexes = [self.cpu, *(lower.index for lower in self.lowers if not lower.held_back)]
         self.owned_tiers = [index for index in self.indexes if isinstance(index, OwnedTier)]
+        self.followers = [(tier, tier.follower) for tier in self.owned_tiers if tier.follower is not None]
         for tier in self.owned_tiers:
             tier.uses.time = self.use_time
         self.all_owned = len(self.owned_tiers) == len(self.indexes)

@@ -6,12 +6,16 @@
           record what ended     <- inbox  <-- deliveries --   job ended or late; a shared tier's answers
 
 Only the engine's thread touches the control plane, and only the loop's thread touches the dispatcher and the tiers.
+But calls that tell policies of requests wait in a journal, and the loop's thread makes them take these in
+(`kvtier.control.policies.journal`), so that the engine's does not have to when it asks them.
 The two queues between them are deques, whose appends and pops are atomic. `step` empties the inbox and fills the
 outbox, once per engine step; no call but `open`, `close`, `reset` and `wait` waits for anything.
 """
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 import warnings
 from collections import deque
@@ -86,6 +90,8 @@ class EngineStack(StackCore):
         """In the loop: an interruption of the engine's thread loses nothing that was opened."""
         self._waker.attach()
         await self._open_tiers()
+        assert self._assembled is not None
+        self._assembled.plane.control.models.journal.lock = threading.Lock()
 
     def _undo_open(self) -> None:
         """Close the tiers if all of them were open when the engine's thread was interrupted."""
@@ -357,9 +363,18 @@ class EngineStack(StackCore):
         """The next step sends it."""
 
     def _start_sent(self) -> None:
-        """In the loop's thread: begin what was sent, in its order."""
+        """In the loop's thread: begin what was sent, in its order. Then policies take in the calls that wait."""
         while self._outbox:
             self._start(*self._outbox.popleft())
+        self._take_in()
+
+    def _take_in(self) -> None:
+        """In the loop's thread: between two pieces the engine's thread has its turn."""
+        assembled = self._assembled
+        if assembled is None or assembled.plane is self._failed:
+            return
+        if assembled.plane.control.models.journal.take_in_some():
+            asyncio.get_running_loop().call_soon(self._take_in)
 
     def _deliver(self, batch: Sequence[Arrival]) -> None:
         """In the loop's thread: a deque append is atomic, and the engine's thread drains it."""

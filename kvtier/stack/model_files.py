@@ -82,7 +82,8 @@ def write(folder: Path, name: str, saved: bytes) -> None:
 
 
 class ModelFiles:
-    """The files of one stack's models, in one folder. The models are touched in the control plane's thread alone.
+    """The files of one stack's models, in one folder. The models are saved in the control plane's thread,
+    once they took in the calls that wait.
 
     With `make_folder` the folder is made when it is missing. Closing waits `close_seconds` at most, or a disk that
     hangs would keep the stack from closing its tiers.
@@ -155,6 +156,7 @@ class ModelFiles:
 
     def save(self, last: bool = False) -> None:
         """Begin to write the files; never waits. After the `last` time no tier is sent anything."""
+        self._models.journal.take_in()
         self._begin({model.NAME: model.save() for model in self._models} | self._saved_paces(last))
 
     def _saved_paces(self, last: bool) -> dict[str, bytes]:

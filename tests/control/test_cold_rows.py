@@ -170,8 +170,8 @@ def test_rows_are_given_up_for_one_that_waits_and_their_share_of_the_budget_is_g
 
 
 def decides(free: int) -> tuple[ReuseModel, Predicted]:
-    model, pace = RequestModels().of(ReuseModel), WritePace(DAY_BLOCKS)
-    admission = Predicted(model, WriteAllowance(pace, 1), rows=16)
+    models, pace = RequestModels(), WritePace(DAY_BLOCKS)
+    model, admission = models.of(ReuseModel), Predicted(models, WriteAllowance(pace, 1), rows=16)
     model.advance(0.0)
     admission.offered([])
     model.begin_request(RequestUse(RequestId("a"), 3600.0, [key(n) for n in range(8)], GroupIndex(0), 8))
@@ -197,6 +197,6 @@ def test_what_is_below_or_on_its_way_ends_those_that_are_taken_along() -> None:
 
 
 def test_the_blocks_of_as_many_rows_are_known_by_their_prompts() -> None:
-    model = RequestModels().of(ReuseModel)
-    Predicted(model, WriteAllowance(WritePace(1), 1), rows=1 << 20)
-    assert model.keep_prompts()._kept == RECENT_KEYS_MAX
+    models = RequestModels()
+    Predicted(models, WriteAllowance(WritePace(1), 1), rows=1 << 20)
+    assert models.of(ReuseModel).keep_prompts()._kept == RECENT_KEYS_MAX

@@ -80,8 +80,8 @@ def test_a_block_that_is_written_takes_those_before_it_along(monkeypatch: pytest
 
 
 def admission() -> tuple[ReuseModel, Predicted]:
-    model = RequestModels().of(ReuseModel)
-    return model, Predicted(model)
+    models = RequestModels()
+    return models.of(ReuseModel), Predicted(models)
 
 
 def test_a_block_whose_child_is_below_is_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,8 +104,8 @@ def test_a_block_that_no_request_announced_is_admitted(monkeypatch: pytest.Monke
 def test_a_tier_whose_policy_follows_requests_asks_for_more(
     followed: bool, hits: float, written: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = RequestModels().of(ReuseModel)
-    decides = Predicted(model, followed=followed)
+    models = RequestModels()
+    model, decides = models.of(ReuseModel), Predicted(models, followed=followed)
     model.begin_request(RequestUse(RequestId("a"), 1.0, [key(0)], GroupIndex(0), 1))
     monkeypatch.setattr(decides, "expected_hits", lambda prompt, position: hits)
     assert decides.admits(key(0), False, absent) == written
@@ -150,8 +150,8 @@ def test_blocks_of_old_prompts_are_forgotten(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_with_a_budget_what_no_request_announced_is_chosen_too() -> None:
-    model = RequestModels().of(ReuseModel)
-    decides = Predicted(model, WriteAllowance(WritePace(1440 * 4), 1))
+    models = RequestModels()
+    model, decides = models.of(ReuseModel), Predicted(models, WriteAllowance(WritePace(1440 * 4), 1))
     model.advance(0.0)
     assert not decides.admits(key(1), False, absent), "the budget counts as used before"
     model.advance(3600.0)

@@ -31,6 +31,7 @@ def world(rows: int = 8, lowers: list[TierSetup] | None = None, groups: int = 1)
 
 
 def model(world: World) -> Notes:
+    world.plane.control.models.journal.take_in()
     (only,) = world.plane.control.models
     assert isinstance(only, Notes)
     return only
@@ -38,8 +39,10 @@ def model(world: World) -> Notes:
 
 def policy(world: World, position: int = 0) -> FollowingLRU:
     follower = world.plane.control.owned_tiers[position].follower
-    assert isinstance(follower, FollowingLRU)
-    return follower
+    assert follower is not None
+    assert isinstance(follower.policy, FollowingLRU)
+    world.plane.control.models.journal.take_in()
+    return follower.policy
 
 
 def begin(world: World, request: RequestId, numbers: list[int], time: float | None = None, **more: object) -> None:

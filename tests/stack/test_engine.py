@@ -395,3 +395,44 @@ def test_a_closed_engine_stack_answers_with_a_usage_error(tmp_path):
     with pytest.raises(UsageError):
         _ = stack.has_pending_work
     assert stack.stats().tiers["cpu"].stored == 0
+
+
+def wait_until(condition, seconds: float = 20.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+def test_a_policy_takes_in_what_it_is_told_in_the_stack_s_thread(tmp_path):
+    engine, names = Engine(PLAIN, 64), keys(8)
+    stack, _ = engine_stack(engine, 16, fs(tmp_path / "r", policy="reuse"))
+    with stack:
+        control, threads = stack._assembled.plane.control, []
+        control.models.journal.add(lambda: threads.append(threading.current_thread().name))
+        stack.begin_request(RequestId("a"), names)
+        assert threads == []
+        assert store(stack, engine, whole(names, 0)) == ["stored"] * 8
+        wait_until(lambda: threads)
+        assert threads == ["kvtier-stack"]
+        drain(stack)
+        stack.check_integrity()
+    assert stack.close_report == CloseReport(0, 0)
+
+
+def test_what_a_policy_raises_in_the_stack_s_thread_fails_the_control_plane(tmp_path):
+    engine, names = Engine(PLAIN, 64), keys(16)
+    stack, _ = engine_stack(engine, 16, fs(tmp_path / "r", policy="reuse"))
+
+    def fail() -> None:
+        raise MemoryError("in a policy")
+
+    with stack:
+        journal = stack._assembled.plane.control.models.journal
+        journal.add(fail)
+        assert store(stack, engine, whole(names[:8], 0)) == ["stored"] * 8
+        wait_until(lambda: journal._error)
+        stack.begin_request(RequestId("a"), names)
+        assert stack.lookup(names[:8]) == [LookupResult.MISS] * 8
+        assert store(stack, engine, whole(names[8:], 8)) == ["dropped:tier_down"] * 8
+        assert stack.stats().errors == 1

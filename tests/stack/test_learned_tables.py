@@ -46,7 +46,9 @@ def engine(stack: StackConfig) -> EngineStack:
 
 def model(stack: EngineStack | TierStack) -> ReuseModel:
     assert stack._assembled is not None
-    (only,) = stack._assembled.plane.control.models
+    models = stack._assembled.plane.control.models
+    models.journal.take_in()
+    (only,) = models
     assert isinstance(only, ReuseModel)
     return only
 

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from kvtier.control.policies.arc import ARC
 from kvtier.control.policies.base import EvictionPolicy, RequestModel, RequestPolicy
+from kvtier.control.policies.journal import Journal, JournaledPolicy
 from kvtier.control.policies.lru import LRU
 from kvtier.control.policies.reuse import Reuse
 from kvtier.errors import ConfigError
@@ -19,6 +20,8 @@ __all__ = [
     "LRU",
     "POLICIES",
     "EvictionPolicy",
+    "Journal",
+    "JournaledPolicy",
     "RequestModel",
     "RequestModels",
     "RequestPolicy",
@@ -31,10 +34,14 @@ ModelT = TypeVar("ModelT", bound=RequestModel)
 
 
 class RequestModels:
-    """The models of one stack: one of each type that a policy or an admission asks for. `policies`: the tiers'."""
+    """The models of one stack: one of each type that a policy or an admission asks for. `policies`: the tiers'.
+
+    `journal` holds what they and the policies that share them have yet to take in.
+    """
 
     def __init__(self, policies: Iterable[str | type[EvictionPolicy]] = ()) -> None:
         self._models: dict[type[RequestModel], RequestModel] = {}
+        self.journal = Journal()
         for kind in map(policy_class, policies):
             if issubclass(kind, RequestPolicy):
                 self.of(kind.MODEL)

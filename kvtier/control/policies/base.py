@@ -114,6 +114,10 @@ class RequestPolicy(EvictionPolicy):
     are in no request: those of groups that keep no chain (a sliding window), and of an embedder that announces none.
     `touch` is called only for uses that no `begin_request` comes with.
 
+    Calls that only tell it something (`admit`, `insert`, `touch`, `renew`, requests, time) may come later than that
+    happened, but in their order, and before the policy is asked anything or loses a slot. They may come in a second
+    thread, one at a time.
+
     A tier may be opened, and its policy made, in another thread than the stack's: until `insert`, `begin_request` or
     `advance` is called for the first time the policy does nothing with the model but keep it.
     """
@@ -149,6 +153,11 @@ class RequestPolicy(EvictionPolicy):
         """Which of these keys, by index, are worth less than what would be evicted for them. Changes nothing.
 
         None of the keys has a slot. They are in prefix order, perhaps of several requests; to place them all takes
-        `evictions` evictions, at most as many as there are keys. What is returned is not placed: a key is not to be
-        left out where a child of it is kept, here or in the tier.
+        `evictions` evictions, or took them ahead of need: at most as many as there are keys. What is returned is not
+        placed: a key is not to be left out where a child of it is kept, here or in the tier.
         """
+
+    def evict_some(self, count: int, pins: Sequence[int]) -> Sequence[int]:
+        """Choose and forget at most `count` slots with `pins[slot] == 0`, those that are easily found; no block waits
+        for them yet."""
+        return self.evict(count, pins) or ()

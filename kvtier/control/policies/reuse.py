@@ -276,6 +276,11 @@ class Reuse(RequestPolicy):
             chosen += others
         return chosen
 
+    def evict_some(self, count: int, pins: Sequence[int]) -> list[int]:
+        untracked = self._take_untracked(count, pins) if self._tree.num_untracked else []
+        parts = self._take_leaves(count - len(untracked), pins, set())
+        return list(chain(untracked, *[slots for _, slots in parts]))
+
     def bypass(self, keys: Sequence[OffloadKey], evictions: int, pins: Sequence[int]) -> Sequence[int]:
         order, held, room = self._order, self._tree.segments.held, self._tree.num_untracked
         if evictions <= room or not order.choice.learned:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from kvtier.control.policies import EvictionPolicy, RequestModels, RequestPolicy, make_policy
+from kvtier.control.policies import EvictionPolicy, JournaledPolicy, RequestModels, RequestPolicy, make_policy
 from kvtier.control.tiers.placement import Placement
 from kvtier.control.tiers.retained_slots import RetainedSlots
+from kvtier.control.tiers.room_ahead import RoomAhead
 from kvtier.control.tiers.size_curve import SizeCurve
 from kvtier.control.tiers.slot_table import FILLING, FREE, QUARANTINED, READY, RETIRED, SlotTable
 from kvtier.control.tiers.tier_index import TierIndex
@@ -23,9 +24,9 @@ ERRORS_TO_RETIRE = 2
 class OwnedTier(TierIndex):
     """Directory, slots and eviction of a tier whose placement belongs to the control plane.
 
-    `follower` is the policy if it follows requests; it shares a model in `models` with those of other tiers. Where
-    blocks have `ages`, new generations are times. `curve` is what other sizes would hit, where that is counted.
-    `uses` knows when slots were used; its time is set by the control plane.
+    `follower` is the policy if it follows requests; it shares a model and the journal in `models` with those of other
+    tiers. Where blocks have `ages`, new generations are times. `curve` is what other sizes would hit, where that is
+    counted. `uses` knows when slots were used; its time is set by the control plane.
     """
 
     def __init__(
@@ -41,9 +42,13 @@ class OwnedTier(TierIndex):
         self.table = SlotTable(space.num_slot_ids, int if ages is None else ages.now_ns)
         self.pin = self.table.pin  # type: ignore[method-assign]  # pins are many: no call between
         self.placement = Placement(space, self.table)
+        models = models or RequestModels()
         self.policy = make_policy(policy, space.num_slot_ids, self.table.keys, models)
+        self.follower: JournaledPolicy | None = None
+        if isinstance(self.policy, RequestPolicy):
+            self.policy = self.follower = JournaledPolicy(self.policy, models.journal)
+        self._room = RoomAhead(space.num_slot_ids if self.placement.one_size else 0)
         self.retained = RetainedSlots(self.table, self.policy, space.slot_bytes)
-        self.follower = self.policy if isinstance(self.policy, RequestPolicy) else None
         self.directory: dict[OffloadKey, int] = {}
         self.evictions = 0
         self.expired = 0
@@ -120,7 +125,7 @@ class OwnedTier(TierIndex):
         return [key for size, some in of_size for key in self._bypassed_of_size(size, some)]
 
     def _bypassed_of_size(self, size: int, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        evictions = len(keys) - self.placement.free_count[size]
+        evictions = self._room.evictions(len(keys), self.placement.free_count[size])
         if evictions <= 0 or self.follower is None:
             return []
         return [keys[index] for index in self.follower.bypass(keys, evictions, self.table.pins)]
@@ -170,11 +175,16 @@ class OwnedTier(TierIndex):
 
     def evict(self, count: int) -> int:
         """Evict `count` ready slots without a pin, or none; returns how many became free."""
-        victims = self.policy.evict(count, self.table.pins) if count else None
-        if not victims:
-            return 0
+        victims = (self.policy.evict(count, self.table.pins) if count else None) or ()
         self._free_evicted(victims)
         return len(victims)
+
+    def make_room(self) -> None:
+        """Evict ahead of need, where the policy follows requests."""
+        if self.follower is not None and self.placement.exhausted:
+            wanted = self._room.wanted(self.placement.free_count[0], self.table.evictable)
+            if wanted:
+                self._free_evicted(self.follower.evict_some(wanted, self.table.pins))
 
     def _evict_of_size(self, size: int, count: int, limits: list[int] | None = None) -> int:
         """Evict the coldest slots of a size, at most `limits[r]` of root r."""
@@ -202,6 +212,8 @@ class OwnedTier(TierIndex):
 
     def _free_evicted(self, victims: Sequence[int]) -> None:
         names, directory, state = self.table.keys, self.directory, self.table.state
+        if not victims:
+            return
         self.uses.evict(victims)
         keys: list[OffloadKey] = list(map(names.__getitem__, victims))  # type: ignore[arg-type]  # a ready slot has one
         for slot, key in zip(victims, keys, strict=True):
@@ -378,31 +390,13 @@ class OwnedTier(TierIndex):
     @property
     def used_bytes(self) -> int:
         """Bytes of slots that hold or receive a block."""
-        placement, counts = self.placement, self.table.counts
-        if placement.one_size:
-            return (counts[FILLING] + counts[READY] + counts[QUARANTINED]) * placement.sizes[0]
-        if not counts[RETIRED]:
-            return self._formatted_bytes()
-        total = 0
-        for region, size in enumerate(placement.region_size):
-            if size >= 0:
-                slots = placement.slots_of(region)
-                inside = self.table.state[slots.start : slots.stop]
-                total += sum(map(inside.count, (FILLING, READY, QUARANTINED))) * placement.sizes[size]
-        return total
+        return self.placement.used_bytes
 
     def _note_peak(self) -> None:
-        used = self.used_bytes if self.placement.one_size else self._formatted_bytes()
+        placement = self.placement
+        used = placement.used_bytes if placement.one_size else placement.taken_bytes
         if used > self.peak_bytes:
             self.peak_bytes = used
-
-    def _formatted_bytes(self) -> int:
-        """Bytes of all slots but the free ones."""
-        placement = self.placement
-        free = enumerate(placement.free_count)
-        return placement.formatted_bytes - sum(
-            (n + placement.full.count(size)) * placement.sizes[size] for size, n in free
-        )
 
     def check(self) -> None:
         """Raise IntegrityError unless states, directory, free lists and counters agree."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvtier.control.tiers.disk_full import FullDisks
 from kvtier.control.tiers.other_namespaces import ForeignLayer, ForeignSlots, take_out
-from kvtier.control.tiers.slot_table import ABSENT, FREE, READY, SlotTable
+from kvtier.control.tiers.slot_table import ABSENT, FILLING, FREE, QUARANTINED, READY, RETIRED, SlotTable
 from kvtier.errors import IntegrityError
 from kvtier.tier_api.contract import ForeignBlocks, SlotSpace
 from kvtier.types.jobs import RegionFormat
@@ -72,6 +72,28 @@ class Placement:
         """The bytes of all slots, used or free, headers and padding included."""
         each = zip(self.region_count, self.slots_in_region, self.sizes, strict=True)
         return sum(regions * slots * size for regions, slots, size in each)
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes of all slots but the free ones."""
+        free = enumerate(self.free_count)
+        return self.formatted_bytes - sum((n + self.full.count(size)) * self.sizes[size] for size, n in free)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of slots that hold or receive a block."""
+        counts = self.table.counts
+        if self.one_size:
+            return (counts[FILLING] + counts[READY] + counts[QUARANTINED]) * self.sizes[0]
+        if not counts[RETIRED]:
+            return self.taken_bytes
+        total = 0
+        for region, size in enumerate(self.region_size):
+            if size >= 0:
+                slots = self.slots_of(region)
+                inside = self.table.state[slots.start : slots.stop]
+                total += sum(map(inside.count, (FILLING, READY, QUARANTINED))) * self.sizes[size]
+        return total
 
     def region_of(self, slot: int) -> int:
         return slot // self.per_region

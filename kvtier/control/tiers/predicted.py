@@ -42,10 +42,12 @@ class Predicted(Admission):
     """
 
     def __init__(
-        self, model: ReuseModel, allowance: WriteAllowance | None = None, rows: int = 0, followed: bool = False
+        self, models: RequestModels, allowance: WriteAllowance | None = None, rows: int = 0, followed: bool = False
     ) -> None:
+        model = models.of(ReuseModel)
         self._followed = followed
         self._allowance = allowance
+        self._journal = models.journal
         self._tables = model.tables
         self._model = model
         self._prompts = model.keep_prompts()
@@ -69,6 +71,7 @@ class Predicted(Admission):
         return False
 
     def offered(self, keys: Sequence[OffloadKey]) -> None:
+        self._journal.take_in()
         for key in keys:
             self._count_again(key)
         if self._allowance is not None:
@@ -77,7 +80,7 @@ class Predicted(Admission):
     def evicting(
         self, key: OffloadKey, holds: Callable[[OffloadKey], bool], stuck: Callable[[OffloadKey], bool]
     ) -> Sequence[OffloadKey]:
-        found, allowance = self._prompts.find(key), self._allowance
+        found, allowance = self._find(key), self._allowance
         assert allowance is not None
         allowance.advance(self._model.now)
         hits = HITS_MIN if found is None else self.expected_hits(*found)
@@ -89,7 +92,7 @@ class Predicted(Admission):
         return sent
 
     def _decided(self, key: OffloadKey, holds: Callable[[OffloadKey], bool]) -> bool:
-        found = self._prompts.find(key)
+        found = self._find(key)
         if self._allowance is not None:
             self._allowance.advance(self._model.now)
         if found is None:
@@ -103,10 +106,16 @@ class Predicted(Admission):
             self._allowance.admits(key)
 
     def parents(self, key: OffloadKey) -> Iterable[OffloadKey]:
-        found = self._prompts.find(key)
+        found = self._find(key)
         return (found[0].keys[at] for at in range(found[1] - 1, -1, -1)) if found else ()
 
+    def _find(self, key: OffloadKey) -> tuple[Prompt, int] | None:
+        """The latest prompt that has this block, and where."""
+        self._journal.take_in()
+        return self._prompts.find(key)
+
     def evicted(self, keys: Sequence[OffloadKey]) -> None:
+        self._journal.take_in()
         segments, tables = self._prompts.segments, self._tables
         for seg in map(segments.find, keys):  # each segment counts once, when its first block goes
             if seg != NONE:
@@ -120,6 +129,7 @@ class Predicted(Admission):
     ) -> Collection[OffloadKey]:
         if self._allowance is None:
             return keys
+        self._journal.take_in()
         self._allowance.advance(self._model.now)
         return self._allowance.affordable(keys, self.parents, holds, waits)
 
@@ -194,5 +204,5 @@ def make_admission(
     tier's policy follows requests.
     """
     if name == "predicted":
-        return Predicted(models.of(ReuseModel), allowance, rows, followed)
+        return Predicted(models, allowance, rows, followed)
     return SecondUse() if name == "second_use" else None

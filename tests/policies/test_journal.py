@@ -1,0 +1,112 @@
+"""The journal: whoever takes in what policies were told, and whenever, answers are the same."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+
+from kvtier.control.policies.journal import ENTRIES_MAX, PIECE, Journal
+from kvtier.traces.requests import Request
+from kvtier.types.keys import OffloadKey, RequestId, make_key
+from kvtier.whatif.shadow import ShadowTier
+
+BLOCKS = 96
+REQUESTS = 600
+STATE = "kvtier.control.policies.journal.ENTRIES_MAX"
+
+
+def chain(rng: random.Random) -> list[OffloadKey]:
+    """A prompt: the front of one of a few documents, and blocks of its own."""
+    document, own = rng.randrange(12), rng.randrange(1 << 60)
+    names = [(document, at) for at in range(rng.randrange(1, 12))] + [(own, at) for at in range(rng.randrange(5))]
+    return [make_key(f"{name}/{at}".encode(), 0) for name, at in names]
+
+
+def play(between: Callable[[Journal], None] = lambda journal: None) -> tuple[int, int, list[OffloadKey], list[int]]:
+    """Requests over a tier; `between` comes after each. Hits, evictions, what it has, and the order of its slots."""
+    rng, tier = random.Random(7), ShadowTier(BLOCKS, "reuse")
+    control = tier._control
+    for number in range(REQUESTS):
+        keys = chain(rng)
+        ids = np.zeros(0, np.int64)
+        asked = Request("", "", ids, len(keys), len(keys), rng.randrange(900), arrived=2.0 * number)
+        tier.use(RequestId(str(number)), asked, keys)
+        between(control.models.journal)
+    cpu = control.cpu
+    cpu.check()
+    return tier.hits, cpu.evictions, list(cpu.directory), list(cpu.policy.coldest())
+
+
+def test_when_it_is_taken_in_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    late, rng = play(), random.Random(3)
+    assert late[0] > REQUESTS
+    assert late[1] > BLOCKS
+    assert play(lambda journal: journal.take_in()) == late
+    assert play(lambda journal: journal.take_in_some() if rng.random() < 0.3 else None) == late
+    monkeypatch.setattr(STATE, 0)
+    assert play() == late
+
+
+def test_a_second_thread_makes_no_difference() -> None:
+    alone, journals, done = play(), list[Journal](), threading.Event()
+
+    def take_in_on_and_on() -> None:
+        while not done.is_set():
+            for journal in journals:
+                journal.take_in_some()
+
+    def share(journal: Journal) -> None:
+        if not journals:
+            journal.lock = threading.Lock()
+            journals.append(journal)
+
+    thread = threading.Thread(target=take_in_on_and_on)
+    thread.start()
+    try:
+        assert play(share) == alone
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_calls_are_made_in_order_in_pieces() -> None:
+    journal, made = Journal(), list[int]()
+    for number in range(PIECE + 2):
+        journal.add(made.append, number)
+    assert made == []
+    assert journal.take_in_some()
+    assert made == list(range(PIECE))
+    assert not journal.take_in_some()
+    journal.take_in()
+    assert made == list(range(PIECE + 2))
+
+
+def test_few_calls_wait() -> None:
+    journal, made = Journal(), list[int]()
+    for number in range(ENTRIES_MAX + 1):
+        journal.add(made.append, number)
+    assert made == list(range(ENTRIES_MAX + 1))
+
+
+def test_a_call_that_raises_in_the_second_thread_raises_where_it_is_asked_from_then_on() -> None:
+    journal, made = Journal(), list[int]()
+    journal.lock = nullcontext()
+
+    def fail(number: int) -> None:
+        raise KeyError(number)
+
+    journal.add(fail, 1)
+    journal.add(made.append, 2)
+    assert not journal.take_in_some()
+    assert not journal.take_in_some()
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            journal.take_in()
+        with pytest.raises(KeyError):
+            journal.add(made.append, 3)
+    assert made == []
