@@ -9,6 +9,7 @@ would count as one, once in about 2^64 / capacity lookups: a wrong guess about o
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import compress
 from operator import attrgetter
@@ -90,8 +91,7 @@ class AnnouncedBlocks:
                     latest[key].whole = False
         announcement = Announcement(self._announcements, seg, self._segments.stamp[seg], position, some)
         self._announcements += 1
-        for key in some:
-            latest[key] = announcement
+        latest.update(dict.fromkeys(some, announcement))
 
     def find(self, keys: Sequence[OffloadKey]) -> list[AnnouncedRun]:
         """Which segments these keys belong to, in their order."""
@@ -119,8 +119,7 @@ class AnnouncedBlocks:
                     end = self._agreed(found, place, keys, start, end)
                 self._run(runs, start, end, found.seg, found.stamp, found.position + place)
                 if takes:
-                    for key in keys[start:end]:
-                        del latest[key]
+                    deque(map(latest.__delitem__, keys[start:end]), maxlen=0)
                     if place:
                         found.whole = False
                     elif end - start < len(known):

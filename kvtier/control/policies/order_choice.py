@@ -106,28 +106,28 @@ class OrderChoice:
         return np.add.reduceat(more, self._ends[:-1]).astype(np.float64)
 
     def _fitting(self) -> Fit:
-        """Of all segments, or of a part of them where there are many."""
+        """Of all segments, or of a part of them where there are many. Which of equals comes first changes nothing."""
         segments, lowest = self._segments, self._model.tables.lowest
         step = segments.used // SAMPLE_MAX | 1
         touched = np.frombuffer(segments.touched, np.float64, segments.used)[::step]
-        by_age = np.argsort(-touched, kind="stable")
+        by_age = np.argsort(touched)[::-1]
         ages = self._model.now - touched[by_age]
         lengths = np.frombuffer(segments.length, np.int32, segments.used)[::step][by_age]
         kinds = np.frombuffer(segments.kind, np.uint16, segments.used)[::step][by_age]
         values = lowest[kinds, np.searchsorted(BOUNDS, ages, "right")]
-        by_value = np.argsort(-values, kind="stable")
-        youngest_out = self._first_out(lengths, step)
-        best_out = self._first_out(lengths[by_value], step)
-        if best_out is not None:
-            best_out = int(by_value[best_out])
-        return Fit(
-            np.inf if youngest_out is None else float(ages[youngest_out]),
-            lowest,
-            -1.0 if best_out is None else float(values[best_out]),
-            np.inf if best_out is None else float(ages[best_out]),
-        )
+        room = self._num_slots // step
+        youngest_out, out = _first_out(lengths, room), _first_out(lengths[by_value := np.argsort(values)[::-1]], room)
+        oldest = np.inf if youngest_out is None else float(ages[youngest_out])
+        if out is None:
+            return Fit(oldest, lowest, -1.0, np.inf)
+        least = values[by_value[out]]
+        equal = np.flatnonzero(values == least)
+        fits = _first_out(lengths[equal], room - int(lengths[values > least].sum()))
+        assert fits is not None, "one of them does not fit"
+        return Fit(oldest, lowest, float(least), float(ages[equal[fits]]))
 
-    def _first_out(self, lengths: npt.NDArray[np.int32], step: int) -> int | None:
-        """The first of these segments, in their order, that does not fit into the tier any more; None if all do."""
-        at = int(np.searchsorted(np.cumsum(lengths), self._num_slots // step, "right"))
-        return at if at < len(lengths) else None
+
+def _first_out(lengths: npt.NDArray[np.int32], room: int) -> int | None:
+    """The first of these segments, in their order, that does not fit into so many slots any more; None if all do."""
+    at = int(np.searchsorted(np.cumsum(lengths), room, "right"))
+    return at if at < len(lengths) else None
