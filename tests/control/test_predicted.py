@@ -100,7 +100,7 @@ def test_a_block_that_no_request_announced_is_admitted(monkeypatch: pytest.Monke
     assert decides.admits(key(1), False, absent)
 
 
-@pytest.mark.parametrize(("followed", "hits", "written"), [(False, 0.2, True), (True, 0.2, False), (True, 0.25, True)])
+@pytest.mark.parametrize(("followed", "hits", "written"), [(False, 0.17, True), (True, 0.17, False), (True, 0.2, True)])
 def test_a_tier_whose_policy_follows_requests_asks_for_more(
     followed: bool, hits: float, written: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ from kvtier.options import AdmissionName
 from kvtier.types.keys import OffloadKey
 
 HITS_MIN = 0.15
-FOLLOWED_HITS_MIN = 0.25
+FOLLOWED_HITS_MIN = 0.2
 """Expected hits of a block that is worth a write, where nothing steers it: in any tier, and in one whose policy follows
 requests. That one evicts what is worth little, so more hits are expected of whatever it is sent."""
 REACH_MIN = 22
