@@ -106,15 +106,28 @@ def test_a_lead_of_long_ago_counts_less() -> None:
     assert not choice.learned
 
 
-def test_tables_that_outlived_a_restart_are_followed_until_lru_leads() -> None:
-    model, saved = ReuseModel(), learned_model().save()
-    model.restore(saved)
+@pytest.mark.parametrize("followed", [False, True])
+def test_tables_that_outlived_a_restart_are_followed_if_they_were(followed: bool) -> None:
+    before, model = learned_model(), ReuseModel()
+    before.is_followed = followed
+    model.restore(before.save())
     choice = OrderChoice(800, segments_of(model, 400, 4), model)
-    assert reviewed(choice, 800)
-    assert choice.learned
+    assert reviewed(choice, 800) == followed
     reviewed(choice, 800)
-    assert choice.learned, "nothing speaks against it"
-    assert turns_until_it_changes(choice, 800, LONG, 100.0) <= 2
+    assert choice.learned == followed, "nothing speaks for another one"
+    assert turns_until_it_changes(choice, 800, LONG if followed else SHORT, 100.0 if followed else 300.0) <= 3
+
+
+def test_the_largest_tier_says_which_order_is_followed_after_a_restart() -> None:
+    model = learned_model()
+    small, large = (segments_of(model, count, 4) for count in (40, 400))
+    for segments in (small, large):
+        model.teach(segments)
+    choices = [OrderChoice(2 * segments.used, segments, model) for segments in (small, large)]
+    for choice in choices:
+        reviewed(choice, 1600)
+        assert turns_until_it_changes(choice, 1600, SHORT, 300.0) <= 4
+        assert model.is_followed == (choice is choices[1])
 
 
 def test_uses_that_no_request_tells_of_are_kept_within_a_bound() -> None:

@@ -98,7 +98,7 @@ def test_a_restored_model_decides_at_once_as_the_saved_one_did() -> None:
     assert short[4] not in blank.slots
 
 
-@pytest.mark.parametrize("saved", [b"", b"kvtier reuse 2\nrubbish", b"kvtier reuse 1\n"])
+@pytest.mark.parametrize("saved", [b"", b"kvtier reuse 3\n", b"kvtier reuse 3\n\x01rubbish", b"kvtier reuse 2\n"])
 def test_broken_tables_are_refused(saved: bytes) -> None:
     with pytest.raises(ValueError):
         ReuseModel().restore(saved)

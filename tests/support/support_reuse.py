@@ -21,7 +21,7 @@ class Tier:
         assert isinstance(policy, Reuse)
         self.policy = policy
         self.model = self.models.of(ReuseModel)
-        self.model.is_restored = self.model.is_restored or learned
+        self.model.is_followed = self.model.is_followed or learned
         self.slots: dict[OffloadKey, int] = {}
         self.free = list(range(num_slots))
         self.pins = bytearray(num_slots)

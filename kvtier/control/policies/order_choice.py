@@ -46,7 +46,7 @@ class Fit(NamedTuple):
 
 
 class OrderChoice:
-    """`learned` says which order holds. It begins with LRU's, or the learned one if tables outlived a restart.
+    """`learned` says which order holds. It begins with LRU's, or as it was when the tables were saved.
 
     The uses since the last review are kept, at most `USES_KEPT` of them, and where those of a request end: a review
     judges them by what would have been in the tier at the one before, and finds what would be in it now. Ghosts count
@@ -74,7 +74,7 @@ class OrderChoice:
         """A request asked for so many blocks, and its uses have been given. True if the order has changed."""
         before = self.learned
         if not self._begun:
-            self._begun, self.learned = True, self._model.is_restored
+            self._begun, self.learned = True, self._model.is_followed
         if len(self._uses) > self._ends[-1]:
             self._ends.append(len(self._uses))
         self._asked += blocks
@@ -96,6 +96,7 @@ class OrderChoice:
             self._fit = self._fitting()
         deviation = self._variance**0.5
         self.learned = self._lead >= -LAG * deviation if self.learned else self._lead > LEAD * deviation
+        self._model.follow(self._segments, self.learned)
 
     def _leads(self, fit: Fit) -> FloatArray:
         """For each request, how many more of its blocks the learned order had."""

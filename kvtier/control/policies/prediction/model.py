@@ -20,7 +20,7 @@ from kvtier.types.requests import RequestUse
 
 RECOMPUTE_SECONDS = 300.0
 FIRST_RECOMPUTE_SECONDS = 30.0
-VERSION = b"kvtier reuse 2\n"
+VERSION = b"kvtier reuse 3\n"
 USE_SECONDS = 1e-6
 BUCKETS_DESCRIBED = 17
 BOUNDS = np.array(BUCKET_BOUNDS)
@@ -29,14 +29,15 @@ BOUNDS = np.array(BUCKET_BOUNDS)
 class ReuseModel(RequestModel):
     """Time that never goes back, the life tables, and the segments that they learn from: those of the largest tier.
 
-    `prompts` are kept for admissions; the tables learn from them where no tier has segments.
+    `prompts` are kept for admissions; the tables learn from them where no tier has segments. `is_followed`: the largest
+    tier evicts in the order that was learned, or did when this was saved.
     """
 
     NAME: ClassVar[str] = "reuse"
 
     def __init__(self) -> None:
         self.tables = LifeTables()
-        self.is_restored = False
+        self.is_followed = False
         self.now = 0.0
         self._started: float | None = None
         self._computed = 0.0
@@ -57,6 +58,11 @@ class ReuseModel(RequestModel):
         if self._teacher is None or spare or segments.capacity > self._teacher.capacity:
             self._teacher = segments
         self._taught = self._taught or segments is self._teacher
+
+    def follow(self, segments: Segments, learned: bool) -> None:
+        """The tier of these segments evicts in the learned order from now on, or in LRU's."""
+        if segments is self._teacher:
+            self.is_followed = learned
 
     def life_ended(self, segments: Segments, seg: int, gap: float) -> None:
         """A segment was used again, `gap` seconds after its last use."""
@@ -115,14 +121,15 @@ class ReuseModel(RequestModel):
 
     def save(self) -> bytes:
         counts = np.concatenate([np.array(self.tables.ended), np.array(self.tables.cut) + self._open_lives()])
-        return VERSION + zlib.compress(counts.astype("<f4").tobytes())
+        return VERSION + bytes([self.is_followed]) + zlib.compress(counts.astype("<f4").tobytes())
 
     def restore(self, saved: bytes) -> None:
         size = 2 * NUM_CLASSES * NUM_BUCKETS
         if not saved.startswith(VERSION):
             raise ValueError("these are no life tables of this version")
+        followed = saved[len(VERSION) : len(VERSION) + 1] == b"\x01"
         try:
-            counts = np.frombuffer(_inflate(saved[len(VERSION) :], 4 * size), "<f4").astype(np.float64)
+            counts = np.frombuffer(_inflate(saved[len(VERSION) + 1 :], 4 * size), "<f4").astype(np.float64)
         except zlib.error as error:
             raise ValueError(f"broken life tables: {error}") from None
         if len(counts) != size or not np.isfinite(counts).all() or (counts < 0).any():
@@ -130,7 +137,7 @@ class ReuseModel(RequestModel):
         self.tables.ended = array("d", counts[: size // 2].tobytes())
         self.tables.cut = array("d", counts[size // 2 :].tobytes())
         self.tables.recompute(np.zeros(size // 2))
-        self.is_restored = True
+        self.is_followed = followed
 
     def describe(self) -> Sequence[str]:
         hits, shares = self.tables.returns(BUCKETS_DESCRIBED, self._open_lives())
