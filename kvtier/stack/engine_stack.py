@@ -57,6 +57,8 @@ class EngineStack(StackCore):
         self._inbox: deque[Arrival] = deque()
         self._outbox: deque[tuple[Sequence[Emission], Sequence[PresenceQuery]]] = deque()
         self._waker = LoopWaker(self._start_sent)
+        # Its owner may take it again: a signal handler may close the stack in the middle of a step.
+        self._taking_in = threading.RLock()
         self._arrived = Latch()
         self._results: dict[JobId, JobResult] = {}
         self._abandoned: shutdown.Abandoned | None = None
@@ -91,7 +93,7 @@ class EngineStack(StackCore):
         self._waker.attach()
         await self._open_tiers()
         assert self._assembled is not None
-        self._assembled.plane.control.models.journal.lock = threading.Lock()
+        self._assembled.plane.control.models.journal.lock = self._taking_in
 
     def _undo_open(self) -> None:
         """Close the tiers if all of them were open when the engine's thread was interrupted."""
@@ -369,11 +371,15 @@ class EngineStack(StackCore):
         self._take_in()
 
     def _take_in(self) -> None:
-        """In the loop's thread: between two pieces the engine's thread has its turn."""
+        """In the loop's thread: between two pieces the engine's thread has its turn. It never waits for that one."""
         assembled = self._assembled
-        if assembled is None or assembled.plane is self._failed:
+        if assembled is None or assembled.plane is self._failed or not self._taking_in.acquire(blocking=False):
             return
-        if assembled.plane.control.models.journal.take_in_some():
+        try:
+            more = assembled.plane.control.models.journal.take_in_some()
+        finally:
+            self._taking_in.release()
+        if more:
             asyncio.get_running_loop().call_soon(self._take_in)
 
     def _deliver(self, batch: Sequence[Arrival]) -> None:

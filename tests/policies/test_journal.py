@@ -58,7 +58,8 @@ def test_a_second_thread_makes_no_difference() -> None:
     def take_in_on_and_on() -> None:
         while not done.is_set():
             for journal in journals:
-                journal.take_in_some()
+                with journal.lock:
+                    journal.take_in_some()
 
     def share(journal: Journal) -> None:
         if not journals:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 
@@ -436,3 +437,23 @@ def test_what_a_policy_raises_in_the_stack_s_thread_fails_the_control_plane(tmp_
         assert stack.lookup(names[:8]) == [LookupResult.MISS] * 8
         assert store(stack, engine, whole(names[8:], 8)) == ["dropped:tier_down"] * 8
         assert stack.stats().errors == 1
+
+
+def test_a_signal_handler_closes_the_stack_while_a_policy_takes_in_what_it_is_told(tmp_path):
+    """The engine's thread has the journal's lock then."""
+    engine, names = Engine(PLAIN, 64), keys(8)
+    stack, _ = engine_stack(engine, 16, fs(tmp_path / "r", policy="reuse"))
+    with stack:
+        journal, closed = stack._assembled.plane.control.models.journal, []
+
+        def handler(number, frame) -> None:
+            closed.append(stack.close())
+
+        before = signal.signal(signal.SIGUSR1, handler)
+        try:
+            stack.begin_request(RequestId("a"), names)
+            journal.add(lambda: signal.raise_signal(signal.SIGUSR1))
+            journal.take_in()
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        assert len(closed) == 1

@@ -24,8 +24,8 @@ PIECE = 8
 class Journal:
     """The calls that the models and policies of one stack have yet to take in, in the order in which they were made.
 
-    One thread calls `add` and `take_in`. A second one may call `take_in_some` once `lock` is a lock. A call that raises
-    there leaves its policy half-way through a change: `add` and `take_in` raise the same from then on.
+    One thread calls `add` and `take_in`. A second one may call `take_in_some` while it holds `lock`, once that is one.
+    A call that raises there leaves its policy half-way through a change: `add` and `take_in` raise it from then on.
     """
 
     def __init__(self) -> None:
@@ -50,19 +50,18 @@ class Journal:
                 call(*arguments)
 
     def take_in_some(self) -> bool:
-        """Make some of the calls that wait; True if more are left. From the second thread. Never raises."""
-        with self.lock:
-            if self._error is not None:
-                return False
-            calls = self._calls
-            try:
-                for _ in range(min(PIECE, len(calls))):
-                    call, arguments = calls.popleft()
-                    call(*arguments)
-            except BaseException as error:
-                self._error = error
-                return False
-            return bool(calls)
+        """Make some of the calls that wait; True if more are left. From a thread that holds `lock`. Never raises."""
+        if self._error is not None:
+            return False
+        calls = self._calls
+        try:
+            for _ in range(min(PIECE, len(calls))):
+                call, arguments = calls.popleft()
+                call(*arguments)
+        except BaseException as error:
+            self._error = error
+            return False
+        return bool(calls)
 
 
 class JournaledPolicy(RequestPolicy):
