@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
 from kvtier.control.policies import EvictionPolicy, JournaledPolicy, RequestModels
+from kvtier.control.tiers.admission import LateAdmission
 from kvtier.control.tiers.aged_tier import AgedTier
 from kvtier.control.tiers.breaker import Breaker, BreakerState
 from kvtier.control.tiers.counters import TierCounters
@@ -81,9 +82,9 @@ class LowerTier:
     the same, unless more than a key's slot decides whether the key is present.
     Its transfers hold at most `rows_max` CPU rows at once (`rows_in_flight`), those whose job is late and has
     not really ended included (`rows_late`). So a frozen tier never takes more of the CPU tier than that.
-    `admission` decides which blocks the tier takes; None: every one. `chooses`: it decides as they are about to be
-    evicted from their rows, because writes are limited. `follows`: its policy follows requests. Then
-    rows, given leaf before root, are queued root first: `queue_step` is how they are walked.
+    `admission` decides which blocks the tier takes; None: every one. `chooser`: the same, if it decides as blocks are
+    about to be evicted from their rows, because writes are limited. `follows`: its policy follows requests. Then rows,
+    given leaf before root, are queued root first: `queue_step` is how they are walked.
     Of its write-back: `queue` has the (row, generation) of dirty rows that wait, `send_at` is when they go at the
     latest, `stores_in_flight` are the blocks that were sent, in an order that `store_order` keeps.
     `room_breaker` opens when even the places of evicted blocks are refused because the disk is full.
@@ -123,7 +124,7 @@ class LowerTier:
         self.admission = make_admission(
             plan.admit, models or RequestModels(), self.allowance, 4 * rows_max if limited else 0, self.follows
         )
-        self.chooses = limited and self.admission is not None
+        self.chooser = self.admission if limited and isinstance(self.admission, LateAdmission) else None
         self.queue: deque[tuple[int, int]] = deque()
         self.send_at = math.inf
         self.stores_in_flight = 0

@@ -202,3 +202,18 @@ def test_its_memory_is_what_the_options_say_and_strangers_are_not_taken_for_know
     assert not any(memory.admits(key(n), False, absent) for n in range(50_000))
     assert all(memory.admits(key(n), False, absent) for n in range(50_000))
     assert memory.admits(key(1 << 40), True, absent)
+
+
+@BOTH
+def test_within_a_write_budget_it_decides_as_blocks_are_stored(kind):
+    """It has none of its own; a tier on a server keeps to the budget by itself."""
+    world = choosy(kind, write_policy="on_evict", write_bytes_per_day=1 << 30)
+    in_rows(world, 1, 2, 3)
+    in_rows(world, 2, 3)
+    assert world.plane.dirty_rows == 2
+    world.store(*range(10, 18))
+    world.run_all()
+    lower = world.plane.control.lowers[0]
+    assert [bool(lower.index.presence(key(n), world.now)) for n in (1, 2, 3)] == [False, True, True]
+    assert counted(world) == (2, 11, 0)
+    world.check()

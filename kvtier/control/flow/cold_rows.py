@@ -12,13 +12,13 @@ from collections.abc import Collection, Sequence
 from kvtier.control.flow.dirty_rows import DirtyRows
 from kvtier.control.flow.refused_rows import RefusedRows
 from kvtier.control.state import ControlState, LowerTier
-from kvtier.control.tiers.admission import Admission
+from kvtier.control.tiers.admission import LateAdmission
 from kvtier.types.jobs import SkipReason
 from kvtier.types.keys import OffloadKey
 
 
 class ColdRows:
-    """Chooses among the coldest dirty rows for tiers that do (`LowerTier.chooses`)."""
+    """Chooses among the coldest dirty rows for tiers that do (`LowerTier.chooser`)."""
 
     def __init__(self, control: ControlState, dirty: DirtyRows, refused: RefusedRows) -> None:
         self._cpu = control.cpu
@@ -29,7 +29,7 @@ class ColdRows:
         """The tier lacks the blocks of these rows, which were filled or used."""
         self._dirty.mark(rows, lower.bit)
         if not used_again:
-            admission = _admission(lower)
+            admission = _chooser(lower)
             admission.offered(list(map(self._key, rows)))
             lower.counters.computed_again = admission.computed_again
 
@@ -62,7 +62,7 @@ class ColdRows:
         """Queue this row, whatever it brings, with those before it. False if not all of those are in rows."""
         if self._dirty.due[row] & lower.bit:
             return True
-        admission = _admission(lower)
+        admission = _chooser(lower)
         rows = [row]
         for parent in admission.parents(self._key(row)):
             if self._on_its_way(lower, parent, now):
@@ -74,6 +74,7 @@ class ColdRows:
         for found in reversed(rows):
             self._refused.take(lower, found)
             admission.admit_parent(self._key(found))
+        self._dirty.mark_due(rows, lower.bit)
         self._queue(lower, rows)
         return True
 
@@ -87,7 +88,7 @@ class ColdRows:
         if followed is not None and refused.bypassed(followed, (key,)):
             refused.add(lower, row, SkipReason.BYPASSED)
             return []
-        admission = _admission(lower)
+        admission = _chooser(lower)
         keys = admission.evicting(
             key, lambda other: self._on_its_way(lower, other, now), lambda other: self._cpu.ready(other) is None
         )
@@ -107,13 +108,12 @@ class ColdRows:
 
     def _follows_one_of(self, lower: LowerTier, row: int, rows: Collection[int]) -> bool:
         """True if one of these rows has the block right before that of `row`."""
-        parent = next(iter(_admission(lower).parents(self._key(row))), None) if rows else None
+        parent = next(iter(_chooser(lower).parents(self._key(row))), None) if rows else None
         return parent is not None and self._cpu.ready(parent) in rows
 
     def _queue(self, lower: LowerTier, rows: Sequence[int]) -> None:
-        """These rows, given leaf before root, are to be sent now."""
+        """These rows, given leaf before root, are due: they are to be sent now."""
         generations = self._cpu.table.generation
-        self._dirty.mark_due(rows, lower.bit)
         lower.queue.extend((row, generations[row]) for row in rows[:: lower.queue_step])
 
     def _key(self, row: int) -> OffloadKey:
@@ -135,6 +135,6 @@ class ColdRows:
         return clean and lower.index.presence(key, now) is None
 
 
-def _admission(lower: LowerTier) -> Admission:
-    assert lower.admission is not None
-    return lower.admission
+def _chooser(lower: LowerTier) -> LateAdmission:
+    assert lower.chooser is not None
+    return lower.chooser

@@ -105,7 +105,7 @@ class Demotions:
         needed = self._needed(lower, rows[:: lower.queue_step], now)
         if lower.admission is None:
             self._mark(lower, needed)
-        elif lower.chooses:
+        elif lower.chooser is not None:
             self._cold.offered(lower, needed, used_again)
         else:
             for row in needed:
@@ -149,7 +149,7 @@ class Demotions:
             if lower.held_back or self.closing or not lower.may_store(now) or not lower.index.needs(key, now):
                 wanted = wanted or bool(self.dirty.bits[row] & lower.bit)
                 continue
-            if lower.chooses:
+            if lower.chooser is not None:
                 wanted = self._cold.write_back(lower, row, now) or wanted
                 continue
             queued = self.dirty.bits[row] & lower.bit and not lower.on_evict
@@ -215,7 +215,7 @@ class Demotions:
             if not allowed:
                 if lower.refusal is not None:
                     self._give_up(lower, lower.refusal)
-            elif lower.chooses:
+            elif lower.chooser is not None:
                 self._cold.choose(lower, self._rows_needed(lower) - lower.stores_in_flight - len(lower.queue), now)
                 self._plan_queue(lower, now)
             elif lower.on_evict:
@@ -291,7 +291,7 @@ class Demotions:
     def drain(self, now: float) -> None:
         """Closing: demote rows that are dirty for an `on_evict` tier, as far as the limits allow."""
         for lower in self.control.lowers:
-            if lower.chooses:
+            if lower.chooser is not None:
                 self._cold.choose(lower, self.dirty.count, now, warmest_first=True)
                 self._plan_queue(lower, now)
             elif lower.on_evict:

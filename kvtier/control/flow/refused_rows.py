@@ -40,7 +40,7 @@ class RefusedRows:
         """A tier is not sent the blocks of these rows, although they were to be."""
         if lower.admission is not None:
             lower.admission.given_up(list(map(self._cpu.table.keys.__getitem__, rows)))  # type: ignore[arg-type]
-        if lower.chooses:
+        if lower.chooser is not None:
             for row in rows:
                 self.offer_again(lower, row)
 
@@ -98,7 +98,7 @@ class RefusedRows:
             row = self._cpu.ready(other)
             if row is None:
                 return False
-            if lower.chooses:
+            if lower.chooser is not None:
                 return bool((self._dirty.due[row] | self._dirty.sending[row]) & lower.bit)
             return bool(self._dirty.bits[row] & lower.bit)
 

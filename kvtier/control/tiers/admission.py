@@ -31,16 +31,6 @@ class Admission(ABC):
         are asked for leaf first.
         """
 
-    def offered(self, keys: Sequence[OffloadKey]) -> None:  # noqa: B027 (only where it is decided later)
-        """These blocks were stored. Whether they are written will be asked with `evicting`."""
-
-    def evicting(
-        self, key: OffloadKey, holds: Callable[[OffloadKey], bool], stuck: Callable[[OffloadKey], bool]
-    ) -> Sequence[OffloadKey]:
-        """The blocks to send now because this one is about to be evicted, leaf first: it and those of `parents` that
-        the tier lacks, or some of them from the root on. `stuck` blocks cannot be sent now."""
-        raise NotImplementedError
-
     @abstractmethod
     def parents(self, key: OffloadKey) -> Iterable[OffloadKey]:
         """The blocks without which this one is not reachable, the nearest first: they are written with it."""
@@ -73,6 +63,21 @@ class Admission(ABC):
     @abstractmethod
     def computed_again(self) -> int:
         """Blocks that came again from the engine after they were not admitted: the hits that it cost."""
+
+
+class LateAdmission(Admission):
+    """An admission that may decide as the CPU tier is about to evict a block, and not when it was stored."""
+
+    @abstractmethod
+    def offered(self, keys: Sequence[OffloadKey]) -> None:
+        """These blocks were stored. Whether they are written will be asked with `evicting`."""
+
+    @abstractmethod
+    def evicting(
+        self, key: OffloadKey, holds: Callable[[OffloadKey], bool], stuck: Callable[[OffloadKey], bool]
+    ) -> Sequence[OffloadKey]:
+        """The blocks to send now because this one is about to be evicted, leaf first: it and those of `parents` that
+        the tier lacks, or some of them from the root on. `stuck` blocks cannot be sent now."""
 
 
 class SecondUse(Admission):

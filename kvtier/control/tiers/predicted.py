@@ -13,7 +13,7 @@ from kvtier.control.policies.prediction.life_tables import SHRINK, FloatArray
 from kvtier.control.policies.prediction.model import ReuseModel
 from kvtier.control.policies.prediction.prompts import Prompt
 from kvtier.control.policies.prediction.segments import NONE
-from kvtier.control.tiers.admission import Admission, SecondUse
+from kvtier.control.tiers.admission import Admission, LateAdmission, SecondUse
 from kvtier.control.tiers.write_allowance import WriteAllowance
 from kvtier.options import AdmissionName
 from kvtier.types.keys import OffloadKey
@@ -30,7 +30,7 @@ REFUSED_KEYS = 1 << 16
 """Blocks that were not admitted that are remembered, twice at most."""
 
 
-class Predicted(Admission):
+class Predicted(LateAdmission):
     """Admits a block whose expected hits are at least `HITS_MIN`, or what `pace` asks for where writes are limited.
 
     `followed`: the tier's policy follows requests; then they are at least `FOLLOWED_HITS_MIN`.
