@@ -116,8 +116,9 @@ class OrderChoice:
         lengths = np.frombuffer(segments.length, np.int32, segments.used)[::step][by_age]
         kinds = np.frombuffer(segments.kind, np.uint16, segments.used)[::step][by_age]
         values = lowest[kinds, np.searchsorted(BOUNDS, ages, "right")]
+        by_value = np.argsort(values)[::-1]
         room = self._num_slots // step
-        youngest_out, out = _first_out(lengths, room), _first_out(lengths[by_value := np.argsort(values)[::-1]], room)
+        youngest_out, out = _first_out(lengths, room), _first_out(lengths[by_value], room)
         oldest = np.inf if youngest_out is None else float(ages[youngest_out])
         if out is None:
             return Fit(oldest, lowest, -1.0, np.inf)

@@ -263,9 +263,7 @@ class Reuse(RequestPolicy):
         if admitted != compared:
             protected = self._prefixes(self._announced.find(admitted))
         self._admitted, self._compared = (), ((), set())
-        untracked = self._take_untracked(count, pins) if self._tree.num_untracked else []
-        parts = self._take_leaves(count - len(untracked), pins, protected)
-        chosen = list(chain(untracked, *[slots for _, slots in parts]))
+        chosen, untracked, parts = self._take(count, pins, protected)
         if len(chosen) < count:
             # Pinned leaves are in the way, or what is about to grow: any block that is not pinned.
             others = list(islice((slot for slot in self.coldest() if not pins[slot]), count - len(chosen)))
@@ -277,9 +275,7 @@ class Reuse(RequestPolicy):
         return chosen
 
     def evict_some(self, count: int, pins: Sequence[int]) -> list[int]:
-        untracked = self._take_untracked(count, pins) if self._tree.num_untracked else []
-        parts = self._take_leaves(count - len(untracked), pins, set())
-        return list(chain(untracked, *[slots for _, slots in parts]))
+        return self._take(count, pins, set())[0]
 
     def bypass(self, keys: Sequence[OffloadKey], evictions: int, pins: Sequence[int]) -> Sequence[int]:
         order, held, room = self._order, self._tree.segments.held, self._tree.num_untracked
@@ -329,6 +325,14 @@ class Reuse(RequestPolicy):
                 segs.add(seg)
                 segs.add(parent[seg])
         return segs
+
+    def _take(
+        self, count: int, pins: Sequence[int], protected: set[int]
+    ) -> tuple[list[int], list[int], list[tuple[int, list[int]]]]:
+        """Up to so many slots, and what they are: untracked ones, then those of the leaves of the lowest worth."""
+        untracked = self._take_untracked(count, pins) if self._tree.num_untracked else []
+        parts = self._take_leaves(count - len(untracked), pins, protected)
+        return list(chain(untracked, *[slots for _, slots in parts])), untracked, parts
 
     def _take_untracked(self, count: int, pins: Sequence[int]) -> list[int]:
         tree = self._tree

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from bisect import bisect_right
 from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
 
 from kvtier.control.policies.base import RequestModel
-from kvtier.control.policies.prediction.classes import BUCKET_BOUNDS, NUM_BUCKETS, NUM_CLASSES, USES
+from kvtier.control.policies.prediction.classes import BUCKET_BOUNDS, NUM_BUCKETS, NUM_CLASSES, USES, bucket_of
 from kvtier.control.policies.prediction.life_tables import FloatArray, LifeTables
 from kvtier.control.policies.prediction.prompts import Prompts
 from kvtier.control.policies.prediction.segments import Segments
@@ -67,12 +66,12 @@ class ReuseModel(RequestModel):
     def life_ended(self, segments: Segments, seg: int, gap: float) -> None:
         """A segment was used again, `gap` seconds after its last use."""
         if segments.counts[seg] and segments is self._teacher:
-            self.tables.ended[segments.kind[seg] * NUM_BUCKETS + bisect_right(BUCKET_BOUNDS, gap)] += 1.0
+            self.tables.ended[segments.kind[seg] * NUM_BUCKETS + bucket_of(gap)] += 1.0
 
     def life_cut(self, segments: Segments, seg: int) -> None:
         """A segment is dropped: it is not known whether it is used again."""
         if segments.counts[seg] and segments is self._teacher:
-            bucket = bisect_right(BUCKET_BOUNDS, self.now - segments.touched[seg])
+            bucket = bucket_of(self.now - segments.touched[seg])
             self.tables.cut[segments.kind[seg] * NUM_BUCKETS + bucket] += 1.0
 
     def begin_request(self, use: RequestUse) -> None:

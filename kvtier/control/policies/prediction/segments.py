@@ -167,17 +167,16 @@ class Segments:
 
     def revive(self, seg: int) -> None:
         """A ghost holds blocks again."""
-        if self.ghosts.next[seg] >= 0:
+        if self._is_ghost(seg):
             self.ghosts.unlink((seg,))
             self.ghost_blocks -= self.length[seg]
 
     def oldest_ghost(self) -> int:
         """The ghost to drop next, or NONE. A ghost above a segment that holds blocks becomes the newest instead."""
-        kids, after, end = self.kids, self.ghosts.next, self.capacity
-        seg = after[end]
-        while seg != end and kids[seg]:
-            seg = after[seg]
-        return seg if seg != end else NONE
+        for seg in self.ghosts.from_coldest(0):
+            if not self.kids[seg]:
+                return seg
+        return NONE
 
     def drop(self, seg: int) -> None:
         """Forget a ghost."""
