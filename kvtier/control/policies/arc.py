@@ -66,7 +66,8 @@ class ARC(EvictionPolicy):
             self._promised[key] = None
             if len(self._promised) > self._capacity:
                 self._promised.popitem(last=False)
-        self._tie_to_once = found == AGAIN
+        if keys:
+            self._tie_to_once = found == AGAIN
 
     def insert(self, slots: Sequence[int]) -> None:
         """Slots of promised keys enter T2, others T1."""
