@@ -136,8 +136,8 @@ class OneTier:
 
     def _store(self, missing: list[OffloadKey]) -> None:
         need = len(missing) - len(self.free)
-        if need > 0 and isinstance(self.policy, RequestPolicy):
-            bypassed = set(self.policy.bypass(missing, need, self.pins))
+        asked = need > 0 and isinstance(self.policy, RequestPolicy)
+        if asked and (bypassed := set(self.policy.bypass(missing, need, self.pins))):
             missing = [key for index, key in enumerate(missing) if index not in bypassed]
             need = len(missing) - len(self.free)
         self.policy.admit(missing[::-1])

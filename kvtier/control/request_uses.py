@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import filterfalse, repeat
 
-from kvtier.control.policies import RequestPolicy
 from kvtier.control.state import ControlState
 from kvtier.control.tiers.owned_tier import OwnedTier
 from kvtier.control.tiers.size_curve import SizeCurve
-from kvtier.control.tiers.slot_table import READY
+from kvtier.control.tiers.slot_table import FILLING, READY
 from kvtier.errors import UsageError
 from kvtier.types.keys import GroupIndex, OffloadKey, RequestId, key_group
 from kvtier.types.requests import NO_INFO, RequestInfo, RequestUse
@@ -25,6 +25,7 @@ OPEN_MAX = 65536
 """Requests that began and have not ended, at most: beyond that the oldest count as aborted."""
 BEHIND_MAX = 16
 """Times in a row before the last one, after which the clock counts as set back."""
+FIRST_GROUP = GroupIndex(0)
 NO_REQUEST = RequestId("")
 """The request of a use that came with `touch` alone."""
 
@@ -81,22 +82,28 @@ class RequestUses:
         """A request goes on with these blocks of its output; nothing happens unless it began and has not ended."""
         if not self._followed or request_id not in self._open:
             return
-        alone = self._one_group and len(keys) == 1
-        for group, chain in ((GroupIndex(0), tuple(keys)),) if alone else self._by_group(keys):
-            slots = [(follower.policy, _ready_slots(tier, chain)) for tier, follower in self._control.followers]
-            self._journal.add(self._extended, request_id, group, chain, slots)
+        if self._one_group and len(keys) == 1 and self._is_nowhere(keys[0]):
+            self._journal.add(self._extended, request_id, FIRST_GROUP, tuple(keys))
+            return
+        for group, chain in self._by_group(keys):
+            for model in self._control.models:
+                self._journal.add(model.extend_request, request_id, group, chain)
+            for tier, follower in self._control.followers:
+                follower.extend_request(request_id, group, chain, _ready_slots(tier, chain))
 
-    def _extended(
-        self,
-        request_id: RequestId,
-        group: GroupIndex,
-        chain: Sequence[OffloadKey],
-        slots: Sequence[tuple[RequestPolicy, Sequence[int]]],
-    ) -> None:
+    def _is_nowhere(self, key: OffloadKey) -> bool:
+        for tier, _ in self._control.followers:  # noqa: SIM110 (a generator takes longer than all of this)
+            if key in tier.directory:
+                return False
+        return True
+
+    def _extended(self, request_id: RequestId, group: GroupIndex, chain: Sequence[OffloadKey]) -> None:
+        """From the journal: with blocks that no tier has, as nearly all are."""
         for model in self._control.models:
             model.extend_request(request_id, group, chain)
-        for policy, ready in slots:
-            policy.extend_request(request_id, group, chain, ready)
+        nowhere = [-1] * len(chain)
+        for _, follower in self._control.followers:
+            follower.policy.extend_request(request_id, group, chain, nowhere)
 
     def touched(self, keys: Sequence[OffloadKey], now: float) -> None:
         """An embedder used these keys: a request of its own, unless it announces those as they begin."""
@@ -168,7 +175,7 @@ class RequestUses:
         """The chain of each group that keeps one, without keys that come twice."""
         distinct = list(dict.fromkeys(keys))
         if self._one_group:
-            return [(GroupIndex(0), distinct)] if distinct else []
+            return [(FIRST_GROUP, distinct)] if distinct else []
         groups: dict[GroupIndex, list[OffloadKey]] = {}
         for key in distinct:
             groups.setdefault(key_group(key), []).append(key)
@@ -177,15 +184,15 @@ class RequestUses:
     def _count_new(self, keys: Sequence[OffloadKey], now: float) -> int:
         for index in self._control.indexes:
             if isinstance(index, OwnedTier):
-                keys = [key for key in keys if key not in index.directory]
+                keys = list(filterfalse(index.directory.__contains__, keys))
             else:
                 keys = [key for key in keys if not index.presence(key, now)]
         return len(keys)
 
 
 def _ready_slots(tier: OwnedTier, keys: Sequence[OffloadKey]) -> list[int]:
-    if tier.directory.keys().isdisjoint(keys):
-        return [-1] * len(keys)
+    slots = list(map(tier.directory.get, keys, repeat(-1)))
     state, kept = tier.table.state, tier.retained.slots
-    slots = map(tier.directory.get, keys)
-    return [slot if slot is not None and state[slot] == READY and slot not in kept else -1 for slot in slots]
+    if kept or tier.table.counts[FILLING]:
+        return [slot if slot >= 0 and state[slot] == READY and slot not in kept else -1 for slot in slots]
+    return slots

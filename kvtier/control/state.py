@@ -363,11 +363,6 @@ class ControlState(JobTable[InFlight]):
         self.reclaim_at = math.inf
         self.list_indexes()
 
-    def finish(self, result: JobResult, now: float) -> InFlight:
-        for tier, _ in self.followers:
-            tier.make_room()
-        return super().finish(result, now)
-
     def list_indexes(self) -> None:
         """Lower tiers were taken in or are held back."""
         self.indexes = [self.cpu, *(lower.index for lower in self.lowers if not lower.held_back)]

@@ -66,7 +66,6 @@ class ShadowTier:
         if self._uses is None:
             tier.touch([slot for slot in reversed(slots) if slot is not None])
         else:
-            tier.make_room()
             left_out = set(tier.bypassed(absent))
             absent = [key for key in absent if key not in left_out]
         room = self._num_blocks - (len(slots) - slots.count(None))

@@ -7,7 +7,8 @@ from typing import TypeVar
 
 from kvtier.control.policies.arc import ARC
 from kvtier.control.policies.base import EvictionPolicy, RequestModel, RequestPolicy
-from kvtier.control.policies.journal import Journal, JournaledPolicy
+from kvtier.control.policies.journal import Journal
+from kvtier.control.policies.journaled_policy import JournaledPolicy
 from kvtier.control.policies.lru import LRU
 from kvtier.control.policies.reuse import Reuse
 from kvtier.errors import ConfigError

@@ -153,11 +153,19 @@ class RequestPolicy(EvictionPolicy):
         """Which of these keys, by index, are worth less than what would be evicted for them. Changes nothing.
 
         None of the keys has a slot. They are in prefix order, perhaps of several requests; to place them all takes
-        `evictions` evictions, or took them ahead of need: at most as many as there are keys. What is returned is not
+        `evictions` evictions, at most as many as there are keys. What is returned is not
         placed: a key is not to be left out where a child of it is kept, here or in the tier.
         """
 
+    @property
+    def places_all(self) -> bool:
+        """True if `bypass` would leave out nothing, whatever it is asked, until the next request begins."""
+        return False
+
     def evict_some(self, count: int, pins: Sequence[int]) -> Sequence[int]:
-        """Choose and forget at most `count` slots with `pins[slot] == 0`, those that are easily found; no block waits
-        for them yet."""
+        """Choose and forget at most `count` slots with `pins[slot] == 0`, those that are easily found.
+
+        It is ahead of need: they stay ready until a block needs a slot, and one that is used before that is inserted
+        again, after that use.
+        """
         return self.evict(count, pins) or ()

@@ -277,9 +277,13 @@ class Reuse(RequestPolicy):
     def evict_some(self, count: int, pins: Sequence[int]) -> list[int]:
         return self._take(count, pins, set())[0]
 
+    @property
+    def places_all(self) -> bool:
+        return not self._order.choice.learned
+
     def bypass(self, keys: Sequence[OffloadKey], evictions: int, pins: Sequence[int]) -> Sequence[int]:
         order, held, room = self._order, self._tree.segments.held, self._tree.num_untracked
-        if evictions <= room or not order.choice.learned:
+        if evictions <= room or self.places_all:
             return ()
         runs = self._announced.find(keys)
         prefixes = self._prefixes(runs)

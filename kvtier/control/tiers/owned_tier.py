@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from kvtier.control.policies import EvictionPolicy, JournaledPolicy, RequestModels, RequestPolicy, make_policy
 from kvtier.control.tiers.placement import Placement
 from kvtier.control.tiers.retained_slots import RetainedSlots
-from kvtier.control.tiers.room_ahead import RoomAhead
 from kvtier.control.tiers.size_curve import SizeCurve
 from kvtier.control.tiers.slot_table import FILLING, FREE, QUARANTINED, READY, RETIRED, SlotTable
 from kvtier.control.tiers.tier_index import TierIndex
@@ -46,8 +45,9 @@ class OwnedTier(TierIndex):
         self.policy = make_policy(policy, space.num_slot_ids, self.table.keys, models)
         self.follower: JournaledPolicy | None = None
         if isinstance(self.policy, RequestPolicy):
-            self.policy = self.follower = JournaledPolicy(self.policy, models.journal)
-        self._room = RoomAhead(space.num_slot_ids if self.placement.one_size else 0)
+            self.policy = self.follower = JournaledPolicy(
+                self.policy, models.journal, space.num_slot_ids if self.placement.one_size else 0
+            )
         self.retained = RetainedSlots(self.table, self.policy, space.slot_bytes)
         self.directory: dict[OffloadKey, int] = {}
         self.evictions = 0
@@ -113,10 +113,10 @@ class OwnedTier(TierIndex):
     def bypassed(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Those of the keys, given in prefix order, that are worth less than what they would evict.
 
-        None of the keys may be in the directory. Empty where the policy does not follow requests, and while there is
-        room.
+        None of the keys may be in the directory. Empty where the policy does not follow requests, for few blocks, and
+        while there is room.
         """
-        if self.follower is None or self.placement.has_unformatted:
+        if self.follower is None or len(keys) <= self.follower.few_blocks or self.placement.has_unformatted:
             return []
         if self.placement.one_size:
             return self._bypassed_of_size(0, keys)
@@ -125,7 +125,7 @@ class OwnedTier(TierIndex):
         return [key for size, some in of_size for key in self._bypassed_of_size(size, some)]
 
     def _bypassed_of_size(self, size: int, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        evictions = self._room.evictions(len(keys), self.placement.free_count[size])
+        evictions = len(keys) - self.placement.free_count[size]
         if evictions <= 0 or self.follower is None:
             return []
         return [keys[index] for index in self.follower.bypass(keys, evictions, self.table.pins)]
@@ -178,13 +178,6 @@ class OwnedTier(TierIndex):
         victims = (self.policy.evict(count, self.table.pins) if count else None) or ()
         self._free_evicted(victims)
         return len(victims)
-
-    def make_room(self) -> None:
-        """Evict ahead of need, where the policy follows requests."""
-        if self.follower is not None and self.placement.exhausted:
-            wanted = self._room.wanted(self.placement.free_count[0], self.table.evictable)
-            if wanted:
-                self._free_evicted(self.follower.evict_some(wanted, self.table.pins))
 
     def _evict_of_size(self, size: int, count: int, limits: list[int] | None = None) -> int:
         """Evict the coldest slots of a size, at most `limits[r]` of root r."""

@@ -111,6 +111,7 @@ class PolicyTier:
             left_out = list(self.follower.bypass(fresh, evictions, self.pins))
             assert len(set(left_out)) == len(left_out)
             assert all(0 <= index < len(fresh) for index in left_out)
+            assert not (left_out and self.follower.places_all)
             self.log.append(tuple(left_out))
             fresh = [key for index, key in enumerate(fresh) if index not in set(left_out)]
         fresh = fresh[: len(self.free) + unpinned]
