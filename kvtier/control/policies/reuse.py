@@ -170,10 +170,10 @@ class Reuse(RequestPolicy):
         touched, uses, kind, counts, now = (
             segments.touched, segments.uses, segments.kind, segments.counts, model.now,
         )  # fmt: skip
-        found_uses, lengths, offer = list[Use](), segments.length, self._order.offer
+        found_uses, lengths, held, offer = list[Use](), segments.length, segments.held, self._order.offer
         for seg in path:
             gap = now - touched[seg]
-            found_uses.append((kind[seg], gap, lengths[seg]))
+            found_uses.append((kind[seg], gap, lengths[seg], held[seg]))
             model.life_ended(segments, seg, gap)
             count = uses[seg]
             if count < USES_MAX:
