@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvtier.types.keys import GroupIndex, OffloadKey, RequestId
 
@@ -26,8 +27,7 @@ class RequestInfo:
 NO_INFO = RequestInfo()
 
 
-@dataclass(frozen=True, slots=True)
-class RequestUse:
+class RequestUse(NamedTuple):
     """One request begins and uses these blocks of one KV cache group: for policies that follow requests.
 
     `keys` are in prefix order from position 0: `keys[i - 1]` is the parent of `keys[i]`, and no key comes twice. They

@@ -9,7 +9,6 @@ would count as one, once in about 2^64 / capacity lookups: a wrong guess about o
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import compress
 from operator import attrgetter
@@ -91,7 +90,8 @@ class AnnouncedBlocks:
                     latest[key].whole = False
         announcement = Announcement(self._announcements, seg, self._segments.stamp[seg], position, some)
         self._announcements += 1
-        latest.update(dict.fromkeys(some, announcement))
+        for key in some:
+            latest[key] = announcement
 
     def find(self, keys: Sequence[OffloadKey]) -> list[AnnouncedRun]:
         """Which segments these keys belong to, in their order."""
@@ -119,7 +119,8 @@ class AnnouncedBlocks:
                     end = self._agreed(found, place, keys, start, end)
                 self._run(runs, start, end, found.seg, found.stamp, found.position + place)
                 if takes:
-                    deque(map(latest.__delitem__, keys[start:end]), maxlen=0)
+                    for key in keys[start:end]:
+                        del latest[key]
                     if place:
                         found.whole = False
                     elif end - start < len(known):
