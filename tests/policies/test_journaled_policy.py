@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -123,6 +124,30 @@ def test_when_it_is_taken_in_makes_no_difference(seed: int) -> None:
     assert play(seed, lambda journal: journal.take_in()) == late
     assert play(seed, lambda journal: journal.take_in_some() and None) == late
     assert play(seed, lambda journal: journal.take_in_some() and None if rng.random() < 0.2 else None) == late
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_second_thread_makes_no_difference(seed: int) -> None:
+    alone, journals, done = play(seed), list[Journal](), threading.Event()
+
+    def take_in_on_and_on() -> None:
+        while not done.is_set():
+            for journal in journals:
+                with journal.lock:
+                    journal.take_in_some()
+
+    def share(journal: Journal) -> None:
+        if not journals:
+            journal.lock = threading.RLock()
+            journals.append(journal)
+
+    thread = threading.Thread(target=take_in_on_and_on)
+    thread.start()
+    try:
+        assert play(seed, share) == alone
+    finally:
+        done.set()
+        thread.join()
 
 
 class PlacesAll(FollowingLRU):
