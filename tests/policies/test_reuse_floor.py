@@ -49,6 +49,20 @@ def test_reuse_hits_as_much_as_lru(name: str, count: int, sizes: tuple[int, ...]
         assert reuse >= lru - LOSS_MAX
 
 
+@pytest.mark.parametrize("chats", [0, 3000])
+def test_what_comes_back_is_kept_after_much_that_never_did(chats: int) -> None:
+    """One-block prompts: 2,000 that never come back, then of 2,000 every fifth is that of two before."""
+    requests = TRACES["chats"](SEED, chats)
+    begin = requests[-1].time if requests else 0.0
+    requests += [asked(begin + 3.0 * number, prompt(f"once {number}", 1)) for number in range(2000)]
+    for number in range(2000):
+        name = number - 2 if number % 5 == 4 else number
+        requests.append(asked(begin + 6000.0 + 3.0 * number, prompt(f"again {name}", 1)))
+    tier = OneTier("reuse", 1000)
+    hits = [tier.serve(number, request) for number, request in enumerate(requests)]
+    assert sum(hits[-2000:]) == 400
+
+
 @pytest.mark.trace
 @pytest.mark.skipif(not CONVERSATION.is_file(), reason="no trace: put conversation.jsonl into ../shared/traces")
 def test_conversation_hits_what_was_promised() -> None:
