@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 
 import numpy as np
 import pytest
+from support_journal import second_thread
 
 from kvtier.control.policies.journal import ENTRIES_MAX, PIECE, Journal
 from kvtier.traces.requests import Request
@@ -53,26 +53,9 @@ def test_when_it_is_taken_in_makes_no_difference(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_second_thread_makes_no_difference() -> None:
-    alone, journals, done = play(), list[Journal](), threading.Event()
-
-    def take_in_on_and_on() -> None:
-        while not done.is_set():
-            for journal in journals:
-                with journal.lock:
-                    journal.take_in_some()
-
-    def share(journal: Journal) -> None:
-        if not journals:
-            journal.lock = threading.Lock()
-            journals.append(journal)
-
-    thread = threading.Thread(target=take_in_on_and_on)
-    thread.start()
-    try:
+    alone = play()
+    with second_thread() as share:
         assert play(share) == alone
-    finally:
-        done.set()
-        thread.join()
 
 
 def test_calls_are_made_in_order_in_pieces() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable, Sequence
 
 import pytest
 from support_following import FollowingLRU
+from support_journal import second_thread
 
 from kvtier.control.policies import Journal, JournaledPolicy, RequestModels, make_policy
 from kvtier.types.keys import GroupIndex, OffloadKey, RequestId, make_key
@@ -128,26 +128,9 @@ def test_when_it_is_taken_in_makes_no_difference(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_second_thread_makes_no_difference(seed: int) -> None:
-    alone, journals, done = play(seed), list[Journal](), threading.Event()
-
-    def take_in_on_and_on() -> None:
-        while not done.is_set():
-            for journal in journals:
-                with journal.lock:
-                    journal.take_in_some()
-
-    def share(journal: Journal) -> None:
-        if not journals:
-            journal.lock = threading.RLock()
-            journals.append(journal)
-
-    thread = threading.Thread(target=take_in_on_and_on)
-    thread.start()
-    try:
+    alone = play(seed)
+    with second_thread() as share:
         assert play(seed, share) == alone
-    finally:
-        done.set()
-        thread.join()
 
 
 class PlacesAll(FollowingLRU):

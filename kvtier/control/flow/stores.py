@@ -65,13 +65,10 @@ class StoreRequest(StackRequest, FillWaiter):
         and what is left in a CPU tier too small for all of it is the front of the prefix.
         """
         control = self.control
-        follower = control.cpu.follower
-        if follower is not None or not self.demotions.admits_all:
-            keys = list(map(self.keys.__getitem__, self.todo))
-            if not self.demotions.admits_all:
-                self._use_again(keys, now)  # before room is counted: it pins rows
-            if follower is not None and len(keys) > follower.few_blocks:
-                self._bypass(keys, now)
+        if not self.demotions.admits_all:
+            self._use_again(now)  # before room is counted: it pins rows
+        if not control.cpu.places_unasked(len(self.todo)):
+            self._bypass(now)
         room = control.cpu.available
         if room and self._advance_all_new(room):
             return not self.todo
@@ -99,19 +96,21 @@ class StoreRequest(StackRequest, FillWaiter):
             control.wait_for_fill(directory[self.keys[index]], self, index)
         return not self.todo
 
-    def _use_again(self, keys: Sequence[OffloadKey], now: float) -> None:
+    def _use_again(self, now: float) -> None:
         """Rows that hold what is stored once more are offered again: once, or they would never be clean for long."""
+        keys = [self.keys[index] for index in reversed(self.todo)]
         if self.control.cpu.directory.keys().isdisjoint(keys):
             return
-        found = map(self.control.cpu.ready, reversed(keys))
+        found = map(self.control.cpu.ready, keys)
         rows = [row for row in found if row is not None and row not in self._used]
         self._used.update(rows)
         self.demotions.used(rows, now)
 
-    def _bypass(self, keys: Sequence[OffloadKey], now: float) -> None:
+    def _bypass(self, now: float) -> None:
         """Drop the blocks that neither the CPU tier nor a tier below would keep if it had them."""
         directory = self.control.cpu.directory
-        fresh = [key for key in dict.fromkeys(keys) if key not in directory]
+        keys = dict.fromkeys(map(self.keys.__getitem__, self.todo))
+        fresh = [key for key in keys if key not in directory]
         if bypassed := unwanted(self.control, fresh, now):
             for index in self.todo:
                 if self.keys[index] in bypassed:

@@ -153,8 +153,8 @@ class RequestPolicy(EvictionPolicy):
         """Which of these keys, by index, are worth less than what would be evicted for them. Changes nothing.
 
         None of the keys has a slot. They are in prefix order, perhaps of several requests; to place them all takes
-        `evictions` evictions, at most as many as there are keys. What is returned is not
-        placed: a key is not to be left out where a child of it is kept, here or in the tier.
+        `evictions` evictions, at most as many as there are keys. What is returned is not placed: a key is not to be
+        left out where a child of it is kept, here or in the tier.
         """
 
     @property

@@ -44,23 +44,22 @@ class Journal:
         with self.lock:
             if self._error is not None:
                 raise self._error
-            calls = self._calls
-            while calls:
-                call, arguments = calls.popleft()
-                call(*arguments)
-                self.done += 1
+            while self._calls:
+                self._make_next()
 
     def take_in_some(self) -> bool:
         """Make some of the calls that wait; True if more are left. From a thread that holds `lock`. Never raises."""
         if self._error is not None:
             return False
-        calls = self._calls
         try:
-            for _ in range(min(PIECE, len(calls))):
-                call, arguments = calls.popleft()
-                call(*arguments)
-                self.done += 1
+            for _ in range(min(PIECE, len(self._calls))):
+                self._make_next()
         except BaseException as error:
             self._error = error
             return False
-        return bool(calls)
+        return bool(self._calls)
+
+    def _make_next(self) -> None:
+        call, arguments = self._calls.popleft()
+        call(*arguments)
+        self.done += 1

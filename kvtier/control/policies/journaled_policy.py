@@ -84,11 +84,11 @@ class JournaledPolicy(RequestPolicy):
 
     def remove(self, slots: Sequence[int]) -> None:
         self._take_in()
-        self.policy.remove(self._others(slots))
+        self.policy.remove(self._own(slots))
 
     def forget(self, slots: Sequence[int]) -> None:
         self._take_in()
-        self.policy.forget(self._others(slots))
+        self.policy.forget(self._own(slots))
 
     def evict(self, count: int, pins: Sequence[int]) -> list[int] | None:
         victims = self._first_ahead(count, pins)
@@ -161,32 +161,38 @@ class JournaledPolicy(RequestPolicy):
         self._chosen.update(dict.fromkeys(self.policy.evict_some(count + self._short, self._no_pins)))
         self._short = 0
 
-    def _others(self, slots: Sequence[int]) -> Sequence[int]:
+    def _own(self, slots: Sequence[int]) -> Sequence[int]:
         """Those of the slots that are the policy's; the others are not ahead any more."""
-        if gone := _taken(self._ahead, slots):
-            self._short += len(gone)
-            return [slot for slot in slots if slot not in gone]
-        return slots
+        gone = _taken(self._ahead, slots)
+        self._short += len(gone)
+        return _others(slots, gone)
 
     def _use(self, slots: Sequence[int], call: Callable[[Sequence[int]], None]) -> None:
         """The policy is notified of slots in access order: those that were ahead become its own instead."""
         self._make_current()
         back = _taken(self._ahead, slots)
-        self._journal.add(call, tuple(slot for slot in slots if slot not in back) if back else tuple(slots))
+        self._journal.add(call, tuple(_others(slots, back)))
         if back:
             self._journal.add(self._put_back, back)
 
     def _use_in_order(self, slots: Sequence[int], call: Callable[..., None], *arguments: object) -> None:
         """The policy is notified of slots in prefix order: those that were ahead become ready right after that."""
-        back = _taken(self._ahead, slots)
-        self._journal.add(call, *arguments, _without(slots, back))
-        if back:
-            self._journal.add(self._put_back, back[::-1])
+        if back := _taken(self._ahead, slots):
+            self._journal.add(self._use_and_put_back, back, slots, call, *arguments)
+        else:
+            self._journal.add(call, *arguments, slots)
 
     def _begin_late(self, use: RequestUse, slots: Sequence[int], back: list[int]) -> None:
         """From the journal: a request that began while slots were yet to be chosen. `back` was ahead before."""
-        gone = {*back, *_taken(self._chosen, slots)}
-        self.policy.begin_request(use, _without(slots, gone))
+        back = [*back, *_taken(self._chosen, slots)]
+        self._use_and_put_back(back, slots, self.policy.begin_request, use)
+
+    def _use_and_put_back(
+        self, back: Sequence[int], slots: Sequence[int], call: Callable[..., None], *arguments: object
+    ) -> None:
+        """From the journal: the call, for which the slots of `back` are not there, and then these are."""
+        gone = set(back)
+        call(*arguments, [-1 if slot in gone else slot for slot in slots])
         self._put_back([slot for slot in reversed(slots) if slot in gone])
 
     def _put_back(self, slots: Sequence[int]) -> None:
@@ -206,6 +212,5 @@ def _taken(ahead: dict[int, None], slots: Sequence[int]) -> list[int]:
     return taken
 
 
-def _without(slots: Sequence[int], left_out: Collection[int]) -> Sequence[int]:
-    """The same slots with -1 in the places of those that are left out."""
-    return [-1 if slot in left_out else slot for slot in slots] if left_out else slots
+def _others(slots: Sequence[int], left_out: Collection[int]) -> Sequence[int]:
+    return [slot for slot in slots if slot not in left_out] if left_out else slots

@@ -110,13 +110,17 @@ class OwnedTier(TierIndex):
             start = end
         return slots
 
+    def places_unasked(self, count: int) -> bool:
+        """True if so many blocks at once are placed whatever they are worth."""
+        return self.follower is None or count <= self.follower.few_blocks
+
     def bypassed(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Those of the keys, given in prefix order, that are worth less than what they would evict.
 
         None of the keys may be in the directory. Empty where the policy does not follow requests, for few blocks, and
         while there is room.
         """
-        if self.follower is None or len(keys) <= self.follower.few_blocks or self.placement.has_unformatted:
+        if self.places_unasked(len(keys)) or self.placement.has_unformatted:
             return []
         if self.placement.one_size:
             return self._bypassed_of_size(0, keys)
