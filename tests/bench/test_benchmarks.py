@@ -28,13 +28,13 @@ NEEDS = {
 BENCHMARKS = [pytest.param(name, marks=NEEDS[name][2] if name in NEEDS else ()) for name in NAMES]
 Record = dict[str, Any]
 CALLS_MAX = {
-    "store to disk": 401,
-    "load from a row": 163,
-    "load from disk": 369,
+    "store to disk": 461,
+    "load from a row": 187,
+    "load from disk": 424,
     "lookup in a row": 5,
-    "lookup on disk": 8,
+    "lookup on disk": 9,
 }
-"""Calls of a trip of one block, where copies are compiled."""
+"""Calls of a trip of one block, where copies are compiled: 1.15 of what is measured, so that a helper has room."""
 CALLS_OF_PYTHON_COPY = 14
 """So many more where they are not."""
 

@@ -15,7 +15,7 @@ SOURCES = [path for top in PACKAGES for path in sorted((PROJECT / top).rglob("*.
 DOCUMENTS = [*sorted((PROJECT / "docs").rglob("*.md")), *sorted(PROJECT.glob("*.md"))]
 LONGEST_FUNCTION_LINES = 50
 USUAL_FUNCTION_LINES = 21  # 95 of 100
-LONGEST_FILE_LINES = 420
+LONGEST_FILE_LINES = 600
 
 PRIVATE_WORDS = (
     "bell",
