@@ -316,6 +316,7 @@ def main(
     for name in devices:
         for page in sizes:
             asyncio.run(measure(Setup(page, mib << 20, name, threads), repetitions, report))
+            report.write(json_file)
     report.verified = True
     table(
         "GiB/s of payload",
