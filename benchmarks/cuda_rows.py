@@ -1,6 +1,6 @@
 """What rows in shared memory cost and risk on CUDA: registering them, huge pages, copies, and a kill within a copy.
 
-    python -m benchmarks.cuda_rows [--gib 4] [--kills 100] [--json FILE] [--quick]
+    python -m benchmarks.cuda_rows [--gib 4] [--kills 100] [--json FILE]
 
 Rows are a sealed memfd, as a stack process would pass them to the workers of an engine. Measured are
 
@@ -49,6 +49,7 @@ WATCH_SECONDS = 0.05
 KILLED_AT_ONCE = 8
 KILL_BYTES = 64 << 20
 START_SECONDS = 120.0
+REPETITIONS = 7
 
 _SPAWN = multiprocessing.get_context("spawn")
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -246,7 +247,7 @@ def collapse_of_pinned(rows: Rows) -> str:
         return str(refusal)
 
 
-def measure_copies(driver: Driver, num_bytes: int, repetitions: int) -> Iterator[dict[str, Any]]:
+def measure_copies(driver: Driver, num_bytes: int) -> Iterator[dict[str, Any]]:
     """One stretch each way over each kind of memory, in turns, every byte compared."""
     kinds: dict[str, Rows] = {}
     for pages in ("4 KiB", "huge"):
@@ -262,7 +263,7 @@ def measure_copies(driver: Driver, num_bytes: int, repetitions: int) -> Iterator
         driver.register(rows.address, num_bytes)
     found: dict[tuple[str, str], list[float]] = {}
     content = np.random.default_rng(5).integers(0, 256, num_bytes, dtype=np.uint8)
-    for turn in range(-1, repetitions):
+    for turn in range(-1, REPETITIONS):
         for pages, (address, view) in places.items():
             view[:] = content
             for direction, copy in (("to GPU", driver.to_device), ("to rows", driver.to_rows)):
@@ -305,15 +306,15 @@ def kill_in_a_copy(seed: int, num_bytes: int) -> tuple[float, int]:
         rows.close()
 
 
-def measure_kills(kills: int, num_bytes: int) -> dict[str, Any]:
+def measure_kills(kills: int) -> dict[str, Any]:
     """Many kills, a few at once."""
     with ThreadPoolExecutor(KILLED_AT_ONCE) as pool:
-        found = list(pool.map(lambda seed: kill_in_a_copy(seed, num_bytes), range(kills)))
+        found = list(pool.map(lambda seed: kill_in_a_copy(seed, KILL_BYTES), range(kills)))
     ends = sorted(took for took, _ in found)
     return {
         "what": "kill",
         "kills": kills,
-        "mib": num_bytes >> 20,
+        "mib": KILL_BYTES >> 20,
         "end_ms_p50": median(ends),
         "end_ms_max": ends[-1],
         "kills_with_bytes_written_after_the_end": sum(changed > 0 for _, changed in found),
@@ -324,12 +325,9 @@ def measure_kills(kills: int, num_bytes: int) -> dict[str, Any]:
 @click.option("--gib", default=4.0, show_default=True, help="GiB that are registered.")
 @click.option("--copy-mib", default=512, show_default=True, help="MiB of one copy.")
 @click.option("--kills", default=100, show_default=True)
-@click.option("--quick", is_flag=True, help="A toy size.")
 @JSON_FILE
-def main(gib: float, copy_mib: int, kills: int, quick: bool, json_file: Path | None) -> None:
+def main(gib: float, copy_mib: int, kills: int, json_file: Path | None) -> None:
     """Measure shared rows on CUDA."""
-    if quick:
-        gib, copy_mib, kills = 0.0625, 16, 2
     report = Report("cuda_rows", {"gib": gib, "copy_mib": copy_mib, "kills": kills})
     report.head()
     try:
@@ -340,8 +338,8 @@ def main(gib: float, copy_mib: int, kills: int, quick: bool, json_file: Path | N
         return
     for results in (
         measure_registering(driver, int(gib * GIB) // HUGE * HUGE),
-        measure_copies(driver, copy_mib << 20, 3 if quick else 7),
-        iter([measure_kills(kills, (copy_mib << 20) if quick else KILL_BYTES)]),
+        measure_copies(driver, copy_mib << 20),
+        iter([measure_kills(kills)]),
     ):
         for result in results:
             report.results.append(result)

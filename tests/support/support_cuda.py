@@ -14,12 +14,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-
-from kvtier_gpu.engines.copy_paths import CopyPath
 
 INVALID_VALUE, ILLEGAL_ADDRESS, ALREADY_REGISTERED = 1, 700, 712
 LEGACY, PER_THREAD = (0, 1), 2
@@ -140,37 +138,16 @@ class Faults:
     register_error: int = 0
 
 
-@dataclass
-class Costs:
-    """Seconds that things take on the device's clock: a call of the driver, each of its copies, torch operations by the
-    name of the engine's function that makes them."""
-
-    call: float = 0.0
-    copy: float = 0.0
-    operations: dict[str, float] = field(default_factory=dict)
-
-    @staticmethod
-    def favouring(path: CopyPath) -> Costs:
-        """Costs with which one way to copy is much faster than the others."""
-        slow = 1e-3
-        return {
-            CopyPath.BATCH: Costs(operations=dict.fromkeys(("gather", "scatter", "move_pages"), slow)),
-            CopyPath.GATHER: Costs(copy=1e-6, operations={"move_pages": slow}),
-            CopyPath.SINGLE: Costs(copy=1e-5, operations=dict.fromkeys(("gather", "scatter"), slow)),
-        }[path]
-
-
 class FakeCuda:
     """The device. `deaf`: streams do not wait for events, which shows that a test would notice it."""
 
     def __init__(self, seed: int, *, deaf: bool = False, function: str | None = None, capability: int = 9) -> None:
-        self.random, self.deaf, self.faults, self.costs = random.Random(seed), deaf, Faults(), Costs()
+        self.random, self.deaf, self.faults = random.Random(seed), deaf, Faults()
         self.changed = threading.Condition(threading.RLock())
         self.calls: list[Call] = []
         self.violations: list[str] = []
         self.pinned: dict[int, int] = {}
         self.lost = False
-        self.now = 0.0
         self.steps = 0
         self._function, self._capability = function, capability
         self._callback = PROTOTYPE(self._called)
@@ -312,7 +289,6 @@ class FakeCuda:
                 work()
             except Exception as error:  # the engine took it to be issued
                 self.violations.append(f"an operation failed on the device: {error}")
-            self.now += self.costs.operations.get(name_of(work), 0.0)
         self.changed.notify_all()
         return True
 
@@ -324,7 +300,6 @@ class FakeCuda:
         if work.left:
             to, source, length = work.left.pop(self.random.randrange(len(work.left)))
             ctypes.memmove(to, source, length)
-            self.now += self.costs.copy
             if self.faults.wrong_byte:
                 last = ctypes.c_uint8.from_address(to + length - 1)
                 last.value ^= 1
@@ -355,7 +330,6 @@ class FakeCuda:
         if not found or order not in (IN_STREAM_ORDER, ANY_ORDER):
             self.violations.append(f"a batch with source order {order} on stream {stream}")
             return INVALID_VALUE
-        self.now += self.costs.call
         self.calls.append(Call(count, order, stream, tuple(length)))
         copies = list(zip(to, source, length, strict=True))
         wrong = self._refused(*(np.array(numbers, dtype=np.int64) for numbers in (to, source, length)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -17,7 +16,8 @@ from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import TransferJob
 from kvtier_gpu import GPUBackend, GPUOptions
-from kvtier_gpu.engines import batch_copy, path_trial, pinned_region
+from kvtier_gpu.engines import batch_copy, copy_paths, pinned_region
+from kvtier_gpu.engines.copy_paths import CopyPath
 
 PAGE = 64
 LAYOUT = KVLayout(
@@ -69,10 +69,11 @@ class Stand:
 
 
 @contextmanager
-def small(descriptors: int = 4, staging_bytes: int = 100) -> Iterator[None]:
-    """Few copies in a call, little staging, each row pinned apart from the others, and short trials."""
+def small(descriptors: int = 4, staging_bytes: int = 100, path: CopyPath | None = None) -> Iterator[None]:
+    """Few copies in a call, little staging, and each row pinned apart from the others. `path`: what the rule takes."""
+    rule = copy_paths.path_by_rule if path is None else lambda *_, **__: path
     with (
-        mock.patch.object(path_trial, "TRIAL_FRAGMENTS", 60),
+        mock.patch.object(copy_paths, "path_by_rule", rule),
         mock.patch.object(batch_copy, "DESCRIPTORS_MAX", descriptors),
         mock.patch("kvtier_gpu.engines.cuda.STAGING_BYTES", staging_bytes),
         mock.patch.object(pinned_region, "PIECE_BYTES", 1),
@@ -83,10 +84,10 @@ def small(descriptors: int = 4, staging_bytes: int = 100) -> Iterator[None]:
 async def opening(
     device: FakeCuda, geometry: Geometry, worker: Worker, rows: MmapRows, *, index: int = 0, copies: str = "batch"
 ) -> tuple[GPUBackend, Opened]:
-    """An open tier on the device and by its clock, for one worker."""
+    """An open tier on the device, for one worker."""
     device.own(worker.tensors)
     tier = GPUBackend(GPUOptions(cuda_copies=copies, urgent_lane=True), device)
-    about = await tier.open(replace(context(geometry, worker.tensors, rows, index), clock=lambda: device.now))
+    about = await tier.open(context(geometry, worker.tensors, rows, index))
     device.calls.clear()
     return tier, about
 

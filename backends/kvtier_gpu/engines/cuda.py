@@ -17,6 +17,7 @@ from queue import SimpleQueue
 
 from kvtier.errors import ResourceError
 from kvtier_gpu.copy_plan import CopyPlan
+from kvtier_gpu.engines.batch_check import find_refusal
 from kvtier_gpu.engines.batch_copy import BatchCopy
 from kvtier_gpu.engines.contract import (
     CALL_AGAIN_SECONDS,
@@ -29,10 +30,9 @@ from kvtier_gpu.engines.contract import (
     joined,
 )
 from kvtier_gpu.engines.copy_lane import CopyLane, CopySides
-from kvtier_gpu.engines.copy_paths import CopyPath
+from kvtier_gpu.engines.copy_paths import CopyPath, choose_paths
 from kvtier_gpu.engines.device import CudaDevice, DeviceEvent, DeviceStream
 from kvtier_gpu.engines.fences import Fences
-from kvtier_gpu.engines.path_trial import ChosenPaths, choose_paths
 from kvtier_gpu.engines.pinned_region import PinnedRegion
 from kvtier_gpu.engines.plan_copier import STAGING_BYTES, URGENT_STAGING_BYTES, PlanCopier
 
@@ -184,18 +184,15 @@ def _take_each(copies: SimpleQueue[_Copy | None], step: Callable[[_Copy | None],
 class CudaEngine(CopyEngine):
     """Copies between KV tensors of one CUDA device and the region.
 
-    `wanted` is the path that is taken wherever it works; None: the fastest for each group. With `urgent_lane` urgent
-    copies to the GPU have a stream, threads and staging of their own. The current stream of the thread that makes it
-    computes what is copied, until the first fence.
+    `wanted` is the path that is taken wherever it works; None: by rule for each group. With `urgent_lane` urgent copies
+    to the GPU have a stream, threads and staging of their own. The current stream of the thread that makes it computes
+    what is copied, until the first fence.
     """
 
-    def __init__(
-        self, sides: CopySides, wanted: CopyPath | None, clock: Callable[[], float], *, urgent_lane: bool = False
-    ) -> None:
+    def __init__(self, sides: CopySides, wanted: CopyPath | None, *, urgent_lane: bool = False) -> None:
         self._sides: CopySides | None = sides
         self._device = sides.device
         self._wanted = wanted
-        self._clock = clock
         self._streams = {direction: _CopyStream(direction, direction, sides.device) for direction in Direction}
         self._urgent = _CopyStream("urgent", Direction.TO_GPU, sides.device) if urgent_lane else None
         self._all = [*self._streams.values(), *filter(None, [self._urgent])]
@@ -209,20 +206,20 @@ class CudaEngine(CopyEngine):
             self._pinned = PinnedRegion(device.runtime(), region, self._sides.rows)
             error = self._pinned.pin()
             notes = [f"the region is not pinned (CUDA error {error}): copies are slow and synchronous"] if error else []
-            batch = self._batch()
+            batch = None if error else self._batch()
             if isinstance(batch, str):
                 notes.append(f"cuMemcpyBatchAsync is not used: {batch}")
                 batch = None
             try:
-                chosen = self._prepare(replace(self._sides, batch=None if error else batch), pinned=not error)
+                paths = self._prepare(replace(self._sides, batch=batch))
             except RuntimeError as refusal:
                 self._pinned.unpin()
                 raise ResourceError(f"{device} has no room for streams and staging: {refusal}") from refusal
         for stream in self._all:
             stream.start()
-        ways = "; ".join(f"{direction} by {_named(paths)}" for direction, paths in chosen.paths.items())
+        ways = "; ".join(f"{direction} by {_named(one)}" for direction, one in paths.items())
         self.mode = f"{device}, {len(self._all)} streams, {'pageable' if error else 'pinned'} rows; {ways}"
-        return (*notes, *chosen.notes)
+        return tuple(notes)
 
     def _batch(self) -> BatchCopy | str | None:
         """The driver's call for many copies; None where another path is wanted, a text that says why it is not used."""
@@ -233,17 +230,18 @@ class CudaEngine(CopyEngine):
             return found
         if self._wanted is None and self._device.capability() > BATCH_CAPABILITY_MAX:
             return f"it has crashed on devices as new as {self._device}; `cuda_copies: batch` uses it all the same"
-        return BatchCopy(found)
+        refusal = find_refusal(self._device, BatchCopy(found))
+        return BatchCopy(found) if refusal is None else f"it failed when it was tried: {refusal}"
 
-    def _prepare(self, sides: CopySides, *, pinned: bool) -> ChosenPaths:
+    def _prepare(self, sides: CopySides) -> dict[Direction, tuple[CopyPath, ...]]:
         """Choose the paths and make the streams. Raises RuntimeError if the device has no room."""
-        chosen = choose_paths(sides, self._wanted, self._clock, pinned=pinned)
-        sides = replace(sides, batch=sides.batch if chosen.batch else None)
+        tables = [group.table for group in sides.groups]
+        paths = choose_paths(tables, self._wanted, batch=sides.batch is not None)
         for direction, stream in self._streams.items():
-            stream.prepare(sides, chosen.paths[direction], urgent=False)
+            stream.prepare(sides, paths[direction], urgent=False)
         if self._urgent is not None:
-            self._urgent.prepare(sides, chosen.paths[Direction.TO_GPU], urgent=True)
-        return chosen
+            self._urgent.prepare(sides, paths[Direction.TO_GPU], urgent=True)
+        return paths
 
     def fence(self) -> None:
         self._fences.add()

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support_cuda import Costs, FakeCuda
+from support_cuda import FakeCuda
 from support_cuda_tier import BLOCKS, GEOMETRY, ROWS, Stand, small
 from support_gpu import job, naive_copy
 from support_stack import until
@@ -88,9 +88,8 @@ async def test_a_refused_call_concerns_every_block_that_has_pieces_in_it(to_gpu:
 async def test_a_refused_call_of_gathered_pages_fails_the_blocks_of_its_part(to_gpu: bool, seed: int) -> None:
     """The pieces in staging cross by the driver's call where gathering is faster. Others are not scattered."""
     stand = Stand(FakeCuda(seed), seed)
-    stand.device.costs = Costs.favouring(CopyPath.GATHER)
     work = stand.job(7, (4, 0))
-    with small(descriptors=64, staging_bytes=2 * GEOMETRY.page_bytes(0)):
+    with small(descriptors=64, staging_bytes=2 * GEOMETRY.page_bytes(0), path=CopyPath.GATHER):
         async with stand.opened("fastest") as tier:
             stand.device.faults.refuse, stand.device.faults.no_single = lambda call: call == 2, True
             before = stand.worker.bytes()
@@ -105,10 +104,9 @@ async def test_a_refused_call_of_gathered_pages_fails_the_blocks_of_its_part(to_
 async def test_what_the_driver_refuses_is_copied_singly(
     path: CopyPath, seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each second call of it, after the trials. Some of its copies are made all the same, and once more then."""
+    """Each second call of it, after the check. Some of its copies are made all the same, and once more then."""
     stand = Stand(FakeCuda(seed), seed)
-    stand.device.costs = Costs.favouring(path)
-    with small(descriptors=3, staging_bytes=1000), caplog.at_level(logging.WARNING, "kvtier_gpu"):
+    with small(descriptors=3, staging_bytes=1000, path=path), caplog.at_level(logging.WARNING, "kvtier_gpu"):
         async with stand.opened("fastest") as tier:
             stand.device.faults.refuse = lambda call: call % 2 == 1
             for number in range(1, 4):
