@@ -108,7 +108,7 @@ class SharedFSBackend(RootTier):
             mode=mode("files", engine.name, root.probe.direct),
             layout="files",
             io_engine=engine.name,
-            notes=tuple(text for text in (note, engine_note) if text),
+            notes=tuple(text for text in (root.folder.note, note, engine_note) if text),
         )
 
     def _in_background(self, work: Callable[[], Coroutine[None, None, None]]) -> None:

@@ -116,7 +116,8 @@ class FSBackend(RootTier):
         missing = [path for path in paths if path not in present]
         if not present:
             raise RootError(missing[0], MISSING)
-        return [f"{path}: is not there; running without it" for path in missing]
+        notes = [f"{path}: is not there; running without it" for path in missing]
+        return [*notes, *(root.folder.note for root in self._roots if root.folder.note)]
 
     async def _begin(self, root: Root, session: Session) -> list[str]:
         try:

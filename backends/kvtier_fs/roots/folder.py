@@ -10,6 +10,7 @@ import socket
 import stat
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from kvtier.aio.process_lock import keep_from_children, share_with_children
 from kvtier.errors import RootError
 from kvtier_fs.io.syscalls import NETWORK_MAGICS, filesystem_magic
 from kvtier_fs.options import FSOptions, RootOptions
+from kvtier_fs.roots.private_tree import PrivateTree
 
 SUPERBLOCK_NAME = "superblock"
 LOCK_NAME = "lock"
@@ -102,16 +104,19 @@ def keeps_free(fd: int, growth: int, min_free_bytes: int) -> bool:
     return not status.f_blocks or status.f_bavail * status.f_frsize - growth >= min_free_bytes
 
 
-class GuardedFolder:
+class GuardedFolder(ABC):
     """The folder of one root. Raises RootError for what an operator must correct, OSError for errors of the disk.
 
-    `fd` is the open folder, -1 before `enter` and after `leave`.
+    `fd` is the open folder, -1 before `enter` and after `leave`. `note` is what is changed of its modes by
+    `make_private`, empty if that is nothing.
     """
 
     def __init__(self, path: str, options: RootOptions) -> None:
         self.path = path
         self._options = options
         self.fd = -1
+        self.note = ""
+        self._open_to_others: PrivateTree | None = None
         self._lock_fd = -1
         self._lock_pid = 0
         self._guard = threading.Lock()
@@ -152,17 +157,38 @@ class GuardedFolder:
 
     def _check_folder(self) -> None:
         status = os.fstat(self.fd)
-        if status.st_mode & 0o022:
-            mode = status.st_mode & 0o7777
-            raise RootError(self.path, f"others may write into it (mode {mode:04o}); chmod go-w it")
         if status.st_uid not in (os.geteuid(), 0):
             raise RootError(self.path, f"belongs to another user ({status.st_uid}), who may write into it; chown it")
+        tree = PrivateTree(self.path, self.fd, status.st_mode, self.is_own)
+        if tree.is_open_to_others:
+            self._check_open_to_others(tree)
         system = NETWORK_MAGICS.get(filesystem_magic(self.fd))
         options = self._options
         if system is not None and isinstance(options, FSOptions) and not options.allow_network_fs:
             raise RootError(
                 self.path, f"lies on a network file system ({system}); use a local disk or allow_network_fs"
             )
+
+    def _check_open_to_others(self, tree: PrivateTree) -> None:
+        """The environment rewrites modes. A root that all the same holds only what is this user's can be used."""
+        tree.check()
+        if not {SUPERBLOCK_NAME, LOCK_NAME}.intersection(os.listdir(self.fd)):
+            raise tree.refusal("it is no root that kvtier has made")
+        self._open_to_others, self.note = tree, tree.note
+
+    def make_private(self) -> None:
+        """Take away what others may do in a folder that was open to them and holds only what is this user's.
+
+        For a process that is about to use the root; one that only reads it changes nothing. Raises RootError, OSError.
+        """
+        with self._guard:
+            self._check_not_left()
+            if self._open_to_others is not None:
+                self._open_to_others.make_private()
+
+    @abstractmethod
+    def is_own(self, name: str) -> bool:
+        """True for a name in the folder that its layout gives to a file of its own."""
 
     def refusal(self, error: OSError) -> RootError:
         """An error of the operating system, as a RootError that says what to change in the configuration."""

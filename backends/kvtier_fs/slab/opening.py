@@ -66,7 +66,10 @@ async def enter_root(root: Root, options: FSOptions) -> bool:
     """
     try:
         await root.pools.begin()
-        return await root.call(root.folder.enter) and await _own(root, options)
+        if not await root.call(root.folder.enter):
+            return False
+        await root.call(root.folder.make_private)
+        return await _own(root, options)
     except OSError as error:
         raise root.folder.refusal(error) from error
 

@@ -1,0 +1,13 @@
+"""Protections of the filesystem tiers beside those of `support_protections`, and how to turn each of them off."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier_fs.roots.private_tree import PrivateTree
+
+
+def without_owner_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose a file is in a root that others may write into does not matter, nor how many names it has."""
+    monkeypatch.setattr(PrivateTree, "_judge", lambda self, at, status: None)
+    monkeypatch.setattr(PrivateTree, "_count_names", lambda self, at, status: None)
