@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvtier_fs import tier
 from kvtier_fs.roots.private_tree import PrivateTree
 
 
@@ -11,3 +12,8 @@ def without_owner_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose a file is in a root that others may write into does not matter, nor how many names it has."""
     monkeypatch.setattr(PrivateTree, "_judge", lambda self, at, status: None)
     monkeypatch.setattr(PrivateTree, "_count_names", lambda self, at, status: None)
+
+
+def without_leftovers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a configuration with another number of engines left stays, and nothing says so."""
+    monkeypatch.setattr(tier, "remove_leftovers", lambda root, options: [])

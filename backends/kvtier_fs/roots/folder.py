@@ -27,17 +27,22 @@ from kvtier_fs.roots.private_tree import PrivateTree
 SUPERBLOCK_NAME = "superblock"
 LOCK_NAME = "lock"
 _OWNER_BYTES_MAX = 4096
+SOURCE_MAX = 1024
 Pid = Annotated[int, Field(strict=True, ge=1, lt=1 << 31)]
 ShortText = Annotated[str, Field(strict=True, max_length=64)]
 
 
 @dataclass(frozen=True, slots=True)
 class LockOwner:
-    """The process that a lock file names, for messages. `start`: seconds since 1970 when it became the owner."""
+    """The process that a lock file names, for messages. `start`: seconds since 1970 when it became the owner.
+
+    `source` is the root of the stack file that the folder is a share of, or is itself; empty where none was recorded.
+    """
 
     pid: Pid
     host: ShortText
     start: Annotated[float, Field(ge=0, lt=1 << 36)]
+    source: Annotated[str, Field(strict=True, max_length=SOURCE_MAX)] = ""
 
 
 _LOCK_OWNER = TypeAdapter(LockOwner)
@@ -252,18 +257,30 @@ class GuardedFolder(ABC):
             return named.st_ino == os.fstat(self._lock_fd).st_ino
         return False
 
-    def write_owner(self) -> None:
-        """Name this process in the lock file, which it has locked. Raises OSError."""
-        owner = LockOwner(os.getpid(), socket.gethostname()[:64], round(time.time()))
+    def write_owner(self, source: str | None = None) -> None:
+        """Name this process in the lock file, which it has locked, and the source; None: as before. Raises OSError."""
+        source = self.recorded_source() if source is None else source
+        kept = source if len(source) <= SOURCE_MAX else ""
+        owner = LockOwner(os.getpid(), socket.gethostname()[:64], round(time.time()), kept)
         os.ftruncate(self._lock_fd, 0)
         write_all(self._lock_fd, _LOCK_OWNER.dump_json(owner))
 
-    def owner(self) -> str:
-        """The owner that the lock file names, in words. Only for a message: it never fails."""
+    def recorded_source(self) -> str:
+        """The root whose share this folder was last opened as; empty where nothing whole says so."""
+        owner = self._recorded_owner()
+        return "" if owner is None else owner.source
+
+    def _recorded_owner(self) -> LockOwner | None:
         try:
             with plain_file(self.fd, LOCK_NAME) as fd:
-                owner = _LOCK_OWNER.validate_json(os.pread(fd, _OWNER_BYTES_MAX, 0))
+                return _LOCK_OWNER.validate_json(os.pread(fd, _OWNER_BYTES_MAX, 0))
         except (ValidationError, OSError):
+            return None
+
+    def owner(self) -> str:
+        """The owner that the lock file names, in words. Only for a message: it never fails."""
+        owner = self._recorded_owner()
+        if owner is None:
             return "another process"
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner.start))
         return f"process {owner.pid} on {owner.host!r} since {started}"
@@ -307,5 +324,6 @@ class GuardedFolder(ABC):
             close_quietly(self._lock_fd)
         self._lock_fd = -1
 
+    @abstractmethod
     def _close_files(self) -> None:
         """Close what a layout keeps open in the folder."""

@@ -20,10 +20,11 @@ _ADVICE = (
 
 
 class PrivateTree:
-    """Everything below the open folder of a root, which has this `mode`. All of it must belong to this user, with no name outside.
+    """Everything below the open folder of a root, which has this `mode`.
 
-    Links are never followed: what is opened is judged by its descriptor. Raises RootError for what is another's, and
-    OSError. Names that `is_own` denies are judged and left as they are. Blocking calls.
+    All of it must belong to this user, with no name outside. Links are never followed: what is opened is judged by its
+    descriptor. Raises RootError for what is another's, and OSError. Names that `is_own` denies are judged and left as
+    they are. Blocking calls.
     """
 
     def __init__(self, path: str, fd: int, mode: int, is_own: Callable[[str], bool]) -> None:

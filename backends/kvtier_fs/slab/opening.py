@@ -93,7 +93,7 @@ async def _own(root: Root, options: FSOptions) -> bool:
     if not await _become_owner(root, options.owner_timeout_seconds):
         raise RootBusyError(root.path, await root.call(folder.owner))
     with suppress(OSError):  # it is for error messages only: a full disk must not keep us out
-        await root.call(folder.write_owner)
+        await root.call(folder.write_owner, options.source(root.path))
     root.probe = await root.call(probe_disk, root.path, folder.fd, options)
     folder.direct = root.probe.direct
     data = await root.call(folder.read_superblock)

@@ -180,7 +180,7 @@ async def test_what_is_not_this_users_alone_is_refused_and_left_as_it_is(
     before = modes(root)
     message = await refusal(layout, root)
     assert reason in message
-    assert "chmod go-w" in message and "fsGroupChangePolicy: OnRootMismatch" in message and "subfolder" in message
+    assert all(text in message for text in ("chmod go-w", "fsGroupChangePolicy: OnRootMismatch", "subfolder"))
     assert modes(root) == before
 
 
