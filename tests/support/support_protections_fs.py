@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier_fs import tier
+from kvtier_fs.files.bucket import Bucket
 from kvtier_fs.roots.private_tree import PrivateTree
 
 
@@ -17,3 +18,8 @@ def without_owner_check(monkeypatch: pytest.MonkeyPatch) -> None:
 def without_leftovers(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a configuration with another number of engines left stays, and nothing says so."""
     monkeypatch.setattr(tier, "remove_leftovers", lambda root, options: [])
+
+
+def without_shrinking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shared root keeps what is over a lowered capacity until something is stored."""
+    monkeypatch.setattr(Bucket, "is_over_budget", lambda self: False)

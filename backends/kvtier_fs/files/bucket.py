@@ -165,6 +165,15 @@ class Bucket(BucketUsage):
         self.write_account(self._evict(used, used - need))
         return self._evicted > before
 
+    def is_over_budget(self) -> bool:
+        """True if more is in use than may be, or if no account says how much. Needs no lock. Raises OSError."""
+        stated = self.stated()
+        return stated is None or stated > self._rules.budget_bytes
+
+    def shrink(self) -> None:
+        """Evict the oldest blocks until the budget holds. Raises OSError."""
+        self.write_account(self._evict(self.count(victims_share=1), self._rules.budget_bytes))
+
     def remove(self, wanted: Wanted, wrong: Wrong) -> bool:
         """Remove a file that was found wrong, if it is still the same. Raises OSError.
 
