@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvtier.tier_api import block_envelope
 from kvtier_fs import tier
+from kvtier_fs.files import block_file
 from kvtier_fs.files.bucket import Bucket
 from kvtier_fs.roots.private_tree import PrivateTree
 
@@ -23,3 +25,9 @@ def without_leftovers(monkeypatch: pytest.MonkeyPatch) -> None:
 def without_shrinking(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shared root keeps what is over a lowered capacity until something is stored."""
     monkeypatch.setattr(Bucket, "is_over_budget", lambda self: False)
+
+
+def without_other_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block of another version of the envelope is damaged."""
+    for module in (block_envelope, block_file):
+        monkeypatch.setattr(module, "is_other_version", lambda page, payload=b"": False)

@@ -62,6 +62,8 @@ class Bucket(BucketUsage):
             if isinstance(there, SlotHeader) and there.epoch == wanted.header.epoch:
                 self._touch(leaf, wanted.place.name)
                 return PRESENT
+            if isinstance(there, Wrong) and there.is_other_version:
+                return dropped(DropReason.NO_SLOT)
             if there is not None:
                 self.forget_account()
                 remove_if(leaf, wanted.place.name, _wrong(leaf, wanted, there))
