@@ -78,12 +78,28 @@ class FSOptions(RootOptions, OwnedTierOptions):
         description="open waits this long for another process to let go of a root, as when a restart overlaps",
     )
 
+    _sources: tuple[str, ...] = ()
+    _engines: int = 1
+
     @property
     def folders(self) -> tuple[str, ...]:
         return tuple(self.roots)
 
     def in_folders(self, folders: Sequence[str]) -> Self:
-        return self.model_copy(update={"roots": list(folders)})
+        return self.model_copy(update={"roots": list(folders)})._of_sources((), 1)
+
+    @property
+    def engines(self) -> int:
+        """How many engines divide each root among them."""
+        return self._engines
+
+    def source(self, root: str) -> str:
+        """The root of the stack file that one of these roots is a share of; itself if it is not shared."""
+        return self._sources[self.roots.index(root)] if self._sources else root
+
+    def _of_sources(self, sources: Sequence[str], engines: int) -> Self:
+        self._sources, self._engines = tuple(sources), engines
+        return self
 
     def with_capacity(self, num_bytes: int) -> Self:
         return super().with_capacity(num_bytes).model_copy(update={"region_bytes": None, "index_bytes_max": None})
@@ -96,7 +112,8 @@ class FSOptions(RootOptions, OwnedTierOptions):
         roots = [f"{root}-{index}" for root in self.roots]
         daily = None if self.write_bytes_per_day is None else self.write_bytes_per_day // count
         shared = {"roots": roots, "capacity": self.capacity // count, "write_bytes_per_day": daily}
-        return self.model_copy(update=shared | {"retained_max": quota_share(self.retained_max, count)})
+        shared["retained_max"] = quota_share(self.retained_max, count)
+        return self.model_copy(update=shared)._of_sources(self.roots, count)
 
     def for_engine(self, restart_seconds: float) -> Self:
         """A root that is busy may belong to the process before: it is waited for, unless the file says how long."""

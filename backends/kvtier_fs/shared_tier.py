@@ -35,6 +35,8 @@ _log = logging.getLogger("kvtier.fs")
 _NANOSECONDS = 1_000_000_000
 _PRUNE_SECONDS = 60.0
 _PRUNES_IN_AN_AGE = 16
+_SHRINK_SECONDS = 10.0
+"""So long an opening waits for the eviction of what is over the capacity."""
 
 
 class SharedFSBackend(RootTier):
@@ -93,6 +95,7 @@ class SharedFSBackend(RootTier):
         self._epoch = Epoch(root, namespace)
         epoch = await self._epoch.begin()
         note = await opening.describe(root, namespace, context.namespace.manifest())
+        shrunk = await self._shrink(root)
         engine, engine_note = await opening.start_engine(root, self.options)
         self._key_bytes_max = max_key_bytes(root.tree.header_bytes)
         self._rows, self._memory = rows, rows.view.reshape(-1).data
@@ -108,14 +111,24 @@ class SharedFSBackend(RootTier):
             mode=mode("files", engine.name, root.probe.direct),
             layout="files",
             io_engine=engine.name,
-            notes=tuple(text for text in (note, engine_note) if text),
+            notes=tuple(text for text in (root.folder.note, shrunk, note, engine_note) if text),
         )
 
-    def _in_background(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
+    async def _shrink(self, root: SharedRoot) -> str:
+        """Keep the capacity, which may have been lowered. Returns a note; what takes long goes on in the background."""
+        before = self.counters["evicted"]
+        shrinking = self._in_background(root.shrink)
+        await asyncio.wait((shrinking,), timeout=_SHRINK_SECONDS)
+        evicted = self.counters["evicted"] - before
+        more = "" if shrinking.done() else ", and more are being evicted"
+        return f"{root.path}: {evicted} blocks were evicted to keep the capacity{more}" if evicted or more else ""
+
+    def _in_background(self, work: Callable[[], Coroutine[None, None, None]]) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.create_task(work())
         try:
             self._background.add(task)
             task.add_done_callback(self._background.discard)
+            return task
         except Exception:
             task.cancel()
             raise

@@ -27,6 +27,7 @@ from kvtier_fs.slab.closing import RootEnd
 from kvtier_fs.slab.directory import recovered
 from kvtier_fs.slab.dry_run import dry_run
 from kvtier_fs.slab.layout import Session
+from kvtier_fs.slab.leftovers import remove_leftovers
 from kvtier_fs.slab.opening import Hooks, side_by_side
 from kvtier_fs.slab.recovery import recover_root
 from kvtier_fs.slab.root import Root
@@ -116,7 +117,11 @@ class FSBackend(RootTier):
         missing = [path for path in paths if path not in present]
         if not present:
             raise RootError(missing[0], MISSING)
-        return [f"{path}: is not there; running without it" for path in missing]
+        notes = [f"{path}: is not there; running without it" for path in missing]
+        notes += [root.folder.note for root in self._roots if root.folder.note]
+        for root in self._roots:
+            notes += await root.call(remove_leftovers, root.path, self.options)
+        return notes
 
     async def _begin(self, root: Root, session: Session) -> list[str]:
         try:

@@ -377,6 +377,8 @@ class RemoteBackend(LoadStore):
         def check(position: int, page: memoryview) -> BlockOutcome:
             block = batch[position]
             block.found = block.headers.verify(page, block.value.payload, block.key, ages)
+            if block.found is Mismatch.OTHER_VERSION:
+                return MISSING
             return CORRUPT if isinstance(block.found, Mismatch) else LOADED
 
         return check

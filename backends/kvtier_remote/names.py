@@ -3,7 +3,8 @@
 Blocks are `<prefix>:b:<namespace>.<incarnation><epoch>.<key>`, markers `<prefix>:m:<namespace>` and manifests
 `<prefix>:manifests:<namespace>.json`, with the separator `:`. With `/` and two digits of fan-out, blocks are
 `<prefix>/b/<first two of the key>/<the same>`. All digits are lower-case hexadecimal: 16 of the namespace's digest, 16
-of the incarnation, at least 8 of the epoch, and the first 40 of the SHA-256 of the key with its group.
+of the incarnation, at least 8 of the epoch, and the first 40 of the SHA-256 of the key with its group. Blocks of an
+envelope of another version than 1 end with it, as `.v2`: releases with different ones share a prefix and its markers.
 """
 
 import re
@@ -11,21 +12,26 @@ from collections.abc import Callable
 from hashlib import sha256
 from typing import NamedTuple
 
+from kvtier.tier_api.block_envelope import VERSION_SUFFIX, version_suffix
 from kvtier.types.keys import OffloadKey
 from kvtier_remote.transport import Marker, Spelling
 
 _NAMESPACE_BYTES = 8
 _KEY_BYTES = 20
 _NAMESPACE = re.compile(r"[0-9a-f]{16}")
-_BLOCK = re.compile(r"([0-9a-f]{16})\.([0-9a-f]{16})([0-9a-f]{8,16})\.([0-9a-f]{40})$")
+_BLOCK = re.compile(r"([0-9a-f]{16})\.([0-9a-f]{16})([0-9a-f]{8,16})\.([0-9a-f]{40})" + f"({VERSION_SUFFIX})$")
 
 
 class BlockName(NamedTuple):
-    """What the name of a block says: the front of its namespace's digest, its marker, the digest of its key."""
+    """What the name of a block says: the front of its namespace's digest, its marker, the digest of its key.
+
+    `is_other_version`: of another envelope than this release's, which neither loads nor removes it.
+    """
 
     namespace: bytes
     marker: Marker
     key: bytes
+    is_other_version: bool = False
 
 
 def key_digest(key: bytes) -> bytes:
@@ -65,7 +71,7 @@ class StoreNames:
         if name != self.blocks + folder + match[0]:
             return None
         namespace, incarnation, key = (bytes.fromhex(match[i]) for i in (1, 2, 4))
-        return BlockName(namespace, Marker(incarnation, int(match[3], 16)), key)
+        return BlockName(namespace, Marker(incarnation, int(match[3], 16)), key, match[5] != version_suffix())
 
 
 class BlockNames:
@@ -81,11 +87,12 @@ class BlockNames:
     def namer(self, marker: Marker) -> Callable[[OffloadKey], str]:
         """What spells the names of blocks under a marker."""
         separator, fan_out = self._spelling
-        head, middle = self._head, f"{self._namespace}{marker.incarnation.hex()}{marker.epoch:08x}."
+        suffix, head = version_suffix(), self._head
+        middle = f"{self._namespace}{marker.incarnation.hex()}{marker.epoch:08x}."
 
         def name(key: OffloadKey) -> str:
             digest = key_digest(key).hex()
             folder = digest[:fan_out] + separator if fan_out else ""
-            return f"{head}{folder}{middle}{digest}"
+            return f"{head}{folder}{middle}{digest}{suffix}"
 
         return name

@@ -7,6 +7,7 @@ from kvtier.tier_api.block_envelope import (
     PACK_OWN,
     SLOT_MAGIC,
     Mismatch,
+    found_by_sharer,
     pack_shared,
     stated_generation,
     verify_block,
@@ -70,7 +71,7 @@ class Headers:
         stated = stated_generation(page)
         generation = stated if stated < COUNTER_LIMIT else 0
         fixed, short = self._fixed(len(page), key, len(payload), generation), len(payload) <= SHORT_BYTES
-        found = verify_block(page, payload, fixed, key, keep_gil=short)
+        found = found_by_sharer(verify_block(page, payload, fixed, key, keep_gil=short), page, payload)
         if isinstance(found, bytes) and not ages.allows(generation):
             return Mismatch.GENERATION
         return found

@@ -86,6 +86,7 @@ def _slab_cases() -> list[Case]:
         (snapshot, "of a newer format", plants.version(1, 0, 0), "none"),
         ("lock", "noise", plants.noise, "none"),
         (".", "a folder others may write into", plants.mode(0o777), "refused"),
+        (".", "a folder that a pod's fsGroup may write into", plants.mode(0o2770), "none"),
         (".", "another user's folder", plants.owner, "refused"),
     )
     return cases + [Case("slab", *row) for row in rows]
@@ -138,6 +139,7 @@ def _files_cases() -> list[Case]:
         ("leases/" + "0" * 16, "a pipe", plants.pipe, "none"),
         ("bucket-00/new-" + "0" * 16 + "-1", "a pipe", plants.pipe, "none"),
         (".", "a folder others may write into", plants.mode(0o777), "refused"),
+        (".", "a folder that a pod's fsGroup may write into", plants.mode(0o2770), "none"),
         (".", "another user's folder", plants.owner, "refused"),
     )
     return cases + [Case("files", *row) for row in rows]

@@ -17,6 +17,8 @@ SLOT_MAGIC = b"KVTIERSL"
 MAGIC = "magic"
 """The fault of a page that is no header of any version."""
 ENVELOPE_VERSION = 1
+"""Of the envelope alone: superblocks and other records have versions of their own. Where releases share a store, each
+misses blocks of another version and lets them be."""
 MIN_HEADER_BYTES = 4096
 COUNTER_LIMIT = 1 << 62
 """Epochs, generations, sessions and sizes on a disk are below this: what is not was never counted up to, and neither it
@@ -25,6 +27,9 @@ nor what follows it would fit the 64-bit numbers of the control plane."""
 _FIXED = struct.Struct("<II16sQ16sIIQQQQIHH")
 _SHARED = struct.Struct("<II16sQ16s")
 _OWN = struct.Struct("<IIQQQQIHH")
+_STATED = struct.Struct("<II")
+"""Version and length of a header, in front of its other fields."""
+_NO_BYTES = memoryview(b"")
 _GENERATION = struct.Struct("<Q")
 _GENERATION_AT = BODY_AT + struct.calcsize("<II16sQ16sIIQQQ")
 _PAYLOAD_DIGEST_AT = BODY_AT + _FIXED.size
@@ -101,6 +106,37 @@ def key_fault(header: SlotHeader) -> str:
     return "" if key_group(OffloadKey(header.key)) == header.group else Mismatch.GROUP
 
 
+def stated_length(page: memoryview) -> int:
+    """The length of a header of this version as it states it; 0 for any other. It counts as `stated_generation`."""
+    if len(page) < KEY_AT:
+        return 0
+    version, length = _STATED.unpack_from(page, BODY_AT)
+    return int(length) if version == ENVELOPE_VERSION else 0
+
+
+def version_suffix() -> str:
+    """What the names of blocks end with in stores that releases share; nothing for version 1, whose names are older."""
+    return "" if ENVELOPE_VERSION == 1 else f".v{ENVELOPE_VERSION}"
+
+
+VERSION_SUFFIX = r"(?:\.v[1-9][0-9]{0,8})?"
+"""The pattern of `version_suffix` for every version."""
+
+
+def is_other_version(page: memoryview, payload: memoryview = _NO_BYTES) -> bool:
+    """True if a block begins with a whole header of another version, of any length.
+
+    Every version keeps its magic, checksum, version and length in the same places, and its checksum over the length.
+    """
+    if len(page) < KEY_AT or page[:MAGIC_BYTES] != SLOT_MAGIC:
+        return False
+    version, length = _STATED.unpack_from(page, BODY_AT)
+    if version == ENVELOPE_VERSION or not BODY_AT + _STATED.size <= length <= len(page) + len(payload):
+        return False
+    header = bytes(page[:length]) + bytes(payload[: max(0, length - len(page))])
+    return header[MAGIC_BYTES:BODY_AT] == xxhash.xxh3_128_digest(header[BODY_AT:])
+
+
 def stated_generation(page: memoryview) -> int:
     """The generation as the header states it; it counts only once the header's checksum was compared."""
     generation: int = _GENERATION.unpack_from(page, _GENERATION_AT)[0]
@@ -150,6 +186,8 @@ class Mismatch(StrEnum):
     PAYLOAD_BYTES = "payload_bytes"
     GENERATION = "generation"
     PAYLOAD = "payload"
+    OTHER_VERSION = "other_version"
+    """A block that another release stored, which is no damage: only in a store that releases share."""
 
 
 def verify_slot(page: memoryview, payload: memoryview, expected: SlotHeader) -> Mismatch | bytes:
@@ -168,6 +206,12 @@ def verify_block(
         return _first_difference(page, unpack_fixed(fixed, key))
     stated = front[_PAYLOAD_DIGEST_AT:KEY_AT]
     return stated if checksum(payload, keep_gil) == stated else Mismatch.PAYLOAD
+
+
+def found_by_sharer(found: Mismatch | bytes, page: memoryview, payload: memoryview) -> Mismatch | bytes:
+    """What `verify_block` found, in a store that releases share: there a block of another version is no damage."""
+    unknown = found in (Mismatch.VERSION, Mismatch.HEADER_CHECKSUM)
+    return Mismatch.OTHER_VERSION if unknown and is_other_version(page, payload) else found
 
 
 def _first_difference(page: memoryview, expected: SlotHeader) -> Mismatch:

@@ -3,11 +3,20 @@
 import errno
 import os
 import stat
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 
 from kvtier.tier_api.block_age import NO_AGE_LIMIT, AgeLimit
-from kvtier.tier_api.block_envelope import KEY_AT, Mismatch, SlotHeader, decode_slot_header, verify_slot
+from kvtier.tier_api.block_envelope import (
+    KEY_AT,
+    Mismatch,
+    SlotHeader,
+    decode_slot_header,
+    found_by_sharer,
+    is_other_version,
+    verify_slot,
+)
 from kvtier_fs.files.folder import GONE, TreeFolder, vanished
 from kvtier_fs.files.paths import BlockPlace, occupied
 from kvtier_fs.io.syscalls import rename_new
@@ -30,10 +39,14 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Wrong:
-    """A file in the place of a block that is not that block. `front` identifies it later."""
+    """A file in the place of a block that is not that block. `front` identifies it later.
+
+    `is_other_version`: another release stored it, so it is left alone.
+    """
 
     inode: int
     front: bytes = b""
+    is_other_version: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +76,7 @@ def open_block(folder: TreeFolder, wanted: Wanted, direct: bool, there: OpenBloc
     with vanished(_NO_FILE), folder.leaf(place.bucket, place.leaf) as leaf:
         status = os.stat(place.name, dir_fd=leaf, follow_symlinks=False)
         if not stat.S_ISREG(status.st_mode) or status.st_size != wanted.file_bytes:
-            return Wrong(status.st_ino)
+            return _wrong(leaf, wanted, status)
         there.fd = open_plain(leaf, place.name, os.O_RDONLY | (os.O_DIRECT if direct else 0))
         status = os.fstat(there.fd)
         there.inode, there.touched = status.st_ino, status.st_mtime
@@ -87,7 +100,7 @@ def check_block(page: memoryview, payload: memoryview, wanted: Wanted) -> Verifi
     """
     stated = decode_slot_header(page)
     expected = wanted.header if stated is None else wanted.header._replace(generation=stated.generation)
-    found = verify_slot(page, payload, expected)
+    found = found_by_sharer(verify_slot(page, payload, expected), page, payload)
     if stated is not None and isinstance(found, bytes) and not wanted.ages.allows(stated.generation):
         found = Mismatch.GENERATION
     return Verification(found, bytes(page[:KEY_AT]), -1 if stated is None else stated.epoch)
@@ -101,7 +114,7 @@ def header_now(leaf_fd: int, wanted: Wanted) -> SlotHeader | Wrong | None:
     with vanished(_NO_FILE):
         status = os.stat(wanted.place.name, dir_fd=leaf_fd, follow_symlinks=False)
         if not stat.S_ISREG(status.st_mode) or status.st_size != wanted.file_bytes:
-            return Wrong(status.st_ino)
+            return _wrong(leaf_fd, wanted, status)
         header_bytes = wanted.file_bytes - wanted.header.payload_bytes
         page = memoryview(read_front(leaf_fd, wanted.place.name, header_bytes))
         stated = decode_slot_header(page) if len(page) == header_bytes else None
@@ -111,9 +124,18 @@ def header_now(leaf_fd: int, wanted: Wanted) -> SlotHeader | Wrong | None:
             or stated._replace(generation=0, epoch=0, payload_digest=b"")
             != wanted.header._replace(generation=0, epoch=0, payload_digest=b"")
         ):
-            return Wrong(status.st_ino, bytes(page[:KEY_AT]))
+            return Wrong(status.st_ino, bytes(page[:KEY_AT]), is_other_version(page))
         return stated
     return None
+
+
+def _wrong(leaf_fd: int, wanted: Wanted, status: os.stat_result) -> Wrong:
+    """What is not even a plain file of the right length. What cannot be read is no block of another version."""
+    front = b""
+    if stat.S_ISREG(status.st_mode):
+        with suppress(OSError):
+            front = read_front(leaf_fd, wanted.place.name, wanted.file_bytes - wanted.header.payload_bytes)
+    return Wrong(status.st_ino, is_other_version=is_other_version(memoryview(front)))
 
 
 def read_front(leaf_fd: int, name: str, header_bytes: int) -> bytes:
@@ -189,6 +211,8 @@ def give_name(folder: TreeFolder, wanted: Wanted, temporary: Temporary) -> Publi
             pass
         there = header_now(leaf, wanted)
         if isinstance(there, SlotHeader) and there.epoch >= wanted.header.epoch:
+            return Published.TAKEN
+        if isinstance(there, Wrong) and there.is_other_version:
             return Published.TAKEN
         os.rename(temporary.name, place.name, src_dir_fd=bucket, dst_dir_fd=leaf)
         temporary.there = False

@@ -208,6 +208,8 @@ class BlockSteps:
         root = self._root
         block.file = OpenBlock()
         there = await root.call(open_block, root.folder, block.wanted, root.probe.direct, block.file)
+        if isinstance(there, Wrong) and there.is_other_version:
+            return MISSING
         if isinstance(there, Wrong):
             self._counters["mismatch.file"] += 1
             await self._remove(block.wanted, there)
@@ -222,6 +224,8 @@ class BlockSteps:
             checked = await self._root.call(check_block, page, block.payload, block.wanted)
             if not isinstance(checked.found, Mismatch) and not block.abandoned:
                 self._set_checksum(block.row, checked.found)
+        if checked.found is Mismatch.OTHER_VERSION:
+            return MISSING
         if isinstance(checked.found, Mismatch):
             self._counters[f"mismatch.{checked.found}"] += 1
             corrupt = checked.found not in (Mismatch.EPOCH, Mismatch.GENERATION)

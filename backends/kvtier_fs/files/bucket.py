@@ -62,6 +62,8 @@ class Bucket(BucketUsage):
             if isinstance(there, SlotHeader) and there.epoch == wanted.header.epoch:
                 self._touch(leaf, wanted.place.name)
                 return PRESENT
+            if isinstance(there, Wrong) and there.is_other_version:
+                return dropped(DropReason.NO_SLOT)
             if there is not None:
                 self.forget_account()
                 remove_if(leaf, wanted.place.name, _wrong(leaf, wanted, there))
@@ -164,6 +166,15 @@ class Bucket(BucketUsage):
             need += DISK_BLOCK_BYTES  # for the account itself, for which there is no room either
         self.write_account(self._evict(used, used - need))
         return self._evicted > before
+
+    def is_over_budget(self) -> bool:
+        """True if more is in use than may be, or if no account says how much. Needs no lock. Raises OSError."""
+        stated = self.stated()
+        return stated is None or stated > self._rules.budget_bytes
+
+    def shrink(self) -> None:
+        """Evict the oldest blocks until the budget holds. Raises OSError."""
+        self.write_account(self._evict(self.count(victims_share=1), self._rules.budget_bytes))
 
     def remove(self, wanted: Wanted, wrong: Wrong) -> bool:
         """Remove a file that was found wrong, if it is still the same. Raises OSError.

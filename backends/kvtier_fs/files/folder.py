@@ -14,7 +14,8 @@ from typing import TypeVar
 
 from kvtier.aio.process_lock import keep_from_children, share_with_children
 from kvtier.errors import RootError
-from kvtier_fs.files.paths import BUCKET_NAME, bucket_name, leaves, occupied
+from kvtier.tier_api.stack_files import MODEL_FILE
+from kvtier_fs.files.paths import BUCKET_NAME, TEMPORARY_NAME, bucket_name, leaves, occupied
 from kvtier_fs.format.superblock import foreign_version
 from kvtier_fs.format.tree_records import (
     FILES_VERSION,
@@ -28,6 +29,7 @@ from kvtier_fs.format.tree_records import (
 from kvtier_fs.options import SharedFSOptions
 from kvtier_fs.roots.disk import unknown_version
 from kvtier_fs.roots.folder import LOCK_NAME, SUPERBLOCK_NAME, GuardedFolder, close_quietly, plain_file, write_all
+from kvtier_fs.roots.sidecar_files import MANIFEST_NAME
 
 EPOCHS_NAME = "epochs"
 LEASES_NAME = "leases"
@@ -308,6 +310,11 @@ class TreeFolder(GuardedFolder):
                 os.unlink(temporary, dir_fd=folder_fd)
             raise
         os.fsync(folder_fd)
+
+    def is_own(self, name: str) -> bool:
+        known = (BUCKET_NAME, TEMPORARY_NAME, MANIFEST_NAME, MODEL_FILE)
+        small = (SUPERBLOCK_NAME, LOCK_NAME, EPOCHS_NAME, LEASES_NAME)
+        return name in small or any(own.fullmatch(name) for own in known)
 
     def small_folders(self) -> tuple[int, ...]:
         """The open folders of everything that lies in no bucket."""

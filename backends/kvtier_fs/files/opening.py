@@ -29,6 +29,7 @@ async def enter_root(root: SharedRoot, options: SharedFSOptions) -> Tree | None:
     """
     if not await root.call(root.folder.enter):
         raise RootError(root.path, disk.MISSING)
+    await root.call(root.folder.make_private)
     root.probe = await root.call(disk.probe_disk, root.path, root.folder.fd, options)
     return await root.call(root.folder.read_tree)
 

@@ -1,4 +1,7 @@
-"""Where a block's file lies: arithmetic over digests, no I/O. Names are hex digits and nothing else."""
+"""Where a block's file lies: arithmetic over digests, no I/O.
+
+Names are hex digits, and the version of the envelope unless it is 1: releases with different ones share a root.
+"""
 
 import hashlib
 import os
@@ -6,10 +9,13 @@ import re
 from typing import NamedTuple
 
 from kvtier.errors import GeometryError
+from kvtier.tier_api.block_envelope import VERSION_SUFFIX, version_suffix
 from kvtier.types.geometry import round_up
 from kvtier_fs.format.tree_records import BUCKETS_MAX, Tree
 
-BLOCK_NAME = re.compile(r"[0-9a-f]{40}")
+BLOCK_NAME = re.compile(r"[0-9a-f]{40}" + VERSION_SUFFIX)
+"""Of a block of any version: all are counted, and evicted in one order."""
+_DIGITS = 40
 TEMPORARY_NAME = re.compile(r"new-([0-9a-f]{16})-[0-9a-f]{1,16}")
 NAMESPACE_NAME = re.compile(r"[0-9a-f]{32}")
 BUCKET_NAME = re.compile(r"bucket-([0-9a-f]{2})")
@@ -32,8 +38,13 @@ class BlockPlace(NamedTuple):
 
 def place_of(tree: Tree, namespace: bytes, key: bytes) -> BlockPlace:
     """Where a key of a namespace lies; the same in every process and on every host."""
-    name = hashlib.sha256(namespace + key).hexdigest()[:40]
-    return BlockPlace(int(name[:4], 16) % tree.buckets, name[4 : 4 + tree.fan_out], name)
+    name = hashlib.sha256(namespace + key).hexdigest()[:_DIGITS]
+    return BlockPlace(int(name[:4], 16) % tree.buckets, name[4 : 4 + tree.fan_out], name + version_suffix())
+
+
+def is_of_this_version(name: str) -> bool:
+    """True for the name of a block of the envelope's version that this release stores."""
+    return BLOCK_NAME.fullmatch(name) is not None and name[_DIGITS:] == version_suffix()
 
 
 def bucket_name(bucket: int) -> str:

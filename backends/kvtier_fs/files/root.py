@@ -206,6 +206,24 @@ class SharedRoot:
                     return True
         return False
 
+    async def shrink(self) -> None:
+        """Evict the oldest blocks of every bucket that is over its budget, as after the capacity was lowered.
+
+        What is busy or fails is left to the next store there.
+        """
+        try:
+            await asyncio.gather(*map(self._shrink, await self.call(self.folder.buckets)))
+        except OSError as error:
+            self.note_failure("shrink", error)
+
+    async def _shrink(self, number: int) -> None:
+        bucket = self.buckets[number]
+        try:
+            if await self.call(bucket.is_over_budget):
+                await self.visit(bucket, bucket.shrink)
+        except OSError as error:
+            self.note_failure("shrink", error)
+
     async def with_room(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Write a small file that matters more than a block: on a full disk, evict the oldest blocks and try once more.
 

@@ -85,8 +85,7 @@ class BucketUsage:
         Counted on the first visit of this process, because an account may be older than the files after a power loss,
         and where there is no whole account.
         """
-        data = read_small(self._folder.bucket(self._number), ACCOUNT_NAME)
-        stated = decode_account(data, self._folder.tree, self._number)
+        stated = self.stated()
         if stated is None or not self.known:
             return self.count()
         return stated
@@ -107,12 +106,12 @@ class BucketUsage:
         with suppress(OSError):
             os.unlink(ACCOUNT_NAME, dir_fd=self._folder.bucket(self._number))
 
-    def count(self) -> int:
+    def count(self, victims_share: int = _VICTIMS_SHARE) -> int:
         """Count everything, remember the oldest blocks, remove expired temporaries; state and return what is used.
 
         A disk too full for the account itself leaves it out. Raises OSError.
         """
-        used = self.tally()
+        used = self.tally(victims_share)
         self.known = True
         self._rules.note("bucket.scanned")
         try:
@@ -122,15 +121,20 @@ class BucketUsage:
                 raise
         return used
 
-    def tally(self) -> int:
-        """Bytes of disk of everything, as it lies there now. Raises OSError."""
+    def stated(self) -> int | None:
+        """The bytes in use as the account states them; None without a whole one. Raises OSError."""
+        data = read_small(self._folder.bucket(self._number), ACCOUNT_NAME)
+        return decode_account(data, self._folder.tree, self._number)
+
+    def tally(self, victims_share: int = _VICTIMS_SHARE) -> int:
+        """Bytes of disk of everything, as it lies there now; one in so many blocks becomes a victim. Raises OSError."""
         used, temporaries = self._count_small(self._folder.bucket(self._number))
         found: list[Victim] = []
         for leaf in self.leaves():
             with self._folder.leaf(self._number, leaf) as leaf_fd:
                 used += self._count_blocks(leaf_fd, leaf, temporaries, found)
         found.sort()
-        self.victims = deque(found[: max(_VICTIMS_MIN, len(found) // _VICTIMS_SHARE)])
+        self.victims = deque(found[: max(_VICTIMS_MIN, len(found) // victims_share)])
         return used
 
     def leaves(self) -> list[str]:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from kvtier.errors import GeometryError
 from kvtier.tier_api.block_envelope import COUNTER_LIMIT
-from kvtier.tier_api.block_envelope import ENVELOPE_VERSION as FORMAT_VERSION
 from kvtier.tier_api.checksum import BODY_AT, seal, unseal
 from kvtier.types.geometry import round_up
+from kvtier_fs.format.superblock import FORMAT_VERSION
 
 REGIONS_PER_FILE = 64
 """Part of format version 1: how many regions one slab file holds."""

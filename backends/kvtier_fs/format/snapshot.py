@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.tier_api import block_envelope
 from kvtier.tier_api.block_envelope import COUNTER_LIMIT, max_key_bytes
-from kvtier.tier_api.block_envelope import ENVELOPE_VERSION as FORMAT_VERSION
 from kvtier.tier_api.checksum import BODY_AT, seal, unseal
 from kvtier.types.keys import GROUP_BYTES
 from kvtier_fs.format.slot_map import NO_OWNER, SlotMap
@@ -36,7 +36,7 @@ class StoredFormat:
 def encode_snapshot(of: Superblock, formats: Sequence[StoredFormat], slot_map: SlotMap) -> bytes:
     """A snapshot's bytes: every block of the slot map that lies in a region of `formats` with a slot size.
 
-    It speaks of one root, session and stride, those of the superblock `of`.
+    It speaks of one root, session and stride, those of the superblock `of`, and of blocks of one envelope version.
     """
     regions = np.zeros(len(formats), dtype=_REGION)
     regions["slot_bytes"] = [form.slot_bytes for form in formats]
@@ -57,7 +57,7 @@ def encode_snapshot(of: Superblock, formats: Sequence[StoredFormat], slot_map: S
     lengths = np.fromiter(map(len, keys), dtype="<u2", count=len(keys)).tobytes()
     blob = b"".join(keys)
     counts = (len(formats), of.session, of.root_uuid, of.stride, len(slot_map.owners), 0, len(keys), len(blob))
-    header = _HEADER.pack(FORMAT_VERSION, *counts).ljust(_HEADER_BYTES - BODY_AT, b"\0")
+    header = _HEADER.pack(block_envelope.ENVELOPE_VERSION, *counts).ljust(_HEADER_BYTES - BODY_AT, b"\0")
     columns = (header, regions.tobytes(), owners, *generations, *indexes, lengths, *owned, blob)
     return seal(SNAPSHOT_MAGIC, b"".join(columns))
 
@@ -105,13 +105,19 @@ class Snapshot:
         return True
 
 
+def is_of_other_version(data: bytes) -> bool:
+    """True for a whole snapshot of blocks of another envelope version."""
+    whole = len(data) >= _HEADER_BYTES and unseal(SNAPSHOT_MAGIC, memoryview(data)) is not None
+    return whole and _HEADER.unpack_from(data, BODY_AT)[0] != block_envelope.ENVELOPE_VERSION
+
+
 def decode_snapshot(data: bytes, of: Superblock) -> Snapshot | None:
     """The snapshot that a file holds, whole; None unless it speaks of the root, the session and the stride of `of`."""
     if len(data) < _HEADER_BYTES or unseal(SNAPSHOT_MAGIC, memoryview(data)) is None:
         return None
     version, regions, session, uuid, stride, owners, _, entries, key_bytes = _HEADER.unpack_from(data, BODY_AT)
     stated = (version, uuid, session, stride, regions)
-    if stated != (FORMAT_VERSION, of.root_uuid, of.session, of.stride, of.regions):
+    if stated != (block_envelope.ENVELOPE_VERSION, of.root_uuid, of.session, of.stride, of.regions):
         return None
     fixed = _HEADER_BYTES + regions * _REGION.itemsize + owners * _OWNER.itemsize
     if owners >= NO_OWNER or len(data) != fixed + entries * _ENTRY_BYTES + key_bytes:

@@ -6,9 +6,10 @@ import struct
 from dataclasses import dataclass, replace
 
 from kvtier.tier_api.block_envelope import COUNTER_LIMIT, MIN_HEADER_BYTES
-from kvtier.tier_api.block_envelope import ENVELOPE_VERSION as FORMAT_VERSION
 from kvtier.tier_api.checksum import BODY_AT, MAGIC_BYTES, seal, unseal
 
+FORMAT_VERSION = 1
+"""Of the superblock and the region headers; blocks have the version of their envelope."""
 COPY_BYTES = 4096
 SUPERBLOCK_BYTES = 2 * COPY_BYTES
 SUPERBLOCK_MAGIC = b"KVTIERSB"

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier.tier_api.block_envelope import COUNTER_LIMIT
-from kvtier.tier_api.block_envelope import ENVELOPE_VERSION as FORMAT_VERSION
 from kvtier.tier_api.checksum import seal, unseal
-from kvtier_fs.format.superblock import SUPERBLOCK_MAGIC, can_be_aligned
+from kvtier_fs.format.superblock import FORMAT_VERSION, SUPERBLOCK_MAGIC, can_be_aligned
 
 FILES_VERSION = 1000 + FORMAT_VERSION
 """The version in the superblock. It shares its place and its magic with slab roots, so that each refuses the other."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from kvtier.tier_api.block_envelope import KEY_AT, MAGIC, Mismatch, decode_slot_header, page_fault
+from kvtier.tier_api.block_envelope import KEY_AT, MAGIC, Mismatch, decode_slot_header, is_other_version, page_fault
 from kvtier.tier_api.inspection import BlockState
 from kvtier_fs.files.block_file import Wrong
 from kvtier_fs.files.folder import GONE, vanished
@@ -74,10 +74,15 @@ def unread_fault(error: OSError) -> str:
 
 
 def judge_file(page: memoryview, length: int, place: BlockPlace, tree: Tree, epoch_of: EpochOf) -> Judged:
-    """Judge the header page of a file of `length` bytes that lies in a place; the payload is not read."""
+    """Judge the header page of a file of `length` bytes that lies in a place; the payload is not read.
+
+    A block that another release stored is none of this one's.
+    """
     if len(page) < tree.header_bytes:
         return Judged(fault=SHORT)
     header = decode_slot_header(page)
+    if header is None and is_other_version(page):
+        return Judged()
     if header is None:
         return Judged(fault=page_fault(page) or MAGIC)
     if header.root_uuid != tree.root_uuid:

@@ -16,7 +16,7 @@ from kvtier.tier_api.inspection import Access, StoreAbout, StoredNamespace
 from kvtier_fs.files.bucket import Bucket
 from kvtier_fs.files.folder import GONE, Busy, TreeFolder, names_in, read_small, vanished
 from kvtier_fs.files.leases import LEASE_NAME, Leases, decode_holder, this_process
-from kvtier_fs.files.paths import BLOCK_NAME, NAMESPACE_NAME, bucket_name, leaves
+from kvtier_fs.files.paths import NAMESPACE_NAME, bucket_name, is_of_this_version, leaves
 from kvtier_fs.files.root import FilesHooks
 from kvtier_fs.files.usage import BucketRules, BucketUsage
 from kvtier_fs.format.tree_records import Tree
@@ -141,10 +141,13 @@ class InspectedTree(StoreInspection[FoundFile, FileRun]):
         return self.folder.buckets()
 
     def runs(self, part: int) -> Iterator[FileRun]:
-        """Everything in a bucket that has the name of a block, a few at a time, in order. Raises OSError."""
+        """Everything in a bucket that has the name of a block of this release's envelope, a few at a time, in order.
+
+        Raises OSError.
+        """
         first = 0
         for leaf in self.leaves():
-            found = [name for name in self.names(part, leaf) if BLOCK_NAME.fullmatch(name)]
+            found = [name for name in self.names(part, leaf) if is_of_this_version(name)]
             for at in range(0, len(found), _RUN_FILES):
                 names = tuple(found[at : at + _RUN_FILES])
                 yield FileRun(part, leaf, first, names)

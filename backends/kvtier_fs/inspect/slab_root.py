@@ -8,7 +8,7 @@ from dataclasses import replace
 from kvtier.errors import RootBusyError, RootError
 from kvtier.tier_api.inspection import Access, StoreAbout, StoredNamespace
 from kvtier_fs.format.region_header import RegionHeader, RegionPlan, decode_region_header
-from kvtier_fs.format.snapshot import Snapshot, decode_snapshot
+from kvtier_fs.format.snapshot import Snapshot, decode_snapshot, is_of_other_version
 from kvtier_fs.format.superblock import COPY_BYTES, SUPERBLOCK_BYTES, Superblock, encode_superblock
 from kvtier_fs.inspect.found import Found
 from kvtier_fs.inspect.slab_slots import InspectedFormat, SlotRun
@@ -172,7 +172,7 @@ class InspectedRoot(StoreInspection[Found, SlotRun]):
         slots_max = sum(os.fstat(fd).st_size for fd in self.fds.values()) // self.plan.header_bytes
         limit = _SNAPSHOT_SLACK_BYTES + slots_max * _SNAPSHOT_BYTES_PER_SLOT
         data = self.folder.read_snapshot(limit) if block.clean else b""
-        self.snapshot_there = bool(data)
+        self.snapshot_there = bool(data) and not is_of_other_version(data)
         self.snapshot = decode_snapshot(data, block)
 
     def place(self, fmt: InspectedFormat, index: int) -> tuple[int, int]:

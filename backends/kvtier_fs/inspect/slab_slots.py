@@ -2,7 +2,14 @@
 
 from typing import NamedTuple
 
-from kvtier.tier_api.block_envelope import MAGIC, Mismatch, checksum_holds, decode_slot_header, page_fault
+from kvtier.tier_api.block_envelope import (
+    MAGIC,
+    Mismatch,
+    checksum_holds,
+    decode_slot_header,
+    is_other_version,
+    page_fault,
+)
 from kvtier.tier_api.inspection import BlockState
 from kvtier_fs.format.superblock import Superblock
 from kvtier_fs.inspect.found import Judged, judge_header
@@ -32,6 +39,8 @@ def judge(page: memoryview, index: int, fmt: InspectedFormat, superblock: Superb
     formatted again it is some old payload, where a slot of the new size has not been written yet.
     """
     header = decode_slot_header(page)
+    if header is None and is_other_version(page):
+        return Judged()  # another release stored it; a tier that opens the root writes over it
     if header is None:
         fault = page_fault(page)
         if fault == MAGIC and not checksum_holds(page) and fmt.generation > 1:

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
 from kvtier.errors import RootError
-from kvtier.tier_api.block_envelope import ENVELOPE_VERSION as FORMAT_VERSION
 from kvtier.tier_api.inspection import (
     Access,
     BlockState,
@@ -26,7 +25,7 @@ from kvtier.tier_api.inspection import (
 )
 from kvtier_fs.files.folder import EPOCHS_NAME, names_in, read_small
 from kvtier_fs.files.paths import BUCKET_NAME
-from kvtier_fs.format.superblock import decode_superblock, foreign_version
+from kvtier_fs.format.superblock import FORMAT_VERSION, decode_superblock, foreign_version
 from kvtier_fs.format.tree_records import FILES_VERSION, decode_tree
 from kvtier_fs.inspect.found import Found, payload_fault
 from kvtier_fs.roots.folder import SUPERBLOCK_NAME, GuardedFolder, plain_file

@@ -52,7 +52,7 @@ def dry_probe(
         if not folder.enter():
             return None, probe_parent(folder.path, options), [f"{folder.path}: will be created"]
         check_writable(folder.path, folder.fd)
-        return read(), probe_disk(folder.path, folder.fd, options), []
+        return read(), probe_disk(folder.path, folder.fd, options), [folder.note] if folder.note else []
     except OSError as error:
         raise folder.refusal(error) from error
     finally:

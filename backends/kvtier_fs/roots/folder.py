@@ -10,6 +10,7 @@ import socket
 import stat
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,21 +22,27 @@ from kvtier.aio.process_lock import keep_from_children, share_with_children
 from kvtier.errors import RootError
 from kvtier_fs.io.syscalls import NETWORK_MAGICS, filesystem_magic
 from kvtier_fs.options import FSOptions, RootOptions
+from kvtier_fs.roots.private_tree import PrivateTree
 
 SUPERBLOCK_NAME = "superblock"
 LOCK_NAME = "lock"
 _OWNER_BYTES_MAX = 4096
+SOURCE_MAX = 1024
 Pid = Annotated[int, Field(strict=True, ge=1, lt=1 << 31)]
 ShortText = Annotated[str, Field(strict=True, max_length=64)]
 
 
 @dataclass(frozen=True, slots=True)
 class LockOwner:
-    """The process that a lock file names, for messages. `start`: seconds since 1970 when it became the owner."""
+    """The process that a lock file names, for messages. `start`: seconds since 1970 when it became the owner.
+
+    `source` is the root of the stack file that the folder is a share of, or is itself; empty where none was recorded.
+    """
 
     pid: Pid
     host: ShortText
     start: Annotated[float, Field(ge=0, lt=1 << 36)]
+    source: Annotated[str, Field(strict=True, max_length=SOURCE_MAX)] = ""
 
 
 _LOCK_OWNER = TypeAdapter(LockOwner)
@@ -102,16 +109,19 @@ def keeps_free(fd: int, growth: int, min_free_bytes: int) -> bool:
     return not status.f_blocks or status.f_bavail * status.f_frsize - growth >= min_free_bytes
 
 
-class GuardedFolder:
+class GuardedFolder(ABC):
     """The folder of one root. Raises RootError for what an operator must correct, OSError for errors of the disk.
 
-    `fd` is the open folder, -1 before `enter` and after `leave`.
+    `fd` is the open folder, -1 before `enter` and after `leave`. `note` is what is changed of its modes by
+    `make_private`, empty if that is nothing.
     """
 
     def __init__(self, path: str, options: RootOptions) -> None:
         self.path = path
         self._options = options
         self.fd = -1
+        self.note = ""
+        self._open_to_others: PrivateTree | None = None
         self._lock_fd = -1
         self._lock_pid = 0
         self._guard = threading.Lock()
@@ -152,17 +162,38 @@ class GuardedFolder:
 
     def _check_folder(self) -> None:
         status = os.fstat(self.fd)
-        if status.st_mode & 0o022:
-            mode = status.st_mode & 0o7777
-            raise RootError(self.path, f"others may write into it (mode {mode:04o}); chmod go-w it")
         if status.st_uid not in (os.geteuid(), 0):
             raise RootError(self.path, f"belongs to another user ({status.st_uid}), who may write into it; chown it")
+        tree = PrivateTree(self.path, self.fd, status.st_mode, self.is_own)
+        if tree.is_open_to_others:
+            self._check_open_to_others(tree)
         system = NETWORK_MAGICS.get(filesystem_magic(self.fd))
         options = self._options
         if system is not None and isinstance(options, FSOptions) and not options.allow_network_fs:
             raise RootError(
                 self.path, f"lies on a network file system ({system}); use a local disk or allow_network_fs"
             )
+
+    def _check_open_to_others(self, tree: PrivateTree) -> None:
+        """The environment rewrites modes. A root that all the same holds only what is this user's can be used."""
+        tree.check()
+        if not {SUPERBLOCK_NAME, LOCK_NAME}.intersection(os.listdir(self.fd)):
+            raise tree.refusal("it is no root that kvtier has made")
+        self._open_to_others, self.note = tree, tree.note
+
+    def make_private(self) -> None:
+        """Take away what others may do in a folder that was open to them and holds only what is this user's.
+
+        For a process that is about to use the root; one that only reads it changes nothing. Raises RootError, OSError.
+        """
+        with self._guard:
+            self._check_not_left()
+            if self._open_to_others is not None:
+                self._open_to_others.make_private()
+
+    @abstractmethod
+    def is_own(self, name: str) -> bool:
+        """True for a name in the folder that its layout gives to a file of its own."""
 
     def refusal(self, error: OSError) -> RootError:
         """An error of the operating system, as a RootError that says what to change in the configuration."""
@@ -226,18 +257,30 @@ class GuardedFolder:
             return named.st_ino == os.fstat(self._lock_fd).st_ino
         return False
 
-    def write_owner(self) -> None:
-        """Name this process in the lock file, which it has locked. Raises OSError."""
-        owner = LockOwner(os.getpid(), socket.gethostname()[:64], round(time.time()))
+    def write_owner(self, source: str | None = None) -> None:
+        """Name this process in the lock file, which it has locked, and the source; None: as before. Raises OSError."""
+        source = self.recorded_source() if source is None else source
+        kept = source if len(source) <= SOURCE_MAX else ""
+        owner = LockOwner(os.getpid(), socket.gethostname()[:64], round(time.time()), kept)
         os.ftruncate(self._lock_fd, 0)
         write_all(self._lock_fd, _LOCK_OWNER.dump_json(owner))
 
-    def owner(self) -> str:
-        """The owner that the lock file names, in words. Only for a message: it never fails."""
+    def recorded_source(self) -> str:
+        """The root whose share this folder was last opened as; empty where nothing whole says so."""
+        owner = self._recorded_owner()
+        return "" if owner is None else owner.source
+
+    def _recorded_owner(self) -> LockOwner | None:
         try:
             with plain_file(self.fd, LOCK_NAME) as fd:
-                owner = _LOCK_OWNER.validate_json(os.pread(fd, _OWNER_BYTES_MAX, 0))
+                return _LOCK_OWNER.validate_json(os.pread(fd, _OWNER_BYTES_MAX, 0))
         except (ValidationError, OSError):
+            return None
+
+    def owner(self) -> str:
+        """The owner that the lock file names, in words. Only for a message: it never fails."""
+        owner = self._recorded_owner()
+        if owner is None:
             return "another process"
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner.start))
         return f"process {owner.pid} on {owner.host!r} since {started}"
@@ -281,5 +324,6 @@ class GuardedFolder:
             close_quietly(self._lock_fd)
         self._lock_fd = -1
 
+    @abstractmethod
     def _close_files(self) -> None:
         """Close what a layout keeps open in the folder."""

@@ -16,7 +16,7 @@ from kvtier.types.geometry import round_up
 from kvtier_fs.roots.folder import GuardedFolder
 
 _DISK_BLOCK_BYTES = 4096
-_MANIFEST_NAME = re.compile(r"manifest-([0-9a-f]{32})\.json(\.new)?")
+MANIFEST_NAME = re.compile(r"manifest-([0-9a-f]{32})\.json(\.new)?")
 
 
 def manifest_name(namespace: bytes) -> str:
@@ -47,7 +47,7 @@ def make_room_for_manifest(folder: GuardedFolder, namespaces: list[bytes], own_b
     """
     sizes, own = {}, round_up(own_bytes, _DISK_BLOCK_BYTES)
     for name in os.listdir(folder.fd):
-        match = _MANIFEST_NAME.fullmatch(name)
+        match = MANIFEST_NAME.fullmatch(name)
         if match is None:
             continue
         if match[2] or bytes.fromhex(match[1]) not in namespaces[1:]:

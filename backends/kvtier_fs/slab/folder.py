@@ -170,8 +170,10 @@ class SlabFolder(GuardedFolder):
 
     def unknown(self) -> list[str]:
         """Names in the folder that are none of ours, in order."""
-        known = (_OWN_NAME, MODEL_FILE)
-        return sorted(name for name in os.listdir(self.fd) if not any(own.fullmatch(name) for own in known))
+        return sorted(name for name in os.listdir(self.fd) if not self.is_own(name))
+
+    def is_own(self, name: str) -> bool:
+        return any(own.fullmatch(name) for own in (_OWN_NAME, MODEL_FILE))
 
     def _close_files(self) -> None:
         while self._slabs:

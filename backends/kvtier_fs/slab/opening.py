@@ -66,7 +66,10 @@ async def enter_root(root: Root, options: FSOptions) -> bool:
     """
     try:
         await root.pools.begin()
-        return await root.call(root.folder.enter) and await _own(root, options)
+        if not await root.call(root.folder.enter):
+            return False
+        await root.call(root.folder.make_private)
+        return await _own(root, options)
     except OSError as error:
         raise root.folder.refusal(error) from error
 
@@ -90,7 +93,7 @@ async def _own(root: Root, options: FSOptions) -> bool:
     if not await _become_owner(root, options.owner_timeout_seconds):
         raise RootBusyError(root.path, await root.call(folder.owner))
     with suppress(OSError):  # it is for error messages only: a full disk must not keep us out
-        await root.call(folder.write_owner)
+        await root.call(folder.write_owner, options.source(root.path))
     root.probe = await root.call(probe_disk, root.path, folder.fd, options)
     folder.direct = root.probe.direct
     data = await root.call(folder.read_superblock)

@@ -1,10 +1,7 @@
 """A value judged by its name and its bytes alone, without what a load expects."""
 
-import struct
-
 from kvtier.tier_api.block_envelope import (
     COUNTER_LIMIT,
-    ENVELOPE_VERSION,
     KEY_AT,
     Mismatch,
     decode_slot_header,
@@ -12,22 +9,19 @@ from kvtier.tier_api.block_envelope import (
     key_fault,
     page_fault,
     stated_generation,
+    stated_length,
 )
-from kvtier.tier_api.checksum import BODY_AT, checksum
+from kvtier.tier_api.checksum import checksum
 from kvtier_remote.names import BlockName, key_digest
 from kvtier_remote.value import HEADER_BYTES_MAX, root_of
 
 _NANOSECONDS = 1_000_000_000
-_STATED = struct.Struct("<II")
-"""Version and length of a header, in front of its other fields."""
 
 
 def stated_header_bytes(front: memoryview) -> int:
     """The length of the header that a value begins with, as it says itself; 0 if it is none."""
-    if len(front) < KEY_AT:
-        return 0
-    version, length = _STATED.unpack_from(front, BODY_AT)
-    return length if version == ENVELOPE_VERSION and KEY_AT <= length <= HEADER_BYTES_MAX else 0
+    length = stated_length(front)
+    return length if KEY_AT <= length <= HEADER_BYTES_MAX else 0
 
 
 def stated_time(front: memoryview) -> float | None:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
+from kvtier.tier_api.block_envelope import is_other_version
 from kvtier.tier_api.inspection import (
     BlockState,
     CheckStep,
@@ -27,6 +28,7 @@ _SHARED = "others may store and remove while this is read; what changes meanwhil
 
 class RemoteInspection:
     """The values below one prefix under inspection, whatever the engine. Other processes use them at the same time.
+    Those of another version of the envelope, which another release stores, are neither counted nor changed.
 
     A block counts if its name has the incarnation and the epoch of its namespace's marker: a process that opens now
     finds no other. One that opened before a reset still loads older ones.
@@ -75,7 +77,7 @@ class RemoteInspection:
             for one, block in zip(values, blocks, strict=True):
                 if block is not None and block.state is BlockState.CURRENT:
                     current.append(one)
-                else:
+                elif not _is_other_version(one):
                     findings.append(_leftover(one, block))
             yield CheckStep(slots=len(findings), findings=findings)
             yield from self._verify(current, repair)
@@ -83,7 +85,7 @@ class RemoteInspection:
     def _verify(self, values: Sequence[Listed], repair: bool) -> Iterator[CheckStep]:
         for one, value in zip(values, self._listing.read(values), strict=True):
             assert one.name is not None
-            if value is None:
+            if value is None or is_other_version(value):
                 yield CheckStep(slots=1, empty=1)
             elif fault := fault_of(one.name, value):
                 if repair:
@@ -104,6 +106,7 @@ class RemoteInspection:
                 self._listing.remove([one for one, _ in going])
             dropped.update(block.namespace for _, block in going)
             kept.update(block.namespace for _, block in pairs if not chosen(block))
+            kept.update(one.name.namespace for one in values if one.name is not None and _is_other_version(one))
             yield ListStep(len(values), [block for _, block in going])
         for namespace in dropped - kept:
             self._listing.forget(namespace)
@@ -111,7 +114,13 @@ class RemoteInspection:
     def _pages(self) -> Iterator[tuple[Sequence[Listed], list[StoredBlock | None]]]:
         numbers = count()
         for page in self._listing.pages():
-            yield page, [None if one.name is None else self._block(one, one.name, next(numbers)) for one in page]
+            yield (
+                page,
+                [
+                    None if one.name is None or _is_other_version(one) else self._block(one, one.name, next(numbers))
+                    for one in page
+                ],
+            )
 
     def _block(self, one: Listed, name: BlockName, number: int) -> StoredBlock:
         return StoredBlock(
@@ -148,6 +157,10 @@ class RemoteInspection:
             StoredNamespace(digest, marker.epoch, None, None, *_described(manifests.get(digest, "")))
             for digest, marker in sorted(self._markers.items())
         )
+
+
+def _is_other_version(one: Listed) -> bool:
+    return one.name is not None and one.name.is_other_version
 
 
 def _leftover(one: Listed, block: StoredBlock | None) -> Finding:

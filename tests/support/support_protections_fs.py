@@ -1,0 +1,33 @@
+"""Protections of the filesystem tiers beside those of `support_protections`, and how to turn each of them off."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier.tier_api import block_envelope
+from kvtier_fs import tier
+from kvtier_fs.files import block_file
+from kvtier_fs.files.bucket import Bucket
+from kvtier_fs.roots.private_tree import PrivateTree
+
+
+def without_owner_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose a file is in a root that others may write into does not matter, nor how many names it has."""
+    monkeypatch.setattr(PrivateTree, "_judge", lambda self, at, status: None)
+    monkeypatch.setattr(PrivateTree, "_count_names", lambda self, at, status: None)
+
+
+def without_leftovers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a configuration with another number of engines left stays, and nothing says so."""
+    monkeypatch.setattr(tier, "remove_leftovers", lambda root, options: [])
+
+
+def without_shrinking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shared root keeps what is over a lowered capacity until something is stored."""
+    monkeypatch.setattr(Bucket, "is_over_budget", lambda self: False)
+
+
+def without_other_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block of another version of the envelope is damaged."""
+    for module in (block_envelope, block_file):
+        monkeypatch.setattr(module, "is_other_version", lambda page, payload=b"": False)
