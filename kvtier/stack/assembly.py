@@ -20,6 +20,7 @@ from kvtier.errors import ConfigError, ResourceError, UsageError
 from kvtier.options import MAX_LOWER_TIERS, RecordOptions
 from kvtier.stack.assembled import Assembled
 from kvtier.stack.dispatcher import Dispatcher, TierQueue, bytes_by_rows
+from kvtier.stack.distinct_folders import check_folders
 from kvtier.stack.job_spans import JobSpans
 from kvtier.stack.joining import Joining, LowerTiers
 from kvtier.stack.kept_paces import kept_paces
@@ -258,6 +259,8 @@ async def _assemble(
 ) -> Assembled:
     copiers, cpu, lowers = split_tiers(parts)
     namespace, engine_id = parts.namespace, parts.engine_id or uuid.uuid4().hex
+    keyed = [(f"tiers[{index}]", tier.options) for index, tier in enumerate(parts.tiers)]
+    await check_folders(keyed, parts.settings.open_seconds)
     geometry = Geometry(namespace.layout, await resolve_alignment([*copiers, cpu, *lowers], parts.settings))
 
     async def opened_with(tier: LoadStore, of: Namespace = namespace, **more: object) -> Opened:
