@@ -59,7 +59,7 @@ def test_times_are_read_in_seconds_as_they_are(tmp_path: Path) -> None:
     assert [request.arrived for request in read_trace(path).requests()] == [90.5, 0.0]
     agentic = {"t": 7.5, "input_length": 64, "output_length": 0, "rle": [[1, 1]]}
     without = {"input_length": 64, "output_length": 0, "rle": [[1, 1]]}
-    assert [line.seconds for line in read_lines(write(tmp_path / "u.jsonl", agentic, without))] == [7.5, None]
+    assert [line.seconds() for line in read_lines(write(tmp_path / "u.jsonl", agentic, without))] == [7.5, None]
     with pytest.raises(ConfigError, match="timestamp"):
         read_trace(write(tmp_path / "v.jsonl", {**without, "timestamp": "noon"}))
 

@@ -15,7 +15,7 @@ from kvtier.engine_memory.memory import PagedMemory
 from kvtier.engine_memory.options import EngineMemoryOptions, options_model
 from kvtier.engine_memory.tier import EngineMemoryTier
 from kvtier.errors import ConfigError, ResourceError
-from kvtier.stack import EngineStack, distinct_folders
+from kvtier.stack import EngineStack
 from kvtier.types.namespace import Namespace
 
 DISK, OTHER = "disk", "link/disk"
@@ -99,7 +99,7 @@ def test_below_the_memory_of_an_engine_as_well(place: Path):
 
 def test_a_file_system_that_does_not_answer_ends_the_opening(place: Path, monkeypatch: pytest.MonkeyPatch):
     answer = threading.Event()
-    monkeypatch.setattr(distinct_folders, "_place", lambda folder: answer.wait())
+    monkeypatch.setattr("kvtier.stack.distinct_folders._place", lambda folder: answer.wait())
     config = stack_file(PLAIN, 8, placed(place, fs(Path(DISK), Path(OTHER))))
     try:
         with pytest.raises(ResourceError, match=r"could not be compared within 0\.5 s"):
