@@ -247,6 +247,8 @@ async def assemble(parts: StackParts, clock: Clock, deliver: Callable[[Sequence[
     """
     to_close: list[LoadStore] = []
     try:
+        keyed = [(f"tiers[{index}]", tier.options) for index, tier in enumerate(parts.tiers)]
+        await check_folders(keyed, parts.settings.open_seconds)
         return await _assemble(parts, clock, deliver, to_close)
     except BaseException:
         rest = [worker for worker in parts.workers if worker not in to_close]
@@ -259,8 +261,6 @@ async def _assemble(
 ) -> Assembled:
     copiers, cpu, lowers = split_tiers(parts)
     namespace, engine_id = parts.namespace, parts.engine_id or uuid.uuid4().hex
-    keyed = [(f"tiers[{index}]", tier.options) for index, tier in enumerate(parts.tiers)]
-    await check_folders(keyed, parts.settings.open_seconds)
     geometry = Geometry(namespace.layout, await resolve_alignment([*copiers, cpu, *lowers], parts.settings))
 
     async def opened_with(tier: LoadStore, of: Namespace = namespace, **more: object) -> Opened:

@@ -72,7 +72,7 @@ class KeyChain:
         if name in self._remembered:
             ids, known = self._remembered.pop(name)
             digests = known[: _common_prefix(ids, request.ids)]
-        parent = digests[-1] if digests else xxhash.xxh3_128_digest(request.root.encode())
+        parent = digests[-1] if digests else xxhash.xxh3_128_digest(request.root.encode(errors="surrogateescape"))
         raw = request.ids[len(digests) :].astype(">i8").tobytes()
         for start in range(0, len(raw), 8):
             parent = xxhash.xxh3_128_digest(parent + raw[start : start + 8])
