@@ -7,11 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
-from backports.zstd import compress as zstd_compress
 from support_paths import TRACES
 
 from kvtier.errors import ConfigError
-from kvtier.traces.read import read_lines, read_trace
+from kvtier.traces.read import read_lines, read_trace, zstd
 from kvtier.traces.requests import KeyChain
 
 
@@ -121,7 +120,7 @@ def test_files_that_are_no_trace(tmp_path: Path) -> None:
             read_trace(path)
 
 
-@pytest.mark.parametrize("compress", [gzip.compress, zstd_compress], ids=["gzip", "zstd"])
+@pytest.mark.parametrize("compress", [gzip.compress, zstd.compress], ids=["gzip", "zstd"])
 def test_a_compressed_file_is_read_up_to_where_it_was_truncated(tmp_path, caplog, compress) -> None:
     lines = [json.dumps(line([number], 5)) + "\n" for number in range(5000)]
     path = tmp_path / "t"
