@@ -37,12 +37,12 @@ def lines_that_ask(code: CodeType) -> frozenset[int]:
     """
     found: set[int] = set()
     begin, asks = 0, True
-    instructions = list(dis.get_instructions(code))
+    instructions, starts = list(dis.get_instructions(code)), dict(dis.findlinestarts(code))
     for number, one in enumerate(instructions):
-        if one.starts_line is not None:
+        if (line := starts.get(one.offset)) is not None:
             ahead = instructions[number + (one.opname == "SWAP") :][:4]
             way_out = [each.argval for each in ahead[:3] if each.opname == "LOAD_CONST"] == [None] * 3
-            releases = linecache.getline(code.co_filename, one.starts_line).lstrip().startswith(RELEASES)
+            releases = linecache.getline(code.co_filename, line).lstrip().startswith(RELEASES)
             begin, asks = one.offset, releases or (way_out and ahead[3].opname in ("PRECALL", "CALL"))
         if not asks and one.opname.startswith(ASKS):
             asks = True

@@ -1,6 +1,11 @@
 """The command line. A command's code is loaded when it is run, so that looking at a disk does not load torch."""
 
+import errno
 import importlib
+import io
+import os
+import sys
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import click
@@ -15,8 +20,27 @@ INTERRUPTED = 130
 class _Commands(click.Group):
     """A command is the object of its name in the module of its name.
 
-    Its errors are one line each and exit status 2: wrong usage, and every KVTierError but a defect of kvtier itself.
+    Its errors are one line each and exit status 2: wrong usage, every KVTierError but a defect of kvtier itself, and
+    output that cannot be written. What the encoding of the output lacks is printed as a question mark.
     """
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")
+        try:
+            try:
+                return super().main(*args, **extra)
+            finally:  # here and not when the interpreter ends, whose error would be a traceback
+                if sys.stdout is not None:
+                    sys.stdout.flush()
+        except OSError as error:
+            # What is still in the buffer would fail again at the end.
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+            if error.errno == errno.EPIPE:  # a reader that has gone, such as `head`, needs no line
+                sys.exit(1)
+            with suppress(OSError):
+                click.echo(f"error: {error.filename or 'the output'}: {error.strerror}", err=True)
+            sys.exit(CANNOT)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

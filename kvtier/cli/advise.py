@@ -6,9 +6,10 @@ import click
 
 from kvtier.cli.progress import progress
 from kvtier.cli.run_report import html_file_option, json_file_option, report, size
+from kvtier.cli.trace_times import note_times, time_unit_option
 from kvtier.config.layout import DEFAULT_LAYOUT, read_layout
 from kvtier.stack.installed_policies import find_policy
-from kvtier.traces.read import read_trace
+from kvtier.traces.read import TimeUnit, read_trace
 from kvtier.whatif.advise import PURCHASES, Advice, block_bytes_of, costs_of, read_prices
 from kvtier.whatif.miss_ratio import lru_curve
 from kvtier.whatif.service import PREFILL_TOKENS_PER_SECOND
@@ -20,6 +21,7 @@ from kvtier.whatif.worth import Sizes, Worth
 @click.option("--trace", required=True, type=click.Path(path_type=Path), help="JSON lines, plain or gzip.")
 @click.option("--requests", type=click.IntRange(1), metavar="N", help="The first N requests of the trace.")
 @click.option("--block-tokens", type=click.IntRange(1), metavar="N", help="Tokens of a block, if not plain from it.")
+@time_unit_option
 @click.option(
     "--layout", default=DEFAULT_LAYOUT, show_default="8B model", metavar="LAYOUT", help="KV layout, as for `check`."
 )
@@ -52,6 +54,7 @@ def advise(
     trace: Path,
     requests: int | None,
     block_tokens: int | None,
+    time_unit: TimeUnit | None,
     layout: str,
     cpu_bytes: int | None,
     disk_bytes: int | None,
@@ -72,7 +75,8 @@ def advise(
     """
     kinds = {name: find_policy(name) for name in policies}
     listed = read_prices(prices, price_cpu, price_disk)
-    source = read_trace(trace, requests, block_tokens)
+    source = read_trace(trace, requests, block_tokens, time_unit)
+    note_times(source)
     block_bytes = block_bytes_of(read_layout(layout).layout(), source.block_tokens)
     have = Sizes(cpu_bytes or 0, disk_bytes or 0)
     with progress(source.name, source.num_requests * (1 + len(policies))) as advance:
@@ -85,6 +89,7 @@ def advise(
     worth = Worth(curve, costs_of(source.block_tokens, block_bytes, prefill, calibration))
     settings: dict[str, object] = {
         "source": source.name,
+        "source_seconds": source.seconds,
         "block_tokens": source.block_tokens,
         "block_bytes": block_bytes,
         "layout": layout,

@@ -6,9 +6,10 @@ import click
 
 from kvtier.cli.progress import progress
 from kvtier.cli.run_report import json_file_option, report
+from kvtier.cli.trace_times import note_times, time_unit_option
 from kvtier.errors import ConfigError
 from kvtier.traces.convert import convert
-from kvtier.traces.read import read_trace
+from kvtier.traces.read import TimeUnit, read_trace
 from kvtier.traces.summary import summarize
 
 
@@ -21,6 +22,7 @@ from kvtier.traces.summary import summarize
     metavar="N",
     help="Tokens of a block, if neither the lines say them nor they follow from the lengths.",
 )
+@time_unit_option
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
@@ -37,6 +39,7 @@ def record(
     trace: Path,
     requests: int | None,
     block_tokens: int | None,
+    time_unit: TimeUnit | None,
     out: Path | None,
     salt_file: Path | None,
     json_file: Path | None,
@@ -47,7 +50,8 @@ def record(
     """
     if salt_file is not None and out is None:
         raise ConfigError("goes with --out only", "--salt-file")
-    source = read_trace(trace, requests, block_tokens)
+    source = read_trace(trace, requests, block_tokens, time_unit)
+    note_times(source)
     if out is not None:
         with progress(f"writing {out.name}", source.num_requests) as advance:
             convert(source, out, salt_file, advance)

@@ -16,6 +16,7 @@ from kvtier.cli.run_report import (
     size,
     store_mode_option,
 )
+from kvtier.cli.trace_times import note_times, time_unit_option
 from kvtier.replay.run import Replay
 from kvtier.replay.setup import ReplayOptions
 from kvtier.replay.timeline import Timeline
@@ -43,6 +44,7 @@ from kvtier.whatif.run_page import WatchedReplay
     metavar="N",
     help="Tokens of a trace's block, if they do not follow from its lengths.",
 )
+@time_unit_option
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
 @click.option("--seed", type=int, default=0, help="Seed of a generated workload.")
 @json_file_option
@@ -77,6 +79,7 @@ def replay(json_file: Path | None, html_file: Path | None, **options: Any) -> No
     byte was wrong, with 2 and one line for each error if the stack, the trace or an option is.
     """
     prepared = Replay(ReplayOptions(**options))
+    note_times(prepared.source)
     with progress(prepared.source.name, prepared.source.num_requests) as advance:
         timeline = Timeline(time.monotonic, "real") if html_file else None
         found = run_to_end(prepared.run(advance, timeline))

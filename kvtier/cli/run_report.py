@@ -50,7 +50,7 @@ def report(found: Figures, json_file: Path | None, html_file: Path | None = None
 
 def _write(path: Path, text: str, option: str) -> None:
     try:
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {os.fspath(path)}: {error.strerror}", option) from None
 

@@ -7,6 +7,7 @@ import click
 
 from kvtier.cli.progress import progress
 from kvtier.cli.run_report import backlog_option, html_file_option, json_file_option, report, size, store_mode_option
+from kvtier.cli.trace_times import note_times, time_unit_option
 from kvtier.errors import ConfigError
 from kvtier.replay.setup import ReplayOptions
 from kvtier.whatif.report import SimulationReport
@@ -29,6 +30,7 @@ from kvtier.whatif.variants import grid
 @click.option("--requests", type=click.IntRange(1), metavar="N", help="The first N requests of the trace.")
 @click.option("--block-bytes", callback=size, metavar="SIZE", help="Bytes of a block of the trace. [default: 64KiB]")
 @click.option("--block-tokens", type=click.IntRange(1), metavar="N", help="Tokens of a block, if not plain from it.")
+@time_unit_option
 @click.option("--gpu-blocks", type=click.IntRange(1), metavar="N", help="Size of the GPU pool. [default: as replay]")
 @store_mode_option
 @backlog_option
@@ -75,6 +77,7 @@ def simulate(
     replay = ReplayOptions(stack=stack, **options)
     chosen = SimulateOptions(stack, replay, calibration, prefill_tokens_per_second, arrivals)
     prepared = Simulation(chosen, grid(settings))
+    note_times(prepared.source)
     with progress(prepared.source.name, prepared.source.num_requests * len(prepared.variants)) as advance:
         variants = list(prepared.run(advance, watched=html_file is not None))
     found = SimulationReport(variants, prepared.settings())

@@ -6,6 +6,7 @@ from fractions import Fraction
 
 from kvtier.errors import ConfigError
 from kvtier.options import INDEX_BYTES_PER_SLOT, LowerTierOptions, SharedTierOptions, TierOptions
+from kvtier.stack.distinct_folders import folder_problems
 from kvtier.tier_api.contract import LoadStore
 from kvtier.tier_api.registry import DryRun, DryRuns
 from kvtier.types.geometry import Geometry, KVLayout, stack_alignment
@@ -69,12 +70,13 @@ def plan_stack(
     """The plan, and everything that would keep the stack from opening. `tiers` are those of `build_tiers`.
 
     `alignments` are those that the tiers' devices need; the floors of the tiers' classes when left out. Opens nothing.
-    Looks at the machine only through the dry runs of backends, and only with `probe`.
+    Looks at the machine only with `probe`: at the tiers' folders, and through the dry runs of backends.
     """
     if alignments is None:
         alignments = [tier.BLOCK_SIZE_ALIGNMENT for tier in tiers]
     geometry = Geometry(layout, stack_alignment(alignments))
-    plans, problems = [], []
+    plans = []
+    problems = folder_problems([(f"tiers[{index}]", tier.options) for index, tier in enumerate(tiers)], probe)
     for index, (tier, alignment) in enumerate(zip(tiers, alignments, strict=True)):
         plan, found = plan_tier(tier, geometry, alignment, probe, f"tiers[{index}]")
         plans.append(plan)

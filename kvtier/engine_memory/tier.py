@@ -33,6 +33,7 @@ from kvtier.engine_memory.transfers import EngineTransfer
 from kvtier.errors import ConfigError, ResourceError, UsageError
 from kvtier.stack.assembly import StackSettings, open_tier, resolve_alignment
 from kvtier.stack.dispatcher import Dispatcher, TierQueue
+from kvtier.stack.distinct_folders import check_folders
 from kvtier.stack.lookups import Lookups
 from kvtier.stack.operator_log import OperatorLog, TierWatch
 from kvtier.stack.setups import tier_setup
@@ -96,6 +97,7 @@ class EngineMemoryTier:
 
     async def _open(self, namespace: Namespace) -> None:
         settings = StackSettings()
+        await check_folders([("", self._staged.options)], settings.open_seconds)
         alignment = await resolve_alignment([self._staged.backend], settings)
         geometry = memory_geometry(namespace.layout, self._memory, alignment)
         frames = Frames(geometry)

@@ -134,6 +134,7 @@ class Replay:
         options = self._options
         return {
             "source": self.source.name,
+            "source_seconds": self.source.seconds,
             "device": self.device,
             "block_tokens": self.source.block_tokens,
             "block_bytes": geometry.page_bytes(0),

@@ -16,7 +16,7 @@ from kvtier.replay.workload import make_workload
 from kvtier.stack import TierStack
 from kvtier.stack.installed_policies import find_policy
 from kvtier.tier_api.registry import discover
-from kvtier.traces.read import read_trace
+from kvtier.traces.read import TimeUnit, read_trace
 from kvtier.traces.requests import RequestSource
 from kvtier.types.geometry import Geometry, GroupKind, GroupLayout, KVLayout
 from kvtier.types.keys import CPU, FS, Medium
@@ -52,6 +52,7 @@ class ReplayOptions:
     requests: int | None = None
     block_bytes: int | None = None
     block_tokens: int | None = None
+    time_unit: TimeUnit | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: int = 0
     gpu_blocks: int | None = None
@@ -82,10 +83,12 @@ def make_source(options: ReplayOptions) -> RequestSource:
     if options.trace is None:
         if options.block_tokens is not None:
             raise ConfigError("goes with --trace only; a workload brings its own", "--block-tokens")
+        if options.time_unit is not None:
+            raise ConfigError("goes with --trace only", "--time-unit")
         return make_workload(options.kind, options.seed, options.requests)
     if options.workload is not None:
         raise ConfigError("choose one of --trace and --workload", "--trace")
-    return read_trace(options.trace, options.requests, options.block_tokens)
+    return read_trace(options.trace, options.requests, options.block_tokens, options.time_unit)
 
 
 def make_layout(options: ReplayOptions, block_tokens: int, factor: int | None) -> KVLayout:

@@ -20,6 +20,7 @@ from kvtier.errors import ConfigError, ResourceError, UsageError
 from kvtier.options import MAX_LOWER_TIERS, RecordOptions
 from kvtier.stack.assembled import Assembled
 from kvtier.stack.dispatcher import Dispatcher, TierQueue, bytes_by_rows
+from kvtier.stack.distinct_folders import check_folders
 from kvtier.stack.job_spans import JobSpans
 from kvtier.stack.joining import Joining, LowerTiers
 from kvtier.stack.kept_paces import kept_paces
@@ -246,6 +247,8 @@ async def assemble(parts: StackParts, clock: Clock, deliver: Callable[[Sequence[
     """
     to_close: list[LoadStore] = []
     try:
+        keyed = [(f"tiers[{index}]", tier.options) for index, tier in enumerate(parts.tiers)]
+        await check_folders(keyed, parts.settings.open_seconds)
         return await _assemble(parts, clock, deliver, to_close)
     except BaseException:
         rest = [worker for worker in parts.workers if worker not in to_close]

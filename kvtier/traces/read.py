@@ -2,19 +2,21 @@
 
 Each line is one request with `input_length`, `output_length` and one id for each block of the prompt, either as a
 list (`hash_ids`) or run-length coded (`rle`: `[first_id, count]` pairs). With a `session` the ids are local to it;
-without one they are global. The time is `timestamp`, in milliseconds, or `t`, in seconds. `block_tokens` are the tokens
-of a block. All other fields are ignored.
+without one they are global. The time is `timestamp`, in milliseconds, or `t`, in seconds; some publish `timestamp` in
+another unit, which a reader has to be given. `block_tokens` are the tokens of a block. All other fields are ignored.
 """
 
+import codecs
 import gzip
 import importlib
 import logging
+import math
 import sys
 import zlib
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, ClassVar, Self, cast
+from typing import Annotated, Any, BinaryIO, ClassVar, Literal, Self, cast
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -33,6 +35,8 @@ BLOCKS_MAX = 1 << 22
 ID_MAX = (1 << 63) - 1
 GZIP_MAGIC = b"\x1f\x8b"
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+TimeUnit = Literal["s", "ms", "us"]
+PER_SECOND: dict[TimeUnit, int] = {"s": 1, "ms": 1000, "us": 1_000_000}
 BLOCK_TOKENS_TRIED = tuple(1 << power for power in range(13))
 
 _ZSTD_ERRORS = () if zstd is None else (zstd.ZstdError,)
@@ -51,8 +55,8 @@ class TraceLine(BaseModel):
     input_length: int = Field(ge=1, le=ID_MAX)
     output_length: int = Field(ge=0, le=ID_MAX)
     block_tokens: int | None = Field(default=None, ge=1, le=ID_MAX)
-    timestamp: float | None = Field(default=None, allow_inf_nan=False)
-    t: float | None = Field(default=None, allow_inf_nan=False)
+    timestamp: float | None = Field(default=None, ge=-ID_MAX, le=ID_MAX, allow_inf_nan=False)
+    t: float | None = Field(default=None, ge=-ID_MAX, le=ID_MAX, allow_inf_nan=False)
     hash_ids: Annotated[list[BlockId], Field(max_length=BLOCKS_MAX, fail_fast=True)] | None = None
     rle: Annotated[list[Run], Field(max_length=BLOCKS_MAX, fail_fast=True)] | None = None
 
@@ -64,10 +68,11 @@ class TraceLine(BaseModel):
             raise ValueError(f"rle names more than {BLOCKS_MAX} blocks")
         return self
 
-    @property
-    def seconds(self) -> float | None:
-        """When the request came; None where the line does not say."""
-        return self.timestamp / 1000 if self.timestamp is not None else self.t
+    def seconds(self, unit: TimeUnit | None = None) -> float | None:
+        """When the request came, its time read in a unit or else in that of its field; None where there is no time."""
+        if self.timestamp is not None:
+            return self.timestamp / PER_SECOND[unit or "ms"]
+        return None if self.t is None else self.t / PER_SECOND[unit or "s"]
 
     @property
     def ids(self) -> IntArray:
@@ -78,19 +83,24 @@ class TraceLine(BaseModel):
         return np.concatenate([NO_IDS, *runs])
 
 
-def read_trace(path: Path, limit: int | None = None, block_tokens: int | None = None) -> RequestSource:
-    """The first `limit` lines (all when None) of a trace as requests.
+def read_trace(
+    path: Path, limit: int | None = None, block_tokens: int | None = None, unit: TimeUnit | None = None
+) -> RequestSource:
+    """The first `limit` lines (all when None) of a trace as requests, whose times are in `unit` (None: see above).
 
     The file is read once as a whole here, so every line is checked before anything runs. The number of tokens
     in a block is `block_tokens`, or what the lines say, or else follows from the lengths. Raises ConfigError with the
     number of a bad line.
     """
     count = longest = 0
+    first, last = math.inf, -math.inf
     candidates = list(BLOCK_TOKENS_TRIED)
     for line in islice(read_lines(path), limit):
         count += 1
         blocks = len(line.ids)
         longest = max(longest, blocks)
+        if (seconds := line.seconds(unit)) is not None:
+            first, last = min(first, seconds), max(last, seconds)
         block_tokens = block_tokens or line.block_tokens
         candidates = [tokens for tokens in candidates if _fits(line.input_length, blocks, tokens)]
     if not count:
@@ -99,7 +109,8 @@ def read_trace(path: Path, limit: int | None = None, block_tokens: int | None = 
         if not candidates:
             raise ConfigError("its lengths fit no block of 1 to 4096 tokens; say --block-tokens", str(path))
         block_tokens = candidates[-1]
-    return RequestSource(path.name, count, longest, block_tokens, lambda: _requests(path, count))
+    span = last - first if last >= first else None
+    return RequestSource(path.name, count, longest, block_tokens, lambda: _requests(path, count, unit), span)
 
 
 def read_lines(path: Path) -> Iterator[TraceLine]:
@@ -110,6 +121,8 @@ def read_lines(path: Path) -> Iterator[TraceLine]:
     try:
         with _open(path) as stream:
             for number, raw in enumerate(iter(lambda: stream.readline(LINE_BYTES_MAX + 1), b""), start=1):
+                if number == 1:
+                    raw = raw.removeprefix(codecs.BOM_UTF8)
                 if raw.strip():
                     yield _parse(raw, f"{path}:{number}")
     except EOFError:
@@ -120,12 +133,12 @@ def read_lines(path: Path) -> Iterator[TraceLine]:
         raise ConfigError(f"cannot read the trace: {error.strerror or error}", str(path)) from None
 
 
-def _requests(path: Path, limit: int) -> Iterator[Request]:
+def _requests(path: Path, limit: int, unit: TimeUnit | None) -> Iterator[Request]:
     """The requests in the order of the file. The last id of a prompt may stand for a partial block."""
     for line in islice(read_lines(path), limit):
         ids = line.ids
         root = f"trace:{path.name}:{line.session}"
-        yield Request(root, line.session, ids, len(ids), line.input_length, line.output_length, line.seconds)
+        yield Request(root, line.session, ids, len(ids), line.input_length, line.output_length, line.seconds(unit))
 
 
 def _open(path: Path) -> BinaryIO:

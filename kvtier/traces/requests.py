@@ -46,8 +46,9 @@ class Request:
 class RequestSource:
     """A finite sequence of requests: `requests` yields the same ones in the same order at every call.
 
-    What must be known before it runs: how many requests there are, the most blocks that one of them has, and the
-    tokens of a block. `name` is for reports.
+    What must be known before it runs: how many requests there are, the most blocks that one of them has, the tokens of
+    a block, and the seconds between the first and the last request, None where no times are known. `name` is for
+    reports.
     """
 
     name: str
@@ -55,6 +56,7 @@ class RequestSource:
     longest_blocks: int
     block_tokens: int
     requests: Callable[[], Iterator[Request]]
+    seconds: float | None = None
 
 
 class KeyChain:
@@ -70,7 +72,7 @@ class KeyChain:
         if name in self._remembered:
             ids, known = self._remembered.pop(name)
             digests = known[: _common_prefix(ids, request.ids)]
-        parent = digests[-1] if digests else xxhash.xxh3_128_digest(request.root.encode())
+        parent = digests[-1] if digests else xxhash.xxh3_128_digest(request.root.encode(errors="surrogateescape"))
         raw = request.ids[len(digests) :].astype(">i8").tobytes()
         for start in range(0, len(raw), 8):
             parent = xxhash.xxh3_128_digest(parent + raw[start : start + 8])

@@ -16,7 +16,7 @@ class TraceSummary:
     """Figures of a trace.
 
     `reused_blocks` are those of each prompt's longest prefix that earlier prompts had: what a cache without bound hits.
-    `seconds` lie between the first and the last request.
+    `seconds` lie between the first and the last request; 0 where no times are known.
     """
 
     name: str
@@ -63,14 +63,13 @@ class TraceSummary:
 
 def summarize(source: RequestSource, progress: Callable[[], None] = lambda: None) -> TraceSummary:
     """Read a trace once and add it up. Takes about 150 bytes of memory for each distinct block."""
-    chain, seen, sessions, times = KeyChain(), Counter[bytes](), set[str](), []
+    chain, seen, sessions = KeyChain(), Counter[bytes](), set[str]()
     prompt_tokens = output_tokens = reused = 0
     for request in source.requests():
         digests = chain.digests(request)[: request.prompt_blocks]
         reused += next((at for at, digest in enumerate(digests) if digest not in seen), len(digests))
         seen.update(digests)
         sessions.add(request.session)
-        times.append(request.arrived or 0.0)
         prompt_tokens += request.prompt_tokens
         output_tokens += request.output_tokens
         progress()
@@ -78,7 +77,7 @@ def summarize(source: RequestSource, progress: Callable[[], None] = lambda: None
         source.name,
         source.num_requests,
         len(sessions - {""}),
-        max(times) - min(times),
+        source.seconds or 0.0,
         prompt_tokens,
         output_tokens,
         source.block_tokens,

@@ -79,7 +79,7 @@ def page(title: str, parts: Sequence[Part], figures: dict[str, Any]) -> str:
 
     shown = [f"<script>{offline.get_plotlyjs()}</script>", *_drawn(parts, "plot")]
     held = json.dumps(figures).replace("</", "<\\/")
-    style, script = (files("kvtier.whatif").joinpath(name).read_text() for name in ("page.css", "page.js"))
+    style, script = (files("kvtier.whatif").joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
     return _PAGE.format(title=escape(title), style=style, parts="\n".join(shown), figures=held, script=script)
 
 

@@ -106,7 +106,7 @@ def read_calibration(path: Path | None) -> Calibration:
     if path is None:
         return Calibration()
     try:
-        document = json.loads(path.read_text())
+        document = json.loads(path.read_bytes())
         if document.get("command") != "bench":
             raise ConfigError("holds no figures of `kvtier bench --json`", str(path))
         return Calibration.model_validate(document)

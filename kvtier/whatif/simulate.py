@@ -105,6 +105,7 @@ class Simulation:
         return {
             "stack": str(self.options.stack),
             "source": self.source.name,
+            "source_seconds": self.source.seconds,
             "block_tokens": self.source.block_tokens,
             "block_bytes": self.layout.groups[0].page_bytes,
             "gpu_blocks": self._gpu_blocks,

@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -156,7 +157,9 @@ def forked(root: str, io_engine: str, how: str) -> None:
         ):
             stack.submit(stack.job(kind, [group]))
             stack.step()
-            child = os.fork()
+            with warnings.catch_warnings():  # from Python 3.12 on: a fork beside threads, which is what is tried here
+                warnings.simplefilter("ignore", DeprecationWarning)
+                child = os.fork()
             if not child:
                 leave(way)
                 return

@@ -49,7 +49,7 @@ async def test_a_trace_holds_lengths_times_and_equal_ids_for_equal_keys_and_no_k
     (path,) = files(tmp_path / "traces")
     first, later = read_lines(path)
     assert (first.input_length, first.output_length, later.input_length, later.output_length) == (48, 0, 50, 7)
-    assert later.seconds - first.seconds == pytest.approx(1.0, abs=0.002)
+    assert later.seconds() - first.seconds() == pytest.approx(1.0, abs=0.002)
     assert later.hash_ids[:2] == first.hash_ids[:2]
     assert later.hash_ids[2] != first.hash_ids[2]
     assert read_trace(path).block_tokens == 16

@@ -35,7 +35,7 @@ def test_requests_are_in_the_trace_with_their_lengths_and_shared_prefixes(models
     assert [line.input_length for line in found] == [len(prompt) for prompt in asked]
     assert [line.output_length for line in found] == [3 + number for number in range(len(asked))]
     assert [len(line.hash_ids) for line in found] == [len(prompt) // BLOCK for prompt in asked]
-    assert [line.seconds for line in found] == sorted(line.seconds or 0.0 for line in found)
+    assert [line.seconds() for line in found] == sorted(line.seconds() or 0.0 for line in found)
     shared = 0
     for one, first in zip(found, asked, strict=True):
         for other, second in zip(found, asked, strict=True):

@@ -139,7 +139,9 @@ class SeedRun:
         oracle.note(f"a process begins that ends with {ending}; {fault_profile}")
         # What policies learn is not kept: a thread of its own writes that to a disk that is not simulated.
         unkept = mock.patch.object(assembly, "model_files", return_value=None)
-        with unkept, patched_modules(self.simulator.openings(), system):
+        # A thread compares the folders as they are on a disk; simulated ones are distinct.
+        distinct = mock.patch.object(assembly, "check_folders")
+        with unkept, distinct, patched_modules(self.simulator.openings(), system):
             host = _ProcessHost(self, system, oracle)
             process = host.start(fault_profile, faultless)
             self.disks.land_orphans(rng, loop.outside)
