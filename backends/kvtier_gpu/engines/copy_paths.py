@@ -1,7 +1,7 @@
 """The ways in which the pages of a group can be copied, and the rule that takes one.
 
 The rule is measured (docs/benchmarks.md, copy, one H200). Choosing by a trial when the tier opened was measured beside
-it and is gone: one direction alone, over a few MiB, told too little of both directions at once.
+it and is gone: one direction alone, over a few MiB, showed too little of both directions at once.
 """
 
 from __future__ import annotations
