@@ -1,0 +1,120 @@
+"""Settings of an engine that decide K and V and that neither the model's configuration nor its weights show.
+
+Each is in the namespace only where it is another than vLLM's default, or where its file is there.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from torch import nn
+from vllm import envs
+from vllm.config import ModelConfig, VllmConfig
+
+from kvtier.integrations.vllm.weight_files import Source, find_place, secondary_sources
+
+ENVIRONMENT: dict[str, object] = {
+    # Activations, weights or sums are rounded to fewer bits.
+    "VLLM_FLOAT32_MATMUL_PRECISION": "highest",
+    "VLLM_MARLIN_INPUT_DTYPE": None,
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG": None,
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG": None,
+    "VLLM_HUMMING_USE_F16_ACCUM": False,
+    "VLLM_B12X_MOE_FP4_FORCE_A16": False,
+    "VLLM_CPU_INT4_W4A8": True,
+    "VLLM_XPU_INC_WNA16_BACKEND": "auto",
+    "VLLM_USE_DEEP_GEMM_E8M0": True,
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH": False,
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE": False,
+    "VLLM_MXFP4_EMULATION_DEQUANT_AT_LOAD": False,
+    "VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD": True,
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "NONE",
+    "VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16": True,
+    "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4": None,
+    "VLLM_ROCM_USE_AITER_MOE_SITUV2": "auto",
+    "VLLM_ROCM_USE_AITER_FP4_ASM_GEMM": False,
+    "VLLM_ROCM_USE_AITER_FP4BMM": True,
+    "VLLM_ROCM_USE_AITER_FP8BMM": True,
+    # Other kernels, of which some quantise, or sum in an order that does not hang on the batch.
+    "VLLM_ROCM_USE_AITER": False,
+    "VLLM_BATCH_INVARIANT": False,
+    # The order of the values inside a page.
+    "VLLM_SSM_CONV_STATE_LAYOUT": "SD",
+    "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT": False,
+    # Latent attention, or keys and values of each head.
+    "VLLM_MLA_DISABLE": False,
+    # What frames of a video the model gets.
+    "VLLM_VIDEO_LOADER_BACKEND": "opencv",
+}
+"""Variables of vLLM that decide K or V, and their defaults. What decides the speed alone is not here, nor what another
+field of the namespace shows: the attention backend, the layout of the KV cache, the groups."""
+LIBRARIES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE")
+"""Variables of the libraries below that have products of float32 computed with fewer bits; unset by default."""
+MULTIMODAL = ("mm_processor_kwargs", "media_io_kwargs", "mm_encoder_attn_dtype", "video_pruning_rate")
+"""Of the configuration of images, sound and video: what changes that which the model computes with."""
+PROCESSORS = ("*processor*.json", "*feature_extractor*.json", "tekken.json", "*.mvn")
+"""Files that say how images, sound and video become what a model computes with. A request's key holds the picture."""
+QUANTIZATIONS = ("*quant*.json", "adapter_config.json")
+"""Files in which vLLM looks for a quantisation that the model's configuration does not name."""
+
+
+def settings_of(config: VllmConfig) -> dict[str, str]:
+    """The settings as fields of the namespace."""
+    model = config.model_config
+    found = {"environment": json.dumps(environment, sort_keys=True)} if (environment := dict(_environment())) else {}
+    if model.quantization_config is not None:
+        found["quantization_config"] = repr(model.quantization_config)
+    if model.code_revision is not None:
+        found["code_revision"] = str(model.code_revision)
+    if model.multimodal_config is not None:
+        given = {name: value for name in MULTIMODAL if (value := getattr(model.multimodal_config, name, None))}
+        if given:
+            found["multimodal"] = json.dumps(given, sort_keys=True, default=str)
+    return found
+
+
+def _environment() -> Iterator[tuple[str, object]]:
+    for name, default in ENVIRONMENT.items():
+        value = getattr(envs, name, None)  # a release may not have it; None leaves the choice to vLLM
+        if value is not None and value != default:
+            yield name, value
+    yield from ((name, os.environ[name]) for name in LIBRARIES if os.environ.get(name))
+
+
+def settings_files(config: VllmConfig, built: Sequence[nn.Module]) -> list[Source]:
+    """The files of settings: processors of a multimodal model beside everything it was loaded from, scales, and a
+    quantisation that a file of its own describes."""
+    model, download_dir = config.model_config, config.load_config.download_dir
+    found = [Source(name, path, ()) for name, path in _scales(model)]
+    folders = [("model", find_place(model.model, model.revision, download_dir))]
+    if model.quantization and not _names_quantization(model):
+        found += [Source("quantization", folder, QUANTIZATIONS) for _, folder in folders]
+    if model.multimodal_config is not None:
+        if model.tokenizer not in (None, model.model):  # it holds the processor of some models
+            folders.append(("tokenizer", find_place(model.tokenizer, model.tokenizer_revision, download_dir)))
+        for number, given in enumerate(secondary_sources(built)):
+            place = find_place(given.model_or_path, given.revision, download_dir)
+            folders.append((f"{number}", str(Path(place, given.subfolder or ""))))
+        patterns = (*PROCESSORS, "*.py") if model.trust_remote_code else PROCESSORS
+        found += [Source(f"{name} processor", folder, patterns) for name, folder in folders]
+    return [source for source in found if source.place and (Path(source.place).is_dir() or not source.patterns)]
+
+
+def _scales(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Files of scales that an argument of the engine names."""
+    path = getattr(model.multimodal_config, "mm_encoder_fp8_scale_path", None)
+    if path:
+        yield "mm_encoder_fp8_scale_path", path
+    overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else {}
+    if path := overrides.get("quantization_config_file"):
+        yield "quantization_config_file", str(path)
+
+
+def _names_quantization(model: ModelConfig) -> bool:
+    """True if vLLM reads the quantisation from the model's configuration, and looks for no other file."""
+    configs = (model.hf_config, getattr(model.hf_config, "text_config", None))
+    given = [getattr(config, "quantization_config", None) for config in configs]
+    given.append(getattr(model.hf_config, "compression_config", None))
+    first = next((each for each in given if each is not None), None)
+    return first is not None and (model.quantization != "modelopt_mixed" or "quantized_layers" in first)
