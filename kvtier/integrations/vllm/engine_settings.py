@@ -62,7 +62,7 @@ QUANTIZATIONS = ("*quant*.json", "adapter_config.json")
 def settings_of(config: VllmConfig) -> dict[str, str]:
     """The settings as fields of the namespace."""
     model = config.model_config
-    found = {"environment": json.dumps(environment, sort_keys=True)} if (environment := dict(_environment())) else {}
+    found = environment_of()
     if model.quantization_config is not None:
         found["quantization_config"] = repr(model.quantization_config)
     if model.code_revision is not None:
@@ -74,12 +74,14 @@ def settings_of(config: VllmConfig) -> dict[str, str]:
     return found
 
 
-def _environment() -> Iterator[tuple[str, object]]:
+def environment_of() -> dict[str, str]:
+    """The variables that are not at their defaults, as a field of the namespace."""
+    found: dict[str, object] = {name: os.environ[name] for name in LIBRARIES if os.environ.get(name)}
     for name, default in ENVIRONMENT.items():
         value = getattr(envs, name, None)  # a release may not have it; None leaves the choice to vLLM
         if value is not None and value != default:
-            yield name, value
-    yield from ((name, os.environ[name]) for name in LIBRARIES if os.environ.get(name))
+            found[name] = value
+    return {"environment": json.dumps(found, sort_keys=True, default=str)} if found else {}
 
 
 def settings_files(config: VllmConfig, built: Sequence[nn.Module]) -> list[Source]:

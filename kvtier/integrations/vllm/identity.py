@@ -65,13 +65,13 @@ def worker_note(layout: KVLayout, models: Sequence[nn.Module]) -> str:
             "files": None if files is None else files.to_json(),
             "started": started_at(),
         }
-        known |= settings_of(config) | _beside_weights(config, models, files)
+        known |= settings_of(config) | beside_weights(config, models, files)
         if config.lora_config is not None and config.lora_config.lora_dtype not in ("auto", model.dtype):
             known["lora_dtype"] = str(config.lora_config.lora_dtype)
     return json.dumps(known, sort_keys=True)
 
 
-def _beside_weights(config: VllmConfig, models: Sequence[nn.Module], files: WeightFiles | None) -> dict[str, Any]:
+def beside_weights(config: VllmConfig, models: Sequence[nn.Module], files: WeightFiles | None) -> dict[str, Any]:
     """The code that computes and the files of settings, as fields of the namespace; nothing for a model that vLLM has
     itself. `unsure` are files that may have been others when they were read."""
     started, digests = started_at(), ContentDigests()
