@@ -64,7 +64,7 @@ class FileDigest(NamedTuple):
     samples: str = ""
 
 
-class Content(NamedTuple):
+class FilesContent(NamedTuple):
     """The digest of several files' names and contents, what it is made of, and what of that rests on samples alone."""
 
     digest: str
@@ -110,7 +110,7 @@ class ContentDigests:
         """
         return self.content([(path.name, path) for path in files]).digest
 
-    def content(self, named: Sequence[tuple[str, Path]], *, by_samples: bool = False) -> Content:
+    def content(self, named: Sequence[tuple[str, Path]], *, by_samples: bool = False) -> FilesContent:
         """As `digest`, of files with these names.
 
         `by_samples`: of a file that only its owner, mode or links may tell from the one that was read, samples that
@@ -127,12 +127,12 @@ class ContentDigests:
         found |= dict(zip(missing, self._read_all(missing), strict=True))
         files = tuple(found[state] for state in states)
         digests = sorted((name, file.digest) for (name, _), file in zip(named, files, strict=True))
-        return Content(hashlib.sha256(json.dumps(digests).encode()).hexdigest(), files, tuple(sampled))
+        return FilesContent(hashlib.sha256(json.dumps(digests).encode()).hexdigest(), files, tuple(sampled))
 
     def confirm(self, sampled: Sequence[FileDigest]) -> list[FileDigest]:
         """Read files of which samples were compared wholly. Gives those that have another content; `remember` them
         when nothing rests on the samples any more. Raises as `digest` does."""
-        read = [self._settled(each.state) for each in sampled]
+        read = [self._read_stable(each.state) for each in sampled]
         equal = [file.digest == each.digest for file, each in zip(read, sampled, strict=True)]
         self.remember([file for file, same in zip(read, equal, strict=True) if same])
         return [file for file, same in zip(read, equal, strict=True) if not same]
@@ -158,11 +158,11 @@ class ContentDigests:
         if not states:
             return []
         with ThreadPoolExecutor(min(THREADS, len(states), os.cpu_count() or 1), "kvtier-digest") as pool:
-            found = list(pool.map(self._settled, states))
+            found = list(pool.map(self._read_stable, states))
         self.remember(found)
         return found
 
-    def _settled(self, state: FileState) -> FileDigest:
+    def _read_stable(self, state: FileState) -> FileDigest:
         """The file with a state that it had before and after it was read."""
         for _ in range(READS_MAX):
             digest, samples = self._read(state), tensor_samples(Path(state.path))
@@ -277,7 +277,7 @@ class Confirmation:
         if self._other is not None:
             self._other.exception()
 
-    def settle(self) -> None:
+    def accept(self) -> None:
         """Nothing rests on the samples any more: the next start takes the files for what they are."""
         if self._other is not None and self._other.done() and self._other.exception() is None:
             self.digests.remember(self._other.result())

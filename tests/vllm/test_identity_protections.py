@@ -89,7 +89,7 @@ class Model:
         confirmation.wait()
         if confirmation.refuted():  # what was stored in this name is reset
             self.disk.pop(name, None)
-            confirmation.settle()
+            confirmation.accept()
             return False
         confirmation.close()
         return self.disk.setdefault(name, loaded) != loaded

@@ -365,7 +365,7 @@ async def test_what_samples_do_not_show_is_refuted_in_the_background(tmp_path, o
     assert (await life(folder, confirmation)).digest() == before.digest()
     confirmation.wait()
     assert "was changed under its size and time" in confirmation.refuted()
-    confirmation.settle()
+    confirmation.accept()
     confirmation.close()
     assert (await life(folder)).digest() != before.digest()
 

@@ -12,7 +12,7 @@ from torch import nn
 from vllm import envs
 from vllm.config import ModelConfig, VllmConfig
 
-from kvtier.integrations.vllm.weight_files import Source, find_place, secondary_sources
+from kvtier.integrations.vllm.weight_files import FileSource, find_place, secondary_sources
 
 ENVIRONMENT: dict[str, object] = {
     # Activations, weights or sums are rounded to fewer bits.
@@ -84,14 +84,14 @@ def environment_of() -> dict[str, str]:
     return {"environment": json.dumps(found, sort_keys=True, default=str)} if found else {}
 
 
-def settings_files(config: VllmConfig, built: Sequence[nn.Module]) -> list[Source]:
+def settings_files(config: VllmConfig, built: Sequence[nn.Module]) -> list[FileSource]:
     """The files of settings: processors of a multimodal model beside everything it was loaded from, scales, and a
     quantisation that a file of its own describes."""
     model, download_dir = config.model_config, config.load_config.download_dir
-    found = [Source(name, path, ()) for name, path in _scales(model)]
+    found = [FileSource(name, path, ()) for name, path in _scales(model)]
     folders = [("model", find_place(model.model, model.revision, download_dir))]
     if model.quantization and not _names_quantization(model):
-        found += [Source("quantization", folder, QUANTIZATIONS) for _, folder in folders]
+        found += [FileSource("quantization", folder, QUANTIZATIONS) for _, folder in folders]
     if model.multimodal_config is not None:
         if model.tokenizer not in (None, model.model):  # it holds the processor of some models
             folders.append(("tokenizer", find_place(model.tokenizer, model.tokenizer_revision, download_dir)))
@@ -99,7 +99,7 @@ def settings_files(config: VllmConfig, built: Sequence[nn.Module]) -> list[Sourc
             place = find_place(given.model_or_path, given.revision, download_dir)
             folders.append((f"{number}", str(Path(place, given.subfolder or ""))))
         patterns = (*PROCESSORS, "*.py") if model.trust_remote_code else PROCESSORS
-        found += [Source(f"{name} processor", folder, patterns) for name, folder in folders]
+        found += [FileSource(f"{name} processor", folder, patterns) for name, folder in folders]
     return [source for source in found if source.place and (Path(source.place).is_dir() or not source.patterns)]
 
 

@@ -19,7 +19,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from torch import nn
 from vllm.config import VllmConfig
 
-from kvtier.integrations.digests import Content, ContentDigests, FilesChanged
+from kvtier.integrations.digests import ContentDigests, FilesChanged, FilesContent
 
 PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 FROM_FILES = ("auto", "hf", "safetensors", "pt", "gguf", "npcache", "mistral", "bitsandbytes", "sharded_state")
@@ -30,7 +30,7 @@ TICK_NANOSECONDS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class FileSource:
     """A folder, or one file, and which of its files are read; `name` tells it from others and is that on all hosts."""
 
     name: str
@@ -65,19 +65,19 @@ class WeightFiles:
     """Where the weights of an engine's models lie: `main` are the models, drafts included, `more` what they load from
     elsewhere. `listed` is a digest of the names and sizes of all files when they were seen."""
 
-    main: tuple[Source, ...]
-    more: tuple[Source, ...]
+    main: tuple[FileSource, ...]
+    more: tuple[FileSource, ...]
     listed: str
 
     @classmethod
-    def seen(cls, main: Sequence[Source], more: Sequence[Source] = ()) -> "WeightFiles":
+    def seen(cls, main: Sequence[FileSource], more: Sequence[FileSource] = ()) -> "WeightFiles":
         """The files as they are now. Raises OSError for one that cannot be seen."""
         files = [*_named(main), *_named(more)]
         sizes = sorted((name, path.stat().st_size) for name, path in files)
         return cls(tuple(main), tuple(more), hashlib.sha256(json.dumps(sizes).encode()).hexdigest()[:32])
 
     @property
-    def sources(self) -> tuple[Source, ...]:
+    def sources(self) -> tuple[FileSource, ...]:
         """All of them."""
         return self.main + self.more
 
@@ -87,12 +87,12 @@ class WeightFiles:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "WeightFiles":
         main, more = (
-            tuple(Source(each["name"], each["place"], tuple(each["patterns"])) for each in value[key])
+            tuple(FileSource(each["name"], each["place"], tuple(each["patterns"])) for each in value[key])
             for key in ("main", "more")
         )
         return cls(main, more, str(value["listed"]))
 
-    def read(self, digests: ContentDigests, since: int) -> tuple[Content, Content | None]:
+    def read(self, digests: ContentDigests, since: int) -> tuple[FilesContent, FilesContent | None]:
         """The content of the models' files, and of those from elsewhere if there are any.
 
         Raises FilesChanged if it is not what was loaded since the moment `since`, in nanoseconds of the clock of files.
@@ -111,7 +111,7 @@ class WeightFiles:
         return main, more
 
 
-def _named(sources: Sequence[Source]) -> list[tuple[str, Path]]:
+def _named(sources: Sequence[FileSource]) -> list[tuple[str, Path]]:
     return [pair for source in sources for pair in source.named()]
 
 
@@ -125,17 +125,17 @@ def weight_files(config: VllmConfig, built: Sequence[nn.Module] = ()) -> WeightF
         return None
     download_dir = config.load_config.download_dir
     places = list(dict.fromkeys(find_place(model.model, model.revision, download_dir) for model in models))
-    main = [Source("", place) for place in places]
+    main = [FileSource("", place) for place in places]
     if not all(places) or not all(source.paths for source in main):
         return None
-    more = [Source("", place, _inside(folder)) for place in places for folder in READ_BY_MODELS]
+    more = [FileSource("", place, _inside(folder)) for place in places for folder in READ_BY_MODELS]
     for number, given in enumerate(secondary_sources(built)):
         place = find_place(given.model_or_path, given.revision, download_dir)
         if not place:
             return None
         patterns = tuple(given.allow_patterns_overrides or (*PATTERNS, "config.json"))
         name = f"{number} {given.prefix}{given.subfolder or ''}"
-        more.append(Source(name, str(Path(place, given.subfolder or "")), patterns))
+        more.append(FileSource(name, str(Path(place, given.subfolder or "")), patterns))
     loaded = {path for source in main for path in source.paths}
     return WeightFiles.seen(main, [source for source in more if not loaded.issuperset(source.paths)])
 

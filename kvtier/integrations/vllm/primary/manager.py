@@ -384,7 +384,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         """After a reset: what was stored in the name of other weights is gone, and the lower tiers are held back."""
         if self._durable and (reason := self._confirmation.refuted()):
             self._hold_back(f"the weights are not those that samples of them showed: {reason}")
-            self._confirmation.settle()
+            self._confirmation.accept()
 
     def _reset(self) -> None:
         self._stale = False
