@@ -3,6 +3,7 @@
 Each is in the namespace only where it is another than vLLM's default, or where its file is there.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -55,6 +56,7 @@ MULTIMODAL = ("mm_processor_kwargs", "media_io_kwargs", "mm_encoder_attn_dtype",
 """Of the configuration of images, sound and video: what changes that which the model computes with."""
 PROCESSORS = ("*processor*.json", "*feature_extractor*.json", "tekken.json", "*.mvn")
 """Files that say how images, sound and video become what a model computes with. A request's key holds the picture."""
+TEXT_MAX = 512
 QUANTIZATIONS = ("*quant*.json", "adapter_config.json")
 """Files in which vLLM looks for a quantisation that the model's configuration does not name."""
 
@@ -64,13 +66,13 @@ def settings_of(config: VllmConfig) -> dict[str, str]:
     model = config.model_config
     found = environment_of()
     if model.quantization_config is not None:
-        found["quantization_config"] = repr(model.quantization_config)
+        found["quantization_config"] = _short(repr(model.quantization_config))
     if model.code_revision is not None:
         found["code_revision"] = str(model.code_revision)
     if model.multimodal_config is not None:
         given = {name: value for name in MULTIMODAL if (value := getattr(model.multimodal_config, name, None))}
         if given:
-            found["multimodal"] = json.dumps(given, sort_keys=True, default=str)
+            found["multimodal"] = _short(json.dumps(given, sort_keys=True, default=str))
     return found
 
 
@@ -81,7 +83,12 @@ def environment_of() -> dict[str, str]:
         value = getattr(envs, name, None)  # a release may not have it; None leaves the choice to vLLM
         if value is not None and value != default:
             found[name] = value
-    return {"environment": json.dumps(found, sort_keys=True, default=str)} if found else {}
+    return {"environment": _short(json.dumps(found, sort_keys=True, default=str))} if found else {}
+
+
+def _short(text: str) -> str:
+    """The text, or its digest: a worker's note has room for 8 KiB."""
+    return text if len(text) <= TEXT_MAX else hashlib.sha256(text.encode()).hexdigest()
 
 
 def settings_files(config: VllmConfig, built: Sequence[nn.Module]) -> list[FileSource]:

@@ -20,9 +20,10 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.vllm import get_current_vllm_config_or_none
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, ResourceError
 from kvtier.integrations.digests import Confirmation, ContentDigests, FilesChanged
 from kvtier.integrations.fingerprint import computed_state, computing_modules
+from kvtier.integrations.vllm.compat import LOGGER
 from kvtier.integrations.vllm.engine_settings import settings_files, settings_of
 from kvtier.integrations.vllm.model_code import ModelCode
 from kvtier.integrations.vllm.model_modules import attention_layers
@@ -33,6 +34,11 @@ from kvtier.types.namespace import Namespace
 
 PLACES = ("_name_or_path",)
 """Fields of a model's configuration that say where it lies on this host."""
+ADDED = (
+    *("secondary_weights", "code", "releases", "setting_files"),
+    *("environment", "multimodal", "quantization_config", "code_revision"),
+)
+"""Fields that a namespace has only where a model or an engine has what they name."""
 UNSURE_MAX = 3
 """A note is short: so many files that may have changed are named in it."""
 T = TypeVar("T")
@@ -73,18 +79,22 @@ def worker_note(layout: KVLayout, models: Sequence[nn.Module]) -> str:
 
 def beside_weights(config: VllmConfig, models: Sequence[nn.Module], files: WeightFiles | None) -> dict[str, Any]:
     """The code that computes and the files of settings, as fields of the namespace; nothing for a model that vLLM has
-    itself. `unsure` are files that may have been others when they were read."""
+    itself. `unsure` says what may have been another when it was loaded, or cannot be read."""
     started, digests = started_at(), ContentDigests()
-    code = ModelCode.of(models, processors=config.model_config.multimodal_config is not None)
-    settings = settings_files(config, models)
-    found: dict[str, Any] = code.fields()
-    unsure = code.written_since(started)
-    if named := [pair for source in settings for pair in source.named()]:
-        found["setting_files"] = digests.content(named).digest[:32]
-        own = [file for source in settings if not source.in_hub for file in source.paths]
-        unsure += digests.changed_since(digests.content([("", path) for path in own]).files, started)
-    places = [source.place for source in (*settings, *(files.sources if files else ()))]
-    unsure += moved_references(config, list(dict.fromkeys(places)))
+    found: dict[str, Any] = {}
+    try:
+        code = ModelCode.of(models, processors=config.model_config.multimodal_config is not None)
+        found |= code.fields()
+        unsure = code.written_since(started)
+        settings = settings_files(config, models)
+        if named := [pair for source in settings for pair in source.named()]:
+            found["setting_files"] = digests.content(named).digest[:32]
+            own = [("", file) for source in settings if not source.in_hub for file in source.paths]
+            unsure += digests.changed_since(digests.content(own).files, started)
+        places = [source.place for source in (*settings, *(files.sources if files else ()))]
+        unsure += moved_references(config, list(dict.fromkeys(places)))
+    except (OSError, ResourceError) as error:
+        unsure = [str(error)]
     return found | ({"unsure": unsure[:UNSURE_MAX]} if unsure else {})
 
 
@@ -158,6 +168,12 @@ async def refine(namespace: Namespace, notes: Sequence[str], confirmation: Confi
         confirmation.begin([*main.sampled, *(more.sampled if more else ())])
         namespace = replace(namespace, weights=main.digest, model=str(known.pop("architectures")))
         known |= {"secondary_weights": more.digest} if more else {}
+    if added := [name for name in ADDED if name in known]:
+        logging.getLogger(LOGGER).info(
+            "the namespace also names %s, which kvtier 0.1.0 did not: what that stored for this model is not found; "
+            "`kvtier gc ROOT --all-but DIGEST` drops it",
+            ", ".join(added),
+        )
     extra = {**namespace.extra, **known, "computed": _digest(json.dumps(computed))}
     return replace(namespace, hash_algorithm=algorithm, extra=extra)
 
