@@ -206,7 +206,7 @@ class ContentDigests:
         return {file.state: file for file in files if file is not None}
 
     def remember(self, files: Sequence[FileDigest]) -> None:
-        """Keep the digests of files that are old enough to be told from later ones by their times."""
+        """Keep the digests of files that are old enough for their times to differ from those of a later change."""
         limit = time.time_ns() - int(YOUNG_SECONDS * 1e9)
         found = {file.state: file for file in files if file.state.changed < limit}
         if not found:

@@ -3,6 +3,7 @@ nothing is found then, so every output is what the changed model computes. What 
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,10 +22,11 @@ PROMPTS = asked(3, blocks=5)
 def life(model: Path, root: Path, prompts: Sequence[Any] = PROMPTS, store: bool = False, **config: Any) -> Answer:
     """What an engine answers that finds what lives before it have stored, without the operator's name for it. One that
     is to `store` ends when all is on the disk."""
-    site = config.get("site")
     environment = {"XDG_CACHE_HOME": str(root.parent / "cache"), "HF_HOME": str(root.parent / "hf")}
+    if site := config.get("site"):
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (site, os.environ.get("PYTHONPATH"))))
     tiers = {**stack(root, 100, io_engine="threads"), "namespace": ""}
-    with engine(model, root.parent, tiers, environment | ({"PYTHONPATH": site} if site else {}), **config) as vllm:
+    with engine(model, root.parent, tiers, environment, **config) as vllm:
         question = "listen" if "limit_mm_per_prompt" in config else "generate"
         answer = Answer(**vllm.ask(do=question, prompts=prompts, tokens=8))
         if store:

@@ -57,6 +57,7 @@ MULTIMODAL = ("mm_processor_kwargs", "media_io_kwargs", "mm_encoder_attn_dtype",
 PROCESSORS = ("*processor*.json", "*feature_extractor*.json", "tekken.json", "*.mvn")
 """Files that say how images, sound and video become what a model computes with. A request's key holds the picture."""
 TEXT_MAX = 512
+"""A longer setting is named by its digest: a worker's note has room for 8 KiB."""
 QUANTIZATIONS = ("*quant*.json", "adapter_config.json")
 """Files in which vLLM looks for a quantisation that the model's configuration does not name."""
 
@@ -87,7 +88,6 @@ def environment_of() -> dict[str, str]:
 
 
 def _short(text: str) -> str:
-    """The text, or its digest: a worker's note has room for 8 KiB."""
     return text if len(text) <= TEXT_MAX else hashlib.sha256(text.encode()).hexdigest()
 
 
