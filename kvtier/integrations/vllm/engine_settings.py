@@ -6,7 +6,7 @@ Each is in the namespace only where it is another than vLLM's default, or where 
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from torch import nn
@@ -15,41 +15,43 @@ from vllm.config import ModelConfig, VllmConfig
 
 from kvtier.integrations.vllm.weight_files import FileSource, find_place, secondary_sources
 
-ENVIRONMENT: dict[str, object] = {
+ENVIRONMENT = (
     # Activations, weights or sums are rounded to fewer bits.
-    "VLLM_FLOAT32_MATMUL_PRECISION": "highest",
-    "VLLM_MARLIN_INPUT_DTYPE": None,
-    "VLLM_HUMMING_ONLINE_QUANT_CONFIG": None,
-    "VLLM_HUMMING_INPUT_QUANT_CONFIG": None,
-    "VLLM_HUMMING_USE_F16_ACCUM": False,
-    "VLLM_B12X_MOE_FP4_FORCE_A16": False,
-    "VLLM_CPU_INT4_W4A8": True,
-    "VLLM_XPU_INC_WNA16_BACKEND": "auto",
-    "VLLM_USE_DEEP_GEMM_E8M0": True,
-    "VLLM_DEEPEPLL_NVFP4_DISPATCH": False,
-    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE": False,
-    "VLLM_MXFP4_EMULATION_DEQUANT_AT_LOAD": False,
-    "VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD": True,
-    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "NONE",
-    "VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16": True,
-    "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4": None,
-    "VLLM_ROCM_USE_AITER_MOE_SITUV2": "auto",
-    "VLLM_ROCM_USE_AITER_FP4_ASM_GEMM": False,
-    "VLLM_ROCM_USE_AITER_FP4BMM": True,
-    "VLLM_ROCM_USE_AITER_FP8BMM": True,
+    "VLLM_FLOAT32_MATMUL_PRECISION",
+    "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_HUMMING_USE_F16_ACCUM",
+    "VLLM_B12X_MOE_FP4_FORCE_A16",
+    "VLLM_CPU_INT4_W4A8",
+    "VLLM_XPU_INC_WNA16_BACKEND",
+    "VLLM_USE_DEEP_GEMM_E8M0",
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH",
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
+    "VLLM_MXFP4_EMULATION_DEQUANT_AT_LOAD",
+    "VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD",
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
+    "VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16",
+    "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4",
+    "VLLM_ROCM_USE_AITER_MOE_SITUV2",
+    "VLLM_ROCM_USE_AITER_FP4_ASM_GEMM",
+    "VLLM_ROCM_USE_AITER_FP4BMM",
+    "VLLM_ROCM_USE_AITER_FP8BMM",
     # Other kernels, of which some quantise, or sum in an order that does not hang on the batch.
-    "VLLM_ROCM_USE_AITER": False,
-    "VLLM_BATCH_INVARIANT": False,
+    "VLLM_ROCM_USE_AITER",
+    "VLLM_BATCH_INVARIANT",
     # The order of the values inside a page.
-    "VLLM_SSM_CONV_STATE_LAYOUT": "SD",
-    "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT": False,
+    "VLLM_SSM_CONV_STATE_LAYOUT",
+    "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",
     # Latent attention, or keys and values of each head.
-    "VLLM_MLA_DISABLE": False,
+    "VLLM_MLA_DISABLE",
     # What frames of a video the model gets.
-    "VLLM_VIDEO_LOADER_BACKEND": "opencv",
-}
-"""Variables of vLLM that decide K or V, and their defaults. What decides the speed alone is not here, nor what another
+    "VLLM_VIDEO_LOADER_BACKEND",
+)
+"""Variables of vLLM that decide K or V. What decides the speed alone is not here, nor what another
 field of the namespace shows: the attention backend, the layout of the KV cache, the groups."""
+CHOSEN = {"VLLM_SSM_CONV_STATE_LAYOUT": "SD"}
+"""What vLLM does without a variable whose default is None, where a platform of vLLM may set it to the same."""
 LIBRARIES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE")
 """Variables of the libraries below that have products of float32 computed with fewer bits; unset by default."""
 MULTIMODAL = ("mm_processor_kwargs", "media_io_kwargs", "mm_encoder_attn_dtype", "video_pruning_rate")
@@ -80,11 +82,20 @@ def settings_of(config: VllmConfig) -> dict[str, str]:
 def environment_of() -> dict[str, str]:
     """The variables that are not at their defaults, as a field of the namespace."""
     found: dict[str, object] = {name: os.environ[name] for name in LIBRARIES if os.environ.get(name)}
-    for name, default in ENVIRONMENT.items():
-        value = getattr(envs, name, None)  # a release may not have it; None leaves the choice to vLLM
-        if value is not None and value != default:
+    for name in ENVIRONMENT:
+        read = envs.environment_variables.get(name)
+        if read is not None and name in os.environ and (value := read()) != _default(name, read):
             found[name] = value
     return {"environment": _short(json.dumps(found, sort_keys=True, default=str))} if found else {}
+
+
+def _default(name: str, read: Callable[[], object]) -> object:
+    """What this release of vLLM reads where the variable is not set."""
+    given = os.environ.pop(name)
+    try:
+        return CHOSEN.get(name, read())
+    finally:
+        os.environ[name] = given
 
 
 def _short(text: str) -> str:
