@@ -269,8 +269,10 @@ class Confirmation:
         error = self._other.exception()
         if error is not None:
             return f"the weights cannot be read again: {error}"
-        paths = [file.state.path for file in self._other.result()]
-        return f"{', '.join(paths)} was changed under its size and time" if paths else ""
+        if other := self._other.result():
+            return f"{', '.join(file.state.path for file in other)} was changed under its size and time"
+        self._other = None
+        return ""
 
     def wait(self) -> None:
         """Return when everything was read."""
