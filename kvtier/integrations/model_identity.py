@@ -10,11 +10,15 @@ from kvtier.engine_memory.options import EngineMemoryOptions
 from kvtier.errors import ConfigError
 from kvtier.integrations.digests import ContentDigests
 
-MODEL_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.json")
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+MODEL_FILES = (*WEIGHTS, "*.json", "*.py", "*.mvn")
+"""Weights; configuration, processors and index; code of the model's own; means and variances of sound."""
+SUBFOLDERS = ("audio_tokenizer", "adapters/*", "whisper-large-v3")
+"""Folders in which models keep weights that the engine loads beside those: MiMo-Audio, Jina embeddings, Kimi-Audio."""
 REQUIRED = (
     "is required, because {engine} shows a storage backend no weights: name the weights, their quantisation, rope "
-    "scaling and attention backend, and change it when one of them changes; or write model_folder, the folder of the "
-    "weights"
+    "scaling, attention backend and code that is not the engine's, and change it when one of them changes; or write "
+    "model_folder, the folder of the weights"
 )
 
 
@@ -47,8 +51,12 @@ class IdentifiedOptions(EngineMemoryOptions):
         """
         if not self.model_folder:
             return ""
-        files = sorted({file for pattern in MODEL_FILES for file in Path(self.model_folder).glob(pattern)})
-        if not any(file.suffix != ".json" for file in files):
-            patterns = ", ".join(MODEL_FILES[:-1])
-            raise ConfigError(f"{self.model_folder} has no files of weights ({patterns})", f"{at}.model_folder")
-        return ContentDigests().digest(files)
+        folder = Path(self.model_folder)
+        files = {file for pattern in MODEL_FILES for file in folder.glob(pattern)}
+        if not any(file.match(pattern) for file in files for pattern in WEIGHTS):
+            raise ConfigError(
+                f"{self.model_folder} has no files of weights ({', '.join(WEIGHTS)})", f"{at}.model_folder"
+            )
+        files |= {file for part in SUBFOLDERS for pattern in MODEL_FILES for file in folder.glob(f"{part}/{pattern}")}
+        named = [(str(file.relative_to(folder)), file) for file in sorted(files)]
+        return ContentDigests().content(named).digest

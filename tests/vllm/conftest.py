@@ -16,7 +16,14 @@ from engines import KINDS, SEED, Answer, engine, make_model, prompts
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 UNITS = [
     "test_metrics.py",
-    *("test_adapters.py", "test_contract.py", "test_device.py", "test_model_weights.py", "test_prefills.py"),
+    *(
+        "test_adapters.py",
+        "test_contract.py",
+        "test_device.py",
+        "test_model_code.py",
+        "test_model_weights.py",
+        "test_prefills.py",
+    ),
     *("test_release.py", "test_request_hints.py"),
     *("test_router_events.py", "test_secondary.py", "test_weight_files.py"),
 ]

@@ -4,6 +4,7 @@
 with the LoRA adapter of a folder where `"adapter": "/its/folder"` names one, and with hints of kvtier, as
 `"hints": [["retain", {"seconds": 300.0}]]`, in vLLM's envelope or, with `"http": true`, as HTTP requests say them;
 `{"do": "reload", "weights": "/a/model"}` replaces the weights, `{"do": "flip"}` the embedding, unknown to vLLM;
+`{"do": "listen", "prompts": [[1, "<|audio|> w3"], ...]}` is as the first, with a second of noise drawn by each number;
 `{"do": "load_in_place", "adapter": "/its/folder"}` has the workers read its files again;
 `{"do": "reset", "tiers": false}` empties vLLM's prefix cache, and the tiers too when asked; `{"do": "metrics"}`;
 `{"do": "page", "accept": "text/plain"}` answers vLLM's own page of metrics and its content type.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 import uuid
 from collections.abc import Sequence
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 from fastapi import FastAPI
 from prometheus_client import REGISTRY
 from vllm import LLM, SamplingParams
@@ -35,6 +38,8 @@ from benchmarks.vllm_processes import fork_processes, slow_loads
 from kvtier.integrations.digests import ContentDigests, FileState
 from kvtier.integrations.vllm.primary.worker import KVTierWorker
 
+RATE = 16000
+"""Values of sound a second."""
 Hints = Sequence[tuple[str, dict[str, Any]]]
 """Names of hints, and what they say."""
 
@@ -42,10 +47,13 @@ Hints = Sequence[tuple[str, dict[str, Any]]]
 def main(config: dict[str, Any], questions: Connection) -> None:
     """Start an engine, say so, answer until the other end of the pipe is closed, shut the engine down.
 
+    Packages of the folder that `site` names are as if they were installed.
     Digests of files are not computed before the file exists that `digests_after` names. Loads from the disk take the
     seconds a block that the file says which `slow_loads` names. The file that `loads_noted` names gets a word for each
     load: `within` the step or `between` two, and `waiting` for each step that leaves requests waiting for one.
     """
+    if site := config.pop("site", None):
+        sys.path.insert(0, site)
     if noted := config.pop("loads_noted", None):
         note_loads(Path(noted))
     if slowness := config.pop("slow_loads", None):
@@ -70,11 +78,16 @@ def main(config: dict[str, Any], questions: Connection) -> None:
             outputs = generate_hinted(llm, asked, settings, hints)
         else:
             outputs = llm.generate(asked, settings, use_tqdm=False, lora_request=lora)
-        return {
-            "seconds": time.perf_counter() - begun,
-            "tokens": [list(output.outputs[0].token_ids) for output in outputs],
-            "cached": [output.num_cached_tokens or 0 for output in outputs],
-        }
+        return answer_of(outputs, begun)
+
+    def listen(prompts: list[tuple[int, str]], tokens: int) -> dict[str, Any]:
+        noise = [np.random.default_rng(seed).standard_normal(RATE).astype(np.float32) for seed, _ in prompts]
+        asked = [
+            {"prompt": text, "multi_modal_data": {"audio": (sound, RATE)}}
+            for sound, (_, text) in zip(noise, prompts, strict=True)
+        ]
+        settings = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        return answer_of(llm.generate(asked, settings, use_tqdm=False), time.perf_counter())
 
     def settle() -> None:
         """Wait until the engine has nothing to do, and take in all that it said."""
@@ -111,6 +124,8 @@ def main(config: dict[str, Any], questions: Connection) -> None:
         match asked.pop("do"):
             case "generate":
                 answer: Any = generate(**asked)
+            case "listen":
+                answer = listen(**asked)
             case "reload":
                 answer = llm.collective_rpc("reload_weights", kwargs={"weights_path": asked["weights"]})
             case "flip":
@@ -127,6 +142,14 @@ def main(config: dict[str, Any], questions: Connection) -> None:
                 raise ValueError(other)
         questions.send(answer)
     llm.llm_engine.engine_core.shutdown()
+
+
+def answer_of(outputs: Sequence[RequestOutput], begun: float) -> dict[str, Any]:
+    return {
+        "seconds": time.perf_counter() - begun,
+        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "cached": [output.num_cached_tokens or 0 for output in outputs],
+    }
 
 
 def generate_hinted(llm: LLM, asked: list[Any], settings: SamplingParams, hints: Hints) -> list[RequestOutput]:

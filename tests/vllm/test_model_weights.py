@@ -13,6 +13,7 @@ import torch
 from fake_engine import FakeEngine, offloading_config, stack
 from torch import nn
 
+from kvtier.integrations.digests import FileDigest, FileState
 from kvtier.integrations.vllm.primary import manager, model_weights
 from kvtier.integrations.vllm.primary.model_weights import EngineWeights, Verdict, checksum, device_sums
 
@@ -172,3 +173,22 @@ def test_what_cannot_be_read_is_said_once_and_unknown(root, seed, monkeypatch, c
         vllm.reset()
     assert any(record.levelno == logging.ERROR and "cannot be read" in record.message for record in caplog.records)
     assert any("may have been replaced" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_when_samples_of_the_files_were_wrong_all_is_reset_and_the_disk_held_back(root, seed, tmp_path, caplog, idle):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"other weights")
+    with engine(root, seed) as vllm:
+        assert hits(vllm, [1, 2, 3]) == 0
+    with engine(root, seed) as vllm:
+        assert hits(vllm, [1, 2, 3]) == 3, "by samples the weights are those of before"
+        confirmation = vllm.manager._confirmation
+        confirmation.begin([FileDigest(FileState.of(file), "0" * 64)])
+        confirmation.wait()
+        if not idle:
+            assert hits(vllm, [1, 2, 3]) + hits(vllm, [4, 5, 6]) == 0
+            assert hits(vllm, [4, 5, 6]) == 3, "the cpu tier goes on"
+    assert any(line.startswith("event=tier_held_back tier=fs ") and "samples" in line for line in caplog.messages)
+    with engine(root, seed) as vllm:
+        assert hits(vllm, [1, 2, 3]) + hits(vllm, [4, 5, 6]) == 0

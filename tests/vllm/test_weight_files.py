@@ -1,10 +1,12 @@
 """Which files identify a model's weights, and what the workers' notes make of the namespace. No engine runs here."""
 
 import dataclasses
+import hashlib
 import json
 import os
 import random
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,15 +14,18 @@ from typing import Any
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.integrations.digests import FilesChanged
+from kvtier.integrations import digests
+from kvtier.integrations.digests import Confirmation, FilesChanged
 from kvtier.integrations.vllm import weight_files as found_files
 from kvtier.integrations.vllm.identity import refine
-from kvtier.integrations.vllm.weight_files import changed_since_start, weight_files
+from kvtier.integrations.vllm.weight_files import moved_references, weight_files
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 from kvtier.types.namespace import Namespace
 
 pytestmark = pytest.mark.engine
 
+LATER = 3600 * 1_000_000_000
+"""Engines of these tests start so many nanoseconds after the files were made, unless a test says otherwise."""
 NAMESPACE = Namespace(KVLayout((GroupLayout((TensorRef(0, 4096),), 16),)), model="/models/here")
 
 
@@ -52,8 +57,8 @@ def model(folder: Path, seed: int = 0, name: str = "model.safetensors") -> Path:
 
 
 def note(files: Any, **more: Any) -> str:
-    known = {"architectures": "LlamaForCausalLM", "computed": "c", "files": files and files.to_json(), "changed": False}
-    return json.dumps(known | more)
+    known = {"architectures": "LlamaForCausalLM", "computed": "c", "files": files and files.to_json()}
+    return json.dumps(known | {"started": time.time_ns() + LATER} | more)
 
 
 async def identity(*folders: Path, **more: Any) -> Namespace:
@@ -94,7 +99,7 @@ def test_a_file_of_weights_may_be_named_itself(tmp_path):
     path = model(tmp_path / "one", name="model.gguf") / "model.gguf"
     files = weight_files(config(str(path)))
     assert files is not None
-    assert files.places == (str(path),)
+    assert [source.paths for source in files.main] == [[path]]
 
 
 def test_a_model_of_the_hub_is_found_in_its_cache(tmp_path):
@@ -105,8 +110,7 @@ def test_a_model_of_the_hub_is_found_in_its_cache(tmp_path):
     (cached / "refs" / "main").write_text(commit)
     files = weight_files(config("someone/small", download_dir=tmp_path / "hub"))
     assert files is not None
-    assert files.places == (str(cached / "snapshots" / commit),)
-    assert not changed_since_start(files)
+    assert [source.place for source in files.main] == [str(cached / "snapshots" / commit)]
     assert weight_files(config("someone/other", download_dir=tmp_path / "hub")) is None
     assert weight_files(config("someone/small", download_dir=tmp_path / "hub", revision="v2")) is None
 
@@ -131,19 +135,251 @@ async def test_without_files_the_operator_names_the_weights():
 
 async def test_files_replaced_between_loading_and_reading_are_no_identity(tmp_path):
     folder = model(tmp_path / "one")
-    files = weight_files(config(str(folder)))
+    files, started = weight_files(config(str(folder))), time.time_ns()
     model(folder, seed=1)
-    with pytest.raises(FilesChanged, match="while the engine started"):
+    with pytest.raises(FilesChanged, match="restart it"):
+        await refine(NAMESPACE, [note(files, started=started)])
+
+
+@pytest.mark.parametrize("change", ["another", "longer", "fewer"])
+async def test_a_list_of_files_that_changes_meanwhile_is_no_identity(tmp_path, change):
+    folder = model(model(tmp_path / "one"), name="b.safetensors")
+    files = weight_files(config(str(folder)))
+    {
+        "another": lambda: model(folder, name="c.safetensors"),
+        "longer": lambda: (folder / "b.safetensors").write_bytes(b"x" * 2000),
+        "fewer": (folder / "b.safetensors").unlink,
+    }[change]()
+    with pytest.raises(FilesChanged, match="came, went or grew"):
         await refine(NAMESPACE, [note(files)])
 
 
-async def test_files_changed_after_this_process_had_started_are_no_identity(tmp_path, monkeypatch):
-    files = weight_files(config(str(model(tmp_path / "one"))))
-    assert files is not None
-    assert changed_since_start(files)
-    monkeypatch.setattr(
-        found_files, "_started_at", lambda: Path(files.places[0], "model.safetensors").stat().st_ctime_ns
-    )
-    assert not changed_since_start(files)
+async def test_ranks_that_saw_other_files_are_no_identity_and_no_error_of_the_configuration(tmp_path):
+    one, other = (weight_files(config(str(model(tmp_path / name)))) for name in ("one", "other"))
     with pytest.raises(FilesChanged, match="restart it"):
-        await refine(NAMESPACE, [note(files, changed=True)])
+        await refine(NAMESPACE, [note(one), note(other)])
+
+
+# -- weights from a second place ---------------------------------------------------------------------------------
+
+
+def built(*sources: Any) -> list[Any]:
+    """A model as vLLM builds it, with what it loads beside its own folder."""
+    return [SimpleNamespace(secondary_weights=list(sources))]
+
+
+def source(place: Path | str, **more: Any) -> Any:
+    given = {"revision": None, "subfolder": None, "prefix": "", "allow_patterns_overrides": None}
+    return SimpleNamespace(model_or_path=str(place), **given | more)
+
+
+async def second(folder: Path, *sources: Any, started: int = 0) -> Namespace:
+    files = weight_files(config(str(folder)), built(*sources))
+    return await refine(NAMESPACE, [note(files, started=started or time.time_ns() + LATER)])
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+async def test_weights_in_a_second_place_count_wherever_that_is(tmp_path, name):
+    one, text = model(tmp_path / "one"), model(tmp_path / "text", seed=1)
+    before = await second(one, source(text, prefix="language_model."))
+    shutil.copytree(text, tmp_path / "elsewhere")
+    assert before.digest() == (await second(one, source(tmp_path / "elsewhere", prefix="language_model."))).digest()
+    (text / name).write_bytes(b"trained again")
+    assert before.digest() != (await second(one, source(text, prefix="language_model."))).digest()
+
+
+async def test_the_place_in_the_model_that_weights_are_for_counts(tmp_path):
+    one, text, audio = (model(tmp_path / name, seed) for seed, name in enumerate(["one", "text", "audio"]))
+    both = await second(one, source(text, prefix="language_model."), source(audio, prefix="audio_tower."))
+    swapped = await second(one, source(audio, prefix="language_model."), source(text, prefix="audio_tower."))
+    assert both.digest() != swapped.digest()
+
+
+async def test_weights_in_a_subfolder_count(tmp_path):
+    one = model(tmp_path / "one")
+    model(one / "whisper")
+    before = await second(one, source(one, subfolder="whisper"))
+    model(one / "whisper", seed=3)
+    assert before.digest() != (await second(one, source(one, subfolder="whisper"))).digest()
+
+
+@pytest.mark.parametrize("folder", ["audio_tokenizer", "adapters/retrieval"])
+async def test_weights_that_a_class_of_vllm_reads_by_itself_count(tmp_path, folder):
+    one = model(tmp_path / "one")
+    plain = await second(one)
+    model(one / folder)
+    before = await second(one)
+    model(one / folder, seed=3)
+    assert len({each.digest() for each in (plain, before, await second(one))}) == 3
+
+
+async def test_heads_beside_the_weights_change_nothing_for_they_were_counted_before(tmp_path):
+    one = model(model(tmp_path / "one"), name="sparse_linear.pt")
+    heads = source(one, prefix="sparse_linear.", allow_patterns_overrides=["sparse_linear.pt"])
+    assert (await second(one, heads)).digest() == (await second(one)).digest()
+
+
+def test_a_second_place_that_is_not_on_this_host_names_no_weights(tmp_path):
+    assert weight_files(config(str(model(tmp_path / "one"))), built(source("someone/gone"))) is None
+
+
+async def test_a_second_place_written_after_the_process_began_is_no_identity(tmp_path):
+    one, text = model(tmp_path / "one"), model(tmp_path / "text", seed=1)
+    with pytest.raises(FilesChanged, match="restart it"):
+        await second(one, source(text), started=time.time_ns() - LATER)
+
+
+async def test_a_plain_model_is_named_as_releases_before_named_it(tmp_path):
+    known = await second(model(tmp_path / "one"))
+    assert set(known.extra) == {"computed"}
+    each = sorted(
+        [["model.safetensors", hashlib.sha256((tmp_path / "one/model.safetensors").read_bytes()).hexdigest()]]
+    )
+    assert known.weights == hashlib.sha256(json.dumps(each).encode()).hexdigest()
+
+
+# -- the hub's cache ---------------------------------------------------------------------------------------------
+
+OLD, NEW = "0" * 40, "1" * 40
+
+
+@pytest.fixture
+def hub(tmp_path) -> Path:
+    """A cache with two snapshots of one repository, of which the branch names the new one."""
+    repository = tmp_path / "hub" / "models--someone--small"
+    for seed, commit in enumerate((OLD, NEW)):
+        model(repository / "snapshots" / commit, seed)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(NEW)
+    return repository
+
+
+def moved(hub: Path, commit: str | None = None) -> list[str]:
+    given = SimpleNamespace(model_config=SimpleNamespace(hf_config=SimpleNamespace(_commit_hash=commit)))
+    return moved_references(given, [str(hub / "snapshots" / NEW)])
+
+
+def test_a_branch_that_moved_while_the_engine_started_leaves_open_what_was_loaded(hub):
+    assert moved(hub) == moved(hub, OLD) == [str(hub / "snapshots" / NEW)]
+    assert moved(hub, NEW) == []
+
+
+def test_a_branch_that_moved_before_the_engine_started_does_not(hub, monkeypatch):
+    monkeypatch.setattr(found_files, "started_at", lambda: time.time_ns() + LATER)
+    assert moved(hub) == []
+
+
+def test_a_branch_that_moved_to_the_same_files_does_not(hub):
+    for path in (hub / "snapshots" / OLD).iterdir():
+        path.unlink()
+        path.symlink_to(hub / "snapshots" / NEW / path.name)
+    assert moved(hub) == []
+
+
+async def test_a_file_that_may_have_changed_is_no_identity(tmp_path):
+    files = weight_files(config(str(model(tmp_path / "one"))))
+    with pytest.raises(FilesChanged, match=r"plug-in\.py may have changed"):
+        await refine(NAMESPACE, [note(files, unsure=["/some/plug-in.py"])])
+
+
+# -- owner, mode and links that change after the process began ---------------------------------------------------
+
+
+def tensors(folder: Path, *changed: int, seed: int = 1) -> Path:
+    """A file of 40 tensors of 64 KiB; those of the numbers given are another's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    size = 64 << 10
+    names = {f"layer {number}": number * size for number in range(40)}
+    header = json.dumps(
+        {name: {"dtype": "U8", "shape": [size], "data_offsets": [at, at + size]} for name, at in names.items()}
+    ).encode()
+    body = b"".join(random.Random(number + 100 * seed * (number in changed)).randbytes(size) for number in range(40))
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + body)
+    return folder
+
+
+def rewrite(folder: Path, *changed: int) -> None:
+    """The same file, in place, with the time of its last change restored."""
+    found = (folder / "model.safetensors").stat()
+    tensors(folder, *changed)
+    os.utime(folder / "model.safetensors", ns=(found.st_atime_ns, found.st_mtime_ns))
+
+
+def touch(folder: Path, number: int) -> None:
+    """What Kubernetes, SELinux or a backup do to a file without a change of a byte."""
+    path = folder / "model.safetensors"
+    if number % 2:
+        path.chmod(0o640 if number % 4 == 1 else 0o600)
+    else:
+        os.link(path, folder / f"backup-{number}")
+
+
+@pytest.fixture
+def old(monkeypatch) -> None:
+    """Files count as old at once."""
+    monkeypatch.setattr(digests, "YOUNG_SECONDS", -60.0)
+
+
+async def life(folder: Path, confirmation: Confirmation | None = None, started: int = 0) -> Namespace:
+    """The namespace of an engine that starts now, or started then."""
+    files = weight_files(config(str(folder)))
+    return await refine(NAMESPACE, [note(files, started=started or time.time_ns() + LATER)], confirmation)
+
+
+async def test_owner_mode_and_links_may_change_at_every_one_of_50_starts(tmp_path, old):
+    folder = tensors(tmp_path / "one")
+    expected = (await life(folder)).digest()
+    for number in range(50):
+        started = time.time_ns()
+        touch(folder, number)
+        confirmation = Confirmation()
+        assert (await life(folder, confirmation, started)).digest() == expected
+        confirmation.wait()
+        assert confirmation.refuted() == ""
+        confirmation.close()
+
+
+@pytest.mark.parametrize("while_it_starts", [True, False])
+async def test_one_tensor_of_many_changed_in_place_under_its_time_is_never_the_old_model(
+    tmp_path, old, while_it_starts
+):
+    folder = tensors(tmp_path / "one")
+    before = await life(folder)
+    for number in range(40):
+        started = time.time_ns()
+        rewrite(folder, number)
+        if while_it_starts:
+            with pytest.raises(FilesChanged, match="restart it"):
+                await life(folder, started=started)
+        assert (await life(folder)).digest() != before.digest()
+
+
+async def test_what_samples_do_not_show_is_refuted_in_the_background(tmp_path, old):
+    folder = tensors(tmp_path / "one")
+    before, path = await life(folder), folder / "model.safetensors"
+    found, content = path.stat(), bytearray(path.read_bytes())
+    content[-1500] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+    confirmation = Confirmation()
+    assert (await life(folder, confirmation)).digest() == before.digest()
+    confirmation.wait()
+    assert "was changed under its size and time" in confirmation.refuted()
+    confirmation.accept()
+    confirmation.close()
+    assert (await life(folder)).digest() != before.digest()
+
+
+async def test_files_touched_before_anything_is_known_of_them_are_no_identity_until_the_next_start(tmp_path, old):
+    folder, started = tensors(tmp_path / "one"), time.time_ns() - LATER
+    with pytest.raises(FilesChanged, match="restart it"):
+        await life(folder, started=started)
+    touch(folder, 1)
+    assert await life(folder, started=time.time_ns())
+
+
+async def test_the_same_content_written_again_is_the_same_model(tmp_path, old):
+    folder = tensors(tmp_path / "one")
+    expected, started = (await life(folder)).digest(), time.time_ns()
+    tensors(folder)
+    assert (await life(folder, started=started)).digest() == expected

@@ -10,26 +10,38 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.vllm import get_current_vllm_config_or_none
 
-from kvtier.errors import ConfigError
-from kvtier.integrations.digests import ContentDigests, FilesChanged
+from kvtier.errors import ConfigError, ResourceError
+from kvtier.integrations.digests import Confirmation, ContentDigests, FilesChanged
 from kvtier.integrations.fingerprint import computed_state, computing_modules
+from kvtier.integrations.vllm.compat import LOGGER
+from kvtier.integrations.vllm.engine_settings import settings_files, settings_of
+from kvtier.integrations.vllm.model_code import ModelCode
 from kvtier.integrations.vllm.model_modules import attention_layers
-from kvtier.integrations.vllm.weight_files import WeightFiles, changed_since_start, weight_files
+from kvtier.integrations.vllm.weight_files import WeightFiles, moved_references, started_at, weight_files
 from kvtier.types.dtypes import canonical_dtype
 from kvtier.types.geometry import KVLayout, TensorRef
 from kvtier.types.namespace import Namespace
 
 PLACES = ("_name_or_path",)
 """Fields of a model's configuration that say where it lies on this host."""
+ADDED = (
+    *("secondary_weights", "code", "releases", "setting_files"),
+    *("environment", "multimodal", "quantization_config", "code_revision"),
+)
+"""Fields that a namespace has only where a model or an engine has what they name."""
+UNSURE_MAX = 3
+"""A note is short: so many files that may have changed are named in it."""
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +57,7 @@ def worker_note(layout: KVLayout, models: Sequence[nn.Module]) -> str:
         model = config.model_config
         fields = {key: value for key, value in model.hf_config.to_dict().items() if key not in PLACES}
         layers = _cached_layers(config)
-        files = weight_files(config)
+        files = weight_files(config, models)
         known |= {
             "revision": str(model.revision),
             "model_config": _digest(json.dumps(fields, sort_keys=True, default=str)),
@@ -57,11 +69,33 @@ def worker_note(layout: KVLayout, models: Sequence[nn.Module]) -> str:
             "attention": ",".join(sorted({_kind(layer) for _, layer in layers})),
             "computed": computed_state(chain(layers, _computing_modules(models))),
             "files": None if files is None else files.to_json(),
-            "changed": files is not None and changed_since_start(files),
+            "started": started_at(),
         }
+        known |= settings_of(config) | beside_weights(config, models, files)
         if config.lora_config is not None and config.lora_config.lora_dtype not in ("auto", model.dtype):
             known["lora_dtype"] = str(config.lora_config.lora_dtype)
     return json.dumps(known, sort_keys=True)
+
+
+def beside_weights(config: VllmConfig, models: Sequence[nn.Module], files: WeightFiles | None) -> dict[str, Any]:
+    """The code that computes and the files of settings, as fields of the namespace; nothing for a model that vLLM has
+    itself. `unsure` says what may have been another when it was loaded, or cannot be read."""
+    started, digests = started_at(), ContentDigests()
+    found: dict[str, Any] = {}
+    try:
+        code = ModelCode.of(models, processors=config.model_config.multimodal_config is not None)
+        found |= code.fields()
+        unsure = code.written_since(started)
+        settings = settings_files(config, models)
+        if named := [pair for source in settings for pair in source.named()]:
+            found["setting_files"] = digests.content(named).digest[:32]
+            own = [("", file) for source in settings if not source.in_hub for file in source.paths]
+            unsure += digests.changed_since(digests.content(own).files, started)
+        places = [source.place for source in (*settings, *(files.sources if files else ()))]
+        unsure += moved_references(config, list(dict.fromkeys(places)))
+    except (OSError, ResourceError) as error:
+        unsure = [str(error)]
+    return found | ({"unsure": unsure[:UNSURE_MAX]} if unsure else {})
 
 
 def _cached_layers(config: VllmConfig) -> list[tuple[str, nn.Module]]:
@@ -95,18 +129,22 @@ def measure(layout: KVLayout, notes: Sequence[str]) -> KVLayout:
     return replace(layout, groups=[replace(group, refs=(TensorRef(0, page),)) for group, page in pages])
 
 
-async def refine(namespace: Namespace, notes: Sequence[str]) -> Namespace:
+async def refine(namespace: Namespace, notes: Sequence[str], confirmation: Confirmation | None = None) -> Namespace:
     """The namespace with what the workers' notes add. Takes as long as reading the weights, the first time.
 
-    Raises ConfigError if the workers differ, or if nothing identifies the weights: the operator has to name them then.
-    Raises FilesChanged if the files are not those that were loaded.
+    Where only owner, mode or links of a file changed since it was read, samples of it suffice, and `confirmation` reads
+    the whole in the background. Raises ConfigError if the workers differ, or if nothing identifies the weights: the
+    operator has to name them then. Raises FilesChanged if the files are not those that were loaded.
     """
+    confirmation = confirmation or Confirmation()
     found: list[dict[str, Any]] = [json.loads(note or "{}") for note in notes]
     computed = [str(each.pop("computed", "")) for each in found]  # a rank may compute with experts of its own
-    changed = [bool(each.pop("changed", False)) for each in found]
+    started = min(int(each.pop("started", 0)) for each in found)
+    unsure = [path for each in found for path in each.pop("unsure", ())]
+    listed = {json.dumps(each.pop("files", None), sort_keys=True) for each in found}
     if any(each != found[0] for each in found):
         raise ConfigError(f"the workers of this engine disagree about the model: {sorted(set(notes))}", "workers")
-    known, files = found[0], found[0].pop("files", None)
+    known = found[0]
     known.pop("page_bytes", None)  # part of the layout
     algorithm = str(known.pop("hash_algorithm", ""))
     if "xxhash" in algorithm:
@@ -115,24 +153,34 @@ async def refine(namespace: Namespace, notes: Sequence[str]) -> Namespace:
             "without it nothing on disk is ever hit after a restart; use sha256",
             algorithm,
         )
+    files = json.loads(max(listed))
     if not files and not namespace.tag:
         raise ConfigError(
             "is required: nothing tells these weights from others of the same model, so name them yourself",
             "stack.namespace",
         )
-    if any(changed):
-        raise FilesChanged("files of weights were changed after this process had started; restart it")
+    if unsure or len(listed) > 1:
+        paths = ", ".join(unsure) or "files of weights"
+        raise FilesChanged(f"{paths} may have changed after this process had started; restart it")
     if files:
-        weights = await _digest_files(WeightFiles.from_json(files))
-        namespace = replace(namespace, weights=weights, model=str(known.pop("architectures")))
+        read = partial(WeightFiles.from_json(files).read, confirmation.digests, started)
+        main, more = await _in_thread(read, confirmation.digests)
+        confirmation.begin([*main.sampled, *(more.sampled if more else ())])
+        namespace = replace(namespace, weights=main.digest, model=str(known.pop("architectures")))
+        known |= {"secondary_weights": more.digest} if more else {}
+    if added := [name for name in ADDED if name in known]:
+        logging.getLogger(LOGGER).info(
+            "the namespace also names %s, which kvtier 0.1.0 did not: what that stored for this model is not found; "
+            "`kvtier gc ROOT --all-but DIGEST` drops it",
+            ", ".join(added),
+        )
     extra = {**namespace.extra, **known, "computed": _digest(json.dumps(computed))}
     return replace(namespace, hash_algorithm=algorithm, extra=extra)
 
 
-async def _digest_files(files: WeightFiles) -> str:
-    digests = ContentDigests()
+async def _in_thread(read: Callable[[], T], digests: ContentDigests) -> T:
     try:
-        return await asyncio.to_thread(files.digest, digests)
+        return await asyncio.to_thread(read)
     except asyncio.CancelledError:
         digests.cancel()
         raise

@@ -12,6 +12,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -29,6 +30,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.config import stack_parts
 from kvtier.errors import IntegrityError, ResourceError
+from kvtier.integrations.digests import Confirmation
 from kvtier.integrations.vllm.adapters import content_in_keys
 from kvtier.integrations.vllm.compat import LOGGER
 from kvtier.integrations.vllm.identity import measure, refine
@@ -60,6 +62,11 @@ RESET_SECONDS = 5.0
 STORE_SECONDS = 60.0
 IDLE_SECONDS = 0.002
 
+REPLACED = {
+    Verdict.CHANGED: "the weights were replaced since the engine has started",
+    Verdict.UNKNOWN: "the weights may have been replaced since the engine has started",
+}
+
 _ANSWERS = {result: Answer[result.name] for result in LookupResult}
 _log = logging.getLogger(__name__)
 
@@ -83,7 +90,9 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         events_max = parts.settings.events_max if config.enable_kv_cache_events else 0
         settings = dataclasses.replace(parts.settings, store_seconds=STORE_SECONDS, events_max=events_max)
         parts = dataclasses.replace(parts, engine_id=plan.engine_id, settings=settings, operator_log=LOGGER)
-        self._stack = EngineStack(dataclasses.replace(parts, refine=refine, measure=measure))
+        self._confirmation = Confirmation()
+        named = partial(refine, confirmation=self._confirmation)
+        self._stack = EngineStack(dataclasses.replace(parts, refine=named, measure=measure))
         self._events = RouterEvents(self._stack, self._ids, config)
         self._requests: defaultdict[str, RequestState] = defaultdict(RequestState)
         self._scanned: dict[str, RequestState] = {}
@@ -91,6 +100,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         self._in_step = False
         self._stale = False  # rows are of weights before; vLLM still has to report copies of them
         self._held_back = False
+        self._durable = True  # the last reset holds over a crash
         self._meter = Meter()
         self._chooses = settings.chooses
         served = requests_in_contexts()
@@ -103,6 +113,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
             self._follows = self._stack.follows_requests and served
         except BaseException:
             self._adapters.release(self)
+            self._confirmation.close()
             raise
         cpu = parts.tiers[0]
         assert isinstance(cpu, ProvidesRows)
@@ -245,9 +256,12 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
     def _turn(self) -> None:
         if self._weights.loaded():
             self._stale = True
-            self._hold_back(Verdict.CHANGED)
+            self._hold_back(REPLACED[Verdict.CHANGED])
+        if self._confirmation.refuted():
+            self._stale = True
         if self._stale and not self._copies.reported:
             self._reset()
+            self._distrust_samples()
         self._copies.poll()
         self._stack.step()
 
@@ -358,17 +372,19 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         self._reset()
         verdict = Verdict.CHANGED if self._weights.loaded() else self._weights.compare(RESET_SECONDS)
         if verdict is not Verdict.UNCHANGED:
-            self._hold_back(verdict)
+            self._hold_back(REPLACED[verdict])
 
-    def _hold_back(self, verdict: Verdict) -> None:
+    def _hold_back(self, reason: str) -> None:
         """The lower tiers are named by the weights that the engine has started with."""
         if not self._held_back:
             self._held_back = True
-            found = {
-                Verdict.CHANGED: "the weights were replaced",
-                Verdict.UNKNOWN: "the weights may have been replaced",
-            }
-            self._stack.hold_back(f"{found[verdict]} since the engine has started")
+            self._stack.hold_back(reason)
+
+    def _distrust_samples(self) -> None:
+        """After a reset: what was stored in the name of other weights is gone, and the lower tiers are held back."""
+        if self._durable and (reason := self._confirmation.refuted()):
+            self._hold_back(f"the weights are not those that samples of them showed: {reason}")
+            self._confirmation.accept()
 
     def _reset(self) -> None:
         self._stale = False
@@ -377,7 +393,9 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         self._scanned.clear()
         try:
             self._stack.reset(RESET_SECONDS)
+            self._durable = True
         except ResourceError as error:
+            self._durable = False
             _log.error("a reset of the cache holds in memory, but not yet over a crash: %s", error)
 
     def on_reset_flushed(self) -> None:
@@ -392,5 +410,9 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Drain what is queued for lower tiers within the deadline, and log what was dropped."""
+        if self._confirmation.refuted():
+            self._reset()
+            self._distrust_samples()
+        self._confirmation.close()
         self._adapters.release(self)
         self._stack.close()

@@ -11,11 +11,14 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvtier.engine_memory.options import EngineMemoryOptions, read_options
 from kvtier.errors import ConfigError
 from kvtier.integrations.vllm import settings
+from kvtier.integrations.vllm.engine_settings import environment_of
+from kvtier.integrations.vllm.model_code import ModelCode
 from kvtier.types.namespace import Namespace
 
 NAMESPACE_REQUIRED = (
     "is required, because vLLM shows a secondary tier no model: name the weights and their quantisation, rope scaling, "
-    "max_model_len, adapters and attention backend, and change it when one of them changes"
+    "max_model_len, adapters, attention backend, the model's own code and processors, and change it when one of them "
+    "changes"
 )
 
 
@@ -43,7 +46,8 @@ def secondary_options(keys: Mapping[str, Any], tier_type: str, backend: str) -> 
 
 
 def tier_namespace(config: OffloadingConfig, tag: str, row_bytes: int) -> Namespace:
-    """Everything that identifies vLLM's rows, as far as a secondary tier sees it; `tag` names the rest.
+    """Everything that identifies vLLM's rows, as far as a secondary tier sees it: its configuration, the engine's
+    variables, the plug-ins that it has loaded. `tag` names the rest.
 
     Raises ConfigError if vLLM has no KV cache.
     """
@@ -58,4 +62,5 @@ def tier_namespace(config: OffloadingConfig, tag: str, row_bytes: int) -> Namesp
         "prefill_context_parallel_size": str(parallel.pcp_size),
         "decode_context_parallel_size": str(parallel.dcp_size),
     }
-    return replace(known, extra={**known.extra, **extra})
+    seen = environment_of() | ModelCode.of((), processors=False).fields()
+    return replace(known, extra={**known.extra, **extra, **seen})
