@@ -113,10 +113,12 @@ class BudgetFile:
     def read(self, clock: BootClock) -> tuple[int, int]:
         """The level that was written last, and when. Raises OSError."""
         now, body = clock.now_ns(), unseal(_MAGIC, os.pread(self._fd, _RECORD_BYTES, 0))
-        if body is None:
+        if body is None or len(body) < _RECORD.size:
             return 0, now
         boot, at, level = _RECORD.unpack_from(body)
-        return level, at if boot == clock.boot else now
+        if boot != clock.boot:
+            return level, now
+        return (level, at) if at <= now else (0, now)  # the clock does not go back: no process wrote that
 
     def write(self, clock: BootClock, at_ns: int, level_bytes: int) -> None:
         """Make a level durable. Raises OSError."""

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from kvtier.control.state import LowerTier
 from kvtier.control.tiers.write_pace import MINUTES, WritePace
+from kvtier.tier_api.block_envelope import COUNTER_LIMIT
 
 SHARES = 16
 """A record allows so large a part of the budget until the next one is written, or `SHARE_BLOCKS`."""
@@ -70,14 +71,16 @@ class KeptPace:
         self._pace.allow(self._allowed)
 
     def restore(self, record: bytes) -> None:
-        """Begin with what a record counts. Raises ValueError for one that is damaged, then as `lost`."""
-        if len(record) != _HEAD.size + _BYTES.size:
+        """Begin with what a record counts. Raises ValueError for one that nobody can have written, then as `lost`."""
+        whole = len(record) == _HEAD.size + _BYTES.size
+        minutes = _BYTES.unpack_from(record, _HEAD.size) if whole else ()
+        if not whole or max(minutes) >= COUNTER_LIMIT:
             self.lost()
             raise ValueError("it is no record of what was written")
         boot, at = _HEAD.unpack_from(record)
         if boot != self._clock.boot:
             at = self._clock.now_ns()
-        self._begin_with(at, _BYTES.unpack_from(record, _HEAD.size))
+        self._begin_with(at, minutes)
 
     def lost(self) -> None:
         """It is not known what was written: perhaps all of the budget, just now."""

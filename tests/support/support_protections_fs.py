@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvtier.stack import kept_paces
 from kvtier.tier_api import block_envelope
 from kvtier_fs import tier
 from kvtier_fs.files import block_file
@@ -31,3 +32,8 @@ def without_other_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block of another version of the envelope is damaged."""
     for module in (block_envelope, block_file):
         monkeypatch.setattr(module, "is_other_version", lambda page, payload=b"": False)
+
+
+def without_bounds_of_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record of what was written may state any number of bytes."""
+    monkeypatch.setattr(kept_paces, "COUNTER_LIMIT", 1 << 80)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from kvtier.types.keys import OffloadKey
 Named = list[tuple[ObjectKey, int]]
 """Objects and their sizes."""
 _Shape = tuple[str, int, int, str]
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +50,7 @@ class ObjectIndex:
         self._sizes = sizes
         self._objects: dict[bytes, _KnownObject] = {}
         self._shapes: dict[_Shape, _Shape] = {}
+        self._warned = False
 
     def __len__(self) -> int:
         return len(self._objects)
@@ -61,6 +64,9 @@ class ObjectIndex:
         """Pieces came or went. Returns the objects that have gone and that LMCache knows."""
         gone: Named = []
         for key in keys:
+            if not self._sizes.can_be(key):
+                self._warn()
+                continue
             digest, size = object_of(key)
             known = self._objects.get(digest)
             if removed and known is not None and known.size == size:
@@ -74,9 +80,14 @@ class ObjectIndex:
                 if known is None or known.size != size:
                     if known is not None and known.announced:
                         gone.append((known.key, known.size))
-                    known = self._objects[digest] = _KnownObject(size, len(self._sizes.cut(size)))
+                    known = self._objects[digest] = _KnownObject(size, self._sizes.count(size))
                 known.pieces += 1
         return gone
+
+    def _warn(self) -> None:
+        if not self._warned:
+            self._warned = True
+            _log.warning("the tier holds blocks that are no pieces of objects; they are not used")
 
     def announce(self, objects: Sequence[tuple[bytes, ObjectKey]]) -> Named:
         """LMCache has these objects. Returns those that are here as a whole and that it did not know."""

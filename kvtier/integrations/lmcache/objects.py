@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from lmcache.v1.distributed.api import ObjectKey
 
-from kvtier.types.keys import OffloadKey, make_key
+from kvtier.types.keys import GROUP_BYTES, OffloadKey, make_key
 
 DIGEST_BYTES = 24
 _FIELDS = struct.Struct(">IIIqq")
@@ -47,6 +47,21 @@ class PieceSizes:
     def largest_object(self) -> int:
         """Bytes of the largest object that can be kept."""
         return self.sizes[0] * (PIECES_MAX - len(self.sizes))
+
+    def count(self, size: int) -> int:
+        """How many pieces an object of `size` bytes has."""
+        units, count = -(-size // self.sizes[-1]), 0
+        for block in self.sizes:
+            whole, units = divmod(units, block // self.sizes[-1])
+            count += whole
+        return count
+
+    def can_be(self, key: OffloadKey) -> bool:
+        """True if a key can be a piece's. A tier may hold blocks that nobody stored as such."""
+        if len(key) != DIGEST_BYTES + _PIECE.size + GROUP_BYTES:
+            return False
+        size, at = _PIECE.unpack_from(key, DIGEST_BYTES)
+        return bool(0 < size <= self.largest_object and at < self.count(size))
 
     def cut(self, size: int) -> tuple[Piece, ...]:
         """The pieces of an object of `size` bytes, 1 to `largest_object`."""
