@@ -6,16 +6,18 @@ import itertools
 import logging
 import math
 import os
+import stat
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 
 from kvtier.aio.shielded_wait import wait_done
 from kvtier.options import RecordOptions
-from kvtier.traces.write import RecordedRequest, TraceFile, TraceLines, read_salt
+from kvtier.traces.write import RecordedRequest, TraceFile, TraceLines, prepare_salt, read_salt
 
 QUEUED_BLOCKS_MAX = 1 << 18
 """Blocks of requests that wait for the thread, at most, with one more for each request. They take about 20 MB."""
@@ -175,9 +177,12 @@ class _Folder:
         self._share = options.max_bytes // FILES
         self._file: TraceFile | None = None
         self._numbers = itertools.count(1)
-        self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._make_folder()
         self._name = f"trace-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}"
-        salt = read_salt(None if options.salt_file is None else Path(options.salt_file))
+        salt_file = None if options.salt_file is None else Path(options.salt_file)
+        if salt_file is not None:
+            prepare_salt(salt_file)
+        salt = read_salt(salt_file)
         self.lines = TraceLines(salt, block_tokens, epoch)
 
     def add(self, line: bytes) -> bool:
@@ -202,10 +207,27 @@ class _Folder:
     def _begin_file(self) -> None:
         self.close()
         self._file = None
-        files = sorted(self._path.glob(_PATTERN), reverse=True)
+        self._make_folder()
         left = self._max_bytes - self._share
-        for path in files:
-            left -= path.stat().st_size
-            if left < 0:
-                path.unlink()
-        self._file = TraceFile(self._path / f"{self._name}-{next(self._numbers):05}.jsonl.gz")
+        for path in sorted(self._path.glob(_PATTERN), key=self._age):
+            with suppress(FileNotFoundError):
+                found = path.lstat()
+                left -= found.st_size if stat.S_ISREG(found.st_mode) else 0
+                if left < 0 and stat.S_ISREG(found.st_mode):
+                    path.unlink()
+        while self._file is None:
+            with suppress(FileExistsError):  # another stack of this process that began in the same second
+                self._file = TraceFile(self._path / f"{self._name}-{next(self._numbers):05}.jsonl.gz")
+
+    def _make_folder(self) -> None:
+        """Also where a link leads that names no folder yet."""
+        Path(os.path.realpath(self._path)).mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def _age(self, path: Path) -> tuple[int, tuple[int, ...]]:
+        """The order from the youngest file to the oldest: this recorder's, those before it, those from the future.
+
+        A clock that was ahead has named the last ones. They go first, or this recorder's would go in their place.
+        """
+        own = path.name.startswith(f"{self._name}-")
+        named = tuple(-ord(letter) for letter in path.name)
+        return (0 if own else 2 if path.name > self._name else 1), named

@@ -1,10 +1,13 @@
 """Writing traces: gzip'ed JSON lines in the format of `kvtier.traces.read`, with salted hashes as block ids."""
 
+import fcntl
+import logging
 import os
 import secrets
 import stat
 import zlib
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -17,6 +20,7 @@ ID_BITS = 53
 """An id is a whole number that every reader of JSON takes in exactly. Two of a million blocks share one in 1 of 18,000
 traces."""
 GZIP_LEVEL = 6
+_log = logging.getLogger(__name__)
 _GZIP = 16 + zlib.MAX_WBITS
 _OVERHEAD_BYTES = 1024
 """More than gzip's header, end and flush markers, and than what it adds to lines that it cannot compress."""
@@ -99,6 +103,30 @@ class TraceFile:
             written = os.write(self._file, data)
             self._size += written
             data = data[written:]
+
+
+def prepare_salt(path: Path) -> None:
+    """Make a salt's file, also where a link leads, and fill one that is empty, as a kill or a full disk leaves it.
+
+    Of several processes one does that. A file of this user's whose group may read it, as in a pod with `fsGroup`, gets
+    mode 0600 again. What cannot be done is left to `read_salt`, which judges the file.
+    """
+    with suppress(OSError), open(path, "r+b", buffering=0, opener=_made) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        found = os.fstat(file.fileno())
+        others = stat.S_IMODE(found.st_mode) & 0o077
+        if others & 0o007 or found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+            return
+        if others:
+            os.fchmod(file.fileno(), 0o600)
+            _log.warning("%s: its group could read it; it has mode 0600 again", path)
+        if not found.st_size:
+            file.write(secrets.token_bytes(SALT_BYTES))
+            os.fsync(file.fileno())
+
+
+def _made(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CREAT | os.O_NONBLOCK, 0o600)
 
 
 def read_salt(path: Path | None) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -34,8 +35,8 @@ def make(folder: Path, **more: object) -> Recorder:
 
 
 def wait_for(recorder: Recorder, requests: int) -> None:
-    """Until so many are written."""
-    while recorder.recorded < requests:
+    """Until so many are written, or one is lost."""
+    while recorder.recorded < requests and not recorder.dropped:
         time.sleep(0)
 
 
@@ -191,3 +192,105 @@ def test_what_was_written_is_read_after_kill_9(tmp_path: Path) -> None:
     (path,) = files(tmp_path)
     lengths = [line.input_length for line in read_lines(path)]
     assert lengths[: written - 1] == [16 * number for number in range(1, written)]
+
+
+async def record(recorder: Recorder, count: int) -> None:
+    """Record so many long requests, each written before the next one comes."""
+    recorder.open()
+    for number in range(1, count + 1):
+        recorder.record([os.urandom(32) for _ in range(150)], 2400 + number, 1, time.monotonic() - 60)
+        recorder.wake()
+        wait_for(recorder, number)
+    await recorder.close()
+
+
+def small(folder: Path, **more: object) -> Recorder:
+    options = {"folder": str(folder), "max_bytes": 256 << 10, "salt_file": None} | more
+    return Recorder(RecordOptions.model_construct(**options), 16)  # type: ignore[arg-type]
+
+
+async def test_a_dangling_link_among_the_files_is_left_alone(tmp_path: Path) -> None:
+    link = tmp_path / "trace-20200101T000000Z-1-00001.jsonl.gz"
+    link.symlink_to(tmp_path / "nowhere")
+    recorder = small(tmp_path)
+    await record(recorder, 60)
+    assert (recorder.recorded, recorder.dropped) == (60, 0)
+    assert link.is_symlink()
+
+
+async def test_dangling_links_to_the_folder_and_the_salt_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "folder").symlink_to(tmp_path / "disk" / "folder")
+    (tmp_path / "salt").symlink_to(tmp_path / "secret")
+    recorder = small(tmp_path / "folder", salt_file=str(tmp_path / "salt"))
+    await record(recorder, 2)
+    assert recorder.recorded == 2
+    assert len(files(tmp_path / "disk" / "folder")) == 1
+    assert stat.S_IMODE((tmp_path / "secret").stat().st_mode) == 0o600
+    assert len((tmp_path / "secret").read_bytes()) == 32
+
+
+async def test_an_empty_salt_is_filled_and_one_that_its_group_may_read_is_private_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    salt = tmp_path / "salt"
+    salt.touch(0o600)
+    for mode in (0o600, 0o660):
+        salt.chmod(mode)
+        recorder = small(tmp_path / "traces", salt_file=str(salt))
+        await record(recorder, 2)
+        assert recorder.recorded == 2
+        assert stat.S_IMODE(salt.stat().st_mode) == 0o600
+    assert len({read_salt(salt), salt.read_bytes()}) == 1
+    assert caplog.text.count("its group could read it") == 1
+
+
+async def test_a_salt_that_everybody_may_read_ends_it_with_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "salt").write_bytes(b"s" * 32)
+    (tmp_path / "salt").chmod(0o644)
+    recorder = small(tmp_path / "traces", salt_file=str(tmp_path / "salt"))
+    recorder.open()
+    await recorder.close()
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "others than its owner can read it" in caplog.text
+
+
+async def test_two_stacks_that_begin_in_one_second_record_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.time, "strftime", lambda form, at: "20261126T120000Z")
+    recorders = [small(tmp_path, max_bytes=4 << 20) for _ in range(3)]
+    for recorder in recorders:
+        await record(recorder, 20)
+    assert [recorder.recorded for recorder in recorders] == [20] * 3
+    assert sum(1 for path in files(tmp_path) for _ in read_lines(path)) == 60
+
+
+async def test_files_from_a_year_ahead_go_before_those_of_today(tmp_path: Path) -> None:
+    for number in range(1, 9):
+        (tmp_path / f"trace-29990101T000000Z-1-{number:05}.jsonl.gz").write_bytes(bytes(32 << 10))
+    past = tmp_path / "trace-20200101T000000Z-1-00001.jsonl.gz"
+    past.write_bytes(bytes(1000))
+    recorder = small(tmp_path)
+    await record(recorder, 60)
+    own = [path for path in files(tmp_path) if not path.name.startswith(("trace-2020", "trace-2999"))]
+    lengths = [line.input_length for path in own for line in read_lines(path)]
+    assert lengths == list(range(2401, 2461)), "all of this recorder's"
+    assert past.exists()
+    assert sum(path.stat().st_size for path in files(tmp_path)) <= 256 << 10
+
+
+async def test_a_folder_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    folder = tmp_path / "traces"
+    recorder = small(folder)
+    recorder.open()
+    recorder.record(keys(1), 16, 1, time.monotonic() - 60)
+    recorder.wake()
+    wait_for(recorder, 1)
+    shutil.rmtree(folder)
+    for number in range(2, 100):
+        recorder.record([os.urandom(32) for _ in range(150)], 2400, 1, time.monotonic() - 60)
+        recorder.wake()
+        wait_for(recorder, number)
+    await recorder.close()
+    assert recorder.dropped == 0
+    assert files(folder)
