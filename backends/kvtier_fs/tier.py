@@ -33,6 +33,7 @@ from kvtier_fs.slab.recovery import recover_root
 from kvtier_fs.slab.root import Root
 from kvtier_fs.slab.root_queue import RootQueue
 from kvtier_fs.slab.router import SlotRouter
+from kvtier_fs.slab.shrinking import shrink
 
 
 class FSBackend(RootTier):
@@ -80,8 +81,8 @@ class FSBackend(RootTier):
         for root_notes in await side_by_side(self._begin(root, session) for root in self._roots):
             notes.extend(root_notes)
         engine = await self._start_engines(notes)
+        notes += filter(None, await side_by_side(self._recover(root, session) for root in self._roots))
         space = self._number_regions()
-        await side_by_side(self._recover(root, session) for root in self._roots)
         side = TierSide(rows, space, session, context.clock, self.counters)
         here, depth = self._hooks.checked_here_bytes, self.options.io_depth
         ages = BlockAges(self._hooks.wall_ns, self.options.max_age)
@@ -151,12 +152,15 @@ class FSBackend(RootTier):
             root.start(io, budget)
         return " and ".join(sorted({root.io.engine.name for root in self._roots}))
 
-    async def _recover(self, root: Root, session: Session) -> None:
+    async def _recover(self, root: Root, session: Session) -> str:
+        """Learn again what a root holds, within its plan. Returns a note, empty if nothing had to go."""
         try:
             from_snapshot = await recover_root(root, session)
+            note = await shrink(root, session.layout.plan)
         except OSError as error:
             raise root.folder.refusal(error) from error
         self.counters["open.snapshot" if from_snapshot else "open.scan"] += 1
+        return note
 
     def _number_regions(self) -> SlotSpace:
         """Number the regions over the roots in the order of the options; a root that is not there has none."""

@@ -10,6 +10,7 @@ from kvtier_fs import tier
 from kvtier_fs.files import block_file
 from kvtier_fs.files.bucket import Bucket
 from kvtier_fs.roots.private_tree import PrivateTree
+from kvtier_fs.slab import shrinking
 
 
 def without_owner_check(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,3 +38,8 @@ def without_other_versions(monkeypatch: pytest.MonkeyPatch) -> None:
 def without_bounds_of_records(monkeypatch: pytest.MonkeyPatch) -> None:
     """A record of what was written may state any number of bytes."""
     monkeypatch.setattr(kept_paces, "COUNTER_LIMIT", 1 << 80)
+
+
+def without_moving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slab root whose capacity was lowered keeps what lies in its first regions, however old."""
+    monkeypatch.setattr(shrinking, "_choices", lambda root, regions: iter(()))

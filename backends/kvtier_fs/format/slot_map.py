@@ -78,6 +78,10 @@ class SlotMap:
         """No region is formatted."""
         self._regions.clear()
 
+    def forget_from(self, region: int) -> None:
+        """The regions from this one on are no more."""
+        self._regions = {number: slots for number, slots in self._regions.items() if number < region}
+
     def regions(self) -> Iterator[tuple[int, RegionSlots]]:
         """The regions that are formatted, in order."""
         return iter(sorted(self._regions.items()))

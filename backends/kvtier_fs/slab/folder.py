@@ -128,11 +128,23 @@ class SlabFolder(GuardedFolder):
             number = int(match[1])
             if plan is None or number >= plan.files:
                 self.unlink(name)
+                self._close_slab(number)
                 continue
             with self.opened(name) as fd:
                 last = min(plan.regions - number * REGIONS_PER_FILE, REGIONS_PER_FILE)
                 if os.fstat(fd).st_size > last * plan.stride:
                     self.truncate(fd, last * plan.stride)
+
+    def _close_slab(self, number: int) -> None:
+        """A file that is open keeps its blocks, without a name as well."""
+        with self._guard:
+            if number in self._slabs:
+                close_quietly(self._slabs.pop(number))
+
+    def slab_bytes(self) -> int:
+        """Bytes of disk of all slab files."""
+        names = (name for name in os.listdir(self.fd) if _SLAB_NAME.fullmatch(name))
+        return sum(os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_blocks * 512 for name in names)
 
     def existing_slabs(self) -> list[int]:
         """Numbers of the slab files that are there, in order."""

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from kvtier.errors import RootBusyError
 from kvtier.tier_api.checksum import SHORT_BYTES
 from kvtier.tier_api.memory_limits import MemoryLimits, SystemLimits
-from kvtier_fs.format.region_header import manifests_bytes
+from kvtier_fs.format.region_header import RegionPlan, manifests_bytes, snapshot_bytes
 from kvtier_fs.format.slot_map import Owner, SlotMap
 from kvtier_fs.format.snapshot import Snapshot, decode_snapshot
 from kvtier_fs.format.superblock import UUID_BYTES, Superblock
@@ -24,6 +24,7 @@ from kvtier_fs.roots.disk import probe_disk
 from kvtier_fs.slab.folder import SlabFolder
 from kvtier_fs.slab.layout import Layout, Session
 from kvtier_fs.slab.root import Root
+from kvtier_fs.slab.shrinking import plan_to_read
 
 OWNER_POLL_SECONDS = 0.1
 _NAMES_SHOWN, _NAME_SHOWN = 3, 64
@@ -106,12 +107,13 @@ async def begin_session(root: Root, session: Session, random_bytes: Callable[[in
     """Mark the root as in use, durably, before anything else is written. Returns a note, empty if all is as it was.
 
     The snapshot of a clean close is read and removed before that, so it counts for this session only. A root with
-    another plan, or without a readable superblock, starts empty under a new uuid: nothing left from before can
-    count. Raises RootError or OSError.
+    another size of regions, or without a readable superblock, starts empty under a new uuid: nothing left from before
+    can count. One with more regions than the plan keeps them until it was read. Raises RootError or OSError.
     """
     plan, stored = session.layout.plan, root.stored
     note = ""
-    root.snapshot = await _take_snapshot(root, session.layout)
+    read = await plan_to_read(root, plan)
+    root.snapshot = await _take_snapshot(root, session.layout, read)
     block = stored or Superblock(b"", 0, 0, plan.header_bytes, session.layout.row_alignment)
     if block.stride != plan.stride:
         await root.call(root.folder.trim, None)
@@ -120,19 +122,20 @@ async def begin_session(root: Root, session: Session, random_bytes: Callable[[in
             note = f"{root.path}: the superblock was damaged, so the root starts empty"
         elif stored is not None:
             note = f"{root.path}: formatted for this capacity and block size, so the root starts empty"
-    block = replace(block, regions=plan.regions, session=block.session + 1, clean=False)
+    block = replace(block, regions=read.regions, session=block.session + 1, clean=False)
     await root.write_superblock(block.with_epoch(session.namespace, session.epoch))
-    await root.call(root.folder.trim, plan)
+    await root.call(root.folder.trim, read)
     owners = [Owner(namespace, entry.epoch) for namespace, entry in root.superblock.namespaces]
-    root.take_plan(plan, SlotMap(owners, session.namespace))
+    root.take_plan(read, SlotMap(owners, session.namespace))
     return note
 
 
-async def _take_snapshot(root: Root, layout: Layout) -> Snapshot | None:
+async def _take_snapshot(root: Root, layout: Layout, read: RegionPlan) -> Snapshot | None:
     """The snapshot of the session before, if it was closed in order with our stride; its file is removed."""
     stored, data = root.stored, b""
     if stored is not None and stored.clean and stored.stride == layout.plan.stride:
-        data = await root.call(root.folder.read_snapshot, layout.snapshot_bytes)
+        share = max(layout.share, 2 * read.regions * read.stride)
+        data = await root.call(root.folder.read_snapshot, snapshot_bytes(share, min(layout.slot_bytes)))
     await root.call(root.folder.drop_snapshot)
     return await root.call(decode_snapshot, data, stored) if stored is not None and data else None
 

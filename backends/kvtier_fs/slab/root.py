@@ -79,6 +79,14 @@ class Root:
         self.regions = [RegionState() for _ in range(self.plan.regions)]
         self.unready.clear()
 
+    def forget_from(self, plan: RegionPlan) -> None:
+        """The root has fewer regions from now on, those of this plan."""
+        self.plan = plan
+        self.slot_map.forget_from(plan.regions)
+        del self.regions[plan.regions :]
+        for number in [number for number in self.fds if number >= plan.files]:
+            del self.fds[number]
+
     def hold_engine(self, engine: IOEngine) -> None:
         """The engine that is to be closed with this root."""
         self.engine = engine
