@@ -156,7 +156,7 @@ class FSBackend(RootTier):
         """Learn again what a root holds, within its plan. Returns a note, empty if nothing had to go."""
         try:
             from_snapshot = await recover_root(root, session)
-            note = await shrink(root, session.layout.plan)
+            note = await shrink(root, session.layout.plan, session.layout.slot_bytes)
         except OSError as error:
             raise root.folder.refusal(error) from error
         self.counters["open.snapshot" if from_snapshot else "open.scan"] += 1

@@ -42,4 +42,4 @@ def without_bounds_of_records(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def without_moving(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slab root whose capacity was lowered keeps what lies in its first regions, however old."""
-    monkeypatch.setattr(shrinking, "_choices", lambda root, regions: iter(()))
+    monkeypatch.setattr(shrinking, "_choices", lambda root, room: iter(()))

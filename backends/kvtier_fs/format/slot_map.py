@@ -39,6 +39,10 @@ class RegionSlots:
         """Numbers of the slots that belong to one namespace."""
         return np.flatnonzero(self.owner_array == owner)
 
+    def numbers_held(self) -> list[int]:
+        """Numbers of the slots that hold a block that counts, of any namespace."""
+        return np.flatnonzero(self.owner_array != NO_OWNER).tolist()
+
     def numbers_within(self, owner: int, limit: AgeLimit) -> IntArray:
         """As `numbers_of`, without slots whose blocks a limit of ages does not allow."""
         numbers = self.numbers_of(owner)

@@ -112,10 +112,10 @@ async def begin_session(root: Root, session: Session, random_bytes: Callable[[in
     """
     plan, stored = session.layout.plan, root.stored
     note = ""
-    read = await plan_to_read(root, plan)
+    read = await plan_to_read(root, plan, session.layout.slot_bytes)
     root.snapshot = await _take_snapshot(root, session.layout, read)
     block = stored or Superblock(b"", 0, 0, plan.header_bytes, session.layout.row_alignment)
-    if block.stride != plan.stride:
+    if block.stride != read.stride:
         await root.call(root.folder.trim, None)
         block = replace(block, root_uuid=random_bytes(UUID_BYTES), stride=plan.stride)
         if root.unreadable:
@@ -133,7 +133,7 @@ async def begin_session(root: Root, session: Session, random_bytes: Callable[[in
 async def _take_snapshot(root: Root, layout: Layout, read: RegionPlan) -> Snapshot | None:
     """The snapshot of the session before, if it was closed in order with our stride; its file is removed."""
     stored, data = root.stored, b""
-    if stored is not None and stored.clean and stored.stride == layout.plan.stride:
+    if stored is not None and stored.clean and stored.stride == read.stride:
         share = max(layout.share, 2 * read.regions * read.stride)
         data = await root.call(root.folder.read_snapshot, snapshot_bytes(share, min(layout.slot_bytes)))
     await root.call(root.folder.drop_snapshot)

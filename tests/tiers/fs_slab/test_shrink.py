@@ -14,7 +14,8 @@ from kvtier.types.keys import OffloadKey
 from kvtier_fs.slab import shrinking
 from kvtier_fs.slab.root import Root
 
-LARGE, SMALL = 16 << 20, 5 << 20
+LARGE, SMALL, SMALLEST = 16 << 20, 5 << 20, 1 << 20
+"""The last one is less than one region of the first."""
 ALL = support.keys(600)
 
 
@@ -38,20 +39,21 @@ def evicted(notes: Sequence[str]) -> int:
     return int(note.split(": ", 1)[1].split()[0])
 
 
+@pytest.mark.parametrize("small", [SMALL, SMALLEST])
 @pytest.mark.parametrize("clean", [True, False])
-async def test_the_newest_blocks_stay(tmp_path: Path, clean: bool, seed: int) -> None:
+async def test_the_newest_blocks_stay(tmp_path: Path, clean: bool, small: int, seed: int) -> None:
     root = tmp_path / "root"
     stored = await fill(root, Random(seed))
     if not clean:
         (root / "snapshot").unlink()
-    async with support.open_tier(support.options(root, capacity=SMALL)) as tier:
-        assert support.bytes_on_disk(root) <= SMALL
+    async with support.open_tier(support.options(root, capacity=small)) as tier:
+        assert support.bytes_on_disk(root) <= small
         kept = list(tier.opened.recovered.keys)
         assert len(kept) == tier.space.num_regions * (tier.space.region_bytes // tier.space.slot_bytes[0])
         assert kept == stored[-len(kept) :], "exactly the newest, in their order"
         assert evicted(tier.opened.notes) == len(stored) - len(kept)
         assert all(outcome.ok for outcome in await tier.load_all(kept)), "every byte is compared"
-    async with support.open_tier(support.options(root, capacity=SMALL)) as tier:
+    async with support.open_tier(support.options(root, capacity=small)) as tier:
         assert list(tier.opened.recovered.keys) == kept
         assert not any("evicted" in note for note in tier.opened.notes)
         assert all(outcome.ok for outcome in await tier.load_all(kept))
@@ -72,10 +74,10 @@ async def test_an_opening_that_ended_in_the_middle_loses_no_new_block(
     stored = await fill(root, Random(seed))
     move, left = shrinking._move, iter((1, 1))
 
-    async def killed(*arguments: object) -> int:
+    async def killed(*arguments: object) -> None:
         if not next(left, 0):
             raise OSError(5, "killed")
-        return await move(*arguments)  # type: ignore[arg-type]
+        await move(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(shrinking, "_move", killed)
     monkeypatch.setattr(shrinking, "_BATCH_MAX", 8)
@@ -88,6 +90,32 @@ async def test_an_opening_that_ended_in_the_middle_loses_no_new_block(
         assert kept == stored[-len(kept) :]
         assert support.bytes_on_disk(root) <= SMALL
         assert all(outcome.ok for outcome in await tier.load_all(kept))
+
+
+@pytest.mark.parametrize("steps", [0, 3, 12, 20])
+async def test_dividing_a_region_that_was_cut_short_serves_no_wrong_byte(
+    tmp_path: Path, seed: int, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "root"
+    stored = await fill(root, Random(seed))
+    shift, left = shrinking._shift, iter([1] * steps)
+
+    async def killed(*arguments: object) -> object:
+        if not next(left, 0):
+            raise OSError(5, "killed")
+        return await shift(*arguments)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as killing:
+        killing.setattr(shrinking, "_shift", killed)
+        with pytest.raises(Exception, match="cannot be used"):
+            async with support.open_tier(support.options(root, capacity=SMALLEST)):
+                pass
+    async with support.open_tier(support.options(root, capacity=SMALLEST)) as tier:
+        kept = list(tier.opened.recovered.keys)
+        assert support.bytes_on_disk(root) <= SMALLEST
+        loaded = await tier.load_all(kept)
+        assert sum(outcome.ok for outcome in loaded) >= len(kept) - steps - 1, "every byte of these is compared"
+        assert set(kept) <= set(stored)
 
 
 async def test_blocks_of_other_namespaces_go_first(tmp_path: Path, seed: int) -> None:
@@ -120,10 +148,10 @@ async def test_a_superblock_that_lies_of_its_regions_takes_no_memory(
     await fill(root, Random(1), count=100)
     read = shrinking.plan_to_read
 
-    async def lying(of: Root, plan: shrinking.RegionPlan) -> shrinking.RegionPlan:
+    async def lying(of: Root, plan: shrinking.RegionPlan, sizes: Sequence[int]) -> shrinking.RegionPlan:
         assert of.stored is not None
         of.stored = shrinking.replace(of.stored, regions=1 << 31)
-        found = await read(of, plan)
+        found = await read(of, plan, sizes)
         assert found.regions <= plan.regions + 128
         return found
 
