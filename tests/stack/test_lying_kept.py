@@ -144,7 +144,7 @@ def test_a_short_record_of_a_budget_is_an_empty_bucket(tmp_path: Path, length: i
 async def test_a_budget_from_the_future_fills_from_now_on(tmp_path: Path) -> None:
     """Else nothing would be written for 584 years."""
     path, now = tmp_path / "state" / "budget", [NOW_NS]
-    with budget_file(path, struct.pack("<16sQQ", BOOT, (1 << 64) - 1, 1 << 40)):
+    with budget_file(path, struct.pack("<16sQQ", BOOT, (1 << 64) - 1, 0)):
         pass
     budget = WriteBudget(PER_DAY, 1 << 20, str(path), Counter(), BootClock(BOOT, lambda: now[0]))
     await budget.open()
