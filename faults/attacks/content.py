@@ -48,8 +48,8 @@ ATTACKS = (
         name="wrong file",
         how="superblock, slab, snapshot, lock, slot, block, epoch, account, folder: truncated, extended, zeroed, gone, "
         "of another root, key, namespace, epoch, format, owner, mode; link, pipe, socket, folder: a miss or a refusal",
-        normal=126,
-        long=2_520,
+        normal=128,
+        long=2_560,
         attack=wrong_file,
     ),
     Attack(

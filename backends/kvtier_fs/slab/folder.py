@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from kvtier.errors import RootError
 from kvtier.tier_api.stack_files import MODEL_FILE
-from kvtier_fs.format.region_header import REGIONS_PER_FILE, RegionPlan
+from kvtier_fs.format.region_header import REGIONS_PER_FILE, RegionPlan, decode_region_header
 from kvtier_fs.format.superblock import COPY_BYTES, Superblock, decode_superblock, foreign_version
 from kvtier_fs.io.syscalls import fallocate, overwrites_in_place
 from kvtier_fs.options import RootOptions
@@ -145,6 +145,12 @@ class SlabFolder(GuardedFolder):
         """Bytes of disk of all slab files."""
         names = (name for name in os.listdir(self.fd) if _SLAB_NAME.fullmatch(name))
         return sum(os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_blocks * 512 for name in names)
+
+    def first_slot_bytes(self, header_bytes: int) -> int:
+        """The size of the slots of the first region; 0 where no whole header states one."""
+        page = self._read("slab-00000", header_bytes)
+        header = decode_region_header(memoryview(page)) if len(page) == header_bytes else None
+        return 0 if header is None else header.slot_bytes
 
     def existing_slabs(self) -> list[int]:
         """Numbers of the slab files that are there, in order."""

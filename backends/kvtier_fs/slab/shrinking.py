@@ -41,9 +41,10 @@ async def plan_to_read(root: Root, plan: RegionPlan, slot_sizes: Collection[int]
     stored = root.stored
     if stored is None or stored.regions * stored.stride <= plan.regions * plan.stride:
         return plan
-    smaller = stored.stride > plan.stride and len(set(slot_sizes)) == 1 and plan.files == 1
-    if stored.stride != plan.stride and not smaller:
-        return plan
+    if stored.stride != plan.stride:
+        first = await root.call(root.folder.first_slot_bytes, plan.header_bytes)
+        if stored.stride < plan.stride or plan.files > 1 or set(slot_sizes) != {first}:
+            return plan
     held = await root.call(root.folder.slab_bytes)
     regions = min(stored.regions, held // stored.stride + REGIONS_PER_FILE)
     if stored.stride == plan.stride:
