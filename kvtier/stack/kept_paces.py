@@ -71,7 +71,7 @@ class KeptPace:
         self._pace.allow(self._allowed)
 
     def restore(self, record: bytes) -> None:
-        """Begin with what a record counts. Raises ValueError for one that nobody can have written, then as `lost`."""
+        """Begin with what a record counts. Raises ValueError for one that no process wrote, then as `lost`."""
         whole = len(record) == _HEAD.size + _BYTES.size
         minutes = _BYTES.unpack_from(record, _HEAD.size) if whole else ()
         if not whole or max(minutes) >= COUNTER_LIMIT:

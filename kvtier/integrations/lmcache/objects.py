@@ -57,7 +57,7 @@ class PieceSizes:
         return count
 
     def can_be(self, key: OffloadKey) -> bool:
-        """True if a key can be a piece's. A tier may hold blocks that nobody stored as such."""
+        """True if a key can be a piece's. A tier may hold blocks that are none."""
         if len(key) != DIGEST_BYTES + _PIECE.size + GROUP_BYTES:
             return False
         size, at = _PIECE.unpack_from(key, DIGEST_BYTES)
