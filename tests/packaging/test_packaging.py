@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import venv
 import zipfile
 from dataclasses import dataclass
@@ -61,9 +60,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     bin_folder = work / "venv" / "bin"
     python = bin_folder / "python"
     site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=work).strip())
-    # The dependencies come from this environment. A .pth file adds the folder but runs none of the .pth files in it,
-    # so an editable install of this tree does not come along.
-    paths = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
+    # The dependencies come from this environment, and from one that it lies over. A .pth file adds the folders but runs
+    # none of the .pth files in them, so an editable install of this tree does not come along.
+    paths = dict.fromkeys(path for path in sys.path if path.endswith(("site-packages", "dist-packages")))
     (site / "dependencies.pth").write_text("".join(f"{path}\n" for path in paths))
     run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=work)
     elsewhere = work / "elsewhere"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
+from kvtier.cli.stores import printable
 from kvtier.control.tiers.histogram import HistogramFigures
 from kvtier.errors import ResourceError
 from kvtier.metrics.families import DEFINITIONS, MetricDefinition, metric_families
@@ -20,6 +21,11 @@ Sample = tuple[str, Mapping[str, str], float]
 _BY_NAME = {each.name: each for each in DEFINITIONS}
 _BUCKET, _PARTS = "_bucket", ("_bucket", "_sum", "_count")
 _TIER, _BOUND = "tier", "le"
+NAME_MAX = 64
+VALUE_MAX = float(1 << 63)
+"""No figure is larger, and none is negative."""
+WORK_MAX = 1 << 22
+"""Tiers times values, at most: each row looks at every value. Sixty-four tiers have some ten thousand values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +69,18 @@ def from_document(document: Mapping[str, Any]) -> StackReading:
     """What a stats socket said. Raises ResourceError if it is no document of one."""
     try:
         stats = stats_from_json(document)
-        return StackReading(
+        today = sum(map(int, document["written_today_bytes"].values()))
+        reading = StackReading(
             float(document["seconds"]),
             dict.fromkeys(stats.tiers, ""),
             {metric.figure: samples for metric, samples in metric_families(stats).items()},
             {name: tier.breaker for name, tier in stats.tiers.items()},
-            (document["process"], document["opened_at"]),
-            sum(map(int, document["written_today_bytes"].values())),
+            (int(document["process"]), float(document["opened_at"])),
+            today if _is_sound(today) else None,
         )
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise ResourceError("it says something else than a stats socket of kvtier") from None
+    return _bounded(reading)
 
 
 def from_samples(samples: Iterable[Sample], seconds: float) -> StackReading:
@@ -90,11 +98,43 @@ def from_samples(samples: Iterable[Sample], seconds: float) -> StackReading:
         if not definition.bounds:
             place = figures.setdefault(definition.figure, {})
             place[own] = place.get(own, 0) + value  # type: ignore[operator]
-        elif name.endswith(_BUCKET):
+        elif name.endswith(_BUCKET) and _is_sound(value):
             buckets.setdefault(definition.figure, {}).setdefault(own, {})[float(labels[_BOUND])] = value
     for figure, by_labels in buckets.items():
         figures[figure] = {own: _histogram(each) for own, each in by_labels.items()}
-    return StackReading(seconds, tiers, figures)
+    return _bounded(StackReading(seconds, tiers, figures))
+
+
+def _bounded(reading: StackReading) -> StackReading:
+    """What may be shown of what a source says: printable short names, and the values that a figure may have. The others
+    are not known then. Raises ResourceError for more tiers than can be shown."""
+    if len(reading.tiers) * sum(map(len, reading.figures.values())) > WORK_MAX:
+        raise ResourceError(f"it names {len(reading.tiers)} tiers with too many figures to be shown")
+    if not _is_sound(reading.seconds):
+        raise ResourceError("its clock is none")
+    return replace(
+        reading,
+        seconds=round(reading.seconds, 3),
+        tiers={_name(tier): _name(stack) for tier, stack in reading.tiers.items()},
+        figures={
+            figure: {tuple(map(_name, labels)): value for labels, value in samples.items() if _is_sound(value)}
+            for figure, samples in reading.figures.items()
+        },
+        states={_name(tier): _name(state) for tier, state in reading.states.items()},
+    )
+
+
+def _name(text: str) -> str:
+    return printable(text[:NAME_MAX]) if text else ""
+
+
+def _is_sound(value: Value) -> bool:
+    """True for a value that a figure may have; not for NaN. A histogram counts in ordered buckets."""
+    if not isinstance(value, HistogramFigures):
+        return 0 <= value <= VALUE_MAX
+    parts = (*value.bounds, *value.counts, *value.sums)
+    of_one_size = len(value.bounds) + 1 == len(value.counts) == len(value.sums)
+    return of_one_size and [*value.bounds] == sorted(value.bounds) and all(0 <= part <= VALUE_MAX for part in parts)
 
 
 def _definition(name: str) -> MetricDefinition | None:

@@ -160,4 +160,5 @@ def _load_quantile(tier: str, share: float, now: StackReading, base: StackReadin
     before = base.histogram("transfers.took_seconds", tier, "load") if base else None
     if found is None:
         return None
-    return (found.minus(before) if before else found).quantile(share)
+    comparable = before is not None and before.bounds == found.bounds
+    return (found.minus(before) if before and comparable else found).quantile(share)

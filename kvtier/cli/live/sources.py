@@ -12,13 +12,19 @@ import urllib.request
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.cli.live.readings import Sample, StackReading, from_document, from_samples
+from kvtier.cli.stores import printable
 from kvtier.errors import ResourceError, UsageError
 
 TIMEOUT_SECONDS = 5.0
-BYTES_MAX = 64 << 20
+BYTES_MAX = 16 << 20
+LINES_MAX = 1 << 18
+LINE_MAX = 1 << 14
+REASON_MAX = 200
 _AGAIN_SECONDS = 0.02
 _PIECE = 1 << 16
+_NO_SOCKET = "it says something else than a stats socket of kvtier"
 
 
 class Source(Protocol):
@@ -55,6 +61,8 @@ class SocketSource:
             with socket.socket(socket.AF_UNIX) as client:
                 _connect(client, self.name, deadline)
                 document = json.loads(_read_all(client, deadline))
+        except RecursionError:
+            raise ResourceError(f"{self.name}: {_NO_SOCKET}") from None
         except (OSError, ValueError) as error:
             raise ResourceError(f"{self.name}: {_reason(error)}") from None
         try:
@@ -95,18 +103,27 @@ class PageSource:
 
     def __init__(self, url: str) -> None:
         self.name = url
+        self._threads = DaemonPool("kvtier-page", 1)
 
     def read(self) -> StackReading:
         """The figures now. Raises ResourceError where there are none."""
-        page = self._page()
+        asked = self._threads.submit(self._page)
+        try:
+            page = asked.result(2 * TIMEOUT_SECONDS)  # each wait for bytes has a deadline of its own
+        except TimeoutError:
+            asked.cancel()
+            raise ResourceError(f"{self.name}: it does not end") from None
         now = time.monotonic()
         try:
             found, samples = _parse(page)
+            reading = from_samples(samples, now)
         except (ValueError, KeyError, IndexError):
             raise ResourceError(f"{self.name}: it is no page of metrics") from None
+        except ResourceError as error:
+            raise ResourceError(f"{self.name}: {error}") from None
         if not found:
             raise ResourceError(f"{self.name}: there are no metrics of kvtier on this page")
-        return from_samples(samples, now)
+        return reading
 
     def _page(self) -> str:
         request = urllib.request.Request(self.name, headers={"Accept": "text/plain;version=0.0.4"})
@@ -114,6 +131,8 @@ class PageSource:
             with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
                 text: bytes = answer.read(BYTES_MAX + 1)
         except (OSError, ValueError, http.client.HTTPException) as error:
+            if isinstance(error, urllib.error.HTTPError):
+                error.close()
             raise ResourceError(f"{self.name}: {_reason(error)}") from None
         if len(text) > BYTES_MAX:
             raise ResourceError(f"{self.name}: the page has more than {BYTES_MAX >> 20} MiB")
@@ -125,10 +144,15 @@ def _parse(page: str) -> tuple[bool, list[Sample]]:
     try:
         from prometheus_client.parser import text_string_to_metric_families
     except ImportError:
-        raise ResourceError("a page of metrics needs `pip install 'kvtier[metrics]'`") from None
-    families = list(text_string_to_metric_families(page))
-    samples: list[Sample] = [(each.name, each.labels, each.value) for family in families for each in family.samples]
-    return any(family.name.startswith("kvtier_") for family in families), samples
+        raise UsageError("a page of metrics needs `pip install 'kvtier[metrics]'`") from None
+    if page.count("\n") > LINES_MAX or any(len(line) > LINE_MAX for line in page.split("\n")):
+        raise ResourceError(f"the page has more than {LINES_MAX} lines, or one of more than {LINE_MAX} characters")
+    found, samples = False, list[Sample]()
+    for family in text_string_to_metric_families(page):
+        if family.name.startswith("kvtier_"):
+            found = True
+            samples += [(each.name, each.labels, each.value) for each in family.samples]
+    return found, samples
 
 
 def _reason(error: Exception) -> str:
@@ -138,7 +162,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, urllib.error.URLError) and isinstance(error.reason, Exception):
         return _reason(error.reason)
     if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
-        return "it says something else than a stats socket of kvtier"
+        return _NO_SOCKET
     if isinstance(error, OSError) and error.errno is not None:
         return os.strerror(error.errno) if error.errno > 0 else str(error.strerror)
-    return " ".join(str(error).split()) or type(error).__name__
+    return printable(" ".join(str(error).split())[:REASON_MAX] or type(error).__name__)
