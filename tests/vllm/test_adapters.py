@@ -245,3 +245,12 @@ def test_what_is_not_storable_is_in_no_tier_and_nothing_waits(tmp_path, seed, mo
             engine.add([1, 2, 3])
             engine.run()
         assert engine.counts["hit chunks"] == 3
+
+
+def test_a_name_that_a_client_gave_an_adapter_is_one_line_of_the_log(caplog):
+    """vLLM lets clients load adapters under names of their own."""
+    lora = SimpleNamespace(lora_name="one\nCRITICAL: forged\x1b[2J", lora_path="/two\r\n" + "x" * 10_000)
+    adapters._log_once(SimpleNamespace(logged=False), lora, "cannot be read")
+    (line,) = caplog.messages
+    assert line.isprintable()
+    assert len(line) < 1000

@@ -200,3 +200,23 @@ def test_policies_are_told_what_vllm_knows_of_a_request():
     assert request_info(context(session="s")) == RequestInfo("s", "salt", -3)
     assert request_info(context()) == RequestInfo("", "salt", -3)
     assert request_info(ReqContext("r")) is None
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        {"action_type": "kvtier.pin", "action_version": "2\n2026-01-01 CRITICAL root: all is lost\x1b[2J"},
+        {"action_type": "kvtier.\r\nWARNING: forged\u2028x"},
+        {"action_type": "kvtier.pin", "payload": {"seconds\nforged": 1}},
+        {"action_type": "kvtier.pin", "action_version": "9" * 100_000},
+    ],
+    ids=["version", "type", "key", "length"],
+)
+def test_what_a_client_writes_is_one_short_line_of_the_log(hints, said, caplog, action):
+    hints.arrived(context(kv_transfer_params={PARAMETER: [action]}))
+    (line,) = caplog.messages
+    assert said == []
+    assert hints.unreadable == 1
+    assert line.isascii()
+    assert line.isprintable()
+    assert len(line) < 700

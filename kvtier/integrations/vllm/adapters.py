@@ -268,4 +268,4 @@ def _unique(path: str) -> str:
 def _log_once(adapter: Adapter, lora: Any, text: str) -> None:
     if not adapter.logged:
         adapter.logged = True
-        _log.warning("LoRA adapter %s at %s %s", lora.lora_name, lora.lora_path, text)
+        _log.warning("LoRA adapter %.200a at %.500a %s", lora.lora_name, lora.lora_path, text)

@@ -137,11 +137,11 @@ class RequestHints:
         return found
 
     def _unreadable(self, error: ValueError) -> None:
-        """Every client can send these, so the log has the first alone."""
+        """Every client can send these, so the log has the first alone, in one line of ASCII."""
         self.unreadable += 1
         if self.unreadable == 1:
             text = str(error) if not isinstance(error, ValidationError) else str(error.errors(include_url=False))
-            _log.warning("a hint of a request cannot be read, and others may follow: %s", text[:500])
+            _log.warning("a hint of a request cannot be read, and others may follow: %.500a", text)
 
 
 def request_info(context: ReqContext) -> RequestInfo | None:
