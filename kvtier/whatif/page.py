@@ -78,7 +78,7 @@ def page(title: str, parts: Sequence[Part], figures: dict[str, Any]) -> str:
     from plotly import offline
 
     shown = [f"<script>{offline.get_plotlyjs()}</script>", *_drawn(parts, "plot")]
-    held = json.dumps(figures).replace("</", "<\\/")
+    held = json.dumps(figures).replace("<", "\\u003c")  # `<!--<script>` would hide the page's own end of the script
     style, script = (files("kvtier.whatif").joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
     return _PAGE.format(title=escape(title), style=style, parts="\n".join(shown), figures=held, script=script)
 

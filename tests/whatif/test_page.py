@@ -356,4 +356,14 @@ def test_text_of_a_page_is_text() -> None:
     made = page("<b>", ["</p><script>alert(1)</script>"], {"title": "</script>"})
     assert "<b>" not in made
     assert "<script>alert(1)" not in made
-    assert '"<\\/script>"' in made
+    assert '"\\u003c/script>"' in made
+
+
+@pytest.mark.parametrize("text", ["<!--<script>", "</script>", "<!-- <script", "<SCRIPT>", "<!DOCTYPE", "&lt;<"])
+def test_no_text_of_a_run_begins_a_tag_in_the_page(text: str) -> None:
+    """After `<!--<script>` a browser reads on past the end of the script, to the end of the page."""
+    given = {"sessions": [text], text: [1]}
+    whole = page("a run", ["text"], given)
+    figures = whole.partition('id="figures">')[2].partition("</script>")[0]
+    assert "<" not in figures
+    assert json.loads(figures) == given
