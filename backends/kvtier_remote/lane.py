@@ -16,12 +16,13 @@ class Connected(Protocol):
 
     @property
     def silent(self) -> bool:
-        """True if its requests are not answered, so that another connection should be tried."""
+        """True if its last request was not answered, so that another connection should be tried."""
 
     def close(self) -> None:
         """Disconnect."""
 
 
+_SILENT_IN_A_ROW = 2
 Client = TypeVar("Client", bound=Connected)
 T = TypeVar("T")
 
@@ -30,8 +31,10 @@ class Lane(Generic[Client]):
     """`size` threads and as many clients, which `connect` makes on those threads. A client is closed by the thread that
     has it in use when the lane closes, or while no thread has.
 
-    Once a client is silent, it and all that are as old are replaced before their next call, by what `reconnect` makes
-    (`connect` when left out). `lateness` learns when the event loop knows of the ends of calls.
+    A client that is silent is closed, whatever a server still sends to it: a library keeps that without a bound. Once
+    calls in a row have ended so, all clients that are as old are replaced before their next call: the server may have
+    gone without a word, and the operating system waits a quarter of an hour before it says so. Others are made by
+    `reconnect` (`connect` when left out). `lateness` learns when the event loop knows of the ends of calls.
     """
 
     def __init__(
@@ -46,7 +49,7 @@ class Lane(Generic[Client]):
         self._size = size
         self._connect = connect
         self._reconnect = reconnect or connect
-        self._round = 0
+        self._round = self._silent_in_a_row = 0
         self._lock = threading.Lock()
         self._idle: list[tuple[int, Client | None]] = []
         self._closed = False
@@ -105,12 +108,16 @@ class Lane(Generic[Client]):
 
     def _give_back(self, number: int, client: Client | None) -> None:
         """Keep a client, which was made in this round; None if there was none to be had."""
+        silent = client is not None and client.silent
         with self._lock:
-            if client is not None and client.silent and number == self._round:
+            if client is not None:
+                self._silent_in_a_row = self._silent_in_a_row + 1 if silent else 0
+            if silent and self._silent_in_a_row >= _SILENT_IN_A_ROW and number == self._round:
                 self._round += 1
             if not self._closed:
-                self._idle.append((number, client))
-                return
+                self._idle.append((number, None if silent else client))
+                if not silent:
+                    return
         if client is not None:
             client.close()
 

@@ -71,6 +71,11 @@ class RemoteOptions(SharedTierOptions):
     )
 
     @property
+    def open_seconds(self) -> float:
+        """How long opening the tier may take, whatever the server does."""
+        return 10 * self.job_timeout_seconds
+
+    @property
     def budget_file(self) -> str | None:
         """Where the write budget is kept over restarts."""
         return None if self.state_folder is None else os.path.join(self.state_folder, f"{self.label}.budget")

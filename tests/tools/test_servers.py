@@ -299,3 +299,33 @@ def test_a_server_that_ends_meanwhile_is_one_line() -> None:
             list(listing.pages())
         listing.close()
         listing.close()
+
+
+# ---- names of other types, which anyone may have written below the prefix
+
+
+OTHERS = {
+    "a list": lambda client, name: client.rpush(name, b"x"),
+    "a hash": lambda client, name: client.hset(name, "field", b"x"),
+    "a set": lambda client, name: client.sadd(name, b"x"),
+    "a stream": lambda client, name: client.xadd(name, {"field": b"x"}),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_name_of_another_type_takes_no_tool_away(server: Server, kind: str) -> None:
+    """Under names of blocks, of a part of one, of a marker and of a manifest; what is stored is listed as before."""
+    digits = stored(server)
+    block = next(name for name in server.names("kvtier:b:*")).decode()
+    other = "kvtier:b:" + block.removeprefix("kvtier:b:").replace(digits, "0" * 16)
+    names = [other, f"{{{other}1}}h", "kvtier:b:what", f"kvtier:m:{'0' * 16}", f"kvtier:manifests:{'0' * 16}.json"]
+    for name in names:
+        OTHERS[kind](server.client, name)
+    assert len(tool_json("ls", *address(server))["blocks"]) == 5
+    assert [row["blocks"] for row in tool_json("du", *address(server))["rows"]] == [5]
+    checked = tool_json("fsck", *address(server))
+    assert checked["whole"] == 5
+    assert {kind for kind, _, _ in found(checked)} == {"unknown_file"}
+    assert tool("gc", *address(server), "--old").stdout == "there is nothing to drop\n"
+    assert set(names) <= {name.decode() for name in server.names("*")}, "what is not ours stays"
+    assert loadable(server) == 5

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from kvtier.errors import RootError
 from kvtier_remote.names import BlockName
 from kvtier_remote.transport import Marker
+
+MANIFEST_BYTES_MAX = 16 << 10
+NAMESPACES_MAX = 1 << 17
+_NAME_SHOWN = 200
+
+
+def shown_name(name: str) -> str:
+    """A name that servers state, as it can be printed."""
+    return ascii(name[:_NAME_SHOWN])[1:-1]
+
+
+def check_namespaces(address: str, namespaces: Sized) -> None:
+    """Raises RootError for more namespaces than a listing keeps in memory."""
+    if len(namespaces) > NAMESPACES_MAX:
+        raise RootError(address, f"the server states more than {NAMESPACES_MAX} namespaces")
 
 
 class Listed(NamedTuple):

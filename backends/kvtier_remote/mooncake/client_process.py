@@ -19,14 +19,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import ConfigError
-from kvtier_remote.mooncake.options import MooncakeOptions
+from kvtier_remote.answers import items_of, number, reading_answers
+from kvtier_remote.mooncake.options import START_SECONDS, MooncakeOptions
 from kvtier_remote.reachable import try_connection
 
 INSTALL = "needs the package mooncake-transfer-engine-non-cuda; pip install 'kvtier[mooncake]'"
-START_SECONDS = 30.0
-"""A process that could not connect within this time ends itself."""
 _SCRIPT = Path(__file__).with_name("client_main.py")
 _CHUNK_BYTES = 1 << 16
+_ANSWER_BYTES_MAX = 1 << 20
+_SHOWN = 200
 _DETACHED: dict[str, Any] = {
     "start_new_session": True,
     "stdin": subprocess.DEVNULL,
@@ -62,6 +63,11 @@ class ClientProcess:
         self._received = b""
         self._ready = False
 
+    @property
+    def patience_seconds(self) -> float:
+        """How long requests that follow each other may take together."""
+        return self._options.job_timeout_seconds
+
     def open(self) -> None:
         """Start the process and wait until it has connected. Raises ConfigError."""
         if not installed():
@@ -79,12 +85,12 @@ class ClientProcess:
         """One number for each name: a length or 0, or one of the library's error codes. Raises OSError."""
         seconds = self._options.request_timeout_seconds
         self._connect(seconds)
+        counts = len(names), len(names)
         try:
-            answer = self._exchange([call, names, offsets, sizes], seconds)
+            answer = [_code(one) for one in items_of(self._exchange([call, names, offsets, sizes], seconds), *counts)]
         except OSError:
             self._end()
             raise
-        assert isinstance(answer, list)
         return answer
 
     def _connect(self, seconds: float) -> None:
@@ -101,7 +107,7 @@ class ClientProcess:
             raise
         if answer != "ready":
             self._end()
-            raise OSError(errno.ECONNREFUSED, f"the library cannot connect ({answer})")
+            raise OSError(errno.ECONNREFUSED, f"the library cannot connect ({ascii(answer)[1:_SHOWN]})")
         self._ready = True
 
     def _start(self) -> None:
@@ -158,8 +164,10 @@ class ClientProcess:
             if not more:
                 raise OSError(errno.ECONNRESET, "the client's process has ended")
             self._received += more
+            number(len(self._received), _ANSWER_BYTES_MAX)
         line, _, self._received = self._received.partition(b"\n")
-        found: object = json.loads(line)
+        with reading_answers():
+            found: object = json.loads(line)
         return found
 
     def _end(self) -> None:
@@ -174,6 +182,11 @@ class ClientProcess:
         """End the process and give the memory back."""
         self._end()
         os.close(self._fd)
+
+
+def _code(answer: object) -> int:
+    """A length, or a code of the library, which is below 0. Raises OSError."""
+    return -number(-answer) if isinstance(answer, int) and answer < 0 else number(answer)
 
 
 def _late() -> TimeoutError:

@@ -9,13 +9,13 @@ from typing import TypeVar
 from kvtier.errors import ConfigError, RootError
 from kvtier.tier_api.block_envelope import KEY_AT
 from kvtier_remote.inspect.judge import stated_header_bytes, stated_time
-from kvtier_remote.inspect.listing import About, Listed
+from kvtier_remote.inspect.listing import MANIFEST_BYTES_MAX, About, Listed, check_namespaces, shown_name
 from kvtier_remote.mooncake.client_process import ClientProcess
 from kvtier_remote.mooncake.marker_object import read_marker
 from kvtier_remote.mooncake.master_http import MasterHTTP
 from kvtier_remote.mooncake.options import MooncakeOptions
 from kvtier_remote.mooncake.outcomes import MISSING_CODES, os_error
-from kvtier_remote.mooncake.transport import MANIFEST_BYTES_MAX, MooncakeTransport
+from kvtier_remote.mooncake.transport import MooncakeTransport
 from kvtier_remote.names import StoreNames, namespace_of
 from kvtier_remote.transport import Marker
 
@@ -95,7 +95,7 @@ class MooncakeListing:
                 continue
             front = self._client.memory[offset : offset + size].data
             payload_bytes = length - stated_header_bytes(front)
-            block, shown = self._names.block(name), ascii(name)[1:-1]
+            block, shown = self._names.block(name), shown_name(name)
             yield Listed(block, shown, (name,), True, payload_bytes, length, stated_time(front))
 
     # -- markers and manifests -----------------------------------------------------------------------------------
@@ -109,6 +109,7 @@ class MooncakeListing:
                 marker = None if digest is None else self.marker(digest)
                 if digest is not None and marker is not None:
                     found[digest] = marker
+            check_namespaces(self._address, found)
         return found
 
     def marker(self, namespace: bytes) -> Marker | None:

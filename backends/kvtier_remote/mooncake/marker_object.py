@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvtier_remote.answers import Deadline
 from kvtier_remote.mooncake.client_process import ClientProcess
 from kvtier_remote.mooncake.outcomes import MISSING_CODES, os_error
 from kvtier_remote.transport import Marker
@@ -43,10 +44,11 @@ class State:
 
 def raise_marker(connection: ClientProcess, name: str, marker: Marker) -> Marker:
     """See `kvtier_remote.transport.Transport.raise_marker`. Raises OSError, EBUSY if others write all the time."""
+    deadline = Deadline(connection.patience_seconds)
     for attempt in range(_ATTEMPTS):
         time.sleep(min(attempt, 10) * _PAUSE_SECONDS)
         try:
-            state = _current(connection, name)
+            state = _current(connection, name, deadline)
             if state is None:
                 _create(connection, name, State(marker))
                 continue
@@ -62,22 +64,28 @@ def raise_marker(connection: ClientProcess, name: str, marker: Marker) -> Marker
 
 def read_marker(connection: ClientProcess, name: str) -> Marker | None:
     """The marker as its claims leave it; nothing is written. Raises OSError."""
-    _, state = _followed(connection, name)
+    _, state = _followed(connection, name, Deadline(connection.patience_seconds))
     return None if state is None else state.marker
 
 
-def _current(connection: ClientProcess, name: str) -> State | None:
+def _current(connection: ClientProcess, name: str, deadline: Deadline) -> State | None:
     """The state that no claim follows. It is in the marker then."""
-    held, state = _followed(connection, name)
+    held, state = _followed(connection, name, deadline)
     if held is not None and state is not None and state is not held:
         _replace(connection, name, held, state)
     return state
 
 
-def _followed(connection: ClientProcess, name: str) -> tuple[State | None, State | None]:
-    """The state in the marker, and the one that its claims lead to."""
+def _followed(connection: ClientProcess, name: str, deadline: Deadline) -> tuple[State | None, State | None]:
+    """The state in the marker, and the one that its claims lead to. Claims in a circle, and those that lead on beyond
+    the deadline, raise OSError."""
     held = state = _read(connection, name)
+    seen = set[str]()
     while state is not None and (claimed := _read(connection, f"{name}.{state.id}")) is not None:
+        if state.id in seen:
+            raise _no_marker()
+        deadline.check()
+        seen.add(state.id)
         state = claimed
     return held, state
 

@@ -9,9 +9,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from kvtier_remote.answers import Deadline, bytes_of, items_of, number, reading_answers
+from kvtier_remote.bounded_http import TimedHTTP
 from kvtier_remote.reachable import address_of, look_up
 
-_ANSWER_BYTES_MAX = 64 << 20
+_ANSWER_BYTES_MAX = 4 << 20
+_SEGMENTS_MAX = 1 << 16
 _NAME_BYTES_MAX = 4096
 _NOT_A_MASTER = "this is no HTTP port of a Mooncake master"
 
@@ -25,27 +28,30 @@ class MasterHTTP:
 
     def names(self) -> Iterator[str]:
         """All names in the pool, of everyone; the answer is read as it is needed."""
-        with self._answer("/get_all_keys") as answer:
+        connection = http.client.HTTPConnection(*address_of(self._address), timeout=self._seconds)
+        with self._answer("/get_all_keys", connection) as answer:
             while line := answer.readline(_NAME_BYTES_MAX):
                 yield line.decode("utf-8", "replace").rstrip("\n")
 
     def segments(self) -> list[Mapping[str, Any]]:
         """What the store processes lend."""
-        with self._answer("/get_segments_detail") as answer:
-            text = answer.read(_ANSWER_BYTES_MAX)
+        host, port = address_of(self._address)
+        with self._answer("/get_segments_detail", TimedHTTP(host, port, deadline=Deadline(self._seconds))) as answer:
+            text = bytes_of(answer.read(_ANSWER_BYTES_MAX + 1), _ANSWER_BYTES_MAX)
         try:
-            return list(json.loads(text)["segments"])
-        except (ValueError, KeyError, TypeError):
+            with reading_answers():
+                found: object = json.loads(text)["segments"]
+                return [dict(one) for one in items_of(found, 0, _SEGMENTS_MAX)]
+        except OSError:
             raise OSError(errno.EBADMSG, _NOT_A_MASTER) from None
 
     def pool_bytes(self) -> int:
         """The memory of the pool."""
-        return sum(int(segment.get("size_bytes", 0)) for segment in self.segments())
+        return number(sum(number(segment.get("size_bytes", 0)) for segment in self.segments()))
 
     @contextmanager
-    def _answer(self, path: str) -> Iterator[http.client.HTTPResponse]:
+    def _answer(self, path: str, connection: http.client.HTTPConnection) -> Iterator[http.client.HTTPResponse]:
         look_up([self._address], self._seconds)
-        connection = http.client.HTTPConnection(*address_of(self._address), timeout=self._seconds)
         try:
             connection.request("GET", path)
             answer = connection.getresponse()

@@ -10,6 +10,8 @@ from kvtier_remote.options import RemoteOptions, Server
 BATCH_BLOCKS = 32
 CONNECTIONS = 2
 """Each has a process of its own, which spins while it waits."""
+START_SECONDS = 30.0
+"""A process that could not connect within this time ends itself."""
 HEADERS_BYTES = BATCH_BLOCKS * 8192
 HANDSHAKE = "P2PHANDSHAKE"
 """In place of a metadata server: the processes ask each other."""
@@ -51,6 +53,11 @@ class MooncakeOptions(RemoteOptions):
         default=64 << 20, ge=4 << 20, description="memory that blocks pass through; half of it bounds one call"
     )
     request_timeout_seconds: Seconds = Field(default=2.0, le=60, description="a request that takes longer has failed")
+
+    @property
+    def open_seconds(self) -> float:
+        """Two lots of processes may take their time to start."""
+        return super().open_seconds + 2 * START_SECONDS
 
     @property
     def suspect_key(self) -> str:

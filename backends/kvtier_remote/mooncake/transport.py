@@ -10,6 +10,8 @@ from typing import ClassVar
 import numpy as np
 
 from kvtier.types.jobs import CORRUPT, STORED, BlockOutcome, failed
+from kvtier_remote.guard import guarded
+from kvtier_remote.inspect.listing import MANIFEST_BYTES_MAX
 from kvtier_remote.lane import Lane
 from kvtier_remote.mooncake.client_process import ClientProcess
 from kvtier_remote.mooncake.marker_object import MEMORY_BYTES, raise_marker
@@ -19,13 +21,13 @@ from kvtier_remote.mooncake.outcomes import MISSING_CODES, errno_of, os_error, o
 from kvtier_remote.transport import Facts, Marker, Place, Spelling, Value, Verify
 
 UNKNOWN_BYTES = 1 << 62
-MANIFEST_BYTES_MAX = 16 << 10
 _ALIGNMENT = 64
 _NAMES_IN_A_QUESTION = 1024
 EVICTS_NOTE = "the pool evicts what was not used for longest above its watermark"
 SIZE_NOTE = f"the pool's size is not known here (admin: asks the master); {EVICTS_NOTE}"
 
 
+@guarded
 class MooncakeTransport:
     """No row is ever named to the library: blocks are copied to and from memory of the client's own, so that what it
     writes late is written there."""

@@ -2,7 +2,8 @@
 
 from kvtier.options import count_text, size_text
 from kvtier.types.geometry import Geometry
-from kvtier_remote.objects.library import Store, library, refusal
+from kvtier_remote.answers import reading_answers
+from kvtier_remote.objects.library import Store, ended, library, refusal
 from kvtier_remote.objects.lifecycle import check_rules
 from kvtier_remote.objects.options import ObjectOptions
 from kvtier_remote.objects.rights import check_rights
@@ -18,8 +19,14 @@ _GIB = 1 << 30
 def look_into(store: Store, options: ObjectOptions) -> Facts:
     """Look into the bucket once, at its rules, and at what may be done there. Blocking; leaves nothing behind. Raises
     ConfigError with the option that is wrong."""
+
+    async def look() -> None:
+        async for _ in library().list(store, f"{options.prefix}/m", chunk_size=1):
+            return
+
     try:
-        library().list_with_delimiter(store, f"{options.prefix}/m")
+        with reading_answers():
+            ended(options.request_timeout_seconds, look)
     except (OSError, library().exceptions.BaseError) as error:
         raise refusal(options, error) from None
     facts = facts_of(options)

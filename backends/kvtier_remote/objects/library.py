@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import importlib.util
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import timedelta
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+from urllib.request import getproxies_environment
 
 from kvtier.errors import ConfigError
 from kvtier.types.jobs import BlockOutcome, DropReason, dropped, failed
@@ -20,8 +23,10 @@ Library = Any
 """The module `obstore`."""
 Store = Any
 """A store of it: a bucket, or in tests a folder."""
+T = TypeVar("T")
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 _STATUS = re.compile(r"status code: ([0-9]{3})")
+_DIGITS_MAX = 6
 _SYSTEM = re.compile(r"Os \{\s*code: ([0-9]+)")
 _ERRNO_OF_STATUS = {
     401: errno.EACCES,
@@ -32,8 +37,32 @@ _ERRNO_OF_STATUS = {
     503: errno.EBUSY,
     507: errno.ENOSPC,
 }
+_TEXT_MAX = 1 << 16
+"""So much of an error's text is looked at: the rest is what the server says."""
+_NO_PROXY = "http://127.0.0.1:0"
+"""A port that nothing listens on."""
+_CREDENTIALS_HOSTS = (
+    "169.254.0.0/16",
+    "localhost",
+    "127.0.0.0/8",
+    "amazonaws.com",
+    "googleapis.com",
+    "microsoftonline.com",
+)
+"""Where the library looks for credentials of its own."""
 _CUT = ("IncompleteMessage", "UnexpectedEof", "ConnectionReset")
 _NO_ROOM = ("QuotaExceeded", "StorageFull", "InsufficientStorage")
+
+
+def ended(seconds: float, call: Callable[[], Awaitable[T]]) -> T:
+    """What a call of the library returns, for a thread without an event loop. It ends in time, however many requests it
+    makes. Raises TimeoutError."""
+
+    async def life() -> T:
+        async with asyncio.timeout(seconds):
+            return await call()
+
+    return asyncio.run(life())
 
 
 def installed() -> bool:
@@ -58,6 +87,8 @@ def store_of(options: ObjectOptions, headers: Mapping[str, str] = NO_HEADERS, **
     client: dict[str, Any] = {"timeout": timeout, "connect_timeout": timeout, "allow_http": options.allow_http}
     if headers:
         client["default_headers"] = dict(headers)
+    if options.endpoint is not None and not getproxies_environment():
+        client |= {"proxy_url": _NO_PROXY, "proxy_excludes": ",".join(_hosts(options.endpoint, options))}
     authorities = options.authorities()
     if authorities is not None:
         client["root_certificate"] = authorities
@@ -68,22 +99,29 @@ def store_of(options: ObjectOptions, headers: Mapping[str, str] = NO_HEADERS, **
         raise ConfigError(f"{options.bucket_name}: these are no credentials of such a service", "credentials") from None
 
 
+def _hosts(endpoint: str, options: ObjectOptions) -> list[str]:
+    """The hosts that requests go to. The library follows redirects to any, and has no setting for that; so all others
+    are behind a proxy that there is none of."""
+    return [urlsplit(endpoint).hostname or "", *(_CREDENTIALS_HOSTS if options.finds_credentials else ())]
+
+
 def errno_of(error: BaseException) -> int:
-    """The errno nearest to an error of the library."""
-    text = str(error)
+    """The errno nearest to an error of the library: one that the system has a name for."""
+    text = str(error)[:_TEXT_MAX]
     if status := _STATUS.search(text):
         number = _ERRNO_OF_STATUS.get(int(status[1]), errno.EIO)
         return errno.ENOSPC if number == errno.EACCES and any(word in text for word in _NO_ROOM) else number
     if system := _SYSTEM.search(text):
-        return int(system[1])
+        number = int(system[1][:_DIGITS_MAX])
+        return number if number in errno.errorcode else errno.EIO
     if isinstance(error, TimeoutError) or "TimedOut" in text or "kind: Timeout" in text:
         return errno.ETIMEDOUT
     if any(word in text for word in _CUT):
         return errno.ECONNRESET
     if isinstance(error, FileNotFoundError):
         return errno.ENOENT
-    if isinstance(error, OSError) and error.errno:
-        return error.errno
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno if error.errno in errno.errorcode else errno.EIO
     return errno.ECONNREFUSED if "kind: Connect" in text else errno.EIO
 
 
@@ -101,7 +139,7 @@ def outcome_of(error: BaseException) -> BlockOutcome:
 
 def refusal(options: ObjectOptions, error: BaseException) -> ConfigError:
     """Why a store cannot be used, with the option to look at."""
-    text, number = str(error), errno_of(error)
+    text, number = str(error)[:_TEXT_MAX], errno_of(error)
     place = f"{options.bucket_name}: "
     if "AuthorizationHeaderMalformed" in text or "PermanentRedirect" in text or "bucket region" in text:
         return ConfigError(f"{place}the bucket is in another region", "region")

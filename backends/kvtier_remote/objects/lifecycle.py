@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ssl
 import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 from xml.etree import ElementTree
 
 from kvtier.errors import ConfigError
+from kvtier_remote.answers import digits, reading_answers
+from kvtier_remote.bounded_http import get
 from kvtier_remote.objects.library import library, store_of
 from kvtier_remote.objects.options import ObjectOptions, S3Options
 
@@ -35,8 +36,9 @@ def check_rules(options: ObjectOptions) -> tuple[str, ...]:
     if not isinstance(options, S3Options):
         return (f"{NOT_READ}: this service has another interface for it",)
     try:
-        rules = list(parsed(_read(options)))
-    except (OSError, ElementTree.ParseError, ValueError) as error:
+        with reading_answers():
+            rules = list(parsed(_read(options)))
+    except (OSError, ElementTree.ParseError) as error:
         reason = f"status {error.code}" if isinstance(error, urllib.error.HTTPError) else type(error).__name__
         return (f"{NOT_READ} ({reason})",)
     require(options, rules)
@@ -71,8 +73,7 @@ def _read(options: S3Options) -> bytes:
     if options.ca_file is not None:
         trust.load_verify_locations(options.ca_file)
     try:
-        with urllib.request.urlopen(address, timeout=options.request_timeout_seconds, context=trust) as answer:
-            return bytes(answer.read(_ANSWER_BYTES_MAX))
+        return get(address, options.request_timeout_seconds, _ANSWER_BYTES_MAX, trust)
     except urllib.error.HTTPError as error:
         if error.code != _NOT_FOUND:
             raise
@@ -84,13 +85,13 @@ def _home(bucket: str, region: str) -> str:
 
 
 def parsed(text: bytes) -> Iterator[Rule]:
-    """The rules that are on, and that remove by prefix and age alone. Raises ParseError, ValueError."""
+    """The rules that are on, and that remove by prefix and age alone. Raises ParseError, OSError."""
     for rule in ElementTree.fromstring(text).iterfind("{*}Rule"):
         days = rule.findtext("{*}Expiration/{*}Days")
         if rule.findtext("{*}Status") != "Enabled" or days is None or _is_narrower(rule):
             continue
         places = ("{*}Filter/{*}Prefix", "{*}Filter/{*}And/{*}Prefix", "{*}Prefix")
-        yield Rule(next((found for at in places if (found := rule.findtext(at))), ""), int(days))
+        yield Rule(next((found for at in places if (found := rule.findtext(at))), ""), digits(days.strip()))
 
 
 def _is_narrower(rule: ElementTree.Element) -> bool:

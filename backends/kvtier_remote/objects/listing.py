@@ -8,7 +8,8 @@ from itertools import islice
 from typing import TypeVar
 
 from kvtier.errors import RootError
-from kvtier_remote.inspect.listing import About, Listed
+from kvtier_remote.answers import reading_answers
+from kvtier_remote.inspect.listing import MANIFEST_BYTES_MAX, About, Listed, check_namespaces, shown_name
 from kvtier_remote.names import StoreNames, namespace_of
 from kvtier_remote.objects.library import Store, library, os_error
 from kvtier_remote.objects.options import ObjectOptions
@@ -44,7 +45,8 @@ class ObjectListing:
 
     def _asked(self, request: Callable[[], T]) -> T:
         try:
-            return request()
+            with reading_answers():
+                return request()
         except (OSError, library().exceptions.BaseError) as error:
             raise RootError(self._address, f"the store does not answer ({os_error(error).strerror})") from None
 
@@ -61,16 +63,15 @@ class ObjectListing:
     def _of(self, one: Mapping[str, object]) -> Listed:
         path, size = str(one["path"]), int(one["size"])  # type: ignore[call-overload]
         stored_at = one["last_modified"].timestamp()  # type: ignore[attr-defined]
-        return Listed(self._names.block(path), ascii(path)[1:-1], (path,), True, size, size, stored_at)
+        return Listed(self._names.block(path), shown_name(path), (path,), True, size, size, stored_at)
 
     def markers(self) -> Mapping[bytes, Marker]:
         """The marker that counts of each namespace that has one."""
-        digits = {
-            str(one["path"]).removeprefix(self._names.markers).partition("/")[0]
-            for page in self._listed(self._names.markers)
-            for one in page
-        }
-        digests = [digest for each in digits if (digest := namespace_of(each)) is not None]
+        digests = set[bytes]()
+        for page in self._listed(self._names.markers):
+            each = (str(one["path"]).removeprefix(self._names.markers).partition("/")[0] for one in page)
+            digests |= {digest for name in each if (digest := namespace_of(name)) is not None}
+            check_namespaces(self._address, digests)
         found = {digest: self.marker(digest) for digest in digests}
         return {digest: marker for digest, marker in found.items() if marker is not None}
 
@@ -83,21 +84,26 @@ class ObjectListing:
 
     def manifests(self, namespaces: Iterable[bytes]) -> Mapping[bytes, str]:
         """The manifests of these namespaces that there are."""
-        found = {digest: self._get(self._names.manifest(digest)) for digest in namespaces}
+        found = {digest: self._get(self._names.manifest(digest), MANIFEST_BYTES_MAX) for digest in namespaces}
         return {digest: bytes(data).decode("utf-8", "replace") for digest, data in found.items() if data is not None}
 
     def read(self, values: Sequence[Listed]) -> Iterator[memoryview | None]:
         """Each object, a few at once."""
         rest = iter(values)
         while some := list(islice(rest, _READS_AT_ONCE)):
-            yield from self._threads.map(self._get, [str(one.parts[0]) for one in some])
+            parts = [(str(one.parts[0]), one.stored_bytes) for one in some]
+            yield from self._threads.map(lambda part: self._get(*part), parts)
 
-    def _get(self, path: str) -> memoryview | None:
+    def _get(self, path: str, most_bytes: int) -> memoryview | None:
+        """An object, of a longer one so many bytes and one more."""
+
         def request() -> memoryview | None:
             try:
-                return memoryview(library().get(self._store, path).bytes())
+                for read in library().get(self._store, path).stream(most_bytes + 1):
+                    return memoryview(read)[: most_bytes + 1]
             except FileNotFoundError:
                 return None
+            return memoryview(b"")
 
         return self._asked(request)
 

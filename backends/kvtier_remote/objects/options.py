@@ -70,6 +70,11 @@ class ObjectOptions(RemoteOptions):
         return name
 
     @property
+    def finds_credentials(self) -> bool:
+        """True if the client library finds the credentials by itself, which may lead it to other hosts."""
+        return getattr(self, "credentials", "default") == "default"
+
+    @property
     def bound_bytes(self) -> int | None:
         """What all processes keep in the store at most; None if nothing bounds it."""
         if self.write_bytes_per_day is None or self.expire_days is None:
@@ -196,6 +201,11 @@ class GCSOptions(ObjectOptions):
     credentials: Default | GCSKey = Field(
         default="default", description="default: environment or machine; or service_account_file"
     )
+
+    @property
+    def finds_credentials(self) -> bool:
+        """Always: a service account's key is exchanged for tokens elsewhere."""
+        return True
 
     def arguments(self) -> dict[str, Any]:
         """The key is read from its file."""

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from kvtier.tier_api.block_envelope import decode_slot_header
+from kvtier_remote.answers import reading_answers
 from kvtier_remote.objects.library import Store, library, store_of
 from kvtier_remote.objects.options import ObjectOptions, S3Options
 from kvtier_remote.transport import Place
@@ -66,7 +67,7 @@ class Renewals:
 
     async def _renew(self, place: Place, now_ns: int) -> None:
         try:
-            with self._in_flight():
+            with self._in_flight(), reading_answers():
                 async with asyncio.timeout(self._options.request_timeout_seconds):
                     await self._copy(place, now_ns)
         except (OSError, library().exceptions.BaseError):

@@ -20,7 +20,7 @@ def check_rights(store: Store, options: ObjectOptions) -> None:
     name = _own_name(options)
     tried = (
         _tried(options, "write", lambda: library().put(store, name, b"", use_multipart=False)),
-        _tried(options, "read", lambda: library().get(store, name).bytes()),
+        _tried(options, "read", lambda: next(iter(library().get(store, name).stream(1)), None)),
         _tried(options, "remove", lambda: library().delete(store, [name])),
     )
     for problem in tried:

@@ -16,6 +16,7 @@ import numpy as np
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.types.jobs import CORRUPT, MISSING, STORED, BlockOutcome
+from kvtier_remote.guard import guarded
 from kvtier_remote.objects.bound import look_into
 from kvtier_remote.objects.library import Store, library, os_error, outcome_of
 from kvtier_remote.objects.options import ObjectOptions
@@ -29,6 +30,7 @@ _TAKEN_AT_ONCE_BYTES = (256 << 10) + 4096
 """Values up to this size are copied and verified on the event loop: the way to a thread and back costs more."""
 
 
+@guarded
 class ObjectTransport:
     """Puts go from the rows without a copy; gets arrive in the library's memory, and are copied and verified on threads
     of their own.
@@ -132,23 +134,31 @@ class ObjectTransport:
             return await asyncio.gather(*(self._get(i, value, verify) for i, value in enumerate(values)))
 
     async def _get(self, position: int, value: Value, verify: Verify) -> BlockOutcome:
-        """One byte more than there should be is asked for: it comes if the object is too long."""
+        """A value of another length is CORRUPT."""
         size = value.place.header_bytes + value.place.payload_bytes
         try:
             async with self._request():
-                read = await library().get_range_async(self._store, value.place.name, start=0, end=size + 1)
-                if len(read) != size:
+                read = await self._read(value.place.name, size)
+                if read is None:
                     return CORRUPT
         except FileNotFoundError:
             return MISSING
         except (OSError, library().exceptions.BaseError) as error:
             return CORRUPT if _is_empty(error) else outcome_of(error)
-        taken = (position, value, memoryview(read), verify)
+        taken = (position, value, read, verify)
         small = size <= _TAKEN_AT_ONCE_BYTES
         outcome = _take(*taken) if small else await shielded_wait(self._copies.run(_take, *taken))
         if outcome.ok and self._renewals is not None:
-            self._renewals.loaded(value.place, memoryview(read)[: value.place.header_bytes])
+            self._renewals.loaded(value.place, read[: value.place.header_bytes])
         return outcome
+
+    async def _read(self, name: str, size: int) -> memoryview | None:
+        """The bytes of an object; None if it has not so many. One byte more is asked for, which comes if the object is
+        too long; the rest of a body without an end is not read."""
+        answer = await library().get_async(self._store, name, options={"range": (0, size + 1)})
+        async for read in answer.stream(min_chunk_size=size + 1):
+            return memoryview(read) if len(read) == size else None
+        return None
 
     async def put(self, values: Sequence[Value]) -> list[BlockOutcome]:
         """Write objects, each in one request."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from kvtier.types.jobs import CORRUPT, MISSING, STORED, BlockOutcome
+from kvtier_remote.answers import Deadline, bad_answer, items_of, number
 from kvtier_remote.transport import Place, Value, Verify
 from kvtier_remote.valkey.glide import Glide, batch_of, library, os_error, outcome_of
 
@@ -17,9 +19,9 @@ FRONT_BYTES = 1024
 """So much of a split payload is kept with the header, so that the rest and what the server puts in front of it fit into
 a power of two; the rest goes straight between the row and the library."""
 _NAMES_IN_A_QUESTION = 1024
-_UNANSWERED = 2
+_OK = (b"OK", "OK")
 _TOO_LONG = "exceeds buffer capacity"
-_OTHER_TYPE = "WRONGTYPE"
+OTHER_TYPE = "WRONGTYPE"
 T = TypeVar("T")
 
 
@@ -48,24 +50,18 @@ class Connection:
 
     def __init__(self, client: Glide) -> None:
         self.client = client
-        self._unanswered = 0
+        self.silent = False
+        """True if its last request was not answered."""
         self._fronts = memoryview(bytearray(0))
 
     def ask(self, request: Callable[[Glide], T]) -> T:
         """What a request of the client returns. Raises GlideError."""
+        self.silent = False
         try:
-            answer = request(self.client)
+            return request(self.client)
         except library().TimeoutError:
-            self._unanswered += 1
+            self.silent = True
             raise
-        self._unanswered = 0
-        return answer
-
-    @property
-    def silent(self) -> bool:
-        """True if some requests in a row were not answered. The server may be slow, or have gone without a word; then
-        the library would wait for the operating system, which gives a connection up after a quarter of an hour."""
-        return self._unanswered >= _UNANSWERED
 
     def fronts(self, sizes: Sequence[int]) -> list[memoryview]:
         """Memory of these sizes; what an earlier call got is given out again."""
@@ -90,22 +86,24 @@ def asked(connection: Connection, request: Callable[[Glide], T]) -> T:
         raise os_error(error) from None
 
 
-def lengths_of(connection: Connection, names: Sequence[str]) -> list[int]:
-    """The length under each name, 0 if there is nothing of ours. Raises OSError."""
+def lengths_of(connection: Connection, names: Sequence[str], seconds: float = math.inf) -> list[int]:
+    """The length under each name, 0 if there is nothing of ours. Raises OSError, also for what takes longer."""
+    deadline = Deadline(seconds)
     found, rest = list[int](), iter(names)
     while some := list(islice(rest, _NAMES_IN_A_QUESTION)):
+        deadline.check()
         batch = batch_of(connection.client)
         for name in some:
             batch.strlen(name)
         answers = asked(connection, lambda client, batch=batch: client.exec(batch, raise_on_error=False))  # type: ignore[misc]
-        found += map(_length, answers)
+        found += map(_length, items_of(answers, len(some), len(some)))
     return found
 
 
-def _length(answer: int | Exception) -> int:
+def _length(answer: object) -> int:
     if not isinstance(answer, Exception):
-        return answer
-    if _OTHER_TYPE in str(answer).upper():
+        return number(answer)
+    if OTHER_TYPE in str(answer).upper():
         return 0
     raise os_error(answer)
 
@@ -122,14 +120,18 @@ def put(connection: Connection, values: Sequence[Value], expire: int | None) -> 
             batch.set(parts[1].name, value.payload[front:], expiry=expiry)
         counts.append(len(parts))
     try:
-        answers = iter(connection.ask(lambda client: client.exec(batch, raise_on_error=False)))
+        answers = connection.ask(lambda client: client.exec(batch, raise_on_error=False))
     except glide.GlideError as error:
         return [outcome_of(error)] * len(values)
-    return [_stored(list(islice(answers, count))) for count in counts]
+    rest = iter(items_of(answers, sum(counts), sum(counts)))
+    return [_stored(list(islice(rest, count))) for count in counts]
 
 
 def _stored(answers: Sequence[object]) -> BlockOutcome:
-    return next((outcome_of(answer) for answer in answers if isinstance(answer, Exception)), STORED)
+    refused = [answer for answer in answers if answer not in _OK]
+    if not refused:
+        return STORED
+    return outcome_of(refused[0] if isinstance(refused[0], Exception) else bad_answer())
 
 
 def get(connection: Connection, values: Sequence[Value], verify: Verify) -> list[BlockOutcome]:
@@ -149,7 +151,8 @@ def get(connection: Connection, values: Sequence[Value], verify: Verify) -> list
 
 def _read_fitting(connection: Connection, values: Sequence[Value], verify: Verify) -> list[BlockOutcome]:
     parts = [parts_of(value.place) for value in values]
-    lengths = iter(lengths_of(connection, [part.name for some in parts for part in some]))
+    names = [part.name for some in parts for part in some]
+    lengths = iter(lengths_of(connection, names))
     fitting = [i for i, some in enumerate(parts) if list(islice(lengths, len(some))) == sizes_of(some)]
     read = _read(connection, [values[i] for i in fitting], lambda at, header: verify(fitting[at], header))
     found = dict(zip(fitting, read, strict=True))
@@ -163,7 +166,8 @@ def _read(connection: Connection, values: Sequence[Value], verify: Verify) -> li
     for value, some, front in zip(values, parts, fronts, strict=True):
         buffers += [front, value.payload[FRONT_BYTES:]] if len(some) > 1 else [front]
     names = [part.name for some in parts for part in some]
-    read = iter(connection.ask(lambda client: client.mget(names, buffers=buffers)) if names else ())
+    answers = connection.ask(lambda client: client.mget(names, buffers=buffers)) if names else ()
+    read = iter(items_of(answers, len(names), len(names)))
     outcomes = []
     for i, (value, some, front) in enumerate(zip(values, parts, fronts, strict=True)):
         lengths = list(islice(read, len(some)))

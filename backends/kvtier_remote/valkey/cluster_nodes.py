@@ -6,9 +6,10 @@ One server is a cluster of one node here, which is never left alone: a tier has 
 from __future__ import annotations
 
 from binascii import crc_hqx
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from kvtier_remote.answers import bytes_of, items_of, number
 from kvtier_remote.valkey.glide import Glide, library
 
 SLOTS = 16384
@@ -17,6 +18,25 @@ PAUSE_SECONDS = 5.0
 _FAILED_CALLS = 2
 """So many in a row: the first may have been under way when a connection broke."""
 _ONLY = ""
+_NODES_MAX = 1000
+"""So many primaries a cluster has at most, by its authors' recommendation."""
+_ID_BYTES_MAX = 64
+
+
+class SlotRange(NamedTuple):
+    """Slots that follow each other, and the node that has them."""
+
+    slots: range
+    node: str
+
+
+def stated_ranges(answer: object) -> Iterator[SlotRange]:
+    """What CLUSTER SLOTS says. Raises OSError for anything that it cannot say."""
+    for each in items_of(answer, 0, SLOTS):
+        first, last, primary, *_ = items_of(each, 3, SLOTS)
+        slots = range(number(first, number(last, SLOTS - 1)), last + 1)
+        node = bytes_of(items_of(primary, 3, SLOTS)[2], _ID_BYTES_MAX).decode("ascii", "replace")
+        yield SlotRange(slots, node)
 
 
 def slot_of(name: str) -> int:
@@ -37,13 +57,18 @@ class ClusterNodes:
         self._failed: dict[str, int] = {}
         self._down: dict[str, float] = {}
 
-    def learn(self, answer: Iterable[Sequence[Any]]) -> None:
-        """What CLUSTER SLOTS says. Slots without a node keep the one they had."""
-        of_slot, slots = list(self._of_slot), dict[str, int]()
-        for first, last, primary, *_ in answer:
-            node = bytes(primary[2]).decode("ascii", "replace")
-            of_slot[first : last + 1] = [node] * (last + 1 - first)
-            slots.setdefault(node, first)
+    def learn(self, answer: object) -> None:
+        """What CLUSTER SLOTS says. Slots without a node keep the one they had; of ranges that overlap the last counts.
+        Raises OSError for anything that it cannot say, and for more nodes than a cluster has."""
+        of_slot, named = list(self._of_slot), set[str]()
+        for numbers, node in stated_ranges(answer):
+            of_slot[numbers.start : numbers.stop] = [node] * len(numbers)
+            named.add(node)
+        slots = dict[str, int]()
+        for slot, node in enumerate(of_slot):
+            if node in named:
+                slots.setdefault(node, slot)
+        number(len(slots), _NODES_MAX)
         if slots:
             self._of_slot, self.slots = of_slot, slots
             self._numbers = {node: number for number, node in enumerate(slots)}
@@ -91,12 +116,13 @@ class ClusterNodes:
         return None
 
 
-def read_slots(client: Glide, slot: int | None = None) -> list[Sequence[Any]]:
-    """CLUSTER SLOTS, asked of the node that has a slot, or of any; nothing from a single server. Raises GlideError."""
+def read_slots(client: Glide, slot: int | None = None) -> object:
+    """What CLUSTER SLOTS is answered by the node that has a slot, or by any; nothing from a single server. Raises
+    GlideError."""
     if not isinstance(client, library().GlideClusterClient):
         return []
     route = {} if slot is None else {"route": of_slot(slot)}
-    answer: list[Sequence[Any]] = client.custom_command(["CLUSTER", "SLOTS"], **route)
+    answer: object = client.custom_command(["CLUSTER", "SLOTS"], **route)
     return answer
 
 

@@ -19,7 +19,8 @@ from kvtier_remote.valkey.options import ValkeyOptions
 INSTALL = "needs the package valkey-glide-sync; pip install 'kvtier[valkey]'"
 PATIENT_SECONDS = 3.0
 """What a connection gets that was not made in time, to find out why."""
-_COMMAND = re.compile(r"PermissionDenied.*'([a-z|]+)' command")
+_COMMAND = re.compile(r"PermissionDenied.*'([a-z|]{1,32})' command")
+_UNKNOWN = re.compile(r"unknown command '([A-Za-z]{1,32})'")
 _DENIED = ("NOAUTH", "WRONGPASS", "NOPERM", "PermissionDenied")
 _NODE_GONE = ("Moved:", "ClusterDown")
 """What is said of names whose node cannot be reached, or that no node has."""
@@ -155,6 +156,12 @@ def _refusal(options: ValkeyOptions, text: str) -> ConfigError:
     if any(word in text for word in _DENIED):
         what = "refuses the user or the password" if options.password() else "wants a password"
         return ConfigError(f"{servers}: the server {what}", options.password_key)
+    if unknown := unknown_command(text):
+        return ConfigError(f"{servers}: {unknown}", "servers")
+    if "No topology views" in text:
+        return ConfigError(f"{servers}: answers, and states no slots; is it a cluster? Else mode: standalone", "mode")
+    if "ResponseError" in text:
+        return ConfigError(f"{servers}: answers what clients begin with by an error", "servers")
     for server in options.servers:
         try:
             try_connection(server, options.request_timeout_seconds)
@@ -165,6 +172,12 @@ def _refusal(options: ValkeyOptions, text: str) -> ConfigError:
         more = "tls.ca_file names? Does it ask for tls.cert_file? Does it speak in clear (tls: false)?"
         return ConfigError(f"{servers}: {reason} {more}", "tls")
     return ConfigError(f"{servers}: accepts connections and does not answer; does it want tls: true?", "tls")
+
+
+def unknown_command(text: str) -> str:
+    """What an error of the server says of a command that was renamed, or that it is too old for; else nothing."""
+    unknown = _UNKNOWN.search(text)
+    return f"the server does not know {unknown[1].upper()}, which clients need; is it renamed?" if unknown else ""
 
 
 def batch_of(client: Glide) -> Glide:
@@ -187,6 +200,8 @@ def errno_of(error: BaseException) -> int:
         return errno.EACCES
     if any(word in str(error) for word in _NODE_GONE):
         return errno.EHOSTDOWN
+    if "timed out" in str(error):
+        return errno.ETIMEDOUT
     names = {"TimeoutError": errno.ETIMEDOUT, "ConnectionError": errno.ECONNRESET, "ClosingError": errno.ENOTCONN}
     return names.get(type(error).__name__, errno.EIO)
 

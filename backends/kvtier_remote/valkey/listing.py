@@ -6,14 +6,16 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kvtier.errors import RootError
 from kvtier.tier_api.block_envelope import KEY_AT
+from kvtier_remote.answers import bytes_of, items_of, number, reading_answers
 from kvtier_remote.inspect.judge import stated_header_bytes, stated_time
-from kvtier_remote.inspect.listing import About, Listed
+from kvtier_remote.inspect.listing import About, Listed, check_namespaces, shown_name
 from kvtier_remote.names import BlockName, StoreNames, namespace_of
 from kvtier_remote.transport import Marker
+from kvtier_remote.valkey.calls import OTHER_TYPE
 from kvtier_remote.valkey.glide import Glide, batch_of, connected, library, os_error
 from kvtier_remote.valkey.options import ValkeyOptions
 from kvtier_remote.valkey.transport import ValkeyTransport, marker_of
@@ -22,6 +24,7 @@ _NAMES_AT_ONCE = 1000
 """Names that the server looks at for one answer."""
 _READ_BYTES = 8 << 20
 """Bytes of values in memory at once, unless one value has more."""
+_NAME_BYTES_MAX = 1 << 16
 _SPLIT = re.compile(r"\{(.*)\}([hb])", re.DOTALL)
 
 T = TypeVar("T")
@@ -65,8 +68,9 @@ class ValkeyListing:
 
     def _asked(self, request: Callable[[Glide], T]) -> T:
         try:
-            return request(self._client)
-        except library().GlideError as error:
+            with reading_answers():
+                return request(self._client)
+        except (OSError, library().GlideError) as error:
             raise RootError(self._address, f"the server does not answer ({os_error(error).strerror})") from None
 
     # -- names ---------------------------------------------------------------------------------------------------
@@ -76,10 +80,10 @@ class ValkeyListing:
         cursor, ended = (library().ClusterScanCursor(), False) if self._cluster else (b"0", False)
         while not ended:
             cursor, found = self._asked(
-                lambda client, at=cursor: client.scan(at, match=pattern, count=_NAMES_AT_ONCE)  # type: ignore[misc]
+                lambda client, at=cursor: _page(client.scan(at, match=pattern, count=_NAMES_AT_ONCE))  # type: ignore[misc]
             )
             ended = cursor.is_finished() if self._cluster else cursor == b"0"
-            yield list(dict.fromkeys(found))
+            yield found
 
     def pages(self) -> Iterator[Sequence[Listed]]:
         """Every value below the prefix, those of which only a part is there included."""
@@ -87,7 +91,7 @@ class ValkeyListing:
             found = [one for name in names if (one := self._found(name)) is not None]
             blocks = [one for one in found if one.name is not None]
             listed = [Listed(None, one.shown) for one in found if one.name is None]
-            yield listed + [one for one in self._measured(blocks) if one is not None]
+            yield listed + list(self._measured(blocks))
 
     def _found(self, raw: bytes) -> _Found | None:
         """What a listed name is; None if it is of another prefix that ends like ours."""
@@ -98,11 +102,12 @@ class ValkeyListing:
             return None
         name = self._names.block(whole)
         if name is None or split is None:
-            return _Found(name, ascii(text)[1:-1], (raw,), True)
+            return _Found(name, shown_name(text), (raw,), True)
         return _Found(name, whole, (f"{{{whole}}}h", f"{{{whole}}}b"), split[2] == "h")
 
-    def _measured(self, found: Sequence[_Found]) -> Iterator[Listed | None]:
-        """Lengths, memory and headers, in one call. A value of two parts is listed once, at its first part."""
+    def _measured(self, found: Sequence[_Found]) -> Iterator[Listed]:
+        """Lengths, memory and headers, in one call. A value of two parts is listed once, at its first part. What is no
+        string is no block of ours, whatever its name."""
         if not found:
             return
         batch = batch_of(self._client)
@@ -111,13 +116,17 @@ class ValkeyListing:
                 batch.strlen(part)
                 batch.custom_command(["MEMORY", "USAGE", part])
             batch.getrange(one.parts[0], 0, KEY_AT - 1)
-        answers = iter(self._asked(lambda client: client.exec(batch, raise_on_error=True)))
+        count = sum(2 * len(one.parts) + 1 for one in found)
+        answers = iter(self._asked(lambda client: _strings(client.exec(batch, raise_on_error=False), count)))
         for one in found:
             lengths, memory = zip(*(list(islice(answers, 2)) for _ in one.parts), strict=True)
-            front = memoryview(next(answers))
+            front = next(answers)
+            if not isinstance(front, bytes) or not all(isinstance(each, int) for each in (*lengths, *memory)):
+                yield Listed(None, one.shown)
+                continue
             there = [bool(length) for length in lengths]
             if there[0] if one.first else not there[0] and any(there):
-                yield _listed(one, sum(lengths), sum(used or 0 for used in memory), front, all(there))
+                yield _listed(one, sum(lengths), sum(memory), memoryview(front), all(there))
 
     # -- markers and manifests -----------------------------------------------------------------------------------
 
@@ -130,18 +139,19 @@ class ValkeyListing:
                 marker = None if digest is None else self.marker(digest)
                 if digest is not None and marker is not None:
                     found[digest] = marker
+            check_namespaces(self._address, found)
         return found
 
     def marker(self, namespace: bytes) -> Marker | None:
         """The marker of one namespace as it is now."""
-        held = self._asked(lambda client: client.get(self._names.marker(namespace)))
+        (held,) = self._asked(lambda client: items_of(client.mget([self._names.marker(namespace)]), 1, 1))
         return None if held is None else marker_of(held)
 
     def manifests(self, namespaces: Iterable[bytes]) -> Mapping[bytes, str]:
         """The manifests of these namespaces that there are."""
         digests = list(namespaces)
         names = [self._names.manifest(digest) for digest in digests]
-        held = self._asked(lambda client: client.mget(names)) if names else []
+        held = self._asked(lambda client: items_of(client.mget(names), len(names), len(names))) if names else ()
         pairs = zip(digests, held, strict=True)
         return {digest: text.decode("utf-8", "replace") for digest, text in pairs if text is not None}
 
@@ -159,7 +169,7 @@ class ValkeyListing:
 
     def _read(self, values: Sequence[Listed]) -> Iterator[memoryview | None]:
         names = [part for one in values for part in one.parts]
-        read = iter(self._asked(lambda client: client.mget(names)) if names else ())
+        read = iter(self._asked(lambda client: items_of(client.mget(names), len(names), len(names))) if names else ())
         for one in values:
             parts = list(islice(read, len(one.parts)))
             yield None if None in parts else memoryview(b"".join(parts))
@@ -172,6 +182,25 @@ class ValkeyListing:
     def forget(self, namespace: bytes) -> None:
         """Unlink a namespace's manifest."""
         self._asked(lambda client: client.unlink([self._names.manifest(namespace)]))
+
+
+def _page(answer: Sequence[Any]) -> tuple[Any, list[bytes]]:
+    """The cursor and the names of an answer to SCAN, each once. Raises OSError."""
+    cursor, found = answer
+    return cursor, [bytes_of(name, _NAME_BYTES_MAX) for name in dict.fromkeys(found)]
+
+
+def _strings(answers: object, count: int) -> list[Any]:
+    """So many answers about strings; None for what is none. Raises OSError."""
+    return [_of_string(answer) for answer in items_of(answers, count, count)]
+
+
+def _of_string(answer: object) -> object:
+    if isinstance(answer, Exception):
+        if OTHER_TYPE in str(answer).upper():
+            return None
+        raise os_error(answer)
+    return bytes_of(answer, KEY_AT) if isinstance(answer, bytes) else 0 if answer is None else number(answer)
 
 
 def _listed(one: _Found, length: int, memory: int, front: memoryview, whole: bool) -> Listed:

@@ -6,33 +6,44 @@ import errno
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import count
 from typing import Any, NamedTuple
 
 from kvtier.errors import ConfigError
+from kvtier_remote.answers import NUMBER_MAX, Deadline, bytes_of, digits, items_of, reading_answers
 from kvtier_remote.transport import Facts
 from kvtier_remote.valkey.cluster_nodes import ClusterNodes, of_slot, read_slots
-from kvtier_remote.valkey.glide import Glide, batch_of, connected, errno_of, library, os_error
+from kvtier_remote.valkey.glide import Glide, batch_of, connected, errno_of, library, os_error, unknown_command
 from kvtier_remote.valkey.options import ValkeyOptions
 
 FLIGHT_BYTES = 9 << 20
 """Payload in flight to one server, which moves a GiB in about a second, in one thread: what is in flight is what a
 question waits for. Few calls keep its thread busy, and more of them cost more CPU time for each GiB."""
-_CODE = re.compile(r"[A-Z]{3,}")
+_CODE = re.compile(r"[A-Z]{3,32}")
+_POLICY = re.compile(r"[a-z-]{1,32}")
+_INFO_BYTES_MAX = 1 << 20
+_NAMES_TRIED = 1 << 18
+"""So many names fall on each node that has a slot, but for one of a million."""
 
 
 def look_at(options: ValkeyOptions, nodes: ClusterNodes) -> Facts:
     """The bounds of the server, or of all primaries of a cluster, and whether the user may do what a tier does. Stores
     nothing. `nodes` learns what there are. Blocking. Raises ConfigError with the option that is wrong.
 
-    Some nodes of a cluster may be gone: what they have is missing then.
+    Some nodes of a cluster may be gone: what they have is missing then. Nodes are asked for half of the time that an
+    opening has; the others count as gone.
     """
+    deadline = Deadline(options.open_seconds / 2)
+    try:
+        with reading_answers():
+            return _look_at(options, nodes, deadline)
+    except (OSError, library().GlideError) as error:
+        raise _silent(error) from None
+
+
+def _look_at(options: ValkeyOptions, nodes: ClusterNodes, deadline: Deadline) -> Facts:
     with _client_of(options) as client:
-        try:
-            nodes.learn(read_slots(client))
-        except library().GlideError as error:
-            raise _silent(error) from None
-        answers = {node: _memory(client, slot) for node, slot in nodes.slots.items()}
+        nodes.learn(read_slots(client))
+        answers = {node: _memory(client, slot, deadline) for node, slot in nodes.slots.items()}
     found = {node: facts_of(fields, options) for node, fields in answers.items() if fields is not None}
     if not found:
         raise ConfigError("the server does not answer", "servers")
@@ -59,15 +70,17 @@ def _silent(error: BaseException) -> ConfigError:
 
 def info(client: Glide, section: Any, slot: int) -> dict[str, str]:
     """The fields of a section of INFO, of the node of a cluster that has a slot, or of the one server. Raises
-    GlideError."""
+    GlideError, and OSError for an answer that is none."""
     route = {"route": of_slot(slot)} if isinstance(client, library().GlideClusterClient) else {}
-    lines = client.info([section], **route).decode("utf-8", "replace").splitlines()
+    lines = bytes_of(client.info([section], **route), _INFO_BYTES_MAX).decode("utf-8", "replace").splitlines()
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
-def _memory(client: Glide, slot: int) -> dict[str, str] | None:
-    """The section `memory`; None if the node does not answer. Raises ConfigError."""
+def _memory(client: Glide, slot: int, deadline: Deadline) -> dict[str, str] | None:
+    """The section `memory`; None if the node does not answer in time. Raises ConfigError."""
     glide = library()
+    if deadline.left_seconds <= 0:
+        return None
     try:
         return info(client, glide.InfoSection.MEMORY, slot)
     except glide.GlideError as error:
@@ -96,20 +109,30 @@ def _trials(prefix: str, block: str, tag: str) -> Iterator[_Trial]:
 
 def _check_rights(client: Glide, prefix: str, nodes: ClusterNodes, tried: Sequence[str]) -> None:
     """Nodes have users of their own, so that names are tried which each of them has."""
+    blocks = _names_of(nodes, tried, prefix + ":b:probe{}")
+    tags = _names_of(nodes, tried, "{{probe{}}}")
     trials: list[_Trial] = []
     for node in tried:
-        block = next(name for i in count() if nodes.node_of(name := f"{prefix}:b:probe{i}") == node)
-        trials += _trials(prefix, block, next(tag for i in count() if nodes.node_of(tag := f"{{probe{i}}}") == node))
+        if node in blocks and node in tags:
+            trials += _trials(prefix, blocks[node], tags[node])
     batch = batch_of(client)
     for trial in trials:
         batch.custom_command(list(trial.words))
-    try:
-        answers = client.exec(batch, raise_on_error=False)
-    except library().GlideError as error:
-        raise _silent(error) from None
-    for trial, answer in zip(trials, answers, strict=True):
+    answers = client.exec(batch, raise_on_error=False)
+    for trial, answer in zip(trials, items_of(answers, len(trials), len(trials)), strict=True):
         if isinstance(answer, Exception):
             _refuse(trial, str(answer))
+
+
+def _names_of(nodes: ClusterNodes, tried: Sequence[str], spelled: str) -> dict[str, str]:
+    """A name for each node, from a number."""
+    found: dict[str, str] = {}
+    for number in range(_NAMES_TRIED):
+        name = spelled.format(number)
+        found.setdefault(nodes.node_of(name), name)
+        if found.keys() >= set(tried):
+            break
+    return found
 
 
 def _refuse(trial: _Trial, text: str) -> None:
@@ -120,6 +143,8 @@ def _refuse(trial: _Trial, text: str) -> None:
         raise ConfigError(reason, "username")
     if "READONLY" in text:
         raise ConfigError("the server is a replica, which takes no writes; name its primary", "servers")
+    if unknown := unknown_command(text):
+        raise ConfigError(unknown, "servers")
     if "OOM" not in text:
         code = _CODE.search(text)
         raise ConfigError(f"the server refuses {command} ({code[0] if code else 'without a reason'})", "servers")
@@ -127,8 +152,10 @@ def _refuse(trial: _Trial, text: str) -> None:
 
 def facts_of(info: Mapping[str, str], options: ValkeyOptions) -> Facts:
     """What the section `memory` of INFO says. Raises ConfigError for a server without a bound, and for one that evicts
-    nothing of what is stored here."""
-    bound, policy = int(info.get("maxmemory", "0")), info.get("maxmemory_policy", "")
+    nothing of what is stored here; OSError for what is no number."""
+    bound, policy = digits(info.get("maxmemory", "0")), info.get("maxmemory_policy", "")
+    if not _POLICY.fullmatch(policy):
+        policy = ""
     if policy.startswith("volatile-") and options.expire_seconds is None:
         reason = f"the server evicts only what expires ({policy}); add an expiry, or give the server an allkeys policy"
         raise ConfigError(reason, "expire")
@@ -138,5 +165,5 @@ def facts_of(info: Mapping[str, str], options: ValkeyOptions) -> Facts:
     if not options.allow_unbounded:
         reason = "the server has no maxmemory and grows until its machine is full; set maxmemory, or write true here"
         raise ConfigError(reason, "allow_unbounded")
-    memory = int(info.get("total_system_memory", "0")) or 1 << 62
+    memory = digits(info.get("total_system_memory", "0")) or NUMBER_MAX
     return Facts(memory, ("the server has no maxmemory and grows until its machine is full",))

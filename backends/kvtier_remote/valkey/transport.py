@@ -8,11 +8,13 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.types.jobs import BlockOutcome, DropReason, dropped
+from kvtier_remote.answers import bad_answer, bytes_of, digits
 from kvtier_remote.call_limit import Lateness
+from kvtier_remote.guard import guarded
 from kvtier_remote.lane import Lane
 from kvtier_remote.transport import Facts, Marker, Place, Spelling, Value, Verify
 from kvtier_remote.valkey.calls import Connection, asked, get, lengths_of, parts_of, put, sizes_of
@@ -34,6 +36,7 @@ if incarnation == ARGV[1] and tonumber(ARGV[2]) > tonumber(epoch) then
 end
 return incarnation .. ' ' .. epoch
 """
+_MARKER_BYTES_MAX = 64
 _MARKER = re.compile(rb"([0-9A-Fa-f]{16}) ([0-9]{1,19})")
 T = TypeVar("T")
 
@@ -51,6 +54,7 @@ class Shard(NamedTuple):
         self.questions.renew()
 
 
+@guarded
 class ValkeyTransport:
     """Each node of a cluster has clients that make calls to no other: once a call of a client was not answered, it
     answers late for the others too.
@@ -136,14 +140,14 @@ class ValkeyTransport:
         slot, of_live = self._nodes.slots[node], self._nodes.slots[live]
         try:
             answer, answered = await self._looking.run(self._tried, slot, of_live)
+            self._nodes.learn(answer)
         except OSError:
             return
-        self._nodes.learn(answer)
         if answered:
             self._shard_of(node).renew()
             self._nodes.judge(node, True, 0.0)
 
-    def _tried(self, slot: int, of_live: int) -> tuple[list[Sequence[Any]], bool]:
+    def _tried(self, slot: int, of_live: int) -> tuple[object, bool]:
         """Which node has which slots, and whether the one that has a slot answers. Blocking. Raises OSError."""
         fresh = self._reconnect()
         try:
@@ -180,7 +184,8 @@ class ValkeyTransport:
         parts = [parts_of(place) for place in places]
         names = [part.name for some in parts for part in some]
         try:
-            lengths = iter(await self._shard_of(node).questions.run(lambda one: lengths_of(one, names)))
+            seconds = self._options.job_timeout_seconds
+            lengths = iter(await self._shard_of(node).questions.run(lambda one: lengths_of(one, names, seconds)))
         except OSError as error:
             self._judge(node, error.errno not in _UNANSWERED_ERRORS)
             return error
@@ -247,16 +252,17 @@ class ValkeyTransport:
 
         def ask(connection: Connection) -> int:
             fields = asked(connection, lambda client: info(client, library().InfoSection.STATS, slot))
-            return int(fields.get("evicted_keys", "0"))
+            return digits(fields.get("evicted_keys", "0"))
 
         return await self._shard_of(node).transfers.run(ask)
 
     async def raise_marker(self, name: str, marker: Marker) -> Marker:
         """By a script, which the server runs as one step. The marker never expires."""
         words = ["EVAL", _RAISE, "1", name, marker.incarnation.hex(), str(marker.epoch)]
-        found = marker_of(bytes(await self._question(name, lambda client: client.custom_command(words))))
+        held = bytes_of(await self._question(name, lambda client: client.custom_command(words)), _MARKER_BYTES_MAX)
+        found = marker_of(held)
         if found is None:
-            raise OSError(errno.EBADMSG, os.strerror(errno.EBADMSG))
+            raise bad_answer()
         return found
 
 

@@ -289,7 +289,7 @@ async def test_nothing_of_a_failed_request_is_in_a_log_or_an_error(folder, tmp_p
         async def put_async(self, *given, **more):
             raise failing("status code: 500", obstore.exceptions.GenericError)
 
-        async def get_range_async(self, *given, **more):
+        async def get_async(self, *given, **more):
             raise failing("status code: 500", obstore.exceptions.GenericError)
 
         async def head_async(self, *given):

@@ -1,0 +1,88 @@
+"""What servers say, bounded before it is used: its type, its size, its number, and how long it takes."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+NUMBER_MAX = 1 << 62
+"""No server has more bytes, names or events."""
+_DIGITS_MAX = 19
+_UNREADABLE = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
+"""What code and client libraries raise that take apart an answer of another kind than they expect."""
+_log = logging.getLogger("kvtier.remote")
+_seen: set[tuple[str, str, int | None]] = set()
+"""Places in the code where an answer could not be read, each of which is logged once."""
+
+
+def bad_answer() -> OSError:
+    """An answer that is of another kind than the question. Its text is not kept: servers write it."""
+    return OSError(errno.EBADMSG, os.strerror(errno.EBADMSG))
+
+
+@contextmanager
+def reading_answers() -> Iterator[None]:
+    """Around what takes answers apart. Whatever is wrong with one raises OSError (EBADMSG).
+
+    The log names the place in the code once, for a defect of ours raises the same errors.
+    """
+    try:
+        yield
+    except _UNREADABLE as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        place = type(error).__name__, os.path.basename(last.filename), last.lineno
+        if place not in _seen:
+            _seen.add(place)
+            _log.warning("an answer of a server could not be read (%s, %s:%s)", *place)
+        raise bad_answer() from None
+
+
+def number(answer: object, most: int = NUMBER_MAX) -> int:
+    """A number from 0 to `most`. Raises OSError for anything else."""
+    if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer <= most:
+        raise bad_answer()
+    return answer
+
+
+def digits(text: str) -> int:
+    """A number that is written in decimal digits. Raises OSError for anything else."""
+    if not (text.isascii() and text.isdigit()) or len(text) > _DIGITS_MAX:
+        raise bad_answer()
+    return number(int(text))
+
+
+def bytes_of(answer: object, most: int) -> bytes:
+    """A string of at most so many bytes. Raises OSError for anything else."""
+    if not isinstance(answer, bytes | bytearray) or len(answer) > most:
+        raise bad_answer()
+    return bytes(answer)
+
+
+def items_of(answer: object, least: int, most: int) -> Sequence[Any]:
+    """A list of so many items. Raises OSError for anything else."""
+    if not isinstance(answer, list | tuple) or not least <= len(answer) <= most:
+        raise bad_answer()
+    return answer
+
+
+class Deadline:
+    """How long questions that follow each other may take together."""
+
+    def __init__(self, seconds: float) -> None:
+        self._at = time.monotonic() + seconds
+
+    @property
+    def left_seconds(self) -> float:
+        """Seconds that are left; below 0 afterwards."""
+        return self._at - time.monotonic()
+
+    def check(self) -> None:
+        """Raises OSError (ETIMEDOUT) afterwards."""
+        if self.left_seconds <= 0:
+            raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
