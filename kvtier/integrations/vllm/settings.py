@@ -11,6 +11,7 @@ from kvtier.config import StackConfig, load_stack, parse_stack
 from kvtier.errors import ConfigError
 from kvtier.integrations.engine_release import UNTESTED_KEY
 from kvtier.integrations.vllm.compat import engine_version, expedites_loads
+from kvtier.integrations.vllm.engine_config import engine_config, engine_share
 from kvtier.options import TierOptions
 from kvtier.tier_api.registry import discover
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
@@ -84,7 +85,7 @@ def engine_plan(config: OffloadingConfig) -> EnginePlan:
     """
     _check_parallel(config)
     described = _stack_config(config)
-    stack = _for_engine(described, config.parallel.data_parallel_index, config.parallel.data_parallel_size)
+    stack = _for_engine(described, *engine_share(config.parallel, engine_config(config.engine_id)))
     group_ids = tuple(group.group_id for group in config.groups)
     gpu = _gpu_options(described).with_known(urgent_lane=_loads_in_step(config.extra_config))
     return EnginePlan(stack, namespace(config, stack.namespace), config.engine_id, group_ids, gpu)

@@ -1,0 +1,18 @@
+"""Protections of the adapter for vLLM and how to turn each of them off in tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier.options import TierOptions
+
+
+def without_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each engine of a launch has the whole bounds of the stack file, in folders of its own."""
+    from kvtier_fs.options import FSOptions
+
+    def whole(self: FSOptions, index: int, count: int) -> FSOptions:
+        return self.model_copy(update={"roots": [f"{root}-{index}" for root in self.roots]}) if count > 1 else self
+
+    monkeypatch.setattr(FSOptions, "share", whole)
+    monkeypatch.setattr(TierOptions, "share", lambda self, index, count: self)
