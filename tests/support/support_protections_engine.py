@@ -16,3 +16,12 @@ def without_shares(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(FSOptions, "share", whole)
     monkeypatch.setattr(TierOptions, "share", lambda self, index, count: self)
+
+
+def without_the_question_for_continuation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hits are offered whatever the attention does with a prefix."""
+    from kvtier.integrations.vllm import settings
+    from kvtier.integrations.vllm.secondary import tier
+
+    for module in (settings, tier):
+        monkeypatch.setattr(module, "continues_after_prefix", lambda config: True)

@@ -3,9 +3,16 @@
 import gc
 
 from vllm.config import VllmConfig
+from vllm.platforms import CpuArchEnum, current_platform
+from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.kv_offload.config import OffloadingParallelConfig
 
 from kvtier.errors import ConfigError
+
+WHOLE_PROMPTS = (
+    "vLLM computes prompts of this model whole here, because its attention does not continue after a prefix: "
+    "kvtier neither loads nor stores blocks"
+)
 
 
 def engine_config(engine_id: str) -> VllmConfig | None:
@@ -46,3 +53,27 @@ def _launched_engines(config: VllmConfig) -> int:
     the number of the launch in this field, also where nothing is elastic.
     """
     return getattr(config.parallel_config, "elastic_ep_max_dp_size", None) or 1
+
+
+def continues_after_prefix(config: VllmConfig | None) -> bool:
+    """Whether the attention of this engine computes the rest of a prompt after a prefix from a cache.
+
+    Where vLLM computes prompts in chunks, or has a prefix cache, it relies on that itself. It has turned both off where
+    the attention backend, the mask or the model does not allow it. An operator may have turned both off for any model:
+    then the answer is True only for what vLLM leaves on by itself.
+    """
+    if config is None or config.scheduler_config.enable_chunked_prefill or config.cache_config.enable_prefix_caching:
+        return True
+    model = config.model_config
+    if current_platform.is_cpu():
+        able = not model.use_mla and current_platform.get_cpu_architecture() != CpuArchEnum.RISCV
+    else:
+        able = current_platform.is_cuda_alike()
+    return able and model.is_prefix_caching_supported and not _has_non_causal_layers()
+
+
+def _has_non_causal_layers() -> bool:
+    """True if the KV of some layer depends on later tokens too; vLLM marks the specification of such a layer."""
+    return any(
+        issubclass(type(found), KVCacheSpec) and getattr(found, "non_causal", False) for found in gc.get_objects()
+    )
