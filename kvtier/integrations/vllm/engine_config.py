@@ -1,6 +1,8 @@
 """What is in vLLM's whole configuration of an engine and not in what a connector or a tier is given."""
 
 import gc
+from collections.abc import Iterator
+from typing import TypeVar
 
 from vllm.config import VllmConfig
 from vllm.platforms import CpuArchEnum, current_platform
@@ -9,6 +11,7 @@ from vllm.v1.kv_offload.config import OffloadingParallelConfig
 
 from kvtier.errors import ConfigError
 
+T = TypeVar("T")
 WHOLE_PROMPTS = (
     "vLLM computes prompts of this model whole here, because its attention does not continue after a prefix: "
     "kvtier neither loads nor stores blocks"
@@ -22,12 +25,16 @@ def engine_config(engine_id: str) -> VllmConfig | None:
     """
     found = [
         config
-        for config in gc.get_objects()
-        if type(config) is VllmConfig
-        and config.kv_transfer_config is not None
-        and config.kv_transfer_config.engine_id == engine_id
+        for config in _instances(VllmConfig)
+        if config.kv_transfer_config is not None and config.kv_transfer_config.engine_id == engine_id
     ]
     return max(found, key=_launched_engines, default=None)
+
+
+def _instances(*kinds: type[T]) -> list[T]:
+    """The objects of exactly these classes. Unlike `gc.get_objects` it keeps no other object alive meanwhile, such as a
+    view of memory that another thread is about to unmap."""
+    return [found for found in gc.get_referrers(*kinds) if type(found) in kinds]
 
 
 def engine_share(parallel: OffloadingParallelConfig, config: VllmConfig | None) -> tuple[int, int]:
@@ -74,6 +81,10 @@ def continues_after_prefix(config: VllmConfig | None) -> bool:
 
 def _has_non_causal_layers() -> bool:
     """True if the KV of some layer depends on later tokens too; vLLM marks the specification of such a layer."""
-    return any(
-        issubclass(type(found), KVCacheSpec) and getattr(found, "non_causal", False) for found in gc.get_objects()
-    )
+    return any(getattr(spec, "non_causal", False) for spec in _instances(*_with_subclasses(KVCacheSpec)))
+
+
+def _with_subclasses(kind: type[T]) -> Iterator[type[T]]:
+    yield kind
+    for each in kind.__subclasses__():
+        yield from _with_subclasses(each)
