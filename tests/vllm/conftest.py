@@ -20,6 +20,7 @@ UNITS = [
         "test_adapters.py",
         "test_contract.py",
         "test_device.py",
+        "test_engine_config.py",
         "test_model_code.py",
         "test_model_weights.py",
         "test_prefills.py",

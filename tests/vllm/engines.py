@@ -128,9 +128,12 @@ def _serve(log: str, environment: dict[str, str], config: dict[str, Any], questi
     os.dup2(out, 1)
     os.dup2(out, 2)
     os.environ.update(environment)
-    import support_engine  # here, because it imports vLLM
+    if config.get("data_parallel_size", 1) > 1:
+        import support_data_parallel as support  # here, because it imports vLLM
+    else:
+        import support_engine as support
 
-    support_engine.main(config, questions)
+    support.main(config, questions)
 
 
 @contextmanager

@@ -51,6 +51,7 @@ def main(config: dict[str, Any], questions: Connection) -> None:
     Digests of files are not computed before the file exists that `digests_after` names. Loads from the disk take the
     seconds a block that the file says which `slow_loads` names. The file that `loads_noted` names gets a word for each
     load: `within` the step or `between` two, and `waiting` for each step that leaves requests waiting for one.
+    `without` names a protection of `support_protections_engine` that is turned off.
     """
     if site := config.pop("site", None):
         sys.path.insert(0, site)
@@ -60,6 +61,8 @@ def main(config: dict[str, Any], questions: Connection) -> None:
         slow_loads(lambda: float(Path(slowness).read_text()))
     if gate := config.pop("digests_after", None):
         wait_with_digests(Path(gate))
+    if protection := config.pop("without", None):
+        turn_off(protection)
     if os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") != "spawn":
         fork_processes()
     llm = LLM(**{"enforce_eager": True, "dtype": "float32", **config})
@@ -175,6 +178,13 @@ def flip_embedding(worker: Any) -> None:
     """Write into the memory of the weights, as an extension of the workers may."""
     weight = next(tensor for name, tensor in worker.get_model().named_parameters() if "embed_tokens" in name)
     weight.data.copy_(weight.data.flip(0))
+
+
+def turn_off(protection: str) -> None:
+    import pytest  # here, because few engines need it
+    import support_protections_engine
+
+    getattr(support_protections_engine, protection)(pytest.MonkeyPatch())
 
 
 def note_loads(noted: Path) -> None:

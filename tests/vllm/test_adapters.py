@@ -90,6 +90,22 @@ class TestOldFiles:
         assert keys(plain) == []
         assert keys.storable("plain")
 
+    @pytest.mark.parametrize("spreads", [True, False])
+    def test_where_adapters_spread_a_request_without_one_is_stored_until_the_first_is_used(
+        self, tmp_path, monkeypatch, caplog, spreads
+    ):
+        monkeypatch.setattr(adapters, "engine_version", lambda: "0.32.0+cpu" if spreads else "0.33.0+cpu")
+        with process(tmp_path) as keys:
+            plain, other = Request(request_id="plain", lora_request=None), request(write(tmp_path / "one"))
+            keys(plain)
+            load(keys, tmp_path / "one")
+            assert keys.storable("plain"), "a loaded adapter is not yet in a batch"
+            keys(other)
+            assert keys.storable("plain") is not spreads
+            assert keys.storable(other.request_id)
+            keys(request(tmp_path / "one"))
+        assert sum("without an adapter" in line for line in caplog.messages) == spreads
+
     def test_replaced_while_the_engine_runs_each_request_is_alone(self, keys, tmp_path):
         path = write(tmp_path / "one")
         before = request(path)

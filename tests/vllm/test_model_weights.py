@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -192,3 +193,20 @@ def test_when_samples_of_the_files_were_wrong_all_is_reset_and_the_disk_held_bac
     assert any(line.startswith("event=tier_held_back tier=fs ") and "samples" in line for line in caplog.messages)
     with engine(root, seed) as vllm:
         assert hits(vllm, [1, 2, 3]) + hits(vllm, [4, 5, 6]) == 0
+
+
+def wake_ups() -> int:
+    """How often the adapter's threads in this process gave up a processor to wait."""
+    tasks = [thread.native_id for thread in threading.enumerate() if thread.name.startswith("kvtier-w")]
+    assert len(tasks) >= 4, "two workers, each with a thread for copies and one for questions"
+    status = [Path(f"/proc/self/task/{task}/status").read_text() for task in tasks]
+    return sum(int(text.partition("\nvoluntary_ctxt_switches:")[2].split()[0]) for text in status)
+
+
+def test_the_threads_of_idle_workers_sleep_until_they_are_asked(root, seed):
+    with engine(root, seed, world_size=2) as vllm:
+        vllm.reset()  # once the checksums of the start are there
+        before = wake_ups()
+        time.sleep(1.0)  # the figure is of this time; polling 20 times a second would make 40 of it
+        assert wake_ups() - before <= 4
+        assert vllm.manager._weights.compare(manager.RESET_SECONDS) is Verdict.UNCHANGED

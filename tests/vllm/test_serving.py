@@ -69,6 +69,8 @@ def test_an_engine_of_one_process_has_private_rows_and_gives_the_same_tokens(mod
         assert private_regions(vllm.process.pid) == 1
     with engine(models["llama"], tmp_path, stack(root, 600), **alone) as vllm:
         restarted = vllm.generate(prompts(SEED))
+        vllm.reset(tiers=True)  # waits on the thread that also calls the worker
+        assert "may have been replaced" not in vllm.log.read_text(errors="replace")
     for answer in (cold, from_cpu, restarted):
         assert answer.tokens == plain["llama"].tokens
     assert sum(restarted.cached) >= sum(from_cpu.cached) > sum(cold.cached)
@@ -85,9 +87,22 @@ def test_two_workers_give_the_same_tokens(models, root, tmp_path, kind):
         from_cpu = vllm.generate(prompts(SEED))
     with engine(models[kind], tmp_path, stack(root, 32, kind), **config) as vllm:
         from_disk = vllm.generate(prompts(SEED))
+        vllm.reset(tiers=True)
+        assert "may have been replaced" not in vllm.log.read_text(errors="replace")
     for answer in (cold, from_cpu, from_disk):
         assert answer.tokens == expected.tokens
     assert sum(from_disk.cached) >= 0.95 * sum(from_cpu.cached) > sum(cold.cached)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_vllms_own_cache_off_the_tiers_are_hit_and_give_the_same_tokens(models, plain, root, tmp_path, kind):
+    asked, expected = prompts(SEED)[:8], plain[kind].tokens[:8]
+    config = {"enable_prefix_caching": False, **KINDS[kind]}
+    with engine(models[kind], tmp_path, stack(root, 300, kind), **config) as vllm:
+        assert vllm.generate(asked).tokens == expected
+        again = vllm.generate(asked)
+    assert again.tokens == expected
+    assert sum(again.cached) > sum(map(len, asked)) / 2
 
 
 def test_larger_chunks_give_the_same_tokens(models, plain, root, tmp_path):

@@ -11,8 +11,8 @@ One small shared mapping of native 64-bit words, laid out as::
     notes              (world_size, 8192) u8   what a worker says of itself, length first, before it counts itself in
     words              (world_size + 1, 8) u64 for the two sides of an integration; the coordinator's are the last
 
-Every word has one writer, so none needs a lock. Sections and each worker's stretch begin on a cache line of their
-own: two workers never write the same line.
+Every word has one writer, so none needs a lock; an integration may have a semaphore among its words. Sections and each
+worker's stretch begin on a cache line of their own: two workers never write the same line.
 """
 
 import mmap

@@ -26,10 +26,12 @@ from weakref import WeakValueDictionary
 
 from huggingface_hub import try_to_load_from_cache
 from vllm.config import LoRAConfig
+from vllm.platforms import current_platform
 
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.errors import ResourceError
 from kvtier.integrations.digests import YOUNG_SECONDS, Cancelled, ContentDigests
+from kvtier.integrations.vllm.compat import engine_version
 
 CONFIG = "adapter_config.json"
 FILES = (CONFIG, "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
@@ -97,6 +99,8 @@ class AdapterKeys:
         self.users: set[object] = set()
         self.undo = ExitStack()
         self.blind = False
+        self.spreads = adapters_spread()
+        self._used = False
         self._theirs = theirs
         self._digests = digests or ContentDigests()
         self._threads = DaemonPool("kvtier-adapters", THREADS)
@@ -112,16 +116,21 @@ class AdapterKeys:
             return keys
         named: NamedAdapter | None = getattr(request, _NAMED, None)
         if named is None:
+            self._use()
             named = self._name(request.lora_request)
             setattr(request, _NAMED, named)  # it lives as long as the request
             self._requests[request.request_id] = named
         return [(*key[:-1], named.content) for key in keys]
 
     def storable(self, request_id: str) -> bool:
-        """True if what this request has computed up to now surely is what its keys name, or if it has no adapter."""
+        """True if what this request has computed up to now surely is what its keys name.
+
+        Without an adapter it is, unless vLLM lets adapters of others into it. Then no such request is stored from the
+        first request of an adapter on: vLLM's own prefix cache hands on what was computed beside one.
+        """
         named = self._requests.get(request_id)
         if named is None or named.adapter is None:
-            return named is None and not self.blind
+            return named is None and not self.blind and not (self.spreads and self._used)
         if not named.adapter.holds():
             self._spoil(named.content)
         return named.content not in self._spoiled and named.adapter.stable()
@@ -147,6 +156,14 @@ class AdapterKeys:
             self.undo.close()
             self._digests.cancel()
             self._threads.shutdown()
+
+    def _use(self) -> None:
+        if self.spreads and not self._used:
+            _log.warning(
+                "this vLLM computes requests without an adapter by the adapter of another one in the batch "
+                "(right in vLLM 0.33): from now on they are not stored"
+            )
+        self._used = True
 
     def _name(self, lora: Any) -> NamedAdapter:
         with self._lock:
@@ -221,6 +238,11 @@ def _installed(utils: Any, engine: Any, theirs: Any, add_lora: Any) -> AdapterKe
         setattr(place, name, ours)
         keys.undo.callback(setattr, place, name, original)
     return keys
+
+
+def adapters_spread() -> bool:
+    """True if this vLLM computes a request without an adapter by the one of another request in the batch."""
+    return current_platform.is_cpu() and engine_version().startswith("0.32")
 
 
 def adapter_folder(path: str) -> Path | None:

@@ -11,6 +11,7 @@ from kvtier.config import StackConfig, load_stack, parse_stack
 from kvtier.errors import ConfigError
 from kvtier.integrations.engine_release import UNTESTED_KEY
 from kvtier.integrations.vllm.compat import engine_version, expedites_loads
+from kvtier.integrations.vllm.engine_config import continues_after_prefix, engine_config, engine_share
 from kvtier.options import TierOptions
 from kvtier.tier_api.registry import discover
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
@@ -66,7 +67,7 @@ class EnginePlan:
     own id of a group.
 
     `gpu` are the options of the tier in each of vLLM's workers. It has a lane for urgent copies if vLLM waits for some
-    loads within a step, up to its `sync_load_budget_bytes`.
+    loads within a step, up to its `sync_load_budget_bytes`. `keeps_blocks` is False where blocks are of no use.
     """
 
     stack: StackConfig
@@ -74,6 +75,7 @@ class EnginePlan:
     engine_id: str
     group_ids: tuple[int, ...]
     gpu: TierOptions
+    keeps_blocks: bool
 
 
 def engine_plan(config: OffloadingConfig) -> EnginePlan:
@@ -84,10 +86,12 @@ def engine_plan(config: OffloadingConfig) -> EnginePlan:
     """
     _check_parallel(config)
     described = _stack_config(config)
-    stack = _for_engine(described, config.parallel.data_parallel_index, config.parallel.data_parallel_size)
+    known = engine_config(config.engine_id)
+    stack = _for_engine(described, *engine_share(config.parallel, known))
     group_ids = tuple(group.group_id for group in config.groups)
     gpu = _gpu_options(described).with_known(urgent_lane=_loads_in_step(config.extra_config))
-    return EnginePlan(stack, namespace(config, stack.namespace), config.engine_id, group_ids, gpu)
+    named = namespace(config, stack.namespace)
+    return EnginePlan(stack, named, config.engine_id, group_ids, gpu, continues_after_prefix(known))
 
 
 def _gpu_options(described: StackConfig) -> TierOptions:

@@ -33,6 +33,7 @@ from kvtier.errors import IntegrityError, ResourceError
 from kvtier.integrations.digests import Confirmation
 from kvtier.integrations.vllm.adapters import content_in_keys
 from kvtier.integrations.vllm.compat import LOGGER
+from kvtier.integrations.vllm.engine_config import WHOLE_PROMPTS
 from kvtier.integrations.vllm.identity import measure, refine
 from kvtier.integrations.vllm.metrics import Meter
 from kvtier.integrations.vllm.primary.inflight_copies import InflightCopies
@@ -98,6 +99,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         self._scanned: dict[str, RequestState] = {}
         self._reserved: set[str] = set()
         self._in_step = False
+        self._keeps_blocks = plan.keeps_blocks
         self._stale = False  # rows are of weights before; vLLM still has to report copies of them
         self._held_back = False
         self._durable = True  # the last reset holds over a crash
@@ -121,6 +123,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         self._rows = cpu.rows
         self._copies = InflightCopies(cpu.rows, copiers, layout.num_copies)
         self._weights = EngineWeights(cpu.rows.words)
+        if not plan.keeps_blocks:
+            logging.getLogger(LOGGER).warning(WHOLE_PROMPTS)
 
     # -- lookups -------------------------------------------------------------------------------------------------
 
@@ -139,7 +143,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         own = self._ids.to_kvtier(key)
         if self._follows and state.announced is None:
             self._announce(req_context, state)
-        if self._stale:
+        if self._stale or not self._keeps_blocks:
             return Answer.MISS
         if request_id in self._reserved:
             reservation = self._stack.reservation(RequestId(request_id))
@@ -200,7 +204,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         state = self._requests[req_context.req_id]
         if self._follows:
             self._announce(req_context, state)
-        wanted = not self._stale and self._adapters.storable(req_context.req_id)
+        wanted = self._keeps_blocks and not self._stale and self._adapters.storable(req_context.req_id)
         offered = [self._ids.to_kvtier(key) for key in keys] if wanted else []
         new, room = self._stack.storable(offered)
         if len(new) > room and not self._in_step:

@@ -21,13 +21,14 @@ import xxhash
 from torch import nn
 
 from kvtier.aio.daemon_pool import DaemonPool
+from kvtier.aio.shared_semaphore import SEMAPHORE_BYTES, SharedSemaphore
 
-POLL_SECONDS = 0.05
 WAIT_SECONDS = 0.005
 PIECE_BYTES = 64 << 20
 WORD_BYTES = 8
-_LOADS, _ANSWER = 0, 1
-"""Words of a worker: how often `load_weights` was called; the number of the last question, and the verdict."""
+_LOADS, _ANSWER, _ASKED = 0, 1, slice(-SEMAPHORE_BYTES // WORD_BYTES, None)
+"""Words of a worker: how often `load_weights` was called; the number of the last question, and the verdict; the
+semaphore that is posted for each question."""
 _QUESTION = 0
 """Word of the coordinator: how often it has asked."""
 
@@ -55,6 +56,8 @@ class WorkerWeights:
         self._words = words
         self._asked = asked
         self._thread = DaemonPool("kvtier-weights", 1)
+        self._posted = SharedSemaphore(words[_ASKED].view(np.uint8), new=True)
+        self._released = False
         self._first: asyncio.Task[bytes | None] | None = None
         self._undo = ExitStack()
         for model in models:
@@ -83,18 +86,20 @@ class WorkerWeights:
             await self._first
 
     async def answer(self) -> None:
-        """Answer the coordinator's questions until cancelled."""
+        """Answer the coordinator's questions until `release`; in between the thread sleeps.
+
+        No call of the engine could answer: an idle one makes none, and a reset may wait on the very thread that calls.
+        """
         assert self._first is not None
         first = await self._first
-        answered = 0
-        while True:
-            await asyncio.sleep(POLL_SECONDS)
+        while not self._released:
+            await self._thread.run(self._posted.wait)
+            if self._released:
+                return
             question = int(self._asked[_QUESTION])
-            if question != answered:
-                now = None if first is None else await self._checksum()
-                verdict = Verdict.UNCHANGED if now == first else Verdict.CHANGED
-                answered = question
-                self._words[_ANSWER] = len(Verdict) * question + (Verdict.UNKNOWN if now is None else verdict)
+            now = None if first is None else await self._checksum()
+            verdict = Verdict.UNCHANGED if now == first else Verdict.CHANGED
+            self._words[_ANSWER] = len(Verdict) * question + (Verdict.UNKNOWN if now is None else verdict)
 
     async def _checksum(self) -> bytes | None:
         """None if there are no models, or they cannot be read."""
@@ -107,8 +112,10 @@ class WorkerWeights:
             return None
 
     def release(self) -> None:
-        """Give the models their methods back."""
+        """Give the models their methods back, and end the thread that waits for questions."""
         self._undo.close()
+        self._released = True
+        self._posted.post()
         self._thread.shutdown()
 
 
@@ -119,6 +126,7 @@ class EngineWeights:
         self._loads = words[:-1, _LOADS]
         self._answers = words[:-1, _ANSWER]
         self._own = words[-1]
+        self._posts = [SharedSemaphore(own[_ASKED].view(np.uint8)) for own in words[:-1]]
         self._seen = int(self._loads.sum())
 
     def loaded(self) -> bool:
@@ -130,6 +138,8 @@ class EngineWeights:
         """Whether all workers have the weights of the start. UNKNOWN if one does not say so in time."""
         question = int(self._own[_QUESTION]) + 1
         self._own[_QUESTION] = question
+        for worker in self._posts:
+            worker.post()
         deadline = time.monotonic() + timeout_seconds
         while not (self._answers // len(Verdict) == question).all():
             if time.monotonic() > deadline:

@@ -27,6 +27,7 @@ from kvtier.engine_memory.tier import EngineMemoryTier
 from kvtier.engine_memory.transfers import EngineTransfer
 from kvtier.integrations.vllm.adapters import content_in_keys
 from kvtier.integrations.vllm.compat import LOGGER, require_tested
+from kvtier.integrations.vllm.engine_config import WHOLE_PROMPTS, continues_after_prefix, engine_config, engine_share
 from kvtier.integrations.vllm.metrics import Meter, definitions
 from kvtier.integrations.vllm.secondary.options import secondary_options, tier_namespace
 from kvtier.integrations.vllm.settings import GroupIds, one_hash_per_key
@@ -65,9 +66,11 @@ class KVTierFs(SecondaryTierManager):  # type: ignore[misc]
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         config = offloading_spec.config
         require_tested(config.extra_config)
-        parallel = config.parallel
-        given = secondary_options(keys, tier_type, self.backend)
-        options = given.share(parallel.data_parallel_index, parallel.data_parallel_size)
+        known = engine_config(config.engine_id)
+        options = secondary_options(keys, tier_type, self.backend).share(*engine_share(config.parallel, known))
+        self._keeps_blocks = continues_after_prefix(known)
+        if not self._keeps_blocks:
+            _log.warning(WHOLE_PROMPTS)
         self.locality = Locality(options.locality) if options.locality is not None else None
         self._ids = GroupIds([group.group_id for group in config.groups])
         self._events = options.enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
@@ -99,13 +102,15 @@ class KVTierFs(SecondaryTierManager):  # type: ignore[misc]
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> VLLMAnswer:
         """HIT: here, and kept until the step ends. RETRY: a lookup in a shared tier is in flight."""
+        if not self._keeps_blocks:
+            return VLLMAnswer.MISS
         return _ANSWERS[self._tier.lookup(self._ids.to_kvtier(key), req_context.req_id)]
 
     # -- jobs ----------------------------------------------------------------------------------------------------
 
     def submit_store(self, job_metadata: VLLMJob) -> None:
         """Begin to store rows that vLLM keeps until the job is reported."""
-        if self._adapters.storable(job_metadata.req_context.req_id):
+        if self._keeps_blocks and self._adapters.storable(job_metadata.req_context.req_id):
             self._tier.submit(self._transfer(JobKind.STORE, job_metadata))
         else:
             self._refused.append(job_metadata.job_id)

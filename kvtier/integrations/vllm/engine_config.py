@@ -1,0 +1,90 @@
+"""What is in vLLM's whole configuration of an engine and not in what a connector or a tier is given."""
+
+import gc
+from collections.abc import Iterator
+from typing import TypeVar
+
+from vllm.config import VllmConfig
+from vllm.platforms import CpuArchEnum, current_platform
+from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.kv_offload.config import OffloadingParallelConfig
+
+from kvtier.errors import ConfigError
+
+T = TypeVar("T")
+WHOLE_PROMPTS = (
+    "vLLM computes prompts of this model whole here, because its attention does not continue after a prefix: "
+    "kvtier neither loads nor stores blocks"
+)
+
+
+def engine_config(engine_id: str) -> VllmConfig | None:
+    """vLLM's configuration of the engine of this id, looked for among all objects; takes about 0.1 s.
+
+    A draft model has a copy of it, with the parallelism of the draft. None outside vLLM.
+    """
+    found = [
+        config
+        for config in _instances(VllmConfig)
+        if config.kv_transfer_config is not None and config.kv_transfer_config.engine_id == engine_id
+    ]
+    return max(found, key=_launched_engines, default=None)
+
+
+def _instances(*kinds: type[T]) -> list[T]:
+    """The objects of exactly these classes. Unlike `gc.get_objects` it keeps no other object alive meanwhile, such as a
+    view of memory that another thread is about to unmap."""
+    return [found for found in gc.get_referrers(*kinds) if type(found) in kinds]
+
+
+def engine_share(parallel: OffloadingParallelConfig, config: VllmConfig | None) -> tuple[int, int]:
+    """The index of this engine among all that were launched with it, and their number: they share one stack file.
+
+    Raises ConfigError where vLLM hides the number.
+    """
+    index = parallel.data_parallel_index
+    engines = max(parallel.data_parallel_size, 1 if config is None else _launched_engines(config))
+    if index >= engines:
+        raise ConfigError(
+            f"is hidden by this vLLM: this is engine {index} of an unknown number, so it cannot have its share of the "
+            "bounds; start independent engines, each with a stack file of its own",
+            "data_parallel_size",
+        )
+    return index, engines
+
+
+def _launched_engines(config: VllmConfig) -> int:
+    """How many engines were launched, or the number to which they may be scaled.
+
+    vLLM makes each data-parallel rank of a dense model an engine by itself, whose `data_parallel_size` is 1. It leaves
+    the number of the launch in this field, also where nothing is elastic.
+    """
+    return getattr(config.parallel_config, "elastic_ep_max_dp_size", None) or 1
+
+
+def continues_after_prefix(config: VllmConfig | None) -> bool:
+    """Whether the attention of this engine computes the rest of a prompt after a prefix from a cache.
+
+    Where vLLM computes prompts in chunks, or has a prefix cache, it relies on that itself. It has turned both off where
+    the attention backend, the mask or the model does not allow it. An operator may have turned both off for any model:
+    then the answer is True only for what vLLM leaves on by itself.
+    """
+    if config is None or config.scheduler_config.enable_chunked_prefill or config.cache_config.enable_prefix_caching:
+        return True
+    model = config.model_config
+    if current_platform.is_cpu():
+        able = not model.use_mla and current_platform.get_cpu_architecture() != CpuArchEnum.RISCV
+    else:
+        able = current_platform.is_cuda_alike()
+    return able and model.is_prefix_caching_supported and not _has_non_causal_layers()
+
+
+def _has_non_causal_layers() -> bool:
+    """True if the KV of some layer depends on later tokens too; vLLM marks the specification of such a layer."""
+    return any(getattr(spec, "non_causal", False) for spec in _instances(*_with_subclasses(KVCacheSpec)))
+
+
+def _with_subclasses(kind: type[T]) -> Iterator[type[T]]:
+    yield kind
+    for each in kind.__subclasses__():
+        yield from _with_subclasses(each)

@@ -1,0 +1,210 @@
+"""What the adapter takes from vLLM's own configuration: how many engines share a stack file, and whether blocks are of
+any use. With vLLM's real classes, without an engine."""
+
+from __future__ import annotations
+
+import gc
+import uuid
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_engine import FakeEngine, offloading_config, stack
+from support_protections_engine import without_shares, without_the_question_for_continuation
+from vllm.config import CacheConfig, KVTransferConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.platforms import CpuArchEnum, current_platform
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from kvtier.errors import ConfigError
+from kvtier.integrations.vllm.engine_config import WHOLE_PROMPTS, continues_after_prefix, engine_config
+from kvtier.integrations.vllm.settings import engine_plan
+
+pytestmark = pytest.mark.engine
+CAPACITY = 8 << 20
+
+
+@pytest.fixture(scope="module")
+def tiering() -> Any:
+    """vLLM behind its own spec."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import support_vllm_tiering
+    return support_vllm_tiering
+
+
+def launch(size: int, index: int) -> VllmConfig:
+    """vLLM's configuration in the process of rank `index` of a dense model."""
+    parallel = ParallelConfig(data_parallel_size=size)
+    transfer = KVTransferConfig(
+        kv_connector="OffloadingConnector", kv_role="kv_both", engine_id=f"{uuid.uuid4().hex}_dp{index}"
+    )
+    config = VllmConfig(parallel_config=parallel, kv_transfer_config=transfer)
+    parallel.data_parallel_index = index
+    parallel.reconfigure_for_independent_dp_rank()
+    return config
+
+
+def named(config: VllmConfig) -> dict[str, Any]:
+    """What vLLM's connector takes from it."""
+    assert config.kv_transfer_config is not None
+    parallel = config.parallel_config
+    return {
+        "engine_id": config.kv_transfer_config.engine_id,
+        "parallel": {
+            "data_parallel_index": parallel.data_parallel_index,
+            "data_parallel_size": parallel.data_parallel_size,
+        },
+    }
+
+
+def dense(root: Path, size: int, index: int) -> FakeEngine:
+    """Rank `index` of a dense model, on a stack of CAPACITY bytes of disk."""
+    config = launch(size, index)
+    tiers = stack(root, 64, capacity=CAPACITY)
+    engine = FakeEngine(offloading_config(tiers, **named(config)), seed=1, num_blocks=256)
+    engine.launched = config  # type: ignore[attr-defined]
+    return engine
+
+
+def fill(engine: FakeEngine) -> None:
+    """Store more than CAPACITY."""
+    for number in range(3 * CAPACITY // (16 * 4096)):
+        engine.add([number] * 16)
+        engine.run()
+
+
+def stored_bytes(folder: Path) -> int:
+    return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
+
+
+# -- engines of one launch ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_ranks_of_a_dense_model_have_a_share_each_and_no_folder_in_common(root, size):
+    plans = []
+    for index in range(size):
+        config = launch(size, index)
+        plans.append(engine_plan(offloading_config(stack(root, 60), **named(config))))
+    cpu, fs = zip(*(plan.stack.tiers for plan in plans), strict=True)
+    assert len({path for options in fs for path in options.roots}) == size
+    assert sum(options.capacity for options in fs) <= 32 << 20
+    assert sum(options.cpu_bytes_to_use for options in cpu) <= 60 * 4096
+    assert [options.roots[0] for options in fs] == ([str(root)] if size == 1 else [f"{root}-{i}" for i in range(size)])
+
+
+def test_two_ranks_serve_and_stay_within_one_capacity(tmp_path):
+    root = tmp_path / "root"
+    with dense(root, 2, 0) as one, dense(root, 2, 1) as two:
+        for engine in (one, two):
+            fill(engine)
+            assert engine.wrong == 0
+    assert CAPACITY // 2 < stored_bytes(tmp_path) <= CAPACITY
+
+
+def test_without_shares_two_ranks_outgrow_the_capacity(tmp_path, monkeypatch):
+    without_shares(monkeypatch)
+    root = tmp_path / "root"
+    with dense(root, 2, 0) as one, dense(root, 2, 1) as two:
+        for engine in (one, two):
+            fill(engine)
+    assert stored_bytes(tmp_path) > CAPACITY
+
+
+def test_a_rank_whose_launch_is_hidden_is_refused_by_name(root):
+    config = offloading_config(stack(root, 60), parallel={"data_parallel_index": 1})
+    with pytest.raises(ConfigError, match=r"data_parallel_size.*hidden"):
+        engine_plan(config)
+
+
+def test_a_copy_of_the_configuration_for_a_draft_hides_nothing():
+    config = launch(2, 0)
+    draft = VllmConfig(parallel_config=ParallelConfig(), kv_transfer_config=config.kv_transfer_config)
+    assert config.kv_transfer_config is not None
+    assert engine_config(str(config.kv_transfer_config.engine_id)) is config
+    assert engine_config("another") is None
+    del draft
+
+
+def test_a_secondary_tier_of_each_rank_has_a_folder_and_a_share(tiering, tmp_path):
+    root = tmp_path / "root"
+    for index in range(2):
+        config = launch(2, index)
+        given = tiering.offloading_config(tiering.tier_config(root), **named(config))
+        with tiering.Vllm(given) as vllm:
+            names = tiering.keys(4)
+            vllm.store(names)
+            assert vllm.tier.stats().tiers["KVTierFs"].capacity_bytes <= 8 << 20
+    assert {path.name for path in tmp_path.iterdir()} == {"root-0", "root-1"}
+
+
+# -- attention that does not continue after a prefix -------------------------------------------------------------------
+
+
+def model_config(*, chunks: bool = False, cache: bool = False, mla: bool = False, able: bool = True) -> VllmConfig:
+    """An engine's configuration as far as it says what vLLM does with a prefix."""
+    config = launch(1, 0)
+    config.scheduler_config = SchedulerConfig.default_factory(
+        enable_chunked_prefill=chunks, max_num_batched_tokens=8192
+    )
+    config.cache_config = CacheConfig(enable_prefix_caching=cache)
+    config.model_config = SimpleNamespace(use_mla=mla, is_prefix_caching_supported=able)  # type: ignore[assignment]
+    return config
+
+
+def test_what_vllm_itself_continues_is_continued_and_what_it_turned_off_is_not(monkeypatch):
+    assert continues_after_prefix(None)
+    for chunks, cache in ((True, False), (False, True), (True, True)):
+        assert continues_after_prefix(model_config(chunks=chunks, cache=cache, mla=True))
+    assert continues_after_prefix(model_config()), "an operator turned both off for a Llama"
+    assert not continues_after_prefix(model_config(mla=True)), "MLA on a CPU"
+    assert not continues_after_prefix(model_config(able=False)), "an encoder and a decoder"
+    monkeypatch.setattr(current_platform, "get_cpu_architecture", lambda: CpuArchEnum.RISCV)
+    assert not continues_after_prefix(model_config())
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    assert not continues_after_prefix(model_config()), "a platform that nothing is known of"
+    monkeypatch.setattr(current_platform, "is_cuda_alike", lambda: True)
+    assert continues_after_prefix(model_config(mla=True)), "a GPU, where an operator turned both off"
+
+
+def test_layers_without_a_causal_mask_do_not_continue():
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, non_causal=True)
+    assert not continues_after_prefix(model_config())
+    del spec
+    gc.collect()
+    assert continues_after_prefix(model_config())
+
+
+def repeat_hits(root: Path, config: VllmConfig) -> tuple[int, int]:
+    """Chunks that were stored, and hits of the same prompt afterwards."""
+    with FakeEngine(offloading_config(stack(root, 100), **named(config)), seed=1, num_blocks=256) as engine:
+        for _ in range(2):
+            engine.add([1, 2, 3])
+            engine.run()
+        return engine.counts["stored chunks"], engine.counts["hit chunks"]
+
+
+def test_where_it_cannot_continue_nothing_is_stored_or_a_hit_and_one_line_says_so(root, caplog):
+    assert repeat_hits(root, model_config(mla=True)) == (0, 0)
+    assert caplog.messages.count(WHOLE_PROMPTS) == 1
+    assert repeat_hits(root, model_config()) == (3, 3)
+    assert caplog.messages.count(WHOLE_PROMPTS) == 1
+
+
+def test_without_the_question_the_attention_is_given_what_it_cannot_continue(root, monkeypatch):
+    without_the_question_for_continuation(monkeypatch)
+    assert repeat_hits(root, model_config(mla=True)) == (3, 3)
+
+
+def test_a_secondary_tier_offers_nothing_either(tiering, tmp_path, caplog):
+    config = model_config(mla=True)
+    names = tiering.keys(4)
+    with tiering.Vllm(tiering.offloading_config(tiering.tier_config(tmp_path / "root"), **named(config))) as vllm:
+        vllm.store(names)
+        vllm.forget()
+        assert vllm.hits(names) == []
+        assert vllm.tier.stats().tiers["KVTierFs"].stored == 0
+    assert caplog.messages.count(WHOLE_PROMPTS) == 1
