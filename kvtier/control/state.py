@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
@@ -229,6 +229,45 @@ def lower_tiers(
     return [LowerTier(position, setup, rows_max, epoch, models) for position, setup in enumerate(setups, start=1)]
 
 
+class AwaitedKeys:
+    """The blocks that loads wait for without a transfer under way: one for each load, which its age names.
+
+    Whoever puts a key into the CPU tier, or changes which lower tiers have it, says so.
+    """
+
+    def __init__(self) -> None:
+        self.ages: dict[OffloadKey, dict[int, None]] = {}
+        self._keys: dict[int, OffloadKey] = {}
+        self._changed: dict[int, None] = {}
+
+    def add(self, key: OffloadKey, age: int) -> None:
+        """A load waits for this block."""
+        self._keys[age] = key
+        self.ages.setdefault(key, {})[age] = None
+
+    def discard(self, age: int) -> None:
+        """A load waits no more."""
+        key = self._keys.pop(age)
+        ages = self.ages[key]
+        del ages[age]
+        if not ages:
+            del self.ages[key]
+        self._changed.pop(age, None)
+
+    def on_change(self, keys: Iterable[OffloadKey]) -> None:
+        """Something became of these blocks. Call it only if there are any `ages`."""
+        for key in keys:
+            if key in self.ages:
+                self._changed.update(self.ages[key])
+
+    def take_changed(self) -> list[int]:
+        """The ages of loads for whose blocks something has changed."""
+        if not self._changed:
+            return []
+        changed, self._changed = list(self._changed), {}
+        return changed
+
+
 class FillWaiter(ABC):
     """Waits for filling rows."""
 
@@ -330,9 +369,10 @@ class JobTable(Generic[OwnerT]):
 class ControlState(JobTable[InFlight]):
     """State shared by loads, stores, promotions, demotions and reservations. No logic of its own beyond bookkeeping.
 
-    `epoch` is the namespace's, which the jobs carry; `resets` counts those of this session. `job_ended`: every block of
-    some job of the engine has an outcome. `joining`: the lower tiers
-    are held back and may join yet. `indexes` are those of the tiers that are not held back. `models` are what the
+    `epoch` is the namespace's, which the jobs carry; `resets` counts those of this session. `ended_ages` are those of
+    the engine's jobs of which every block got an outcome since the last step, `filled_ages` those of requests for which
+    a fill ended, or that were stopped. `awaited` are the blocks that loads wait for. `joining`: the lower tiers are
+    held back and may join yet. `indexes` are those of the tiers that are not held back. `models` are what the
     tiers' policies learn from requests; there are none if no policy follows them. `followers`: the owned tiers, and
     their policies, that do.
     """
@@ -351,7 +391,9 @@ class ControlState(JobTable[InFlight]):
         self.resets = 0
         self.fills: dict[int, list[tuple[FillWaiter, int]]] = {}
         self.shortage = 0
-        self.job_ended = False
+        self.filled_ages: list[int] = []
+        self.ended_ages: list[int] = []
+        self.awaited = AwaitedKeys()
         self.num_rows = len(self.cpu.table)
         self.joining = any(plan.held_back for plan in lowers)
         self.lowers = lower_tiers(lowers, self.num_rows, self.epoch, self.models)
