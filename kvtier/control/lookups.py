@@ -8,16 +8,24 @@ from kvtier.control.state import ControlState, LowerTier
 from kvtier.control.tiers.owned_tier import OwnedTier
 from kvtier.control.tiers.slot_table import FILLING, READY
 from kvtier.tier_api.contract import LookupResult
+from kvtier.types.checks import check_keys
 from kvtier.types.keys import OffloadKey
 
 HIT, HIT_PENDING, RETRY, MISS = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.RETRY, LookupResult.MISS
 
 
 def look_up(control: ControlState, keys: Sequence[OffloadKey], now: float, ask: bool) -> list[LookupResult]:
-    """HIT, HIT_PENDING, RETRY or MISS for each key of a request, given in prefix order."""
+    """HIT, HIT_PENDING, RETRY or MISS for each key of a request, given in prefix order.
+
+    Where memory answers, what is no key is a miss. Raises UsageError for what cannot be asked for.
+    """
     cpu, counters = control.cpu, control.cpu_counters
     state = cpu.table.state
-    rows = list(map(cpu.directory.get, keys))
+    try:
+        rows = list(map(cpu.directory.get, keys))
+    except TypeError:
+        check_keys(keys, control.num_groups)
+        raise
     absent = rows.count(None)
     if not absent:
         if ask:
@@ -26,6 +34,8 @@ def look_up(control: ControlState, keys: Sequence[OffloadKey], now: float, ask: 
             if state[row] != READY:  # type: ignore[index]
                 return [HIT if state[row] == READY else HIT_PENDING for row in rows]  # type: ignore[index]
         return [HIT] * len(rows)
+    if not control.all_owned or (type(keys) is not list and type(keys) is not tuple):
+        check_keys(keys, control.num_groups)
     missed = keys if absent == len(rows) else [key for key, row in zip(keys, rows, strict=True) if row is None]
     found = look_below(control.lowers, missed, now, ask)
     if ask and (control.all_owned or RETRY not in found):

@@ -395,6 +395,7 @@ class ControlState(JobTable[InFlight]):
         self.ended_ages: list[int] = []
         self.awaited = AwaitedKeys()
         self.num_rows = len(self.cpu.table)
+        self.num_groups = len(cpu.opened.space.slot_bytes)
         self.joining = any(plan.held_back for plan in lowers)
         self.lowers = lower_tiers(lowers, self.num_rows, self.epoch, self.models)
         self.indexes: list[TierIndex] = []

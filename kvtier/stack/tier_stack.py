@@ -20,6 +20,7 @@ from kvtier.stack.assembly import StackParts
 from kvtier.stack.core import GRACE_SECONDS, BlockGroup, StackCore
 from kvtier.stack.signals import ClosingSignals
 from kvtier.tier_api.contract import LoadStore, LookupResult, Opened, TierContext
+from kvtier.types.checks import check_info, check_timeout, check_whole
 from kvtier.types.jobs import JobKind, JobResult, TransferJob
 from kvtier.types.keys import JobId, Medium, OffloadKey, RequestId
 from kvtier.types.requests import RequestInfo
@@ -230,6 +231,8 @@ class TierStack(StackCore, LoadStore):
         """
         deadline = self._clock() + self._settings.lookup_seconds
         assembled = self._opened()
+        if info is not None:
+            check_info(info)
         results = self._look(assembled, keys, info)
         self._progress.set()
         while LookupResult.RETRY in results and self._clock() < deadline:
@@ -251,6 +254,8 @@ class TierStack(StackCore, LoadStore):
 
     async def drain(self, timeout_seconds: float, backlog: int = 0) -> bool:
         """Wait until at most `backlog` blocks are on their way to lower tiers; False when the time ran out."""
+        check_timeout(timeout_seconds)
+        check_whole("a backlog", backlog)
         assembled = self._opened()
         deadline = self._clock() + timeout_seconds
         while assembled.plane.backlog > backlog:
