@@ -240,6 +240,8 @@ class ControlPlane(Recipient):
             control.reclaim(now)
         if self._reservations.by_request:
             self._reservations.lapse(now)
+        if self.hints.said:
+            self.hints.advance(now)
         if now >= self.hints.retention.expires_at:
             self.hints.retention.expire(now)
         if control.filled_ages:
@@ -411,7 +413,7 @@ class ControlPlane(Recipient):
         waiting = self._open.loads or self._open.stores or self.backlog
         if self.control.running or self.control.late_jobs or waiting:
             return False
-        return not (self.hints.said and self.hints.prefetches.busy)
+        return not (self.hints.said and self.hints.busy)
 
     def counters(self, position: int) -> TierCounters:
         return self.control.counters(position)
