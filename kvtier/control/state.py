@@ -47,10 +47,10 @@ class TierSetup:
     `inflight_blocks` bounds blocks of transfers in flight; `timeout_seconds` is the deadline of one transfer. Where
     transfers are not `by_root`, each may reach several roots, and a late one counts against all of them. A tier that is
     `held_back` is not open yet: it neither loads nor stores, and `opened` says nothing of it. `probed_groups` are those
-    of which a shared tier is asked for few keys of a prefix (`ProbedTier`). `admit: predicted` keeps to
-    `write_bytes_per_day`; a block counts as `block_bytes`. The tier keeps a token in `token_bytes`, with its share of
-    each group's slots. `kind` is the tier's type, and `eviction` what its policy is called, for people. An owned tier
-    retains blocks of `retained_bytes_max` at most.
+    of which a shared tier is asked for few keys of a prefix (`ProbedTier`), in calls of more than `probed_from` keys.
+    `admit: predicted` keeps to `write_bytes_per_day`; a block counts as `block_bytes`. The tier keeps a token in
+    `token_bytes`, with its share of each group's slots. `kind` is the tier's type, and `eviction` what its policy is
+    called, for people. An owned tier retains blocks of `retained_bytes_max` at most.
     """
 
     name: str
@@ -67,6 +67,7 @@ class TierSetup:
     held_back: bool = False
     admit: AdmissionName = "always"
     probed_groups: frozenset[GroupIndex] = frozenset()
+    probed_from: int = 0
     write_bytes_per_day: int | None = None
     block_bytes: int = 1
     token_bytes: float = 0.0
@@ -214,7 +215,9 @@ def _shared_tier(plan: TierSetup) -> SharedTier:
     """What is believed about the keys of a shared tier."""
     seconds = (plan.hit_hint_seconds, plan.miss_hint_seconds, plan.lookup_timeout_seconds)
     if plan.probed_groups:
-        return ProbedTier(plan.name, *seconds, MAX_HINTS, plan.probed_groups)
+        tier = ProbedTier(plan.name, *seconds, MAX_HINTS, plan.probed_groups)
+        tier.probed_from = plan.probed_from
+        return tier
     return SharedTier(plan.name, *seconds, MAX_HINTS)
 
 

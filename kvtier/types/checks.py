@@ -26,8 +26,8 @@ SECONDS_MAX = 1e9
 HINTS = (Retain, Pin, Prefetch, Demote, Release)
 
 
-def check_keys(keys: object, num_groups: int) -> None:
-    """These are offload keys of the layout's groups, in a sequence. A few nanoseconds for each."""
+def check_keys(keys: object, num_groups: int | None = None) -> None:
+    """These are offload keys, in a sequence, of the layout's groups where these are given. Tens of nanoseconds each."""
     if type(keys) is not list and type(keys) is not tuple and not isinstance(keys, Sequence):
         raise UsageError(f"keys come in a sequence, such as a list, and not as {type(keys).__name__}")
     if not keys:
@@ -38,7 +38,7 @@ def check_keys(keys: object, num_groups: int) -> None:
             raise UsageError(f"an offload key is bytes, and not {type(wrong).__name__}")
     if min(map(len, keys)) <= GROUP_BYTES:
         raise UsageError(f"an offload key has a hash of at least one byte before the {GROUP_BYTES} bytes of its group")
-    if not all(map(_is_of_groups(num_groups), keys)):
+    if num_groups is not None and not all(map(_is_of_groups(num_groups), keys)):
         raise UsageError(f"a key names a group that is not one of the {num_groups} of the layout")
 
 
