@@ -89,7 +89,7 @@ class ProbedTier(SharedTier):
         search = self._search_of(chain, now)
         if search is not None:
             return self._go_on(search, now)
-        known = self._known(chain, now)
+        known = self.presences(chain, now)
         end = known.index(False) if False in known else len(chain)
         begin = end - known[:end][::-1].index(True) if True in known[:end] else 0
         if None in known[:begin]:
@@ -108,17 +108,6 @@ class ProbedTier(SharedTier):
         if search is None or now >= search.until or search.chain != chain or not self.lookup_breaker.allows(now):
             return None
         return search
-
-    def _known(self, chain: Sequence[OffloadKey], now: float) -> list[bool | None]:
-        """The presence of each key, as `presence` says it, in few passes over all of them."""
-        unasked = None if self.lookup_breaker.allows(now) else False
-        hints = map(self._hints.get, chain)
-        known = [unasked if hint is None or hint[1] <= now else hint[0] for hint in hints]
-        if not self._asked.keys().isdisjoint(chain):
-            for at, key in enumerate(chain):
-                if key in self._asked:
-                    known[at] = self.presence(key, now)
-        return known
 
     def _go_on(self, search: ChainSearch, now: float) -> list[bool | None]:
         """What was answered narrows a search. Elsewhere nothing was asked."""

@@ -56,6 +56,17 @@ class SharedTier(TierIndex):
             return False
         return None if self.lookup_breaker.allows(now) else False
 
+    def presences(self, keys: Sequence[OffloadKey], now: float) -> list[bool | None]:
+        """The presence of each key, as `presence` says it, in few passes over all of them."""
+        unasked = None if self.lookup_breaker.allows(now) else False
+        hints = map(self._hints.get, keys)
+        known = [unasked if hint is None or hint[1] <= now else hint[0] for hint in hints]
+        if not self._asked.keys().isdisjoint(keys):
+            for at, key in enumerate(keys):
+                if key in self._asked:
+                    known[at] = self.presence(key, now)
+        return known
+
     def find(self, keys: Sequence[OffloadKey], now: float) -> list[bool | None]:
         """The presence of each key; what is unknown is looked up, `ASKED_AT_ONCE` keys at a time.
 
