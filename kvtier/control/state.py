@@ -235,7 +235,7 @@ def lower_tiers(
 class AwaitedKeys:
     """The blocks that loads wait for without a transfer under way: one for each load, which its age names.
 
-    Whoever puts a key into the CPU tier, or changes which lower tiers have it, says so.
+    `on_change` is called for a key that enters the CPU tier, and when other lower tiers have it than before.
     """
 
     def __init__(self) -> None:
