@@ -16,7 +16,7 @@ from types import UnionType
 
 from kvtier.errors import UsageError
 from kvtier.types.hints import Demote, Pin, Prefetch, Release, Retain
-from kvtier.types.keys import GROUP_BYTES, make_key
+from kvtier.types.keys import GROUP_BYTES, key_group, make_key
 from kvtier.types.requests import RequestInfo
 
 WHOLE_MAX = 1 << 53
@@ -39,7 +39,8 @@ def check_keys(keys: object, num_groups: int | None = None) -> None:
     if min(map(len, keys)) <= GROUP_BYTES:
         raise UsageError(f"an offload key has a hash of at least one byte before the {GROUP_BYTES} bytes of its group")
     if num_groups is not None and not all(map(_is_of_groups(num_groups), keys)):
-        raise UsageError(f"a key names a group that is not one of the {num_groups} of the layout")
+        wrong = next(group for key in keys if (group := key_group(key)) >= num_groups)
+        raise UsageError(f"there is no group {wrong} among {num_groups}")
 
 
 @cache
@@ -106,7 +107,7 @@ def check_hint(hint: object, num_groups: int) -> None:
     if not isinstance(hint, Release):
         check_keys(hint.keys, num_groups)
     if isinstance(hint, Retain | Pin):
-        check_number("the time for which blocks are retained", hint.seconds, least=0)
+        check_number("the time for which blocks are retained", hint.seconds)
         if not hint.seconds > 0:
             raise UsageError(f"blocks are retained for a number of seconds above 0, not for {hint.seconds}")
 
