@@ -15,31 +15,31 @@ class ProcessGuard:
     does.
     """
 
-    _here: ClassVar[int] = os.getpid()
+    here: ClassVar[int] = os.getpid()
     """The id of this process. A step of an engine asks for it several times, and a system call takes microseconds."""
 
     def __init__(self) -> None:
-        self._pid = 0
+        self.pid = 0
 
     @classmethod
     def note_fork(cls) -> None:
         """In a child, right after the fork."""
-        cls._here = os.getpid()
+        cls.here = os.getpid()
 
     def claim(self) -> None:
         """This process is the owner from now on."""
-        self._pid = self._here
+        self.pid = self.here
 
     @property
     def elsewhere(self) -> bool:
         """True in a child that was forked from the owner."""
-        return self._pid not in (0, self._here)
+        return self.pid not in (0, self.here)
 
     def check(self) -> None:
         """Raise UsageError in a forked child."""
-        if self._pid != self._here and self._pid:
+        if self.pid != self.here and self.pid:
             raise UsageError(
-                f"the stack belongs to process {self._pid}, and this is process {self._here}, forked from it: "
+                f"the stack belongs to process {self.pid}, and this is process {self.here}, forked from it: "
                 f"open a stack of its own after the fork, in folders of its own"
             )
 

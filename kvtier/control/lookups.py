@@ -8,16 +8,27 @@ from kvtier.control.state import ControlState, LowerTier
 from kvtier.control.tiers.owned_tier import OwnedTier
 from kvtier.control.tiers.slot_table import FILLING, READY
 from kvtier.tier_api.contract import LookupResult
+from kvtier.types.checks import check_keys
 from kvtier.types.keys import OffloadKey
 
 HIT, HIT_PENDING, RETRY, MISS = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.RETRY, LookupResult.MISS
 
 
+_RESULTS = {True: HIT_PENDING, False: MISS, None: RETRY}
+
+
 def look_up(control: ControlState, keys: Sequence[OffloadKey], now: float, ask: bool) -> list[LookupResult]:
-    """HIT, HIT_PENDING, RETRY or MISS for each key of a request, given in prefix order."""
+    """HIT, HIT_PENDING, RETRY or MISS for each key of a request, given in prefix order.
+
+    Where memory answers, what is no key is a miss. Raises UsageError for what cannot be asked for.
+    """
     cpu, counters = control.cpu, control.cpu_counters
     state = cpu.table.state
-    rows = list(map(cpu.directory.get, keys))
+    try:
+        rows = list(map(cpu.directory.get, keys))
+    except TypeError:
+        check_keys(keys, control.num_groups)
+        raise
     absent = rows.count(None)
     if not absent:
         if ask:
@@ -26,6 +37,8 @@ def look_up(control: ControlState, keys: Sequence[OffloadKey], now: float, ask: 
             if state[row] != READY:  # type: ignore[index]
                 return [HIT if state[row] == READY else HIT_PENDING for row in rows]  # type: ignore[index]
         return [HIT] * len(rows)
+    if type(keys) is not list and type(keys) is not tuple:
+        check_keys(keys, control.num_groups)
     missed = keys if absent == len(rows) else [key for key, row in zip(keys, rows, strict=True) if row is None]
     found = look_below(control.lowers, missed, now, ask)
     if ask and (control.all_owned or RETRY not in found):
@@ -52,25 +65,31 @@ def look_below(
     for lower in lowers:
         if lower.may_load(now):
             healthy.append(lower)
-    results = [MISS] * len(keys)
     if not healthy:
-        return results
+        return [MISS] * len(keys)
     if len(healthy) == 1 and healthy[0].direct is not None and not healthy[0].roots.any_silent:
         return _look_directly(healthy[0], healthy[0].direct, keys, ask)
-    left = list(range(len(keys)))
+    results: list[LookupResult] = []
+    left: Sequence[int] = range(len(keys))
     asked = []
     for lower in healthy:
-        missed = []
-        find = lower.index.find if ask else lower.index.presences
-        for at, presence in zip(left, find([keys[at] for at in left], now), strict=True):
-            if presence and not lower.silent(keys[at]):
-                results[at] = HIT_PENDING
-                continue
-            if presence is None:
-                results[at] = RETRY
-            missed.append(at)
-        asked.append((lower.counters, len(left), len(missed)))
-        left = missed
+        some = keys if len(left) == len(keys) else [keys[at] for at in left]
+        presences = lower.index.find(some, now) if ask else lower.index.presences(some, now)
+        if lower.roots.any_silent:
+            presences = [there and not lower.silent(key) for key, there in zip(some, presences, strict=True)]
+        found = list(map(_RESULTS.__getitem__, presences))
+        if not results:
+            results = found
+        else:
+            for at, result in zip(left, found, strict=True):
+                if result is not MISS:
+                    results[at] = result
+        absent = len(found) - found.count(HIT_PENDING)
+        asked.append((lower.counters, len(left), absent))
+        if not absent:
+            break
+        if lower is not healthy[-1]:
+            left = [at for at, result in zip(left, found, strict=True) if result is not HIT_PENDING]
     if ask and RETRY not in results:
         for counters, looked_up, lacked in asked:
             counters.look_up(looked_up, lacked)

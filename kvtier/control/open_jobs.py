@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from heapq import heapify, heappop, heappush
 
 from kvtier.control.flow.engine_job import StackRequest
 from kvtier.control.flow.loads import LoadRequest
@@ -10,6 +11,9 @@ from kvtier.control.flow.stores import StoreRequest
 from kvtier.errors import UsageError
 from kvtier.types.jobs import CANCELLED, LATE, BlockOutcome, DropReason, JobResult, TransferJob, dropped
 from kvtier.types.keys import JobId
+
+STALE_MIN = 64
+"""So many deadlines of jobs that have ended may be kept, whatever the number of those that have not."""
 
 
 class OpenJobs:
@@ -23,13 +27,25 @@ class OpenJobs:
         self.stores: dict[JobId, StoreRequest] = {}
         self.ended: list[LoadRequest | StoreRequest] = []
         self.expires_at = math.inf
+        self._by_age: dict[int, LoadRequest | StoreRequest] = {}
+        self._deadlines: list[tuple[float, int, LoadRequest | StoreRequest]] = []
 
     def begin(self, job: TransferJob) -> None:
-        """A job is submitted, and becomes one of `loads` or `stores`. Raises UsageError if its id is one of them."""
+        """A job is submitted; `add` follows. Raises UsageError if its id is one of `loads` or `stores`."""
         if job.job_id in self.loads or job.job_id in self.stores:
             raise UsageError(f"job {job.job_id} is in flight already")
         if job.deadline is not None and job.deadline < self.expires_at:
             self.expires_at = job.deadline
+
+    def add(self, request: LoadRequest | StoreRequest) -> None:
+        """A job that began."""
+        if isinstance(request, LoadRequest):
+            self.loads[request.job.job_id] = request
+        else:
+            self.stores[request.job.job_id] = request
+        self._by_age[request.age] = request
+        if request.job.deadline is not None:
+            heappush(self._deadlines, (request.job.deadline, request.age, request))
 
     def stop(self, job_id: JobId, outcome: BlockOutcome) -> None:
         """Begin no more copies for a job, if it has not ended: what it lacks has this outcome."""
@@ -47,46 +63,41 @@ class OpenJobs:
         self.expires_at = math.inf
 
     def expire(self, now: float) -> None:
-        """Stop the jobs whose deadlines have passed."""
-        for deadline, request in self._deadlines():
-            if now >= deadline:
-                request.stop(dropped(DropReason.NO_ROW) if isinstance(request, StoreRequest) else LATE)
+        """Stop the jobs whose deadlines have passed, loads first, the oldest first."""
+        due = []
+        while self._first_deadline() <= now:
+            due.append(heappop(self._deadlines)[2])
+        for request in sorted(due, key=_loads_first):
+            request.stop(dropped(DropReason.NO_ROW) if isinstance(request, StoreRequest) else LATE)
         self.expires_at = self._first_deadline()
 
     def _first_deadline(self) -> float:
-        return min((deadline for deadline, _ in self._deadlines()), default=math.inf)
+        """The first deadline of a job that has not ended and was not stopped."""
+        deadlines = self._deadlines
+        while deadlines and (deadlines[0][2].stopping is not None or not deadlines[0][2].open):
+            heappop(deadlines)
+        return deadlines[0][0] if deadlines else math.inf
 
-    def _deadlines(self) -> list[tuple[float, LoadRequest | StoreRequest]]:
-        """The jobs that have a deadline and were not stopped."""
-        requests: list[LoadRequest | StoreRequest] = [*self.loads.values(), *self.stores.values()]
-        return [
-            (deadline, request)
-            for request in requests
-            if request.stopping is None and (deadline := request.job.deadline) is not None
-        ]
-
-    def end(self, now: float) -> list[LoadRequest]:
-        """Take out the loads and stores of which every block has an outcome; returns the loads among them."""
-        loads, stores = [], []
-        for load in self.loads.values():
-            if not load.open:
-                loads.append(load)
-        for store in self.stores.values():
-            if not store.open:
-                stores.append(store)
-        for load in loads:
-            load.ended = now
-            del self.loads[load.job.job_id]
-        for store in stores:
-            store.ended = now
-            del self.stores[store.job.job_id]
-        if loads or stores:
-            self.ended += loads
-            self.ended += stores
-            self.expires_at = self._first_deadline() if self.loads or self.stores else math.inf
-        return loads
+    def end(self, ages: list[int], now: float) -> list[LoadRequest | StoreRequest]:
+        """Take out and return the loads and stores of these ages, which have ended: loads first, the oldest first."""
+        ended = [self._by_age.pop(age) for age in ages]
+        if len(ended) > 1:
+            ended.sort(key=_loads_first)
+        for request in ended:
+            request.ended = now
+            del (self.loads if isinstance(request, LoadRequest) else self.stores)[request.job.job_id]
+        self.ended += ended
+        if len(self._deadlines) > STALE_MIN + 2 * len(self._by_age):
+            self._deadlines = [each for each in self._deadlines if each[1] in self._by_age]
+            heapify(self._deadlines)
+        self.expires_at = self._first_deadline()
+        return ended
 
     def take_results(self) -> list[JobResult]:
         """The results of the jobs that have ended, each once."""
         ended, self.ended = self.ended, []
         return list(map(StackRequest.result, ended))
+
+
+def _loads_first(request: LoadRequest | StoreRequest) -> tuple[bool, int]:
+    return isinstance(request, StoreRequest), request.age

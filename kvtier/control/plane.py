@@ -136,7 +136,7 @@ class ControlPlane(Recipient):
             if self.hints.said:
                 self.hints.loaded(job)
             load = LoadRequest(self._promotions, job, now, next(self._ages))
-            self._open.loads[job.job_id] = load
+            self._open.add(load)
             reservation = None if request_id is None else self._reservations.by_request.get(request_id)
             if reservation is not None:
                 load.brought = reservation.brought
@@ -145,12 +145,13 @@ class ControlPlane(Recipient):
             if request_id is not None:
                 self.end_request(request_id, now)
         else:
-            store = StoreRequest(self.control, self._demotions, self._factor, job, now)
-            self._open.stores[job.job_id] = store
+            store = StoreRequest(self._demotions, self._factor, job, now, next(self._ages))
+            self._open.add(store)
             if self._demotions.closing:
                 store.stop(dropped(DropReason.CLOSING))
             elif not self.control.shortage and not store.advance(now):
                 self.control.shortage = len(store.todo)
+            self._admission.add_store(store)
 
     def cancel(self, job_id: JobId, now: float) -> None:
         """End a job early. Its result still comes, after the copies in flight have ended."""
@@ -165,7 +166,7 @@ class ControlPlane(Recipient):
             self._tick(now)
         reservation = self._reservations.extend(request_id, keys, next(self._ages))
         self._admission.add(reservation)
-        self._admission.serve(self._open.stores.values(), now)
+        self._admission.serve(now)
         return reservation
 
     def hint(self, hint: KVHint, now: float) -> HintResult:
@@ -203,6 +204,7 @@ class ControlPlane(Recipient):
         """A shared tier's answer to a query. What was asked before a reset says nothing any more."""
         if query.epoch == self.control.epoch:
             self.control.lowers[query.position - 1].index.answer(query.keys, results, now)
+            self._admission.changed_below(query.keys)
 
     def join(self, tiers: JoiningTiers, now: float) -> None:
         """Take in the lower tiers, which were held back: what they hold is found, and stores go to them.
@@ -238,13 +240,15 @@ class ControlPlane(Recipient):
             control.reclaim(now)
         if self._reservations.by_request:
             self._reservations.lapse(now)
+        if self.hints.said:
+            self.hints.advance(now)
         if now >= self.hints.retention.expires_at:
             self.hints.retention.expire(now)
-        for load in jobs.loads.values():
-            if load.arrived:
-                load.copy_arrived(now)
+        if control.filled_ages:
+            filled, control.filled_ages = control.filled_ages, []
+            self._admission.take_filled(filled, now)
         while True:
-            blocked = self._admission.serve(jobs.stores.values(), now)
+            blocked = self._admission.serve(now)
             self._demotions.plan(now)
             self._collect_changes()
             if self.hints.said and self.hints.demotions:
@@ -254,11 +258,12 @@ class ControlPlane(Recipient):
                 break
         if self.hints.said and self.hints.prefetches:
             self.hints.prefetches.advance(now, idle=blocked is None and not self._admission.wanting)
-        if control.job_ended:
-            control.job_ended = False
-            for load in jobs.end(now):
-                self.touch(load.loaded_keys)
-                self._admission.remove(load)
+        if control.ended_ages:
+            ended, control.ended_ages = control.ended_ages, []
+            for request in jobs.end(ended, now):
+                self._admission.remove(request)
+                if isinstance(request, LoadRequest):
+                    self.touch(request.loaded_keys)
 
     def _tick(self, now: float) -> None:
         """Time has passed, a tick of `UseTime` at least; in shorter steps neither ages nor policies can tell."""
@@ -273,7 +278,7 @@ class ControlPlane(Recipient):
         for lower in self.control.lowers:
             times.append(lower.send_at)
         if self._reservations.by_request:
-            times += self._reservations.deadlines()
+            times.append(self._reservations.next_time())
         if self.hints.said:
             times.append(self.hints.next_at())
         for time in times:
@@ -372,6 +377,7 @@ class ControlPlane(Recipient):
         for lower in control.lowers:
             if lower.index.changes:
                 for removed, keys in lower.index.take_changes():
+                    self._admission.changed_below(keys)
                     self.events.record(lower.setup, keys, removed)
                     if removed:
                         self._demotions.evicted_below(lower, keys)
@@ -407,7 +413,7 @@ class ControlPlane(Recipient):
         waiting = self._open.loads or self._open.stores or self.backlog
         if self.control.running or self.control.late_jobs or waiting:
             return False
-        return not (self.hints.said and self.hints.prefetches.busy)
+        return not (self.hints.said and self.hints.busy)
 
     def counters(self, position: int) -> TierCounters:
         return self.control.counters(position)

@@ -8,14 +8,19 @@ fits. So every request is served, and no two wait for each other.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Sequence
 from enum import StrEnum
+from heapq import heapify, heappop, heappush
 
 from kvtier.control.flow.promotions import Promotions
 from kvtier.control.flow.row_request import RowRequest
 from kvtier.types.keys import OffloadKey, RequestId
+
+STALE_MIN = 64
+"""So many times of reservations that have ended may be kept, whatever the number of those that have not."""
 
 
 class KeyState(StrEnum):
@@ -61,6 +66,7 @@ class Reservation(RowRequest):
     def filled(self, index: int, row: int | None, position: int, now: float) -> None:
         if self.ended or self.state[index] is not KeyState.FILLING:
             return
+        self.owner.control.filled_ages.append(self.age)
         if row is None:
             if position:
                 self._load_failed(index, position)
@@ -124,6 +130,15 @@ class Reservation(RowRequest):
         self.open = 0
 
     @property
+    def changes_at(self) -> float:
+        """When something changes by time alone: the lease lapses, or the turn ends."""
+        if self.ended:
+            return math.inf
+        if self.leased_until < math.inf or self.oldest_since is None:
+            return self.leased_until
+        return self.oldest_since + self.owner.deadline_seconds
+
+    @property
     def served(self) -> bool:
         """True when every key asked for is leased or missing."""
         return self.open == 0
@@ -132,6 +147,7 @@ class Reservation(RowRequest):
         """It is this request's turn: its deadline runs from the first time on."""
         if self.oldest_since is None:
             self.oldest_since = now
+            self.owner.expect(self, now + self.owner.deadline_seconds)
         if now >= self.oldest_since + self.owner.deadline_seconds:
             self.expire()
 
@@ -141,7 +157,7 @@ class Reservation(RowRequest):
 
 
 class Reservations:
-    """All reservations in order of age."""
+    """All reservations in order of age. Those that change by time alone are `expect`ed in order of their times."""
 
     def __init__(self, promotions: Promotions, deadline_seconds: float, lease_seconds: float) -> None:
         self.control = promotions.control
@@ -149,6 +165,20 @@ class Reservations:
         self.deadline_seconds = deadline_seconds
         self.lease_seconds = lease_seconds
         self.by_request: dict[RequestId, Reservation] = {}
+        self._times: list[tuple[float, int, Reservation]] = []
+        self._serials = itertools.count()
+
+    def expect(self, reservation: Reservation, time: float) -> None:
+        """Something may change for a reservation at that time."""
+        heappush(self._times, (time, next(self._serials), reservation))
+        if len(self._times) > STALE_MIN + 2 * len(self.by_request):
+            self._times = [each for each in self._times if each[2].changes_at == each[0]]
+            heapify(self._times)
+
+    def lease(self, reservation: Reservation, now: float) -> None:
+        """A reservation is served: its lease runs from now on."""
+        reservation.leased_until = now + self.lease_seconds
+        self.expect(reservation, reservation.leased_until)
 
     def extend(self, request_id: RequestId, keys: Sequence[OffloadKey], age: int) -> Reservation:
         """The request's reservation with these keys added; `age` orders it when it is new."""
@@ -182,19 +212,16 @@ class Reservations:
 
     def lapse(self, now: float) -> None:
         """Leases that were reported and not used in time are revoked; the request may ask again."""
-        for reservation in list(self.by_request.values()):
-            if reservation.served and reservation.rows and now >= reservation.leased_until:
+        while self._times and self._times[0][0] <= now:
+            time, _, reservation = heappop(self._times)
+            if reservation.leased_until == time and reservation.served and reservation.rows:
                 self.end(reservation.request_id)
 
-    def deadlines(self) -> list[float]:
-        """When something here changes by time alone; times already past have had their effect."""
-        times = []
-        for reservation in self.by_request.values():
-            if reservation.served and reservation.leased_until < math.inf:
-                times.append(reservation.leased_until)
-            elif reservation.oldest_since is not None:
-                times.append(reservation.oldest_since + self.deadline_seconds)
-        return times
+    def next_time(self) -> float:
+        """When something here changes by time alone, after the last `lapse`; infinite if nothing does."""
+        while self._times and self._times[0][2].changes_at != self._times[0][0]:
+            heappop(self._times)
+        return self._times[0][0] if self._times else math.inf
 
     def reset(self) -> None:
         """After a reset nothing that was promised holds."""

@@ -9,7 +9,7 @@ reservation gets rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Sequence
 
 from kvtier.control.flow.demotions import Demotions
 from kvtier.control.flow.loads import LoadRequest
@@ -18,11 +18,17 @@ from kvtier.control.flow.stores import StoreRequest
 from kvtier.control.reservations import Reservation, Reservations
 from kvtier.control.state import ControlState
 from kvtier.control.tiers.slot_table import RETIRED
+from kvtier.control.waiting_loads import NEVER, Ages, WaitingLoads
 from kvtier.types.jobs import MISSING, DropReason, dropped
+from kvtier.types.keys import OffloadKey
 
 
 class RowAdmission:
-    """All requests that want rows. `wake_at` is when the next patience ends, infinite if no request is patient."""
+    """All requests that want rows. `wake_at` is when the next patience ends, infinite if no request is patient.
+
+    A step looks at those alone for which something may have changed: loads that are due (`WaitingLoads`), the oldest
+    reservation that is not served, and those of which a fill ended up to the first that still wants more.
+    """
 
     def __init__(
         self, control: ControlState, demotions: Demotions, reservations: Reservations, patience_seconds: float
@@ -33,28 +39,77 @@ class RowAdmission:
         self._reservations = reservations
         self._patience_seconds = patience_seconds
         self._requests: dict[int, LoadRequest | Reservation] = {}
+        self._loads = WaitingLoads(reservations.promotions)
+        self._reserving = Ages()
+        self._reservations_due = Ages()
+        self._revoked: list[Reservation] = []
+        self._stores: dict[int, StoreRequest] = {}
+        self._stores_waiting = Ages()
 
     # -- requests -----------------------------------------------------------------------------------------------
 
     def add(self, request: LoadRequest | Reservation) -> None:
-        """A request joins as the youngest. A reservation that asks for more, or was revoked, is back at its own age."""
-        self._requests[request.age] = request
+        """A request joins as the youngest, or is back at its own age: it lacks blocks again."""
+        age = request.age
+        self._requests[age] = request
+        if isinstance(request, Reservation):
+            self._reserving.add(age)
+            self._reservations_due.add(age)
+        elif request.todo:
+            self._loads.add(age)
 
-    def remove(self, request: RowRequest) -> None:
-        self._requests.pop(request.age, None)
+    def add_store(self, store: StoreRequest) -> None:
+        """A store that has not ended, be it that it waits for rows or not."""
+        self._stores[store.age] = store
+        if store.todo:
+            self._stores_waiting.add(store.age)
+
+    def remove(self, request: RowRequest | StoreRequest) -> None:
+        """A request has ended."""
+        age = request.age
+        if isinstance(request, LoadRequest):
+            if self._requests.pop(age, None) is not None:
+                self._loads.remove(age)
+        elif isinstance(request, StoreRequest):
+            del self._stores[age]
+            self._stores_waiting.discard(age)
+        elif self._requests.pop(age, None) is not None:
+            self._reserving.discard(age)
+            self._reservations_due.discard(age)
+
+    def take_filled(self, ages: Sequence[int], now: float) -> None:
+        """Fills ended for the requests of these ages, or they were stopped: copy what arrived, look at what is left."""
+        for age in sorted(set(ages)):
+            request = self._requests.get(age)
+            if isinstance(request, LoadRequest):
+                request.copy_arrived(now)
+                if request.todo:
+                    self._loads.add(age)
+                else:
+                    self._loads.remove(age)
+            elif request is not None:
+                self._reservations_due.add(age)
+            elif age in self._stores and self._stores[age].todo:
+                self._stores_waiting.add(age)
+
+    def changed_below(self, keys: Sequence[OffloadKey]) -> None:
+        """A lower tier has these blocks now, or has them no more."""
+        if self.control.awaited.ages:
+            self.control.awaited.on_change(keys)
 
     @property
     def wanting(self) -> bool:
         """True if a load or a reservation lacks blocks that are not on their way yet."""
-        return any(request.todo for request in self._requests.values())
+        return bool(self._loads) or any(self._requests[age].todo for age in self._reservations_due.in_order)
 
     def drop_reservations(self) -> None:
         """After a reset, or closing: only loads are left."""
         self._requests = {age: request for age, request in self._requests.items() if isinstance(request, LoadRequest)}
+        self._reserving, self._reservations_due = Ages(), Ages()
 
     # -- serving -------------------------------------------------------------------------------------------------
 
-    def serve(self, stores: Collection[StoreRequest], now: float) -> RowRequest | None:
+    def serve(self, now: float) -> RowRequest | None:
         """Give out what rows there are. Returns the request that is short of rows, if there is one.
 
         `control.shortage` is then the number of rows that the first waiting request lacks.
@@ -62,39 +117,65 @@ class RowAdmission:
         self.wake_at = math.inf
         self.control.shortage = 0
         if self.control.cpu.table.counts[RETIRED] == self.control.num_rows:
-            self._send_away(stores)
-        blocked = self._serve_oldest(now) if self._requests else None
-        if blocked is None and stores:
-            self._serve_stores(stores, now)
+            self._send_away()
+        blocked = None
+        if self._loads or self._reserving:
+            blocked = self._serve_oldest(now)
+            for reservation in self._revoked:
+                self.add(reservation)
+            self._revoked.clear()
+        if blocked is None and self._stores_waiting:
+            self._serve_stores(now)
         return blocked
 
-    def _send_away(self, stores: Collection[StoreRequest]) -> None:
+    def _send_away(self) -> None:
         """Every row has erred twice: there will be none any more."""
         for request in self._requests.values():
             if isinstance(request, LoadRequest):
                 request.stop(MISSING)
             else:
                 request.truncate()
-        for store in stores:
+                self._reservations_due.add(request.age)
+        for store in self._stores.values():
             store.stop(dropped(DropReason.NO_ROW))
 
     def _serve_oldest(self, now: float) -> RowRequest | None:
-        unserved = wanting = False
-        for age in sorted(self._requests):
+        for lower in self.control.lowers:
+            for _, keys in lower.index.changes:
+                self.changed_below(keys)
+        age, unserved, wanting = 0, False, False
+        while True:
+            age = min(
+                self._loads.next(age, now) if self._loads else NEVER, self._next_reservation(age, unserved, wanting)
+            )
+            if age == NEVER:
+                return None
             request = self._requests[age]
-            if not isinstance(request, LoadRequest):
-                if wanting:
-                    continue
+            if isinstance(request, LoadRequest):
+                self._loads.remove(age)
+            else:
+                self._reservations_due.discard(age)
                 if not unserved and not request.served:
                     request.oldest(now)
                     unserved = True
             self.control.shortage = self._serve_one(request, now) if request.todo else 0
             if self.control.shortage:
+                self.add(request)
                 return request
-            if not isinstance(request, LoadRequest):
+            if isinstance(request, LoadRequest):
+                if request.todo:
+                    self._loads.wait(request, now)
+            else:
                 wanting = bool(request.todo)
+                if wanting:
+                    self._reservations_due.add(age)
                 self.complete(request, now)
-        return None
+
+    def _next_reservation(self, last: int, unserved: bool, wanting: bool) -> int:
+        """The next reservation to look at: at first the oldest not served; none while an older one wants more."""
+        if wanting:
+            return NEVER
+        return (self._reservations_due if unserved else self._reserving).after(last)
 
     def _serve_one(self, request: RowRequest, now: float) -> int:
         """How many rows the request could use and did not get."""
@@ -114,12 +195,16 @@ class RowAdmission:
             revoked = self._reservations.revoke_younger(request.age)
             if revoked is None:
                 return short
-            self.add(revoked)
+            if revoked.age in self._requests:
+                self.add(revoked)
+            else:
+                self._revoked.append(revoked)
         request.short_since = None
         return 0
 
-    def _serve_stores(self, stores: Collection[StoreRequest], now: float) -> None:
-        for store in stores:
+    def _serve_stores(self, now: float) -> None:
+        while (age := self._stores_waiting.after(0)) != NEVER:
+            store = self._stores[age]
             while store.todo and not store.advance(now):
                 patience_ends = store.started + self._patience_seconds
                 if now < patience_ends:
@@ -128,6 +213,7 @@ class RowAdmission:
                     continue
                 self.control.shortage = len(store.todo)
                 return
+            self._stores_waiting.discard(age)
 
     def _make_way(self, count: int, patient: bool) -> bool:
         """Make dirty rows clean, unwritten; True when that made room."""
@@ -140,7 +226,7 @@ class RowAdmission:
     def complete(self, reservation: Reservation, now: float) -> None:
         """A reservation that is served leaves; from now on its lease runs."""
         if reservation.served:
-            reservation.leased_until = now + self._reservations.lease_seconds
+            self._reservations.lease(reservation, now)
             self.remove(reservation)
 
     def truncate(self, request: RowRequest | None, now: float) -> bool:

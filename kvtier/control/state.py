@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
@@ -47,10 +47,10 @@ class TierSetup:
     `inflight_blocks` bounds blocks of transfers in flight; `timeout_seconds` is the deadline of one transfer. Where
     transfers are not `by_root`, each may reach several roots, and a late one counts against all of them. A tier that is
     `held_back` is not open yet: it neither loads nor stores, and `opened` says nothing of it. `probed_groups` are those
-    of which a shared tier is asked for few keys of a prefix (`ProbedTier`). `admit: predicted` keeps to
-    `write_bytes_per_day`; a block counts as `block_bytes`. The tier keeps a token in `token_bytes`, with its share of
-    each group's slots. `kind` is the tier's type, and `eviction` what its policy is called, for people. An owned tier
-    retains blocks of `retained_bytes_max` at most.
+    of which a shared tier is asked for few keys of a prefix (`ProbedTier`), in calls of more than `probed_from` keys.
+    `admit: predicted` keeps to `write_bytes_per_day`; a block counts as `block_bytes`. The tier keeps a token in
+    `token_bytes`, with its share of each group's slots. `kind` is the tier's type, and `eviction` what its policy is
+    called, for people. An owned tier retains blocks of `retained_bytes_max` at most.
     """
 
     name: str
@@ -67,6 +67,7 @@ class TierSetup:
     held_back: bool = False
     admit: AdmissionName = "always"
     probed_groups: frozenset[GroupIndex] = frozenset()
+    probed_from: int = 0
     write_bytes_per_day: int | None = None
     block_bytes: int = 1
     token_bytes: float = 0.0
@@ -214,7 +215,9 @@ def _shared_tier(plan: TierSetup) -> SharedTier:
     """What is believed about the keys of a shared tier."""
     seconds = (plan.hit_hint_seconds, plan.miss_hint_seconds, plan.lookup_timeout_seconds)
     if plan.probed_groups:
-        return ProbedTier(plan.name, *seconds, MAX_HINTS, plan.probed_groups)
+        tier = ProbedTier(plan.name, *seconds, MAX_HINTS, plan.probed_groups)
+        tier.probed_from = plan.probed_from
+        return tier
     return SharedTier(plan.name, *seconds, MAX_HINTS)
 
 
@@ -227,6 +230,45 @@ def lower_tiers(
     """
     rows_max = max(1, num_rows // 4)
     return [LowerTier(position, setup, rows_max, epoch, models) for position, setup in enumerate(setups, start=1)]
+
+
+class AwaitedKeys:
+    """The blocks that loads wait for without a transfer under way: one for each load, which its age names.
+
+    `on_change` is called for a key that enters the CPU tier, and when other lower tiers have it than before.
+    """
+
+    def __init__(self) -> None:
+        self.ages: dict[OffloadKey, dict[int, None]] = {}
+        self._keys: dict[int, OffloadKey] = {}
+        self._changed: dict[int, None] = {}
+
+    def add(self, key: OffloadKey, age: int) -> None:
+        """A load waits for this block."""
+        self._keys[age] = key
+        self.ages.setdefault(key, {})[age] = None
+
+    def discard(self, age: int) -> None:
+        """A load waits no more."""
+        key = self._keys.pop(age)
+        ages = self.ages[key]
+        del ages[age]
+        if not ages:
+            del self.ages[key]
+        self._changed.pop(age, None)
+
+    def on_change(self, keys: Iterable[OffloadKey]) -> None:
+        """Something became of these blocks. Call it only if there are any `ages`."""
+        for key in keys:
+            if key in self.ages:
+                self._changed.update(self.ages[key])
+
+    def take_changed(self) -> list[int]:
+        """The ages of loads for whose blocks something has changed."""
+        if not self._changed:
+            return []
+        changed, self._changed = list(self._changed), {}
+        return changed
 
 
 class FillWaiter(ABC):
@@ -330,9 +372,10 @@ class JobTable(Generic[OwnerT]):
 class ControlState(JobTable[InFlight]):
     """State shared by loads, stores, promotions, demotions and reservations. No logic of its own beyond bookkeeping.
 
-    `epoch` is the namespace's, which the jobs carry; `resets` counts those of this session. `job_ended`: every block of
-    some job of the engine has an outcome. `joining`: the lower tiers
-    are held back and may join yet. `indexes` are those of the tiers that are not held back. `models` are what the
+    `epoch` is the namespace's, which the jobs carry; `resets` counts those of this session. `ended_ages` are those of
+    the engine's jobs of which every block got an outcome since the last step, `filled_ages` those of requests for which
+    a fill ended, or that were stopped. `awaited` are the blocks that loads wait for. `joining`: the lower tiers are
+    held back and may join yet. `indexes` are those of the tiers that are not held back. `models` are what the
     tiers' policies learn from requests; there are none if no policy follows them. `followers`: the owned tiers, and
     their policies, that do.
     """
@@ -351,8 +394,11 @@ class ControlState(JobTable[InFlight]):
         self.resets = 0
         self.fills: dict[int, list[tuple[FillWaiter, int]]] = {}
         self.shortage = 0
-        self.job_ended = False
+        self.filled_ages: list[int] = []
+        self.ended_ages: list[int] = []
+        self.awaited = AwaitedKeys()
         self.num_rows = len(self.cpu.table)
+        self.num_groups = len(cpu.opened.space.slot_bytes)
         self.joining = any(plan.held_back for plan in lowers)
         self.lowers = lower_tiers(lowers, self.num_rows, self.epoch, self.models)
         self.indexes: list[TierIndex] = []

@@ -12,6 +12,7 @@ from kvtier.engine_memory.options import EngineMemoryOptions
 from kvtier.engine_memory.tier import EngineMemoryTier
 from kvtier.engine_memory.transfers import EngineTransfer
 from kvtier.types.arrays import int_array
+from kvtier.types.checks import check_timeout
 from kvtier.types.jobs import BlockOutcome, DropReason, JobKind, dropped
 from kvtier.types.keys import OffloadKey
 from kvtier.types.namespace import Namespace
@@ -38,6 +39,8 @@ class BlockingTier(EngineMemoryTier):
     def find(self, keys: Sequence[OffloadKey], seconds: float) -> list[bool]:
         """Whether each key of a prompt, given in prefix order, is here. A shared tier is asked for what is not known;
         what it does not answer for in time is not here."""
+        self._check(keys)
+        check_timeout(seconds)
         found: list[bool | None] = [None] * len(keys)
 
         def asked() -> bool:
@@ -72,6 +75,8 @@ class BlockingTier(EngineMemoryTier):
         self, kind: JobKind, keys: Sequence[OffloadKey], places: Sequence[int], seconds: float
     ) -> list[BlockOutcome]:
         now = time.monotonic()
+        self._check(keys)
+        check_timeout(seconds)
         transfer = EngineTransfer(next(self._job_ids), kind, keys, int_array(places), "", now)
         if self._shut:
             return [dropped(DropReason.CLOSING)] * len(keys)

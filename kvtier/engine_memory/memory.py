@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,8 +40,10 @@ class EngineMemory(ABC):
     def release(self) -> None:
         """Drop every reference to the memory. Every permit must be shut."""
 
-    def check(self, keys: Iterable[OffloadKey], places: Iterable[int]) -> None:
+    def check(self, keys: Sequence[OffloadKey], places: Sequence[int]) -> None:
         """Raise UsageError unless every block lies in this memory: one that does not would overwrite other memory."""
+        if len(keys) != len(places):
+            raise UsageError(f"{len(keys)} blocks cannot be at {len(places)} places")
         for key, place in zip(keys, places, strict=True):
             group = key_group(key)
             if group >= len(self.block_bytes) or not self.holds(group, place):

@@ -17,6 +17,7 @@ from kvtier.engine_memory.options import EngineMemoryOptions
 from kvtier.engine_memory.tier import EngineMemoryTier
 from kvtier.engine_memory.transfers import EngineTransfer
 from kvtier.types.arrays import int_array
+from kvtier.types.checks import check_timeout
 from kvtier.types.jobs import DropReason, JobKind, dropped
 from kvtier.types.keys import OffloadKey
 from kvtier.types.namespace import Namespace
@@ -65,6 +66,8 @@ class NotifyingTier(EngineMemoryTier):
     def find(self, keys: Sequence[OffloadKey], seconds: float, tell: Callable[[list[bool]], None]) -> None:
         """Whether each key of a prompt, given in prefix order, is here. What a shared tier does not answer for in time
         is not here."""
+        self._check(keys)
+        check_timeout(seconds)
         search = _Search(keys, time.monotonic() + seconds, tell)
         with self._lock:
             self._searches.append(search)
@@ -78,6 +81,7 @@ class NotifyingTier(EngineMemoryTier):
 
         Raises UsageError for a place outside the memory.
         """
+        self._check(keys)
         transfer = EngineTransfer(next(self._job_ids), kind, keys, int_array(places), "", time.monotonic())
         if self._shut:
             transfer.complete(range(len(keys)), dropped(DropReason.CLOSING))
@@ -93,10 +97,12 @@ class NotifyingTier(EngineMemoryTier):
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """These blocks, given in prefix order, were used although they were not loaded."""
+        self._check(keys)
         self._decide(lambda: self.plane.touch(keys))
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
         """Drop blocks that are wanted no more. See `EngineMemoryPlane.remove`."""
+        self._check(keys)
         self._decide(lambda: self.plane.remove(keys, time.monotonic()))
         self._tell()
 

@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
+
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.loop_thread import LoopThread
 from kvtier.aio.weak_call import weak_call
@@ -42,7 +44,9 @@ from kvtier.stack.stats import StackStats, lower_stats
 from kvtier.stack.stats_socket import StatsSocket
 from kvtier.tier_api.contract import LookupResult, Resettable, TierContext
 from kvtier.tier_api.registry import discover
+from kvtier.types.checks import check_keys, check_text, check_timeout, check_types
 from kvtier.types.geometry import Geometry, KVLayout, TensorRef
+from kvtier.types.jobs import JobKind
 from kvtier.types.keys import OffloadKey
 from kvtier.types.namespace import Namespace
 
@@ -72,6 +76,7 @@ class EngineMemoryTier:
         """
         self._options = options
         self._memory = memory
+        self._num_groups = len(memory.block_bytes)
         self._name = name
         self._log = log
         self._operator = OperatorLog(log, time.monotonic)
@@ -149,6 +154,8 @@ class EngineMemoryTier:
 
     def lookup(self, key: OffloadKey, request_id: str) -> LookupResult:
         """As `EngineMemoryPlane.lookup`; MISS after `close`."""
+        self._check((key,))
+        check_text("a request's id", request_id)
         with self._lock:
             if self._shut:
                 return LookupResult.MISS
@@ -160,10 +167,12 @@ class EngineMemoryTier:
 
     def lease(self, keys: Sequence[OffloadKey]) -> None:
         """Keep blocks that are here until `release`, or for `lease_seconds`; those that are not stay misses."""
+        self._check(keys)
         self._decide(lambda: self.plane.lease(keys, time.monotonic()))
 
     def release(self, keys: Sequence[OffloadKey]) -> None:
         """One lease of each of these keys has served its purpose. Keys without a lease are ignored."""
+        self._check(keys)
         self._decide(lambda: self.plane.release(keys))
 
     def submit(self, transfer: EngineTransfer) -> None:
@@ -171,12 +180,22 @@ class EngineMemoryTier:
 
         Raises UsageError for a job that is in flight, and for a place outside the memory.
         """
+        check_types("a job", (transfer, EngineTransfer))
+        check_types("a job", (transfer.kind, JobKind), (transfer.places, np.ndarray))
+        if transfer.places.ndim != 1:
+            raise UsageError("the places of a job are given one after another")
+        self._check(transfer.keys)
+        check_text("a request's id", transfer.request_id)
         self._memory.check(transfer.keys, transfer.places.tolist())
         with self._lock:
             if transfer.job_id in self._jobs:
                 raise UsageError(f"job {transfer.job_id} is in flight")
             self._jobs[transfer.job_id] = transfer
             self._decide(lambda: self.plane.submit(transfer, time.monotonic()))
+
+    def _check(self, keys: object) -> None:
+        """Raise UsageError unless these are keys of blocks that the memory has."""
+        check_keys(keys, self._num_groups)
 
     def end_step(self) -> None:
         """The step's loads were submitted: its hits need not be kept any longer."""
@@ -309,6 +328,7 @@ class EngineMemoryTier:
 
         Raises ResourceError if the tier could not make that durable in time; in memory it holds all the same.
         """
+        check_timeout(timeout_seconds)
         with self._lock:
             try:
                 epoch = self.plane.reset(time.monotonic())

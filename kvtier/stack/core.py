@@ -13,7 +13,7 @@ import time
 import warnings
 import weakref
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence, Sized
 from functools import partial
 
 from kvtier.aio.process_guard import ProcessGuard
@@ -25,7 +25,7 @@ from kvtier.errors import IntegrityError, UsageError
 from kvtier.stack import shutdown
 from kvtier.stack.assembled import Assembled
 from kvtier.stack.assembly import StackParts, assemble
-from kvtier.stack.job_checks import check_job
+from kvtier.stack.job_checks import check_job, check_pairs
 from kvtier.stack.lookups import Lookups
 from kvtier.stack.operator_log import OperatorLog, TierWatch
 from kvtier.stack.request_calls import RequestCalls
@@ -33,6 +33,7 @@ from kvtier.stack.shutdown import CloseReport
 from kvtier.stack.stats import StackStats, collect
 from kvtier.stack.stats_socket import StatsSocket
 from kvtier.tier_api.contract import Clock, Resettable
+from kvtier.types.checks import check_info, check_keys, check_text, check_timeout, check_types, check_whole
 from kvtier.types.events import OffloadingEvent
 from kvtier.types.geometry import Geometry
 from kvtier.types.gpu_runs import GPURuns
@@ -94,7 +95,10 @@ class StackCore(RequestCalls):
     def job(self, kind: JobKind, groups: Sequence[GPUGroup], timeout_seconds: float | None = None) -> TransferJob:
         """A job with a fresh id and a deadline from now; the stack's own default when no timeout is given."""
         self._opened()
-        if timeout_seconds is None:
+        check_types("a job", (kind, JobKind), (groups, tuple | list))
+        if timeout_seconds is not None:
+            check_timeout(timeout_seconds)
+        else:
             timeout_seconds = self._settings.load_seconds if kind is JobKind.LOAD else self._settings.store_seconds
         job_id = JobId(self._next_job)
         self._next_job += 1
@@ -109,11 +113,16 @@ class StackCore(RequestCalls):
         timeout_seconds: float | None,
     ) -> TransferJob:
         """A job for whole blocks, of one group by `keys` and `gpu_blocks` or of several by `groups`."""
-        if groups and (keys or gpu_blocks):
+        check_types("a job", (keys, Sized), (gpu_blocks, Sized), (groups, Sized))
+        if not len(groups):
+            groups = [(keys, gpu_blocks)]
+        elif len(keys) or len(gpu_blocks):
             raise UsageError("blocks are named by keys and gpu_blocks or by groups, not by both")
-        factor = self.geometry.factor
+        geometry = self._opened().geometry
+        check_pairs(groups, geometry.num_groups)
+        factor = geometry.factor
         transfers = []
-        for group_keys, blocks in groups or [(keys, gpu_blocks)]:
+        for group_keys, blocks in groups:
             if len(blocks) != len(group_keys) * factor:
                 raise UsageError(f"{len(group_keys)} keys of {factor} GPU blocks each, but {len(blocks)} GPU blocks")
             if group_keys:
@@ -125,6 +134,10 @@ class StackCore(RequestCalls):
         self, assembled: Assembled, job: TransferJob, request_id: RequestId | None, info: RequestInfo | None
     ) -> None:
         check_job(job, assembled.geometry)
+        if request_id is not None:
+            check_text("a request's id", request_id)
+        if info is not None:
+            check_info(info)
         if job.job_id in self._jobs:
             raise UsageError(f"job {job.job_id} is in flight already")
         self._jobs[job.job_id] = job
@@ -139,6 +152,7 @@ class StackCore(RequestCalls):
 
     def cancel(self, job_id: JobId) -> None:
         """End a job early; its result still comes, after the copies in flight."""
+        check_whole("a job's id", job_id)
         try:
             self._opened().plane.cancel(job_id, self._clock())
         except BaseException as error:
@@ -154,12 +168,15 @@ class StackCore(RequestCalls):
 
     def locate(self, keys: Sequence[OffloadKey]) -> list[str | None]:
         """For each key the name of the highest tier that holds it, or None. Synchronous, from memory."""
-        return self._opened().plane.locate(keys, self._clock())
+        assembled = self._opened()
+        check_keys(keys, assembled.geometry.num_groups)
+        return assembled.plane.locate(keys, self._clock())
 
     def reserve(
         self, request_id: RequestId, keys: Sequence[OffloadKey], *, info: RequestInfo | None = None
     ) -> Reservation:
         """Bring keys into rows and lease them to a request; see `kvtier.control.reservations`."""
+        self._check_request(request_id, keys, info)
         try:
             reservation = self._opened().plane.reserve(request_id, keys, self._clock(), info)
         except BaseException as error:
@@ -170,10 +187,12 @@ class StackCore(RequestCalls):
 
     def reservation(self, request_id: RequestId) -> Reservation | None:
         """What a request reserved and got so far, in O(1)."""
+        check_text("a request's id", request_id)
         return self._opened().plane.reservation(request_id)
 
     def end_leases(self, request_id: RequestId) -> None:
         """The request's leases end; it goes on."""
+        check_text("a request's id", request_id)
         try:
             self._opened().plane.end_request(request_id, self._clock())
         except BaseException as error:
@@ -187,6 +206,7 @@ class StackCore(RequestCalls):
         as usual. Loads and reservations that wait for a lower tier end with misses.
         """
         assembled = self._opened()
+        check_text("the reason", reason)
         if assembled.joining is not None:
             assembled.joining.stop()
         try:
@@ -212,6 +232,7 @@ class StackCore(RequestCalls):
 
         For routers that have forgotten it. Shared tiers have no events.
         """
+        check_keys(keys, self._opened().geometry.num_groups)
         try:
             self._opened().plane.announce(keys, self._clock())
         except BaseException as error:
@@ -226,7 +247,8 @@ class StackCore(RequestCalls):
     # -- driving the control plane -------------------------------------------------------------------------------
 
     def _opened(self) -> Assembled:
-        self._owner.check()
+        if self._owner.pid != ProcessGuard.here:
+            self._owner.check()
         if self._assembled is None:
             raise UsageError("the stack is not open")
         if self._closing:

@@ -36,6 +36,7 @@ from kvtier.stack.assembly import StackParts
 from kvtier.stack.core import BlockGroup, StackCore
 from kvtier.stack.shutdown import CloseReport
 from kvtier.tier_api.contract import LookupResult
+from kvtier.types.checks import check_info, check_keys, check_timeout, check_types
 from kvtier.types.jobs import JobKind, JobResult, TransferJob
 from kvtier.types.keys import JobId, OffloadKey, RequestId
 from kvtier.types.requests import RequestInfo
@@ -236,7 +237,9 @@ class EngineStack(StackCore):
 
     def storable(self, keys: Sequence[OffloadKey]) -> tuple[list[OffloadKey], int]:
         """(the keys that are in no row and on their way into none, in their order; how many rows can be had now)."""
-        plane = self._opened().plane
+        assembled = self._opened()
+        check_keys(keys, assembled.geometry.num_groups)
+        plane = assembled.plane
         cpu = plane.control.cpu
         if plane is self._failed:
             return [], 0
@@ -250,6 +253,10 @@ class EngineStack(StackCore):
         With `ask=False` no tier is asked. An engine that looks the keys of a request up one by one asks for all that
         are unknown at once, in prefix order: a tier may find them with fewer requests.
         """
+        if info is not None:
+            check_info(info)
+        if ask is not True and ask is not False:
+            check_types("ask", (ask, bool))
         try:
             return self._opened().plane.lookup(keys, time.monotonic(), info, ask)
         except BaseException as error:
@@ -271,6 +278,7 @@ class EngineStack(StackCore):
 
         `step` has work when something arrived, or by time alone. True unless the time was over first.
         """
+        check_timeout(timeout_seconds)
         self._owner.check()
         self._arrived.clear()
         if self._inbox:
@@ -299,6 +307,7 @@ class EngineStack(StackCore):
         Raises ResourceError if a tier could not make that durable in time; in memory it holds all the same. For tiers
         that are held back it is made durable when they join.
         """
+        check_timeout(timeout_seconds)
         make_durable = self._begin_reset()
         self._advance()
 

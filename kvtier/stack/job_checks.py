@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sized
 from operator import methodcaller
+
+import numpy as np
 
 from kvtier.errors import UsageError
 from kvtier.types.arrays import outside
+from kvtier.types.checks import check_keys, check_number, check_types, check_whole
 from kvtier.types.geometry import Geometry
-from kvtier.types.jobs import GPUGroup, TransferJob
+from kvtier.types.gpu_runs import GPURuns
+from kvtier.types.jobs import GPUGroup, JobKind, TransferJob
 from kvtier.types.keys import make_key
 
 
@@ -16,15 +22,38 @@ def check_job(job: TransferJob, geometry: Geometry) -> None:
 
     Nothing below checks that again, but the bounds of memory and disks: a GPU block beyond the tensors fails its job.
     """
+    check_types("a job", (job, TransferJob))
+    check_types("a job", (job.kind, JobKind), (job.groups, tuple | list))
+    if type(job.job_id) is not int or job.job_id < 0:
+        check_whole("a job's id", job.job_id)
+    if job.deadline is not None and not (type(job.deadline) is float and math.isfinite(job.deadline)):
+        check_number("the deadline of a job", job.deadline)
     for group in job.gpu_groups:
         _check_group(group, geometry)
 
 
+def check_pairs(groups: object, num_groups: int) -> None:
+    """Raise UsageError unless these are pairs: keys of one group, and the numbers of their GPU blocks."""
+    check_types("the groups of a job", (groups, tuple | list))
+    for pair in groups:  # type: ignore[attr-defined]  # checked just now
+        check_types("a group of a job", (pair, tuple | list))
+        if len(pair) != 2:
+            raise UsageError("a group of a job is a pair: keys, and their GPU blocks")
+        check_keys(pair[0], num_groups)
+        check_types("the GPU blocks of a group", (pair[1], Sized))
+
+
 def _check_group(group: GPUGroup, geometry: Geometry) -> None:
     runs = group.runs
+    check_types("a GPUGroup", (group.group, int), (group.keys, tuple | list), (runs, GPURuns))
+    for ids in (runs.blocks, runs.firsts, runs.counts, runs.gpu_blocks):
+        if type(ids) is not np.ndarray or ids.dtype != np.int64 or ids.ndim != 1:
+            raise UsageError("the numbers of GPURuns are one-dimensional arrays of int64")
     if not 0 <= group.group < geometry.num_groups:
         raise UsageError(f"there is no group {group.group} among {geometry.num_groups}")
     suffix = make_key(b"", group.group)
+    if not {bytes}.issuperset(map(type, group.keys)):
+        check_keys(group.keys, geometry.num_groups)
     if not all(map(methodcaller("endswith", suffix), group.keys)):
         raise UsageError(f"group {group.group}: it names a key of another group")
     if outside(runs.gpu_blocks, 1 << 62) is not None:

@@ -10,6 +10,7 @@ from kvtier.control.failed_plane import FailedPlane
 from kvtier.stack.assembled import Assembled
 from kvtier.stack.assembly import StackParts, StackSettings
 from kvtier.tier_api.contract import Clock
+from kvtier.types.checks import check_hint, check_info, check_keys, check_number, check_text, check_whole
 from kvtier.types.hints import HintResult, KVHint
 from kvtier.types.keys import OffloadKey, RequestId
 from kvtier.types.requests import NO_INFO, RequestInfo
@@ -40,6 +41,13 @@ class RequestCalls(ABC):
     def end_leases(self, request_id: RequestId) -> None:
         """The request's leases end; it goes on."""
 
+    def _check_request(self, request_id: RequestId, keys: Sequence[OffloadKey], info: RequestInfo | None) -> None:
+        """Raise UsageError unless these are a request's id, its keys and what describes it."""
+        check_keys(keys, self._opened().geometry.num_groups)
+        check_text("a request's id", request_id)
+        if info is not None:
+            check_info(info)
+
     @property
     def follows_requests(self) -> bool:
         """True if the policy of a tier follows requests, or with `curves`: `begin_request` has a use."""
@@ -60,6 +68,9 @@ class RequestCalls(ABC):
         given, their time is that of the calls. Without it they go by the stack's clock. A time that goes back counts as
         the last one.
         """
+        self._check_request(request_id, keys, info)
+        if time is not None:
+            check_number("the time of a request", time)
         plane = self._opened().plane
         if plane.uses is not None:
             try:
@@ -73,6 +84,7 @@ class RequestCalls(ABC):
         Call it before their stores, for policies that follow requests: the next prompt of a conversation begins with
         them. It does nothing for a request that did not begin, or has ended.
         """
+        self._check_request(request_id, keys, None)
         plane = self._opened().plane
         if plane.uses is not None:
             try:
@@ -84,9 +96,10 @@ class RequestCalls(ABC):
         """Follow what the application says of blocks: `Retain`, `Pin`, `Prefetch`, `Demote` or `Release`.
 
         Returns at once: how many blocks it is followed for, and why others are left as they are, which is no error.
-        Raises UsageError for a time that is none.
+        Raises UsageError for a hint that is none, or whose values are of wrong types.
         """
         assembled = self._opened()
+        check_hint(hint, assembled.geometry.num_groups)
         try:
             result = assembled.plane.hint(hint, self._clock())
         except BaseException as error:
@@ -97,7 +110,9 @@ class RequestCalls(ABC):
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """One request used these keys, given in prefix order; call it for the hits of a request after its stores."""
-        plane = self._opened().plane
+        assembled = self._opened()
+        check_keys(keys, assembled.geometry.num_groups)
+        plane = assembled.plane
         try:
             if plane.uses is not None:
                 plane.uses.touched(keys, self._clock())
@@ -110,6 +125,7 @@ class RequestCalls(ABC):
         engine computes (`prefill_tokens_per_second`). `TierStack.lookup` heeds it; others call it once for a request.
         """
         assembled = self._opened()
+        check_keys(keys, assembled.geometry.num_groups)
         if assembled.plane is self._failed:
             return len(keys)
         try:
@@ -122,10 +138,13 @@ class RequestCalls(ABC):
         """The engine has computed so many tokens of a prompt, between these times by `time.monotonic`.
 
         `worth_loading` goes by that where the stack file says `prefill_tokens_per_second: measured`; less than a block
-        says nothing of the speed.
+        says nothing of the speed, nor does a clock that stood still. Raises UsageError for a time that goes back.
         """
+        check_number("the tokens of a prompt", tokens, least=0)
+        check_number("when a prompt began", begun)
+        check_number("when a prompt ended", ended, least=begun)
         blocks = tokens / self._parts.namespace.layout.tokens_per_offloaded_block(0)
-        if self._settings.measures_prefill and blocks >= 1:
+        if self._settings.measures_prefill and blocks >= 1 and ended > begun:
             self._opened().plane.choice.computed(blocks, begun, ended)
 
     def record_request(
@@ -136,12 +155,21 @@ class RequestCalls(ABC):
         `keys` are those of the first group of all whole blocks of the prompt, in prefix order, hits or not; they must
         not change afterwards. The lengths are in tokens. `arrived` is when it came, by `time.monotonic`; now if absent.
         """
-        recorder = self._opened().recorder
+        assembled = self._opened()
+        check_keys(keys, assembled.geometry.num_groups)
+        check_whole("the tokens of a prompt", input_tokens)
+        check_whole("the tokens of an output", output_tokens)
+        if arrived is not None:
+            check_number("when a request arrived", arrived)
+        recorder = assembled.recorder
         if recorder is not None:
             recorder.record(keys, input_tokens, output_tokens, time.monotonic() if arrived is None else arrived)
 
     def end_request(self, request_id: RequestId, *, output_tokens: int | None = None) -> None:
         """The request has ended, with so many tokens of output where known: its leases end too."""
+        check_text("a request's id", request_id)
+        if output_tokens is not None:
+            check_whole("the tokens of an output", output_tokens)
         self.end_leases(request_id)
         plane = self._opened().plane
         if plane.uses is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvtier.control.state import TierSetup
+from kvtier.control.tiers.shared_tier import ASKED_AT_ONCE
 from kvtier.options import LowerTierOptions, SharedTierOptions
 from kvtier.stack.installed_policies import find_policy
 from kvtier.tier_api.contract import LoadStore, Opened
@@ -47,7 +48,8 @@ def tier_setup(tier: LoadStore, opened: Opened, geometry: Geometry, lookup_secon
         write_bytes_per_day=options.daily_writes,
         block_bytes=max(opened.space.slot_bytes) if opened.space is not None else geometry.row_bytes,
     )
-    return with_hints(setup, options, chains(geometry) if tier.PROBE_PREFIX else frozenset())
+    probed_from = 0 if tier.PROBE_PREFIX else ASKED_AT_ONCE
+    return replace(with_hints(setup, options, chains(geometry)), probed_from=probed_from)
 
 
 def _token_bytes(opened: Opened, geometry: Geometry) -> float:

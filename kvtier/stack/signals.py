@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 from kvtier.errors import UsageError
+from kvtier.types.checks import check_types
 
 Handler = Callable[[int, FrameType | None], Any] | int
 
@@ -39,13 +40,14 @@ class ClosingSignals:
         signal that cannot be handled; none is handled then that was not before."""
         if threading.current_thread() is not threading.main_thread():
             raise UsageError("signals arrive in the main thread; only a stack in its event loop can be closed on one")
+        check_types("a signal", *((number, int) for number in numbers))
         added = [number for number in numbers if number not in self._previous]
         try:
             for number in added:
                 previous = signal.signal(number, self._handle)
                 # None: a handler that Python did not install and cannot put back
                 self._previous[number] = signal.SIG_DFL if previous is None else previous
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, OverflowError) as error:
             self._restore(added)
             raise UsageError(f"signal {number} cannot be handled ({error})") from error
 

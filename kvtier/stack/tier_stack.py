@@ -10,7 +10,7 @@ from functools import partial
 from typing import ClassVar, Self
 
 from kvtier.aio.shielded_wait import shielded_wait
-from kvtier.control.deliveries import Arrival
+from kvtier.control.deliveries import Arrival, Delivery, PresenceAnswers
 from kvtier.control.flow.load_or_compute import answers
 from kvtier.errors import UsageError
 from kvtier.options import TierOptions
@@ -20,6 +20,7 @@ from kvtier.stack.assembly import StackParts
 from kvtier.stack.core import GRACE_SECONDS, BlockGroup, StackCore
 from kvtier.stack.signals import ClosingSignals
 from kvtier.tier_api.contract import LoadStore, LookupResult, Opened, TierContext
+from kvtier.types.checks import check_info, check_timeout, check_whole
 from kvtier.types.jobs import JobKind, JobResult, TransferJob
 from kvtier.types.keys import JobId, Medium, OffloadKey, RequestId
 from kvtier.types.requests import RequestInfo
@@ -42,6 +43,7 @@ class TierStack(StackCore, LoadStore):
         self.options = TierOptions(type="stack")
         self._waiting: dict[JobId, asyncio.Future[JobResult]] = {}
         self._progress: asyncio.Event = asyncio.Event()
+        self._looking: dict[asyncio.Future[None], frozenset[OffloadKey]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._ending: asyncio.Task[None] | None = None
         self._signals: ClosingSignals | None = None
@@ -230,10 +232,13 @@ class TierStack(StackCore, LoadStore):
         """
         deadline = self._clock() + self._settings.lookup_seconds
         assembled = self._opened()
+        if info is not None:
+            check_info(info)
         results = self._look(assembled, keys, info)
         self._progress.set()
+        asked = frozenset(keys) if LookupResult.RETRY in results else frozenset()
         while LookupResult.RETRY in results and self._clock() < deadline:
-            await self._wait_progress(deadline)
+            await self._wait_answer(asked, deadline)
             results = self._look(assembled, keys, info)
         return answers(results, self.worth_loading(keys) if self._settings.chooses else len(keys))
 
@@ -251,6 +256,8 @@ class TierStack(StackCore, LoadStore):
 
     async def drain(self, timeout_seconds: float, backlog: int = 0) -> bool:
         """Wait until at most `backlog` blocks are on their way to lower tiers; False when the time ran out."""
+        check_timeout(timeout_seconds)
+        check_whole("a backlog", backlog)
         assembled = self._opened()
         deadline = self._clock() + timeout_seconds
         while assembled.plane.backlog > backlog:
@@ -292,12 +299,20 @@ class TierStack(StackCore, LoadStore):
         assert self._assembled is not None
         plane = self._assembled.plane
         now = self._clock()
+        answered: Sequence[OffloadKey] | None = ()
         for delivery in batch:
             try:
                 plane.deliver(delivery, now)
             except BaseException as error:
                 self._fail(error)
+                answered = None
+            if type(delivery) is PresenceAnswers:
+                answered = None if answered is None else (*answered, *delivery.query.keys)
+            elif type(delivery) is not Delivery:
+                answered = None
         self._decided()
+        if answered is None or answered:
+            self._wake_lookups(answered)
         if self._watch.due:
             self._look_at_tiers()
 
@@ -305,6 +320,8 @@ class TierStack(StackCore, LoadStore):
         """Send what the plane decided, and wake the calls that wait for progress."""
         self._send()
         self._progress.set()
+        if self._looking:
+            self._wake_lookups(None)
 
     def _send(self) -> None:
         """Send what the plane decided, complete the jobs that ended, set the timer for the next deadline."""
@@ -339,6 +356,24 @@ class TierStack(StackCore, LoadStore):
     def _on_timer(self) -> None:
         self._timer = None
         self._decided()
+
+    def _wake_lookups(self, answered: Sequence[OffloadKey] | None) -> None:
+        """Have the lookups look again that wait for one of these keys; all of them if None."""
+        for future, keys in self._looking.items():
+            if not future.done() and (answered is None or not keys.isdisjoint(answered)):
+                future.set_result(None)
+
+    async def _wait_answer(self, keys: frozenset[OffloadKey], deadline: float) -> None:
+        """Wait until a shared tier has answered for one of these keys, at most until the deadline."""
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._looking[future] = keys
+        try:
+            async with asyncio.timeout_at(deadline):
+                await future
+        except TimeoutError:
+            return
+        finally:
+            del self._looking[future]
 
     async def _wait_progress(self, deadline: float) -> None:
         self._progress.clear()

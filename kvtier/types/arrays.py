@@ -5,12 +5,20 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.errors import UsageError
+
 IntArray = npt.NDArray[np.int64]
 
 
 def int_array(values: Sequence[int] | IntArray) -> IntArray:
-    """A contiguous int64 array of ids."""
-    return np.ascontiguousarray(values, dtype=np.int64)
+    """A contiguous int64 array of ids. Raises UsageError for what are no whole numbers."""
+    try:
+        array = np.asarray(values)
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"ids are whole numbers in a sequence: {error}") from error
+    if array.dtype.kind not in "iu" and (array.size or not array.ndim):
+        raise UsageError(f"ids are whole numbers, and not {array.dtype}")
+    return np.ascontiguousarray(array, dtype=np.int64)
 
 
 def distinct(values: IntArray) -> IntArray:

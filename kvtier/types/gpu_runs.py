@@ -45,6 +45,8 @@ class GPURuns:
     def whole(gpu_blocks: Sequence[int] | IntArray, factor: int = 1) -> GPURuns:
         """Runs for whole offloaded blocks: `factor` consecutive entries of `gpu_blocks` each."""
         ids = int_array(gpu_blocks)
+        if ids.ndim != 1:
+            raise UsageError(f"GPU blocks are given one after another, not in {ids.ndim} dimensions")
         if len(ids) % factor:
             raise UsageError(f"{len(ids)} GPU blocks are no whole number of offloaded blocks of {factor}")
         count = len(ids) // factor

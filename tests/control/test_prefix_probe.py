@@ -205,3 +205,38 @@ def test_a_reset_forgets_it_all():
     world.plane.reset(world.now)
     world.remote.clear()
     assert world.found(64) == 0
+
+
+def test_groups_that_keep_a_window_are_asked_for_a_bounded_number_of_keys_at_a_time():
+    world = Probing(range(3000), rows=8)
+    world.remote = {key(n, 1): (key(n, 1), 0) for n in range(3000)}
+    keys = [key(n, 1) for n in range(3000)]
+    rounds = 0
+    while RETRY in world.look(keys):
+        assert sum(len(question.keys) for question in world.unanswered) <= 1024
+        world.answer()
+        rounds += 1
+    assert rounds == 3
+    assert world.look(keys) == [PENDING] * 3000
+
+
+def test_a_search_takes_up_what_a_shorter_prompt_has_found_meanwhile():
+    world = Probing(range(400))
+    long, short = [key(n) for n in range(BLOCKS)], [key(n) for n in range(300)]
+    world.look(long)
+    assert world.found(300) == 300
+    assert world.look(short) == [PENDING] * 300
+    assert world.found(BLOCKS) == 400
+    assert world.num_asked <= 2 * KEYS_MAX
+
+
+def test_searches_that_are_kept_are_bounded(monkeypatch):
+    from kvtier.control.tiers import prefix_probe
+
+    monkeypatch.setattr(prefix_probe, "SEARCHES_MAX", 3)
+    world = Probing(range(8))
+    for start in range(10):
+        world.look([key(n) for n in range(start * 1000, start * 1000 + 8)])
+    index = world.plane.control.lowers[0].index
+    assert len(index._searches) == 3
+    assert index._searched_keys == 24

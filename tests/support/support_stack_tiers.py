@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from kvtier.options import LowerTierOptions, TierOptions
+from kvtier.options import LowerTierOptions, SharedTierOptions, TierOptions
 from kvtier.tier_api.contract import LoadStore, LookupResult, Opened, Rows, SlotSpace, TierContext
 from kvtier.tier_api.registry import GROUP, Backends
 from kvtier.types.jobs import CORRUPT, LOADED, MISSING, STORED, BlockOutcome, JobKind, JobResult, RowGroup, TransferJob
@@ -22,6 +22,10 @@ LOAD, STORE = JobKind.LOAD, JobKind.STORE
 class MemoryOptions(LowerTierOptions):
     type: Literal["memory", "shared", "wide", "probed"] = "memory"
     slots: int = Field(default=64, ge=1)
+
+
+class SharedOptions(SharedTierOptions):
+    type: Literal["shared"] = "shared"
 
 
 class MemoryTier(LoadStore):
@@ -134,6 +138,7 @@ class SharedTier(MemoryTier):
     """
 
     medium: ClassVar[Medium] = Medium("REMOTE")
+    Options: ClassVar[type[TierOptions]] = SharedOptions
 
     def __init__(self, options: TierOptions) -> None:
         super().__init__(options)

@@ -152,12 +152,14 @@ class Demotions:
             if lower.chooser is not None:
                 wanted = self._cold.write_back(lower, row, now) or wanted
                 continue
-            queued = self.dirty.bits[row] & lower.bit and not lower.on_evict
+            queued = (self.dirty.due if lower.on_evict else self.dirty.bits)[row] & lower.bit
             if lower.admission is not None:
                 lower.admission.admit_parent(key)
             self._refused.take(lower, row)
             self.dirty.mark((row,), lower.bit)
             if not queued and not self.dirty.sending[row] & lower.bit:
+                if lower.on_evict:
+                    self.dirty.mark_due((row,), lower.bit)
                 lower.queue.append(entry)
                 lower.send_at = min(lower.send_at, now + self._gather_seconds)
             wanted = True

@@ -19,12 +19,13 @@ class StackRequest:
     """One job of an engine: a flat list of blocks over its groups, an outcome for each, what is left to do.
 
     `todo` holds the flat indices not started yet, in prefix order, `in_copy` those whose copy is in flight. A request
-    ends when every block has an outcome.
+    ends when every block has an outcome. `age` orders the requests.
     """
 
-    def __init__(self, control: ControlState, job: TransferJob, now: float) -> None:
+    def __init__(self, control: ControlState, job: TransferJob, now: float, age: int) -> None:
         self.control = control
         self.job = job
+        self.age = age
         self.groups = job.gpu_groups
         self.started = self.ended = now
         self.keys: list[OffloadKey] = []
@@ -37,7 +38,7 @@ class StackRequest:
         self.outcomes: list[BlockOutcome | None] = [None] * len(self.keys)
         self.open = len(self.keys)
         if not self.keys:
-            control.job_ended = True
+            control.ended_ages.append(age)
         self.todo = deque(self.all)
         self.in_copy: set[int] = set()
         self.stopping: BlockOutcome | None = None
@@ -49,7 +50,7 @@ class StackRequest:
             self.outcomes[index] = outcome
             self.open -= 1
             if not self.open:
-                self.control.job_ended = True
+                self.control.ended_ages.append(self.age)
 
     def complete_all(self, indices: Sequence[int], outcome: BlockOutcome) -> None:
         """The same outcome for blocks that have none."""
@@ -60,8 +61,8 @@ class StackRequest:
             for index in indices:
                 outcomes[index] = outcome
         self.open -= len(indices)
-        if not self.open:
-            self.control.job_ended = True
+        if indices and not self.open:
+            self.control.ended_ages.append(self.age)
 
     def transfers(self, indices: Sequence[int], rows: list[int]) -> tuple[GPUGroup, ...]:
         """The chosen blocks as transfers between their GPU blocks and rows, grouped; `order_of` gives their order."""

@@ -37,7 +37,7 @@ class LoadRequest(StackRequest, RowRequest):
     """
 
     def __init__(self, promotions: Promotions, job: TransferJob, now: float, age: int) -> None:
-        StackRequest.__init__(self, promotions.control, job, now)
+        StackRequest.__init__(self, promotions.control, job, now, age)
         RowRequest.__init__(self, promotions, age)
         self.resets = self.control.resets
         self.filling = 0
@@ -48,6 +48,16 @@ class LoadRequest(StackRequest, RowRequest):
     def moving(self) -> int:
         """Rows this load keeps in motion."""
         return self.filling + len(self.in_copy) + len(self.arrived)
+
+    @property
+    def full(self) -> bool:
+        """True if it keeps as many rows in motion as it may: it goes on when one of its transfers has ended."""
+        return self.moving >= max(1, self.control.num_rows // 2)
+
+    @property
+    def next_key(self) -> OffloadKey:
+        """The first block of which no transfer is under way. There is one."""
+        return self.keys[self.todo[0]]
 
     @property
     def loaded_keys(self) -> list[OffloadKey]:
@@ -61,6 +71,7 @@ class LoadRequest(StackRequest, RowRequest):
         self.filling -= 1
         if self.outcomes[index] is not None:
             return
+        self.control.filled_ages.append(self.age)
         if position != CPU_TIER:
             self._load_failed(index, position)
         if row is None:
@@ -87,6 +98,7 @@ class LoadRequest(StackRequest, RowRequest):
         """No new transfers. Blocks whose copy is not in flight end now; copies end first, their buffers are in use."""
         self.stopping = outcome
         self.todo.clear()
+        self.control.filled_ages.append(self.age)
         self.control.cpu.unpin([row for _, row in self.arrived])
         self.arrived.clear()
         for index in self.all:

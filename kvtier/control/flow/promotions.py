@@ -39,6 +39,11 @@ class Rooms:
         """True if more can be asked for, as far as the tiers go."""
         return not self.waits and any(self._tiers)
 
+    def has(self, position: int, root: int) -> bool:
+        """True if one root of a tier may be asked for a block."""
+        rooms = self._roots[position - 1]
+        return self._tiers[position - 1] > 0 and (rooms is None or rooms[root] > 0)
+
     def take(self, lower: LowerTier, key: OffloadKey) -> bool:
         """Use up the room of one block that this tier holds. False if there is none."""
         position = lower.position - 1
@@ -85,7 +90,10 @@ class Promotions:
 
         The wants are within `rooms`. Returns how many were started; the rest found no row.
         """
-        rows = self.control.cpu.reserve([want.key for want in wants])
+        keys = [want.key for want in wants]
+        rows = self.control.cpu.reserve(keys)
+        if self.control.awaited.ages:
+            self.control.awaited.on_change(keys[: len(rows)])
         by_tier: dict[int, list[int]] = {}
         for i in range(len(rows)):
             by_tier.setdefault(wants[i].lower.position, []).append(i)

@@ -11,7 +11,7 @@ import numpy as np
 from kvtier.control.flow.bypassing import unwanted
 from kvtier.control.flow.demotions import Demotions
 from kvtier.control.flow.engine_job import StackRequest
-from kvtier.control.state import CPU_TIER, ControlState, FillWaiter, InFlight
+from kvtier.control.state import CPU_TIER, FillWaiter, InFlight
 from kvtier.control.tiers.slot_table import READY
 from kvtier.types.jobs import LATE, PRESENT, STORED, BlockOutcome, DropReason, JobKind, JobResult, TransferJob, dropped
 from kvtier.types.keys import OffloadKey
@@ -25,8 +25,8 @@ class StoreRequest(StackRequest, FillWaiter):
     A key that is filling is not stored again: a second store of it waits for that fill.
     """
 
-    def __init__(self, control: ControlState, demotions: Demotions, factor: int, job: TransferJob, now: float) -> None:
-        super().__init__(control, job, now)
+    def __init__(self, demotions: Demotions, factor: int, job: TransferJob, now: float, age: int) -> None:
+        super().__init__(demotions.control, job, now, age)
         self.demotions = demotions
         self._used: set[int] = set()
         for start, group in zip(self.starts, self.groups, strict=True):
@@ -34,7 +34,7 @@ class StoreRequest(StackRequest, FillWaiter):
                 continue
             for position in np.flatnonzero(~group.runs.covers_whole(len(group.keys), factor)).tolist():
                 self.complete(start + position, dropped(DropReason.PARTIAL))
-                control.cpu_counters.drop(DropReason.PARTIAL)
+                self.control.cpu_counters.drop(DropReason.PARTIAL)
         if self.open < len(self.all):
             self.todo = deque(i for i in self.todo if self.outcomes[i] is None)
 
@@ -47,6 +47,7 @@ class StoreRequest(StackRequest, FillWaiter):
             if not self.demotions.admits_all:
                 self.demotions.used((row,), now)
         else:
+            self.control.filled_ages.append(self.age)
             self.todo.append(index)
 
     def stop(self, outcome: BlockOutcome) -> None:
@@ -133,6 +134,8 @@ class StoreRequest(StackRequest, FillWaiter):
         """Copy blocks, given in prefix order, into rows of which there are enough."""
         control = self.control
         rows = control.cpu.reserve(keys)
+        if control.awaited.ages:
+            control.awaited.on_change(keys)
         self.in_copy.update(indices)
         transfers = self.transfers(indices, rows)
         control.emit(CPU_TIER, JobKind.STORE, transfers, self.job.deadline, FillJob(self, indices, rows))

@@ -10,7 +10,7 @@ from kvtier.control.state import ControlState
 from kvtier.types.hints import HintRefusal
 from kvtier.types.keys import OffloadKey
 
-LOOKED_AT_ONCE = 1024
+LOOKED_AT_ONCE = 256
 """Rows that one step looks at, at most."""
 
 
@@ -37,6 +37,8 @@ class EarlyDemotions:
         row = control.cpu.ready(key)
         if row is None:
             return HintRefusal.IN_USE if key in control.cpu.directory else HintRefusal.NOT_FOUND
+        if self._waiting.get(key) == control.cpu.table.generation[row]:
+            return None  # it is on its way
         if not self._below(key, now) and not self._demotions.write_back(row, now):
             return HintRefusal.NO_TIER
         self._waiting[key] = control.cpu.table.generation[row]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from kvtier.control.flow.demotions import Demotions
 from kvtier.control.flow.promotions import Promotions
@@ -18,14 +19,51 @@ from kvtier.types.hints import Demote, HintRefusal, HintResult, KVHint, Pin, Pre
 from kvtier.types.jobs import TransferJob
 from kvtier.types.keys import OffloadKey
 
-_OF_SETS = (HintRefusal.NOT_FOUND, HintRefusal.OVER_QUOTA, HintRefusal.TOO_MANY, HintRefusal.STOPPED)
+_OF_SETS = (
+    HintRefusal.NOT_FOUND,
+    HintRefusal.OVER_QUOTA,
+    HintRefusal.TOO_MANY,
+    HintRefusal.QUEUE_FULL,
+    HintRefusal.STOPPED,
+)
 REFUSALS = {
     "retain": _OF_SETS,
     "pin": _OF_SETS,
     "prefetch": (HintRefusal.QUEUE_FULL, HintRefusal.STOPPED),
-    "demote": (HintRefusal.NOT_FOUND, HintRefusal.IN_USE, HintRefusal.NO_TIER, HintRefusal.STOPPED),
+    "demote": (
+        HintRefusal.NOT_FOUND,
+        HintRefusal.IN_USE,
+        HintRefusal.NO_TIER,
+        HintRefusal.QUEUE_FULL,
+        HintRefusal.STOPPED,
+    ),
 }
 """Why blocks of each hint may be refused: counted from zero on."""
+
+
+BLOCKS_AT_ONCE = 256
+"""Blocks to be retained, pinned or demoted that the calls between two steps look at, and each step: an engine waits."""
+BLOCKS_MAX = 1 << 16
+"""Blocks of one hint; those behind them are refused."""
+WAITING_HINTS_MAX, WAITING_BLOCKS_MAX = 1024, 1 << 17
+"""Hints of which blocks wait for the next steps, and such blocks of all of them."""
+REST_SECONDS = 0.001
+
+
+@dataclass(slots=True, eq=False)
+class WaitingHint:
+    """What a hint asks for the blocks that no step has looked at yet; what is retained is retained until a time."""
+
+    hint: Retain | Pin | Demote
+    keys: list[OffloadKey]
+    until: float
+    done: int = 0
+
+    def take(self, most: int) -> list[OffloadKey]:
+        """The next blocks."""
+        taken = self.keys[self.done : self.done + most]
+        self.done += len(taken)
+        return taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,42 +93,103 @@ class Hints:
         self.retention = Retention(control, limits.retained_sets_max)
         self.prefetches = Prefetches(promotions, limits.prefetch_blocks_max)
         self.demotions = EarlyDemotions(control, demotions)
+        self._left = BLOCKS_AT_ONCE
+        self._waiting: deque[WaitingHint] = deque()
+        self._waiting_blocks = 0
+        self._advanced_at = -math.inf
         names = ((hint, reason.value) for hint, reasons in REFUSALS.items() for reason in reasons)
         self.refused: Counter[tuple[str, str]] = Counter(dict.fromkeys(names, 0))
 
     def follow(self, hint: KVHint, now: float) -> HintResult:
         """Do what is asked for, as far as it can be done. Raises UsageError for seconds that are none."""
         self.said = True
-        keys = list(dict.fromkeys(() if isinstance(hint, Release) else hint.keys))
+        if isinstance(hint, Release):
+            self._drop_waiting(hint.session)
+            released = self.retention.release(hint.session, now)
+            self.retention.expire(now)
+            return HintResult(released)
+        until = math.inf
+        if isinstance(hint, Retain | Pin):
+            if not 0 < hint.seconds < math.inf:
+                raise UsageError(f"blocks are retained for a number of seconds above 0, not for {hint.seconds}")
+            until = now + min(hint.seconds, self._limits.retain_seconds_max)
+        keys = list(dict.fromkeys(islice(hint.keys, BLOCKS_MAX)))
+        over = max(0, len(hint.keys) - BLOCKS_MAX)
         if self._demotions.closing:
-            return self._result(hint, [HintRefusal.STOPPED] * len(keys))
-        match hint:
-            case Retain() | Pin():
-                return self._result(hint, self._retain(hint, keys, now))
-            case Prefetch():
-                return self._result(hint, self._prefetch(keys or self.retention.keys_of(hint.session), now))
-            case Demote():
-                return self._result(hint, self._demote(keys or self.retention.keys_of(hint.session), now))
-            case Release():
-                released = self.retention.release(hint.session, now)
-                self.retention.expire(now)
-                return HintResult(released)
+            return self._result(hint, Counter({HintRefusal.STOPPED: over + len(keys)}), over + len(keys))
+        if not keys and not isinstance(hint, Retain | Pin):
+            keys = self.retention.keys_of(hint.session, BLOCKS_MAX)
+        if isinstance(hint, Prefetch):
+            full = over + len(keys) - self.prefetches.add(keys, now)
+        else:
+            waiting = WaitingHint(hint, keys, until)
+            refused = self._go_on(waiting, now)
+            full = over + self._wait(waiting)
+            refused[HintRefusal.QUEUE_FULL] += full
+            return self._result(hint, refused, over + len(keys))
+        return self._result(hint, Counter({HintRefusal.QUEUE_FULL: full}), over + len(keys))
 
-    def _result(self, hint: KVHint, refusals: Sequence[HintRefusal | None]) -> HintResult:
-        refused = Counter(refusal for refusal in refusals if refusal is not None)
-        for reason, count in refused.items():
-            self.refused[type(hint).__name__.lower(), reason.value] += count
-        return HintResult(len(refusals) - refused.total(), dict(refused))
+    def _wait(self, waiting: WaitingHint) -> int:
+        """The next steps go on with what is left of a hint. Returns for how many blocks there is no room."""
+        left = len(waiting.keys) - waiting.done
+        room = WAITING_BLOCKS_MAX - self._waiting_blocks if len(self._waiting) < WAITING_HINTS_MAX else 0
+        taken = min(left, room)
+        if taken:
+            del waiting.keys[waiting.done + taken :]
+            self._waiting.append(waiting)
+            self._waiting_blocks += taken
+        return left - taken
 
-    def _retain(self, hint: Retain | Pin, keys: Sequence[OffloadKey], now: float) -> list[HintRefusal | None]:
-        if not 0 < hint.seconds < math.inf:
-            raise UsageError(f"blocks are retained for a number of seconds above 0, not for {hint.seconds}")
-        until = now + min(hint.seconds, self._limits.retain_seconds_max)
+    def _go_on(self, waiting: WaitingHint, now: float) -> Counter[HintRefusal]:
+        """Look at the next blocks of a hint, as many as may be looked at by now; how many are refused, by reason."""
+        hint, keys = waiting.hint, waiting.take(self._left)
+        self._left -= len(keys)
+        if isinstance(hint, Demote):
+            refusals = self._demote(keys, now)
+        else:
+            refusals = self._retain(hint, keys, waiting.until, now)
+        return Counter(refusal for refusal in refusals if refusal is not None)
+
+    def advance(self, now: float) -> None:
+        """A step: go on with the hints of which blocks wait."""
+        self._left, self._advanced_at = BLOCKS_AT_ONCE, now
+        while self._waiting and self._left:
+            waiting = self._waiting[0]
+            before = waiting.done
+            self._result(waiting.hint, self._go_on(waiting, now), 0)
+            self._waiting_blocks -= waiting.done - before
+            if waiting.done == len(waiting.keys):
+                self._waiting.popleft()
+
+    def _drop_waiting(self, session: str | None = None, reason: HintRefusal | None = None) -> None:
+        """What waits to be retained for a session is not, or nothing that waits is followed, for that reason."""
+        kept: deque[WaitingHint] = deque()
+        for waiting in self._waiting:
+            left = len(waiting.keys) - waiting.done
+            if session is not None and (isinstance(waiting.hint, Demote) or waiting.hint.session != session):
+                kept.append(waiting)
+                continue
+            self._waiting_blocks -= left
+            if reason is not None:
+                self._result(waiting.hint, Counter({reason: left}), 0)
+        self._waiting = kept
+
+    def _result(self, hint: KVHint, refused: Counter[HintRefusal], count: int) -> HintResult:
+        refused = +refused  # without zeros
+        for reason, number in refused.items():
+            self.refused[type(hint).__name__.lower(), reason.value] += number
+        return HintResult(count - refused.total(), dict(refused))
+
+    def _retain(
+        self, hint: Retain | Pin, keys: Sequence[OffloadKey], until: float, now: float
+    ) -> list[HintRefusal | None]:
+        if until <= now:
+            return []
         pinned = isinstance(hint, Pin)
         refusals = self.retention.retain(hint.session, keys, until, pinned, now)
         accepted = [key for key, refusal in zip(keys, refusals, strict=True) if refusal is None]
         if pinned:
-            self._prefetch(accepted, now)
+            self.prefetches.add(accepted, now)
         else:
             self._write_back(accepted, now)
         return refusals
@@ -101,13 +200,6 @@ class Hints:
             if key in self._control.cpu.retained.keys and (row := self._control.cpu.ready(key)) is not None:
                 self._demotions.write_back(row, now)
 
-    def _prefetch(self, keys: Sequence[OffloadKey], now: float) -> list[HintRefusal | None]:
-        """Refused for want of room only: a block that no tier has is missing when it is to be brought up."""
-        wanted = [key for key in keys if key not in self._control.cpu.directory]
-        taken = self.prefetches.add(wanted, now)
-        full: list[HintRefusal | None] = [HintRefusal.QUEUE_FULL] * (len(wanted) - taken)
-        return [*full, *[None] * (len(keys) - len(full))]
-
     def _demote(self, keys: Sequence[OffloadKey], now: float) -> list[HintRefusal | None]:
         refusals = [HintRefusal.IN_USE if self.retention.pinned(key) else self.demotions.add(key, now) for key in keys]
         self.demotions.advance(now)
@@ -115,9 +207,15 @@ class Hints:
 
     # -- what else happens ---------------------------------------------------------------------------------------
 
+    @property
+    def busy(self) -> bool:
+        """True if blocks wait to be looked at, or to be brought up."""
+        return bool(self._waiting) or self.prefetches.busy
+
     def next_at(self) -> float:
         """When something changes by time alone; infinite if nothing does."""
-        return min(self.retention.expires_at, self.prefetches.next_at())
+        soon = self._advanced_at + REST_SECONDS if self._waiting else math.inf
+        return min(self.retention.expires_at, self.prefetches.next_at(), soon)
 
     def loaded(self, job: TransferJob) -> None:
         """The engine loads the blocks of a job."""
@@ -132,12 +230,14 @@ class Hints:
         self.stop()
 
     def stop(self) -> None:
-        """Nothing more is brought up or given up early; what is retained stays so."""
+        """Nothing more is retained, brought up or given up early; what is retained stays so."""
+        self._drop_waiting(reason=HintRefusal.STOPPED)
         self.prefetches.stop()
         self.demotions.stop()
 
     def reset(self) -> None:
         """Nothing from before is worth anything."""
+        self._drop_waiting()
         self.retention.reset()
         self.prefetches.reset()
         self.demotions.stop()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from kvtier.control.flow.promotions import Promotions
@@ -13,14 +13,19 @@ from kvtier.types.keys import OffloadKey
 
 IN_FLIGHT_MAX = 32
 """Blocks on their way up at once, at most: a load that comes meanwhile waits behind no more of one tier."""
+REST_SECONDS = 0.001
 WAIT_SECONDS = 30.0
 """What has not been brought up by then is not wanted any more."""
+PART_BLOCKS = 64
+"""A hint of more blocks is several requests."""
+LOOKED_AT_ONCE = 256
+"""Blocks that one step looks at, at most."""
 FRESH_SECONDS = 60.0
 """For so long a block that was brought up and not used counts against the rows that prefetches may take."""
 
 
 class PrefetchRequest(RowRequest):
-    """The blocks of one hint."""
+    """Blocks of one hint, at most `PART_BLOCKS`."""
 
     def __init__(self, owner: Prefetches, keys: Sequence[OffloadKey], deadline: float) -> None:
         super().__init__(owner.promotions)
@@ -28,12 +33,6 @@ class PrefetchRequest(RowRequest):
         self.keys = list(keys)
         self.todo = deque(range(len(keys)))
         self.deadline = deadline
-        self.filling = 0
-
-    @property
-    def over(self) -> bool:
-        """True if nothing is left to do."""
-        return not self.todo and not self.filling
 
     def advance(self, now: float) -> int:
         """A prefetch waits for rows that are free or cold, and makes nothing else wait."""
@@ -43,7 +42,6 @@ class PrefetchRequest(RowRequest):
         return 0
 
     def filled(self, index: int, row: int | None, position: int, now: float) -> None:
-        self.filling -= 1
         self.owner.filling -= 1
         if row is not None:
             if position:
@@ -52,20 +50,23 @@ class PrefetchRequest(RowRequest):
             if position:
                 self._load_failed(index, position)
             self.todo.append(index)
+            self.owner.again(self, self.keys[index])
 
     def _hold(self, ready: dict[int, int]) -> None:
         """They are in rows already."""
+        self.owner.forget(self.keys[index] for index in ready)
 
     def _wait(self, index: int) -> None:
-        self.filling += 1
         self.owner.filling += 1
+        self.owner.forget((self.keys[index],))
 
     def _miss(self, index: int) -> None:
         self.owner.missing += 1
+        self.owner.forget((self.keys[index],))
 
 
 class Prefetches:
-    """All prefetches, the oldest first. `waiting` are the blocks that have yet to be brought up.
+    """All prefetches, the oldest first. `waiting` are the blocks that have yet to be brought up, each once.
 
     Of the blocks that were brought up, `used` were loaded by then and `unused` were evicted, or not loaded in
     `FRESH_SECONDS`; `missing` were in no tier, `late` were not brought up in time.
@@ -77,29 +78,43 @@ class Prefetches:
         self.rows_max = max(1, promotions.control.num_rows // 4)
         self.filling = 0
         self.brought = self.used = self.unused = self.missing = self.late = 0
-        self._requests: deque[PrefetchRequest] = deque()
-        self._fresh: dict[OffloadKey, float] = {}
+        self._requests: OrderedDict[PrefetchRequest, None] = OrderedDict()
+        self._wanted: dict[OffloadKey, None] = {}
+        self._fresh: OrderedDict[OffloadKey, float] = OrderedDict()
+        self._advanced_at = -math.inf
 
     @property
     def waiting(self) -> int:
         """Blocks that wait or are on their way."""
-        return sum(len(request.todo) + request.filling for request in self._requests)
+        return len(self._wanted) + self.filling
 
     def __bool__(self) -> bool:
         """True if anything waits, or was brought up and not used yet."""
-        return bool(self._requests or self._fresh)
+        return bool(self._wanted or self.filling or self._fresh)
 
     @property
     def busy(self) -> bool:
         """True if anything waits or is on its way."""
-        return bool(self._requests)
+        return bool(self._wanted or self.filling)
 
-    def add(self, keys: Sequence[OffloadKey], now: float) -> int:
-        """Bring these distinct keys up, of which none is in the CPU tier. Returns how many of the first are taken."""
-        taken = keys[: max(0, self.waiting_max - self.waiting)]
-        if taken:
-            self._requests.append(PrefetchRequest(self, taken, now + WAIT_SECONDS))
-        return len(taken)
+    def add(self, keys: Iterable[OffloadKey], now: float) -> int:
+        """Bring these keys up, except those in the CPU tier and those that wait already.
+
+        Returns how many of the first are followed: the queue is full for the next one.
+        """
+        directory, wanted = self.promotions.control.cpu.directory, self._wanted
+        room, taken, count = self.waiting_max - self.waiting, list[OffloadKey](), 0
+        for key in keys:
+            if key not in directory and key not in wanted:
+                if len(taken) >= room:
+                    break
+                taken.append(key)
+                wanted[key] = None
+            count += 1
+        for start in range(0, len(taken), PART_BLOCKS):
+            part = taken[start : start + PART_BLOCKS]
+            self._requests[PrefetchRequest(self, part, now + WAIT_SECONDS)] = None
+        return count
 
     def room(self, now: float) -> int:
         """How many blocks more may be on their way now."""
@@ -109,25 +124,50 @@ class Prefetches:
 
     def advance(self, now: float, idle: bool) -> None:
         """Go on, if `idle`: nothing that was asked for waits for rows."""
-        for key in list(islice(self._fresh, self.rows_max)):
-            if self._fresh[key] + FRESH_SECONDS > now:
+        self._advanced_at = now
+        self._end_fresh(now)
+        looked = 0
+        for request in list(islice(self._requests, LOOKED_AT_ONCE)):
+            if looked >= LOOKED_AT_ONCE or (now < request.deadline and not (idle and self.room(now) > 0)):
                 break
-            del self._fresh[key]
-            self.unused += 1
-        for request in list(self._requests):
+            looked += len(request.todo)
             if now >= request.deadline:
-                self.late += len(request.todo)
-                request.todo.clear()
-            elif idle and request.todo:
+                self._give_up(request)
+            else:
                 request.advance(now)
-        while self._requests and self._requests[0].over:
-            self._requests.popleft()
+            if not request.todo:
+                del self._requests[request]
+
+    def _end_fresh(self, now: float) -> None:
+        for _ in range(LOOKED_AT_ONCE):
+            if not self._fresh or next(iter(self._fresh.values())) + FRESH_SECONDS > now:
+                break
+            self._fresh.popitem(last=False)
+            self.unused += 1
+
+    def _give_up(self, request: PrefetchRequest) -> None:
+        """What a request has not brought up by now is late."""
+        self.late += len(request.todo)
+        self.forget(request.keys[index] for index in request.todo)
+        request.todo.clear()
 
     def next_at(self) -> float:
-        """When something changes by time alone."""
-        times = [request.deadline for request in self._requests if request.todo]
-        times += [brought + FRESH_SECONDS for brought in islice(self._fresh.values(), 1)]
-        return min(times, default=math.inf)
+        """When something changes by time alone; soon, if one step was not enough for what is due."""
+        times = [request.deadline for request in islice(self._requests, 1)]
+        if self._fresh:
+            times.append(next(iter(self._fresh.values())) + FRESH_SECONDS)
+        return max(min(times, default=math.inf), self._advanced_at + REST_SECONDS)
+
+    def forget(self, keys: Iterable[OffloadKey]) -> None:
+        """These blocks wait no more."""
+        for key in keys:
+            self._wanted.pop(key, None)
+
+    def again(self, request: PrefetchRequest, key: OffloadKey) -> None:
+        """A block of a request could not be loaded from where it was asked for."""
+        self._wanted[key] = None
+        self._requests[request] = None
+        self._requests.move_to_end(request, last=False)
 
     def arrived(self, key: OffloadKey, now: float) -> None:
         """A block was brought up."""
@@ -151,11 +191,12 @@ class Prefetches:
         """Nothing more is brought up; what is on its way arrives."""
         for request in self._requests:
             request.todo.clear()
-        while self._requests and self._requests[0].over:
-            self._requests.popleft()
+        self._requests.clear()
+        self._wanted.clear()
 
     def reset(self) -> None:
         """After a reset what is on its way is worth nothing, and does not count."""
         self._requests.clear()
+        self._wanted.clear()
         self._fresh.clear()
         self.filling = 0

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 
 from kvtier.control.state import ControlState
 from kvtier.control.tiers.owned_tier import OwnedTier
@@ -21,7 +21,7 @@ from kvtier.types.keys import OffloadKey
 
 CLAIMS_MAX = 1 << 19
 """Blocks of all sets together, one that several sets retain as many times: about 100 bytes each."""
-RELEASED_AT_ONCE = 4096
+RELEASED_AT_ONCE = 512
 """Blocks that one step makes ordinary again, at most: the engine waits meanwhile."""
 REST_SECONDS = 0.001
 
@@ -63,10 +63,10 @@ class Retention:
         """True if anything is retained."""
         return bool(self._sets)
 
-    def keys_of(self, session: str) -> list[OffloadKey]:
-        """What a session retains and pins, in the order in which it was asked for."""
-        sets = (self._sets.get((session, pinned)) for pinned in (False, True))
-        return list(dict.fromkeys(key for each in sets if each is not None for key in each.keys))
+    def keys_of(self, session: str, most: int) -> list[OffloadKey]:
+        """What a session retains and pins, in the order in which it was asked for, up to so many of each."""
+        keys = [each.keys for pinned in (False, True) if (each := self._sets.get((session, pinned))) is not None]
+        return list(dict.fromkeys(chain.from_iterable(islice(each, most) for each in keys)))
 
     def pinned(self, key: OffloadKey) -> bool:
         """True if a set pins this block."""

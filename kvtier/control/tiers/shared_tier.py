@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 from kvtier.control.tiers.breaker import Breaker
 from kvtier.control.tiers.tier_index import TierIndex
 from kvtier.tier_api.contract import LookupResult
+from kvtier.types.checks import check_keys
 from kvtier.types.keys import OffloadKey
+
+ASKED_AT_ONCE = 1024
+"""Keys that one call has looked up, at most: of those behind them it is not known yet."""
 
 
 class SharedTier(TierIndex):
@@ -51,6 +56,30 @@ class SharedTier(TierIndex):
             return False
         return None if self.lookup_breaker.allows(now) else False
 
+    def presences(self, keys: Sequence[OffloadKey], now: float) -> list[bool | None]:
+        """The presence of each key, as `presence` says it, in few passes over all of them."""
+        unasked = None if self.lookup_breaker.allows(now) else False
+        hints = map(self._hints.get, keys)
+        known = [unasked if hint is None or hint[1] <= now else hint[0] for hint in hints]
+        if not self._asked.keys().isdisjoint(keys):
+            for at, key in enumerate(keys):
+                if key in self._asked:
+                    known[at] = self.presence(key, now)
+        return known
+
+    def find(self, keys: Sequence[OffloadKey], now: float) -> list[bool | None]:
+        """The presence of each key; what is unknown is looked up, `ASKED_AT_ONCE` keys at a time.
+
+        Raises UsageError for what is no key.
+        """
+        check_keys(keys)
+        presences = self.presences(keys, now)
+        if None in presences:
+            unknown = (key for key, there in zip(keys, presences, strict=True) if there is None)
+            for key in islice(unknown, ASKED_AT_ONCE):
+                self.request(key, now)
+        return presences
+
     def request(self, key: OffloadKey, now: float) -> None:
         """Put a question about an unknown key, unless one is open."""
         if key in self._open:
@@ -86,6 +115,10 @@ class SharedTier(TierIndex):
     def _believe(self, key: OffloadKey, present: bool, until: float) -> None:
         self._hints.pop(key, None)
         self._hints[key] = (present, until)
+        self._trim()
+
+    def _trim(self) -> None:
+        """Forget what was learned first if there is too much."""
         if len(self._hints) > self.max_hints:
             for oldest in list(self._hints)[: len(self._hints) - self.max_hints * 3 // 4]:
                 del self._hints[oldest]
