@@ -72,6 +72,10 @@ class RootBusyError(RootError):
         self.owner = owner
 
 
+class RootDamagedError(RootError):
+    """A root holds blocks, and nothing says any more which of them count. It is left as it is."""
+
+
 class UsageError(KVTierError):
     """A call the contract does not allow, such as using a closed stack."""
 

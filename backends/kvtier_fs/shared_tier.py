@@ -93,7 +93,7 @@ class SharedFSBackend(RootTier):
         await opening.join_root(root, stored, self.options, context.geometry)
         namespace = self._namespace
         self._epoch = Epoch(root, namespace)
-        epoch = await self._epoch.begin()
+        is_new = await self._epoch.begin(context.new_epoch or 0)
         note = await opening.describe(root, namespace, context.namespace.manifest())
         shrunk = await self._shrink(root)
         engine, engine_note = await opening.start_engine(root, self.options)
@@ -107,7 +107,8 @@ class SharedFSBackend(RootTier):
             self._in_background(partial(self._keep_young, root, self.options.max_age))
         return Opened(
             capacity_bytes=self.options.capacity,
-            epoch=epoch,
+            epoch=self._epoch.now,
+            is_new_epoch=is_new,
             mode=mode("files", engine.name, root.probe.direct),
             layout="files",
             io_engine=engine.name,
@@ -235,6 +236,14 @@ class SharedFSBackend(RootTier):
         """Comparable between hosts as well as their clocks are."""
         self._generation = next_generation(self._generation, int(self._hooks.wall() * _NANOSECONDS))
         return self._generation
+
+    async def state_epoch(self, epoch: int) -> int:
+        """See `StatesEpoch`. Durable when this returns."""
+        root = self._open_root()
+        try:
+            return await self._epoch.state(epoch)
+        except OSError as error:
+            raise root.folder.refusal(error) from error
 
     async def reset(self, epoch: int) -> None:
         """Raise the namespace's epoch for all processes, durably before this returns. Raises RootError if that failed.

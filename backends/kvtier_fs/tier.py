@@ -75,8 +75,8 @@ class FSBackend(RootTier):
         laid_out = layout.lay_out(self._roots, self.options, context.geometry)
         await self._roots[0].call(layout.check_index, laid_out, len(self._roots), self._hooks.limits)
         notes.extend(laid_out.notes)
-        epochs = [root.stored.epoch(self._namespace) for root in self._roots if root.stored is not None]
-        session = Session(laid_out, self._namespace, context.namespace.manifest(), max(epochs, default=0))
+        epoch = opening.first_epoch([root.stored for root in self._roots], self._namespace, context.new_epoch)
+        session = Session(laid_out, self._namespace, context.namespace.manifest(), epoch)
         self._session = session
         for root_notes in await side_by_side(self._begin(root, session) for root in self._roots):
             notes.extend(root_notes)

@@ -41,6 +41,7 @@ from kvtier_remote.call_limit import CallLimit
 from kvtier_remote.epochs import Epochs
 from kvtier_remote.eviction_watch import EvictionWatch
 from kvtier_remote.hedged_get import HedgedGets
+from kvtier_remote.lease import LeaseKeeper
 from kvtier_remote.moving_block import MovingBlock
 from kvtier_remote.names import BlockNames
 from kvtier_remote.options import RemoteOptions
@@ -74,8 +75,8 @@ class RemoteBackend(LoadStore):
 
     `counters` counts what happened by place and reason: `mismatch.<field>` for loads refused by verification
     (`payload_bytes`: of another length; `generation`: older than `max_age`), `errno.<name>` for failed requests,
-    `reset.failed` (the server did not take an epoch), `lookup.failed`, `close.stuck`, `defect`; those of `Attempts`,
-    `EvictionWatch`, `HedgedGets` and `WriteBudget`.
+    `reset.failed` (the server did not take an epoch), `lease.failed`, `lookup.failed`, `close.stuck`, `defect`; those
+    of `Attempts`, `EvictionWatch`, `HedgedGets` and `WriteBudget`.
     """
 
     medium: ClassVar[Medium] = REMOTE
@@ -95,6 +96,7 @@ class RemoteBackend(LoadStore):
         self._attempts: Attempts
         self._hedged: HedgedGets | None = None
         self._evictions: EvictionWatch | None = None
+        self._lease: LeaseKeeper | None = None
         self._budget: WriteBudget | None = None
         self._moving: set[asyncio.Future[list[None]]] = set()
         self._generation = 0
@@ -134,17 +136,20 @@ class RemoteBackend(LoadStore):
         self._attempts = Attempts(limit, self.counters)
         self._epochs = Epochs(self._transport, self._names.marker, self.counters)
         try:
-            epoch = await self._epochs.begin()
+            is_new = await self._epochs.begin(context.new_epoch or 0)
         except OSError as error:
             if error.errno == errno.EACCES:
                 reason = f"the server does not let this user read and write {self._names.marker}"
                 raise ConfigError(reason, self.options.RIGHTS_KEY) from error
             raise ResourceError(f"the epoch of the namespace cannot be read ({error.strerror})") from error
         notes += await self._describe(context.namespace.manifest())
+        self._lease = LeaseKeeper(self._transport, self._epochs, self._names, self.counters)
+        await self._lease.begin(facts.capacity_bytes)
         self._evictions = EvictionWatch(self._transport, context.clock, self.counters)
         await self._evictions.begin()
         self._ready = True
-        return Opened(facts.capacity_bytes, epoch=epoch, mode="remote", notes=facts.notes + notes)
+        epoch = self._epochs.now
+        return Opened(facts.capacity_bytes, epoch=epoch, is_new_epoch=is_new, mode="remote", notes=facts.notes + notes)
 
     async def _describe(self, manifest: str) -> tuple[str, ...]:
         """Keep the namespace's readable manifest beside its blocks. Returns a note if that is not possible."""
@@ -182,6 +187,8 @@ class RemoteBackend(LoadStore):
             await asyncio.wait(self._moving, timeout=self.options.close_timeout_seconds / 2)
         if self._evictions is not None:
             await self._evictions.close()
+        if self._lease is not None:
+            await self._lease.close()
         stuck = await self._transport.close(self.options.close_timeout_seconds / 2)
         if self._hedged is not None:
             stuck += await self._hedged.close(self.options.close_timeout_seconds / 2)
@@ -214,6 +221,14 @@ class RemoteBackend(LoadStore):
         results = {key: _RESULTS[there] for key, there in zip(known, found, strict=True)}
         return [results.get(key, LookupResult.MISS) for key in keys]
 
+    async def state_epoch(self, epoch: int) -> int:
+        """See `StatesEpoch`."""
+        self._check_open()
+        try:
+            return await self._epochs.state(epoch)
+        except OSError as error:
+            raise ResourceError(f"the epoch of the namespace cannot be raised ({error.strerror})") from error
+
     async def reset(self, epoch: int) -> None:
         """Raise the namespace's epoch on the server before this returns. Raises ResourceError if that failed; then it
         holds for this process, which stores nothing before the server has taken the epoch.
@@ -224,6 +239,8 @@ class RemoteBackend(LoadStore):
         if self._closing:
             raise UsageError("this tier is not open")
         await self._epochs.reset(epoch)
+        if self._lease is not None:
+            self._lease.marker_changed()
 
     def _known(self, key: OffloadKey) -> bool:
         return key_group(key) < self._context.geometry.num_groups and len(key) <= KEY_BYTES_MAX
@@ -325,8 +342,8 @@ class RemoteBackend(LoadStore):
     async def _move_batch(self, move: Move, batch: Sequence[MovingBlock]) -> None:
         """Move blocks by one call; each ends with an outcome, whatever happens."""
         call = self._put if move.run.kind is JobKind.STORE else self._get
+        payload_bytes = sum(block.value.place.payload_bytes for block in batch)
         try:
-            payload_bytes = sum(block.value.place.payload_bytes for block in batch)
             outcomes = await self._attempts.make(call, batch, partial(self._move_refusal, move), payload_bytes)
         except Exception:
             # The task's boundary: without an outcome the job would wait for these blocks for ever.
@@ -338,6 +355,8 @@ class RemoteBackend(LoadStore):
                 self.counters[f"errno.{errno.errorcode.get(outcome.errno, outcome.errno)}"] += 1
             size = block.value.place.payload_bytes if outcome.ok else 0
             move.run.end(block.group, block.position, outcome, size)
+        if self._lease is not None and move.run.kind is JobKind.STORE:
+            self._lease.stored(payload_bytes)
 
     def _move_refusal(self, move: Move, seconds: float) -> BlockOutcome | None:
         return move.stopped or self._refusal(move.run.job, seconds)

@@ -10,13 +10,13 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from kvtier.errors import ResourceError
+from kvtier.tier_api.shared_epoch import EPOCH_CEILING
 from kvtier.types.jobs import BlockOutcome, failed
 from kvtier_remote.answers import bad_answer, items_of, number, reading_answers
 from kvtier_remote.options import RemoteOptions
 from kvtier_remote.transport import Facts, Marker, Value
 
 _INCARNATION_BYTES = 8
-_EPOCHS = 1 << 64
 K = TypeVar("K")
 Call = Callable[..., Awaitable[Any]]
 Check = Callable[[Any, Sequence[Any]], Any]
@@ -99,10 +99,12 @@ def _presence(found: Sequence[bool | None], given: Sequence[Any]) -> Sequence[bo
     return found
 
 
-def _marker(marker: Any, given: Sequence[Any]) -> Marker:
+def _marker(marker: Any, given: Sequence[Any]) -> Marker | None:
+    if marker is None:
+        return None
     if not isinstance(marker, Marker):
         raise bad_answer()
-    number(marker.epoch, _EPOCHS - 1)
+    number(marker.epoch, EPOCH_CEILING - 1)
     if len(marker.incarnation) != _INCARNATION_BYTES:
         raise bad_answer()
     return marker
@@ -121,6 +123,8 @@ _CHECKS: Mapping[str, Check] = {
     "present": _presence,
     "remove": _nothing,
     "describe": _nothing,
-    "raise_marker": _marker,
+    "read_marker": _marker,
+    "swap_marker": _marker,
+    "keep_lease": _nothing,
     "evicted": _count,
 }

@@ -2,8 +2,9 @@
 
 Blocks are `<prefix>:b:<namespace>.<incarnation><epoch>.<key>`, markers `<prefix>:m:<namespace>` and manifests
 `<prefix>:manifests:<namespace>.json`, with the separator `:`. With `/` and two digits of fan-out, blocks are
-`<prefix>/b/<first two of the key>/<the same>`. All digits are lower-case hexadecimal: 16 of the namespace's digest, 16
-of the incarnation, at least 8 of the epoch, and the first 40 of the SHA-256 of the key with its group. Blocks of an
+`<prefix>/b/<first two of the key>/<the same>`. Leases are `<prefix>:l:<namespace>.<incarnation><epoch>`. All digits
+are lower-case hexadecimal: 16 of the namespace's digest, 16 of the incarnation, at least 8 of the epoch, and the first
+40 of the SHA-256 of the key with its group. Blocks of an
 envelope of another version than 1 end with it, as `.v2`: releases with different ones share a prefix and its markers.
 """
 
@@ -20,6 +21,7 @@ _NAMESPACE_BYTES = 8
 _KEY_BYTES = 20
 _NAMESPACE = re.compile(r"[0-9a-f]{16}")
 _BLOCK = re.compile(r"([0-9a-f]{16})\.([0-9a-f]{16})([0-9a-f]{8,16})\.([0-9a-f]{40})" + f"({VERSION_SUFFIX})$")
+_LEASE = re.compile(r"([0-9a-f]{16})\.([0-9a-f]{16})([0-9a-f]{8,16})")
 
 
 class BlockName(NamedTuple):
@@ -49,8 +51,8 @@ class StoreNames:
 
     def __init__(self, spelling: Spelling, prefix: str) -> None:
         self._spelling = spelling
-        self.blocks, self.markers, self._manifests = (
-            spelling.separator.join((prefix, kind, "")) for kind in ("b", "m", "manifests")
+        self.blocks, self.markers, self.leases, self._manifests = (
+            spelling.separator.join((prefix, kind, "")) for kind in ("b", "m", "l", "manifests")
         )
 
     def marker(self, namespace: bytes) -> str:
@@ -60,6 +62,13 @@ class StoreNames:
     def manifest(self, namespace: bytes) -> str:
         """What describes a namespace, for people."""
         return f"{self._manifests}{namespace[:_NAMESPACE_BYTES].hex()}.json"
+
+    def leased(self, name: str) -> tuple[bytes, Marker] | None:
+        """The namespace and the marker that the name of a lease says are in use; None for any other name."""
+        match = _LEASE.fullmatch(name.removeprefix(self.leases))
+        if match is None:
+            return None
+        return bytes.fromhex(match[1]), Marker(bytes.fromhex(match[2]), int(match[3], 16))
 
     def block(self, name: str) -> BlockName | None:
         """What the name of a block says; None for any other name."""
@@ -83,6 +92,11 @@ class BlockNames:
         self._spelling = spelling
         self._head = names.blocks
         self._namespace = f"{namespace[:_NAMESPACE_BYTES].hex()}."
+        self._leases = names.leases
+
+    def lease(self, marker: Marker) -> str:
+        """The lease of those who use a marker."""
+        return f"{self._leases}{self._namespace}{marker.incarnation.hex()}{marker.epoch:08x}"
 
     def namer(self, marker: Marker) -> Callable[[OffloadKey], str]:
         """What spells the names of blocks under a marker."""

@@ -117,9 +117,12 @@ class Transport(Protocol):
     async def remove(self, places: Sequence[Place]) -> None:
         """Remove values; those that are not there are none of its business."""
 
-    async def raise_marker(self, name: str, marker: Marker) -> Marker:
-        """Make `marker` if there is none; else raise the epoch of the one there to at least `marker.epoch`, unless it
-        has another incarnation: that one stays as it is.
+    async def read_marker(self, name: str) -> Marker | None:
+        """The marker that is there; None if there is none. What states an epoch from `EPOCH_CEILING` on is none."""
+
+    async def swap_marker(self, name: str, held: Marker | None, marker: Marker) -> Marker | None:
+        """Put `marker` in place of `held`; None: in place of nothing, or of what is no marker. Where another one is
+        there by now, nothing happens.
 
         Atomic among all clients. Returns what is there now.
         """
@@ -152,6 +155,18 @@ class Describes(Protocol):
 
     async def describe(self, name: str, text: str) -> None:
         """Write a text of a few KiB under a name, unless there is one. Raises OSError."""
+
+
+@runtime_checkable
+class KeepsLeases(Protocol):
+    """A transport that keeps a note on the server that a marker is in use, which ends by itself."""
+
+    lease_seconds: float
+    """How long it stays after it was written."""
+
+    async def keep_lease(self, marker: str, lease: str) -> None:
+        """Write the note of this name, and use the marker, so that a server that evicts by use keeps it. Raises
+        OSError."""
 
 
 @runtime_checkable

@@ -42,8 +42,9 @@ from kvtier.stack.setups import tier_setup
 from kvtier.stack.shutdown import CloseReport, close_each
 from kvtier.stack.stats import StackStats, lower_stats
 from kvtier.stack.stats_socket import StatsSocket
-from kvtier.tier_api.contract import LookupResult, Resettable, TierContext
+from kvtier.tier_api.contract import LookupResult, Resettable, StatesEpoch, TierContext
 from kvtier.tier_api.registry import discover
+from kvtier.tier_api.shared_epoch import fresh_epoch
 from kvtier.types.checks import check_keys, check_text, check_timeout, check_types
 from kvtier.types.geometry import Geometry, KVLayout, TensorRef
 from kvtier.types.jobs import JobKind
@@ -114,7 +115,8 @@ class EngineMemoryTier:
                 "inflight_bytes",
             )
         staging = StagingRows(2 * queue_frames, frames)
-        context = TierContext(self._name, geometry, namespace, time.monotonic, rows=staging)
+        new_epoch = fresh_epoch() if isinstance(self._staged.backend, StatesEpoch) else None
+        context = TierContext(self._name, geometry, namespace, time.monotonic, rows=staging, new_epoch=new_epoch)
         self._opened = await open_tier(self._staged, context, settings)
         try:
             self.plane = self._control(geometry, frames, queue_frames)

@@ -16,7 +16,7 @@ from kvtier.control.deliveries import Arrival, PresenceAnswers, PresenceQuery
 from kvtier.control.plane import ControlLimits, ControlPlane
 from kvtier.control.policies import RequestModels
 from kvtier.control.state import LowerTier, TierSetup
-from kvtier.errors import ConfigError, ResourceError, UsageError
+from kvtier.errors import ConfigError, ResourceError, RootDamagedError, UsageError
 from kvtier.options import MAX_LOWER_TIERS, RecordOptions
 from kvtier.stack.assembled import Assembled
 from kvtier.stack.dispatcher import Dispatcher, TierQueue, bytes_by_rows
@@ -285,8 +285,8 @@ async def _assemble(
     for worker, copier in enumerate(copiers):
         await opened_with(copier, worker=worker, kv_caches=parts.kv_caches, rows=rows)
 
-    async def open_lower(lower: LoadStore, of: Namespace) -> TierSetup:
-        return setup(lower, _checked(lower, await opened_with(lower, of, rows=rows)))
+    async def open_lower(lower: LoadStore, of: Namespace, new_epoch: int | None) -> TierSetup:
+        return await _lower_setup(lower, opened_with(lower, of, rows=rows, new_epoch=new_epoch), setup)
 
     below = LowerTiers(lowers, open_lower)
     namespace = replace(namespace, layout=geometry.layout)
@@ -306,6 +306,20 @@ async def _assemble(
         await files.restore(parts.settings.identity_seconds)
     dispatcher = Dispatcher(queues, bytes_by_rows(geometry.row_bytes), clock, deliver, _spans(parts, clock))
     return Assembled(geometry, plane, dispatcher, queues, to_close, to_fence(copiers), joining, _recorder(parts), files)
+
+
+async def _lower_setup(
+    lower: LoadStore, opening: Coroutine[Any, Any, Opened], setup: Callable[[LoadStore, Opened], TierSetup]
+) -> TierSetup:
+    """What a lower tier opened with. One whose root is damaged is held back: the engine is worth more than that tier.
+
+    Raises what the opening raises, and ConfigError as `_checked`.
+    """
+    try:
+        return setup(lower, _checked(lower, await opening))
+    except RootDamagedError as error:
+        logger.error("tier %s is down: %s", lower.options.label, error)  # noqa: TRY400
+        return replace(setup(lower, Opened(0)), held_back=True)
 
 
 def to_fence(copiers: Sequence[LoadStore]) -> list[FencesCopies]:

@@ -33,6 +33,7 @@ from kvtier.stack.shutdown import CloseReport
 from kvtier.stack.stats import StackStats, collect
 from kvtier.stack.stats_socket import StatsSocket
 from kvtier.tier_api.contract import Clock, Resettable
+from kvtier.tier_api.shared_epoch import fresh_epoch
 from kvtier.types.checks import check_info, check_keys, check_text, check_timeout, check_types, check_whole
 from kvtier.types.events import OffloadingEvent
 from kvtier.types.geometry import Geometry
@@ -71,6 +72,7 @@ class StackCore(RequestCalls):
         self._failed: FailedPlane | None = None
         self._errors = 0
         self._closing_since = 0.0
+        self._reset_failed = False
 
     def __del__(self) -> None:
         if self._assembled is not None and self.close_report is None and not self._owner.elsewhere:
@@ -266,6 +268,9 @@ class StackCore(RequestCalls):
     def _begin_reset(self) -> Callable[[], Awaitable[object]]:
         """New weights, in memory. What is returned is called in the loop, and then awaited: it makes that durable."""
         assembled = self._opened()
+        if self._reset_failed:  # repeated for the same weights, it must not count: others may have come to that number
+            assembled.plane.control.epoch = fresh_epoch(assembled.plane.control.epoch) - 1
+            self._reset_failed = False
         try:
             epoch = assembled.plane.reset(self._clock())
         except BaseException as error:
@@ -274,16 +279,21 @@ class StackCore(RequestCalls):
         control, joining = assembled.plane.control, assembled.joining
         if joining is not None and control.joining:
             return partial(joining.reset, control.resets)
-        tiers = [queue.tier for queue in assembled.queues]
+        down = [lower.position for lower in control.lowers if lower.setup.held_back]
+        tiers = [queue.tier for position, queue in enumerate(assembled.queues) if position not in down]
 
         began = self._clock()
 
         def make_durable() -> asyncio.Future[list[None]]:
             resets = asyncio.gather(*(tier.reset(epoch) for tier in tiers if isinstance(tier, Resettable)))
+            resets.add_done_callback(self._reset_ended)
             resets.add_done_callback(partial(self._log.reset, epoch, began))
             return resets
 
         return make_durable
+
+    def _reset_ended(self, ended: asyncio.Future[list[None]]) -> None:
+        self._reset_failed = self._reset_failed or ended.cancelled() or ended.exception() is not None
 
     def _abandon(self, assembled: Assembled) -> shutdown.Abandoned:
         """Give up what is dirty: draining is over."""
@@ -330,7 +340,8 @@ class StackCore(RequestCalls):
             await self._open_stats_socket(assembled)
             self._assembled = assembled
             self._log.opened(plane.control.cpu_setup)
-            self._look_at_tiers("what its blocks belong to is not known yet")
+            waits = assembled.joining is not None
+            self._look_at_tiers("what its blocks belong to is not known yet" if waits else "its root is damaged")
         except BaseException:
             await shutdown.end_tiers(assembled, self._settings.tier_close_seconds)
             raise

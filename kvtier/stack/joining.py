@@ -5,18 +5,30 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvtier.aio.shielded_wait import wait_done
 from kvtier.control.deliveries import Arrival, JoiningTiers
 from kvtier.control.policies import RequestModels
 from kvtier.control.state import TierSetup, lower_tiers
-from kvtier.errors import KVTierError
-from kvtier.tier_api.contract import LoadStore, Resettable
+from kvtier.errors import KVTierError, ResourceError
+from kvtier.tier_api.contract import LoadStore, Resettable, StatesEpoch
+from kvtier.tier_api.shared_epoch import fresh_epoch, line_of
 from kvtier.types.namespace import Namespace
 
 logger = logging.getLogger(__name__)
+_ATTEMPTS = 10
+
+
+def choose_epoch(stated: Sequence[int], on_disks: int) -> int:
+    """The epoch that a stack goes on with, where shared tiers state these and its own disks were in that one.
+
+    An opening raises no store within a line: others may count up to that number.
+    """
+    highest = max(stated)
+    raises_in_line = any(one < highest and line_of(one) == line_of(highest) for one in stated)
+    return fresh_epoch(max(highest, on_disks)) if on_disks > highest or raises_in_line else highest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,7 +36,7 @@ class LowerTiers:
     """The lower tiers of a stack, and how one of them is opened in a namespace."""
 
     tiers: Sequence[LoadStore]
-    open_one: Callable[[LoadStore, Namespace], Awaitable[TierSetup]]
+    open_one: Callable[[LoadStore, Namespace, int | None], Awaitable[TierSetup]]
 
     @property
     def names(self) -> str:
@@ -32,14 +44,54 @@ class LowerTiers:
         return ", ".join(tier.options.label for tier in self.tiers)
 
     async def open(self, namespace: Namespace) -> Sequence[TierSetup]:
-        """Open them in order, and go on with the highest epoch that one of them was opened with."""
-        setups = [await self.open_one(tier, namespace) for tier in self.tiers]
-        await self.raise_epoch(setups, max((setup.opened.epoch for setup in setups), default=0))
-        return setups
+        """Open those first that other processes use too, each group in order, and go on with one epoch.
+
+        Stores that others use too state it. Where they differ the highest counts, of those that stated one before.
+        Where none did, they begin a new line of numbers, because a reset that was stated there may have been missed.
+        So they do if a disk is ahead of them: they may have come back from an earlier state, and would count up to
+        that number once more.
+        """
+        shared = [tier for tier in self.tiers if isinstance(tier, StatesEpoch)]
+        found: dict[LoadStore, TierSetup] = {
+            tier: await self.open_one(tier, namespace, fresh_epoch()) for tier in shared
+        }
+        stated = [setup.opened for setup in found.values()]
+        known = [opened.epoch for opened in stated if not opened.is_new_epoch] or [opened.epoch for opened in stated]
+        new_epoch = max(known, default=None)
+        for tier in self.tiers:
+            if tier not in found:
+                found[tier] = await self.open_one(tier, namespace, new_epoch)
+        setups = [found[tier] for tier in self.tiers]
+        highest = max((setup.opened.epoch for tier, setup in found.items() if tier not in shared), default=0)
+        return await self._state_one(setups, highest if new_epoch is None else choose_epoch(known, highest))
+
+    async def _state_one(self, setups: Sequence[TierSetup], epoch: int) -> Sequence[TierSetup]:
+        """Make the shared tiers state an epoch, or the one that another process made them state meanwhile. Then the
+        others take it. Raises ResourceError."""
+        shared = [tier for tier in self.tiers if isinstance(tier, StatesEpoch)]
+        pairs = list(zip(self.tiers, setups, strict=True))
+        on_disks = max((setup.opened.epoch for tier, setup in pairs if tier not in shared), default=0)
+        stated = [setup.opened.epoch for tier, setup in pairs if tier in shared]
+        for _ in range(_ATTEMPTS):
+            if len(shared) > 1 or stated != [epoch] * len(shared):  # of several, one may have been moved meanwhile
+                stated = [await tier.state_epoch(epoch) for tier in shared]
+            if stated == [epoch] * len(shared):
+                break
+            epoch = choose_epoch(stated, on_disks)
+        else:
+            raise ResourceError("other processes change the epoch of the namespace all the time; try again")
+        agreed = [
+            replace(setup, opened=replace(setup.opened, epoch=epoch)) if tier in shared else setup
+            for tier, setup in pairs
+        ]
+        await self.raise_epoch(agreed, epoch)
+        return agreed
 
     async def raise_epoch(self, setups: Sequence[TierSetup], epoch: int) -> None:
-        """Make the tiers that were opened in an earlier epoch reset to this one, durably."""
-        behind = [tier for tier, setup in zip(self.tiers, setups, strict=True) if setup.opened.epoch < epoch]
+        """Make the tiers that were opened in an earlier epoch reset to this one, durably. Those that are down are not
+        open."""
+        pairs = zip(self.tiers, setups, strict=True)
+        behind = [tier for tier, setup in pairs if setup.opened.epoch < epoch and not setup.held_back]
         await asyncio.gather(*(tier.reset(epoch) for tier in behind if isinstance(tier, Resettable)))
 
 

@@ -144,6 +144,15 @@ class Resettable(Protocol):
 
 
 @runtime_checkable
+class StatesEpoch(Protocol):
+    """A tier whose store states the epoch of a namespace to other processes."""
+
+    async def state_epoch(self, epoch: int) -> int:
+        """Before the first job: have the store state this epoch, unless it states another one than when it was opened.
+        Returns what it states, which holds in the tier. Raises ResourceError."""
+
+
+@runtime_checkable
 class FencesCopies(Protocol):
     """A tier that may copy the engine's GPU blocks beside the engine's own work on a device."""
 
@@ -241,7 +250,8 @@ class TierContext:
     are for those: `kv_caches[i]` has an 8-bit type and the shape (num_blocks, page bytes), on any device, perhaps
     strided; the groups of the layout refer to tensors by index. `one_process` is for a worker that joins the rows:
     True only if it is certain that the coordinator opens the CPU tier in this very process, and later than the worker
-    joins.
+    joins. `new_epoch` is for tiers whose blocks outlive the process: the epoch that a namespace begins at in a store
+    that states none of it; None: the tier's own choice.
     """
 
     name: str
@@ -254,6 +264,7 @@ class TierContext:
     rows: Rows | None = None
     workers: Sequence[LoadStore] = ()
     one_process: bool = False
+    new_epoch: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +331,8 @@ class Opened:
     `io_engine` what of `mode` is a name: how blocks lie in the tier, and what reads and writes them.
 
     `ages`, of an owned tier: its generations are wall-clock times, and `recovered` has no block that is too old.
-    `open_seconds` is how long opening took, which the stack fills in.
+    `open_seconds` is how long opening took, which the stack fills in. `is_new_epoch`: the store, which others use too,
+    stated no epoch of the namespace before; a lost one may have been further.
     """
 
     capacity_bytes: int
@@ -333,3 +345,4 @@ class Opened:
     notes: tuple[str, ...] = ()
     ages: BlockAges | None = None
     open_seconds: float = 0.0
+    is_new_epoch: bool = False

@@ -261,7 +261,7 @@ def test_a_store_in_flight_during_the_join_is_kept_and_a_load_ends_well(face, fi
         plane.submit = lambda *job: (submit(*job), plane.join(taken[0], clock()))
         assert stack.load(NEW) == ["loaded"] * 4
         assert stack.joined()
-        assert plane.control.epoch == 1
+        assert plane.control.epoch == taken[0].epoch
 
 
 # -- closing -------------------------------------------------------------------------------------------------------

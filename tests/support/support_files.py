@@ -105,12 +105,15 @@ async def open_files(
     rows: int = 32,
     hooks: FilesHooks | None = None,
     alignment: int = PAGE,
+    new_epoch: int | None = None,
 ):
     """An open tier, closed at the end. A busy machine is no reason for it to give up on a lock."""
     geometry = Geometry(shape or layout(16384), alignment)
     region = TestRows(rows, geometry.row_bytes)
     backend = SharedFSBackend(settings, hooks or FilesHooks(lock_seconds=60))
-    context = TierContext("fs", geometry, Namespace(geometry.layout, tag=tag), time.monotonic, rows=region)
+    context = TierContext(
+        "fs", geometry, Namespace(geometry.layout, tag=tag), time.monotonic, rows=region, new_epoch=new_epoch
+    )
     try:
         opened = await backend.open(context)
         yield FilesTier(backend, opened, region, geometry)

@@ -18,6 +18,7 @@ from kvtier.tier_api.contract import (
     ProbesAlignment,
     ProvidesRows,
     Resettable,
+    StatesEpoch,
 )
 from kvtier.tier_api.inspection import Inspects
 from kvtier.tier_api.registry import DryRuns, EmbedsServer, discover
@@ -29,6 +30,7 @@ OF_INSTANCES = {
     ProbesAlignment,
     ProvidesRows,
     Resettable,
+    StatesEpoch,
     DryRuns,
     EmbedsServer,
 }
@@ -38,9 +40,9 @@ EXPECTED = {
     "gpu": {FencesCopies},
     "cpu": {ProvidesRows, JoinsRows},
     "fs": {ProbesAlignment, Resettable, DryRuns},
-    "shared_fs": {AnswersLookups, ProbesAlignment, Resettable, DryRuns},
-    "valkey": {AnswersLookups, Resettable, DryRuns, EmbedsServer},
-    "s3": {AnswersLookups, Resettable, DryRuns},
+    "shared_fs": {AnswersLookups, ProbesAlignment, Resettable, StatesEpoch, DryRuns},
+    "valkey": {AnswersLookups, Resettable, StatesEpoch, DryRuns, EmbedsServer},
+    "s3": {AnswersLookups, Resettable, StatesEpoch, DryRuns},
     "memory": {Resettable},
     "shared memory": {AnswersLookups, Resettable},
 }

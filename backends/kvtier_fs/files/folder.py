@@ -271,34 +271,29 @@ class TreeFolder(GuardedFolder):
             return decode_epoch(read_small(self.epochs_fd, namespace.hex()), namespace)
         return None
 
-    def raise_epoch(self, namespace: bytes, epoch: int, temporary: str) -> int | Busy:
-        """Make a namespace's epoch at least `epoch`, durably when this returns. Returns the one that counts.
+    def swap_epoch(self, namespace: bytes, held: int | None, epoch: int, temporary: str) -> int | Busy | None:
+        """Make a namespace's file state `epoch` if it states `held`; None: if it is missing, or states none.
 
-        BUSY, with nothing done, if another process holds the lock. Raises RootError if the file is damaged, OSError.
+        Returns what it states now, durable when this returns. BUSY, with nothing done, if another process holds the
+        lock. Raises OSError.
         """
-        stored = self._stored_epoch(namespace, epoch)
-        return with_lock(self.epochs_fd, lambda: self._raise(namespace, epoch, temporary)) if stored is None else stored
+        stated = self._stated_epoch(namespace)
+        if stated != held:
+            return stated
+        return with_lock(self.epochs_fd, lambda: self._swap(namespace, held, epoch, temporary))
 
-    def _raise(self, namespace: bytes, epoch: int, temporary: str) -> int:
-        stored = self._stored_epoch(namespace, epoch)
-        if stored is not None:
-            return stored
+    def _swap(self, namespace: bytes, held: int | None, epoch: int, temporary: str) -> int | None:
+        stated = self._stated_epoch(namespace)
+        if stated != held:
+            return stated
         self.publish(self.epochs_fd, namespace.hex(), encode_epoch(namespace, epoch), temporary)
         return epoch
 
-    def _stored_epoch(self, namespace: bytes, at_least: int) -> int | None:
-        """The epoch on the disk, durable when this returns; None if there is none or if it is lower."""
-        name = namespace.hex()
-        data = read_small(self.epochs_fd, name)
-        stored = decode_epoch(data, namespace)
-        if stored is None and data:
-            raise RootError(
-                self.path, f"{EPOCHS_NAME}/{name} is damaged, so no block of this namespace counts; empty the folder"
-            )
-        if stored is None or stored < at_least:
-            return None
-        os.fsync(self.epochs_fd)  # the process that raised it may not have flushed the folder yet
-        return stored
+    def _stated_epoch(self, namespace: bytes) -> int | None:
+        """The epoch on the disk, durable when this returns."""
+        stated = self.epoch(namespace)
+        os.fsync(self.epochs_fd)  # the process that wrote it may not have flushed the folder yet
+        return stated
 
     def publish(self, folder_fd: int, name: str, data: bytes, temporary: str) -> None:
         """Put a small file in place in one step, durably when this returns. Raises OSError."""

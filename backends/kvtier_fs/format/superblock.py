@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from kvtier.tier_api.block_envelope import COUNTER_LIMIT, MIN_HEADER_BYTES
 from kvtier.tier_api.checksum import BODY_AT, MAGIC_BYTES, seal, unseal
+from kvtier.tier_api.shared_epoch import is_usable
 
 FORMAT_VERSION = 1
 """Of the superblock and the region headers; blocks have the version of their envelope."""
@@ -67,21 +68,29 @@ class Superblock:
 
     def epoch(self, namespace: bytes) -> int:
         """The epoch entries of a namespace must carry to count."""
-        return next((entry.epoch for digest, entry in self.namespaces if digest == namespace), self.floor_epoch)
+        listed = self.listed_epoch(namespace)
+        return self.floor_epoch if listed is None else listed
+
+    def listed_epoch(self, namespace: bytes) -> int | None:
+        """What the table states; None if it does not list the namespace."""
+        return next((entry.epoch for digest, entry in self.namespaces if digest == namespace), None)
 
     def with_epoch(self, namespace: bytes, epoch: int) -> Superblock:
-        """The same root with a namespace's epoch set, in this session.
+        """The same root with a namespace's epoch set, in this session; one that is listed and usable is not lowered.
 
-        A full table forgets the namespace unused for longest; its epoch lives on in `floor_epoch`, so nothing of it
-        that a reset made unreachable ever counts again.
+        A full table forgets the namespace unused for longest. If that was raised above `floor_epoch`, its epoch lives
+        on there, so that nothing of it that a reset made unreachable counts again in a stack of this disk alone. Where
+        stores that others use state the epoch, they decide.
         """
         others = [(digest, entry) for digest, entry in self.namespaces if digest != namespace]
         floor = self.floor_epoch
         if len(others) >= MAX_NAMESPACES:
             oldest = min(others, key=lambda item: item[1].session)
             others.remove(oldest)
-            floor = max(floor, oldest[1].epoch + 1)
-        entry = NamespaceEpoch(max(epoch, self.epoch(namespace)), self.session)
+            floor = oldest[1].epoch + 1 if oldest[1].epoch > floor else floor
+        listed = self.listed_epoch(namespace)
+        lowest = listed if listed is not None and is_usable(listed) else 0
+        entry = NamespaceEpoch(max(epoch, lowest), self.session)
         return replace(self, namespaces=(*others, (namespace, entry)), floor_epoch=floor)
 
 

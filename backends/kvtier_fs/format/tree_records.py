@@ -7,6 +7,7 @@ from typing import Any
 
 from kvtier.tier_api.block_envelope import COUNTER_LIMIT
 from kvtier.tier_api.checksum import seal, unseal
+from kvtier.tier_api.shared_epoch import EPOCH_CEILING
 from kvtier_fs.format.superblock import FORMAT_VERSION, SUPERBLOCK_MAGIC, can_be_aligned
 
 FILES_VERSION = 1000 + FORMAT_VERSION
@@ -77,9 +78,9 @@ def encode_epoch(namespace: bytes, epoch: int) -> bytes:
 
 
 def decode_epoch(data: bytes, namespace: bytes) -> int | None:
-    """The epoch an epoch file states for its namespace, from either copy; None if neither is whole."""
+    """The epoch an epoch file states for its namespace, from either copy; None if neither is whole and possible."""
     records = _records(_EPOCH_MAGIC, data, EPOCH_COPY_BYTES, _EPOCH)
-    return next((int(epoch) for owner, epoch in records if owner == namespace and epoch < COUNTER_LIMIT), None)
+    return next((int(epoch) for owner, epoch in records if owner == namespace and epoch < EPOCH_CEILING), None)
 
 
 def encode_account(tree: Tree, bucket: int, used_bytes: int) -> bytes:

@@ -2,15 +2,17 @@
 
 import asyncio
 import os
+import shlex
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from kvtier.errors import RootBusyError
+from kvtier.errors import RootBusyError, RootDamagedError
 from kvtier.tier_api.checksum import SHORT_BYTES
 from kvtier.tier_api.memory_limits import MemoryLimits, SystemLimits
+from kvtier.tier_api.shared_epoch import fresh_epoch, is_usable
 from kvtier_fs.format.region_header import RegionPlan, manifests_bytes, snapshot_bytes
 from kvtier_fs.format.slot_map import Owner, SlotMap
 from kvtier_fs.format.snapshot import Snapshot, decode_snapshot
@@ -99,16 +101,35 @@ async def _own(root: Root, options: FSOptions) -> bool:
     folder.direct = root.probe.direct
     data = await root.call(folder.read_superblock)
     root.stored = folder.known_superblock(data)
-    root.unreadable = bool(data) and root.stored is None
+    slabs = [] if root.stored is not None else await root.call(folder.existing_slabs)
+    if slabs:
+        raise RootDamagedError(
+            root.path,
+            "its superblock is damaged or gone, so nothing in it counts, and it is left as it is; this empties it: "
+            f"find {shlex.quote(root.path)} -mindepth 1 -delete",
+        )
     return True
+
+
+def first_epoch(stored: Iterable[Superblock | None], namespace: bytes, new_epoch: int | None) -> int:
+    """The epoch that a session begins with. Tables that list the namespace state it; else `new_epoch` is what others
+    state, and if there are none, what the tables forgot. An epoch beyond what can be counted from is none."""
+    blocks = [block for block in stored if block is not None]
+    listed = [epoch for block in blocks if (epoch := block.listed_epoch(namespace)) is not None and is_usable(epoch)]
+    if listed:
+        return max(listed)
+    if new_epoch is not None:
+        return new_epoch
+    floor = max((block.epoch(namespace) for block in blocks), default=0)
+    return floor if is_usable(floor) else fresh_epoch()
 
 
 async def begin_session(root: Root, session: Session, random_bytes: Callable[[int], bytes]) -> str:
     """Mark the root as in use, durably, before anything else is written. Returns a note, empty if all is as it was.
 
     The snapshot of a clean close is read and removed before that, so it counts for this session only. A root with
-    another size of regions, or without a readable superblock, starts empty under a new uuid: nothing left from before
-    can count. One with more regions than the plan keeps them until it was read. Raises RootError or OSError.
+    another size of regions, or whose first opening never completed, starts empty under a new uuid: nothing left from
+    before can count. One with more regions than the plan keeps them until it was read. Raises RootError or OSError.
     """
     plan, stored = session.layout.plan, root.stored
     note = ""
@@ -118,9 +139,7 @@ async def begin_session(root: Root, session: Session, random_bytes: Callable[[in
     if block.stride != read.stride:
         await root.call(root.folder.trim, None)
         block = replace(block, root_uuid=random_bytes(UUID_BYTES), stride=plan.stride)
-        if root.unreadable:
-            note = f"{root.path}: the superblock was damaged, so the root starts empty"
-        elif stored is not None:
+        if stored is not None:
             note = f"{root.path}: formatted for this capacity and block size, so the root starts empty"
     block = replace(block, regions=read.regions, session=block.session + 1, clean=False)
     await root.write_superblock(block.with_epoch(session.namespace, session.epoch))

@@ -46,7 +46,6 @@ class Root:
         self.pools = pools
         self.probe = probe
         self.stored: Superblock | None = None
-        self.unreadable = False
         self.engine: IOEngine | None = None
         self.superblock: Superblock
         self.snapshot: Snapshot | None = None
@@ -118,6 +117,10 @@ class Root:
         # A failed write may have left one copy behind, so no sequence is used twice.
         self._sequence = max(self._sequence, block.sequence) + 1
         block = replace(block, sequence=self._sequence)
+        if not block.possible:
+            raise RootError(
+                self.path, "an epoch or a counter is beyond what a superblock can state; it is left as it is"
+            )
         try:
             await self.call(self.folder.write_superblock, encode_superblock(block))
         except OSError as error:

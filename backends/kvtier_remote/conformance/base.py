@@ -29,8 +29,8 @@ class TransportBase(ABC):
     """Payload bytes of values."""
 
     races_end_at_once: ClassVar[bool] = True
-    """False if of two clients that make one marker at the same time, one may be given an incarnation that is not there
-    any more; it is given the right one by its next call."""
+    """False if two clients that replace one marker at the same time may both get their own for an answer. One of them
+    is there, and the next call of the other returns that."""
 
     call_seconds: ClassVar[float] = 60.0
     """A call ends within this time while the server is frozen."""

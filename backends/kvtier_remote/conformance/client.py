@@ -94,5 +94,6 @@ def questions(client: Client, places: Sequence[Place]) -> list[Callable[[], Coro
     return [
         lambda: transport.present(places),
         lambda: transport.remove(places),
-        lambda: transport.raise_marker(marker, ANY_MARKER),
+        lambda: transport.read_marker(marker),
+        lambda: transport.swap_marker(marker, None, ANY_MARKER),
     ]

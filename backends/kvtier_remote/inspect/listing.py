@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -67,6 +67,9 @@ class Listing(Protocol):
 
     def marker(self, namespace: bytes) -> Marker | None:
         """The marker of one namespace as it is now."""
+
+    def leases(self) -> Set[tuple[bytes, Marker]]:
+        """The markers, with the front of their namespace's digest, that open processes use."""
 
     def manifests(self, namespaces: Iterable[bytes]) -> Mapping[bytes, str]:
         """What describes those of the namespaces that are described."""

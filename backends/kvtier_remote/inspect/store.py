@@ -31,7 +31,7 @@ class RemoteInspection:
     Those of another version of the envelope, which another release stores, are neither counted nor changed.
 
     A block counts if its name has the incarnation and the epoch of its namespace's marker: a process that opens now
-    finds no other. One that opened before a reset still loads older ones.
+    finds no other. Those under another marker count too while an open process leases that.
     """
 
     def __init__(self, listing: Listing) -> None:
@@ -39,6 +39,7 @@ class RemoteInspection:
         self._listing = listing
         self._looked_up: set[tuple[bytes, Marker]] = set()
         try:
+            self._leases = listing.leases()
             self._markers = dict(listing.markers())
             self.about = self._about(listing.about)
         except BaseException:
@@ -140,6 +141,8 @@ class RemoteInspection:
     def _state(self, name: BlockName) -> BlockState:
         """A marker that does not fit is read again, once for each that names have: it may be new, or raised since."""
         marker, asked = self._markers.get(name.namespace), (name.namespace, name.marker)
+        if asked in self._leases:
+            return BlockState.CURRENT
         if marker != name.marker and asked not in self._looked_up:
             self._looked_up.add(asked)
             marker = self._listing.marker(name.namespace)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import islice
 from typing import TypeVar
 
@@ -115,6 +115,10 @@ class MooncakeListing:
     def marker(self, namespace: bytes) -> Marker | None:
         """The marker of one namespace as it is now."""
         return self._asked(lambda: read_marker(self._client, self._names.marker(namespace)))
+
+    def leases(self) -> Set[tuple[bytes, Marker]]:
+        """A pool does not say how old a value is, so there are none; its markers are never evicted."""
+        return frozenset()
 
     def manifests(self, namespaces: Iterable[bytes]) -> Mapping[bytes, str]:
         """The manifests of these namespaces that there are."""

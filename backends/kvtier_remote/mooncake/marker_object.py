@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvtier.tier_api.shared_epoch import EPOCH_CEILING
 from kvtier_remote.answers import Deadline
 from kvtier_remote.mooncake.client_process import ClientProcess
 from kvtier_remote.mooncake.outcomes import MISSING_CODES, os_error
@@ -42,20 +43,16 @@ class State:
         return f"{self.marker.incarnation.hex()} {self.marker.epoch} {self.id}".ljust(SIZE).encode()
 
 
-def raise_marker(connection: ClientProcess, name: str, marker: Marker) -> Marker:
-    """See `kvtier_remote.transport.Transport.raise_marker`. Raises OSError, EBUSY if others write all the time."""
-    deadline = Deadline(connection.patience_seconds)
+def swap_marker(connection: ClientProcess, name: str, held: Marker | None, marker: Marker) -> Marker | None:
+    """See `kvtier_remote.transport.Transport.swap_marker`. Raises OSError, EBUSY if others write all the time."""
+    following, deadline = State(marker), Deadline(connection.patience_seconds)
     for attempt in range(_ATTEMPTS):
         time.sleep(min(attempt, 10) * _PAUSE_SECONDS)
         try:
             state = _current(connection, name, deadline)
-            if state is None:
-                _create(connection, name, State(marker))
-                continue
-            held = state.marker
-            if held.incarnation != marker.incarnation or held.epoch >= marker.epoch:
-                return held
-            _create(connection, f"{name}.{state.id}", State(marker))
+            if state == following or usable(state) != held:
+                return usable(state)
+            _create(connection, name if state is None else f"{name}.{state.id}", following)
         except OSError as error:
             if error.errno != errno.EBUSY:
                 raise
@@ -64,8 +61,12 @@ def raise_marker(connection: ClientProcess, name: str, marker: Marker) -> Marker
 
 def read_marker(connection: ClientProcess, name: str) -> Marker | None:
     """The marker as its claims leave it; nothing is written. Raises OSError."""
-    _, state = _followed(connection, name, Deadline(connection.patience_seconds))
-    return None if state is None else state.marker
+    return usable(_followed(connection, name, Deadline(connection.patience_seconds))[1])
+
+
+def usable(state: State | None) -> Marker | None:
+    """The marker of a state; None if there is none, or if it states an epoch that none can have."""
+    return None if state is None or state.marker.epoch >= EPOCH_CEILING else state.marker
 
 
 def _current(connection: ClientProcess, name: str, deadline: Deadline) -> State | None:

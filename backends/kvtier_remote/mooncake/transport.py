@@ -14,7 +14,7 @@ from kvtier_remote.guard import guarded
 from kvtier_remote.inspect.listing import MANIFEST_BYTES_MAX
 from kvtier_remote.lane import Lane
 from kvtier_remote.mooncake.client_process import ClientProcess
-from kvtier_remote.mooncake.marker_object import MEMORY_BYTES, raise_marker
+from kvtier_remote.mooncake.marker_object import MEMORY_BYTES, read_marker, swap_marker
 from kvtier_remote.mooncake.master_http import MasterHTTP
 from kvtier_remote.mooncake.options import BATCH_BLOCKS, CONNECTIONS, MooncakeOptions
 from kvtier_remote.mooncake.outcomes import MISSING_CODES, errno_of, os_error, outcome_of
@@ -94,9 +94,13 @@ class MooncakeTransport:
             if code < 0 and code not in MISSING_CODES:
                 raise os_error(code)
 
-    async def raise_marker(self, name: str, marker: Marker) -> Marker:
+    async def read_marker(self, name: str) -> Marker | None:
+        """As its claims leave it."""
+        return await self._questions.run(lambda connection: read_marker(connection, name))
+
+    async def swap_marker(self, name: str, held: Marker | None, marker: Marker) -> Marker | None:
         """By claims; see `kvtier_remote.mooncake.marker_object`."""
-        return await self._questions.run(lambda connection: raise_marker(connection, name, marker))
+        return await self._questions.run(lambda connection: swap_marker(connection, name, held, marker))
 
     async def describe(self, name: str, text: str) -> None:
         """Keep it once, never to be evicted."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import TypeVar
@@ -81,6 +82,13 @@ class ObjectListing:
             stated_marker(str(one["path"])) for page in self._listed(self._names.marker(namespace)) for one in page
         )
         return min((marker for marker in listed if marker is not None), key=precedence, default=None)
+
+    def leases(self) -> Set[tuple[bytes, Marker]]:
+        """Those that were written lately."""
+        listed = (one for page in self._listed(self._names.leases) for one in page)
+        since = time.time() - ObjectTransport.lease_seconds
+        paths = [str(one["path"]) for one in listed if one["last_modified"].timestamp() > since]  # type: ignore[attr-defined]
+        return {leased for path in paths if (leased := self._names.leased(path)) is not None}
 
     def manifests(self, namespaces: Iterable[bytes]) -> Mapping[bytes, str]:
         """The manifests of these namespaces that there are."""

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import re
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from datetime import UTC, datetime
+from itertools import islice
 from typing import ClassVar
 
 import numpy as np
 
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.shielded_wait import shielded_wait
+from kvtier.tier_api.shared_epoch import EPOCH_CEILING
 from kvtier.types.jobs import CORRUPT, MISSING, STORED, BlockOutcome
 from kvtier_remote.guard import guarded
 from kvtier_remote.objects.bound import look_into
@@ -25,6 +26,7 @@ from kvtier_remote.transport import Facts, Marker, Place, Spelling, Value, Verif
 
 _MARKER = re.compile(r"([0-9]{20})\.([0-9a-f]{16})")
 _COPYING_THREADS = 2
+_NAMES_IN_A_REQUEST = 1000
 _LOOK_AGAIN_SECONDS = 0.001
 _TAKEN_AT_ONCE_BYTES = (256 << 10) + 4096
 """Values up to this size are copied and verified on the event loop: the way to a thread and back costs more."""
@@ -43,6 +45,7 @@ class ObjectTransport:
     batch_bytes: ClassVar[int] = 1
     hedges: ClassVar[bool] = True
     race_seconds: ClassVar[float] = 1.0
+    lease_seconds: ClassVar[float] = 3600.0
 
     def __init__(
         self, options: ObjectOptions, connect: Callable[[], Store], renewing: RenewalHooks | None = None
@@ -208,51 +211,89 @@ class ObjectTransport:
 
     # -- markers -------------------------------------------------------------------------------------------------
 
-    async def raise_marker(self, name: str, marker: Marker) -> Marker:
-        """By one more empty object; none is overwritten. The largest epoch counts, of its incarnations the smallest.
+    async def read_marker(self, name: str) -> Marker | None:
+        """The largest epoch counts, of its incarnations the smallest.
 
-        A first marker that is younger than `race_seconds` is looked at once more after that time: another process may
+        One that is alone and younger than `race_seconds` is looked at once more after that time: another process may
         have seen none, and be making its own. A race that takes longer costs hits until one of them opens again.
         """
+        found = await self._markers(name)
+        if len(found) == 1 and _age(found) < self.race_seconds:
+            found = await self._markers_later(name)
+        return min(found, key=precedence, default=None)
+
+    async def swap_marker(self, name: str, held: Marker | None, marker: Marker) -> Marker | None:
+        """By one more empty object; none is overwritten. Those before it are removed once it is there."""
+        found = await self._markers(name)
+        there = min(found, key=precedence, default=None)
+        if there != held:
+            return await self.read_marker(name)
+        with self._with_os_errors():
+            async with self._request():
+                await library().put_async(self._store, path_of(name, marker), b"", use_multipart=False)
+        await self._forget(name, [one for one in found if one != marker])
+        found = await (self._markers(name) if held is not None else self._markers_later(name))
+        return min(found, key=precedence, default=None)
+
+    async def _markers_later(self, name: str) -> dict[Marker, datetime]:
+        await asyncio.sleep(min(self.race_seconds, self._options.request_timeout_seconds / 2))
+        return await self._markers(name)
+
+    async def _forget(self, name: str, markers: Sequence[Marker]) -> None:
+        """Remove markers that count no more. What cannot be removed is left to the next reset; one that would count
+        still does then."""
+        paths = [path_of(name, one) for one in islice(markers, _NAMES_IN_A_REQUEST)]
+        if paths:
+            with suppress(OSError), self._with_os_errors():
+                async with self._request():
+                    await self._delete(paths)
+
+    async def _markers(self, name: str) -> dict[Marker, datetime]:
+        """All markers of a name, and when they were written. A page of the listing takes the time of one request."""
+        found: dict[Marker, datetime] = {}
+        with self._with_os_errors():
+            async with self._request():
+                pages = aiter(library().list(self._store, f"{name}/"))
+            while True:
+                async with self._request():
+                    page = await anext(pages, None)
+                if page is None:
+                    return found
+                for one in page:
+                    if (stated := stated_marker(one["path"])) is not None:
+                        found[stated] = one["last_modified"]
+
+    @contextmanager
+    def _with_os_errors(self) -> Iterator[None]:
+        """Around requests whose errors are OSErrors, and which `close` waits for."""
         try:
             with self._call():
-                async with self._request():
-                    held = await self._raise_marker(name, marker)
+                yield
         except (OSError, library().exceptions.BaseError) as error:
             raise os_error(error) from None
-        if held is None:  # removed meanwhile
-            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
-        return held
 
-    async def _raise_marker(self, name: str, marker: Marker) -> Marker | None:
-        held, is_young = await self._marker(name)
-        if held is None or (held.incarnation == marker.incarnation and held.epoch < marker.epoch):
-            path = f"{name}/{marker.epoch:020d}.{marker.incarnation.hex()}"
-            await library().put_async(self._store, path, b"", use_multipart=False)
-            held, is_young = await self._marker(name)
-        if is_young:
-            await asyncio.sleep(min(self.race_seconds, self._options.request_timeout_seconds / 2))
-            held, _ = await self._marker(name)
-        return held
+    async def keep_lease(self, marker: str, lease: str) -> None:
+        """Write an empty object; its age says how long it holds. A bucket evicts no marker."""
+        with self._with_os_errors():
+            async with self._request():
+                await library().put_async(self._store, lease, b"", use_multipart=False)
 
-    async def _marker(self, name: str) -> tuple[Marker | None, bool]:
-        """The marker that counts, and whether it is a first one that others may not have seen."""
-        found: dict[Marker, datetime] = {}
-        async for some in library().list(self._store, f"{name}/"):
-            for one in some:
-                if (stated := stated_marker(one["path"])) is not None:
-                    found[stated] = one["last_modified"]
-        if not found:
-            return None, False
-        held = min(found, key=precedence)
-        age = (datetime.now(UTC) - found[held]).total_seconds()
-        return held, held.epoch == 0 and age < self.race_seconds
+
+def _age(found: Mapping[Marker, datetime]) -> float:
+    return (datetime.now(UTC) - max(found.values())).total_seconds()
+
+
+def path_of(name: str, marker: Marker) -> str:
+    """The object that states a marker."""
+    return f"{name}/{marker.epoch:020d}.{marker.incarnation.hex()}"
 
 
 def stated_marker(path: str) -> Marker | None:
     """The marker that the name of an object states; None for any other name."""
     stated = _MARKER.fullmatch(path.rpartition("/")[2])
-    return None if stated is None else Marker(bytes.fromhex(stated[2]), int(stated[1]))
+    if stated is None or int(stated[1]) >= EPOCH_CEILING:
+        return None
+    return Marker(bytes.fromhex(stated[2]), int(stated[1]))
 
 
 def precedence(marker: Marker) -> tuple[int, bytes]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
@@ -146,6 +146,11 @@ class ValkeyListing:
         """The marker of one namespace as it is now."""
         (held,) = self._asked(lambda client: items_of(client.mget([self._names.marker(namespace)]), 1, 1))
         return None if held is None else marker_of(held)
+
+    def leases(self) -> Set[tuple[bytes, Marker]]:
+        """Those that the server has not let expire."""
+        texts = (name.decode("ascii", "replace") for names in self._scan(f"{self._names.leases}*") for name in names)
+        return {leased for text in texts if (leased := self._names.leased(text)) is not None}
 
     def manifests(self, namespaces: Iterable[bytes]) -> Mapping[bytes, str]:
         """The manifests of these namespaces that there are."""

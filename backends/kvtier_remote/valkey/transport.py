@@ -11,8 +11,9 @@ from itertools import islice
 from typing import ClassVar, NamedTuple, TypeVar
 
 from kvtier.aio.daemon_pool import DaemonPool
+from kvtier.tier_api.shared_epoch import EPOCH_CEILING
 from kvtier.types.jobs import BlockOutcome, DropReason, dropped
-from kvtier_remote.answers import bad_answer, bytes_of, digits
+from kvtier_remote.answers import bytes_of, digits
 from kvtier_remote.call_limit import Lateness
 from kvtier_remote.guard import guarded
 from kvtier_remote.lane import Lane
@@ -27,15 +28,15 @@ _UNANSWERED_ERRORS = frozenset((errno.ETIMEDOUT, errno.ECONNRESET, errno.ENOTCON
 """Of a call all of whose values end so its node has answered nothing."""
 _SHARDS = 16
 """Nodes of a cluster that have clients of their own, whatever `connections` says; of more nodes some share them."""
-_RAISE = """
-local incarnation, epoch = string.match(redis.call('GET', KEYS[1]) or '', '^(' .. string.rep('%x', 16) .. ') (%d+)$')
-if not incarnation then incarnation, epoch = ARGV[1], '-1' end
-if incarnation == ARGV[1] and tonumber(ARGV[2]) > tonumber(epoch) then
-  epoch = ARGV[2]
-  redis.call('SET', KEYS[1], incarnation .. ' ' .. epoch)
+_SWAP = """
+local held = string.sub(redis.call('GET', KEYS[1]) or '', 1, 64)
+if ARGV[2] ~= '' and held == ARGV[1] then
+  redis.call('SET', KEYS[1], ARGV[2])
+  return ARGV[2]
 end
-return incarnation .. ' ' .. epoch
+return held
 """
+"""Returns what is under the name, of which no marker has more characters."""
 _MARKER_BYTES_MAX = 64
 _MARKER = re.compile(rb"([0-9A-Fa-f]{16}) ([0-9]{1,19})")
 T = TypeVar("T")
@@ -67,6 +68,7 @@ class ValkeyTransport:
     batch_blocks: ClassVar[int] = 64
     batch_bytes: ClassVar[int] = 3 << 20
     hedges: ClassVar[bool] = False
+    lease_seconds: ClassVar[float] = 120.0
 
     def __init__(self, options: ValkeyOptions) -> None:
         self._options = options
@@ -256,17 +258,33 @@ class ValkeyTransport:
 
         return await self._shard_of(node).transfers.run(ask)
 
-    async def raise_marker(self, name: str, marker: Marker) -> Marker:
+    async def read_marker(self, name: str) -> Marker | None:
+        """By a script, which returns little whatever is there."""
+        return marker_of(await self._swap(name, b"", b""))
+
+    async def swap_marker(self, name: str, held: Marker | None, marker: Marker) -> Marker | None:
         """By a script, which the server runs as one step. The marker never expires."""
-        words = ["EVAL", _RAISE, "1", name, marker.incarnation.hex(), str(marker.epoch)]
-        held = bytes_of(await self._question(name, lambda client: client.custom_command(words)), _MARKER_BYTES_MAX)
-        found = marker_of(held)
-        if found is None:
-            raise bad_answer()
-        return found
+        there = await self._swap(name, b"", b"")
+        if marker_of(there) == held:
+            there = await self._swap(name, there, f"{marker.incarnation.hex()} {marker.epoch}".encode())
+        return marker_of(there)
+
+    async def _swap(self, name: str, held: bytes, wanted: bytes) -> bytes:
+        words: list[str | bytes] = ["EVAL", _SWAP, "1", name, held, wanted]
+        answer = await self._question(name, lambda client: client.custom_command(words))
+        return bytes_of(answer, _MARKER_BYTES_MAX)
+
+    async def keep_lease(self, marker: str, lease: str) -> None:
+        """Set it with an expiry, on the node that has it."""
+        glide = library()
+        expiry = glide.ExpirySet(glide.ExpiryType.SEC, int(self.lease_seconds))
+        await self.read_marker(marker)
+        await self._question(lease, lambda client: client.set(lease, "", expiry=expiry))
 
 
 def marker_of(held: bytes) -> Marker | None:
     """The marker that a server holds under a marker's name; None if that is none."""
     match = _MARKER.fullmatch(held)
-    return None if match is None else Marker(bytes.fromhex(match[1].decode("ascii")), int(match[2]))
+    if match is None or int(match[2]) >= EPOCH_CEILING:
+        return None
+    return Marker(bytes.fromhex(match[1].decode("ascii")), int(match[2]))

@@ -20,6 +20,7 @@ from kvtier.tier_api.block_envelope import (
     payload_digest,
     verify_slot,
 )
+from kvtier.tier_api.shared_epoch import EPOCH_CEILING, OPENINGS_FROM
 from kvtier_fs.format.region_header import RegionHeader, encode_region_header
 from kvtier_fs.format.superblock import (
     COPY_BYTES,
@@ -29,6 +30,7 @@ from kvtier_fs.format.superblock import (
     encode_superblock,
     foreign_version,
 )
+from kvtier_fs.slab.opening import first_epoch
 
 PAYLOAD = b"the bytes of a block" * 100
 
@@ -173,8 +175,36 @@ def test_an_epoch_never_goes_back_also_when_the_table_forgets_its_namespace():
             assert root.epoch(known) >= epoch
     forgotten = [digest for digest in digests if digest not in dict(root.namespaces)]
     assert len(forgotten) == 20
-    assert all(root.epoch(digest) > epochs[digest] for digest in forgotten)
     assert root.with_epoch(digests[-1], 1).epoch(digests[-1]) == epochs[digests[-1]]
+
+
+def test_namespaces_that_were_never_reset_raise_no_floor_when_the_table_forgets_them():
+    root = block(session=0)
+    for session in range(3 * MAX_NAMESPACES):
+        root = replace(root, session=session).with_epoch(struct.pack("<QQ", session, 0), root.floor_epoch)
+    assert root.floor_epoch == 0
+
+
+def test_an_epoch_that_other_stores_state_is_taken_below_the_floor_and_never_below_what_is_listed():
+    root = block(floor_epoch=7)
+    assert first_epoch([root], b"n" * 16, 3) == 3, "others decide what the table has forgotten"
+    assert root.with_epoch(b"n" * 16, 3).epoch(b"n" * 16) == 3
+    assert first_epoch([root], b"n" * 16, None) == 7, "a disk alone goes on above all that it has forgotten"
+    listed = root.with_epoch(b"n" * 16, 9)
+    assert first_epoch([listed, None], b"n" * 16, 3) == 9
+    assert listed.with_epoch(b"n" * 16, 3).epoch(b"n" * 16) == 9
+
+
+@pytest.mark.parametrize("epoch", [EPOCH_CEILING - 1, EPOCH_CEILING, (1 << 62) - 1])
+def test_an_epoch_that_cannot_be_counted_from_is_none_and_costs_no_other_namespace(epoch):
+    """Whoever wrote it: a release before this one took it from a forged marker."""
+    root = block().with_epoch(b"o" * 16, 5).with_epoch(b"n" * 16, epoch)
+    begun = first_epoch([root], b"n" * 16, None)
+    assert OPENINGS_FROM <= begun < EPOCH_CEILING
+    assert first_epoch([root], b"n" * 16, 3) == 3
+    after = decode_superblock(encode_superblock(root.with_epoch(b"n" * 16, begun)) * 2)
+    assert after is not None
+    assert (after.epoch(b"n" * 16), after.epoch(b"o" * 16)) == (begun, 5)
 
 
 def test_the_superblock_is_laid_out_as_documented():

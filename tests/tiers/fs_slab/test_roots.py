@@ -21,7 +21,16 @@ from support_fs import PAGE, Tier, bytes_on_disk, keys, layout, open_tier, optio
 from support_paths import SUPPORT
 
 from faults.machine.belongings import belongings, new_since
-from kvtier.errors import ConfigError, GeometryError, KVTierError, ResourceError, RootBusyError, RootError, UsageError
+from kvtier.errors import (
+    ConfigError,
+    GeometryError,
+    KVTierError,
+    ResourceError,
+    RootBusyError,
+    RootDamagedError,
+    RootError,
+    UsageError,
+)
 from kvtier.testing.trace import leaving_no_trace
 from kvtier.tier_api.contract import AnswersLookups, ProbesAlignment, Resettable, TierContext
 from kvtier.tier_api.registry import DryRuns
@@ -378,7 +387,7 @@ async def test_a_reset_that_reached_one_root_only_counts_for_all(tmp_path):
         assert (tier.opened.epoch, list(tier.opened.recovered.keys)) == (4, [])
 
 
-async def test_a_damaged_superblock_means_an_empty_root_and_an_unknown_version_is_left_alone(tmp_path):
+async def test_a_root_of_slabs_without_a_superblock_is_left_alone_and_so_is_an_unknown_version(tmp_path):
     root = tmp_path / "root"
     async with open_tier(options(root)) as tier:
         await tier.store_all(keys(4))
@@ -387,14 +396,26 @@ async def test_a_damaged_superblock_means_an_empty_root_and_an_unknown_version_i
     slab = (root / "slab-00000").stat()
     assert "format version 9" in str(await refusal(options(root)))
     assert (root / "slab-00000").stat().st_mtime_ns == slab.st_mtime_ns
-    (root / "superblock").write_bytes(b"garbage" * 1000)
+    for damaged in (b"garbage" * 1000, b""):
+        (root / "superblock").write_bytes(damaged)
+        error = await refusal(options(root))
+        assert isinstance(error, RootDamagedError)
+        assert f"find {root} -mindepth 1 -delete" in str(error)
+        assert (root / "superblock").read_bytes() == damaged
+        assert (root / "slab-00000").stat().st_mtime_ns == slab.st_mtime_ns
+    (root / "superblock").write_bytes(good)
     async with open_tier(options(root)) as tier:
-        assert list(tier.opened.recovered.keys) == []
-        assert "superblock was damaged" in tier.opened.notes[0]
+        assert len(tier.opened.recovered.keys) == 4, "nothing was touched"
+
+
+async def test_a_root_whose_first_opening_never_completed_is_made_anew(tmp_path):
+    root = tmp_path / "root"
+    root.mkdir(mode=0o700)
+    (root / "superblock").write_bytes(b"KVTIERSB"[:4])
+    async with open_tier(options(root)) as tier:
         await tier.store_all(keys(4))
-    (root / "superblock").unlink()
     async with open_tier(options(root)) as tier:
-        assert list(tier.opened.recovered.keys) == [], "nothing of an unknown past counts"
+        assert len(tier.opened.recovered.keys) == 4
 
 
 async def test_another_alignment_is_refused(tmp_path):

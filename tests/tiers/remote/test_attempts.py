@@ -58,7 +58,10 @@ class MemoryTransport:
     async def close(self, timeout_seconds: float) -> int:
         return 0
 
-    async def raise_marker(self, name: str, marker: Marker) -> Marker:
+    async def read_marker(self, name: str) -> Marker | None:
+        return None
+
+    async def swap_marker(self, name: str, held: Marker | None, marker: Marker) -> Marker | None:
         return marker
 
     async def present(self, places: Sequence[Place]) -> list[bool]:

@@ -43,7 +43,7 @@ async def test_epochs_are_never_lowered(server, tmp_path):
         await one.tier.reset(300)
         await other.tier.reset(2)
     async with suite.opened(tmp_path) as driver:
-        assert driver.opened.epoch == 300
+        assert driver.opened.epoch > 300, "whose weights the lower number meant is not known"
 
 
 async def test_a_lost_marker_loses_hits_and_nothing_else(server, tmp_path):

@@ -38,7 +38,7 @@ def folder(tmp_path) -> Folder:
     return Folder(tmp_path / "bucket")
 
 
-async def test_names_tell_nothing_and_no_marker_is_overwritten(folder, tmp_path):
+async def test_names_tell_nothing_and_one_marker_stays(folder, tmp_path):
     async with Blocks(folder).opened(tmp_path) as driver:
         await stored(driver)
         await driver.tier.reset(1)
@@ -50,8 +50,10 @@ async def test_names_tell_nothing_and_no_marker_is_overwritten(folder, tmp_path)
     assert not any(key[:8].hex() in name for key in NAMES for name in found)
     manifests = [name for name in found if "/manifests/" in name]
     assert all(re.fullmatch(r"kvtier/manifests/[0-9a-f]{16}\.json", name) for name in manifests)
-    markers = sorted(set(found) - set(blocks) - set(manifests))
-    assert [int(MARKER.fullmatch(name)[1]) for name in markers] == [0, 1, 3]
+    leases = [name for name in found if "/l/" in name]
+    assert all(re.fullmatch(r"kvtier/l/[0-9a-f]{16}\.[0-9a-f]{24}", name) for name in leases)
+    markers = sorted(set(found) - set(blocks) - set(manifests) - set(leases))
+    assert [int(MARKER.fullmatch(name)[1]) for name in markers] == [3], "those before the one that counts are removed"
     assert all(read(folder.store, name) == b"" for name in markers)
 
 
@@ -78,17 +80,16 @@ async def test_of_two_first_markers_made_at_once_the_smaller_counts_for_both(fol
         race_seconds = 60.0
         looks = 0
 
-        async def _marker(self, name):
-            found = await super()._marker(name)
+        async def _markers(self, name):
             self.looks += 1
             if self.looks == 2:
                 write(folder.store, f"{name}/{0:020d}.{bytes(8).hex()}", b"")
-            return found
+            return await super()._markers(name)
 
     tier = folder.tier(request_timeout_seconds=0.5)
     one = Racing(tier.options, tier._connect)
     await one.open()
-    assert await one.raise_marker("kvtier/m/n", Marker(b"\xff" * 8, 0)) == Marker(bytes(8), 0)
+    assert await one.swap_marker("kvtier/m/n", None, Marker(b"\xff" * 8, 0)) == Marker(bytes(8), 0)
     assert await one.close(5) == 0
 
 

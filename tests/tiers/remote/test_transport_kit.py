@@ -98,14 +98,15 @@ class MemoryTransport:
         for place in places:
             self.memory.values.pop(place.name, None)
 
-    async def raise_marker(self, name: str, marker: Marker) -> Marker:
+    async def read_marker(self, name: str) -> Marker | None:
         await self._reach()
-        self.memory.markers[name] = raised(self.memory.markers.get(name, marker), marker)
-        return self.memory.markers[name]
+        return self.memory.markers.get(name)
 
-
-def raised(held: Marker, marker: Marker) -> Marker:
-    return max(held, marker) if held.incarnation == marker.incarnation else held
+    async def swap_marker(self, name: str, held: Marker | None, marker: Marker) -> Marker | None:
+        await self._reach()
+        if self.memory.markers.get(name) == held:
+            self.memory.markers[name] = marker
+        return self.memory.markers.get(name)
 
 
 class SpreadMemory(MemoryTransport):
@@ -246,30 +247,29 @@ class RaisesFromGet(MemoryTransport):
         return await super().get(values, verify)
 
 
-class LowersEpochs(MemoryTransport):
-    async def raise_marker(self, name, marker):
+class SwapsWhatItDoesNotFind(MemoryTransport):
+    async def swap_marker(self, name, held, marker):
         await self._reach()
-        held = self.memory.markers.get(name, marker)
-        self.memory.markers[name] = Marker(held.incarnation, min(held.epoch, marker.epoch))
-        return self.memory.markers[name]
+        self.memory.markers[name] = marker
+        return marker
 
 
-class ChangesIncarnations(MemoryTransport):
-    async def raise_marker(self, name, marker):
-        held = await super().raise_marker(name, marker)
-        self.memory.markers[name] = Marker(marker.incarnation, held.epoch)
-        return self.memory.markers[name]
+class ReturnsWhatItWasGiven(MemoryTransport):
+    async def swap_marker(self, name, held, marker):
+        await super().swap_marker(name, held, marker)
+        return marker
 
 
 class RacesForMarkers(MemoryTransport):
     """Reads, then writes, and others have their turn between the two."""
 
-    async def raise_marker(self, name, marker):
+    async def swap_marker(self, name, held, marker):
         await self._reach()
-        held = self.memory.markers.get(name, marker)
+        there = self.memory.markers.get(name)
         await self._reach()
-        self.memory.markers[name] = raised(held, marker)
-        return self.memory.markers[name]
+        if there == held:
+            self.memory.markers[name] = there = marker
+        return there
 
 
 class HangsWhenFrozen(MemoryTransport):
@@ -323,8 +323,8 @@ DEFECTS: dict[type[MemoryTransport], str] = {
     RemovesTooMuch: "what_is_removed_is_gone",
     SwallowsTimeouts: "a_frozen_server_costs_time",
     RaisesFromGet: "calls_after_close",
-    LowersEpochs: "a_marker_keeps_its_incarnation",
-    ChangesIncarnations: "a_marker_keeps_its_incarnation",
+    SwapsWhatItDoesNotFind: "a_marker_is_replaced_only_by_who_found_it",
+    ReturnsWhatItWasGiven: "a_marker_is_replaced_only_by_who_found_it",
     RacesForMarkers: "clients_that_race_for_a_marker",
     HangsWhenFrozen: "a_frozen_server_costs_time",
     UsesTheDefaultExecutor: "an_open_transport_says",

@@ -29,7 +29,8 @@ async def test_names_tell_nothing_and_large_values_have_two(server, tmp_path):
     assert not any(key[:8].hex() in name for key in names for name in found)
     assert sorted(name[-1] for name in blocks if name.startswith("{")) == ["b"] * 3 + ["h"] * 3
     assert len(blocks) == 8
-    marker, manifest = sorted(set(found) - set(blocks))
+    lease, marker, manifest = sorted(set(found) - set(blocks))
+    assert re.fullmatch(r"kvtier:l:[0-9a-f]{16}\.[0-9a-f]{24}", lease)
     assert re.fullmatch(r"kvtier:m:[0-9a-f]{16}", marker)
     assert re.fullmatch(r"kvtier:manifests:[0-9a-f]{16}\.json", manifest)
     lengths = {server.client.strlen(name) for name in blocks if name.startswith("{")}
@@ -40,7 +41,8 @@ async def test_blocks_expire_and_the_marker_does_not(server, tmp_path):
     async with Blocks(server, expire="1h").opened(tmp_path) as driver:
         assert all(outcome.ok for outcome in (await driver.store(driver_keys())).values())
     times = {name: server.client.ttl(name) for name in server.names("*")}
-    assert len(times) == 8
+    assert len(times) == 9
+    assert all(0 < times.pop(name) <= 120 for name in server.names("*:l:*"))
     assert all(ttl == -1 if b":b:" not in name else 0 < ttl <= 3600 for name, ttl in times.items())
 
 
