@@ -245,6 +245,10 @@ class SharedFSBackend(RootTier):
         except OSError as error:
             raise root.folder.refusal(error) from error
 
+    def leave_epoch(self) -> None:
+        """See `StatesEpoch`."""
+        self._epoch.leave()
+
     async def reset(self, epoch: int) -> None:
         """Raise the namespace's epoch for all processes, durably before this returns. Raises RootError if that failed.
 

@@ -229,6 +229,10 @@ class RemoteBackend(LoadStore):
         except OSError as error:
             raise ResourceError(f"the epoch of the namespace cannot be raised ({error.strerror})") from error
 
+    def leave_epoch(self) -> None:
+        """See `StatesEpoch`."""
+        self._epochs.leave()
+
     async def reset(self, epoch: int) -> None:
         """Raise the namespace's epoch on the server before this returns. Raises ResourceError if that failed; then it
         holds for this process, which stores nothing before the server has taken the epoch.

@@ -9,10 +9,9 @@ from collections import Counter
 from kvtier.errors import ResourceError
 from kvtier.tier_api.shared_epoch import EPOCH_CEILING, SharedEpoch, fresh_epoch, is_usable, line_of
 from kvtier.types.jobs import BlockOutcome, failed
-from kvtier_remote.transport import Marker, Transport
+from kvtier_remote.transport import LINEAGE_BYTES, Marker, Transport
 
 INCARNATION_BYTES = 8
-_LINEAGE_BYTES = 4
 _ATTEMPTS = 10
 
 
@@ -34,12 +33,13 @@ class Epochs(SharedEpoch):
         self._name = name
         self._counters = counters
         self._incarnation = secrets.token_bytes(INCARNATION_BYTES)
+        self._alone = secrets.token_bytes(INCARNATION_BYTES)
         self._held: Marker | None = None
         self._made: Marker | None = None
 
     def marker(self, epoch: int) -> Marker:
         """What the names of blocks of an epoch contain."""
-        return Marker(self._incarnation, epoch)
+        return Marker(self._alone if self.has_left else self._incarnation, epoch)
 
     async def refusal(self, epoch: int) -> BlockOutcome | None:
         """Why nothing can be stored under an epoch now: its marker could not be raised. None if it has been.
@@ -92,7 +92,7 @@ class Epochs(SharedEpoch):
         try:
             await self._count_on(epoch)
         except OSError:
-            self._incarnation = secrets.token_bytes(INCARNATION_BYTES)
+            self.leave()
             raise
 
     async def _count_on(self, epoch: int) -> None:
@@ -103,8 +103,9 @@ class Epochs(SharedEpoch):
                 return
             following = self._following(held, epoch)
             if await self._transport.swap_marker(self._name, held, following) == following:
-                alone = following.epoch != epoch
-                self._incarnation = secrets.token_bytes(INCARNATION_BYTES) if alone else following.incarnation
+                self._incarnation = following.incarnation
+                if following.epoch != epoch:
+                    self.leave()
                 return
         raise OSError(errno.EBUSY, "other processes write the marker")
 
@@ -113,14 +114,13 @@ class Epochs(SharedEpoch):
 
         The same incarnation with a higher number is not: an earlier release raised it, perhaps when it opened.
         """
-        own, found = self._incarnation, held.incarnation
-        return held.epoch == epoch and found != own and found[:_LINEAGE_BYTES] == own[:_LINEAGE_BYTES]
+        own = self.marker(self._raised)
+        return held.epoch == epoch and held.incarnation != own.incarnation and held.lineage == own.lineage
 
     def _following(self, held: Marker | None, epoch: int) -> Marker:
         """The marker of a reset to this epoch, in place of the one that is there."""
         own = self.marker(self._raised)
         if held == own and line_of(epoch) == line_of(own.epoch) and epoch < EPOCH_CEILING:
-            random = secrets.token_bytes(INCARNATION_BYTES - _LINEAGE_BYTES)
-            return Marker(own.incarnation[:_LINEAGE_BYTES] + random, epoch)
+            return Marker(own.lineage + secrets.token_bytes(INCARNATION_BYTES - LINEAGE_BYTES), epoch)
         numbers = [one for one in (epoch, held.epoch if held else 0) if is_usable(one)]
         return Marker(secrets.token_bytes(INCARNATION_BYTES), fresh_epoch(max(numbers, default=0)))

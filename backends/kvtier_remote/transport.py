@@ -39,12 +39,20 @@ class Value(NamedTuple):
     header: bytes = b""
 
 
+LINEAGE_BYTES = 4
+
+
 class Marker(NamedTuple):
     """The epoch of a namespace. A lost marker is made anew with another `incarnation`, 8 random bytes; names contain
     both, so nothing that was stored under the lost one is found."""
 
     incarnation: bytes
     epoch: int
+
+    @property
+    def lineage(self) -> bytes:
+        """The part of the incarnation that resets leave as it is."""
+        return self.incarnation[:LINEAGE_BYTES]
 
 
 @dataclass(frozen=True, slots=True)

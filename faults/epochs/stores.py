@@ -202,6 +202,9 @@ class FolderTier(SharedMemoryTier):
         is_new = await self._epoch.begin(context.new_epoch or 0)
         return replace(opened, epoch=self._epoch.now, is_new_epoch=is_new)
 
+    def leave_epoch(self) -> None:
+        self._epoch.leave()
+
     async def state_epoch(self, epoch: int) -> int:
         return await self._epoch.state(epoch)
 

@@ -26,13 +26,14 @@ from kvtier.stack import shutdown
 from kvtier.stack.assembled import Assembled
 from kvtier.stack.assembly import StackParts, assemble
 from kvtier.stack.job_checks import check_job, check_pairs
+from kvtier.stack.joining import reset_tiers
 from kvtier.stack.lookups import Lookups
 from kvtier.stack.operator_log import OperatorLog, TierWatch
 from kvtier.stack.request_calls import RequestCalls
 from kvtier.stack.shutdown import CloseReport
 from kvtier.stack.stats import StackStats, collect
 from kvtier.stack.stats_socket import StatsSocket
-from kvtier.tier_api.contract import Clock, Resettable
+from kvtier.tier_api.contract import Clock
 from kvtier.tier_api.shared_epoch import fresh_epoch
 from kvtier.types.checks import check_info, check_keys, check_text, check_timeout, check_types, check_whole
 from kvtier.types.events import OffloadingEvent
@@ -284,15 +285,15 @@ class StackCore(RequestCalls):
 
         began = self._clock()
 
-        def make_durable() -> asyncio.Future[list[None]]:
-            resets = asyncio.gather(*(tier.reset(epoch) for tier in tiers if isinstance(tier, Resettable)))
+        def make_durable() -> asyncio.Future[None]:
+            resets = asyncio.ensure_future(reset_tiers(tiers, epoch))
             resets.add_done_callback(self._reset_ended)
             resets.add_done_callback(partial(self._log.reset, epoch, began))
             return resets
 
         return make_durable
 
-    def _reset_ended(self, ended: asyncio.Future[list[None]]) -> None:
+    def _reset_ended(self, ended: asyncio.Future[None]) -> None:
         self._reset_failed = self._reset_failed or ended.cancelled() or ended.exception() is not None
 
     def _abandon(self, assembled: Assembled) -> shutdown.Abandoned:

@@ -31,6 +31,21 @@ def choose_epoch(stated: Sequence[int], on_disks: int) -> int:
     return fresh_epoch(max(highest, on_disks)) if on_disks > highest or raises_in_line else highest
 
 
+async def reset_tiers(tiers: Sequence[LoadStore], epoch: int) -> None:
+    """Reset tiers durably. Raises what the first of them raises.
+
+    A reset that one of them did not take has failed. Then those that others use share nothing any more: a process with
+    the weights of before may be started in the epoch that they state.
+    """
+    try:
+        await asyncio.gather(*(tier.reset(epoch) for tier in tiers if isinstance(tier, Resettable)))
+    except BaseException:
+        for tier in tiers:
+            if isinstance(tier, StatesEpoch):
+                tier.leave_epoch()
+        raise
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LowerTiers:
     """The lower tiers of a stack, and how one of them is opened in a namespace."""
@@ -92,7 +107,7 @@ class LowerTiers:
         open."""
         pairs = zip(self.tiers, setups, strict=True)
         behind = [tier for tier, setup in pairs if setup.opened.epoch < epoch and not setup.held_back]
-        await asyncio.gather(*(tier.reset(epoch) for tier in behind if isinstance(tier, Resettable)))
+        await reset_tiers(behind, epoch)
 
 
 class Joining:

@@ -151,6 +151,10 @@ class StatesEpoch(Protocol):
         """Before the first job: have the store state this epoch, unless it states another one than when it was opened.
         Returns what it states, which holds in the tier. Raises ResourceError."""
 
+    def leave_epoch(self) -> None:
+        """Find and store nothing any more that other processes store or find, until the tier is opened again. A reset
+        of its stack failed, so others may come to this epoch with the weights of before."""
+
 
 @runtime_checkable
 class FencesCopies(Protocol):

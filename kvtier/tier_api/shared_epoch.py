@@ -43,11 +43,12 @@ class SharedEpoch(ABC):
     """One namespace's epoch in this process.
 
     `now` is the epoch of the last reset in this process; it holds at once, in memory. What others see is raised by one
-    call at a time.
+    call at a time. A process that `has_left` finds and stores nothing that others do, until it is started again.
     """
 
     def __init__(self) -> None:
         self.now = 0
+        self.has_left = False
         self._raised = -1
         """What others were last seen to see; -1 before the beginning."""
         self._raising = asyncio.Lock()
@@ -74,6 +75,10 @@ class SharedEpoch(ABC):
             await self._raise(epoch)
         except OSError as error:
             raise self._failure(error) from error
+
+    def leave(self) -> None:
+        """Share nothing with other processes any more. What this one resets to later moves them on all the same."""
+        self.has_left = True
 
     async def _raise(self, epoch: int) -> None:
         if epoch <= self._raised:

@@ -33,9 +33,9 @@ SEEDS_MAX = 60
 
 def test_every_struct_of_the_format_is_attacked():
     known = dict(records.known_structs())
-    parts = {f"kvtier.tier_api.block_envelope.{name}" for name in ("_SHARED", "_OWN", "_GENERATION")}
+    parts = {f"kvtier.tier_api.block_envelope.{name}" for name in ("_SHARED", "_OWN", "_GENERATION", "_STATED")}
     missing = {name for name, form in known.items() if not any(form is one for one in records.STRUCTS)}
-    assert missing == parts, "these are the halves of a slot's header, and a field of it"
+    assert missing == parts, "these are the halves of a slot's header, and fields of it"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -35,8 +35,15 @@ def server(shared: Server) -> Server:
 
 
 def stored(server: Server, **what: Any) -> str:
-    """Blocks on a server. The digits of their namespace."""
-    return store_epochs(Blocks(server), **what)
+    """Blocks on a server, of processes whose leases have expired. The digits of their namespace."""
+    digits = store_epochs(Blocks(server), **what)
+    expire_leases(server)
+    return digits
+
+
+def expire_leases(server: Server) -> None:
+    """What time does two minutes after the last process has closed."""
+    server.client.delete(*server.names("*:l:*"))
 
 
 def address(server: Server, prefix: str = "kvtier") -> tuple[str, ...]:
@@ -98,6 +105,7 @@ def test_what_no_process_will_find_is_dropped_and_nothing_else(server: Server) -
     assert tool("gc", *address(server), "--old").stdout == "there is nothing to drop\n"
     assert loadable(server) == 5
     server.client.delete(*server.names("*:m:*"))
+    expire_leases(server)
     assert tool_json("gc", *address(server), "--old")["dropped"][0]["blocks"] == 5, "without a marker none is found"
     assert server.names("*:b:*") == []
 

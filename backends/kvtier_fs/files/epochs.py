@@ -22,7 +22,7 @@ class Epoch(SharedEpoch):
     A reset counts from the number that this process has last seen, if it is there yet. Where others have counted
     further it stays: they mean weights that come later. Where it is lost, was set back or is of another line, it is not
     known whose weights it means. The reset moves the namespace on to a new line then, so that who opens later finds
-    nothing from before; this process is `out`: it finds and stores nothing until it is started again.
+    nothing from before; this process leaves.
     """
 
     def __init__(self, root: SharedRoot, namespace: bytes) -> None:
@@ -31,7 +31,6 @@ class Epoch(SharedEpoch):
         self._namespace = namespace
         self._held: int | None = None
         self._made = -1
-        self._out = False
 
     def _failure(self, error: OSError) -> RootError:
         return RootError(self._root.path, f"the epoch cannot be written ({error.strerror})")
@@ -49,8 +48,9 @@ class Epoch(SharedEpoch):
                 self._root.counters["reset.failed"] += 1
                 return None
         stated = await self._root.call(self._root.folder.epoch, self._namespace)
-        self._out = self._out or stated is None or stated < self._raised
-        return None if self._out else stated
+        if stated is None or stated < self._raised:
+            self.leave()
+        return None if self.has_left else stated
 
     async def _begin(self, new_epoch: int) -> int:
         self._made = new_epoch
@@ -76,20 +76,21 @@ class Epoch(SharedEpoch):
         try:
             await self._count_on(epoch)
         except (OSError, RootError):
-            self._out = True
+            self.leave()
             raise
 
     async def _count_on(self, epoch: int) -> None:
         for _ in range(_ATTEMPTS):
             held = await self._root.call(self._root.folder.epoch, self._namespace)
-            if not self._out and held is not None and held >= epoch and line_of(held) == line_of(self._raised):
+            if not self.has_left and held is not None and held >= epoch and line_of(held) == line_of(self._raised):
                 await self._swap(held, held)
                 return
-            counted = not self._out and held == self._raised and line_of(epoch) == line_of(held)
+            counted = not self.has_left and held == self._raised and line_of(epoch) == line_of(held)
             usable = [one for one in (held, self._raised) if one is not None and is_usable(one)]
             following = epoch if counted else fresh_epoch(max(usable, default=0))
             if await self._swap(held, following) == following:
-                self._out = not counted
+                if not counted:
+                    self.leave()
                 return
         raise OSError(errno.EBUSY, "other processes write the epoch")
 

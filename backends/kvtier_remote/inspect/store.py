@@ -148,11 +148,10 @@ class RemoteInspection:
             marker = self._listing.marker(name.namespace)
             if marker is not None:
                 self._markers[name.namespace] = marker
-        if marker is None or marker.incarnation != name.marker.incarnation:
-            return BlockState.ORPHANED
-        if marker.epoch < name.marker.epoch:
-            return BlockState.ORPHANED
-        return BlockState.CURRENT if marker.epoch == name.marker.epoch else BlockState.OLD
+        if marker == name.marker:
+            return BlockState.CURRENT
+        counted_on = marker is not None and marker.lineage == name.marker.lineage and marker.epoch > name.marker.epoch
+        return BlockState.OLD if counted_on else BlockState.ORPHANED
 
     def _namespaces(self) -> tuple[StoredNamespace, ...]:
         manifests = self._listing.manifests(self._markers)
