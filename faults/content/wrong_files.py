@@ -32,8 +32,8 @@ class Case:
     missed: str = "first"
 
 
-def _no_files(layout: str, name: str, missed: str) -> list[Case]:
-    """What is no plain file at all."""
+def _no_files(layout: str, name: str, missed: str, a_folder: str = "") -> list[Case]:
+    """What is no plain file at all. `a_folder`: what is missed with a folder, which no file can replace."""
     kinds: tuple[tuple[str, Plant], ...] = (
         ("a link", plants.link),
         ("a link to a device", plants.device),
@@ -41,7 +41,10 @@ def _no_files(layout: str, name: str, missed: str) -> list[Case]:
         ("a folder", plants.folder),
         ("a socket", plants.socket_file),
     )
-    return [Case(layout, name, what, plant, missed) for what, plant in kinds]
+    return [
+        Case(layout, name, what, plant, a_folder or missed if plant is plants.folder else missed)
+        for what, plant in kinds
+    ]
 
 
 def _slab_cases() -> list[Case]:
@@ -94,7 +97,7 @@ def _slab_cases() -> list[Case]:
 
 def _files_cases() -> list[Case]:
     cases = _no_files("files", "block", "first")
-    cases += _no_files("files", "superblock", "refused") + _no_files("files", "epoch", "refused")
+    cases += _no_files("files", "superblock", "refused") + _no_files("files", "epoch", "all", a_folder="refused")
     cases += [case for name in ("account", "lock of the bucket") for case in _no_files("files", name, "none")]
     rows: tuple[tuple[str, str, Plant, str], ...] = (
         ("block", "truncated", plants.truncate, "first"),
@@ -123,9 +126,9 @@ def _files_cases() -> list[Case]:
         ("superblock", "another root's", plants.other_roots, "all"),
         ("superblock", "of an older format", plants.version(-1), "refused"),
         ("superblock", "of a newer format", plants.version(1), "refused"),
-        ("epoch", "truncated", lambda scene, path: os.truncate(path, scene.rng.randrange(1, 128)), "refused"),
-        ("epoch", "zeroed", plants.zero, "refused"),
-        ("epoch", "noise", plants.noise, "refused"),
+        ("epoch", "truncated", lambda scene, path: os.truncate(path, scene.rng.randrange(1, 128)), "all"),
+        ("epoch", "zeroed", plants.zero, "all"),
+        ("epoch", "noise", plants.noise, "all"),
         ("epoch", "of another format", plants.epoch_version, "refused"),
         ("account", "truncated", plants.truncate, "none"),
         ("account", "noise", plants.noise, "none"),

@@ -153,6 +153,9 @@ class Folder:
     def epoch(self, namespace: bytes) -> int | None:
         return decode_epoch(self.files.get(namespace, b""), namespace)
 
+    def has_lost_epoch(self, namespace: bytes) -> bool:
+        return namespace in self.files and self.epoch(namespace) is None
+
     def swap_epoch(self, namespace: bytes, held: int | None, epoch: int, temporary: str) -> int | None:
         if self.epoch(namespace) == held:
             self.files[namespace] = encode_epoch(namespace, epoch)

@@ -53,6 +53,8 @@ class Epoch(SharedEpoch):
         return None if self.has_left else stated
 
     async def _begin(self, new_epoch: int) -> int:
+        if await self._root.call(self._root.folder.has_lost_epoch, self._namespace):
+            new_epoch = new_epoch or fresh_epoch()
         self._made = new_epoch
         self._held = await self._swap(None, new_epoch)
         if self._held is None or not is_usable(self._held):

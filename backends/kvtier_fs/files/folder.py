@@ -25,6 +25,7 @@ from kvtier_fs.format.tree_records import (
     decode_tree,
     encode_epoch,
     encode_tree,
+    other_epoch_version,
 )
 from kvtier_fs.options import SharedFSOptions
 from kvtier_fs.roots.disk import unknown_version
@@ -270,6 +271,25 @@ class TreeFolder(GuardedFolder):
         with vanished(_NO_PLAIN_FILE):
             return decode_epoch(read_small(self.epochs_fd, namespace.hex()), namespace)
         return None
+
+    def has_lost_epoch(self, namespace: bytes) -> bool:
+        """True if what is in the place of a namespace's epoch states none: a reset may have been stated there.
+
+        Raises RootError for the epoch of another release, OSError.
+        """
+        name, data = namespace.hex(), b""
+        try:
+            os.stat(name, dir_fd=self.epochs_fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        if self.epoch(namespace) is not None:
+            return False
+        with vanished(_NO_PLAIN_FILE):
+            data = read_small(self.epochs_fd, name)
+        version = other_epoch_version(data)
+        if version is not None:
+            raise unknown_version(self.path, version - 1000, "files")
+        return True
 
     def swap_epoch(self, namespace: bytes, held: int | None, epoch: int, temporary: str) -> int | Busy | None:
         """Make a namespace's file state `epoch` if it states `held`; None: if it is missing, or states none.

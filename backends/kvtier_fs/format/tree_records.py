@@ -83,6 +83,14 @@ def decode_epoch(data: bytes, namespace: bytes) -> int | None:
     return next((int(epoch) for owner, epoch in records if owner == namespace and epoch < EPOCH_CEILING), None)
 
 
+def other_epoch_version(data: bytes) -> int | None:
+    """The version of a whole epoch file of another release; None if it is not that."""
+    halves = (data[at : at + EPOCH_COPY_BYTES] for at in (0, EPOCH_COPY_BYTES))
+    bodies = (unseal(_EPOCH_MAGIC, half) for half in halves)
+    versions = (int.from_bytes(body[:4], "little") for body in bodies if body is not None and len(body) >= 4)
+    return next((version for version in versions if version != FILES_VERSION), None)
+
+
 def encode_account(tree: Tree, bucket: int, used_bytes: int) -> bytes:
     """What a bucket holds, in bytes of disk."""
     return seal(_ACCOUNT_MAGIC, _ACCOUNT.pack(FILES_VERSION, tree.root_uuid, bucket, used_bytes), ACCOUNT_BYTES)

@@ -103,11 +103,12 @@ class PageSource:
 
     def __init__(self, url: str) -> None:
         self.name = url
-        self._threads = DaemonPool("kvtier-page", 1)
 
     def read(self) -> StackReading:
         """The figures now. Raises ResourceError where there are none."""
-        asked = self._threads.submit(self._page)
+        thread = DaemonPool("kvtier-page", 1)
+        asked = thread.submit(self._page)
+        thread.shutdown()  # it ends with its call
         try:
             page = asked.result(2 * TIMEOUT_SECONDS)  # each wait for bytes has a deadline of its own
         except TimeoutError:
