@@ -1,9 +1,10 @@
 """One seed: two to four hosts with a stack each, in a random order of what happens to hosts and to their stores.
 
 The contract of a namespace: each `reset` of a host is for the next weights, one that failed is repeated for the same,
-and a host that opens has the newest that a reset has ended for. Then no load returns bytes of other weights. What no
-host can know of is left out: after a store came back from an earlier state that had forgotten a reset, or was forged to
-a number that was used before, only what was stored before a host's own last reset must not come back (`is_blind`).
+and a host that opens has the newest that a reset has succeeded for. What a host stores after a failed reset is no
+repetition of it: that may reach no store. Then no load returns bytes of other weights. What no host can know of is left
+out: after a store came back from an earlier state that had forgotten a reset, or was forged to a number that was used
+before, only what was stored before a host's own last reset must not come back (`is_blind`).
 """
 
 from __future__ import annotations
@@ -231,8 +232,6 @@ class SeedRun:
             host.pages[page, : _CONTENT.size] = np.frombuffer(_CONTENT.pack(host.weights, self.step), np.uint8)
         await host.stack.store([KEYS[i] for i in chosen], gpu_blocks=chosen)
         await host.stack.drain(1.0)
-        if host.is_pending and not self._is_down():
-            self.newest = max(self.newest, host.weights)
         self.note(f"store: host {host.number} {chosen}")
 
     async def _load(self, host: Host) -> None:

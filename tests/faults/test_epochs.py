@@ -25,9 +25,12 @@ def test_no_seed_finds_older_weights():
     assert covered.issuperset(CENTRE), "seeds that attack nothing prove nothing"
 
 
-@pytest.mark.parametrize("seed", [19541, 51509])
+@pytest.mark.parametrize("seed", [19541, 51509, 83304])
 def test_seeds_that_once_found_older_weights(seed: int):
-    """A failed reset that was counted later beside a new host; one that only some tiers of its stack had taken."""
+    """A failed reset that was counted later beside a new host; one that only some tiers of its stack had taken.
+
+    The third was a fault of the simulation: what a host stored after a failed reset was taken for its repetition.
+    """
     assert not run_seed(seed).violations
 
 
