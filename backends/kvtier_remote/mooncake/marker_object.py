@@ -27,6 +27,7 @@ SIZE = 64
 MEMORY_BYTES = 2 * SIZE
 """What a client that raises markers needs: room for two states."""
 _ATTEMPTS = 100
+_REREADS = 8
 _PAUSE_SECONDS = 0.003
 """What another client has begun to write is missing until it is complete, and cannot be created."""
 
@@ -50,6 +51,8 @@ def swap_marker(connection: ClientProcess, name: str, held: Marker | None, marke
         time.sleep(min(attempt, 10) * _PAUSE_SECONDS)
         try:
             state = _current(connection, name, deadline)
+            if attempt and _read(connection, f"{name}.{following.id}") is not None:
+                return marker  # it was there, and another client has followed it since
             if state == following or usable(state) != held:
                 return usable(state)
             _create(connection, name if state is None else f"{name}.{state.id}", following)
@@ -81,6 +84,11 @@ def _followed(connection: ClientProcess, name: str, deadline: Deadline) -> tuple
     """The state in the marker, and the one that its claims lead to. Claims in a circle, and those that lead on beyond
     the deadline, raise OSError."""
     held = state = _read(connection, name)
+    for reread in range(_REREADS):
+        if state is not None:
+            break
+        time.sleep(reread * _PAUSE_SECONDS)  # what is replaced at this moment is missing
+        held = state = _read(connection, name)
     seen = set[str]()
     while state is not None and (claimed := _read(connection, f"{name}.{state.id}")) is not None:
         if state.id in seen:
