@@ -182,6 +182,8 @@ def test_the_tools_read_and_prune_a_bucket(ceph, bucket, tmp_path):
             await driver.store(NAMES[:4])
 
     asyncio.run(work())
+    for lease in names(bucket.store, "kvtier/l"):  # which expires in an hour
+        bucket.store.delete(lease)
     keys = ", ".join(
         f"{name}_file: {ceph.folder / file}" for name, file in (("access_key", "key-id"), ("secret_key", "secret"))
     )
@@ -204,4 +206,4 @@ def test_the_tools_read_and_prune_a_bucket(ceph, bucket, tmp_path):
     namespace = str(tool("du")["rows"][0]["namespace"])
     assert tool("gc", "--namespace", namespace)["dropped"][0]["blocks"] == 4
     assert names(bucket.store, "kvtier/b") == names(bucket.store, "kvtier/manifests") == []
-    assert len(names(bucket.store, "kvtier/m")) == 2
+    assert len(names(bucket.store, "kvtier/m")) == 1
