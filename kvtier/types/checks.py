@@ -64,8 +64,6 @@ def check_text(what: str, value: object) -> None:
 
 def check_number(what: str, value: object, least: float = -math.inf) -> None:
     """This is a finite number of at least so much. True and False are none."""
-    if type(value) is float and least <= value < math.inf and value > -math.inf:
-        return
     number = math.nan
     if isinstance(value, Real) and not isinstance(value, bool):
         with suppress(OverflowError):
