@@ -153,7 +153,8 @@ class RequestCalls(ABC):
         """A request has ended: have it written to the trace if the stack keeps one. It never waits and never fails.
 
         `keys` are those of the first group of all whole blocks of the prompt, or the hashes in them, in prefix order,
-        hits or not; they must not change afterwards. The lengths are in tokens. `arrived` is when it came, by `time.monotonic`; now if absent.
+        hits or not; they must not change afterwards. The lengths are in tokens. `arrived` is when it came, by
+        `time.monotonic`; now if absent.
         """
         assembled = self._opened()
         check_keys(keys)

@@ -133,8 +133,8 @@ def test_an_engine_stack_takes_no_harm_from_any_argument(tmp_path):
     with EngineStack(stack_of(engine, tmp_path)) as stack:
         refused = 0
         for call in wrong_calls(EngineStack, ENGINE_STACK, {*LIFE, "hold_back", "step"}):
-            if waits_long(call):
-                continue
+            if waits_long(call) or (call.method == "place" and "deadline" in call.where):
+                continue  # a placed job ends by its engine's copies: none are made here, so none ends in time
             try:
                 getattr(stack, call.method)(**call.arguments)
                 stack.step()
