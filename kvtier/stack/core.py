@@ -144,6 +144,7 @@ class StackCore(RequestCalls):
         if job.job_id in self._jobs:
             raise UsageError(f"job {job.job_id} is in flight already")
         self._jobs[job.job_id] = job
+        self._overdue.discard(job.job_id)  # an earlier job had this id
         for copier in assembled.fenced:
             copier.fence()
         if job.deadline is not None:
