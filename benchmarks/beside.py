@@ -23,8 +23,8 @@ from benchmarks.fs_child import FIRST, LOAD, Content, Pass, Setup
 from benchmarks.fs_kvtier import KVTier
 from benchmarks.options import JSON_FILE
 from benchmarks.report import GIB, Report, median, paired_ratio, percentile, table
+from kvtier.cli.temporary_folders import temporary_folder
 from kvtier.options import parse_size
-from kvtier.temporary_folders import temporary_folder
 
 NAP_SECONDS = 0.002
 JOB_BLOCKS = 16

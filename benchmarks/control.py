@@ -24,7 +24,7 @@ from benchmarks.options import JSON_FILE
 from kvtier.control.plane import ControlPlane
 from kvtier.control.state import TierSetup
 from kvtier.control.tiers.owned_tier import OwnedTier
-from kvtier.tier_api.contract import Opened, SlotSpace
+from kvtier.tier.contract import Opened, SlotSpace
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import STORED, GPUGroup, JobKind, JobResult, TransferJob
 from kvtier.types.keys import CPU, FS, GroupIndex, JobId, OffloadKey, RequestId, make_key

@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.options import JSON_FILE
 from benchmarks.report import ABSENT, GIB, Report, median, paired_ratio, table
-from kvtier.tier_api.contract import TierContext
+from kvtier.tier.contract import TierContext
 from kvtier.types.arrays import int_array
 from kvtier.types.geometry import Geometry, GroupKind, GroupLayout, KVLayout, TensorRef
 from kvtier.types.gpu_runs import GPURuns

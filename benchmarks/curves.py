@@ -16,11 +16,11 @@ from time import process_time_ns
 import click
 
 from kvtier.control.tiers.size_curve import SIZES, SizeCurve
-from kvtier.tier_api.contract import SlotSpace
+from kvtier.tier.contract import SlotSpace
+from kvtier.tools.whatif.miss_ratio import Curve, lru_curve
 from kvtier.traces.read import read_trace
 from kvtier.traces.requests import KeyChain, RequestSource, group_keys
 from kvtier.types.keys import make_key
-from kvtier.whatif.miss_ratio import Curve, lru_curve
 
 BLOCKS = (1_000, 4_000, 16_000, 64_000)
 

@@ -24,8 +24,8 @@ from benchmarks.fs_child import FIRST, LOAD, OVERWRITE, Pass, Refused, Setup
 from benchmarks.fs_fio import Fio
 from benchmarks.options import VLLM_PYTHON
 from benchmarks.report import ABSENT, GIB, Report, median, paired_ratio, table
+from kvtier.cli.temporary_folders import temporary_folder
 from kvtier.options import parse_size
-from kvtier.temporary_folders import temporary_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 JOB_BLOCKS = 16

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from benchmarks.fs_child import LOAD, OVERWRITE, Contestant, Job, Pass, Refused, Setup, serve
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.control.tiers.owned_tier import OwnedTier
-from kvtier.tier_api.contract import TierContext
+from kvtier.tier.contract import TierContext
 from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier.types.jobs import JobKind, RowGroup, TransferJob
 from kvtier.types.keys import GroupIndex, JobId, OffloadKey

@@ -25,7 +25,7 @@ from benchmarks.peer import Peer, PeerFailed, prefix_of, rate
 from benchmarks.report import ABSENT, Report, median, paired_ratio, table
 from kvtier.control.plane import ControlPlane
 from kvtier.control.state import TierSetup
-from kvtier.tier_api.contract import LookupResult, Opened, Recovered, SlotSpace
+from kvtier.tier.contract import LookupResult, Opened, Recovered, SlotSpace
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import LOADED, STORED, BlockOutcome, GPUGroup, JobKind, JobResult, RegionFormat, TransferJob
 from kvtier.types.keys import CPU, FS, GroupIndex, JobId, OffloadKey, make_key

@@ -29,12 +29,12 @@ import torch
 
 from benchmarks.options import JSON_FILE
 from benchmarks.report import ABSENT, Report, table
+from kvtier.cli.temporary_folders import temporary_folder
 from kvtier.config import StackConfig
-from kvtier.replay.report import tier_json
-from kvtier.replay.run import Replay
-from kvtier.replay.setup import ReplayOptions, make_stack
 from kvtier.stack import TierStack
-from kvtier.temporary_folders import temporary_folder
+from kvtier.tools.replay.report import tier_json
+from kvtier.tools.replay.run import Replay
+from kvtier.tools.replay.setup import ReplayOptions, make_stack
 from kvtier.types.geometry import KVLayout
 from kvtier_remote.valkey.embedded import EmbeddedServer, embedded_server, settings_for
 

@@ -44,11 +44,11 @@ import torch
 
 from benchmarks.options import JSON_FILE
 from benchmarks.report import Report, median, table
+from kvtier.cli.temporary_folders import temporary_folder
 from kvtier.config import open_stack, parse_stack, stack_parts
 from kvtier.config.model import StackConfig
 from kvtier.stack import EngineStack, TierStack
-from kvtier.temporary_folders import temporary_folder
-from kvtier.tier_api.contract import LookupResult
+from kvtier.tier.contract import LookupResult
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import GPUGroup, JobKind

@@ -25,8 +25,8 @@ from typing import Any
 
 import click
 
-from kvtier.control.policies import POLICIES, RequestModels, RequestPolicy, make_policy
-from kvtier.control.policies.prediction.model import ReuseModel
+from kvtier.policy import POLICIES, RequestModels, RequestPolicy, make_policy
+from kvtier.policy.reuse.prediction.model import ReuseModel
 from kvtier.traces.read import read_trace
 from kvtier.traces.requests import KeyChain, group_keys
 from kvtier.types.keys import GroupIndex, OffloadKey, RequestId, make_key

@@ -22,8 +22,8 @@ from benchmarks.options import JSON_FILE
 from benchmarks.remote_clients import Bare, Client, LMCache, RedisBenchmark, Setup, ValkeyTier
 from benchmarks.remote_passes import finish, measure
 from benchmarks.report import ABSENT, Report, versions
+from kvtier.cli.temporary_folders import temporary_folder
 from kvtier.options import parse_size
-from kvtier.temporary_folders import temporary_folder
 from kvtier_remote.valkey.embedded import embedded_server
 
 SIZES = "64KiB,256KiB,1MiB,4MiB"

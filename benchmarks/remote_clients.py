@@ -24,7 +24,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvtier.aio.daemon_pool import DaemonPool
-from kvtier.tier_api.contract import LookupResult, TierContext
+from kvtier.tier.contract import LookupResult, TierContext
 from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier.types.jobs import JobKind, RowGroup, TransferJob
 from kvtier.types.keys import GroupIndex, JobId, make_key

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from kvtier.bench.load_generator import percentile
-from kvtier.bench.report import machine
-from kvtier.tables import table as text_table
+from kvtier.cli.tables import table as text_table
+from kvtier.tools.bench.load_generator import percentile
+from kvtier.tools.bench.report import machine
 
 __all__ = ["ABSENT", "GIB", "Report", "figure", "median", "paired_ratio", "percentile", "table", "versions"]
 

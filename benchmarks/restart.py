@@ -29,9 +29,9 @@ import xxhash
 
 from benchmarks.options import JSON_FILE
 from benchmarks.report import Report, median, table
+from kvtier.cli.temporary_folders import temporary_folder
 from kvtier.control.tiers.owned_tier import OwnedTier
-from kvtier.temporary_folders import temporary_folder
-from kvtier.tier_api.contract import Opened, TierContext
+from kvtier.tier.contract import Opened, TierContext
 from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier.types.jobs import JobKind, RegionFormat, RowGroup, TransferJob
 from kvtier.types.keys import GroupIndex, JobId, OffloadKey, make_key

@@ -29,14 +29,14 @@ import torch
 
 from benchmarks.options import JSON_FILE
 from benchmarks.report import ABSENT, GIB, Report, percentile, table
+from kvtier.cli.temporary_folders import temporary_folder
 from kvtier.config import parse_stack, stack_parts
 from kvtier.control.reservations import Reservation
-from kvtier.replay.report import tier_json
-from kvtier.replay.run import Replay
-from kvtier.replay.setup import ReplayOptions
 from kvtier.stack import EngineStack
-from kvtier.temporary_folders import temporary_folder
-from kvtier.tier_api.contract import LookupResult
+from kvtier.tier.contract import LookupResult
+from kvtier.tools.replay.report import tier_json
+from kvtier.tools.replay.run import Replay
+from kvtier.tools.replay.setup import ReplayOptions
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import GPUGroup, JobKind, JobResult

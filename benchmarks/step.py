@@ -28,8 +28,8 @@ import click
 from benchmarks.options import JSON_FILE
 from benchmarks.report import Report, median, paired_ratio, table
 from benchmarks.stack import Engine, Spent, engine_over
+from kvtier.cli.temporary_folders import temporary_folder
 from kvtier.metrics.exporter import metrics_server
-from kvtier.temporary_folders import temporary_folder
 
 BASE, REUSE, RECORDER, WATCHED, SPANS = CASES = ("lru", "reuse", "recorder", "watched", "spans")
 PAGE_BYTES = 4096

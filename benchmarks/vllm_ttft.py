@@ -66,7 +66,7 @@ def _measure(model: Path, count: int, cpu_bytes: str, root: str) -> dict[str, li
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "spec_name": "KVTierSpec",
-            "spec_module_path": "kvtier.integrations.vllm",
+            "spec_module_path": "kvtier.engines.vllm",
             "stack": stack,
         },
     }

@@ -32,7 +32,7 @@ from rich.table import Table
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvtier.config import parse_stack
-from kvtier.integrations.transformers import PrefixCache, cache_argument
+from kvtier.engines.transformers import PrefixCache, cache_argument
 
 VOCABULARY = 1000
 BLOCK_SIZE = 16

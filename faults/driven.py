@@ -15,13 +15,13 @@ from typing import Any, ClassVar, ParamSpec, Self, TypeVar
 
 import numpy as np
 
-from kvtier.control import policies
+from kvtier import policy as policies
 from kvtier.control.tiers.breaker import Breaker
 from kvtier.options import PolicyName, TierOptions
 from kvtier.stack import EngineStack, StackParts, StackSettings, TierStats
 from kvtier.testing import Owners, content
 from kvtier.testing.conformance import make_keys
-from kvtier.tier_api.contract import LoadStore, LookupResult, Opened, TierContext
+from kvtier.tier.contract import LoadStore, LookupResult, Opened, TierContext
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import LOADED, STORED, BlockOutcome, GPUGroup, JobKind, JobResult, RowGroup, TransferJob
@@ -365,8 +365,8 @@ class Neighbours:
 
 def replay(line: Line, root: Path, requests: int, chosen: dict[str, Any]) -> None:
     """In a process of its own: `kvtier replay` over a stack whose disk is made to fail half-way."""
-    from kvtier.replay.run import Replay
-    from kvtier.replay.setup import ReplayOptions
+    from kvtier.tools.replay.run import Replay
+    from kvtier.tools.replay.setup import ReplayOptions
 
     seed, policy = chosen.pop("seed"), chosen.pop("policy")
     cpu = {"type": "cpu", "cpu_bytes_to_use": 96 << 14, "huge_pages": False, "policy": policy}

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvtier.errors import ConfigError, GeometryError, IntegrityError, KVTierError, ResourceError, UsageError
     from kvtier.metrics import metric_families
     from kvtier.stack import CloseReport, EngineStack, StackStats, TierStack, TierStats
-    from kvtier.tier_api.contract import LookupResult
+    from kvtier.tier.contract import LookupResult
     from kvtier.types.events import OffloadingEvent
     from kvtier.types.geometry import GroupKind, GroupLayout, KVLayout, TensorRef
     from kvtier.types.gpu_runs import GPURuns
@@ -29,7 +29,7 @@ _NAMES = {
     "kvtier.errors": "ConfigError GeometryError IntegrityError KVTierError ResourceError UsageError",
     "kvtier.metrics": "metric_families",
     "kvtier.stack": "CloseReport EngineStack StackStats TierStack TierStats",
-    "kvtier.tier_api.contract": "LookupResult",
+    "kvtier.tier.contract": "LookupResult",
     "kvtier.types.events": "OffloadingEvent",
     "kvtier.types.geometry": "GroupKind GroupLayout KVLayout TensorRef",
     "kvtier.types.gpu_runs": "GPURuns",

@@ -16,7 +16,7 @@ from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.errors import ConfigError, GeometryError, IntegrityError, KVTierError, ResourceError, UsageError
 from kvtier.options import ByteSize, PolicyName, Quota, TierOptions, quota_bytes, quota_share
-from kvtier.tier_api.contract import LoadStore, Opened, Rows, SlotSpace, TierContext
+from kvtier.tier.contract import LoadStore, Opened, Rows, SlotSpace, TierContext
 from kvtier.types.geometry import Geometry
 from kvtier.types.jobs import CANCELLED, LOADED, STORED, BlockOutcome, JobResult, TransferJob, failed
 from kvtier.types.keys import CPU

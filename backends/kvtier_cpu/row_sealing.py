@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.loop_budget import ByteBudget
-from kvtier.tier_api.checksum import SHORT_BYTES, checksum
+from kvtier.tier.checksum import SHORT_BYTES, checksum
 from kvtier.types.arrays import IntArray
 from kvtier_cpu.region.shared_region import SharedRegion
 

@@ -10,12 +10,12 @@ from typing import ClassVar
 from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.errors import UsageError
 from kvtier.options import TierOptions
-from kvtier.tier_api.block_age import NO_AGE_LIMIT, AgeLimit, age_limit, next_generation
-from kvtier.tier_api.block_envelope import SlotHeader, max_key_bytes
-from kvtier.tier_api.contract import LookupResult, Opened, Rows, TierContext
-from kvtier.tier_api.inspection import Access, Inspection
-from kvtier.tier_api.job_run import JobRun, check_job
-from kvtier.tier_api.registry import DryRun
+from kvtier.tier.block_age import NO_AGE_LIMIT, AgeLimit, age_limit, next_generation
+from kvtier.tier.block_envelope import SlotHeader, max_key_bytes
+from kvtier.tier.contract import LookupResult, Opened, Rows, TierContext
+from kvtier.tier.inspection import Access, Inspection
+from kvtier.tier.job_run import JobRun, check_job
+from kvtier.tier.registry import DryRun
 from kvtier.types.geometry import Geometry
 from kvtier.types.jobs import CANCELLED, LATE, DropReason, JobKind, JobResult, TransferJob, dropped
 from kvtier.types.keys import OffloadKey, key_group

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
 
-from kvtier.tier_api.contract import LoadStore
+from kvtier.tier.contract import LoadStore
 from kvtier_fs.files.root import FilesHooks
 from kvtier_fs.io.contract import IOEngine, IOKind, IORequest
 from kvtier_fs.io.full_transfer import span

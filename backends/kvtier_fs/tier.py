@@ -8,11 +8,11 @@ from kvtier.aio.loop_budget import TimeBudget
 from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.errors import RootError, UsageError
 from kvtier.options import TierOptions
-from kvtier.tier_api.block_age import BlockAges
-from kvtier.tier_api.contract import Opened, Rows, SlotSpace, TierContext
-from kvtier.tier_api.inspection import Access, Inspection
-from kvtier.tier_api.job_run import JobRun
-from kvtier.tier_api.registry import DryRun
+from kvtier.tier.block_age import BlockAges
+from kvtier.tier.contract import Opened, Rows, SlotSpace, TierContext
+from kvtier.tier.inspection import Access, Inspection
+from kvtier.tier.job_run import JobRun
+from kvtier.tier.registry import DryRun
 from kvtier.types.geometry import Geometry
 from kvtier.types.jobs import CANCELLED, DropReason, JobKind, JobResult, TransferJob, dropped
 from kvtier_fs.inspect.slab import SlabInspection

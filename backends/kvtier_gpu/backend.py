@@ -20,7 +20,7 @@ from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.errors import ConfigError, GeometryError, ResourceError, UsageError
 from kvtier.options import TierOptions
-from kvtier.tier_api.contract import LoadStore, Opened, Rows, TierContext
+from kvtier.tier.contract import LoadStore, Opened, Rows, TierContext
 from kvtier.types.arrays import IntArray
 from kvtier.types.jobs import LOADED, STORED, BlockOutcome, DropReason, JobResult, TransferJob, dropped, failed
 from kvtier.types.keys import GPU, Medium

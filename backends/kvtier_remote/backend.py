@@ -16,10 +16,10 @@ from typing import ClassVar
 
 from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.errors import ConfigError, ResourceError, UsageError
-from kvtier.tier_api.block_age import age_limit, next_generation
-from kvtier.tier_api.block_envelope import Mismatch
-from kvtier.tier_api.contract import LoadStore, LookupResult, Opened, Rows, TierContext
-from kvtier.tier_api.job_run import JobRun, check_job
+from kvtier.tier.block_age import age_limit, next_generation
+from kvtier.tier.block_envelope import Mismatch
+from kvtier.tier.contract import LoadStore, LookupResult, Opened, Rows, TierContext
+from kvtier.tier.job_run import JobRun, check_job
 from kvtier.types.jobs import (
     CANCELLED,
     CORRUPT,

@@ -7,7 +7,7 @@ import secrets
 from collections import Counter
 
 from kvtier.errors import ResourceError
-from kvtier.tier_api.shared_epoch import EPOCH_CEILING, SharedEpoch, fresh_epoch, is_usable, line_of
+from kvtier.tier.shared_epoch import EPOCH_CEILING, SharedEpoch, fresh_epoch, is_usable, line_of
 from kvtier.types.jobs import BlockOutcome, failed
 from kvtier_remote.transport import LINEAGE_BYTES, Marker, Transport
 

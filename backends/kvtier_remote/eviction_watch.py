@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 from contextlib import suppress
 
-from kvtier.tier_api.contract import Clock
+from kvtier.tier.contract import Clock
 from kvtier_remote.transport import CountsEvictions, Transport
 
 PAUSE_SECONDS = 5.0

@@ -10,7 +10,7 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from kvtier.errors import ResourceError
-from kvtier.tier_api.shared_epoch import EPOCH_CEILING
+from kvtier.tier.shared_epoch import EPOCH_CEILING
 from kvtier.types.jobs import BlockOutcome, failed
 from kvtier_remote.answers import bad_answer, items_of, number, reading_answers
 from kvtier_remote.options import RemoteOptions

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.shielded_wait import shielded_wait, wait_done
-from kvtier.tier_api.contract import Clock
+from kvtier.tier.contract import Clock
 from kvtier.types.jobs import BlockOutcome, BlockStatus
 from kvtier_remote.call_limit import RequestShare
 from kvtier_remote.moving_block import MovingBlock

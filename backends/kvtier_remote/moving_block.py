@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvtier.tier_api.block_envelope import Mismatch
+from kvtier.tier.block_envelope import Mismatch
 from kvtier.types.keys import OffloadKey
 from kvtier_remote.transport import Value
 from kvtier_remote.value import Headers

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from hashlib import sha256
 from typing import NamedTuple
 
-from kvtier.tier_api.block_envelope import VERSION_SUFFIX, version_suffix
+from kvtier.tier.block_envelope import VERSION_SUFFIX, version_suffix
 from kvtier.types.keys import OffloadKey
 from kvtier_remote.transport import Marker, Spelling
 

@@ -1,7 +1,7 @@
 """A value: the block envelope of the core in front of a payload, and the verification of every load."""
 
-from kvtier.tier_api.block_age import NO_AGE_LIMIT, AgeLimit
-from kvtier.tier_api.block_envelope import (
+from kvtier.tier.block_age import NO_AGE_LIMIT, AgeLimit
+from kvtier.tier.block_envelope import (
     COUNTER_LIMIT,
     KEY_AT,
     PACK_OWN,
@@ -12,7 +12,7 @@ from kvtier.tier_api.block_envelope import (
     stated_generation,
     verify_block,
 )
-from kvtier.tier_api.checksum import SHORT_BYTES, seal
+from kvtier.tier.checksum import SHORT_BYTES, seal
 from kvtier.types.geometry import Geometry
 from kvtier.types.keys import GroupIndex, OffloadKey, key_group
 from kvtier_remote.transport import Marker

@@ -17,7 +17,7 @@ from pathlib import Path
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.process_lock import keep_from_children, share_with_children
 from kvtier.errors import ConfigError
-from kvtier.tier_api.checksum import seal, unseal
+from kvtier.tier.checksum import seal, unseal
 
 _DAY_NS = 86_400 * 10**9
 _BUCKETS_IN_A_DAY = 24

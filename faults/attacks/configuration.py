@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvtier.config import load_stack
 from kvtier.errors import ConfigError
-from kvtier.tier_api.registry import Backends, discover
+from kvtier.tier.registry import Backends, discover
 
 from ..attack import Attack, Budget, Tally
 

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from kvtier.errors import ResourceError, SharedMemoryError
-from kvtier.tier_api.contract import TierContext
+from kvtier.tier.contract import TierContext
 from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier.types.namespace import Namespace
 from kvtier_cpu import CPUBackend, CPUOptions

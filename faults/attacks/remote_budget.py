@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from kvtier.temporary_folders import temporary_folder
+from kvtier.cli.temporary_folders import temporary_folder
 
 from ..attack import Attack, Budget, Tally
 from ..remote.objects import ROUND_SHARES, SHARES_IN_A_DAY, bucket, with_ceph, without_ceph

@@ -12,7 +12,7 @@ from functools import partial
 from kvtier.errors import ResourceError
 from kvtier.testing import ProxyFaults, StreamFaults, TcpProxy
 from kvtier.testing.conformance import make_keys
-from kvtier.tier_api.contract import LookupResult
+from kvtier.tier.contract import LookupResult
 from kvtier.types.keys import OffloadKey
 
 from ..attack import Attack, Budget, Tally

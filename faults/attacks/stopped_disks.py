@@ -249,7 +249,7 @@ REPLAYS = ("frozen", "erring", "full", "hung")
 
 def replays(budget: Budget) -> Tally:
     """`kvtier replay` serves; half-way its disk fails and stays so. It must end, every byte right, with misses."""
-    import kvtier.replay.run  # noqa: F401 - brings torch: once, for all children
+    import kvtier.tools.replay.run  # noqa: F401 - brings torch: once, for all children
 
     tally, rng = Tally(), random.Random(budget.seed)
     with Machine() as machine:

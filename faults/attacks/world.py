@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from kvtier.testing.simulation.seed_run import Simulator
+from simulator.seed_run import Simulator
 
 from ..attack import Attack, Budget, Tally
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.tier_api.block_envelope import KEY_AT, Mismatch, SlotHeader, decode_slot_header, verify_slot
+from kvtier.tier.block_envelope import KEY_AT, Mismatch, SlotHeader, decode_slot_header, verify_slot
 from kvtier_fs.files.block_file import Wanted, check_block
 from kvtier_fs.files.leases import decode_holder
 from kvtier_fs.files.paths import BlockPlace

@@ -28,12 +28,12 @@ from support_tools import tool
 from kvtier.config import stack_parts
 from kvtier.errors import IntegrityError, KVTierError
 from kvtier.stack import StackParts, TierStack
-from kvtier.testing.records import Lie, Record, lies
-from kvtier.tier_api.contract import LoadStore
+from kvtier.tier.contract import LoadStore
 from kvtier.types.keys import OffloadKey
 from kvtier.types.namespace import Namespace
 from kvtier_fs import SharedFSBackend
 from kvtier_fs.files.leases import Leases, this_process
+from simulator.records import Lie, Record, lies
 
 from ..attack import Budget, Tally
 from .records import files_records, slab_records

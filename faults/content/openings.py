@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 from kvtier.errors import RootError
-from kvtier.tier_api.inspection import Access
+from kvtier.tier.inspection import Access
 from kvtier_fs import FSBackend, SharedFSBackend
 from kvtier_fs.format.superblock import COPY_BYTES, decode_superblock
 

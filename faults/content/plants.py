@@ -12,7 +12,7 @@ from pathlib import Path
 
 import xxhash
 
-from kvtier.tier_api.block_envelope import decode_slot_header, encode_slot_header
+from kvtier.tier.block_envelope import decode_slot_header, encode_slot_header
 from kvtier.types.keys import OffloadKey
 
 from .stored import HEADER, SLOT, Stored

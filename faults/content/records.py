@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from kvtier.testing.records import Field, Record, fields_of
-from kvtier.tier_api import block_envelope
-from kvtier.tier_api.block_envelope import KEY_AT, SLOT_MAGIC, decode_slot_header
-from kvtier.tier_api.checksum import BODY_AT, CHECKSUM_BYTES
+from kvtier.tier import block_envelope
+from kvtier.tier.block_envelope import KEY_AT, SLOT_MAGIC, decode_slot_header
+from kvtier.tier.checksum import BODY_AT, CHECKSUM_BYTES
 from kvtier_fs.format import region_header, snapshot, superblock, tree_records
 from kvtier_fs.format.region_header import RegionPlan
+from simulator.records import Field, Record, fields_of
 
 HEADER = 4096
 _KEYS = "key "

@@ -19,7 +19,7 @@ import xxhash
 
 from kvtier.errors import KVTierError
 from kvtier.testing.content import content
-from kvtier.tier_api.contract import LookupResult, TierContext
+from kvtier.tier.contract import LookupResult, TierContext
 from kvtier.types.geometry import Geometry, KVLayout
 from kvtier.types.jobs import BlockOutcome, JobKind
 from kvtier.types.keys import OffloadKey, key_group

@@ -28,17 +28,17 @@ from kvtier.stack.assembly import StackParts, StackSettings
 from kvtier.stack.tier_stack import TierStack
 from kvtier.testing.memory import MemoryOptions
 from kvtier.testing.rows import TestRows
-from kvtier.testing.simulation.loop import VirtualLoop
-from kvtier.testing.simulation.tiers import SimulatedCPUOptions, SimulatedGPU
-from kvtier.tier_api import shared_epoch
-from kvtier.tier_api.checksum import checksum
-from kvtier.tier_api.contract import LoadStore, Opened, SlotSpace, TierContext
+from kvtier.tier import shared_epoch
+from kvtier.tier.checksum import checksum
+from kvtier.tier.contract import LoadStore, Opened, SlotSpace, TierContext
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 from kvtier.types.jobs import LOADED, STORED, JobResult, TransferJob
 from kvtier.types.keys import CPU, GroupIndex, Medium, make_key
 from kvtier.types.namespace import Namespace
 from kvtier_remote import epochs as remote_epochs
 from kvtier_remote.transport import Marker
+from simulator.loop import VirtualLoop
+from simulator.tiers import SimulatedCPUOptions, SimulatedGPU
 
 from .stores import Disk, DiskTier, Folder, FolderTier, Server, ServerTier, text_of
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from kvtier.options import SharedTierOptions, TierOptions
 from kvtier.testing.memory import MemoryStorage, MemoryTier, SharedMemoryTier
-from kvtier.tier_api.contract import LookupResult, Opened, TierContext
+from kvtier.tier.contract import LookupResult, Opened, TierContext
 from kvtier.types.jobs import MISSING, STORED, BlockOutcome, DropReason, JobKind, JobResult, TransferJob, dropped
 from kvtier.types.keys import OffloadKey
 from kvtier_fs.files.epochs import Epoch

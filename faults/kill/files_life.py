@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.errors import ResourceError
-from kvtier.tier_api.contract import LookupResult
+from kvtier.tier.contract import LookupResult
 from kvtier.types.jobs import JobKind
 from kvtier_fs import SharedFSBackend
 from kvtier_fs.files.root import FilesHooks

@@ -15,8 +15,8 @@ from functools import partial
 import numpy as np
 
 from kvtier.testing.content import content
-from kvtier.tier_api.checksum import checksum
-from kvtier.tier_api.contract import TierContext
+from kvtier.tier.checksum import checksum
+from kvtier.tier.contract import TierContext
 from kvtier.types.jobs import BlockOutcome, JobKind, JobResult, RowGroup, TransferJob
 from kvtier.types.keys import JobId, OffloadKey, key_group
 from kvtier_fs.io.contract import IOEngine, IOKind, IORequest

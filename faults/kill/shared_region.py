@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from kvtier.testing.content import content
-from kvtier.tier_api.contract import Opened, TierContext
+from kvtier.tier.contract import Opened, TierContext
 from kvtier.types.arrays import int_array
 from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier.types.jobs import JobKind, RegionFormat, RowGroup, TransferJob

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from kvtier.control.tiers.owned_tier import OwnedTier
-from kvtier.tier_api.contract import Opened
+from kvtier.tier.contract import Opened
 from kvtier.types.jobs import BlockStatus, JobKind, TransferJob
 from kvtier_fs import FSBackend
 from kvtier_fs.roots.engines import make_engine

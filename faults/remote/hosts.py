@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from kvtier.testing import TcpProxy, TestRows
 from kvtier.testing.conformance.base import ConformanceBase
 from kvtier.testing.driver import Driver
-from kvtier.tier_api.contract import LoadStore, LookupResult
+from kvtier.tier.contract import LoadStore, LookupResult
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 from kvtier.types.jobs import BlockOutcome, TransferJob
 from kvtier.types.keys import OffloadKey

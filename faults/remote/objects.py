@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvtier.temporary_folders import temporary_folder
+from kvtier.cli.temporary_folders import temporary_folder
 from kvtier.testing import TcpProxy
 from kvtier_remote.backend import RemoteBackend
 from kvtier_remote.write_budget import BudgetFile, boot_clock

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvtier.temporary_folders import temporary_folder
+from kvtier.cli.temporary_folders import temporary_folder
 from kvtier.testing import TcpProxy
 from kvtier_remote.backend import RemoteBackend
 

@@ -6,19 +6,22 @@ import io
 import os
 import sys
 from contextlib import suppress
+from importlib.metadata import entry_points
 from typing import Any, NoReturn
 
 import click
 
 from kvtier.errors import IntegrityError, KVTierError
 
-COMMANDS = ("advise", "bench", "check", "du", "fsck", "gc", "ls", "record", "replay", "simulate", "top")
+COMMANDS = ("check", "du", "fsck", "gc", "ls")
+"""The commands of the core; those of other packages are entry points of the group `kvtier.commands`."""
+GROUP = "kvtier.commands"
 CANNOT = 2
 INTERRUPTED = 130
 
 
 class _Commands(click.Group):
-    """A command is the object of its name in the module of its name.
+    """A command of the core is the object of its name in the module of its name.
 
     Its errors are one line each and exit status 2: wrong usage, every KVTierError but a defect of kvtier itself, and
     output that cannot be written. What the encoding of the output lacks is printed as a question mark.
@@ -43,12 +46,15 @@ class _Commands(click.Group):
             sys.exit(CANNOT)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return sorted({*COMMANDS, *entry_points(group=GROUP).names})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
+        if cmd_name in COMMANDS:
+            command = getattr(importlib.import_module(f"kvtier.cli.{cmd_name}"), cmd_name)
+        elif points := entry_points(group=GROUP, name=cmd_name):
+            command = next(iter(points)).load()
+        else:
             return None
-        command = getattr(importlib.import_module(f"kvtier.cli.{cmd_name}"), cmd_name)
         assert isinstance(command, click.Command)
         return command
 

@@ -12,8 +12,8 @@ from kvtier.config.load import load_stack, validate
 from kvtier.config.strict_yaml import Value, parse_text
 from kvtier.errors import ConfigError, UsageError
 from kvtier.options import TierOptions
-from kvtier.tier_api.inspection import Access, Inspection, InspectsServers, find_server, find_store
-from kvtier.tier_api.registry import Backends, discover
+from kvtier.tier.inspection import Access, Inspection, InspectsServers, find_server, find_store
+from kvtier.tier.registry import Backends, discover
 
 
 @dataclass(frozen=True, slots=True)

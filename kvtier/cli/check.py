@@ -10,6 +10,7 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
+from kvtier.cli.tables import table
 from kvtier.config.layout import DEFAULT_LAYOUT, read_layout
 from kvtier.config.load import build_tiers, load_stack
 from kvtier.config.plan import GroupPlan, StackPlan, TierPlan, plan_stack
@@ -17,9 +18,8 @@ from kvtier.config.problems import raise_all
 from kvtier.config.schema import stack_schema
 from kvtier.errors import ConfigError, ResourceError, UsageError
 from kvtier.options import count_text, size_text
-from kvtier.tables import table
-from kvtier.tier_api.contract import LoadStore, ProbesAlignment
-from kvtier.tier_api.registry import discover
+from kvtier.tier.contract import LoadStore, ProbesAlignment
+from kvtier.tier.registry import discover
 from kvtier.types.keys import GPU
 
 PROBE_TIMEOUT_SECONDS = 10.0

@@ -18,7 +18,7 @@ from kvtier.cli.stores import (
 )
 from kvtier.cli.usage import Usage, add_up
 from kvtier.options import count_text, size_text
-from kvtier.tier_api.inspection import Access, BlockState, StoreAbout, StoredBlock, StoredNamespace
+from kvtier.tier.inspection import Access, BlockState, StoreAbout, StoredBlock, StoredNamespace
 
 Row = tuple[dict[str, Any], Usage, StoredNamespace | None]
 """A place (a namespace's digest in hex, one with a group, or a region), what it holds, and its namespace if known."""

@@ -10,7 +10,7 @@ from kvtier.cli.addresses import StoreAddress, store_arguments
 from kvtier.cli.progress import progress
 from kvtier.cli.stores import json_option, parts_text, print_columns, print_json, root_argument, store_at
 from kvtier.options import count_text, size_text
-from kvtier.tier_api.inspection import Access, CheckStep, Finding, FindingKind, StoreAbout
+from kvtier.tier.inspection import Access, CheckStep, Finding, FindingKind, StoreAbout
 
 DAMAGED = 1
 _TOTALS = ("slots", "whole", "empty", "payload_bytes")

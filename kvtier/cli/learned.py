@@ -9,9 +9,9 @@ import click
 from kvtier.cli.stores import JSON_VERSION, printable, time_text
 from kvtier.errors import UsageError
 from kvtier.options import size_text
-from kvtier.stack.installed_policies import find_model
-from kvtier.stack.model_files import model_path, read
-from kvtier.tier_api.stack_files import MODEL_FILE
+from kvtier.stack.learned.installed_policies import find_model
+from kvtier.stack.learned.model_files import model_path, read
+from kvtier.tier.stack_files import MODEL_FILE
 
 
 def print_learned(folder: Path, as_json: bool) -> bool:

@@ -15,7 +15,7 @@ from kvtier.cli.learned import print_learned
 from kvtier.cli.progress import progress
 from kvtier.cli.stores import about_json, in_namespace, json_option, root_argument, store_at, time_text
 from kvtier.options import size_text
-from kvtier.tier_api.inspection import Access, BlockState, Inspection, StoredBlock
+from kvtier.tier.inspection import Access, BlockState, Inspection, StoredBlock
 from kvtier.types.keys import OffloadKey, key_hash
 
 PREFIX_DIGITS = 12

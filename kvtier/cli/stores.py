@@ -10,7 +10,7 @@ import click
 
 from kvtier.cli.addresses import StoreAddress
 from kvtier.options import count_text, size_text
-from kvtier.tier_api.inspection import Access, Inspection, StoreAbout
+from kvtier.tier.inspection import Access, Inspection, StoreAbout
 
 JSON_VERSION = 1
 _UNKNOWN = "-"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier.cli.progress import progress
-from kvtier.tier_api.inspection import BlockState, ListStep, StoredBlock
+from kvtier.tier.inspection import BlockState, ListStep, StoredBlock
 
 Chosen = Callable[[StoredBlock], bool]
 

@@ -13,9 +13,9 @@ from kvtier.config.strict_yaml import Value, parse_text, read_text
 from kvtier.errors import ConfigError
 from kvtier.options import LowerTierOptions, TierOptions
 from kvtier.stack.assembly import order_problems
-from kvtier.stack.installed_policies import find_policy
-from kvtier.tier_api.contract import LoadStore
-from kvtier.tier_api.registry import Backends, discover, suggest
+from kvtier.stack.learned.installed_policies import find_policy
+from kvtier.tier.contract import LoadStore
+from kvtier.tier.registry import Backends, discover, suggest
 from kvtier.types.keys import CPU, Medium
 
 MAX_TIERS = 64

@@ -7,8 +7,8 @@ from fractions import Fraction
 from kvtier.errors import ConfigError
 from kvtier.options import INDEX_BYTES_PER_SLOT, LowerTierOptions, SharedTierOptions, TierOptions
 from kvtier.stack.distinct_folders import folder_problems
-from kvtier.tier_api.contract import LoadStore
-from kvtier.tier_api.registry import DryRun, DryRuns
+from kvtier.tier.contract import LoadStore
+from kvtier.tier.registry import DryRun, DryRuns
 from kvtier.types.geometry import Geometry, KVLayout, stack_alignment
 from kvtier.types.keys import CPU, GPU, Medium
 

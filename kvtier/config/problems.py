@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from kvtier.errors import ConfigError
-from kvtier.tier_api.registry import suggest
+from kvtier.tier.registry import suggest
 
 SHOWN = 60
 MAX_LINE = 400

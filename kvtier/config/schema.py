@@ -3,7 +3,7 @@
 from typing import Any
 
 from kvtier.config.model import StackOptions
-from kvtier.tier_api.registry import Backends, discover
+from kvtier.tier.registry import Backends, discover
 
 
 def stack_schema(backends: Backends | None = None) -> dict[str, Any]:

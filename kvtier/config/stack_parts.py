@@ -11,8 +11,8 @@ from kvtier.config.load import build_tiers, load_stack
 from kvtier.config.model import StackConfig
 from kvtier.errors import ConfigError, UsageError
 from kvtier.stack import EngineStack, StackParts, StackSettings, TierStack
-from kvtier.tier_api.contract import LoadStore
-from kvtier.tier_api.registry import Backends, discover
+from kvtier.tier.contract import LoadStore
+from kvtier.tier.registry import Backends, discover
 from kvtier.types.geometry import KVLayout
 from kvtier.types.keys import GPU
 from kvtier.types.namespace import Namespace

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from kvtier.errors import IntegrityError
-from kvtier.tier_api.contract import LookupResult
+from kvtier.tier.contract import LookupResult
 from kvtier.types.jobs import JobResult
 from kvtier.types.keys import JobId, OffloadKey
 from kvtier.types.values import job_value

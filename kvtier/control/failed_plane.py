@@ -13,7 +13,7 @@ from kvtier.control.plane import ControlPlane
 from kvtier.control.reservations import Reservation
 from kvtier.control.state import Emission
 from kvtier.errors import IntegrityError
-from kvtier.tier_api.contract import LookupResult
+from kvtier.tier.contract import LookupResult
 from kvtier.types.hints import HintRefusal, HintResult, KVHint, Release
 from kvtier.types.jobs import MISSING, DropReason, JobKind, JobResult, TransferJob, dropped
 from kvtier.types.keys import JobId, OffloadKey, RequestId

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvtier.control.state import ControlState, LowerTier
 from kvtier.control.tiers.owned_tier import OwnedTier
 from kvtier.control.tiers.slot_table import FILLING, READY
-from kvtier.tier_api.contract import LookupResult
+from kvtier.tier.contract import LookupResult
 from kvtier.types.checks import check_keys
 from kvtier.types.keys import OffloadKey
 

@@ -27,7 +27,7 @@ from kvtier.control.row_admission import RowAdmission
 from kvtier.control.state import ControlState, Emission, TierSetup
 from kvtier.control.tiers.counters import TierCounters
 from kvtier.control.tiers.slot_table import READY
-from kvtier.tier_api.contract import LookupResult
+from kvtier.tier.contract import LookupResult
 from kvtier.types.events import OffloadingEvent
 from kvtier.types.hints import HintResult, KVHint
 from kvtier.types.jobs import CANCELLED, DropReason, JobKind, JobResult, TransferJob, dropped

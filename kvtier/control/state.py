@@ -9,25 +9,25 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
-from kvtier.control.policies import EvictionPolicy, JournaledPolicy, RequestModels
-from kvtier.control.tiers.admission import LateAdmission
 from kvtier.control.tiers.aged_tier import AgedTier
 from kvtier.control.tiers.breaker import Breaker, BreakerState
 from kvtier.control.tiers.counters import TierCounters
 from kvtier.control.tiers.load_speed import LoadSpeed
 from kvtier.control.tiers.owned_tier import OwnedTier
-from kvtier.control.tiers.predicted import make_admission
 from kvtier.control.tiers.prefix_probe import ProbedTier
 from kvtier.control.tiers.roots import Roots
 from kvtier.control.tiers.shared_tier import SharedTier
 from kvtier.control.tiers.store_order import StoreOrder
 from kvtier.control.tiers.tier_index import TierIndex
 from kvtier.control.tiers.use_ages import UseTime
-from kvtier.control.tiers.write_allowance import WriteAllowance
-from kvtier.control.tiers.write_pace import WritePace
 from kvtier.errors import UsageError
 from kvtier.options import AdmissionName
-from kvtier.tier_api.contract import Opened
+from kvtier.policy import EvictionPolicy, JournaledPolicy, RequestModels
+from kvtier.policy.admission import LateAdmission
+from kvtier.policy.reuse.admission import make_admission
+from kvtier.policy.write_allowance import WriteAllowance
+from kvtier.policy.write_pace import WritePace
+from kvtier.tier.contract import Opened
 from kvtier.types.jobs import BlockStatus, DropReason, GPUGroup, JobKind, JobResult, RegionFormat, RowGroup, TransferJob
 from kvtier.types.keys import GroupIndex, JobId, Medium, OffloadKey
 from kvtier.types.values import job_value

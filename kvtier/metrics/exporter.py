@@ -16,7 +16,7 @@ from prometheus_client.utils import floatToGoString
 
 from kvtier.control.tiers.histogram import HistogramFigures
 from kvtier.metrics.families import DEFINITIONS, MetricDefinition, Samples, metric_families
-from kvtier.stack.stats import StackStats
+from kvtier.stack.watching.stats import StackStats
 
 
 class StackCollector(Collector):

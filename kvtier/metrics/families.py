@@ -11,7 +11,7 @@ from typing import Literal
 
 from kvtier.control.tiers.histogram import DURATION_BOUNDS, HistogramFigures
 from kvtier.control.tiers.use_ages import AGE_BOUNDS
-from kvtier.stack.stats import StackStats
+from kvtier.stack.watching.stats import StackStats
 from kvtier.types.jobs import DropReason, SkipReason
 
 Samples = dict[tuple[str, ...], float | HistogramFigures]

@@ -10,8 +10,8 @@ from typing import Protocol
 from kvtier.control.plane import ControlPlane
 from kvtier.stack.dispatcher import Dispatcher, TierQueue
 from kvtier.stack.joining import Joining
-from kvtier.stack.model_files import ModelFiles
-from kvtier.tier_api.contract import FencesCopies, LoadStore
+from kvtier.stack.learned.model_files import ModelFiles
+from kvtier.tier.contract import FencesCopies, LoadStore
 from kvtier.traces.recorder import Recorder
 from kvtier.types.geometry import Geometry
 

@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvtier.aio.shielded_wait import wait_done
 from kvtier.control.deliveries import Arrival, PresenceAnswers, PresenceQuery
 from kvtier.control.plane import ControlLimits, ControlPlane
-from kvtier.control.policies import RequestModels
 from kvtier.control.state import LowerTier, TierSetup
 from kvtier.errors import ConfigError, ResourceError, RootDamagedError, UsageError
 from kvtier.options import MAX_LOWER_TIERS, RecordOptions
+from kvtier.policy import RequestModels
 from kvtier.stack.assembled import Assembled
 from kvtier.stack.dispatcher import Dispatcher, TierQueue, bytes_by_rows
 from kvtier.stack.distinct_folders import check_folders
 from kvtier.stack.job_spans import JobSpans
 from kvtier.stack.joining import Joining, LowerTiers
-from kvtier.stack.kept_paces import kept_paces
-from kvtier.stack.model_files import ModelFiles
-from kvtier.stack.operator_log import LOGGER
+from kvtier.stack.learned.kept_paces import kept_paces
+from kvtier.stack.learned.model_files import ModelFiles
 from kvtier.stack.setups import chains, inflight_bytes, tier_setup
 from kvtier.stack.shutdown import close_each
-from kvtier.tier_api.contract import (
+from kvtier.stack.watching.operator_log import LOGGER
+from kvtier.tier.contract import (
     AnswersLookups,
     Clock,
     FencesCopies,

@@ -28,13 +28,13 @@ from kvtier.stack.assembly import StackParts, assemble
 from kvtier.stack.job_checks import check_job, check_pairs
 from kvtier.stack.joining import reset_tiers
 from kvtier.stack.lookups import Lookups
-from kvtier.stack.operator_log import OperatorLog, TierWatch
 from kvtier.stack.request_calls import RequestCalls
 from kvtier.stack.shutdown import CloseReport
-from kvtier.stack.stats import StackStats, collect
-from kvtier.stack.stats_socket import StatsSocket
-from kvtier.tier_api.contract import Clock
-from kvtier.tier_api.shared_epoch import fresh_epoch
+from kvtier.stack.watching.operator_log import OperatorLog, TierWatch
+from kvtier.stack.watching.stats import StackStats, collect
+from kvtier.stack.watching.stats_socket import StatsSocket
+from kvtier.tier.contract import Clock
+from kvtier.tier.shared_epoch import fresh_epoch
 from kvtier.types.checks import check_info, check_keys, check_text, check_timeout, check_types, check_whole
 from kvtier.types.events import OffloadingEvent
 from kvtier.types.geometry import Geometry

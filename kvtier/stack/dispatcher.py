@@ -22,7 +22,7 @@ from kvtier.errors import IntegrityError
 from kvtier.stack.duplicates import store_absent
 from kvtier.stack.job_spans import JobSpans
 from kvtier.stack.traffic import QueuedJob, Traffic
-from kvtier.tier_api.contract import Clock, LoadStore
+from kvtier.tier.contract import Clock, LoadStore
 from kvtier.types.jobs import CANCELLED, DropReason, JobKind, JobResult, TransferJob, dropped, failed
 from kvtier.types.keys import JobId
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import chain
 
 from kvtier.errors import IntegrityError
-from kvtier.tier_api.contract import AnswersLookups, LoadStore, LookupResult
+from kvtier.tier.contract import AnswersLookups, LoadStore, LookupResult
 from kvtier.types.jobs import PRESENT, JobResult, RowGroup, TransferJob
 from kvtier.types.keys import OffloadKey
 

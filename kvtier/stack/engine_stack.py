@@ -7,7 +7,7 @@
 
 Only the engine's thread touches the control plane, and only the loop's thread touches the dispatcher and the tiers.
 But calls that tell policies of requests wait in a journal, and the loop's thread makes them take these in
-(`kvtier.control.policies.journal`), so that the engine's does not have to when it asks them.
+(`kvtier.policy.reuse.journal`), so that the engine's does not have to when it asks them.
 The two queues between them are deques, whose appends and pops are atomic. `step` empties the inbox and fills the
 outbox, once per engine step; no call but `open`, `close`, `reset` and `wait` waits for anything.
 """
@@ -35,7 +35,7 @@ from kvtier.stack.assembled import Assembled
 from kvtier.stack.assembly import StackParts
 from kvtier.stack.core import BlockGroup, StackCore
 from kvtier.stack.shutdown import CloseReport
-from kvtier.tier_api.contract import LookupResult
+from kvtier.tier.contract import LookupResult
 from kvtier.types.checks import check_info, check_keys, check_timeout, check_types
 from kvtier.types.jobs import JobKind, JobResult, TransferJob
 from kvtier.types.keys import JobId, OffloadKey, RequestId

@@ -11,7 +11,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from kvtier.stack.traffic import QueuedJob
-from kvtier.tier_api.contract import Clock
+from kvtier.tier.contract import Clock
 from kvtier.types.jobs import JobResult
 
 if TYPE_CHECKING:

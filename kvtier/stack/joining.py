@@ -10,11 +10,11 @@ from typing import Any
 
 from kvtier.aio.shielded_wait import wait_done
 from kvtier.control.deliveries import Arrival, JoiningTiers
-from kvtier.control.policies import RequestModels
 from kvtier.control.state import TierSetup, lower_tiers
 from kvtier.errors import KVTierError, ResourceError
-from kvtier.tier_api.contract import LoadStore, Resettable, StatesEpoch
-from kvtier.tier_api.shared_epoch import fresh_epoch, line_of
+from kvtier.policy import RequestModels
+from kvtier.tier.contract import LoadStore, Resettable, StatesEpoch
+from kvtier.tier.shared_epoch import fresh_epoch, line_of
 from kvtier.types.namespace import Namespace
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from kvtier.control.deliveries import Arrival, PresenceQuery
 from kvtier.stack.assembly import look_up
-from kvtier.tier_api.contract import LoadStore
+from kvtier.tier.contract import LoadStore
 
 logger = logging.getLogger(__name__)
 

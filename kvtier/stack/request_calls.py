@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from kvtier.control.failed_plane import FailedPlane
 from kvtier.stack.assembled import Assembled
 from kvtier.stack.assembly import StackParts, StackSettings
-from kvtier.tier_api.contract import Clock
+from kvtier.tier.contract import Clock
 from kvtier.types.checks import check_hint, check_info, check_keys, check_number, check_text, check_whole
 from kvtier.types.hints import HintResult, KVHint
 from kvtier.types.keys import OffloadKey, RequestId

@@ -7,8 +7,8 @@ from dataclasses import replace
 from kvtier.control.state import TierSetup
 from kvtier.control.tiers.shared_tier import ASKED_AT_ONCE
 from kvtier.options import LowerTierOptions, SharedTierOptions
-from kvtier.stack.installed_policies import find_policy
-from kvtier.tier_api.contract import LoadStore, Opened
+from kvtier.stack.learned.installed_policies import find_policy
+from kvtier.tier.contract import LoadStore, Opened
 from kvtier.types.geometry import Geometry, GroupKind
 from kvtier.types.keys import GroupIndex
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvtier.aio.shielded_wait import wait_done
-from kvtier.tier_api.contract import LoadStore
+from kvtier.tier.contract import LoadStore
 
 if TYPE_CHECKING:
     from kvtier.stack.assembled import Assembled

@@ -19,7 +19,7 @@ from kvtier.stack.assembled import Assembled
 from kvtier.stack.assembly import StackParts
 from kvtier.stack.core import GRACE_SECONDS, BlockGroup, StackCore
 from kvtier.stack.signals import ClosingSignals
-from kvtier.tier_api.contract import LoadStore, LookupResult, Opened, TierContext
+from kvtier.tier.contract import LoadStore, LookupResult, Opened, TierContext
 from kvtier.types.checks import check_info, check_timeout, check_whole
 from kvtier.types.jobs import JobKind, JobResult, TransferJob
 from kvtier.types.keys import JobId, Medium, OffloadKey, RequestId

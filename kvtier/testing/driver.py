@@ -10,8 +10,8 @@ import numpy as np
 from kvtier.errors import UsageError
 from kvtier.testing.content import Bytes, Owners, content
 from kvtier.testing.rows import TestRows
-from kvtier.tier_api.checksum import checksum
-from kvtier.tier_api.contract import LoadStore, Opened, SlotSpace, TierContext
+from kvtier.tier.checksum import checksum
+from kvtier.tier.contract import LoadStore, Opened, SlotSpace, TierContext
 from kvtier.types.geometry import Geometry
 from kvtier.types.jobs import BlockOutcome, BlockStatus, JobKind, JobResult, RegionFormat, RowGroup, TransferJob
 from kvtier.types.keys import JobId, OffloadKey, key_group

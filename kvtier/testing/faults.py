@@ -13,7 +13,7 @@ from typing import ClassVar, Protocol
 
 from kvtier.errors import UsageError
 from kvtier.options import TierOptions
-from kvtier.tier_api.contract import (
+from kvtier.tier.contract import (
     AnswersLookups,
     LoadStore,
     Opened,

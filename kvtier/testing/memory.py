@@ -13,8 +13,8 @@ from pydantic import Field
 
 from kvtier.errors import UsageError
 from kvtier.options import ByteSize, LowerTierOptions, TierOptions
-from kvtier.tier_api.checksum import checksum
-from kvtier.tier_api.contract import LoadStore, LookupResult, Opened, Recovered, SlotSpace, TierContext
+from kvtier.tier.checksum import checksum
+from kvtier.tier.contract import LoadStore, LookupResult, Opened, Recovered, SlotSpace, TierContext
 from kvtier.types.arrays import int_array
 from kvtier.types.jobs import (
     CORRUPT,

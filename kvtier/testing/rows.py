@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import UsageError
-from kvtier.tier_api.checksum import CHECKSUM_BYTES
+from kvtier.tier.checksum import CHECKSUM_BYTES
 from kvtier.types.arrays import IntArray
 
 

@@ -12,12 +12,12 @@ import pytest
 from click.testing import CliRunner, Result
 from support_stack import PLAIN, Engine, fs, keys, parts_of, stack_file, statuses, whole
 
-from kvtier.bench.report import machine
-from kvtier.bench.scratch import PREFIX, folder_beside
 from kvtier.cli import main
+from kvtier.cli.tables import BAR_CELLS, bar
 from kvtier.errors import ConfigError
 from kvtier.stack import EngineStack
-from kvtier.tables import BAR_CELLS, bar
+from kvtier.tools.bench.report import machine
+from kvtier.tools.bench.scratch import PREFIX, folder_beside
 from kvtier.types.jobs import MISSING, JobKind, JobResult, TransferJob
 from kvtier.types.keys import OffloadKey
 from kvtier_fs import FSBackend

@@ -12,7 +12,7 @@ from kvtier.config import StackConfig, StackOptions, build_tiers, load_stack, pa
 from kvtier.config.plan import TierPlan, plan_stack
 from kvtier.errors import ConfigError
 from kvtier.options import ADMISSION_BYTES, INDEX_BYTES_PER_SLOT, OwnedTierOptions
-from kvtier.tier_api.registry import Backends
+from kvtier.tier.registry import Backends
 from kvtier.types.geometry import GroupKind, GroupLayout, KVLayout, TensorRef
 
 CPU = "{type: cpu, cpu_bytes_to_use: 1GiB}"

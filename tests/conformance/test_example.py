@@ -14,7 +14,7 @@ from support_stack import PLAIN, Engine, keys, load, opened, parts_of, stack_fil
 
 from kvtier.errors import ConfigError
 from kvtier.testing.conformance import LoadStoreTests
-from kvtier.tier_api.registry import discover
+from kvtier.tier.registry import discover
 
 SOURCE = Path(__file__).parent / "example_backend"
 

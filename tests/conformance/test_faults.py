@@ -23,7 +23,7 @@ from kvtier.testing import (
 )
 from kvtier.testing.conformance import LoadStoreTests, make_keys
 from kvtier.testing.trace import turns
-from kvtier.tier_api.contract import AnswersLookups, ProbesAlignment, ProvidesRows, Resettable
+from kvtier.tier.contract import AnswersLookups, ProbesAlignment, ProvidesRows, Resettable
 from kvtier.types.jobs import BlockStatus, DropReason, JobKind, dropped, failed
 from kvtier_fs import FSBackend, FSOptions
 from kvtier_fs.testing import FaultyIO, IOFault, IOFaultKind, seeded

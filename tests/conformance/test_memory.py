@@ -12,8 +12,8 @@ from hypothesis import Phase, settings
 from kvtier.testing import MemoryOptions, MemoryStorage, MemoryTier, SharedMemoryTier
 from kvtier.testing.conformance import LoadStoreTests
 from kvtier.testing.conformance.machine import run_machine
-from kvtier.tier_api.checksum import checksum
-from kvtier.tier_api.contract import LookupResult
+from kvtier.tier.checksum import checksum
+from kvtier.tier.contract import LookupResult
 from kvtier.types.jobs import CORRUPT, LOADED, MISSING, STORED, JobResult
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from support_control import World, cpu_setup, fs_setup, key, shared_setup
 
-from kvtier.control.policies import RequestModels
-from kvtier.control.tiers.admission import WAYS, SecondUse
-from kvtier.control.tiers.predicted import make_admission
 from kvtier.options import ADMISSION_BYTES
+from kvtier.policy import RequestModels
+from kvtier.policy.admission import WAYS, SecondUse
+from kvtier.policy.reuse.admission import make_admission
 from kvtier.types.jobs import JobKind, SkipReason
 
 STORE = JobKind.STORE

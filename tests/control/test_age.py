@@ -8,8 +8,8 @@ import pytest
 from support_control import World, cpu_setup, fs_setup, key
 
 from kvtier.control.tiers.aged_tier import RECLAIMED_AT_ONCE, AgedTier
-from kvtier.tier_api.block_age import BlockAges
-from kvtier.tier_api.contract import LookupResult, Recovered
+from kvtier.tier.block_age import BlockAges
+from kvtier.tier.contract import LookupResult, Recovered
 from kvtier.types.arrays import int_array
 from kvtier.types.jobs import MISSING, JobKind, RegionFormat
 

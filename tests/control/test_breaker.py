@@ -6,7 +6,7 @@ import pytest
 from support_control import World, below, key
 
 from kvtier.control.tiers.breaker import Breaker, BreakerState
-from kvtier.tier_api.contract import LookupResult
+from kvtier.tier.contract import LookupResult
 from kvtier.types.jobs import CANCELLED, CORRUPT, LATE, MISSING, STORED, DropReason, JobKind, dropped, failed
 
 STORE, LOAD = JobKind.STORE, JobKind.LOAD

@@ -8,9 +8,9 @@ import pytest
 from support_control import World, cpu_setup, fs_setup, key
 from support_following import FollowingLRU
 
-from kvtier.control.policies.journaled_policy import AHEAD_MAX, AHEAD_PART, CHOOSE_PART, FEW_PART
 from kvtier.control.tiers.owned_tier import OwnedTier
 from kvtier.control.tiers.slot_table import FREE
+from kvtier.policy.reuse.journaled_policy import AHEAD_MAX, AHEAD_PART, CHOOSE_PART, FEW_PART
 from kvtier.types.jobs import DropReason
 from kvtier.types.keys import RequestId
 

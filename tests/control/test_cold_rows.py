@@ -6,12 +6,12 @@ import pytest
 from support_control import key
 from support_traffic import Traffic
 
-from kvtier.control.policies import RequestModels
-from kvtier.control.policies.prediction.model import ReuseModel
-from kvtier.control.policies.prediction.prompts import RECENT_KEYS_MAX
-from kvtier.control.tiers.predicted import Predicted
-from kvtier.control.tiers.write_allowance import WriteAllowance
-from kvtier.control.tiers.write_pace import WritePace
+from kvtier.policy import RequestModels
+from kvtier.policy.reuse.admission import Predicted
+from kvtier.policy.reuse.prediction.model import ReuseModel
+from kvtier.policy.reuse.prediction.prompts import RECENT_KEYS_MAX
+from kvtier.policy.write_allowance import WriteAllowance
+from kvtier.policy.write_pace import WritePace
 from kvtier.types.hints import Demote
 from kvtier.types.jobs import DropReason, SkipReason
 from kvtier.types.keys import GroupIndex, OffloadKey, RequestId

@@ -12,7 +12,7 @@ from support_control import ROW_BYTES, World, below, cpu_setup, fs_setup, key, s
 
 from kvtier.control.plane import ControlLimits
 from kvtier.control.tiers.slot_table import READY
-from kvtier.tier_api.contract import Recovered
+from kvtier.tier.contract import Recovered
 from kvtier.types.arrays import int_array
 from kvtier.types.events import OffloadingEvent
 from kvtier.types.jobs import JobKind, RegionFormat

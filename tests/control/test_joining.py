@@ -11,7 +11,7 @@ from support_control import World, below, cpu_setup, fs_setup, key, key_number, 
 from kvtier.control.deliveries import JoiningTiers
 from kvtier.control.reservations import KeyState
 from kvtier.control.state import TierSetup, lower_tiers
-from kvtier.tier_api.contract import LookupResult, Opened, Recovered
+from kvtier.tier.contract import LookupResult, Opened, Recovered
 from kvtier.types.jobs import DropReason, JobKind, RegionFormat
 from kvtier.types.keys import RequestId
 

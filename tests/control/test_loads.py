@@ -8,7 +8,7 @@ import pytest
 from support_control import World, below, cpu_setup, fs_setup, key, shared_setup
 
 from kvtier.control.tiers.slot_table import FILLING, QUARANTINED, READY, RETIRED
-from kvtier.tier_api.contract import LookupResult
+from kvtier.tier.contract import LookupResult
 from kvtier.types.arrays import int_array
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import CORRUPT, LOADED, GPUGroup, JobKind, JobResult, TransferJob, failed

@@ -10,7 +10,7 @@ from support_control import ROW_BYTES, World, below, cpu_setup, fs_setup, key
 from kvtier.control.tiers.owned_tier import OwnedTier
 from kvtier.control.tiers.slot_table import ABSENT, RETIRED
 from kvtier.errors import IntegrityError
-from kvtier.tier_api.contract import Recovered, SlotSpace
+from kvtier.tier.contract import Recovered, SlotSpace
 from kvtier.types.arrays import int_array
 from kvtier.types.jobs import LATE, DropReason, JobKind, RegionFormat, failed
 from kvtier.types.keys import OffloadKey

@@ -9,12 +9,12 @@ import pytest
 from support_control import key
 from support_traffic import LONG, SHORT, Traffic
 
-from kvtier.control.policies import RequestModels
-from kvtier.control.policies.prediction.model import ReuseModel
-from kvtier.control.tiers import predicted
-from kvtier.control.tiers.predicted import Predicted
-from kvtier.control.tiers.write_allowance import WriteAllowance
-from kvtier.control.tiers.write_pace import WritePace
+from kvtier.policy import RequestModels
+from kvtier.policy.reuse import admission as predicted
+from kvtier.policy.reuse.admission import Predicted
+from kvtier.policy.reuse.prediction.model import ReuseModel
+from kvtier.policy.write_allowance import WriteAllowance
+from kvtier.policy.write_pace import WritePace
 from kvtier.types.jobs import DropReason, SkipReason
 from kvtier.types.keys import GroupIndex, RequestId
 from kvtier.types.requests import NO_INFO, RequestUse
@@ -127,7 +127,7 @@ def test_a_prompt_that_leaves_another_keeps_what_they_share() -> None:
 
 
 def test_blocks_of_old_prompts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtier.control.policies.prediction import prompts as module
+    from kvtier.policy.reuse.prediction import prompts as module
 
     monkeypatch.setattr(module, "RECENT_KEYS", 16)
     model, decides = admission()
@@ -243,7 +243,7 @@ def test_blocks_of_the_output_belong_to_the_prompt_before_them() -> None:
 
 
 def test_output_that_is_known_or_longer_than_can_be_numbered_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtier.control.policies.prediction import prompts as module
+    from kvtier.policy.reuse.prediction import prompts as module
 
     monkeypatch.setattr(module, "OUTPUT_BLOCKS_MAX", 2)
     model, _ = admission()

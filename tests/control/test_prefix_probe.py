@@ -7,7 +7,7 @@ import random
 import pytest
 from support_control import World, cpu_setup, fs_setup, key, shared_setup
 
-from kvtier.tier_api.contract import LookupResult
+from kvtier.tier.contract import LookupResult
 from kvtier.types.keys import GroupIndex, OffloadKey
 
 HIT, PENDING, RETRY, MISS = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.RETRY, LookupResult.MISS

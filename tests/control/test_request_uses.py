@@ -14,7 +14,7 @@ from kvtier.control.plane import ControlPlane
 from kvtier.control.request_uses import OPEN_MAX
 from kvtier.control.state import TierSetup
 from kvtier.errors import UsageError
-from kvtier.tier_api.contract import Recovered
+from kvtier.tier.contract import Recovered
 from kvtier.types.jobs import JobKind, RegionFormat
 from kvtier.types.keys import FS, RequestId
 from kvtier.types.requests import NO_INFO, RequestInfo

@@ -9,7 +9,7 @@ import pytest
 from support_control import World, below, cpu_setup, fs_setup, key, shared_setup
 
 from kvtier.control.tiers.slot_table import FREE, QUARANTINED, READY
-from kvtier.tier_api.contract import LookupResult
+from kvtier.tier.contract import LookupResult
 from kvtier.types.jobs import LOADED, DropReason, JobKind, JobResult
 from kvtier.types.keys import RequestId
 

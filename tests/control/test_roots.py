@@ -8,7 +8,7 @@ import pytest
 from support_control import World, cpu_setup, fs_setup, key
 
 from kvtier.control.tiers.breaker import BreakerState
-from kvtier.tier_api.contract import LookupResult
+from kvtier.tier.contract import LookupResult
 from kvtier.types.jobs import JobKind
 
 STORE, LOAD = JobKind.STORE, JobKind.LOAD

@@ -6,10 +6,10 @@ import pytest
 from support_control import World, cpu_setup, fs_setup, key, key_number
 
 from kvtier.control.plane import ControlLimits
-from kvtier.control.policies import LRU
 from kvtier.control.tiers.slot_table import FREE, QUARANTINED, READY
 from kvtier.errors import IntegrityError, UsageError
-from kvtier.tier_api.contract import LookupResult
+from kvtier.policy import LRU
+from kvtier.tier.contract import LookupResult
 from kvtier.types.arrays import int_array
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import CANCELLED, STORED, DropReason, GPUGroup, JobKind, JobResult, TransferJob, failed

@@ -13,7 +13,7 @@ from support_control import cpu_setup
 from support_paths import TRACES
 
 from kvtier.control.plane import ControlLimits, ControlPlane
-from kvtier.tier_api.contract import LookupResult
+from kvtier.tier.contract import LookupResult
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import LOADED, STORED, GPUGroup, JobKind, JobResult, TransferJob
 from kvtier.types.keys import GroupIndex, JobId, OffloadKey, make_key

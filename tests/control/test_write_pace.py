@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import pytest
 
-from kvtier.control.tiers.write_pace import DAY_SECONDS, WritePace
+from kvtier.policy.write_pace import DAY_SECONDS, WritePace
 
 BLOCK = 1 << 20
 HOUR = 3600.0

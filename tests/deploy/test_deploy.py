@@ -93,7 +93,7 @@ def test_the_pod_has_the_memory_the_folders_and_the_profile_that_its_stack_needs
     assert pod["securityContext"]["seccompProfile"]["type"] == "Localhost"
     assert pod["terminationGracePeriodSeconds"] > stack.close_timeout_seconds + 30
     transfer = json.loads(objects["ConfigMap"]["data"]["kv-transfer.json"])["kv_connector_extra_config"]
-    assert transfer["spec_module_path"] == "kvtier.integrations.vllm"
+    assert transfer["spec_module_path"] == "kvtier.engines.vllm"
     assert Path(transfer["stack"]).name in objects["ConfigMap"]["data"]
     assert str(Path(transfer["stack"]).parent) in mounts
     port = container["ports"][0]

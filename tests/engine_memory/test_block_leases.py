@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvtier.control.tiers.owned_tier import OwnedTier
-from kvtier.engine_memory.block_leases import BlockLeases
-from kvtier.tier_api.contract import SlotSpace
+from kvtier.engines.engine_memory.block_leases import BlockLeases
+from kvtier.tier.contract import SlotSpace
 from kvtier.types.keys import OffloadKey, make_key
 
 SLOTS = 4

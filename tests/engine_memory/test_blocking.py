@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 from support_valkey import valkey_server
 
-from kvtier.engine_memory import tier as module
-from kvtier.engine_memory.blocking import BlockingTier
-from kvtier.engine_memory.memory import PagedMemory
-from kvtier.engine_memory.options import EngineMemoryOptions, read_options
-from kvtier.engine_memory.plane import EngineMemoryPlane
+from kvtier.engines.engine_memory import tier as module
+from kvtier.engines.engine_memory.blocking import BlockingTier
+from kvtier.engines.engine_memory.memory import PagedMemory
+from kvtier.engines.engine_memory.options import EngineMemoryOptions, read_options
+from kvtier.engines.engine_memory.plane import EngineMemoryPlane
 from kvtier.errors import ConfigError
-from kvtier.stack.stats_socket import stats_from_json
-from kvtier.tier_api.contract import LookupResult
-from kvtier.tier_api.registry import discover
+from kvtier.stack.watching.stats_socket import stats_from_json
+from kvtier.tier.contract import LookupResult
+from kvtier.tier.registry import discover
 from kvtier.types.geometry import GroupKind, GroupLayout, KVLayout
 from kvtier.types.jobs import LATE, LOADED, PRESENT, STORED, BlockStatus, DropReason
 from kvtier.types.keys import OffloadKey, key_group, make_key

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvtier.engine_memory.memory import ArenaMemory, EngineMemory, PagedMemory, Pieces
+from kvtier.engines.engine_memory.memory import ArenaMemory, EngineMemory, PagedMemory, Pieces
 from kvtier.errors import ConfigError, UsageError
 from kvtier.types.keys import make_key
 

@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier.engine_memory import tier as module
-from kvtier.engine_memory.memory import ArenaMemory
-from kvtier.engine_memory.notifying import Changes, NotifyingTier
-from kvtier.engine_memory.options import EngineMemoryOptions, read_options
-from kvtier.engine_memory.plane import EngineMemoryPlane
-from kvtier.engine_memory.transfers import EngineTransfer
+from kvtier.engines.engine_memory import tier as module
+from kvtier.engines.engine_memory.memory import ArenaMemory
+from kvtier.engines.engine_memory.notifying import Changes, NotifyingTier
+from kvtier.engines.engine_memory.options import EngineMemoryOptions, read_options
+from kvtier.engines.engine_memory.plane import EngineMemoryPlane
+from kvtier.engines.engine_memory.transfers import EngineTransfer
 from kvtier.errors import UsageError
 from kvtier.options import SharedTierOptions
 from kvtier.testing.memory import MemoryOptions, SharedMemoryTier
-from kvtier.tier_api.contract import LookupResult
+from kvtier.tier.contract import LookupResult
 from kvtier.types.geometry import KVLayout
 from kvtier.types.jobs import DropReason, JobKind
 from kvtier.types.keys import OffloadKey, make_key

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvtier.control.state import LowerTier, TierSetup
-from kvtier.engine_memory.plane import EngineMemoryPlane, PlaneLimits
-from kvtier.engine_memory.staging import CopyPermits
-from kvtier.engine_memory.transfers import EngineTransfer
-from kvtier.tier_api.block_age import BlockAges
-from kvtier.tier_api.contract import LookupResult, Opened, SlotSpace
+from kvtier.engines.engine_memory.plane import EngineMemoryPlane, PlaneLimits
+from kvtier.engines.engine_memory.staging import CopyPermits
+from kvtier.engines.engine_memory.transfers import EngineTransfer
+from kvtier.tier.block_age import BlockAges
+from kvtier.tier.contract import LookupResult, Opened, SlotSpace
 from kvtier.types.arrays import int_array
 from kvtier.types.jobs import (
     CANCELLED,

@@ -6,7 +6,7 @@ from itertools import chain, pairwise
 
 import pytest
 
-from kvtier.engine_memory.staging import Frames, StagingRows
+from kvtier.engines.engine_memory.staging import Frames, StagingRows
 from kvtier.errors import IntegrityError
 from kvtier.types.geometry import Geometry, GroupLayout, KVLayout
 from kvtier.types.jobs import JobKind, RowGroup, TransferJob

@@ -16,18 +16,18 @@ import numpy as np
 import pytest
 
 from kvtier.control.deliveries import PresenceQuery
-from kvtier.engine_memory import tier as module
-from kvtier.engine_memory.memory import PagedMemory
-from kvtier.engine_memory.options import EngineMemoryOptions
-from kvtier.engine_memory.plane import EngineMemoryPlane
-from kvtier.engine_memory.tier import EngineMemoryTier
-from kvtier.engine_memory.transfers import EngineTransfer
+from kvtier.engines.engine_memory import tier as module
+from kvtier.engines.engine_memory.memory import PagedMemory
+from kvtier.engines.engine_memory.options import EngineMemoryOptions
+from kvtier.engines.engine_memory.plane import EngineMemoryPlane
+from kvtier.engines.engine_memory.tier import EngineMemoryTier
+from kvtier.engines.engine_memory.transfers import EngineTransfer
 from kvtier.errors import ResourceError, UsageError
 from kvtier.options import SharedTierOptions
 from kvtier.stack import StackSettings
 from kvtier.stack.dispatcher import Dispatcher
 from kvtier.testing.memory import MemoryOptions, MemoryTier, SharedMemoryTier
-from kvtier.tier_api.contract import LookupResult
+from kvtier.tier.contract import LookupResult
 from kvtier.types.arrays import int_array
 from kvtier.types.geometry import KVLayout
 from kvtier.types.jobs import JobKind

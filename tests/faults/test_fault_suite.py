@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support_servers import needs_server
 
-import kvtier.testing.simulation
+import simulator
 from faults.attack import Attack, Tally
 from faults.attacks.kernel import SUITES
 from faults.attacks.remote_access import without_tls
@@ -16,7 +16,7 @@ from faults.attacks.world import HANGS, LEAKS, count_violation
 from faults.remote.objects import without_azurite, without_ceph
 from faults.remote.pool import without_mooncake
 from faults.suite import PROJECT, all_attacks, run
-from kvtier.testing.simulation.disk import Disks, SimulatedRoot
+from simulator.disk import Disks, SimulatedRoot
 
 START_SECONDS = 60
 """What a test may take beyond its attack's own limit, which kills the attack's process and counts as a hang."""
@@ -74,7 +74,7 @@ def test_an_attack_that_attacked_nothing_is_not_clean():
 
 def test_a_broken_promise_of_the_simulator_counts_in_its_column():
     """Columns are found by parts of messages, so a message that is changed must be changed here too."""
-    sources = Path(kvtier.testing.simulation.__file__).parent.glob("*.py")
+    sources = Path(simulator.__file__).parent.glob("*.py")
     messages = [line for source in sources for line in source.read_text().splitlines() if "violation(" in line]
     for column, parts in (("hangs", HANGS), ("leaks", LEAKS)):
         for part in parts:

@@ -16,14 +16,14 @@ from faults.content import lies, records
 from faults.content.lies import Liar, lying_roots
 from faults.content.watched import contained
 from kvtier.errors import RootError
-from kvtier.stack.operator_log import OperatorLog
 from kvtier.stack.tier_stack import TierStack
-from kvtier.testing.records import Field, Record, fields_of, lie, lying_number
-from kvtier.tier_api import block_envelope
-from kvtier.tier_api.checksum import seal, unseal
+from kvtier.stack.watching.operator_log import OperatorLog
+from kvtier.tier import block_envelope
+from kvtier.tier.checksum import seal, unseal
 from kvtier_fs.format import region_header, snapshot, superblock, tree_records
 from kvtier_fs.format.superblock import Superblock
 from kvtier_fs.format.tree_records import Tree
+from simulator.records import Field, Record, fields_of, lie, lying_number
 
 LAYOUTS = ("slab", "files")
 RECORDS = 240
@@ -33,7 +33,7 @@ SEEDS_MAX = 60
 
 def test_every_struct_of_the_format_is_attacked():
     known = dict(records.known_structs())
-    parts = {f"kvtier.tier_api.block_envelope.{name}" for name in ("_SHARED", "_OWN", "_GENERATION", "_STATED")}
+    parts = {f"kvtier.tier.block_envelope.{name}" for name in ("_SHARED", "_OWN", "_GENERATION", "_STATED")}
     missing = {name for name, form in known.items() if not any(form is one for one in records.STRUCTS)}
     assert missing == parts, "these are the halves of a slot's header, and fields of it"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.integrations import digests
-from kvtier.integrations.digests import Cancelled, ContentDigests, FilesChanged, FileState
+from kvtier.engines import digests
+from kvtier.engines.digests import Cancelled, ContentDigests, FilesChanged, FileState
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from kvtier.integrations.fingerprint import computed_state, computing_modules
+from kvtier.engines.fingerprint import computed_state, computing_modules
 
 
 class Rotary(nn.Module):

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.engine_memory.options import read_options
+from kvtier.engines.engine_memory.options import read_options
+from kvtier.engines.model_identity import IdentifiedOptions
 from kvtier.errors import ConfigError
-from kvtier.integrations.model_identity import IdentifiedOptions
 
 
 @pytest.fixture(autouse=True)

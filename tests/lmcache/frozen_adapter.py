@@ -2,7 +2,7 @@
 
 from support_freezing_disk import let_freeze
 
-from kvtier.integrations.lmcache import KVTierL2Adapter
+from kvtier.engines.lmcache import KVTierL2Adapter
 from kvtier_fs.tier import FSBackend
 
 __all__ = ["KVTierL2Adapter"]

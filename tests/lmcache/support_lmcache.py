@@ -12,7 +12,7 @@ from lmcache.cli.commands.bench.l2_adapter_bench.data import create_l1_memory_de
 from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj, MemoryObjMetadata, TensorMemoryObj
 
-from kvtier.integrations.lmcache import KVTierL2Adapter
+from kvtier.engines.lmcache import KVTierL2Adapter
 
 LONG = 60.0
 MODEL = "test-model"

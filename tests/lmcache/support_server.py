@@ -29,7 +29,7 @@ SHAPE = "(2,1024,16,8,64):float16:8"
 RUN = "from lmcache.cli.main import main; main()"
 
 
-def l2_adapter(folder: Path, module: str = "kvtier.integrations.lmcache", **keys: Any) -> str:
+def l2_adapter(folder: Path, module: str = "kvtier.engines.lmcache", **keys: Any) -> str:
     """`--l2-adapter` for a tier of kvtier in a folder."""
     keys = {"roots": [str(folder / "kv")], "capacity": "1GiB", "namespace": "test", **keys}
     plugin = {"type": "plugin", "module_path": module, "class_name": "KVTierL2Adapter", "adapter_params": keys}

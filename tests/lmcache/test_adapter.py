@@ -6,9 +6,9 @@ import pytest
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from support_lmcache import LONG, MODEL, Controllers, Memory, controllers, object_key, params
 
+from kvtier.engines import engine_release
+from kvtier.engines.lmcache import KVTierL2Adapter
 from kvtier.errors import ConfigError
-from kvtier.integrations import engine_release
-from kvtier.integrations.lmcache import KVTierL2Adapter
 
 pytestmark = [pytest.mark.lmcache, pytest.mark.filterwarnings("ignore")]  # what LMCache warns of is not ours
 MIB = 1 << 20

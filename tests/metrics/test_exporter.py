@@ -21,12 +21,12 @@ from support_programs import needs
 from support_stack import PLAIN, Engine, fs, keys, load, parts_of, running, stack_file, store, whole
 
 from kvtier.cli import main
-from kvtier.cli.live.sources import source_of
 from kvtier.control.tiers.histogram import Histogram, HistogramFigures
 from kvtier.metrics import DEFINITIONS
 from kvtier.metrics.exporter import StackCollector, metrics_server
 from kvtier.stack import EngineStack, StackStats, TierStats
 from kvtier.stack.traffic import TransferStats
+from kvtier.tools.top.sources import source_of
 
 
 def fetch(port: int, accept: str) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from support_paths import PROJECT
 from kvtier.config import StackOptions, build_tiers, load_stack, parse_stack
 from kvtier.config.layout import read_layout
 from kvtier.config.plan import plan_stack
-from kvtier.tier_api.registry import discover
+from kvtier.tier.registry import discover
 
 ROOT = PROJECT
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -21,19 +21,19 @@ without_sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is not No
 @without_sglang
 def test_without_sglang_the_error_names_the_supported_release():
     with pytest.raises(ConfigError, match=r"needs SGLang 0\.5\.23; no SGLang is installed"):
-        importlib.import_module("kvtier.integrations.sglang")
+        importlib.import_module("kvtier.engines.sglang")
 
 
 @without_lmcache
 def test_without_lmcache_the_error_names_the_supported_releases():
     with pytest.raises(ConfigError, match=r"needs LMCache 0\.5\.6 or 0\.5\.7; no LMCache is installed"):
-        importlib.import_module("kvtier.integrations.lmcache")
+        importlib.import_module("kvtier.engines.lmcache")
 
 
 @without_vllm
 def test_without_vllm_the_error_names_the_supported_generation():
     with pytest.raises(ConfigError, match=r"needs vLLM 0\.32 or 0\.33; no vLLM is installed"):
-        importlib.import_module("kvtier.integrations.vllm")
+        importlib.import_module("kvtier.engines.vllm")
 
 
 @without_vllm
@@ -51,4 +51,4 @@ def test_another_generation_is_refused_by_what_it_lacks(monkeypatch):
     tiering = types.ModuleType("vllm.v1.kv_offload.tiering.base")
     monkeypatch.setitem(sys.modules, tiering.__name__, tiering)
     with pytest.raises(ConfigError, match=r"needs vLLM 0\.32.*OffloadingManager\.prepare_load.*SecondaryTierManager"):
-        importlib.import_module("kvtier.integrations.vllm")
+        importlib.import_module("kvtier.engines.vllm")

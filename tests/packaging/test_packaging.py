@@ -18,6 +18,7 @@ from support_paths import PROJECT
 
 ROOT = PROJECT
 LIBRARY = "kvtier_gpu/engines/native_copy.native.so"
+FORMER = {"kvtier.integrations": "kvtier.engines", "kvtier.tier_api": "kvtier.tier"}
 PACKAGES = ("kvtier", "kvtier_cpu", "kvtier_fs", "kvtier_gpu", "kvtier_remote")
 STACK = """
 tiers:
@@ -96,7 +97,7 @@ def test_without_a_compiler_the_wheel_is_for_every_platform(
     assert LIBRARY not in zipfile.ZipFile(wheel).namelist()
 
 
-NEED_ENGINES = ("kvtier.integrations.vllm", "kvtier.integrations.sglang", "kvtier.integrations.lmcache")
+NEED_ENGINES = ("kvtier.engines.vllm", "kvtier.engines.sglang", "kvtier.engines.lmcache")
 
 
 def test_every_module_of_the_wheel_imports_from_the_wheel(installed: Installed) -> None:
@@ -106,7 +107,8 @@ for package in {PACKAGES!r}:
     module = importlib.import_module(package)
     assert module.__file__.startswith({str(installed.site)!r}), module.__file__
     for found in pkgutil.walk_packages(module.__path__, package + ".", onerror=lambda name: None):
-        if found.name not in {NEED_ENGINES!r}:  # each says at once which engine it needs, see test_engines_absent
+        # The former names raise, and the others say at once which engine they need, see test_engines_absent.
+        if found.name not in {(*NEED_ENGINES, *FORMER)!r}:
             importlib.import_module(found.name)
         print(found.name)
 """
@@ -114,9 +116,15 @@ for package in {PACKAGES!r}:
     assert {"kvtier.types.geometry", "kvtier.cli.check", "kvtier.config.load", *NEED_ENGINES} <= set(modules)
 
 
+@pytest.mark.parametrize(("former", "now"), FORMER.items())
+def test_a_former_module_names_the_new_one(former: str, now: str) -> None:
+    with pytest.raises(ImportError, match=f"^{former} is {now} now"):
+        importlib.import_module(f"{former}.vllm")
+
+
 def test_the_backends_are_found_by_their_entry_points(installed: Installed) -> None:
     code = """
-from kvtier.tier_api.registry import discover
+from kvtier.tier.registry import discover
 backends = discover()
 print(*(f"{name}={backends.get(name).__module__.partition('.')[0]}" for name in ("cpu", "fs", "gpu")))
 """

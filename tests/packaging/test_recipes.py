@@ -24,9 +24,9 @@ import sys
 
 from test_policies import PolicyContract, filled, key_of
 
-from kvtier.control import policies
+from kvtier import policy as policies
 
-spec = importlib.util.spec_from_file_location("kvtier.control.policies.slru", "slru.py")
+spec = importlib.util.spec_from_file_location("kvtier.policy.slru", "slru.py")
 module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 policies.POLICIES["slru"] = module.SegmentedLRU  # step 2 of the recipe
@@ -57,7 +57,7 @@ def run_tests(folder: Path, test: str, *paths: Path) -> int:
 
 def test_the_page_has_these_blocks() -> None:
     assert list(BLOCKS) == [
-        "kvtier/control/policies/slru.py",
+        "kvtier/policy/slru.py",
         "tests/policies/test_policies.py",
         "kvtier_ramstore/__init__.py",
         "tests/test_ramstore.py",
@@ -69,7 +69,7 @@ def test_the_page_has_these_blocks() -> None:
 
 
 def test_the_policy_keeps_the_contract_of_policies(tmp_path: Path) -> None:
-    (tmp_path / "slru.py").write_text(BLOCKS["kvtier/control/policies/slru.py"])
+    (tmp_path / "slru.py").write_text(BLOCKS["kvtier/policy/slru.py"])
     (tmp_path / "test_slru.py").write_text(POLICY_TEST.lstrip() + BLOCKS["tests/policies/test_policies.py"])
     contract = (PROJECT / "tests" / "policies" / "test_policies.py").read_text()
     assert run_tests(tmp_path, "test_slru.py", PROJECT / "tests" / "policies") > contract.count("policy, _ = filled")

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvtier.control.policies.announced_blocks import AnnouncedBlocks, AnnouncedRun
-from kvtier.control.policies.prediction.segments import NONE, Segments
+from kvtier.policy.reuse.announced_blocks import AnnouncedBlocks, AnnouncedRun
+from kvtier.policy.reuse.prediction.segments import NONE, Segments
 from kvtier.types.keys import OffloadKey, make_key
 
 SLOTS = 100

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 from support_following import FollowingLRU
 
-from kvtier.control.policies import ARC, LRU, POLICIES, RequestPolicy, Reuse
+from kvtier.policy import ARC, LRU, POLICIES, RequestPolicy, Reuse
 from kvtier.testing.conformance.policies import PolicyTests, PrefixPolicyTests, RequestPolicyTests, run
 
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from support_journal import second_thread
 
-from kvtier.control.policies.journal import ENTRIES_MAX, PIECE, Journal
+from kvtier.policy.reuse.journal import ENTRIES_MAX, PIECE, Journal
+from kvtier.tools.whatif.shadow import ShadowTier
 from kvtier.traces.requests import Request
 from kvtier.types.keys import OffloadKey, RequestId, make_key
-from kvtier.whatif.shadow import ShadowTier
 
 BLOCKS = 96
 REQUESTS = 600
-STATE = "kvtier.control.policies.journal.ENTRIES_MAX"
+STATE = "kvtier.policy.reuse.journal.ENTRIES_MAX"
 
 
 def chain(rng: random.Random) -> list[OffloadKey]:

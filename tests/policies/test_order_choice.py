@@ -9,11 +9,11 @@ import pytest
 from support_adverse_traces import TRACES
 
 from benchmarks.policies import OneTier
-from kvtier.control.policies import Reuse
-from kvtier.control.policies.order_choice import SAMPLE_MAX, USES_KEPT, OrderChoice
-from kvtier.control.policies.prediction.classes import class_of
-from kvtier.control.policies.prediction.model import ReuseModel
-from kvtier.control.policies.prediction.segments import NONE, Segments
+from kvtier.policy import Reuse
+from kvtier.policy.reuse.order_choice import SAMPLE_MAX, USES_KEPT, OrderChoice
+from kvtier.policy.reuse.prediction.classes import class_of
+from kvtier.policy.reuse.prediction.model import ReuseModel
+from kvtier.policy.reuse.prediction.segments import NONE, Segments
 from kvtier.types.keys import make_key
 
 SHORT, LONG = class_of(1, -1.0, 1), class_of(1, -1.0, 4)

@@ -12,9 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier.control.policies import ARC, LRU, POLICIES, make_policy
-from kvtier.control.policies.ghosts import GhostLists
 from kvtier.errors import ConfigError, IntegrityError
+from kvtier.policy import ARC, LRU, POLICIES, make_policy
+from kvtier.policy.ghosts import GhostLists
 from kvtier.types.keys import OffloadKey, make_key
 
 

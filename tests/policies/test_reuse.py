@@ -7,10 +7,10 @@ import random
 import pytest
 from support_reuse import Tier, chat, prompt
 
-from kvtier.control.policies.announced_blocks import AnnouncedBlocks
-from kvtier.control.policies.prediction.classes import LEFT
-from kvtier.control.policies.prediction.segments import NONE, Segments
 from kvtier.errors import IntegrityError
+from kvtier.policy.reuse.announced_blocks import AnnouncedBlocks
+from kvtier.policy.reuse.prediction.classes import LEFT
+from kvtier.policy.reuse.prediction.segments import NONE, Segments
 from kvtier.types.keys import OffloadKey, make_key
 
 

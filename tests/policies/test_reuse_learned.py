@@ -8,8 +8,8 @@ from heapq import heappop, heappush
 import pytest
 from support_reuse import Tier, chat
 
-from kvtier.control.policies import RequestModels
-from kvtier.control.policies.prediction.model import ReuseModel
+from kvtier.policy import RequestModels
+from kvtier.policy.reuse.prediction.model import ReuseModel
 from kvtier.types.keys import GroupIndex, OffloadKey, RequestId
 from kvtier.types.requests import RequestUse
 

@@ -10,7 +10,7 @@ import json
 import pytest
 from support_paths import TRACES
 
-from kvtier.control.policies import make_policy
+from kvtier.policy import make_policy
 from kvtier.types.keys import OffloadKey, make_key
 
 TRACE = TRACES / "conversation.jsonl"

@@ -17,9 +17,9 @@ from click.testing import CliRunner, Result
 from support_replay import run
 
 from kvtier.cli import main
-from kvtier.replay.run import Replay
-from kvtier.replay.setup import ReplayOptions
 from kvtier.stack import TierStack
+from kvtier.tools.replay.run import Replay
+from kvtier.tools.replay.setup import ReplayOptions
 from kvtier.types.jobs import JobResult, TransferJob
 
 pytestmark = pytest.mark.usefixtures("temporary_folder")

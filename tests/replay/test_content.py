@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.replay.content import BlockContent, Pages, find_owners, mix
+from kvtier.tools.replay.content import BlockContent, Pages, find_owners, mix
 from kvtier.types.geometry import GroupLayout, TensorRef
 from kvtier.types.keys import OffloadKey, make_key
 

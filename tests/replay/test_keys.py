@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import ConfigError
-from kvtier.replay.workload import PROFILES, make_workload
+from kvtier.tools.replay.workload import PROFILES, make_workload
 from kvtier.traces.requests import KeyChain, Request, group_keys, offload_keys
 from kvtier.types.arrays import int_array
 from kvtier.types.keys import key_group

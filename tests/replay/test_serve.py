@@ -13,11 +13,11 @@ from support_replay import FakeStack
 
 from kvtier.errors import ConfigError
 from kvtier.planner import StoreMode
-from kvtier.replay.engine import EngineCache
-from kvtier.replay.run import Replay
-from kvtier.replay.serve import Counts, ServeOptions, Server
-from kvtier.replay.setup import ReplayOptions, make_layout
-from kvtier.replay.workload import make_workload
+from kvtier.tools.replay.engine import EngineCache
+from kvtier.tools.replay.run import Replay
+from kvtier.tools.replay.serve import Counts, ServeOptions, Server
+from kvtier.tools.replay.setup import ReplayOptions, make_layout
+from kvtier.tools.replay.workload import make_workload
 from kvtier.traces.requests import KeyChain, Request, group_keys
 from kvtier.types.arrays import int_array
 from kvtier.types.geometry import GroupKind, GroupLayout, KVLayout, TensorRef

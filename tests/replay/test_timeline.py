@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.replay.timeline import (
+from kvtier.stack import TierStats
+from kvtier.tools.replay.timeline import (
     COMPUTED,
     DRAIN_SECONDS,
     INTERVAL_SECONDS,
@@ -21,8 +22,7 @@ from kvtier.replay.timeline import (
     RequestPath,
     Timeline,
 )
-from kvtier.stack import TierStats
-from kvtier.whatif.virtual_time import VirtualTime
+from kvtier.tools.whatif.virtual_time import VirtualTime
 
 
 class Run:

@@ -10,14 +10,14 @@ import pytest
 from support_replay import FakeStack
 
 from kvtier.planner import StoreMode
-from kvtier.replay.engine import EngineCache
-from kvtier.replay.run import Replay
-from kvtier.replay.serve import Counts, ServeOptions, Server
-from kvtier.replay.setup import ReplayOptions, make_layout
-from kvtier.replay.timeline import COMPUTED, Moment, Timeline
-from kvtier.replay.watched_server import WatchedServer, watching
-from kvtier.replay.workload import make_workload
 from kvtier.stack import TierStats
+from kvtier.tools.replay.engine import EngineCache
+from kvtier.tools.replay.run import Replay
+from kvtier.tools.replay.serve import Counts, ServeOptions, Server
+from kvtier.tools.replay.setup import ReplayOptions, make_layout
+from kvtier.tools.replay.timeline import COMPUTED, Moment, Timeline
+from kvtier.tools.replay.watched_server import WatchedServer, watching
+from kvtier.tools.replay.workload import make_workload
 from kvtier.types.keys import OffloadKey
 
 Prepare = Callable[[FakeStack], None]

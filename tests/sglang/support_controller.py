@@ -33,7 +33,7 @@ def publish() -> None:
 
 def extra_config(**keys: Any) -> dict[str, Any]:
     """SGLang's configuration of the backend with keys of kvtier."""
-    named = {"backend_name": "kvtier", "module_path": "kvtier.integrations.sglang", "class_name": "KVTierHiCache"}
+    named = {"backend_name": "kvtier", "module_path": "kvtier.engines.sglang", "class_name": "KVTierHiCache"}
     return {**named, "interface_v1": 1, "namespace": "random weights", **keys}
 
 

@@ -12,10 +12,10 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolHitPolicy, PoolName, PoolTransfer
 from support_controller import extra_config, publish
 
+from kvtier.engines import engine_release
+from kvtier.engines.sglang import KVTierHiCache
+from kvtier.engines.sglang.compat import RELEASE
 from kvtier.errors import ConfigError, UsageError
-from kvtier.integrations import engine_release
-from kvtier.integrations.sglang import KVTierHiCache
-from kvtier.integrations.sglang.compat import RELEASE
 
 pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore")]  # what SGLang warns of is not ours
 

@@ -21,8 +21,8 @@ import pytest
 import torch
 from support_controller import extra_config
 
-from kvtier.engine_memory.memory import PagedMemory
-from kvtier.integrations.sglang.pools import HostPool
+from kvtier.engines.engine_memory.memory import PagedMemory
+from kvtier.engines.sglang.pools import HostPool
 
 with warnings.catch_warnings():  # our tests treat warnings as errors; what SGLang's imports warn of is not ours
     warnings.simplefilter("ignore")

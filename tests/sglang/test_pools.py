@@ -8,9 +8,9 @@ import pytest
 import torch
 from support_controller import PAGE_TOKENS, pools
 
-from kvtier.engine_memory.memory import PagedMemory
+from kvtier.engines.engine_memory.memory import PagedMemory
+from kvtier.engines.sglang.pools import HostPool
 from kvtier.errors import ConfigError
-from kvtier.integrations.sglang.pools import HostPool
 
 pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore")]  # what SGLang warns of is not ours
 

@@ -23,7 +23,7 @@ def model(tmp_path_factory) -> Path:
 
 
 def keys(folder: Path, **more: Any) -> dict[str, Any]:
-    named = {"backend_name": "kvtier", "module_path": "kvtier.integrations.sglang", "class_name": CLASS}
+    named = {"backend_name": "kvtier", "module_path": "kvtier.engines.sglang", "class_name": CLASS}
     tier = {"roots": [str(folder / "kv")], "capacity": "256MiB", "namespace": "random weights"}
     return {**named, "interface_v1": 1, "prefetch_threshold": PAGE_TOKENS, **tier, **more}
 

@@ -13,10 +13,10 @@ from support_stack import PLAIN, Engine, keys, opened, parts_of, stack_file, sto
 from support_stack_tiers import LOAD, STORE, MemoryTier, backends
 
 from kvtier.errors import RootError
-from kvtier.testing.simulation.seed_run import run_seed
 from kvtier.types.jobs import DropReason, dropped
 from kvtier_fs.slab.folder import SlabFolder
 from kvtier_fs.slab.opening import Hooks
+from simulator.seed_run import run_seed
 
 
 def over_memory(engine: Engine, rows: int, **options: object):

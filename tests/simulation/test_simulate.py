@@ -11,13 +11,13 @@ from collections import Counter
 import pytest
 from click.testing import CliRunner
 
-from kvtier.testing.simulate import simulate
-from kvtier.testing.simulation.seed_run import Simulator, run_seed
+from simulator.command import simulate
+from simulator.seed_run import Simulator, run_seed
 
 
 def test_a_seed_is_the_same_under_any_hash_seed():
     code = (
-        "from kvtier.testing.simulation.seed_run import run_seed; "
+        "from simulator.seed_run import run_seed; "
         "print([run_seed(s, layout).digest for s in range(6) for layout in ('slab', 'files')])"
     )
     digests = set()
@@ -40,7 +40,7 @@ def test_a_seed_is_the_same_when_it_is_run_again(layout):
 def test_a_seed_of_the_other_layout_names_it_in_its_replay():
     ran = CliRunner().invoke(simulate, ["--seed", "5", "--layout", "files"])
     assert ran.exit_code == 0
-    assert "replay: python -m kvtier.testing.simulate --layout files --seed 5 --trace" in ran.output
+    assert "replay: python -m simulator --layout files --seed 5 --trace" in ran.output
 
 
 def test_the_command_prints_a_trace_and_counts():
@@ -48,7 +48,7 @@ def test_the_command_prints_a_trace_and_counts():
     assert ran.exit_code == 0
     assert "seed 5: SeedPlan(" in ran.output
     assert "a process begins" in ran.output
-    assert "replay: python -m kvtier.testing.simulate --seed 5 --trace" in ran.output
+    assert "replay: python -m simulator --seed 5 --trace" in ran.output
     ran = CliRunner().invoke(simulate, ["--seeds", "3", "--start", "7", "--json"])
     assert ran.exit_code == 0
     total = json.loads(ran.output.splitlines()[-1])

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtier.testing.simulation.disk import BLOCK_BYTES, SECTOR_BYTES, DiskFile, Disks, SimulatedRoot
-from kvtier.testing.simulation.engine import InFlightRequest, RequestFault
-from kvtier.testing.simulation.loop import VirtualLoop
-from kvtier.testing.simulation.syscalls import Killed, SimulatedSystem
+from simulator.disk import BLOCK_BYTES, SECTOR_BYTES, DiskFile, Disks, SimulatedRoot
+from simulator.engine import InFlightRequest, RequestFault
+from simulator.loop import VirtualLoop
+from simulator.syscalls import Killed, SimulatedSystem
 
 
 def loop_of(seed: int = 0) -> VirtualLoop:

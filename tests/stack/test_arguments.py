@@ -16,10 +16,10 @@ from support_protections_calls import without_checked_calls
 from support_stack import PLAIN, Engine, fs, parts_of, shared_fs, stack_file, whole
 
 from kvtier.control.failed_plane import FailedPlane
-from kvtier.engine_memory.blocking import BlockingTier
-from kvtier.engine_memory.memory import PagedMemory
-from kvtier.engine_memory.options import EngineMemoryOptions, read_options
-from kvtier.engine_memory.transfers import EngineTransfer
+from kvtier.engines.engine_memory.blocking import BlockingTier
+from kvtier.engines.engine_memory.memory import PagedMemory
+from kvtier.engines.engine_memory.options import EngineMemoryOptions, read_options
+from kvtier.engines.engine_memory.transfers import EngineTransfer
 from kvtier.errors import KVTierError, UsageError
 from kvtier.stack import EngineStack, TierStack
 from kvtier.types.arrays import int_array

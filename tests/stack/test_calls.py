@@ -9,7 +9,7 @@ from support_stack import HYBRID, PLAIN, Engine, keys, parts_of, running, stack_
 
 from kvtier.errors import UsageError
 from kvtier.stack import EngineStack
-from kvtier.tier_api.contract import LookupResult
+from kvtier.tier.contract import LookupResult
 from kvtier.types.jobs import JobKind
 from kvtier.types.keys import RequestId
 from kvtier.types.requests import RequestInfo

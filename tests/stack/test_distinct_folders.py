@@ -11,9 +11,9 @@ import pytest
 from support_stack import PLAIN, Engine, fs, parts_of, shared_fs, stack_file
 from support_tools import refusal, tool
 
-from kvtier.engine_memory.memory import PagedMemory
-from kvtier.engine_memory.options import EngineMemoryOptions, options_model
-from kvtier.engine_memory.tier import EngineMemoryTier
+from kvtier.engines.engine_memory.memory import PagedMemory
+from kvtier.engines.engine_memory.options import EngineMemoryOptions, options_model
+from kvtier.engines.engine_memory.tier import EngineMemoryTier
 from kvtier.errors import ConfigError, ResourceError
 from kvtier.stack import EngineStack
 from kvtier.types.namespace import Namespace

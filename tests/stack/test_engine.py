@@ -13,7 +13,7 @@ from support_stack_tiers import LOAD, STORE, backends
 from kvtier.control.reservations import Reservation
 from kvtier.errors import RootError, UsageError
 from kvtier.stack import CloseReport, EngineStack
-from kvtier.tier_api.contract import LookupResult
+from kvtier.tier.contract import LookupResult
 from kvtier.types.jobs import JobResult, TransferJob
 from kvtier.types.keys import JobId, RequestId
 

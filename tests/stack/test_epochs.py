@@ -13,7 +13,7 @@ import torch
 from support_valkey import Server, stack_tier, valkey_server
 
 import kvtier
-from kvtier.tier_api.shared_epoch import EPOCH_CEILING, OPENINGS_FROM
+from kvtier.tier.shared_epoch import EPOCH_CEILING, OPENINGS_FROM
 
 PAGE = 4096
 NAMES = kvtier.block_keys([hashlib.sha256(f"prompt {i}".encode()).digest() for i in range(16)])

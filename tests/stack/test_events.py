@@ -26,7 +26,7 @@ from support_stack import (
 )
 from support_stack_tiers import LOAD, STORE, backends
 
-from kvtier.tier_api.contract import LookupResult
+from kvtier.tier.contract import LookupResult
 from kvtier.types.arrays import int_array
 from kvtier.types.events import OffloadingEvent
 from kvtier.types.jobs import CORRUPT

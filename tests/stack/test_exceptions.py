@@ -18,7 +18,7 @@ from kvtier.errors import IntegrityError
 from kvtier.stack import EngineStack, TierStack
 from kvtier.stack.dispatcher import Dispatcher, Traffic
 from kvtier.stack.lookups import Lookups
-from kvtier.tier_api.contract import LookupResult
+from kvtier.tier.contract import LookupResult
 from tests.stack.test_deadlines import only_below, stack_over_memory
 from tests.stack.test_engine import drain, engine_stack, run
 from tests.stack.test_life import as_it_was

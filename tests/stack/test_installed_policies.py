@@ -13,10 +13,10 @@ from support_backends import add_distribution
 from support_following import FollowingLRU, Notes
 
 from kvtier.config import open_engine_stack, parse_stack
-from kvtier.control.policies import ARC, POLICIES, RequestPolicy
 from kvtier.errors import ConfigError
+from kvtier.policy import ARC, POLICIES, RequestPolicy
 from kvtier.stack import EngineStack
-from kvtier.stack.installed_policies import GROUP, find_policy
+from kvtier.stack.learned.installed_policies import GROUP, find_policy
 from kvtier.types.geometry import KVLayout
 from kvtier.types.keys import OffloadKey, RequestId, make_key
 
@@ -77,16 +77,16 @@ def test_bad_policies_are_named_with_their_distribution(install: Install) -> Non
     install(
         {
             "absent": "no_such_module:Policy",
-            "function": "kvtier.stack.installed_policies:find_policy",
+            "function": "kvtier.stack.learned.installed_policies:find_policy",
             "unfinished": f"{__name__}:Unfinished",
             "modelless": f"{__name__}:WithoutModel",
         }
     )
     sys.modules.setdefault(__name__, sys.modules[Unfinished.__module__])
     assert "of site0-policies 1.0 cannot be loaded: ModuleNotFoundError" in fault("absent")
-    assert fault("function").endswith("is no subclass of kvtier.control.policies.EvictionPolicy")
+    assert fault("function").endswith("is no subclass of kvtier.policy.EvictionPolicy")
     assert "leaves __init__, admit," in fault("unfinished")
-    assert fault("modelless").endswith("has no MODEL that is a subclass of kvtier.control.policies.RequestModel")
+    assert fault("modelless").endswith("has no MODEL that is a subclass of kvtier.policy.RequestModel")
 
 
 def test_a_name_that_two_distributions_claim_is_refused(install: Install) -> None:

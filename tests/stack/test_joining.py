@@ -19,7 +19,7 @@ from support_stack_tiers import backends
 
 from kvtier.errors import ConfigError, ResourceError
 from kvtier.stack import EngineStack
-from kvtier.tier_api.contract import LookupResult
+from kvtier.tier.contract import LookupResult
 
 UNKNOWN = 'reason="what its blocks belong to is not known yet"'
 MISS, PENDING = LookupResult.MISS, LookupResult.HIT_PENDING

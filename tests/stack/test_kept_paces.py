@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from kvtier.config import open_stack, parse_stack
-from kvtier.control.policies import RequestModels
-from kvtier.control.tiers.write_pace import DAY_SECONDS, MINUTES, WritePace
-from kvtier.stack import model_files
-from kvtier.stack.kept_paces import KeptPace, MachineClock, machine_clock
-from kvtier.stack.model_files import RETRY_SECONDS, ModelFiles, encode, model_path
+from kvtier.policy import RequestModels
+from kvtier.policy.write_pace import DAY_SECONDS, MINUTES, WritePace
+from kvtier.stack.learned import model_files
+from kvtier.stack.learned.kept_paces import KeptPace, MachineClock, machine_clock
+from kvtier.stack.learned.model_files import RETRY_SECONDS, ModelFiles, encode, model_path
 from kvtier.types.geometry import KVLayout
 from kvtier.types.keys import GroupIndex, RequestId, make_key
 

@@ -21,10 +21,10 @@ from support_logs import complaints
 from kvtier.cli import main
 from kvtier.config import open_engine_stack, open_stack, parse_stack
 from kvtier.config.model import StackConfig
-from kvtier.control.policies.prediction.classes import NUM_BUCKETS, NUM_CLASSES, USES
-from kvtier.control.policies.prediction.model import ReuseModel
+from kvtier.policy.reuse.prediction.classes import NUM_BUCKETS, NUM_CLASSES, USES
+from kvtier.policy.reuse.prediction.model import ReuseModel
 from kvtier.stack import EngineStack, TierStack
-from kvtier.stack.model_files import model_path, read, write
+from kvtier.stack.learned.model_files import model_path, read, write
 from kvtier.types.geometry import KVLayout
 from kvtier.types.keys import RequestId, make_key
 
@@ -116,9 +116,9 @@ def test_damaged_tables_are_one_line_in_the_log(tmp_path: Path, caplog: pytest.L
 LIVES_ON = """
 import sys
 from pathlib import Path
-import kvtier.stack.model_files
+import kvtier.stack.learned.model_files
 from test_learned_tables import config, engine, serve
-kvtier.stack.model_files.SAVE_SECONDS = 0.0
+kvtier.stack.learned.model_files.SAVE_SECONDS = 0.0
 with engine(config(Path(sys.argv[1]))) as stack:
     serve(stack)
     print("served", flush=True)

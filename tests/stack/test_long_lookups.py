@@ -11,7 +11,7 @@ from support_stack import PLAIN, Engine, keys, parts_of, stack_file, until
 from support_stack_tiers import SharedTier, backends
 
 from kvtier.stack import EngineStack, TierStack
-from kvtier.tier_api.contract import LookupResult
+from kvtier.tier.contract import LookupResult
 
 BLOCKS = 62_500
 ASKED_MAX = 64

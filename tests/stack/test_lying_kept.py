@@ -14,14 +14,14 @@ from random import Random
 import pytest
 from support_protections_fs import without_bounds_of_records
 
-from kvtier.control.policies import RequestModels
-from kvtier.control.policies.prediction.model import ReuseModel
-from kvtier.control.tiers.write_pace import MINUTES, WritePace
-from kvtier.stack.kept_paces import KeptPace, MachineClock
-from kvtier.stack.model_files import MAGIC, ModelFiles, decode, encode, model_path
-from kvtier.testing.records import Field, Record, lie
-from kvtier.tier_api.checksum import BODY_AT, seal
+from kvtier.policy import RequestModels
+from kvtier.policy.reuse.prediction.model import ReuseModel
+from kvtier.policy.write_pace import MINUTES, WritePace
+from kvtier.stack.learned.kept_paces import KeptPace, MachineClock
+from kvtier.stack.learned.model_files import MAGIC, ModelFiles, decode, encode, model_path
+from kvtier.tier.checksum import BODY_AT, seal
 from kvtier_remote.write_budget import BootClock, BudgetFile, WriteBudget
+from simulator.records import Field, Record, lie
 
 PER_DAY = 1 << 40
 HOUR_NS = 3600 * 10**9

@@ -22,10 +22,10 @@ from support_paths import SUPPORT
 from kvtier.cli import main
 from kvtier.config import open_engine_stack, open_stack, parse_stack
 from kvtier.config.model import StackConfig
-from kvtier.control.policies import POLICIES, RequestModels
-from kvtier.control.policies.base import MODEL_BYTES_MAX
+from kvtier.policy import POLICIES, RequestModels
+from kvtier.policy.base import MODEL_BYTES_MAX
 from kvtier.stack import EngineStack, StackSettings
-from kvtier.stack.model_files import SAVE_SECONDS, ModelFiles, decode, encode, model_path, read, write
+from kvtier.stack.learned.model_files import SAVE_SECONDS, ModelFiles, decode, encode, model_path, read, write
 from kvtier.types.geometry import KVLayout
 from kvtier.types.keys import RequestId, make_key
 
@@ -195,7 +195,7 @@ def test_a_disk_that_hangs_does_not_keep_a_stack_from_closing(
     stack = engine(config(tmp_path, "").model_copy(update={"state_dir": str(tmp_path), "close_timeout_seconds": 0.5}))
     with stack, caplog.at_level(logging.WARNING):
         serve(stack, 1)
-        monkeypatch.setattr("kvtier.stack.model_files.write", lambda *_: works_again.wait())
+        monkeypatch.setattr("kvtier.stack.learned.model_files.write", lambda *_: works_again.wait())
         begun = time.monotonic()
         stack.close()
         took = time.monotonic() - begun
@@ -207,7 +207,7 @@ def test_a_disk_that_hangs_does_not_keep_a_stack_from_closing(
 WRITES_FOREVER = """
 import sys
 from pathlib import Path
-from kvtier.stack.model_files import write
+from kvtier.stack.learned.model_files import write
 print("begun", flush=True)
 number = 0
 while True:

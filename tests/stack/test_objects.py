@@ -10,7 +10,7 @@ import pytest
 from support_objects import Folder, names
 from support_stack import PLAIN, Engine, keys, load, opened, parts_of, stack_file, statuses, store, whole
 
-from kvtier.tier_api.contract import LookupResult
+from kvtier.tier.contract import LookupResult
 from kvtier.types.keys import OffloadKey
 from kvtier_remote.names import key_digest
 from kvtier_remote.objects.tier import ObjectBackend

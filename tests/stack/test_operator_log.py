@@ -15,7 +15,7 @@ from support_stack_tiers import MemoryTier, backends
 
 from kvtier.control.tiers.breaker import Breaker
 from kvtier.errors import ResourceError
-from kvtier.stack.operator_log import LINES_MAX, LOGGER, WINDOW_SECONDS, OperatorLog, TierWatch, line
+from kvtier.stack.watching.operator_log import LINES_MAX, LOGGER, WINDOW_SECONDS, OperatorLog, TierWatch, line
 from kvtier.types.jobs import failed
 
 EVENTS = {

@@ -25,7 +25,7 @@ from support_stack import (
 )
 from support_stack_tiers import LOAD, STORE, SharedTier, backends
 
-from kvtier.tier_api.contract import LookupResult
+from kvtier.tier.contract import LookupResult
 from kvtier.types.jobs import failed
 
 

@@ -23,7 +23,7 @@ from support_paths import SUPPORT
 from kvtier.errors import ConfigError, KVTierError, ResourceError, UsageError
 from kvtier.stack.workers import protocol
 from kvtier.stack.workers.remote_worker import WorkerLink, WorkerLinkOptions, serve_worker
-from kvtier.tier_api.contract import LoadStore, Opened, TierContext
+from kvtier.tier.contract import LoadStore, Opened, TierContext
 from kvtier.types.arrays import int_array
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import (

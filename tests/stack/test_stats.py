@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvtier.control.tiers.counters import TierCounters
-from kvtier.stack.stats import tier_stats
-from kvtier.tier_api.contract import Opened
+from kvtier.stack.watching.stats import tier_stats
+from kvtier.tier.contract import Opened
 from kvtier.types.jobs import DropReason, SkipReason
 
 

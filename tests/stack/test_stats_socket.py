@@ -22,14 +22,14 @@ from support_stack import PLAIN, Engine, fs, keys, parts_of, stack_file, store, 
 
 from kvtier.errors import ResourceError
 from kvtier.stack import EngineStack, StackParts, StackStats, TierStack, TierStats
-from kvtier.stack import socket_file as files
-from kvtier.stack import stats_socket as module
-from kvtier.stack.socket_file import SocketFile
-from kvtier.stack.stats_socket import StatsSocket, stats_from_json
+from kvtier.stack.watching import socket_file as files
+from kvtier.stack.watching import stats_socket as module
+from kvtier.stack.watching.socket_file import SocketFile
+from kvtier.stack.watching.stats_socket import StatsSocket, stats_from_json
 
 OTHER_PROCESS = """
 import os, sys
-from kvtier.stack.socket_file import SocketFile
+from kvtier.stack.watching.socket_file import SocketFile
 claimed = SocketFile.claim(sys.argv[1])
 os.chmod(sys.argv[1], 0o660)
 kept = os.dup(0)

@@ -24,7 +24,7 @@ from typing import Any
 from obstore.store import AzureStore
 from support_servers import frozen, server_program
 
-from kvtier.temporary_folders import temporary_folder
+from kvtier.cli.temporary_folders import temporary_folder
 from kvtier_remote import AzureBackend, AzureOptions
 from kvtier_remote.valkey.embedded import free_ports
 

@@ -9,8 +9,8 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from kvtier.options import ByteSize, LowerTierOptions, PolicyName, TierOptions
-from kvtier.tier_api.contract import LoadStore, Opened, SlotSpace, TierContext
-from kvtier.tier_api.registry import Backends, DryRun
+from kvtier.tier.contract import LoadStore, Opened, SlotSpace, TierContext
+from kvtier.tier.registry import Backends, DryRun
 from kvtier.types.geometry import Geometry
 from kvtier.types.jobs import MISSING, JobResult, TransferJob
 from kvtier.types.keys import CPU, FS, GPU, Medium

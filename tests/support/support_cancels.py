@@ -13,8 +13,8 @@ import numpy as np
 from support_shutdown import Lives, right_bytes_or_misses
 from support_stack import Engine, fs, keys, load, opened, parts_of, stack_file, statuses, store, whole
 
-from kvtier.control.policies import POLICIES
 from kvtier.control.tiers.slot_table import FREE
+from kvtier.policy import POLICIES
 from kvtier.stack import TierStack
 from tests.stack.test_cancel import LARGE, LOAD, STORE, all_rows_come_back, turns
 

@@ -15,7 +15,7 @@ from support_stack import PLAIN, Engine, disk_tier, keys, load, parts_of, stack_
 
 from kvtier.errors import KVTierError
 from kvtier.stack import TierStack
-from kvtier.tier_api.contract import LoadStore
+from kvtier.tier.contract import LoadStore
 from kvtier.types.jobs import BlockStatus
 from kvtier_fs import FSBackend, FSOptions, SharedFSBackend, SharedFSOptions
 from kvtier_fs.testing import FaultyIO

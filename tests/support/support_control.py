@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from kvtier.control.deliveries import PresenceQuery
 from kvtier.control.plane import ControlLimits, ControlPlane
 from kvtier.control.state import Emission, TierSetup
-from kvtier.tier_api.contract import LookupResult, Opened, SlotSpace
+from kvtier.tier.contract import LookupResult, Opened, SlotSpace
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import (
     CORRUPT,

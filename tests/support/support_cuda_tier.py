@@ -11,7 +11,7 @@ import torch
 from support_cuda import FakeCuda, FakeStream
 from support_gpu import MmapRows, Worker, context, job, make_worker, naive_copy, transfer
 
-from kvtier.tier_api.contract import Opened
+from kvtier.tier.contract import Opened
 from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import TransferJob

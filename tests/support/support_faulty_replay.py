@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 
 from kvtier.config import stack_parts
 from kvtier.config.model import StackConfig
-from kvtier.replay.run import Replay
-from kvtier.replay.setup import ReplayOptions
-from kvtier.replay.timeline import Timeline
 from kvtier.stack import TierStack
 from kvtier.testing import Fault, FaultKind, FaultyBackend
+from kvtier.tools.replay.run import Replay
+from kvtier.tools.replay.setup import ReplayOptions
+from kvtier.tools.replay.timeline import Timeline
+from kvtier.tools.whatif.run_page import WatchedReplay
 from kvtier.types.geometry import KVLayout
 from kvtier.types.jobs import JobKind
 from kvtier.types.keys import OffloadKey
 from kvtier.types.namespace import Namespace
-from kvtier.whatif.run_page import WatchedReplay
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvtier.testing.faults import Fault, FaultKind, FaultyBackend
-from kvtier.tier_api.registry import discover
+from kvtier.tier.registry import discover
 from kvtier.types.jobs import JobKind
 
 CHANCES = [
@@ -42,5 +42,5 @@ def faulty_tiers(monkeypatch: pytest.MonkeyPatch) -> list[FaultyBackend]:
 
             return make
 
-    monkeypatch.setattr("kvtier.engine_memory.tier.discover", Planned)
+    monkeypatch.setattr("kvtier.engines.engine_memory.tier.discover", Planned)
     return made

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 from support_fs import PAGE, TestRows, flat, layout, payload
 
-from kvtier.tier_api.contract import LookupResult, Opened, TierContext
+from kvtier.tier.contract import LookupResult, Opened, TierContext
 from kvtier.types.geometry import Geometry, KVLayout
 from kvtier.types.jobs import BlockOutcome, JobKind, RowGroup, TransferJob
 from kvtier.types.keys import GroupIndex, JobId, OffloadKey, key_group

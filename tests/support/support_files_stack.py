@@ -15,7 +15,7 @@ from pathlib import Path
 from support_stack import PLAIN, Engine, keys, load, running, shared_fs, stack_file, statuses, store, whole
 
 from kvtier.stack import TierStack
-from kvtier.tier_api.contract import LookupResult
+from kvtier.tier.contract import LookupResult
 
 GPU_BLOCKS = 64
 ROWS = 48

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier.control.policies import LRU, RequestModel, RequestPolicy
+from kvtier.policy import LRU, RequestModel, RequestPolicy
 from kvtier.types.keys import GroupIndex, OffloadKey, RequestId
 from kvtier.types.requests import RequestUse
 

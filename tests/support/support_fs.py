@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from kvtier.errors import RootBusyError
-from kvtier.tier_api.contract import Opened, TierContext
+from kvtier.tier.contract import Opened, TierContext
 from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier.types.jobs import BlockOutcome, JobKind, JobResult, RegionFormat, RowGroup, TransferJob
 from kvtier.types.keys import GroupIndex, JobId, OffloadKey, key_group, make_key

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvtier.tier_api.contract import TierContext
+from kvtier.tier.contract import TierContext
 from kvtier.types.arrays import IntArray, int_array
 from kvtier.types.geometry import Geometry
 from kvtier.types.gpu_runs import GPURuns
@@ -21,7 +21,7 @@ from kvtier.types.namespace import Namespace
 
 
 class MmapRows:
-    """`kvtier.tier_api.contract.Rows` over one mapping: anonymous, or of a file that several processes share."""
+    """`kvtier.tier.contract.Rows` over one mapping: anonymous, or of a file that several processes share."""
 
     def __init__(self, geometry: Geometry, num_rows: int, file: int = -1) -> None:
         self.num_rows, self.row_bytes = num_rows, geometry.row_bytes

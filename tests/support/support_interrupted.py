@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from faults.machine.raising import PlaceFault
-from kvtier.tier_api.contract import LoadStore, Opened, TierContext
+from kvtier.tier.contract import LoadStore, Opened, TierContext
 
 
 def faults_of(fault: PlaceFault, phase: str) -> dict[str, PlaceFault]:

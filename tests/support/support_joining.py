@@ -11,8 +11,8 @@ from typing import Any
 from support_stack import Engine, statuses, whole
 
 from kvtier.stack import EngineStack, StackParts, TierStack
-from kvtier.stack.stats import TierStats
-from kvtier.tier_api.contract import LookupResult
+from kvtier.stack.watching.stats import TierStats
+from kvtier.tier.contract import LookupResult
 from kvtier.types.jobs import JobKind, JobResult
 from kvtier.types.keys import OffloadKey
 from kvtier.types.namespace import Namespace

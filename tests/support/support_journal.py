@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from kvtier.control.policies import Journal
+from kvtier.policy import Journal
 
 
 @contextmanager

@@ -13,10 +13,9 @@ import pytest
 
 from kvtier.control.flow import promotions
 from kvtier.control.tiers.aged_tier import AgedTier
-from kvtier.testing.simulation.disk import DiskFile
-from kvtier.tier_api import block_envelope
-from kvtier.tier_api.block_age import AgeLimit
-from kvtier.tier_api.checksum import checksum
+from kvtier.tier import block_envelope
+from kvtier.tier.block_age import AgeLimit
+from kvtier.tier.checksum import checksum
 from kvtier.types.arrays import NO_IDS
 from kvtier.types.jobs import BlockOutcome
 from kvtier_fs.files import block_file, block_steps, epochs, presence
@@ -29,6 +28,7 @@ from kvtier_remote.names import BlockNames
 from kvtier_remote.transport import Marker
 from kvtier_remote.valkey import calls as valkey_calls
 from kvtier_remote.valkey import transport as valkey_transport
+from simulator.disk import DiskFile
 
 
 def _verify_without(monkeypatch: pytest.MonkeyPatch, *fields: str) -> None:

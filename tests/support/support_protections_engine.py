@@ -20,8 +20,8 @@ def without_shares(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def without_the_question_for_continuation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hits are offered whatever the attention does with a prefix."""
-    from kvtier.integrations.vllm import settings
-    from kvtier.integrations.vllm.secondary import tier
+    from kvtier.engines.vllm import settings
+    from kvtier.engines.vllm.secondary import tier
 
     for module in (settings, tier):
         monkeypatch.setattr(module, "continues_after_prefix", lambda config: True)

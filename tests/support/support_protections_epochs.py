@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvtier.stack import joining
-from kvtier.tier_api import shared_epoch
+from kvtier.tier import shared_epoch
 from kvtier_fs.files import epochs as folder_epochs
 from kvtier_fs.format import superblock, tree_records
 from kvtier_fs.slab import opening

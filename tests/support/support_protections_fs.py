@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.stack import kept_paces
-from kvtier.tier_api import block_envelope
+from kvtier.stack.learned import kept_paces
+from kvtier.tier import block_envelope
 from kvtier_fs import tier
 from kvtier_fs.files import block_file
 from kvtier_fs.files.bucket import Bucket

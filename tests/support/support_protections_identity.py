@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from kvtier.integrations import digests
-from kvtier.integrations.digests import Confirmation, ContentDigests, FileState
-from kvtier.integrations.vllm import engine_settings, identity, weight_files
-from kvtier.integrations.vllm.model_code import ModelCode
+from kvtier.engines import digests
+from kvtier.engines.digests import Confirmation, ContentDigests, FileState
+from kvtier.engines.vllm import engine_settings, identity, weight_files
+from kvtier.engines.vllm.model_code import ModelCode
 
 
 def without_second_places(monkeypatch: pytest.MonkeyPatch) -> None:

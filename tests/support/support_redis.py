@@ -12,7 +12,7 @@ from typing import Any
 from support_servers import server_program
 from support_valkey import Server
 
-from kvtier.temporary_folders import temporary_folder
+from kvtier.cli.temporary_folders import temporary_folder
 from kvtier_remote import ValkeyOptions
 from kvtier_remote.valkey.embedded import EmbeddedServer, embedded_server, free_ports
 

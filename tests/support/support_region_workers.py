@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvtier.options import TierOptions
-from kvtier.tier_api.contract import LoadStore, Opened, Rows, TierContext
+from kvtier.tier.contract import LoadStore, Opened, Rows, TierContext
 from kvtier.types.arrays import int_array
 from kvtier.types.geometry import Geometry
 from kvtier.types.gpu_runs import GPURuns

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from kvtier.cli import main
 from kvtier.config import StackConfig
 from kvtier.stack import StackStats, TierStats
-from kvtier.tier_api.contract import LookupResult
+from kvtier.tier.contract import LookupResult
 from kvtier.types.geometry import Geometry, KVLayout
 from kvtier.types.jobs import (
     LOADED,

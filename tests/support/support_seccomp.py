@@ -16,7 +16,7 @@ from typing import Any
 import pyseccomp
 from support_stack import PLAIN, Engine, fs, keys, load, running, stack_file, store, whole
 
-from kvtier.stack.stats import TierStats
+from kvtier.stack.watching.stats import TierStats
 
 COMPARE = {"SCMP_CMP_NE": pyseccomp.NE, "SCMP_CMP_EQ": pyseccomp.EQ, "SCMP_CMP_MASKED_EQ": pyseccomp.MASKED_EQ}
 NEW_USER, NEW_NET, CHILD_SIGNAL = 0x10000000, 0x40000000, 17

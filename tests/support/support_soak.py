@@ -16,7 +16,7 @@ from support_stack import PLAIN, Engine, disk_tier, keys, opened, parts_of, stac
 from support_stack_tiers import LOAD, STORE
 
 from faults.machine.belongings import belongings, left_behind
-from kvtier.control.policies import POLICIES
+from kvtier.policy import POLICIES
 from kvtier.types.keys import RequestId
 from kvtier_fs.io.uring import probe_uring
 from kvtier_fs.testing import FaultyIO, IOFault, IOFaultKind, seeded

@@ -14,7 +14,7 @@ import numpy as np
 from kvtier.config import parse_stack, stack_parts
 from kvtier.config.model import StackConfig
 from kvtier.stack import StackParts, TierStack
-from kvtier.tier_api.registry import Backends, discover
+from kvtier.tier.registry import Backends, discover
 from kvtier.types.arrays import int_array
 from kvtier.types.geometry import Geometry, GroupKind, GroupLayout, KVLayout, TensorRef
 from kvtier.types.gpu_runs import GPURuns

@@ -11,8 +11,8 @@ import numpy as np
 from pydantic import Field
 
 from kvtier.options import LowerTierOptions, SharedTierOptions, TierOptions
-from kvtier.tier_api.contract import LoadStore, LookupResult, Opened, Rows, SlotSpace, TierContext
-from kvtier.tier_api.registry import GROUP, Backends
+from kvtier.tier.contract import LoadStore, LookupResult, Opened, Rows, SlotSpace, TierContext
+from kvtier.tier.registry import GROUP, Backends
 from kvtier.types.jobs import CORRUPT, LOADED, MISSING, STORED, BlockOutcome, JobKind, JobResult, RowGroup, TransferJob
 from kvtier.types.keys import Medium, OffloadKey, key_group
 

@@ -24,7 +24,7 @@ from kvtier.config import build_tiers, parse_stack, stack_parts
 from kvtier.stack import TierStack
 from kvtier.stack.assembly import resolve_alignment
 from kvtier.stack.workers.remote_worker import WorkerLink, WorkerLinkOptions, serve_worker
-from kvtier.tier_api.contract import TierContext
+from kvtier.tier.contract import TierContext
 from kvtier.types.geometry import Geometry, GroupKind, GroupLayout, KVLayout, TensorRef
 from kvtier.types.jobs import GPUGroup, JobKind
 from kvtier.types.keys import CPU

@@ -22,7 +22,7 @@ from support_fs import Tier, keys, layout, open_tier, options, slot_place
 from support_shutdown import run_in_child
 
 from kvtier.cli import main
-from kvtier.tier_api.block_envelope import SlotHeader, decode_slot_header, encode_slot_header
+from kvtier.tier.block_envelope import SlotHeader, decode_slot_header, encode_slot_header
 from kvtier.types.jobs import LOADED, STORED, BlockOutcome
 from kvtier.types.keys import OffloadKey
 from kvtier.types.namespace import Namespace

@@ -14,8 +14,8 @@ import torch
 from support_stack import fs
 
 from kvtier.config import StackConfig, parse_stack
-from kvtier.integrations.transformers import cache_argument
-from kvtier.integrations.transformers.model import ModelKV
+from kvtier.engines.transformers import cache_argument
+from kvtier.engines.transformers.model import ModelKV
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None,

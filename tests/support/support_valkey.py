@@ -12,7 +12,7 @@ import valkey
 from support_remote_blocks import TWO_SIZES
 from support_servers import frozen
 
-from kvtier.temporary_folders import temporary_folder
+from kvtier.cli.temporary_folders import temporary_folder
 from kvtier.testing.conformance.base import ConformanceBase
 from kvtier_remote import ValkeyBackend, ValkeyOptions
 from kvtier_remote.valkey.embedded import START_SECONDS, EmbeddedServer, embedded_server

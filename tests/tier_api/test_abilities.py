@@ -8,8 +8,8 @@ import pytest
 
 from kvtier.options import TierOptions
 from kvtier.testing.memory import MemoryOptions, MemoryTier, SharedMemoryTier
-from kvtier.tier_api import contract, registry
-from kvtier.tier_api.contract import (
+from kvtier.tier import contract, registry
+from kvtier.tier.contract import (
     AnswersLookups,
     FencesCopies,
     HasWords,
@@ -20,8 +20,8 @@ from kvtier.tier_api.contract import (
     Resettable,
     StatesEpoch,
 )
-from kvtier.tier_api.inspection import Inspects
-from kvtier.tier_api.registry import DryRuns, EmbedsServer, discover
+from kvtier.tier.inspection import Inspects
+from kvtier.tier.registry import DryRuns, EmbedsServer, discover
 
 OF_INSTANCES = {
     AnswersLookups,

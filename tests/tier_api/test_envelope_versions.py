@@ -18,8 +18,8 @@ import support_valkey
 from support_protections_fs import without_other_versions
 
 from kvtier.testing.conformance import ConformanceBase, make_keys
-from kvtier.tier_api import block_envelope
-from kvtier.tier_api.inspection import Access, CheckStep, Inspection
+from kvtier.tier import block_envelope
+from kvtier.tier.inspection import Access, CheckStep, Inspection
 from kvtier.types.jobs import BlockOutcome, BlockStatus
 from kvtier.types.keys import OffloadKey
 from kvtier_fs.files import paths

@@ -9,8 +9,8 @@ import support_backends
 from support_backends import STANDARD, Idle, add_distribution, backends_in
 
 from kvtier.errors import ConfigError
-from kvtier.tier_api import registry
-from kvtier.tier_api.registry import discover
+from kvtier.tier import registry
+from kvtier.tier.registry import discover
 
 
 def test_a_backend_is_found_by_its_type_name(tmp_path: Path) -> None:
@@ -77,8 +77,8 @@ def test_the_installed_distributions_are_searched_once(monkeypatch: pytest.Monke
         ("no_such_module:Tier", "cannot be loaded: ModuleNotFoundError"),
         ("support_backends:NoSuchClass", "cannot be loaded: AttributeError"),
         ("raises_at_import:Tier", "cannot be loaded: RuntimeError: no driver here"),
-        ("support_backends:not_a_class", "is no subclass of kvtier.tier_api.contract.LoadStore"),
-        ("pathlib:Path", "is no subclass of kvtier.tier_api.contract.LoadStore"),
+        ("support_backends:not_a_class", "is no subclass of kvtier.tier.contract.LoadStore"),
+        ("pathlib:Path", "is no subclass of kvtier.tier.contract.LoadStore"),
         ("support_backends:Abstract", "leaves close, load, open, store abstract"),
         ("support_backends:NoOptions", "has no Options"),
         ("support_backends:NoMedium", "names no medium"),

@@ -13,7 +13,7 @@ from support_tools import HEADER, SLOT, found, loadable, overwrite, tool_json, w
 
 from faults.machine.belongings import belongings, new_since
 from kvtier.errors import RootBusyError
-from kvtier.tier_api.inspection import Access, Inspection
+from kvtier.tier.inspection import Access, Inspection
 from kvtier_fs import FSBackend
 
 MIB = 1 << 20

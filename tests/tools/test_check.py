@@ -186,7 +186,7 @@ from types import SimpleNamespace
 import numpy as np
 from kvtier.config import build_tiers, parse_stack
 from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
-from kvtier.tier_api.contract import TierContext
+from kvtier.tier.contract import TierContext
 from kvtier.types.namespace import Namespace
 layout = KVLayout((GroupLayout((TensorRef(0, 32768),)),))
 text = f"tiers: [{{type: cpu, cpu_bytes_to_use: 1MiB}}, {{type: fs, roots: [{sys.argv[1]}], capacity: 1GiB}}]"

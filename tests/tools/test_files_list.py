@@ -23,7 +23,7 @@ from support_tools import (
     write_files,
 )
 
-from kvtier.tier_api.block_envelope import decode_slot_header, encode_slot_header
+from kvtier.tier.block_envelope import decode_slot_header, encode_slot_header
 from kvtier.types.keys import key_hash
 from kvtier_fs.format.tree_records import encode_epoch
 

@@ -26,7 +26,7 @@ from support_tools import (
 )
 
 import kvtier.cli.fsck
-from kvtier.tier_api.checksum import BODY_AT, seal
+from kvtier.tier.checksum import BODY_AT, seal
 from kvtier_fs.format.superblock import COPY_BYTES, SUPERBLOCK_MAGIC, decode_superblock, encode_superblock
 
 FINDING_KEYS = {"kind", "reason", "where", "repaired"}

@@ -11,7 +11,7 @@ from support_backends import STANDARD, Idle, add_distribution, backends_in
 from support_tools import tool, tool_json, write
 
 from kvtier.errors import RootBusyError, RootError
-from kvtier.tier_api.inspection import (
+from kvtier.tier.inspection import (
     Access,
     BlockState,
     CheckStep,

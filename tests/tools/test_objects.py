@@ -11,7 +11,7 @@ from support_objects import Blocks, Folder, names, read, write
 from support_remote_blocks import NAMES, store_epochs
 from support_tools import refusal
 
-from kvtier.tier_api.inspection import Access, BlockState
+from kvtier.tier.inspection import Access, BlockState
 from kvtier_remote.inspect.store import RemoteInspection
 from kvtier_remote.objects.tier import AzureBackend, GCSBackend, S3Backend
 

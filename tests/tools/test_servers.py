@@ -17,7 +17,7 @@ from support_valkey import Blocks, Server, valkey_cluster, valkey_server
 
 from kvtier.errors import RootError
 from kvtier.testing.conformance import make_keys
-from kvtier.tier_api.inspection import Access, BlockState
+from kvtier.tier.inspection import Access, BlockState
 from kvtier_remote import ValkeyBackend
 from kvtier_remote.valkey.listing import ValkeyListing
 

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 from support_tools import refusal, tool, tool_json
 
-from kvtier import temporary_folders
-from kvtier.bench.scratch import folder_beside
-from kvtier.temporary_folders import LOCK_NAME, abandoned_folders, remove_abandoned, temporary_folder
+from kvtier.cli import temporary_folders
+from kvtier.cli.temporary_folders import LOCK_NAME, abandoned_folders, remove_abandoned, temporary_folder
+from kvtier.tools.bench.scratch import folder_beside
 
 PREFIX = "kvtier-replay-"
 REPLAY = ("replay", "--requests", "100000", "--block-bytes", "4KiB")
@@ -110,7 +110,7 @@ def test_what_is_asked_for_is_one_thing(tmp_path: Path) -> None:
 def test_a_process_that_was_forked_keeps_the_folder_of_a_killed_one(place: Path) -> None:
     script = (
         "import os, sys, time\n"
-        "from kvtier.temporary_folders import temporary_folder\n"
+        "from kvtier.cli.temporary_folders import temporary_folder\n"
         f"with temporary_folder('{PREFIX}', sys.argv[1]):\n"
         "    child = os.fork()\n"
         "    if not child: sys.stdin.read(); os._exit(0)\n"

@@ -18,19 +18,19 @@ from rich.console import Console
 from support_stack import PLAIN, Engine, parts_of, stack_file
 
 from kvtier.cli import main
-from kvtier.cli.live import sources
-from kvtier.cli.live.readings import StackReading, from_samples
-from kvtier.cli.live.rows import restarted, snapshot
-from kvtier.cli.live.screen import SORTS
-from kvtier.cli.live.view import View
 from kvtier.control.tiers.breaker import BreakerState
 from kvtier.control.tiers.histogram import HistogramFigures
 from kvtier.errors import ResourceError
 from kvtier.metrics import metric_families
 from kvtier.metrics.exporter import StackCollector, metrics_server
 from kvtier.stack import EngineStack, StackStats, TierStats
-from kvtier.stack.stats import BreakerStats
 from kvtier.stack.traffic import TransferStats
+from kvtier.stack.watching.stats import BreakerStats
+from kvtier.tools.top import sources
+from kvtier.tools.top.readings import StackReading, from_samples
+from kvtier.tools.top.rows import restarted, snapshot
+from kvtier.tools.top.screen import SORTS
+from kvtier.tools.top.view import View
 
 MIB = 1 << 20
 

@@ -28,9 +28,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from support_stack import PLAIN, Engine, parts_of, stack_file
 from support_tools import tool
 
-from kvtier.cli.live import sources
 from kvtier.metrics.exporter import StackCollector
 from kvtier.stack import EngineStack
+from kvtier.tools.top import sources
 
 STEERS = "\x1b]0;pwned\x07\x1b[2J\x9b31m\u202e\r\n\x00"
 VALUES: list[Any] = [float("nan"), float("inf"), float("-inf"), -1, -0.5, 1e308, 5e-324, 10**400, 1 << 70, True]

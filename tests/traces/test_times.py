@@ -12,8 +12,8 @@ import pytest
 from support_tools import tool
 
 from kvtier.errors import ConfigError
+from kvtier.tools.whatif.service import read_calibration
 from kvtier.traces.read import read_lines, read_trace
-from kvtier.whatif.service import read_calibration
 
 PER_SECOND = {"s": 1, "ms": 1000, "us": 1_000_000}
 BOM = b"\xef\xbb\xbf"

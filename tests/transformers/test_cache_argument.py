@@ -10,8 +10,8 @@ import pytest
 import torch
 from support_transformers import forward, gemma, llama, needs_transformers, new_cache, prompt, same_bytes, stack
 
+from kvtier.engines.transformers import AsyncPrefixCache, cache_argument
 from kvtier.errors import ConfigError
-from kvtier.integrations.transformers import AsyncPrefixCache, cache_argument
 
 pytestmark = needs_transformers
 

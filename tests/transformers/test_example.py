@@ -16,7 +16,7 @@ import torch
 from support_paths import PROJECT
 from support_transformers import needs_transformers
 
-from kvtier.integrations.transformers import PrefixCache
+from kvtier.engines.transformers import PrefixCache
 
 pytestmark = needs_transformers
 

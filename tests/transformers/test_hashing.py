@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier.engines.transformers.hashing import block_keys, token_array
 from kvtier.errors import UsageError
-from kvtier.integrations.transformers.hashing import block_keys, token_array
 from kvtier.types.keys import key_group, key_hash
 
 PROMPTS = st.lists(st.integers(0, 3), max_size=24)

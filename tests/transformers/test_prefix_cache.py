@@ -26,7 +26,7 @@ from support_transformers import (
 )
 
 import kvtier
-from kvtier.integrations.transformers import AsyncPrefixCache, cache_argument
+from kvtier.engines.transformers import AsyncPrefixCache, cache_argument
 
 pytestmark = needs_transformers
 
@@ -188,7 +188,7 @@ async def test_a_prefix_longer_than_the_cpu_tier_and_the_staging_pool_comes_back
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Blocks of 4 KiB: eight of them in the CPU tier, three in the staging pool.
-    monkeypatch.setattr("kvtier.integrations.transformers.staging.STAGING_BYTES", 3 * 4096 + 1)
+    monkeypatch.setattr("kvtier.engines.transformers.staging.STAGING_BYTES", 3 * 4096 + 1)
     tokens = prompt(16 * 50 + 1)
     async with AsyncPrefixCache(stack(tmp_path / "root", cpu="32KiB"), llama()) as prefixes:
         whole = content(tokens, prefixes.kv)
@@ -200,7 +200,7 @@ async def test_a_prefix_longer_than_the_cpu_tier_and_the_staging_pool_comes_back
 
 
 async def test_holes_that_eviction_left_are_filled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.integrations.transformers.staging.STAGING_BYTES", 4 * 4096)
+    monkeypatch.setattr("kvtier.engines.transformers.staging.STAGING_BYTES", 4 * 4096)
     async with AsyncPrefixCache(stack(cpu="64KiB"), llama()) as prefixes:  # 16 blocks
         long, short = prompt(16 * 12, seed=1), prompt(16 * 9, seed=2)
         for tokens in (long, short, long):
@@ -213,7 +213,7 @@ async def test_holes_that_eviction_left_are_filled_again(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("way", ["saved at once", "saved in two steps", "restored since"])
 async def test_what_is_pushed_out_goes_from_the_end_of_a_prompt(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.integrations.transformers.staging.STAGING_BYTES", 4 * 4096)
+    monkeypatch.setattr("kvtier.engines.transformers.staging.STAGING_BYTES", 4 * 4096)
     async with AsyncPrefixCache(stack(cpu="64KiB"), llama()) as prefixes:  # 16 blocks
         tokens, other = prompt(16 * 12, seed=1), prompt(16 * 9, seed=2)
         for end in (6, 12) if way == "saved in two steps" else (12,):
@@ -230,7 +230,7 @@ async def test_what_is_pushed_out_goes_from_the_end_of_a_prompt(way: str, monkey
 async def test_of_a_prompt_longer_than_all_tiers_the_beginning_is_kept(
     pool_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.integrations.transformers.staging.STAGING_BYTES", pool_blocks * 4096)
+    monkeypatch.setattr("kvtier.engines.transformers.staging.STAGING_BYTES", pool_blocks * 4096)
     async with AsyncPrefixCache(stack(cpu="32KiB"), llama()) as prefixes:  # 8 blocks, nowhere else to go
         tokens = prompt(16 * 30)
         for _ in range(2):

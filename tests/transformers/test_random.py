@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support_transformers import content, llama, needs_transformers, same_bytes, stack
 
-from kvtier.integrations.transformers import AsyncPrefixCache
+from kvtier.engines.transformers import AsyncPrefixCache
 
 pytestmark = needs_transformers
 
@@ -59,7 +59,7 @@ async def test_random_conversations_never_get_a_wrong_bit(
 ) -> None:
     rng = random.Random(seed)
     model, chats = llama(), Conversations(rng)
-    monkeypatch.setattr("kvtier.integrations.transformers.staging.STAGING_BYTES", 5 * 2048)
+    monkeypatch.setattr("kvtier.engines.transformers.staging.STAGING_BYTES", 5 * 2048)
     hits = corrupt = 0
     for _ in range(lives):
         # 64 rows of a page; a block of 8 tokens is 2 KiB.

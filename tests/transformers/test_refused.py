@@ -21,9 +21,9 @@ from support_transformers import (
     stack,
 )
 
+from kvtier.engines.transformers import AsyncPrefixCache, PrefixCache
+from kvtier.engines.transformers.compat import CACHE_ARGUMENTS, cache_classes
 from kvtier.errors import ConfigError, UsageError
-from kvtier.integrations.transformers import AsyncPrefixCache, PrefixCache
-from kvtier.integrations.transformers.compat import CACHE_ARGUMENTS, cache_classes
 
 pytestmark = needs_transformers
 

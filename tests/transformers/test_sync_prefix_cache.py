@@ -30,8 +30,8 @@ from support_transformers import stack as stack_of
 
 import kvtier
 from kvtier.aio.loop_thread import LoopThread
+from kvtier.engines.transformers import PrefixCache
 from kvtier.errors import ConfigError, UsageError
-from kvtier.integrations.transformers import PrefixCache
 from kvtier.stack import StackStats
 
 pytestmark = needs_transformers
@@ -153,7 +153,7 @@ def test_a_prefix_cache_left_open_is_closed_at_the_end_of_the_program(tmp_path: 
 import sys
 sys.path.insert(0, {str(SUPPORT)!r})
 from support_transformers import content, llama, prompt
-from kvtier.integrations.transformers import PrefixCache
+from kvtier.engines.transformers import PrefixCache
 prefixes = PrefixCache({str(stack_file(tmp_path))!r}, llama())
 prefixes.open()
 print(prefixes.save(prompt(100), content(prompt(100), prefixes.kv)))

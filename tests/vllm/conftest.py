@@ -34,7 +34,7 @@ collect_ignore = [] if HAS_VLLM else UNITS
 if HAS_VLLM:
     with warnings.catch_warnings():  # our tests treat warnings as errors; what vLLM's imports warn of is not ours
         warnings.simplefilter("ignore")
-        import kvtier.integrations.vllm  # noqa: F401
+        import kvtier.engines.vllm  # noqa: F401
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

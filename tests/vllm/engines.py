@@ -153,7 +153,7 @@ def engine(
             "kv_role": "kv_both",
             "kv_connector_extra_config": {
                 "spec_name": "KVTierSpec",
-                "spec_module_path": "kvtier.integrations.vllm",
+                "spec_module_path": "kvtier.engines.vllm",
                 "stack": stack,
                 **connector,
             },
@@ -195,7 +195,7 @@ def stack(root: Path, rows: int, kind: str = "llama", capacity: str = "256MiB", 
 
 def secondary(tier: str, rows: int, **options: Any) -> dict[str, Any]:
     """The configuration of vLLM's connector for its own CPU tier of so many rows above a disk tier of kvtier."""
-    below = {"type": tier, "module_path": "kvtier.integrations.vllm", "namespace": "engine-lane", "capacity": "256MiB"}
+    below = {"type": tier, "module_path": "kvtier.engines.vllm", "namespace": "engine-lane", "capacity": "256MiB"}
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",

@@ -40,7 +40,7 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 
-from kvtier.integrations.vllm import KVTierSpec
+from kvtier.engines.vllm import KVTierSpec
 
 PAGE = 4096
 AS_0_33 = hasattr(OffloadingManager, "on_reset_flushed")
@@ -164,7 +164,7 @@ class FakeEngine:
         for rank, tensor in enumerate(self.tensors):
             refs = [[CanonicalKVCacheRef(0, filled)] for filled in self.fills]
             caches = CanonicalKVCaches([CanonicalKVCacheTensor(tensor, block_bytes)], refs)
-            with patch("kvtier.integrations.vllm.primary.worker.loaded_models", lambda: ([self.model], True)):
+            with patch("kvtier.engines.vllm.primary.worker.loaded_models", lambda: ([self.model], True)):
                 self.workers.append(KVTierSpec(_ranked(config, rank)).get_worker(caches))
         self.manager = KVTierSpec(config).get_manager()
         self.free = list(range(1, num_blocks))

@@ -35,8 +35,8 @@ from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.request import RequestStatus
 
 from benchmarks.vllm_processes import fork_processes, slow_loads
-from kvtier.integrations.digests import ContentDigests, FileState
-from kvtier.integrations.vllm.primary.worker import KVTierWorker
+from kvtier.engines.digests import ContentDigests, FileState
+from kvtier.engines.vllm.primary.worker import KVTierWorker
 
 RATE = 16000
 """Values of sound a second."""

@@ -60,7 +60,7 @@ def offloading_config(tier: dict[str, Any], *, chunks: int = 32, row: int = ROW,
         "enable_kv_cache_events": True,
         "extra_config": {
             "cpu_bytes_to_use": chunks * -(-row // 4096) * 4096,
-            "secondary_tiers": [{"type": "KVTierFs", "module_path": "kvtier.integrations.vllm", **tier}],
+            "secondary_tiers": [{"type": "KVTierFs", "module_path": "kvtier.engines.vllm", **tier}],
         },
         "engine_id": f"test-{os.getpid()}-{uuid.uuid4().hex}",
         "model": OffloadingModelConfig("a/model", "bfloat16"),

@@ -18,9 +18,9 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine.core import EngineCore
 
-from kvtier.integrations.digests import ContentDigests
-from kvtier.integrations.vllm import adapters
-from kvtier.integrations.vllm.adapters import AdapterKeys, content_in_keys
+from kvtier.engines.digests import ContentDigests
+from kvtier.engines.vllm import adapters
+from kvtier.engines.vllm.adapters import AdapterKeys, content_in_keys
 
 pytestmark = pytest.mark.engine
 

@@ -13,12 +13,12 @@ from support_following import FollowingLRU
 from support_valkey import valkey_server
 from vllm.v1.kv_offload.base import CanonicalKVCaches, make_offload_key
 
-from kvtier.control.policies import POLICIES
+from kvtier.engines.vllm import KVTierSpec
+from kvtier.engines.vllm.primary import worker
+from kvtier.engines.vllm.primary.served_requests import ServedRequest
+from kvtier.engines.vllm.settings import engine_plan
 from kvtier.errors import ConfigError
-from kvtier.integrations.vllm import KVTierSpec
-from kvtier.integrations.vllm.primary import worker
-from kvtier.integrations.vllm.primary.served_requests import ServedRequest
-from kvtier.integrations.vllm.settings import engine_plan
+from kvtier.policy import POLICIES
 from kvtier.stack import EngineStack
 from kvtier_remote import ValkeyBackend
 from kvtier_remote.valkey.transport import ValkeyTransport

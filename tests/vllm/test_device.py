@@ -12,9 +12,9 @@ from support_cuda import FakeCuda, FakeStream
 from support_logs import said_by_vllm
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from kvtier.integrations.vllm.primary import worker
+from kvtier.engines.vllm.primary import worker
 from kvtier.options import TierOptions
-from kvtier.tier_api.contract import Opened, TierContext
+from kvtier.tier.contract import Opened, TierContext
 from kvtier_gpu import GPUBackend
 
 pytestmark = pytest.mark.engine

@@ -18,9 +18,9 @@ from vllm.config import CacheConfig, KVTransferConfig, ParallelConfig, Scheduler
 from vllm.platforms import CpuArchEnum, current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from kvtier.engines.vllm.engine_config import WHOLE_PROMPTS, continues_after_prefix, engine_config
+from kvtier.engines.vllm.settings import engine_plan
 from kvtier.errors import ConfigError
-from kvtier.integrations.vllm.engine_config import WHOLE_PROMPTS, continues_after_prefix, engine_config
-from kvtier.integrations.vllm.settings import engine_plan
 
 pytestmark = pytest.mark.engine
 CAPACITY = 8 << 20

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from engines import BLOCK, SEED, VOCABULARY, Engine, engine, prompts, stack
 
-from kvtier.tier_api.block_envelope import SLOT_MAGIC
+from kvtier.tier.block_envelope import SLOT_MAGIC
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]  # each step of an engine has a deadline of its own
 

@@ -20,11 +20,11 @@ import pytest
 from support_protections_identity import IDENTITY_SWITCHES
 from torch import nn
 
-from kvtier.integrations import digests
-from kvtier.integrations.digests import Confirmation, FilesChanged
-from kvtier.integrations.vllm.engine_settings import settings_of
-from kvtier.integrations.vllm.identity import beside_weights, refine
-from kvtier.integrations.vllm.weight_files import weight_files
+from kvtier.engines import digests
+from kvtier.engines.digests import Confirmation, FilesChanged
+from kvtier.engines.vllm.engine_settings import settings_of
+from kvtier.engines.vllm.identity import beside_weights, refine
+from kvtier.engines.vllm.weight_files import weight_files
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 from kvtier.types.namespace import Namespace
 

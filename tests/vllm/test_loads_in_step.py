@@ -10,7 +10,7 @@ from engines import BLOCK, KINDS, SEED, block_bytes, engine, prompts, stack
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 if HAS_VLLM:
-    from kvtier.integrations.vllm.compat import expedites_loads
+    from kvtier.engines.vllm.compat import expedites_loads
 
     pytestmark.append(pytest.mark.skipif(not expedites_loads(), reason="vLLM 0.32 waits for no load within a step"))
 

@@ -11,9 +11,9 @@ from fake_engine import stack as small_stack
 from support_logs import said_by_vllm
 from support_pages import PROMETHEUS_2, PROMETHEUS_3, samples
 
-from kvtier.integrations.vllm.metrics import Meter
+from kvtier.engines.vllm.metrics import Meter
 from kvtier.metrics import DEFINITIONS
-from kvtier.stack.stats import StackStats, TierStats
+from kvtier.stack.watching.stats import StackStats, TierStats
 
 pytestmark = pytest.mark.engine
 WITHOUT_A_VALUE = {"kvtier_curve_missed_blocks_total"}
@@ -21,7 +21,7 @@ WITHOUT_A_VALUE = {"kvtier_curve_missed_blocks_total"}
 
 
 def test_figures_are_read_once_more_when_there_is_nothing_to_do(root, seed, monkeypatch):
-    monkeypatch.setattr("kvtier.integrations.vllm.metrics.INTERVAL_SECONDS", 1e6)
+    monkeypatch.setattr("kvtier.engines.vllm.metrics.INTERVAL_SECONDS", 1e6)
     with FakeEngine(offloading_config(small_stack(root, 50)), seed) as vllm:
         assert vllm.manager.has_pending_work(), "the first reading is before the first request"
         vllm.step()

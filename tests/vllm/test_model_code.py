@@ -15,9 +15,9 @@ from packaging.requirements import Requirement
 from torch import nn
 from vllm import envs
 
-from kvtier.integrations.vllm import engine_settings, model_code
-from kvtier.integrations.vllm.engine_settings import ENVIRONMENT, settings_files, settings_of
-from kvtier.integrations.vllm.model_code import ModelCode
+from kvtier.engines.vllm import engine_settings, model_code
+from kvtier.engines.vllm.engine_settings import ENVIRONMENT, settings_files, settings_of
+from kvtier.engines.vllm.model_code import ModelCode
 
 pytestmark = pytest.mark.engine
 

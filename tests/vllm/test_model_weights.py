@@ -14,9 +14,9 @@ import torch
 from fake_engine import FakeEngine, offloading_config, stack
 from torch import nn
 
-from kvtier.integrations.digests import FileDigest, FileState
-from kvtier.integrations.vllm.primary import manager, model_weights
-from kvtier.integrations.vllm.primary.model_weights import EngineWeights, Verdict, checksum, device_sums
+from kvtier.engines.digests import FileDigest, FileState
+from kvtier.engines.vllm.primary import manager, model_weights
+from kvtier.engines.vllm.primary.model_weights import EngineWeights, Verdict, checksum, device_sums
 
 pytestmark = pytest.mark.engine
 

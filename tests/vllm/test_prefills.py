@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtier.integrations.vllm.primary.prefills import Prefills
-from kvtier.integrations.vllm.primary.served_requests import ServedRequest
+from kvtier.engines.vllm.primary.prefills import Prefills
+from kvtier.engines.vllm.primary.served_requests import ServedRequest
 
 pytestmark = pytest.mark.engine
 

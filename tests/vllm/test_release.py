@@ -20,12 +20,12 @@ from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.base import ScheduleEndContext
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
+from kvtier.engines.vllm import KVTierFs, KVTierSpec
+from kvtier.engines.vllm.compat import require_supported
+from kvtier.engines.vllm.primary import worker
+from kvtier.engines.vllm.primary.inflight_copies import InflightCopies
+from kvtier.engines.vllm.primary.manager import KVTierManager
 from kvtier.errors import ConfigError, ResourceError
-from kvtier.integrations.vllm import KVTierFs, KVTierSpec
-from kvtier.integrations.vllm.compat import require_supported
-from kvtier.integrations.vllm.primary import worker
-from kvtier.integrations.vllm.primary.inflight_copies import InflightCopies
-from kvtier.integrations.vllm.primary.manager import KVTierManager
 from kvtier_gpu.engines.host_memory import HostMemoryEngine
 
 pytestmark = pytest.mark.engine

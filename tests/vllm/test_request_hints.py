@@ -11,9 +11,9 @@ from fake_engine import PAGE, FakeEngine, Request, offloading_config, stack
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.kv_offload.base import ReqContext
 
-from kvtier.integrations.vllm.compat import LOGGER
-from kvtier.integrations.vllm.primary.request_hints import ACTIONS_MAX, PARAMETER, RequestHints, request_info
-from kvtier.integrations.vllm.primary.served_requests import ServedRequest
+from kvtier.engines.vllm.compat import LOGGER
+from kvtier.engines.vllm.primary.request_hints import ACTIONS_MAX, PARAMETER, RequestHints, request_info
+from kvtier.engines.vllm.primary.served_requests import ServedRequest
 from kvtier.types.hints import Demote, HintResult, KVHint, Pin, Prefetch, Release, Retain
 from kvtier.types.requests import RequestInfo
 

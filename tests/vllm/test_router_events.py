@@ -10,7 +10,7 @@ from fake_engine import offloading_config, stack
 from support_router import PublishingEngine, Router, on_wire
 from test_contract import words
 
-from kvtier.integrations.vllm.primary import router_events
+from kvtier.engines.vllm.primary import router_events
 
 pytestmark = pytest.mark.engine
 

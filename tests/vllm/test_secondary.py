@@ -138,7 +138,7 @@ def test_two_workers_and_chunks_of_several_blocks_are_one_row(tiering, tmp_path)
 @pytest.fixture
 def odd(tiering: Any, tmp_path: Path) -> Iterator[Any]:
     """A tier over rows of an odd size at an odd address, the first six of which hold what their keys say."""
-    from kvtier.integrations.vllm import KVTierFs
+    from kvtier.engines.vllm import KVTierFs
 
     memory = np.zeros(12 * 5000 + 7, dtype=np.int8)
     rows = memory[7:].reshape(12, 5000)
@@ -421,7 +421,7 @@ def test_blocks_age_in_the_order_of_the_prefix_in_whatever_order_they_are_handed
 
 
 def test_a_slow_disk_does_not_keep_vllms_rows(tiering, tmp_path, faulty, monkeypatch):
-    monkeypatch.setattr("kvtier.engine_memory.plane.PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr("kvtier.engines.engine_memory.plane.PATIENCE_SECONDS", 0.1)
     names = tiering.keys(32)
     with tiering.Vllm(tiering.offloading_config(tiering.tier_config(tmp_path / "root"))) as vllm:
         faulty[-1].plan = NthJob(1, Fault(FaultKind.HOLD), every=True)
@@ -619,7 +619,7 @@ def test_no_events_unless_asked_for(tiering, tmp_path):
 
 
 def test_figures_reach_vllms_metrics_under_names_it_knows(tiering, tmp_path, monkeypatch):
-    monkeypatch.setattr("kvtier.integrations.vllm.metrics.INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr("kvtier.engines.vllm.metrics.INTERVAL_SECONDS", 0.0)
     config = tiering.offloading_config(tiering.tier_config(tmp_path / "root", name="disk"))
     known = tiering.TieringOffloadingSpec.build_metric_definitions(config.extra_config)
     with tiering.Vllm(config) as vllm:

@@ -35,7 +35,7 @@ def beside(root: Path, theirs: Path, *, first: bool) -> dict[str, Any]:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "spec_name": "KVTierSpec",
-            "spec_module_path": "kvtier.integrations.vllm",
+            "spec_module_path": "kvtier.engines.vllm",
             "stack": stack(root, 600),
         },
     }

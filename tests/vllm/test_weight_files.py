@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from kvtier.engines import digests
+from kvtier.engines.digests import Confirmation, FilesChanged
+from kvtier.engines.vllm import weight_files as found_files
+from kvtier.engines.vllm.identity import refine
+from kvtier.engines.vllm.weight_files import moved_references, weight_files
 from kvtier.errors import ConfigError
-from kvtier.integrations import digests
-from kvtier.integrations.digests import Confirmation, FilesChanged
-from kvtier.integrations.vllm import weight_files as found_files
-from kvtier.integrations.vllm.identity import refine
-from kvtier.integrations.vllm.weight_files import moved_references, weight_files
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 from kvtier.types.namespace import Namespace
 

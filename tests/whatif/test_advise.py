@@ -15,16 +15,16 @@ from support_paths import TRACES
 
 from kvtier.cli import main
 from kvtier.config.layout import DEFAULT_LAYOUT, read_layout
-from kvtier.control.policies import Reuse
 from kvtier.errors import ConfigError
+from kvtier.policy import Reuse
+from kvtier.tools.whatif.advise import block_bytes_of, read_prices
+from kvtier.tools.whatif.miss_ratio import Curve, StackDistances, lru_curve
+from kvtier.tools.whatif.shadow import shadow_rates
+from kvtier.tools.whatif.worth import GIB, Costs, Prices, Sizes, Worth
 from kvtier.traces.read import read_trace
 from kvtier.traces.requests import RequestSource
 from kvtier.types.keys import RequestId
 from kvtier.types.requests import RequestUse
-from kvtier.whatif.advise import block_bytes_of, read_prices
-from kvtier.whatif.miss_ratio import Curve, StackDistances, lru_curve
-from kvtier.whatif.shadow import shadow_rates
-from kvtier.whatif.worth import GIB, Costs, Prices, Sizes, Worth
 
 TRACE = TRACES / "conversation.jsonl"
 BLOCK_TOKENS = 16
@@ -57,7 +57,7 @@ def test_the_curve_is_that_of_a_tier_of_every_size(seed: int, tmp_path: Path) ->
 
 
 def test_places_of_recency_are_given_out_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.whatif.miss_ratio.PLACES_LEAST", 2)
+    monkeypatch.setattr("kvtier.tools.whatif.miss_ratio.PLACES_LEAST", 2)
     source = write_trace(tmp_path / "trace.jsonl", 11)
     curve = lru_curve(source)
     sizes = [3, 17, 80, 200]
@@ -89,7 +89,7 @@ def test_a_policy_knows_an_output_once_it_is_generated(
     times: tuple[float | None, ...], calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Noting, "calls", [])
-    monkeypatch.setattr("kvtier.control.policies.journal.ENTRIES_MAX", 0)
+    monkeypatch.setattr("kvtier.policy.reuse.journal.ENTRIES_MAX", 0)
     line = {"input_length": 16, "output_length": 500, "hash_ids": [1]}
     lines = [json.dumps(line | ({} if time is None else {"t": time})) for time in times]
     (tmp_path / "trace.jsonl").write_text("\n".join(lines))

@@ -18,9 +18,9 @@ from support_faulty_replay import watched_replay
 from support_programs import needs
 
 from kvtier.cli import main
-from kvtier.whatif.charts import Series, chart_of
-from kvtier.whatif.page import page
-from kvtier.whatif.run_page import PHASE_NAMES
+from kvtier.tools.whatif.charts import Series, chart_of
+from kvtier.tools.whatif.page import page
+from kvtier.tools.whatif.run_page import PHASE_NAMES
 
 OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-dev-shm-usage")
 DRAWN = """
@@ -334,8 +334,8 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_run(
     at = tmp_path / ("no/page.html" if missing == "folder" else "page.html")
     if missing == "library":
         monkeypatch.setitem(sys.modules, "plotly", None)
-        monkeypatch.setattr("kvtier.whatif.page.find_spec", lambda name: None)
-    for started in ("kvtier.replay.run.Replay.__init__", "kvtier.whatif.simulate.Simulation.__init__"):
+        monkeypatch.setattr("kvtier.tools.whatif.page.find_spec", lambda name: None)
+    for started in ("kvtier.tools.replay.run.Replay.__init__", "kvtier.tools.whatif.simulate.Simulation.__init__"):
         monkeypatch.setattr(started, lambda *args: pytest.fail("the run began"))
     done = CliRunner().invoke(main, [command, str(stack), "--trace", str(trace), "--html", str(at)])
     assert done.exit_code == 2

@@ -15,15 +15,15 @@ from support_paths import TRACES
 
 from kvtier.cli import main
 from kvtier.errors import ConfigError
-from kvtier.replay.run import Replay
-from kvtier.replay.serve import Server
-from kvtier.replay.setup import ReplayOptions
+from kvtier.tools.replay.run import Replay
+from kvtier.tools.replay.serve import Server
+from kvtier.tools.replay.setup import ReplayOptions
+from kvtier.tools.whatif.report import shortages
+from kvtier.tools.whatif.service import ASSUMED, read_calibration
+from kvtier.tools.whatif.simulate import Simulated, SimulateOptions, Simulation
+from kvtier.tools.whatif.variants import grid
 from kvtier.types.jobs import JobKind
 from kvtier.types.keys import FS
-from kvtier.whatif.report import shortages
-from kvtier.whatif.service import ASSUMED, read_calibration
-from kvtier.whatif.simulate import Simulated, SimulateOptions, Simulation
-from kvtier.whatif.variants import grid
 
 TRACE = TRACES / "conversation.jsonl"
 BLOCK_BYTES = 4096

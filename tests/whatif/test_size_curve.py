@@ -14,13 +14,13 @@ from kvtier.config import open_engine_stack, parse_stack
 from kvtier.control.plane import ControlLimits, ControlPlane
 from kvtier.control.tiers.size_curve import BLOCKS_MAX, INTERVAL_LEAST, SIZES, SizeCurve, interval_of
 from kvtier.metrics import metric_families
-from kvtier.tier_api.contract import SlotSpace
+from kvtier.tier.contract import SlotSpace
+from kvtier.tools.whatif.miss_ratio import lru_curve
 from kvtier.traces.requests import KeyChain, Request, RequestSource, group_keys
 from kvtier.types.arrays import int_array
 from kvtier.types.geometry import KVLayout
 from kvtier.types.keys import OffloadKey, RequestId
 from kvtier.types.requests import NO_INFO
-from kvtier.whatif.miss_ratio import lru_curve
 
 CURVES = ControlLimits(curves=True)
 

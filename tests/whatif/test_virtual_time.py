@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-from kvtier.whatif.virtual_time import VirtualCondition, VirtualTime
+from kvtier.tools.whatif.virtual_time import VirtualCondition, VirtualTime
 
 
 def test_coroutines_that_wait_or_have_not_begun_are_closed_when_one_raises() -> None:

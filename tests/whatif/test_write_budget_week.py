@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from support_paths import TRACES
 
-from kvtier.control.tiers.write_pace import DAY_SECONDS, WritePace
-from kvtier.replay.setup import ReplayOptions
-from kvtier.whatif.simulate import Simulated, SimulateOptions, Simulation
+from kvtier.policy.write_pace import DAY_SECONDS, WritePace
+from kvtier.tools.replay.setup import ReplayOptions
+from kvtier.tools.whatif.simulate import Simulated, SimulateOptions, Simulation
 
 TRACE = TRACES / "conversation.jsonl"
 pytestmark = [

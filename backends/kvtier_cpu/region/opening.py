@@ -13,8 +13,8 @@ from enum import StrEnum
 import numpy as np
 
 from kvtier.errors import RegionError, SharedMemoryError
-from kvtier.tier_api.contract import Clock
-from kvtier.tier_api.memory_limits import MemoryLimits, SystemLimits, require
+from kvtier.tier.contract import Clock
+from kvtier.tier.memory_limits import MemoryLimits, SystemLimits, require
 from kvtier_cpu.region.control_area import ControlArea
 from kvtier_cpu.region.populate import keep_from_core_dumps, keep_from_forks, make_resident, map_populated, reserve
 from kvtier_cpu.region.rendezvous import (

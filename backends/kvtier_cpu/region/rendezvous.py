@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from kvtier.errors import RegionError
-from kvtier.tier_api.contract import Clock
+from kvtier.tier.contract import Clock
 
 FILE_MODE = 0o600
 POLL_SECONDS = 0.005

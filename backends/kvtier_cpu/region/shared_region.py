@@ -103,7 +103,7 @@ class RegionSpec:
 class SharedRegion(ControlArea):
     """The rows in shared memory, and the words of the control area beside them.
 
-    Implements `kvtier.tier_api.contract.Rows`. Made by `open_region` or `attach_region`. After `close` every call
+    Implements `kvtier.tier.contract.Rows`. Made by `open_region` or `attach_region`. After `close` every call
     raises UsageError. Memory that a caller still has a view of stays mapped until the last view is gone: closing under
     I/O is not a crash, and the system gets the memory only when nothing in this process can write into it any more.
 

@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvtier.tier_api.block_age import NO_AGE_LIMIT, AgeLimit
-from kvtier.tier_api.block_envelope import (
+from kvtier.tier.block_age import NO_AGE_LIMIT, AgeLimit
+from kvtier.tier.block_envelope import (
     KEY_AT,
     Mismatch,
     SlotHeader,

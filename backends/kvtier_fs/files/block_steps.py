@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvtier.tier_api.block_envelope import Mismatch, encode_slot_header
-from kvtier.tier_api.job_run import JobRun, error_outcome
+from kvtier.tier.block_envelope import Mismatch, encode_slot_header
+from kvtier.tier.job_run import JobRun, error_outcome
 from kvtier.types.jobs import (
     CORRUPT,
     LOADED,

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from kvtier.tier_api.block_age import AgeLimit
-from kvtier.tier_api.block_envelope import SlotHeader, decode_slot_header
+from kvtier.tier.block_age import AgeLimit
+from kvtier.tier.block_envelope import SlotHeader, decode_slot_header
 from kvtier.types.geometry import round_up
 from kvtier.types.jobs import PRESENT, BlockOutcome, DropReason, dropped
 from kvtier_fs.files.block_file import Temporary, Wanted, Wrong, header_now, read_front, remove_if

@@ -5,7 +5,7 @@ import errno
 from functools import partial
 
 from kvtier.errors import RootError
-from kvtier.tier_api.shared_epoch import SharedEpoch, fresh_epoch, is_usable, line_of
+from kvtier.tier.shared_epoch import SharedEpoch, fresh_epoch, is_usable, line_of
 from kvtier_fs.files.folder import Busy
 from kvtier_fs.files.root import SharedRoot
 

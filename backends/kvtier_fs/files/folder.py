@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from kvtier.aio.process_lock import keep_from_children, share_with_children
 from kvtier.errors import RootError
-from kvtier.tier_api.stack_files import MODEL_FILE
+from kvtier.tier.stack_files import MODEL_FILE
 from kvtier_fs.files.paths import BUCKET_NAME, TEMPORARY_NAME, bucket_name, leaves, occupied
 from kvtier_fs.format.superblock import foreign_version
 from kvtier_fs.format.tree_records import (

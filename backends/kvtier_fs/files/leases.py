@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from kvtier.tier_api.block_envelope import COUNTER_LIMIT
+from kvtier.tier.block_envelope import COUNTER_LIMIT
 from kvtier_fs.files.folder import names_in
 from kvtier_fs.format.tree_records import LEASE_BYTES_MAX, decode_lease, encode_lease
 from kvtier_fs.roots.folder import Pid, ShortText, plain_file, write_all

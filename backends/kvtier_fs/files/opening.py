@@ -5,8 +5,8 @@ import os
 from dataclasses import replace
 
 from kvtier.errors import GeometryError, RootError
-from kvtier.tier_api.block_envelope import MIN_HEADER_BYTES
-from kvtier.tier_api.registry import DryRun
+from kvtier.tier.block_envelope import MIN_HEADER_BYTES
+from kvtier.tier.registry import DryRun
 from kvtier.types.geometry import Geometry, round_up
 from kvtier_fs.files.folder import TreeFolder
 from kvtier_fs.files.leases import Leases

@@ -9,7 +9,7 @@ import re
 from typing import NamedTuple
 
 from kvtier.errors import GeometryError
-from kvtier.tier_api.block_envelope import VERSION_SUFFIX, version_suffix
+from kvtier.tier.block_envelope import VERSION_SUFFIX, version_suffix
 from kvtier.types.geometry import round_up
 from kvtier_fs.format.tree_records import BUCKETS_MAX, Tree
 

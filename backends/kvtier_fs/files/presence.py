@@ -4,8 +4,8 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvtier.tier_api.block_age import AgeLimit
-from kvtier.tier_api.block_envelope import SlotHeader
+from kvtier.tier.block_age import AgeLimit
+from kvtier.tier.block_envelope import SlotHeader
 from kvtier_fs.files.block_file import Wanted, header_now
 from kvtier_fs.files.folder import Busy, TreeFolder
 from kvtier_fs.files.root import SharedRoot

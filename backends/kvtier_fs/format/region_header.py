@@ -4,8 +4,8 @@ import struct
 from dataclasses import dataclass
 
 from kvtier.errors import GeometryError
-from kvtier.tier_api.block_envelope import COUNTER_LIMIT
-from kvtier.tier_api.checksum import BODY_AT, seal, unseal
+from kvtier.tier.block_envelope import COUNTER_LIMIT
+from kvtier.tier.checksum import BODY_AT, seal, unseal
 from kvtier.types.geometry import round_up
 from kvtier_fs.format.superblock import FORMAT_VERSION
 

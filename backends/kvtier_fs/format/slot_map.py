@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tier_api.block_age import AgeLimit
-from kvtier.tier_api.block_envelope import SlotHeader
+from kvtier.tier.block_age import AgeLimit
+from kvtier.tier.block_envelope import SlotHeader
 from kvtier.types.arrays import IntArray
 
 NO_OWNER = 0xFF

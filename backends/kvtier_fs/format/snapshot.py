@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tier_api import block_envelope
-from kvtier.tier_api.block_envelope import COUNTER_LIMIT, max_key_bytes
-from kvtier.tier_api.checksum import BODY_AT, seal, unseal
+from kvtier.tier import block_envelope
+from kvtier.tier.block_envelope import COUNTER_LIMIT, max_key_bytes
+from kvtier.tier.checksum import BODY_AT, seal, unseal
 from kvtier.types.keys import GROUP_BYTES
 from kvtier_fs.format.slot_map import NO_OWNER, SlotMap
 from kvtier_fs.format.superblock import Superblock

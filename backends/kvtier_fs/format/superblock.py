@@ -5,9 +5,9 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass, replace
 
-from kvtier.tier_api.block_envelope import COUNTER_LIMIT, MIN_HEADER_BYTES
-from kvtier.tier_api.checksum import BODY_AT, MAGIC_BYTES, seal, unseal
-from kvtier.tier_api.shared_epoch import is_usable
+from kvtier.tier.block_envelope import COUNTER_LIMIT, MIN_HEADER_BYTES
+from kvtier.tier.checksum import BODY_AT, MAGIC_BYTES, seal, unseal
+from kvtier.tier.shared_epoch import is_usable
 
 FORMAT_VERSION = 1
 """Of the superblock and the region headers; blocks have the version of their envelope."""

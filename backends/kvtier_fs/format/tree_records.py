@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier.tier_api.block_envelope import COUNTER_LIMIT
-from kvtier.tier_api.checksum import seal, unseal
-from kvtier.tier_api.shared_epoch import EPOCH_CEILING
+from kvtier.tier.block_envelope import COUNTER_LIMIT
+from kvtier.tier.checksum import seal, unseal
+from kvtier.tier.shared_epoch import EPOCH_CEILING
 from kvtier_fs.format.superblock import FORMAT_VERSION, SUPERBLOCK_MAGIC, can_be_aligned
 
 FILES_VERSION = 1000 + FORMAT_VERSION

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 
 from kvtier.errors import RootError
-from kvtier.tier_api.inspection import CheckStep, Finding, FindingKind
+from kvtier.tier.inspection import CheckStep, Finding, FindingKind
 from kvtier_fs.files.block_file import remove_if
 from kvtier_fs.files.bucket import Bucket
 from kvtier_fs.files.folder import vanished

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from kvtier.tier_api.block_envelope import KEY_AT, MAGIC, Mismatch, decode_slot_header, is_other_version, page_fault
-from kvtier.tier_api.inspection import BlockState
+from kvtier.tier.block_envelope import KEY_AT, MAGIC, Mismatch, decode_slot_header, is_other_version, page_fault
+from kvtier.tier.inspection import BlockState
 from kvtier_fs.files.block_file import Wrong
 from kvtier_fs.files.folder import GONE, vanished
 from kvtier_fs.files.paths import BlockPlace, occupied, place_of

@@ -8,8 +8,8 @@ from contextlib import suppress
 from functools import partial
 
 from kvtier.errors import RootError
-from kvtier.tier_api.inspection import Finding, FindingKind
-from kvtier.tier_api.stack_files import MODEL_FILE
+from kvtier.tier.inspection import Finding, FindingKind
+from kvtier.tier.stack_files import MODEL_FILE
 from kvtier_fs.files.bucket import Bucket
 from kvtier_fs.files.folder import EPOCHS_NAME, LEASES_NAME, read_small, with_lock
 from kvtier_fs.files.leases import LEASE_NAME, decode_holder

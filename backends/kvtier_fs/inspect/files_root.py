@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from kvtier.errors import RootError
-from kvtier.tier_api.inspection import Access, StoreAbout, StoredNamespace
+from kvtier.tier.inspection import Access, StoreAbout, StoredNamespace
 from kvtier_fs.files.bucket import Bucket
 from kvtier_fs.files.folder import GONE, Busy, TreeFolder, names_in, read_small, vanished
 from kvtier_fs.files.leases import LEASE_NAME, Leases, decode_holder, this_process

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import xxhash
 
-from kvtier.tier_api.block_age import stored_at
-from kvtier.tier_api.block_envelope import Mismatch, SlotHeader, first_difference, key_fault
-from kvtier.tier_api.inspection import BlockState, StoredBlock
+from kvtier.tier.block_age import stored_at
+from kvtier.tier.block_envelope import Mismatch, SlotHeader, first_difference, key_fault
+from kvtier.tier.inspection import BlockState, StoredBlock
 
 SHORT = "truncated"
 _PIECE_BYTES = 1 << 20

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable, Iterator
 
 from kvtier.errors import RootError
-from kvtier.tier_api.inspection import Access, Finding, FindingKind
+from kvtier.tier.inspection import Access, Finding, FindingKind
 from kvtier_fs.inspect.found import Found, Judged, read_fault
 from kvtier_fs.inspect.slab_records import check_records, lost_slots
 from kvtier_fs.inspect.slab_root import InspectedRoot

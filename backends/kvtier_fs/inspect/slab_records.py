@@ -4,8 +4,8 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 
-from kvtier.tier_api.block_envelope import SlotHeader, decode_slot_header
-from kvtier.tier_api.inspection import Finding, FindingKind
+from kvtier.tier.block_envelope import SlotHeader, decode_slot_header
+from kvtier.tier.inspection import Finding, FindingKind
 from kvtier_fs.format.region_header import LARGE_REGION_BYTES, RegionHeader, encode_region_header
 from kvtier_fs.format.superblock import COPY_BYTES, decode_superblock
 from kvtier_fs.inspect.slab_root import InspectedRoot

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from kvtier.errors import RootBusyError, RootError
-from kvtier.tier_api.inspection import Access, StoreAbout, StoredNamespace
+from kvtier.tier.inspection import Access, StoreAbout, StoredNamespace
 from kvtier_fs.format.region_header import RegionHeader, RegionPlan, decode_region_header
 from kvtier_fs.format.snapshot import Snapshot, decode_snapshot, is_of_other_version
 from kvtier_fs.format.superblock import COPY_BYTES, SUPERBLOCK_BYTES, Superblock, encode_superblock

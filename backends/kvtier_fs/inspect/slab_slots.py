@@ -2,15 +2,8 @@
 
 from typing import NamedTuple
 
-from kvtier.tier_api.block_envelope import (
-    MAGIC,
-    Mismatch,
-    checksum_holds,
-    decode_slot_header,
-    is_other_version,
-    page_fault,
-)
-from kvtier.tier_api.inspection import BlockState
+from kvtier.tier.block_envelope import MAGIC, Mismatch, checksum_holds, decode_slot_header, is_other_version, page_fault
+from kvtier.tier.inspection import BlockState
 from kvtier_fs.format.superblock import Superblock
 from kvtier_fs.inspect.found import Judged, judge_header
 

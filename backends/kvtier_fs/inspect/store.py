@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
 from kvtier.errors import RootError
-from kvtier.tier_api.inspection import (
+from kvtier.tier.inspection import (
     Access,
     BlockState,
     CheckStep,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvtier.errors import ResourceError, RootError
-from kvtier.tier_api.registry import DryRun
+from kvtier.tier.registry import DryRun
 from kvtier_fs.format.superblock import Superblock
 from kvtier_fs.format.tree_records import Tree
 from kvtier_fs.io.probe import DirectProbe, probe_direct

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.errors import ResourceError, UsageError
 from kvtier.options import TierOptions
-from kvtier.tier_api.contract import LoadStore, Opened, Rows, TierContext
+from kvtier.tier.contract import LoadStore, Opened, Rows, TierContext
 from kvtier.types.jobs import JobKind, JobResult, TransferJob, failed
 from kvtier.types.keys import FS, Medium
 from kvtier_fs.io.probe import probe_path

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvtier.tier_api.block_envelope import PACK_OWN, max_key_bytes, pack_shared
-from kvtier.tier_api.contract import Rows, SlotSpace
-from kvtier.tier_api.job_run import JobRun, error_outcome
+from kvtier.tier.block_envelope import PACK_OWN, max_key_bytes, pack_shared
+from kvtier.tier.contract import Rows, SlotSpace
+from kvtier.tier.job_run import JobRun, error_outcome
 from kvtier.types.jobs import MISSING, BlockOutcome, DropReason, JobKind, dropped, failed
 from kvtier_fs.format.region_header import REGIONS_PER_FILE
 from kvtier_fs.slab.layout import Session

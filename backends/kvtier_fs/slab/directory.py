@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tier_api.block_age import NO_AGE_LIMIT, AgeLimit
-from kvtier.tier_api.contract import ForeignBlocks, Recovered, SlotSpace
+from kvtier.tier.block_age import NO_AGE_LIMIT, AgeLimit
+from kvtier.tier.contract import ForeignBlocks, Recovered, SlotSpace
 from kvtier.types.arrays import IntArray, int_array
 from kvtier.types.jobs import RegionFormat
 from kvtier.types.keys import GROUP_BYTES, OffloadKey

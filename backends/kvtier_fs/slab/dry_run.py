@@ -4,9 +4,9 @@ from contextlib import suppress
 from dataclasses import replace
 
 from kvtier.errors import GeometryError, ResourceError, RootBusyError, RootError
-from kvtier.tier_api.contract import SlotSpace
-from kvtier.tier_api.memory_limits import SystemLimits
-from kvtier.tier_api.registry import DryRun
+from kvtier.tier.contract import SlotSpace
+from kvtier.tier.memory_limits import SystemLimits
+from kvtier.tier.registry import DryRun
 from kvtier.types.geometry import Geometry
 from kvtier_fs.format.superblock import Superblock
 from kvtier_fs.io.probe import DirectProbe

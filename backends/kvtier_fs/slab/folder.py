@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from kvtier.errors import RootError
-from kvtier.tier_api.stack_files import MODEL_FILE
+from kvtier.tier.stack_files import MODEL_FILE
 from kvtier_fs.format.region_header import REGIONS_PER_FILE, RegionPlan, decode_region_header
 from kvtier_fs.format.superblock import COPY_BYTES, Superblock, decode_superblock, foreign_version
 from kvtier_fs.io.syscalls import fallocate, overwrites_in_place

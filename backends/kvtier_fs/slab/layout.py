@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from kvtier.errors import GeometryError, ResourceError
 from kvtier.options import INDEX_BYTES_PER_SLOT
-from kvtier.tier_api.block_envelope import MIN_HEADER_BYTES, SlotHeader
-from kvtier.tier_api.memory_limits import MemoryLimits, tightest
+from kvtier.tier.block_envelope import MIN_HEADER_BYTES, SlotHeader
+from kvtier.tier.memory_limits import MemoryLimits, tightest
 from kvtier.types.geometry import Geometry, round_up
 from kvtier.types.keys import GROUP_BYTES, OffloadKey, key_group
 from kvtier_fs.format.region_header import RegionDemand, RegionPlan, choose_plan, snapshot_bytes

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from kvtier.errors import RootBusyError, RootDamagedError
-from kvtier.tier_api.checksum import SHORT_BYTES
-from kvtier.tier_api.memory_limits import MemoryLimits, SystemLimits
-from kvtier.tier_api.shared_epoch import fresh_epoch, is_usable
+from kvtier.tier.checksum import SHORT_BYTES
+from kvtier.tier.memory_limits import MemoryLimits, SystemLimits
+from kvtier.tier.shared_epoch import fresh_epoch, is_usable
 from kvtier_fs.format.region_header import RegionPlan, manifests_bytes, snapshot_bytes
 from kvtier_fs.format.slot_map import Owner, SlotMap
 from kvtier_fs.format.snapshot import Snapshot, decode_snapshot

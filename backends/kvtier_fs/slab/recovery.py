@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from typing import NamedTuple, TypeVar
 
-from kvtier.tier_api.block_envelope import decode_slot_header
+from kvtier.tier.block_envelope import decode_slot_header
 from kvtier_fs.format.region_header import RegionHeader, decode_region_header
 from kvtier_fs.format.snapshot import Snapshot, StoredFormat
 from kvtier_fs.io.contract import IOKind

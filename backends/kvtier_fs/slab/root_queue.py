@@ -17,9 +17,9 @@ from functools import partial
 from typing import Any
 
 from kvtier.aio.weak_call import weak_call
-from kvtier.tier_api.block_envelope import SLOT_MAGIC, Check, Mismatch, verify_blocks
-from kvtier.tier_api.checksum import seal
-from kvtier.tier_api.job_run import JobRun, error_outcome
+from kvtier.tier.block_envelope import SLOT_MAGIC, Check, Mismatch, verify_blocks
+from kvtier.tier.checksum import seal
+from kvtier.tier.job_run import JobRun, error_outcome
 from kvtier.types.jobs import CORRUPT, LATE, LOADED, STORED, BlockOutcome, JobKind, failed
 from kvtier_fs.io.contract import MAX_BUFFERS, IOKind, IORequest
 from kvtier_fs.io.full_transfer import LOOK_SECONDS, REQUEST_BYTES, span, split

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 from kvtier.errors import UsageError
-from kvtier.tier_api.block_age import BlockAges
-from kvtier.tier_api.job_run import JobRun
+from kvtier.tier.block_age import BlockAges
+from kvtier.tier.job_run import JobRun
 from kvtier.types.jobs import MISSING, BlockOutcome, DropReason, JobKind, TransferJob, dropped
 from kvtier_fs.slab.block_batches import RootShare, TierSide
 from kvtier_fs.slab.root import Root

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple
 
-from kvtier.tier_api.block_envelope import SlotHeader, decode_slot_header, encode_slot_header
+from kvtier.tier.block_envelope import SlotHeader, decode_slot_header, encode_slot_header
 from kvtier_fs.format.region_header import REGIONS_PER_FILE, RegionPlan
 from kvtier_fs.format.slot_map import NO_OWNER, SlotMap
 from kvtier_fs.io.contract import IOKind

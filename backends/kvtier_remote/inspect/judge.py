@@ -1,6 +1,6 @@
 """A value judged by its name and its bytes alone, without what a load expects."""
 
-from kvtier.tier_api.block_envelope import (
+from kvtier.tier.block_envelope import (
     COUNTER_LIMIT,
     KEY_AT,
     Mismatch,
@@ -11,7 +11,7 @@ from kvtier.tier_api.block_envelope import (
     stated_generation,
     stated_length,
 )
-from kvtier.tier_api.checksum import checksum
+from kvtier.tier.checksum import checksum
 from kvtier_remote.names import BlockName, key_digest
 from kvtier_remote.value import HEADER_BYTES_MAX, root_of
 

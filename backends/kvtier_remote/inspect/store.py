@@ -4,8 +4,8 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
-from kvtier.tier_api.block_envelope import is_other_version
-from kvtier.tier_api.inspection import (
+from kvtier.tier.block_envelope import is_other_version
+from kvtier.tier.inspection import (
     BlockState,
     CheckStep,
     Finding,

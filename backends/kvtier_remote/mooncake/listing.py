@@ -7,7 +7,7 @@ from itertools import islice
 from typing import TypeVar
 
 from kvtier.errors import ConfigError, RootError
-from kvtier.tier_api.block_envelope import KEY_AT
+from kvtier.tier.block_envelope import KEY_AT
 from kvtier_remote.inspect.judge import stated_header_bytes, stated_time
 from kvtier_remote.inspect.listing import MANIFEST_BYTES_MAX, About, Listed, check_namespaces, shown_name
 from kvtier_remote.mooncake.client_process import ClientProcess

@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvtier.tier_api.shared_epoch import EPOCH_CEILING
+from kvtier.tier.shared_epoch import EPOCH_CEILING
 from kvtier_remote.answers import Deadline
 from kvtier_remote.mooncake.client_process import ClientProcess
 from kvtier_remote.mooncake.outcomes import MISSING_CODES, os_error

@@ -4,9 +4,9 @@ from typing import Any, ClassVar
 
 from kvtier.errors import ConfigError
 from kvtier.options import TierOptions
-from kvtier.tier_api.contract import Opened, TierContext
-from kvtier.tier_api.inspection import Access, Inspection
-from kvtier.tier_api.registry import DryRun
+from kvtier.tier.contract import Opened, TierContext
+from kvtier.tier.inspection import Access, Inspection
+from kvtier.tier.registry import DryRun
 from kvtier.types.geometry import Geometry
 from kvtier_remote.backend import RemoteBackend
 from kvtier_remote.inspect.store import RemoteInspection

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from kvtier.tier_api.block_envelope import decode_slot_header
+from kvtier.tier.block_envelope import decode_slot_header
 from kvtier_remote.answers import reading_answers
 from kvtier_remote.objects.library import Store, library, store_of
 from kvtier_remote.objects.options import ObjectOptions, S3Options

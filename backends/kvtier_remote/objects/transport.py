@@ -15,7 +15,7 @@ import numpy as np
 
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.shielded_wait import shielded_wait
-from kvtier.tier_api.shared_epoch import EPOCH_CEILING
+from kvtier.tier.shared_epoch import EPOCH_CEILING
 from kvtier.types.jobs import CORRUPT, MISSING, STORED, BlockOutcome
 from kvtier_remote.guard import guarded
 from kvtier_remote.objects.bound import look_into

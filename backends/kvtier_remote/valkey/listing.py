@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 from kvtier.errors import RootError
-from kvtier.tier_api.block_envelope import KEY_AT
+from kvtier.tier.block_envelope import KEY_AT
 from kvtier_remote.answers import bytes_of, items_of, number, reading_answers
 from kvtier_remote.inspect.judge import stated_header_bytes, stated_time
 from kvtier_remote.inspect.listing import About, Listed, check_namespaces, shown_name

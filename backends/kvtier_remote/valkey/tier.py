@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from kvtier.errors import ConfigError
 from kvtier.options import TierOptions
-from kvtier.tier_api.inspection import Access, Inspection
-from kvtier.tier_api.registry import DryRun
+from kvtier.tier.inspection import Access, Inspection
+from kvtier.tier.registry import DryRun
 from kvtier.types.geometry import Geometry
 from kvtier_remote.backend import RemoteBackend
 from kvtier_remote.inspect.store import RemoteInspection
@@ -35,7 +35,7 @@ class ValkeyBackend(RemoteBackend):
 
     @contextmanager
     def embedded(self, folder: Path, blocks: int, row_bytes: int) -> Iterator[TierOptions]:
-        """See `kvtier.tier_api.registry.EmbedsServer`. Left out is what the file says of its own server: how it is
+        """See `kvtier.tier.registry.EmbedsServer`. Left out is what the file says of its own server: how it is
         reached, and how much is written to it."""
         with embedded_server(folder, settings_for(blocks, row_bytes)) as server:
             reached = {"servers": [server.address], "mode": "standalone", "tls": False}

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import ClassVar, NamedTuple, TypeVar
 
 from kvtier.aio.daemon_pool import DaemonPool
-from kvtier.tier_api.shared_epoch import EPOCH_CEILING
+from kvtier.tier.shared_epoch import EPOCH_CEILING
 from kvtier.types.jobs import BlockOutcome, DropReason, dropped
 from kvtier_remote.answers import bytes_of, digits
 from kvtier_remote.call_limit import Lateness

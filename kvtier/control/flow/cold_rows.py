@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from kvtier.control.flow.dirty_rows import DirtyRows
 from kvtier.control.flow.refused_rows import RefusedRows
 from kvtier.control.state import ControlState, LowerTier
-from kvtier.control.tiers.admission import LateAdmission
+from kvtier.policy.admission import LateAdmission
 from kvtier.types.jobs import SkipReason
 from kvtier.types.keys import OffloadKey
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from kvtier.control.flow.promotions import Promotions, Want
 from kvtier.control.state import FillWaiter, LowerTier
 from kvtier.control.tiers.slot_table import READY
-from kvtier.tier_api.contract import LookupResult
+from kvtier.tier.contract import LookupResult
 from kvtier.types.keys import OffloadKey, key_group
 
 PROBE_BLOCKS = 16

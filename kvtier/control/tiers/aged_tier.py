@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvtier.control.policies import EvictionPolicy, RequestModels
 from kvtier.control.tiers.owned_tier import OwnedTier
 from kvtier.control.tiers.slot_table import READY
-from kvtier.tier_api.block_age import BlockAges, next_generation
-from kvtier.tier_api.contract import SlotSpace
+from kvtier.policy import EvictionPolicy, RequestModels
+from kvtier.tier.block_age import BlockAges, next_generation
+from kvtier.tier.contract import SlotSpace
 from kvtier.types.arrays import NO_IDS, IntArray
 from kvtier.types.keys import OffloadKey
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from kvtier.control.policies import EvictionPolicy, JournaledPolicy, RequestModels, RequestPolicy, make_policy
 from kvtier.control.tiers.placement import Placement
 from kvtier.control.tiers.retained_slots import RetainedSlots
 from kvtier.control.tiers.size_curve import SizeCurve
@@ -13,8 +12,9 @@ from kvtier.control.tiers.slot_table import FILLING, FREE, QUARANTINED, READY, R
 from kvtier.control.tiers.tier_index import TierIndex
 from kvtier.control.tiers.use_ages import UseAges
 from kvtier.errors import IntegrityError
-from kvtier.tier_api.block_age import BlockAges
-from kvtier.tier_api.contract import Recovered, SlotSpace
+from kvtier.policy import EvictionPolicy, JournaledPolicy, RequestModels, RequestPolicy, make_policy
+from kvtier.tier.block_age import BlockAges
+from kvtier.tier.contract import Recovered, SlotSpace
 from kvtier.types.keys import OffloadKey, key_group
 
 ERRORS_TO_RETIRE = 2

@@ -17,7 +17,7 @@ from kvtier.control.tiers.disk_full import FullDisks
 from kvtier.control.tiers.other_namespaces import ForeignLayer, ForeignSlots, take_out
 from kvtier.control.tiers.slot_table import ABSENT, FILLING, FREE, QUARANTINED, READY, RETIRED, SlotTable
 from kvtier.errors import IntegrityError
-from kvtier.tier_api.contract import ForeignBlocks, SlotSpace
+from kvtier.tier.contract import ForeignBlocks, SlotSpace
 from kvtier.types.jobs import RegionFormat
 
 UNFORMATTED = -1

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvtier.control.policies import EvictionPolicy
 from kvtier.control.tiers.slot_table import READY, SlotTable
 from kvtier.errors import IntegrityError
+from kvtier.policy import EvictionPolicy
 from kvtier.types.keys import OffloadKey, key_group
 
 

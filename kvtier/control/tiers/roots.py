@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier.tier_api.contract import SlotSpace
+from kvtier.tier.contract import SlotSpace
 
 
 class Roots:

@@ -7,7 +7,7 @@ from itertools import islice
 
 from kvtier.control.tiers.breaker import Breaker
 from kvtier.control.tiers.tier_index import TierIndex
-from kvtier.tier_api.contract import LookupResult
+from kvtier.tier.contract import LookupResult
 from kvtier.types.checks import check_keys
 from kvtier.types.keys import OffloadKey
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from xxhash import xxh3_64_intdigest
 
-from kvtier.tier_api.contract import SlotSpace
+from kvtier.tier.contract import SlotSpace
 from kvtier.types.keys import OffloadKey, key_group
 
 SIZES = (0.5, 1.0, 2.0, 4.0)

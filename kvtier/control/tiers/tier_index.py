@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvtier.tier_api.contract import LookupResult
+from kvtier.tier.contract import LookupResult
 from kvtier.types.keys import OffloadKey
 
 

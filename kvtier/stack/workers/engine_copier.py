@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.errors import UsageError
 from kvtier.options import TierOptions
-from kvtier.tier_api.contract import LoadStore, Opened, TierContext
+from kvtier.tier.contract import LoadStore, Opened, TierContext
 from kvtier.types.jobs import LOADED, STORED, BlockOutcome, JobResult, TransferJob, failed
 from kvtier.types.keys import GPU, JobId, Medium
 

@@ -20,7 +20,7 @@ from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.errors import ConfigError, KVTierError, ResourceError, UsageError
 from kvtier.options import Seconds, TierOptions
 from kvtier.stack.workers.protocol import Answer, Call, Hello, Welcome, encode, read_message
-from kvtier.tier_api.contract import LoadStore, Opened, TierContext
+from kvtier.tier.contract import LoadStore, Opened, TierContext
 from kvtier.types.jobs import DropReason, JobKind, JobResult, TransferJob, dropped, failed
 from kvtier.types.keys import GPU, Medium
 

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from kvtier.testing.driver import Driver
 from kvtier.testing.rows import TestRows
-from kvtier.tier_api.contract import AnswersLookups, LoadStore, ProbesAlignment, TierContext
+from kvtier.tier.contract import AnswersLookups, LoadStore, ProbesAlignment, TierContext
 from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier.types.keys import OffloadKey, make_key
 from kvtier.types.namespace import Namespace

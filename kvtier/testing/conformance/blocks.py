@@ -10,7 +10,7 @@ import numpy as np
 
 from kvtier.testing.conformance.base import ConformanceBase, make_keys
 from kvtier.testing.trace import in_fresh_loop
-from kvtier.tier_api.contract import AnswersLookups, LookupResult
+from kvtier.tier.contract import AnswersLookups, LookupResult
 from kvtier.types.jobs import BlockStatus, DropReason, JobKind, RowGroup, TransferJob
 from kvtier.types.keys import GroupIndex, JobId, OffloadKey, make_key
 

@@ -11,7 +11,7 @@ from kvtier.errors import UsageError
 from kvtier.testing.conformance.base import PLACE, ConformanceBase
 from kvtier.testing.driver import Driver
 from kvtier.testing.trace import in_fresh_loop, leaving_no_trace, refusing_io
-from kvtier.tier_api.contract import AnswersLookups, LoadStore, Opened
+from kvtier.tier.contract import AnswersLookups, LoadStore, Opened
 from kvtier.types.jobs import BlockStatus, JobResult, TransferJob
 
 

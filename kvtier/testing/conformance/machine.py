@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 from kvtier.testing.conformance.base import ConformanceBase, make_keys
 from kvtier.testing.driver import Driver
 from kvtier.testing.trace import leaving_no_trace, turns
-from kvtier.tier_api.contract import Resettable
+from kvtier.tier.contract import Resettable
 from kvtier.types.jobs import BlockStatus, JobKind, JobResult, TransferJob
 from kvtier.types.keys import OffloadKey
 

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtier.control.policies import EvictionPolicy, RequestModels, RequestPolicy, make_policy
-from kvtier.control.policies.base import MODEL_BYTES_MAX
+from kvtier.policy import EvictionPolicy, RequestModels, RequestPolicy, make_policy
+from kvtier.policy.base import MODEL_BYTES_MAX
 from kvtier.types.keys import GroupIndex, OffloadKey, RequestId, make_key
 from kvtier.types.requests import RequestUse
 
@@ -194,7 +194,7 @@ few = settings(max_examples=25, deadline=None, suppress_health_check=[HealthChec
 
 
 class PolicyTests:
-    """Everything the contract in `kvtier.control.policies.base` says of a policy, whatever its order is."""
+    """Everything the contract in `kvtier.policy.base` says of a policy, whatever its order is."""
 
     policy: ClassVar[type[EvictionPolicy]]
 

@@ -10,7 +10,7 @@ import pytest
 from kvtier.testing.conformance.base import PLACE, ConformanceBase, make_keys
 from kvtier.testing.driver import Driver
 from kvtier.testing.trace import in_fresh_loop
-from kvtier.tier_api.contract import AnswersLookups, LookupResult, Resettable
+from kvtier.tier.contract import AnswersLookups, LookupResult, Resettable
 from kvtier.types.jobs import BlockStatus, JobResult
 from kvtier.types.keys import OffloadKey
 

@@ -21,8 +21,8 @@ from support_region_workers import ArrayWorker, disk_error, job, transfer
 
 from faults.machine.shared_names import names_left
 from kvtier.errors import GeometryError, IntegrityError, SharedMemoryError, UsageError
-from kvtier.tier_api.contract import AnswersLookups, ProvidesRows, TierContext
-from kvtier.tier_api.memory_limits import Reading
+from kvtier.tier.contract import AnswersLookups, ProvidesRows, TierContext
+from kvtier.tier.memory_limits import Reading
 from kvtier.types.arrays import int_array
 from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier.types.gpu_runs import GPURuns

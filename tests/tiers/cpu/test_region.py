@@ -21,7 +21,7 @@ from support_region import geometry, named
 
 from faults.machine.belongings import private_regions
 from kvtier.errors import GeometryError, RegionError, UsageError
-from kvtier.tier_api.contract import TierContext
+from kvtier.tier.contract import TierContext
 from kvtier.types.arrays import int_array
 from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier.types.namespace import Namespace

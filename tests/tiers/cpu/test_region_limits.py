@@ -18,7 +18,7 @@ import pytest
 from support_region import geometry, named
 
 from kvtier.errors import SharedMemoryError
-from kvtier.tier_api.memory_limits import Reading, SystemLimits, require
+from kvtier.tier.memory_limits import Reading, SystemLimits, require
 from kvtier_cpu import RegionSpec, Sharing, attach_region, open_region
 from kvtier_cpu.region import populate as populate_module
 from kvtier_cpu.region.opening import RegionHost, Step

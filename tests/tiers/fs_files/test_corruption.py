@@ -10,7 +10,7 @@ import pytest
 from support_files import account_is_true, block_files, open_files, options
 from support_fs import keys, layout
 
-from kvtier.tier_api.block_envelope import decode_slot_header, encode_slot_header
+from kvtier.tier.block_envelope import decode_slot_header, encode_slot_header
 from kvtier.types.jobs import CORRUPT, LOADED, MISSING, PRESENT, STORED, BlockStatus
 from kvtier_fs.files.block_file import Wrong
 

@@ -16,7 +16,7 @@ import kvtier_fs
 from faults.machine.raising import Place, PlaceFault
 from kvtier.aio import process_lock
 from kvtier.testing.trace import leaving_no_trace
-from kvtier.tier_api.contract import TierContext
+from kvtier.tier.contract import TierContext
 from kvtier.types.geometry import Geometry
 from kvtier.types.jobs import JobKind
 from kvtier.types.namespace import Namespace

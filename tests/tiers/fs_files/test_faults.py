@@ -15,7 +15,7 @@ from support_fs import options as slab_options
 from support_fs_engine import FaultyEngine
 
 from kvtier.errors import UsageError
-from kvtier.tier_api.contract import TierContext
+from kvtier.tier.contract import TierContext
 from kvtier.types.geometry import Geometry
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import (

@@ -14,8 +14,8 @@ from support_fs import keys
 from support_tools import files_options, found, refusal, run_files, tool_json, write_files
 
 from kvtier.errors import ResourceError, RootError
-from kvtier.tier_api.block_envelope import SLOT_MAGIC
-from kvtier.tier_api.checksum import seal
+from kvtier.tier.block_envelope import SLOT_MAGIC
+from kvtier.tier.checksum import seal
 from kvtier.types.jobs import LOADED, MISSING, STORED, BlockOutcome
 from kvtier_fs import SharedFSBackend
 from kvtier_fs.files.folder import TreeFolder

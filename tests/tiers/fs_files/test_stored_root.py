@@ -12,7 +12,7 @@ from support_files import open_files, options
 from support_fs import keys, layout
 
 from kvtier.errors import RootError
-from kvtier.tier_api.checksum import BODY_AT, seal
+from kvtier.tier.checksum import BODY_AT, seal
 from kvtier.types.jobs import LOADED
 from kvtier_fs.format.superblock import COPY_BYTES, SUPERBLOCK_MAGIC
 

@@ -13,7 +13,7 @@ from support_stack import keys as stack_keys
 from kvtier.control.tiers.aged_tier import AgedTier
 from kvtier.stack.assembly import StackParts
 from kvtier.stack.tier_stack import TierStack
-from kvtier.tier_api.inspection import Access
+from kvtier.tier.inspection import Access
 from kvtier.types.jobs import LOADED, MISSING
 from kvtier_fs import FSBackend
 from kvtier_fs.inspect.slab import SlabInspection

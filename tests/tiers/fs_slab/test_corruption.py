@@ -11,7 +11,7 @@ import pytest
 import xxhash
 from support_fs import Tier, counted, flat, keys, layout, open_tier, options, slot_place
 
-from kvtier.tier_api.block_envelope import decode_slot_header, encode_slot_header
+from kvtier.tier.block_envelope import decode_slot_header, encode_slot_header
 from kvtier.types.jobs import CORRUPT, LOADED, BlockStatus, JobKind, failed
 from kvtier_fs.slab import root_queue
 from kvtier_fs.slab.opening import Hooks

@@ -14,7 +14,7 @@ from support_interrupted import faults_of, interrupted_life
 import kvtier_fs
 from faults.machine.raising import Place, PlaceFault
 from kvtier.testing.trace import leaving_no_trace
-from kvtier.tier_api.contract import TierContext
+from kvtier.tier.contract import TierContext
 from kvtier.types.geometry import Geometry
 from kvtier.types.jobs import BlockStatus
 from kvtier.types.namespace import Namespace

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import xxhash
 
-from kvtier.tier_api.block_envelope import (
+from kvtier.tier.block_envelope import (
     KEY_AT,
     Mismatch,
     SlotHeader,
@@ -20,7 +20,7 @@ from kvtier.tier_api.block_envelope import (
     payload_digest,
     verify_slot,
 )
-from kvtier.tier_api.shared_epoch import EPOCH_CEILING, OPENINGS_FROM
+from kvtier.tier.shared_epoch import EPOCH_CEILING, OPENINGS_FROM
 from kvtier_fs.format.region_header import RegionHeader, encode_region_header
 from kvtier_fs.format.superblock import (
     COPY_BYTES,

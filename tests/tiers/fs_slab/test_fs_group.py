@@ -14,7 +14,7 @@ import support_fs
 from support_protections_fs import without_owner_check
 
 from kvtier.errors import KVTierError, RootError
-from kvtier.tier_api.inspection import Access
+from kvtier.tier.inspection import Access
 from kvtier.types.keys import OffloadKey
 from kvtier_fs.roots.private_tree import PrivateTree
 from kvtier_fs.shared_tier import SharedFSBackend

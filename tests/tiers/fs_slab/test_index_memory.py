@@ -9,7 +9,7 @@ from support_fs import keys, layout, open_tier, options
 
 from kvtier.errors import ResourceError
 from kvtier.options import INDEX_BYTES_PER_SLOT
-from kvtier.tier_api.memory_limits import Reading, SystemLimits
+from kvtier.tier.memory_limits import Reading, SystemLimits
 from kvtier.types.geometry import Geometry
 from kvtier_fs import FSBackend
 from kvtier_fs.slab.opening import Hooks

@@ -11,7 +11,7 @@ import pytest
 import support_fs as support
 from support_protections_fs import without_leftovers
 
-from kvtier.tier_api.inspection import Access
+from kvtier.tier.inspection import Access
 from kvtier.types.keys import OffloadKey
 from kvtier_fs.options import FSOptions
 from kvtier_fs.slab.folder import SlabFolder

@@ -13,8 +13,8 @@ from support_fs import keys, open_tier, options
 from support_tools import Written, found, loadable, overwrite, refusal, tool_json, write
 
 from kvtier.errors import RootDamagedError, RootError
-from kvtier.tier_api.block_envelope import COUNTER_LIMIT, decode_slot_header, encode_slot_header
-from kvtier.tier_api.checksum import seal
+from kvtier.tier.block_envelope import COUNTER_LIMIT, decode_slot_header, encode_slot_header
+from kvtier.tier.checksum import seal
 from kvtier.types.keys import make_key
 from kvtier_fs.format.region_header import decode_region_header, encode_region_header
 from kvtier_fs.format.snapshot import SNAPSHOT_MAGIC

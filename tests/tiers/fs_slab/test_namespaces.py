@@ -10,7 +10,7 @@ from support_stack import PAGE, PLAIN, Engine, fs, keys, load, opened, stack_fil
 from kvtier.config import stack_parts
 from kvtier.control.tiers.owned_tier import OwnedTier
 from kvtier.errors import IntegrityError
-from kvtier.tier_api.contract import ForeignBlocks, Recovered, SlotSpace
+from kvtier.tier.contract import ForeignBlocks, Recovered, SlotSpace
 from kvtier.types.arrays import int_array
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 from kvtier.types.jobs import RegionFormat

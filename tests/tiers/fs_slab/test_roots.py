@@ -32,8 +32,8 @@ from kvtier.errors import (
     UsageError,
 )
 from kvtier.testing.trace import leaving_no_trace
-from kvtier.tier_api.contract import AnswersLookups, ProbesAlignment, Resettable, TierContext
-from kvtier.tier_api.registry import DryRuns
+from kvtier.tier.contract import AnswersLookups, ProbesAlignment, Resettable, TierContext
+from kvtier.tier.registry import DryRuns
 from kvtier.types.geometry import Geometry
 from kvtier.types.jobs import LOADED, STORED, DropReason, dropped
 from kvtier.types.namespace import Namespace

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 from support_fs import Tier, bytes_on_disk, counted, keys, layout, open_tier, options
 
-from kvtier.tier_api.block_envelope import SlotHeader
-from kvtier.tier_api.contract import Recovered
+from kvtier.tier.block_envelope import SlotHeader
+from kvtier.tier.contract import Recovered
 from kvtier.types.jobs import LOADED, RegionFormat
 from kvtier_fs.format.slot_map import Owner, SlotMap
 from kvtier_fs.format.snapshot import StoredFormat, decode_snapshot, encode_snapshot

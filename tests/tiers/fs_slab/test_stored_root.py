@@ -11,7 +11,7 @@ from make_stored_roots import BLOCKS, PAGE_BYTES
 from support_fs import keys, layout, open_tier, options
 
 from kvtier.errors import RootError
-from kvtier.tier_api.checksum import BODY_AT, seal
+from kvtier.tier.checksum import BODY_AT, seal
 from kvtier.types.jobs import LOADED
 from kvtier_fs.format.superblock import COPY_BYTES, SUPERBLOCK_MAGIC
 

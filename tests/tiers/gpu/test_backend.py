@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from support_gpu import MmapRows, context, job, make_worker, runs_of, transfer
 
 from kvtier.errors import ConfigError, GeometryError, UsageError
-from kvtier.tier_api.contract import AnswersLookups, TierContext
+from kvtier.tier.contract import AnswersLookups, TierContext
 from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import LOADED, DropReason, TransferJob, dropped, failed

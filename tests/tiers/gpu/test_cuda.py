@@ -13,7 +13,7 @@ import pytest
 import torch
 from support_gpu import MmapRows, context, job, make_worker, naive_copy, runs_of, transfer
 
-from kvtier.tier_api.contract import Opened
+from kvtier.tier.contract import Opened
 from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier.types.gpu_runs import GPURuns
 from kvtier_gpu import GPUBackend, GPUOptions

@@ -13,7 +13,7 @@ from support_cuda_tier import GEOMETRY, Stand, opening, small
 from support_gpu import MmapRows, make_worker
 
 from kvtier.errors import ResourceError
-from kvtier.tier_api.contract import FencesCopies
+from kvtier.tier.contract import FencesCopies
 from kvtier.types.arrays import int_array
 from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier_gpu import GPUBackend, GPUOptions

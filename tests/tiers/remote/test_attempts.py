@@ -14,7 +14,7 @@ import pytest
 from kvtier.options import TierOptions
 from kvtier.testing.conformance import make_keys
 from kvtier.testing.conformance.base import ConformanceBase
-from kvtier.tier_api.job_run import JobRun
+from kvtier.tier.job_run import JobRun
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 from kvtier.types.jobs import CORRUPT, LOADED, MISSING, STORED, BlockOutcome, BlockStatus, JobKind, failed
 from kvtier.types.keys import GroupIndex

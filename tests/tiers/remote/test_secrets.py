@@ -14,7 +14,7 @@ from support_valkey import Blocks, Server, valkey_server
 from kvtier.config import parse_stack
 from kvtier.errors import ConfigError
 from kvtier.testing.conformance import make_keys
-from kvtier.tier_api.registry import discover
+from kvtier.tier.registry import discover
 from kvtier.types.jobs import BlockStatus
 
 SECRET = "hunter2"

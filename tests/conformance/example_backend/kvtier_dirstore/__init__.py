@@ -13,8 +13,8 @@ from typing import ClassVar, Literal
 from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.errors import UsageError
 from kvtier.options import LowerTierOptions, TierOptions
-from kvtier.tier_api.checksum import CHECKSUM_BYTES, checksum
-from kvtier.tier_api.contract import LoadStore, LookupResult, Opened, TierContext
+from kvtier.tier.checksum import CHECKSUM_BYTES, checksum
+from kvtier.tier.contract import LoadStore, LookupResult, Opened, TierContext
 from kvtier.types.jobs import (
     CORRUPT,
     LOADED,

@@ -1,0 +1,80 @@
+"""Options of a tier below another engine's memory, beside those of its backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Self, TypeVar
+
+from pydantic import Field, create_model
+
+from kvtier.config.load import validate
+from kvtier.errors import ConfigError
+from kvtier.options import ByteSize, LowerTierOptions, Seconds
+from kvtier.tier.registry import discover
+
+RESTART_SECONDS = 30.0
+"""How long opening waits for folders that the engine before, which is ending, still owns."""
+HANDS_DOWN = "the engine hands blocks down when it has them; leave it out"
+SAYS_NO_USES = "the engine does not say which of its blocks were used again; leave it out"
+
+
+class EngineMemoryOptions(LowerTierOptions):
+    """How blocks are staged between the engine's memory and the tier, and how long things may take."""
+
+    inflight_bytes: ByteSize = Field(
+        default=128 << 20, description="memory that blocks in flight pass through, one half for each direction"
+    )
+    copy_threads: int = Field(default=2, ge=1, le=64, description="threads that copy and hash, at most")
+    lease_seconds: Seconds = Field(
+        default=10.0, description="how long a block that was found is kept for its load, at most"
+    )
+    drain_timeout_seconds: Seconds = Field(
+        default=3.0, description="how long a shutdown or a reset waits for blocks in flight"
+    )
+    close_timeout_seconds: Seconds = Field(default=2.0, description="how long closing waits for I/O in flight")
+    stats_socket: str = Field(
+        default="",
+        pattern=r"^(/.*)?$",
+        max_length=100,
+        description="absolute path of a Unix socket that serves figures to kvtier top; none when left out",
+    )
+
+    def share(self, index: int, count: int) -> Self:
+        """A socket of its own for each engine."""
+        shared = super().share(index, count)
+        if count == 1 or not self.stats_socket:
+            return shared
+        return shared.model_copy(update={"stats_socket": f"{self.stats_socket}-{index}"})
+
+
+OptionsT = TypeVar("OptionsT", bound=EngineMemoryOptions)
+
+
+@cache
+def options_model(own: type[OptionsT], backend: str, title: str) -> type[OptionsT]:
+    """The keys of an integration, `own`, and those of an installed backend, in one strict model.
+
+    Raises ConfigError for a backend that is not installed, or that is no tier below the CPU.
+    """
+    of_backend = discover().get(backend).Options
+    if not issubclass(of_backend, LowerTierOptions):
+        raise ConfigError(f"{backend} is no tier below the CPU; write fs, shared_fs or a remote tier", "type")
+    bases: tuple[Any, ...] = (own, of_backend)
+    model: type[OptionsT] = create_model(title, __base__=bases)
+    return model
+
+
+def read_options(own: type[OptionsT], backend: str, keys: Mapping[str, Any], at: str) -> OptionsT:
+    """The options of a tier below an engine. Raises ConfigError with one line for each thing that is wrong, as `at`.
+
+    Options that need more than an engine says of its blocks are refused.
+    """
+    options: OptionsT = validate(
+        options_model(own, backend, f"{backend} below an engine"), {"type": backend, **keys}, at
+    )
+    if options.write_policy != "write_through":
+        raise ConfigError(HANDS_DOWN, f"{at}.write_policy")
+    if options.admit != "always":
+        raise ConfigError(SAYS_NO_USES, f"{at}.admit")
+    return options.for_engine(RESTART_SECONDS)

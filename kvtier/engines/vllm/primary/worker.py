@@ -1,0 +1,165 @@
+"""The side of each GPU process: copies between vLLM's blocks and rows of the shared region."""
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+from vllm.config.vllm import get_current_vllm_config_or_none
+from vllm.v1.kv_offload.base import CanonicalKVCaches, LoadStoreSpec, OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.base import GPULoadStoreSpec as VLLMBlocks
+
+from kvtier.aio.loop_thread import LoopThread
+from kvtier.config import build_tiers
+from kvtier.engines.vllm.compat import LOGGER
+from kvtier.engines.vllm.identity import worker_note
+from kvtier.engines.vllm.model_modules import root_modules
+from kvtier.engines.vllm.primary.model_weights import WorkerWeights
+from kvtier.engines.vllm.primary.wire import RowsSpec, copy_job
+from kvtier.engines.vllm.settings import EnginePlan, worker_layout
+from kvtier.errors import ConfigError, ResourceError
+from kvtier.stack.assembly import resolve_alignment, to_fence
+from kvtier.tier.contract import FencesCopies, HasWords, JoinsRows, Rows, TierContext
+from kvtier.tier.registry import discover
+from kvtier.types.geometry import Geometry, KVLayout
+from kvtier.types.jobs import JobKind, JobResult, TransferJob
+
+_log = logging.getLogger(LOGGER)
+
+OPEN_SECONDS = 600.0
+CLOSE_SECONDS = 5.0
+COPY_SECONDS = 120.0
+"""More than the copies that can be queued take, less than the 300 s after which vLLM gives a step up."""
+
+
+def beside_scheduler(plan: EnginePlan) -> bool:
+    """True if the scheduler surely is in this process: vLLM runs the only worker inside the engine core then.
+
+    Any other executor, also one that an operator brings along, may start the worker in a process of its own.
+    """
+    config = get_current_vllm_config_or_none()
+    alone = plan.namespace.layout.world_size == 1
+    return alone and config is not None and config.parallel_config.distributed_executor_backend == "uni"
+
+
+def loaded_models() -> tuple[list[nn.Module], bool]:
+    """The models that this worker has built, and whether their memory is there at all times: sleep takes it away."""
+    config = get_current_vllm_config_or_none()
+    return ([], False) if config is None else (root_modules(config), not config.model_config.enable_sleep_mode)
+
+
+class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
+    """One rank's copies. The rows of a store that failed stay unstamped, so the scheduler drops them.
+
+    The gpu tier's jobs are named from its side: it loads what vLLM stores, and stores what vLLM loads.
+    """
+
+    def __init__(self, plan: EnginePlan, rank: int, kv_caches: CanonicalKVCaches) -> None:
+        self._factor = plan.namespace.layout.block_size_factor
+        self._running: dict[int, Future[TransferResult]] = {}
+        self._tiers = build_tiers(plan.stack)
+        self._gpu = discover().get(plan.gpu.type)(plan.gpu)
+        self._fenced: Sequence[FencesCopies] = ()
+        self._one_process = beside_scheduler(plan)
+        refs = [[(ref.tensor_idx, ref.page_size_bytes) for ref in group] for group in kv_caches.group_data_refs]
+        layout = worker_layout(plan.namespace.layout, refs)
+        tensors = [entry.tensor for entry in kv_caches.tensors]
+        self._weights: WorkerWeights | None = None
+        self._thread = LoopThread("kvtier-worker", "worker")
+        try:
+            self._thread.open()
+            models, readable = loaded_models()
+            note = worker_note(layout, models)
+            rows = self._thread.run(lambda: self._open(plan, rank, layout, tensors, note), OPEN_SECONDS)
+            assert isinstance(rows, HasWords)
+            self._weights = WorkerWeights(models, rows.words[rank], rows.words[-1], readable=readable)
+            self._thread.run(self._weights.open, OPEN_SECONDS)
+            self._thread.start(self._weights.answer)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    async def _open(
+        self, plan: EnginePlan, rank: int, layout: KVLayout, tensors: Sequence[torch.Tensor], note: str
+    ) -> Rows:
+        cpu = self._tiers[0]
+        if not isinstance(cpu, JoinsRows):
+            raise ConfigError("workers in processes of their own cannot map its region", "stack.tiers[0]")
+        nominal = Geometry(plan.namespace.layout, await resolve_alignment(self._tiers))
+        context = TierContext(
+            "cpu", nominal, plan.namespace, time.monotonic, plan.engine_id, rank, one_process=self._one_process
+        )
+        rows = await cpu.join(context, note)
+        geometry = replace(nominal, layout=layout)
+        opened = await self._gpu.open(replace(context, name="gpu", geometry=geometry, kv_caches=tensors, rows=rows))
+        self._fenced = to_fence([self._gpu])
+        _log.info("worker %d copies between GPU blocks and rows: %s", rank, opened.mode)
+        for note in opened.notes:
+            _log.warning("tier gpu: %s", note)
+        return rows
+
+    def submit_store(self, job_id: int, src_spec: VLLMBlocks, dst_spec: LoadStoreSpec) -> bool:
+        """Begin to copy GPU blocks into rows."""
+        assert isinstance(dst_spec, RowsSpec)
+        return self._begin(copy_job(job_id, JobKind.LOAD, dst_spec, src_spec, self._factor))
+
+    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: VLLMBlocks, expedited: bool = False) -> bool:
+        """Begin to copy rows into GPU blocks. An expedited load, of vLLM 0.33, does not queue behind other copies:
+        vLLM waits for it within the step."""
+        assert isinstance(src_spec, RowsSpec)
+        return self._begin(copy_job(job_id, JobKind.STORE, src_spec, dst_spec, self._factor, urgent=expedited))
+
+    def _begin(self, job: TransferJob) -> bool:
+        for copier in self._fenced:
+            copier.fence()  # this thread's stream is vLLM's own; the thread that copies has another one
+        self._running[job.job_id] = self._thread.start(partial(self._copy, job.job_id, job)).ended
+        return True
+
+    async def _copy(self, job_id: int, job: TransferJob) -> TransferResult:
+        if job.kind is JobKind.LOAD:
+            result: JobResult = await self._gpu.load(job)
+            return TransferResult(job_id, True, result.bytes_moved, result.seconds)
+        result = await self._gpu.store(job)
+        if not result.ok:
+            # Once more: the blocks have undefined bytes now, and vLLM's interface has no partial results.
+            result = await self._gpu.store(job)
+        return TransferResult(job_id, result.ok, result.bytes_moved, result.seconds)
+
+    def get_finished(self) -> list[TransferResult]:
+        """Copies that ended since the last call."""
+        ended = [job_id for job_id, future in self._running.items() if future.done()]
+        return [self._running.pop(job_id).result() for job_id in ended]
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Return when none of these copies is in flight. Raises ResourceError if that takes `COPY_SECONDS`.
+
+        vLLM waits before it uses the GPU blocks of these copies for something else. A copy still in flight then would
+        store, or overwrite, another block's KV, and no checksum would tell. So this does not return early; and an
+        engine that waited on would hang. vLLM ends the engine on an exception.
+        """
+        copies = [self._running[job_id] for job_id in job_ids if job_id in self._running]
+        in_flight = wait_for(copies, COPY_SECONDS).not_done
+        if in_flight:
+            raise ResourceError(
+                f"{len(in_flight)} copies between GPU blocks and rows have not ended within {COPY_SECONDS:g} s, "
+                "and vLLM needs their GPU blocks"
+            )
+
+    def shutdown(self) -> None:
+        """End what is in flight, release the region and stop the thread. Idempotent."""
+        if self._weights is not None:
+            self._weights.release()
+        try:
+            if self._thread.alive:
+                self._thread.run(self._close, 2 * CLOSE_SECONDS)
+        finally:
+            self._thread.close(CLOSE_SECONDS)
+
+    async def _close(self) -> None:
+        await self._gpu.close()
+        await self._tiers[0].close()

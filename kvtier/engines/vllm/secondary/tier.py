@@ -1,0 +1,203 @@
+"""kvtier's filesystem tiers below vLLM's own CPU tier: `type: KVTierFs` or `KVTierSharedFs`, and
+`module_path: kvtier.engines.vllm`."""
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    Locality,
+    Medium,
+    OffloadingEvent,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.base import LookupResult as VLLMAnswer
+from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+from vllm.v1.kv_offload.tiering.base import TransferJob as VLLMJob
+
+from kvtier.engines.engine_memory.memory import PagedMemory
+from kvtier.engines.engine_memory.tier import EngineMemoryTier
+from kvtier.engines.engine_memory.transfers import EngineTransfer
+from kvtier.engines.vllm.adapters import content_in_keys
+from kvtier.engines.vllm.compat import LOGGER, require_tested
+from kvtier.engines.vllm.engine_config import WHOLE_PROMPTS, continues_after_prefix, engine_config, engine_share
+from kvtier.engines.vllm.metrics import Meter, definitions
+from kvtier.engines.vllm.secondary.options import secondary_options, tier_namespace
+from kvtier.engines.vllm.settings import GroupIds, one_hash_per_key
+from kvtier.stack import StackStats
+from kvtier.tier.contract import LookupResult
+from kvtier.types.arrays import int_array
+from kvtier.types.jobs import JobKind
+from kvtier.types.keys import OffloadKey
+
+_ANSWERS = {result: VLLMAnswer[result.name] for result in LookupResult}
+_log = logging.getLogger(f"{LOGGER}.fs")
+
+
+class KVTierFs(SecondaryTierManager):  # type: ignore[misc]
+    """A disk that is bounded, verified and found again after a restart, for vLLM's `TieringOffloadingSpec`.
+
+    An adapter: it translates vLLM's calls for `EngineMemoryTier`. Called by one thread at a time: the scheduler's, or
+    with vLLM 0.33 another that holds vLLM's lock. Only the constructor, `drain_jobs` and `shutdown` wait for anything,
+    each with a deadline.
+    """
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+    backend: ClassVar[str] = "fs"
+    """The type of kvtier's tier that keeps the blocks."""
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: BackpressureDetector | None = None,
+        **keys: Any,
+    ) -> None:
+        """Open the tier. Raises ConfigError for wrong keys, ResourceError or GeometryError for a machine that does not
+        suffice; nothing is left behind then, and vLLM's memory is not referred to."""
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        config = offloading_spec.config
+        require_tested(config.extra_config)
+        known = engine_config(config.engine_id)
+        options = secondary_options(keys, tier_type, self.backend).share(*engine_share(config.parallel, known))
+        self._keeps_blocks = continues_after_prefix(known)
+        if not self._keeps_blocks:
+            _log.warning(WHOLE_PROMPTS)
+        self.locality = Locality(options.locality) if options.locality is not None else None
+        self._ids = GroupIds([group.group_id for group in config.groups])
+        self._events = options.enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
+        self._loaded: list[OffloadKey] = []
+        self._meter = Meter()
+        self._refused: list[int] = []
+        memory = PagedMemory.of_rows(primary_kv_view, len(config.groups))
+        self._adapters = content_in_keys(self)
+        try:
+            namespace = tier_namespace(config, options.namespace, memory.block_bytes[0])
+            self._tier = EngineMemoryTier(options, namespace, memory, options.name or tier_type, _log)
+        except BaseException:
+            memory.release()
+            self._adapters.release(self)
+            raise
+        owned = self._tier.plane.lower.owned is not None  # of a shared tier no removals are published
+        self._tokens_needed = owned and not one_hash_per_key(config)
+
+    # -- lookups -------------------------------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """A request whose keys vLLM will look up."""
+        self._tier.plane.begin_request(req_context.req_id)
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """No further lookups come for this request; its jobs go on."""
+        self._tier.plane.end_request(req_context.req_id)
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> VLLMAnswer:
+        """HIT: here, and kept until the step ends. RETRY: a lookup in a shared tier is in flight."""
+        if not self._keeps_blocks:
+            return VLLMAnswer.MISS
+        return _ANSWERS[self._tier.lookup(self._ids.to_kvtier(key), req_context.req_id)]
+
+    # -- jobs ----------------------------------------------------------------------------------------------------
+
+    def submit_store(self, job_metadata: VLLMJob) -> None:
+        """Begin to store rows that vLLM keeps until the job is reported."""
+        if self._keeps_blocks and self._adapters.storable(job_metadata.req_context.req_id):
+            self._tier.submit(self._transfer(JobKind.STORE, job_metadata))
+        else:
+            self._refused.append(job_metadata.job_id)
+
+    def submit_load(self, job_metadata: VLLMJob) -> None:
+        """Begin to load into rows that vLLM keeps until the job is reported."""
+        self._tier.submit(self._transfer(JobKind.LOAD, job_metadata))
+
+    def _transfer(self, kind: JobKind, job: VLLMJob) -> EngineTransfer:
+        """vLLM's job with its blocks in the order of the prefix, where vLLM names that order."""
+        keys = list(job.keys)
+        positions = [job.req_context.get_offload_key_position(key) for key in keys]
+        order: Sequence[int] = range(len(keys))
+        if None not in positions:
+            order = sorted(order, key=positions.__getitem__)
+        named = [self._ids.to_kvtier(keys[i]) for i in order]
+        rows = int_array(job.chunk_ids)[list(order)]
+        return EngineTransfer(job.job_id, kind, named, rows, job.req_context.req_id, time.monotonic())
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Every job that ended since the last call, each once."""
+        finished = [self._result(transfer) for transfer in self._tier.finished()]
+        finished += [JobResult(job_id, False) for job_id in self._refused]
+        self._refused.clear()
+        if not self._events:
+            self._loaded.clear()
+            self._tier.plane.take_changes()
+        return finished
+
+    def _result(self, transfer: EngineTransfer) -> JobResult:
+        good = None
+        if transfer.kind is JobKind.LOAD:
+            self._loaded += transfer.good_keys
+        if transfer.kind is JobKind.LOAD and not transfer.ok:
+            good = tuple(self._ids.to_vllm(key) for key in transfer.good_keys) or None
+        moved = {"transfer_time": transfer.seconds, "transfer_bytes": transfer.bytes_moved}
+        return JobResult(transfer.job_id, transfer.ok, good, **moved)
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """The step's loads were submitted before this: its hits need not be kept any longer."""
+        self._tier.end_step()
+
+    def has_pending_work(self) -> bool:
+        """Asked when no job is left: True once more, for the figures."""
+        return self._meter.to_read()
+
+    def drain_jobs(self) -> None:
+        """Return when nothing touches vLLM's rows any more: jobs that have not ended in time have failed."""
+        self._tier.drain()
+
+    def shutdown(self) -> None:
+        """Drain within the deadline, release vLLM's memory, then close the tier. Idempotent."""
+        self._adapters.release(self)
+        self._tier.close()
+
+    # -- events and figures --------------------------------------------------------------------------------------
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Blocks that became reachable on the disk or ceased to be; none unless `enable_kv_events` and vLLM's own are
+        set.
+
+        What was loaded is published once more, as removed and stored: vLLM has its tokens, because the step that finds
+        the end of a load looks it up behind that.
+        """
+        if not self._events:
+            return
+        self._tier.plane.announce(self._loaded, time.monotonic())
+        self._loaded.clear()
+        for removed, keys in self._tier.plane.take_changes():
+            names = [self._ids.to_vllm(key) for key in keys]
+            yield OffloadingEvent(names, self.medium, removed, self.locality, removal_expected=self._tokens_needed)
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        """The tier's metrics."""
+        return definitions()
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """What changed since the last call; once a second."""
+        return self._meter.read(self.stats)
+
+    def stats(self) -> StackStats:
+        """Figures since the tier was opened; also after a shutdown."""
+        return self._tier.stats()
+
+
+class KVTierSharedFs(KVTierFs):
+    """The same over a folder that many engines and hosts share: kvtier's tier `shared_fs`."""
+
+    backend: ClassVar[str] = "shared_fs"

@@ -1,0 +1,223 @@
+"""From `kv_connector_extra_config` and vLLM's own configuration to a stack: options, layout, namespace."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from kvtier.config import StackConfig, load_stack, parse_stack
+from kvtier.engines.engine_release import UNTESTED_KEY
+from kvtier.engines.vllm.compat import engine_version, expedites_loads
+from kvtier.engines.vllm.engine_config import continues_after_prefix, engine_config, engine_share
+from kvtier.errors import ConfigError
+from kvtier.options import TierOptions
+from kvtier.tier.registry import discover
+from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
+from kvtier.types.keys import GPU, GROUP_BYTES, OffloadKey
+from kvtier.types.namespace import Namespace
+
+SYNC_LOADS_KEY = "sync_load_budget_bytes"
+KEYS = frozenset(
+    {
+        "stack",
+        UNTESTED_KEY,
+        "spec_name",
+        "spec_module_path",
+        "blocks_per_chunk",
+        "block_size",
+        "offload_prompt_only",
+        "self_describing_kv_events",
+        "canonical_layout",
+        SYNC_LOADS_KEY,
+    }
+)
+"""The keys of `kv_connector_extra_config`: `stack`, the consent to a release, and those that vLLM itself reads."""
+CLOSE_SECONDS = 3.0
+"""vLLM gives a process five seconds to end; a stack file may set less."""
+RESTART_SECONDS = 30.0
+"""How long opening waits for folders that the engine before, which is ending, still owns."""
+
+
+class GroupIds:
+    """Translates keys. Those of vLLM end in its own id of a KV cache group, `group_ids[position]`.
+
+    Those of kvtier end in the position of the group.
+    """
+
+    def __init__(self, group_ids: Sequence[int]) -> None:
+        names = [group.to_bytes(GROUP_BYTES, "big") for group in group_ids]
+        self._to_kvtier = {name: position.to_bytes(GROUP_BYTES, "big") for position, name in enumerate(names)}
+        self._to_vllm = {position: name for name, position in self._to_kvtier.items()}
+        self._same = list(group_ids) == list(range(len(group_ids)))
+
+    def to_kvtier(self, key: bytes) -> OffloadKey:
+        """vLLM's key with the position of its group."""
+        return OffloadKey(key if self._same else key[:-GROUP_BYTES] + self._to_kvtier[key[-GROUP_BYTES:]])
+
+    def to_vllm(self, key: OffloadKey) -> OffloadKey:
+        """kvtier's key with vLLM's id of its group."""
+        return key if self._same else OffloadKey(key[:-GROUP_BYTES] + self._to_vllm[key[-GROUP_BYTES:]])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """One engine's stack, without its gpu tier. `engine_id` names its shared region; `group_ids[position]` is vLLM's
+    own id of a group.
+
+    `gpu` are the options of the tier in each of vLLM's workers. It has a lane for urgent copies if vLLM waits for some
+    loads within a step, up to its `sync_load_budget_bytes`. `keeps_blocks` is False where blocks are of no use.
+    """
+
+    stack: StackConfig
+    namespace: Namespace
+    engine_id: str
+    group_ids: tuple[int, ...]
+    gpu: TierOptions
+    keeps_blocks: bool
+
+
+def engine_plan(config: OffloadingConfig) -> EnginePlan:
+    """What scheduler and workers derive, each for itself, from the same configuration.
+
+    No I/O but reading the stack file. Raises ConfigError for a stack or a deployment that cannot be served, by its
+    name.
+    """
+    _check_parallel(config)
+    described = _stack_config(config)
+    known = engine_config(config.engine_id)
+    stack = _for_engine(described, *engine_share(config.parallel, known))
+    group_ids = tuple(group.group_id for group in config.groups)
+    gpu = _gpu_options(described).with_known(urgent_lane=_loads_in_step(config.extra_config))
+    named = namespace(config, stack.namespace)
+    return EnginePlan(stack, named, config.engine_id, group_ids, gpu, continues_after_prefix(known))
+
+
+def _gpu_options(described: StackConfig) -> TierOptions:
+    """The options of a stack's gpu tier, or the defaults for a stack that names none."""
+    backends = discover()
+    for options in described.tiers:
+        if backends.get(options.type).medium == GPU:
+            return options
+    return backends.get("gpu").Options(type="gpu")
+
+
+def _stack_config(config: OffloadingConfig) -> StackConfig:
+    """The stack an operator named or wrote into `kv_connector_extra_config`."""
+    extra: Mapping[str, Any] = config.extra_config
+    blocks_per_chunk = config.cache.blocks_per_chunk
+    unknown = sorted(set(extra) - KEYS)
+    if unknown:
+        raise ConfigError(f"is no key of kv_connector_extra_config; known are {', '.join(sorted(KEYS))}", unknown[0])
+    stack = extra.get("stack")
+    if isinstance(stack, str):
+        described = load_stack(stack)
+    elif isinstance(stack, Mapping):
+        described = parse_stack(yaml.safe_dump(dict(stack)))
+    else:
+        raise ConfigError("is required: the path of a stack file, or its content as a mapping", "stack")
+    if described.block_size_factor not in (None, blocks_per_chunk):
+        raise ConfigError(
+            f"is {described.block_size_factor} in the stack, but vLLM's blocks_per_chunk is {blocks_per_chunk}; "
+            "leave it out of the stack",
+            "stack.block_size_factor",
+        )
+    return described
+
+
+def _loads_in_step(extra: Mapping[str, Any]) -> bool:
+    budget = extra.get(SYNC_LOADS_KEY, 0)
+    if not isinstance(budget, int) or isinstance(budget, bool) or budget < 0:
+        raise ConfigError("must be a number of bytes, 0 or more", SYNC_LOADS_KEY)
+    if budget and not expedites_loads():
+        raise ConfigError(f"needs vLLM 0.33; {engine_version()} loads between steps only", SYNC_LOADS_KEY)
+    return budget > 0
+
+
+def _for_engine(config: StackConfig, engine: int, engines: int) -> StackConfig:
+    """The stack without its gpu tier, whose copies vLLM's workers make, and with this engine's share of the others."""
+    backends = discover()
+    lower = [options for options in config.tiers if backends.get(options.type).medium != GPU]
+    tiers = tuple(options.for_engine(RESTART_SECONDS).share(engine, engines) for options in lower)
+    close_seconds = min(config.close_timeout_seconds, CLOSE_SECONDS)
+    update: dict[str, object] = {"tiers": tiers, "close_timeout_seconds": close_seconds}
+    update["record"] = config.record and config.record.share(engine, engines)
+    if engines > 1:
+        paths = {"state_dir": config.state_dir, "stats_socket": config.stats_socket}
+        update |= {name: f"{path}-{engine}" for name, path in paths.items() if path}
+    return config.model_copy(update=update)
+
+
+def one_hash_per_key(config: OffloadingConfig) -> bool:
+    """True if an offloaded block of every group has one hash of vLLM, its key's: then that says all in an event."""
+    sizes = {group.tokens_per_block * config.cache.blocks_per_chunk for group in config.groups}
+    return sizes == {config.cache.tokens_per_hash}
+
+
+def _check_parallel(config: OffloadingConfig) -> None:
+    """Raise ConfigError for a deployment that the shared region of one host cannot serve, by its name."""
+    parallel = config.parallel
+    refused = {
+        "pipeline_parallel_size": parallel.pp_size > 1,
+        "prefill_context_parallel_size": parallel.pcp_size > 1,
+        "decode_context_parallel_size": parallel.dcp_size > 1,
+        "canonical_layout": config.canonical_layout,
+    }
+    for name, wrong in refused.items():
+        if wrong:
+            raise ConfigError("is not supported by KVTierSpec; use tensor parallelism on one host", name)
+
+
+def _nominal_layout(config: OffloadingConfig) -> KVLayout:
+    """The layout of the rows, which scheduler and workers have in common: each group's page is one block of the
+    engine's allocation.
+
+    Only the workers know how much of it a group really fills, see `worker_layout`.
+    """
+    if config.worker_kv_bytes_per_block < 1:
+        raise ConfigError("vLLM reports no KV cache blocks; kvtier needs at least one", "worker_kv_bytes_per_block")
+    page = TensorRef(0, config.worker_kv_bytes_per_block)
+    groups = tuple(GroupLayout((page,), group.tokens_per_block) for group in config.groups)
+    return KVLayout(groups, config.parallel.world_size, config.cache.blocks_per_chunk, config.replicated_layout)
+
+
+def release() -> str:
+    """vLLM's version without its local build tag: another release may compute or lay out other bytes."""
+    return engine_version().partition("+")[0]
+
+
+def worker_layout(nominal: KVLayout, group_refs: list[list[tuple[int, int]]]) -> KVLayout:
+    """The layout of one worker: (tensor index, bytes of a page) for each group.
+
+    Raises ConfigError if a group's tensors do not fit into a nominal page.
+    """
+    groups = []
+    for index, (group, refs) in enumerate(zip(nominal.groups, group_refs, strict=True)):
+        used = sum(page_bytes for _, page_bytes in refs)
+        if used > group.page_bytes:
+            raise ConfigError(f"KV cache group {index} has pages of {used} bytes, vLLM announced {group.page_bytes}")
+        tensors = tuple(TensorRef(tensor, page_bytes) for tensor, page_bytes in refs)
+        groups.append(dataclasses.replace(group, refs=tensors))
+    return dataclasses.replace(nominal, groups=tuple(groups))
+
+
+def namespace(config: OffloadingConfig, tag: str) -> Namespace:
+    """What identifies the KV bytes, as far as the configuration goes, and the operator's tag.
+
+    Raises ConfigError if vLLM has no KV cache.
+    """
+    parallel = config.parallel
+    return Namespace(
+        layout=_nominal_layout(config),
+        model=config.model.name,
+        dtype=config.model.dtype,
+        tag=tag,
+        extra={
+            "engine": f"vllm {release()}",
+            "kv_cache_layout": str(config.kv_cache_layout),
+            "tensor_parallel_size": str(parallel.tp_size),
+            "tokens_per_hash": str(config.cache.tokens_per_hash),
+            "groups": ";".join(",".join(group.layer_names) for group in config.groups),
+        },
+    )

@@ -1,1 +1,0 @@
-"""Engine integrations, one package each; an engine is imported only there."""

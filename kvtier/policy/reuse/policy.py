@@ -1,0 +1,385 @@
+"""Reuse: evicts what is least likely to be used again soon, learned from the requests themselves.
+
+Blocks are kept by the segments of a prefix tree (`prediction.segments`), whose life tables (`prediction.life_tables`)
+say what a segment of its class and age is worth. Eviction takes blocks from the leaf end of the leaf of the lowest
+worth; new blocks that are worth less than what would go for them are not placed.
+
+Where LRU would hit more, its order holds instead: `order_choice`.
+
+Memory, most of it taken at once: 55 bytes a slot and about 2 MB a tier, 1.5 MB a stack for the tables.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from math import inf
+from typing import ClassVar
+
+from kvtier.policy.base import RequestModel, RequestPolicy
+from kvtier.policy.reuse.announced_blocks import AnnouncedBlocks, AnnouncedRun
+from kvtier.policy.reuse.order import Entry, EvictionOrder
+from kvtier.policy.reuse.order_choice import Use
+from kvtier.policy.reuse.prediction.classes import (
+    OUTPUT_LEVELS,
+    USES_MAX,
+    class_of,
+    first_use_of,
+    new_level,
+    output_level,
+)
+from kvtier.policy.reuse.prediction.model import ReuseModel
+from kvtier.policy.reuse.prediction.segments import NONE
+from kvtier.policy.reuse.tree import LONE, UNTRACKED, TierTree
+from kvtier.types.keys import GroupIndex, OffloadKey, RequestId
+from kvtier.types.requests import RequestUse
+
+OPEN_MAX = 4096
+
+
+@dataclass(slots=True)
+class OpenUse:
+    """One request in flight: when it began, its segments from the root, and how many blocks it has in them.
+
+    `end` is -1 once it is not known any more which segment its next block follows.
+    """
+
+    time: float
+    path: list[int]
+    end: int
+
+
+class Reuse(RequestPolicy):
+    """Predicts by class and age. A block that no request announced is a segment of its own.
+
+    `_announced` are the blocks that may still be placed here: a lower tier gets them when their request has ended, or
+    later. `_open` are the requests in flight: when they began, and their segments. Both are bounded.
+    """
+
+    MODEL: ClassVar[type[RequestModel]] = ReuseModel
+
+    def __init__(self, num_slots: int, keys: Sequence[OffloadKey | None], model: RequestModel) -> None:
+        assert isinstance(model, ReuseModel)
+        self._keys = keys
+        self._model = model
+        self._tree = TierTree(num_slots, keys, model)
+        self._order = EvictionOrder(num_slots, self._tree, model)
+        self._announced = AnnouncedBlocks(num_slots, self._tree.segments)
+        self._open: OrderedDict[tuple[RequestId, int], OpenUse] = OrderedDict()
+        self._groups = 1
+        self._admitted: Sequence[OffloadKey] = ()
+        self._compared: tuple[Sequence[OffloadKey], set[int]] = ((), set())
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def recover(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._tree.leave_untracked(slot)
+
+    def begin_request(self, use: RequestUse, slots: Sequence[int]) -> None:
+        keys, segments = use.keys, self._tree.segments
+        self._model.teach(segments)
+        if self._tree.num_untracked and segments.is_full():
+            self._free_id({self._tree.owner[slot] for slot in slots if slot >= 0})
+        path, known = self._tree.walk(keys, slots)
+        level = new_level(len(keys) - known)
+        gap = self._use(path, level)
+        self._announced.make_room()
+        self._expect(path, keys, slots)
+        if known < len(keys):
+            fresh = keys[known:]
+            seg = self._add(path[-1] if path else NONE, known, fresh, class_of(1, gap, level))
+            if seg != NONE:
+                path.append(seg)
+                self._announced.add(seg, known, fresh)
+                known = len(keys)
+        self._groups = max(self._groups, use.group + 1)
+        name = use.request_id, use.group
+        self._open.pop(name, None)
+        self._open[name] = OpenUse(self._model.now, path, known if path and known == len(keys) else -1)
+        if len(self._open) > OPEN_MAX:
+            self._open.popitem(last=False)
+        self._order.asked(len(keys), slots.count(-1))
+
+    def extend_request(
+        self, request_id: RequestId, group: GroupIndex, keys: Sequence[OffloadKey], slots: Sequence[int]
+    ) -> None:
+        use = self._open.get((request_id, group))
+        if use is None or use.end < 0:
+            return
+        seg, end, announced = use.path[-1], use.end, self._announced
+        if max(slots) >= 0:
+            seg = NONE
+        elif not self._tree.segments.extend(seg, end, use.time, keys):
+            seg = self._grow_below(use, keys)
+        if seg == NONE:
+            use.end = -1
+            return
+        announced.make_room()
+        announced.add(seg, end, keys)
+        use.end = end + len(keys)
+
+    def _grow_below(self, use: OpenUse, keys: Sequence[OffloadKey]) -> int:
+        """A new segment below those of a request, as old as they are; NONE if it may be known, or cannot be had."""
+        parent, segments = use.path[-1], self._tree.segments
+        known = segments.find(keys[0])
+        if segments.first[parent] + segments.length[parent] != use.end or (
+            known != NONE and segments.first[known] == use.end
+        ):
+            return NONE
+        seg = self._add(parent, use.end, keys, first_use_of(segments.kind[parent]))
+        if seg != NONE:
+            segments.touched[seg] = use.time
+            use.path.append(seg)
+        return seg
+
+    def end_request(self, request_id: RequestId, output_tokens: int | None) -> None:
+        for group in range(self._groups):
+            use = self._open.pop((request_id, group), None)
+            if use is not None and output_tokens is not None:
+                self._learn_output(use, output_tokens)
+
+    def advance(self, time: float) -> None:
+        pass
+
+    def _add(self, parent: int, position: int, keys: Sequence[OffloadKey], kind: int) -> int:
+        """A new segment. Where no id is left, the slots of the leaf of the lowest worth give up theirs."""
+        tree = self._tree
+        seg = tree.add(parent, position, keys, kind)
+        if seg == NONE and self._free_id({parent}):
+            seg = tree.add(parent, position, keys, kind)
+        return seg
+
+    def _free_id(self, skip: set[int]) -> bool:
+        """The slots of the leaf of the lowest worth that is not skipped give up its id. False if none has one."""
+        tree, aside = self._tree, list[Entry]()
+        least = self._order.take(skip, aside)[2]
+        if least != NONE:
+            slots = list(tree.slots_of(least))
+            self._detach(slots)
+            for slot in slots:
+                tree.leave_untracked(slot)
+        self._order.give_back(aside)
+        return least != NONE
+
+    def _use(self, path: Sequence[int], level: int) -> float:
+        """These segments are used now. Returns the gap since the last use of the deepest, negative if there is none."""
+        segments, model, gap, above, last = self._tree.segments, self._model, -1.0, NONE, NONE
+        touched, uses, kind, counts, now = (
+            segments.touched, segments.uses, segments.kind, segments.counts, model.now,
+        )  # fmt: skip
+        found_uses, lengths, held, offer = list[Use](), segments.length, segments.held, self._order.offer
+        for seg in path:
+            gap = now - touched[seg]
+            found_uses.append((kind[seg], gap, lengths[seg], held[seg]))
+            model.life_ended(segments, seg, gap)
+            count = uses[seg]
+            if count < USES_MAX:
+                count = uses[seg] = count + 1
+            found = kind[seg] = class_of(count, gap, level)
+            touched[seg] = now
+            counts[seg] = 1
+            if found == last:
+                counts[above] = 0
+            above, last = seg, found
+            offer(seg)
+        self._order.choice.used(found_uses)
+        return gap
+
+    def _expect(self, path: Sequence[int], keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
+        """Remember which segments the known blocks belong to that this tier lacks."""
+        segments, parent, position = self._tree.segments, NONE, 0
+        for seg in path:
+            end = position + segments.length[seg]
+            if segments.held[seg] < end - position:
+                if not segments.held[seg]:
+                    segments.parent[seg] = parent
+                while position < end:
+                    lacks, upto = slots[position] < 0, position + 1
+                    while upto < end and (slots[upto] < 0) is lacks:
+                        upto += 1
+                    if lacks:
+                        self._announced.add(seg, position, keys[position:upto])
+                    position = upto
+            parent, position = seg, end
+
+    def _learn_output(self, use: OpenUse, output_tokens: int) -> None:
+        level, segments = output_level(output_tokens), self._tree.segments
+        for seg in use.path:
+            if segments.touched[seg] == use.time and not segments.kind[seg] % OUTPUT_LEVELS:
+                segments.kind[seg] += level
+                self._order.offer(seg)
+
+    # -- slots ---------------------------------------------------------------------------------------------------
+
+    def admit(self, keys: Sequence[OffloadKey]) -> None:
+        self._admitted = keys
+
+    def insert(self, slots: Sequence[int]) -> None:
+        names, attach, offer = self._keys, self._tree.attach, self._order.offer
+        slots = slots[::-1]
+        keys: list[OffloadKey] = list(map(names.__getitem__, slots))  # type: ignore[arg-type]  # ready: it has a key
+        runs = self._announced.take(keys)
+        for start, end, seg, position in runs:
+            if seg != NONE:
+                attach(slots[start:end], seg, position)
+        for start, end, seg, _ in runs:  # after the others: ghosts go for new segments
+            if seg == NONE:
+                self._insert_lone(keys[start:end], slots[start:end])
+            else:
+                offer(seg)
+
+    def _insert_lone(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
+        """Blocks that no request announced: each is a segment of its own, or none while there is no id left for it."""
+        tree = self._tree
+        for key, slot in zip(keys, slots, strict=True):
+            seg = self._add(NONE, LONE, (key,), class_of(1, -1.0, 1))
+            if seg == NONE:
+                tree.leave_untracked(slot)
+            else:
+                tree.attach((slot,), seg, LONE)
+                self._order.offer(seg)
+
+    def touch(self, slots: Sequence[int]) -> None:
+        owner = self._tree.owner
+        used = dict.fromkeys(owner[slot] for slot in reversed(slots))
+        self._use([seg for seg in used if seg not in (NONE, UNTRACKED)], 0)
+
+    def renew(self, slots: Sequence[int]) -> None:
+        """The order of commits says nothing about uses."""
+
+    def remove(self, slots: Sequence[int]) -> None:
+        for seg in self._detach(slots):
+            if not self._tree.segments.held[seg] and not self._tree.segments.kids[seg]:
+                self._tree.segments.drop(seg)
+
+    def forget(self, slots: Sequence[int]) -> None:
+        self._detach(slots)
+
+    def evict(self, count: int, pins: Sequence[int]) -> list[int] | None:
+        admitted, (compared, protected) = self._admitted[::-1], self._compared
+        if admitted != compared:
+            protected = self._prefixes(self._announced.find(admitted))
+        self._admitted, self._compared = (), ((), set())
+        chosen, untracked, parts = self._take(count, pins, protected)
+        if len(chosen) < count:
+            # Pinned leaves are in the way, or what is about to grow: any block that is not pinned.
+            others = list(islice((slot for slot in self.coldest() if not pins[slot]), count - len(chosen)))
+            if len(chosen) + len(others) < count:
+                self._put_back(untracked, parts)
+                return None
+            self._detach(others)
+            chosen += others
+        return chosen
+
+    def evict_some(self, count: int, pins: Sequence[int]) -> list[int]:
+        return self._take(count, pins, set())[0]
+
+    @property
+    def places_all(self) -> bool:
+        return not self._order.choice.learned
+
+    def bypass(self, keys: Sequence[OffloadKey], evictions: int, pins: Sequence[int]) -> Sequence[int]:
+        order, held, room = self._order, self._tree.segments.held, self._tree.num_untracked
+        if evictions <= room or self.places_all:
+            return ()
+        runs = self._announced.find(keys)
+        prefixes = self._prefixes(runs)
+        self._compared = keys, prefixes
+        worths = [order.value(seg) if seg != NONE else inf for _, _, seg, _ in runs]
+        lowest = order.lowest(prefixes, pins)
+        theirs, _, victim = lowest
+        if victim == NONE or (evictions <= room + held[victim] and min(worths) >= theirs):
+            return ()
+        upcoming, kept = order.upcoming(prefixes, pins), len(keys)
+        is_lowest = order.is_first(lowest)
+        for (start, _, seg, _), worth in zip(reversed(runs), reversed(worths), strict=True):
+            if seg == NONE or evictions <= 0:
+                break
+            while evictions > 0 and kept > start:
+                if room <= 0 and not (is_lowest and worth < theirs):
+                    theirs, victim = next(upcoming, (0.0, NONE))
+                    if victim == NONE:
+                        evictions = 0
+                        break
+                    room, is_lowest = held[victim], False
+                if worth < theirs:
+                    left_out = min(evictions, kept - start)
+                    kept -= left_out
+                    evictions -= left_out
+                else:
+                    fits = min(room, evictions)
+                    evictions -= fits
+                    room -= fits
+        upcoming.close()
+        return range(kept, len(keys))
+
+    def coldest(self) -> Iterator[int]:
+        yield from self._tree.untracked_slots()
+        for seg in self._order.coldest_first():
+            yield from self._tree.slots_of(seg)
+
+    def _prefixes(self, runs: Sequence[AnnouncedRun]) -> set[int]:
+        """The segments that hold what is right before these blocks, which must not go for them."""
+        parent, segs = self._tree.segments.parent, set[int]()
+        for _, _, seg, _ in runs:
+            if seg != NONE:
+                segs.add(seg)
+                segs.add(parent[seg])
+        return segs
+
+    def _take(
+        self, count: int, pins: Sequence[int], protected: set[int]
+    ) -> tuple[list[int], list[int], list[tuple[int, list[int]]]]:
+        """Up to so many slots, and what they are: untracked ones, then those of the leaves of the lowest worth."""
+        untracked = self._take_untracked(count, pins) if self._tree.num_untracked else []
+        parts = self._take_leaves(count - len(untracked), pins, protected)
+        return list(chain(untracked, *[slots for _, slots in parts])), untracked, parts
+
+    def _take_untracked(self, count: int, pins: Sequence[int]) -> list[int]:
+        tree = self._tree
+        slots = list(islice((slot for slot in tree.untracked_slots() if not pins[slot]), count))
+        for slot in slots:
+            tree.leave_list(slot)
+        return slots
+
+    def _take_leaves(self, count: int, pins: Sequence[int], protected: set[int]) -> list[tuple[int, list[int]]]:
+        """Up to so many slots from the leaves of the lowest worth, by segment."""
+        tree, order, aside, parts = self._tree, self._order, list[Entry](), list[tuple[int, list[int]]]()
+        held = tree.segments.held
+        while count > 0:
+            seg = order.take(protected, aside, pins)[2]
+            if seg == NONE:
+                break
+            slots = tree.pop(seg, count, pins)
+            parts.append((seg, slots))
+            count -= len(slots)
+            if held[seg]:
+                order.offer(seg)
+            else:
+                parent = tree.departed(seg)
+                if parent != NONE:
+                    order.offer(parent)
+        order.give_back(aside)
+        return parts
+
+    def _put_back(self, untracked: Sequence[int], parts: Sequence[tuple[int, Sequence[int]]]) -> None:
+        for slot in untracked:
+            self._tree.leave_untracked(slot)
+        for seg, slots in reversed(parts):
+            for slot in reversed(slots):
+                self._tree.attach((slot,), seg, self._tree.position[slot])
+                self._order.offer(seg)
+
+    def _detach(self, slots: Sequence[int]) -> list[int]:
+        segs = self._tree.detach(slots)
+        for seg in segs:
+            if self._tree.segments.held[seg]:
+                self._order.offer(seg)
+            else:
+                parent = self._tree.departed(seg)
+                if parent != NONE:
+                    self._order.offer(parent)
+        return segs

@@ -1,0 +1,152 @@
+"""Which backends are installed: entry points of the group `kvtier.backends`, never a module named in a stack file."""
+
+import inspect
+import sys
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import lru_cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from kvtier.errors import ConfigError
+from kvtier.options import TierOptions
+from kvtier.tier.contract import LoadStore, SlotSpace
+from kvtier.types.geometry import Geometry
+
+GROUP = "kvtier.backends"
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """What a tier would be if it were opened now, found without opening it.
+
+    `space` is what an owned tier would offer for placement, None where the question does not arise. `mode` says how
+    its I/O would go. Each problem is one line that names the place and says what to do, or a ConfigError whose path is
+    the option to correct; with any, opening would fail.
+    """
+
+    capacity_bytes: int | None = None
+    space: SlotSpace | None = None
+    mode: str = ""
+    notes: tuple[str, ...] = ()
+    problems: tuple[str | ConfigError, ...] = ()
+
+
+@runtime_checkable
+class DryRuns(Protocol):
+    """A tier that can say, before it is opened, what it would be on this machine: for `kvtier check`."""
+
+    def dry_run(self, geometry: Geometry, probe: bool) -> DryRun:
+        """What opening would give.
+
+        With `probe` false the answer is arithmetic over the options alone. With true it may read the places that the
+        options name; it must be cheap, hold no lock longer than the call and leave nothing behind. Bad places (a
+        missing folder, no permission, another owner) are problems of the answer, not exceptions.
+        """
+
+
+@runtime_checkable
+class EmbedsServer(Protocol):
+    """A tier on a server that can start one of its own on this machine, so that a stack can be tried out without any:
+    for `kvtier replay --server embedded`."""
+
+    def embedded(self, folder: Path, blocks: int, row_bytes: int) -> AbstractContextManager[TierOptions]:
+        """Run a server until the end of the block, and give the tier's options with it in place of those of the file.
+
+        It holds about `blocks` blocks of `row_bytes` and then evicts. `folder` is empty and this server's alone. It
+        ends with this process, however that ends. Blocking. Raises ConfigError that says what to install.
+        """
+
+
+def distribution(entry_point: EntryPoint) -> str:
+    """Who installed an entry point, for an error."""
+    return f"{entry_point.dist.name} {entry_point.dist.version}" if entry_point.dist else "an unnamed distribution"
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for the known word nearest to a mistyped one, or nothing."""
+    near = get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+class Backends:
+    """The backends of one environment by type name. A backend's code is imported when it is first used."""
+
+    def __init__(self, points: Iterable[EntryPoint]) -> None:
+        self._points = tuple(points)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every installed type name, sorted; nothing is loaded."""
+        return tuple(sorted({point.name for point in self._points}))
+
+    def get(self, name: str) -> type[LoadStore]:
+        """The backend class of a type name.
+
+        Raises ConfigError for an unknown name (listing the known ones), a name that two distributions claim (naming
+        both), and a backend that cannot be loaded or does not keep the contract (naming its distribution).
+        """
+        points = [point for point in self._points if point.name == name]
+        if not points:
+            known = ", ".join(self.names) or "none is installed"
+            raise ConfigError(f"no backend is called {name!r}{suggest(name, self.names)} (known: {known})")
+        if len(points) > 1:
+            owners = " and ".join(sorted(map(distribution, points)))
+            raise ConfigError(f"the backend {name!r} is claimed by {owners}; uninstall all but one")
+        return _load(points[0])
+
+
+def discover() -> Backends:
+    """The backends installed in this environment.
+
+    The search reads the metadata of every installed distribution and takes longer than opening a small stack. It is
+    done again only after `sys.path` has changed.
+    """
+    return Backends(_installed(tuple(sys.path)))
+
+
+@lru_cache(maxsize=1)
+def _installed(search_path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    """The entry points of the distributions on a search path, which is that of `sys.path`."""
+    return tuple(entry_points(group=GROUP))
+
+
+def _owner(point: EntryPoint) -> str:
+    """The name of a backend in an error. The version is read from a file, so this is for errors alone."""
+    return f"the backend {point.name!r} of {distribution(point)}"
+
+
+def _load(point: EntryPoint) -> type[LoadStore]:
+    try:
+        backend = point.load()
+    except Exception as error:
+        # Foreign code runs at import and may raise anything; whatever it is, the distribution is what to mend.
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"{_owner(point)} cannot be loaded: {type(error).__name__}: {reason}; reinstall it"
+        ) from error
+    fault = _contract_fault(backend)
+    if fault:
+        raise ConfigError(f"{_owner(point)} does not keep the contract: {point.value} {fault}")
+    loaded: type[LoadStore] = backend
+    return loaded
+
+
+def _contract_fault(backend: object) -> str:
+    """What keeps an object from being a backend class; empty when nothing does."""
+    if not (inspect.isclass(backend) and issubclass(backend, LoadStore)):
+        return "is no subclass of kvtier.tier.contract.LoadStore"
+    if inspect.isabstract(backend):
+        return f"leaves {', '.join(sorted(backend.__abstractmethods__))} abstract"
+    options = getattr(backend, "Options", None)
+    if not (inspect.isclass(options) and issubclass(options, TierOptions)):
+        return "has no Options that are a subclass of kvtier.options.TierOptions"
+    if not isinstance(getattr(backend, "medium", None), str):
+        return "names no medium"
+    alignment: object = backend.BLOCK_SIZE_ALIGNMENT
+    if not isinstance(alignment, int) or alignment < 1:
+        return f"has a BLOCK_SIZE_ALIGNMENT of {alignment!r}, which must be a whole number of at least 1"
+    return ""

@@ -1,0 +1,1 @@
+"""The commands of the tools, each loaded by the entry point of its name (group `kvtier.commands`)."""

@@ -1,0 +1,191 @@
+"""One whole replay: set up, serve, tear down, report."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+
+from kvtier.cli.temporary_folders import temporary_folder
+from kvtier.config import StackConfig, build_tiers, find_tier
+from kvtier.errors import ConfigError
+from kvtier.planner import StoreMode
+from kvtier.stack import TierStack, TierStats
+from kvtier.stack.assembly import resolve_alignment
+from kvtier.tools.replay.content import WrongPage, find_owners
+from kvtier.tools.replay.engine import EngineBlocks, EngineCache, choose_device
+from kvtier.tools.replay.report import ReplayReport
+from kvtier.tools.replay.serve import DRAIN_SECONDS, Counts, ServeOptions, Server
+from kvtier.tools.replay.servers import with_servers
+from kvtier.tools.replay.setup import ReplayOptions, fit, make_layout, make_source, make_stack, read_config
+from kvtier.tools.replay.timeline import Moment, Timeline
+from kvtier.tools.replay.watched_server import WatchedServer, watching
+from kvtier.traces.requests import KeyChain, RequestSource, group_keys
+from kvtier.types.geometry import Geometry, KVLayout
+from kvtier.types.keys import CPU, GPU, Medium, OffloadKey
+
+POOL_MARGIN_BLOCKS = 16
+STORE_BLOCKS = 256
+
+MakeStack = Callable[[StackConfig, KVLayout, Sequence[torch.Tensor]], AbstractAsyncContextManager[TierStack]]
+"""How a replay gets its stack; tests hand in others."""
+
+
+class Replay:
+    """A replay that is checked and ready. `source.num_requests` is known before it runs."""
+
+    def __init__(self, options: ReplayOptions, stack: MakeStack = make_stack) -> None:
+        """Reads the trace or generates the workload once. Raises ConfigError for what is wrong with either."""
+        self.device = choose_device(options.device)
+        self.source = make_source(options)
+        self._options = options
+        self._make_stack = stack
+        self._gpu_blocks = gpu_pool_blocks(options, self.source)
+
+    async def run(self, progress: Callable[[], None] = lambda: None, timeline: Timeline | None = None) -> ReplayReport:
+        """Serve all requests over a new stack and report; a `timeline` (of `time.monotonic`) is shown the run. The
+        default stack's storage is removed, also when the run is cancelled. Raises KVTierError for a stack that cannot
+        be opened."""
+        with temporary_folder("kvtier-replay-") as scratch:
+            config = read_config(self._options, Path(scratch))
+            layout = make_layout(self._options, self.source.block_tokens, config.block_size_factor)
+            geometry = Geometry(layout, await resolve_alignment(build_tiers(config)))
+            fitted = fit(config, self._options, geometry)
+            with with_servers(fitted, self._options, geometry, Path(scratch)) as config:
+                return await self._serve(config, layout, geometry, progress, timeline)
+
+    async def _serve(
+        self,
+        config: StackConfig,
+        layout: KVLayout,
+        geometry: Geometry,
+        progress: Callable[[], None],
+        timeline: Timeline | None,
+    ) -> ReplayReport:
+        engine = EngineCache(layout, self._gpu_blocks, self.device, StoreMode(self._options.store_mode))
+        start = time.monotonic()
+        async with self._make_stack(config, layout, engine.tensors) as stack:
+            recovered = sum(tier.slots.get("ready", 0) for tier in stack.stats().tiers.values())
+            options = serve_options(config, self._options, geometry)
+            server = WatchedServer(timeline, engine, stack, options) if timeline else Server(engine, stack, options)
+
+            def figures() -> Moment:
+                stats = stack.stats()
+                return Moment(
+                    all_tiers(options.gpu_name, stats.tiers, engine, server.counts, f"{engine.device} tensors"),
+                    stats.backlog,
+                )
+
+            with self._metrics(stack):
+                async with watching(timeline, figures):
+                    counts = await server.run(self.source.requests(), progress)
+                    await stack.drain(DRAIN_SECONDS)
+            final = figures()
+            seconds = time.monotonic() - start
+            if timeline is not None:
+                timeline.end(final, timeline.now)
+        wrong = tuple(self._describe(counts.wrong, layout))
+        return ReplayReport(counts, final.tiers, seconds, recovered, self._settings(config, geometry), wrong)
+
+    @contextmanager
+    def _metrics(self, stack: TierStack) -> Iterator[None]:
+        """Serve the stack's metrics while it is used, where that is asked for."""
+        if self._options.metrics_port is None:
+            yield
+            return
+        with ExitStack() as serving:
+            try:
+                from kvtier.metrics.exporter import metrics_server
+
+                serving.enter_context(metrics_server(stack.stats, self._options.metrics_port))
+            except ModuleNotFoundError:
+                raise ConfigError("needs a client library: pip install 'kvtier[metrics]'", "--metrics-port") from None
+            except OSError as error:
+                raise ConfigError(str(error), "--metrics-port") from None
+            yield
+
+    def _describe(self, wrong: Sequence[WrongPage], layout: KVLayout) -> Iterator[str]:
+        """One line for each wrong page, with the key whose content it holds if that is a key of this replay."""
+        parts = max(len(group.refs) for group in layout.groups)
+        owners = find_owners({page.origin for page in wrong if page.origin is not None}, self._keys(layout), parts)
+        for page in wrong:
+            owner = owners.get(page.origin) if page.origin is not None else None
+            if owner is None:
+                held = "bytes of no block of this replay"
+            elif owner == page.key:
+                held = "its own bytes otherwise"
+            else:
+                held = f"bytes of key {owner.hex()}"
+            yield (
+                f"key {page.key.hex()}, tensor {page.tensor}, GPU block {page.gpu_block}: {page.wrong_bytes} bytes "
+                f"differ from byte {page.first_byte} on; it holds {held}"
+            )
+
+    def _keys(self, layout: KVLayout) -> Iterator[OffloadKey]:
+        """Every GPU block's key of the whole source."""
+        chain = KeyChain()
+        for request in self.source.requests():
+            digests = chain.digests(request)
+            for group in range(len(layout.groups)):
+                yield from group_keys(digests, group)
+
+    def _settings(self, config: StackConfig, geometry: Geometry) -> dict[str, object]:
+        options = self._options
+        return {
+            "source": self.source.name,
+            "source_seconds": self.source.seconds,
+            "device": self.device,
+            "block_tokens": self.source.block_tokens,
+            "block_bytes": geometry.page_bytes(0),
+            "block_size_factor": geometry.factor,
+            "row_bytes": geometry.row_bytes,
+            "gpu_blocks": self._gpu_blocks,
+            **{name: getattr(options, name) for name in ("seed", "store_mode", "concurrency", "backlog")},
+            "tiers": [tier.model_dump(mode="json") for tier in config.tiers],
+        }
+
+
+def gpu_pool_blocks(options: ReplayOptions, source: RequestSource) -> int:
+    """GPU blocks of each group: room for the longest request, and half of it for each further one at once."""
+    least = source.longest_blocks
+    if options.gpu_blocks is not None and options.gpu_blocks < least:
+        reason = f"the longest request has {least} blocks, which must fit; got {options.gpu_blocks}"
+        raise ConfigError(reason, "--gpu-blocks")
+    others = (options.concurrency - 1) * least // 2
+    return options.gpu_blocks or least + others + least // 8 + POOL_MARGIN_BLOCKS
+
+
+def serve_options(config: StackConfig, options: ReplayOptions, geometry: Geometry) -> ServeOptions:
+    """A store job names at most half of the CPU tier's rows, so that one can be staged while one drains."""
+    cpu = find_tier(config, CPU)
+    budget = (cpu.capacity_bytes if cpu else None) or 0
+    return ServeOptions(
+        concurrency=options.concurrency,
+        backlog=options.backlog,
+        store_blocks=max(1, min(STORE_BLOCKS, budget // geometry.row_bytes // 2)),
+        gpu_name=_name_of(config, GPU),
+        cpu_name=_name_of(config, CPU),
+    )
+
+
+def _name_of(config: StackConfig, medium: Medium) -> str:
+    """The name of the stack's first tier of a medium."""
+    tier = find_tier(config, medium)
+    return medium.lower() if tier is None else tier.label
+
+
+def all_tiers(
+    gpu: str, tiers: Mapping[str, TierStats], engine: EngineBlocks, counts: Counts, mode: str = ""
+) -> dict[str, TierStats]:
+    """Every tier from the GPU down. The GPU's own figures are the loop's: its prefix cache decides what stays there."""
+    pools = [(pool, group.page_bytes) for pool, group in zip(engine.pools, engine.layout.groups, strict=True)]
+    of_gpu = TierStats(
+        hits=counts.hit_tokens.get(gpu, 0) // engine.layout.groups[0].block_size,
+        evictions=sum(pool.evictions for pool in engine.pools),
+        used_bytes=sum(pool.num_used * page_bytes for pool, page_bytes in pools),
+        peak_bytes=sum(pool.peak_blocks * page_bytes for pool, page_bytes in pools),
+        capacity_bytes=sum(pool.num_blocks * page_bytes for pool, page_bytes in pools),
+        mode=mode,
+    )
+    return {gpu: of_gpu} | {name: tier for name, tier in tiers.items() if name != gpu}

@@ -1,0 +1,1 @@
+"""Traces by other tools converted into ours, and what a trace holds, in figures."""

@@ -1,0 +1,208 @@
+"""`kvtier advise`: what more memory would bring to a trace: the curve, its worth, and what to buy next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+from rich.console import Console
+from rich.markup import escape
+
+from kvtier.cli.tables import bar, table
+from kvtier.config.load import validate
+from kvtier.config.strict_yaml import parse_text, read_text
+from kvtier.errors import ConfigError
+from kvtier.options import size_text
+from kvtier.tools.whatif.charts import Series, chart_of
+from kvtier.tools.whatif.miss_ratio import Curve
+from kvtier.tools.whatif.page import Part, Table, page
+from kvtier.tools.whatif.service import Calibration, read_calibration
+from kvtier.tools.whatif.worth import GIB, Costs, Prices, Purchase, Sizes, Worth, table_sizes
+from kvtier.types.geometry import Geometry, KVLayout
+from kvtier.types.keys import CPU, FS
+
+CURVE_POINTS = 96
+PURCHASES = 5
+BAR_CELLS = 24
+
+
+class PriceList(BaseModel):
+    """Money for a GiB: a YAML or JSON file with these keys."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    cpu_gib: float = Field(gt=0)
+    disk_gib: float = Field(gt=0)
+
+
+def read_prices(path: Path | None, cpu_gib: float | None, disk_gib: float | None) -> Prices | None:
+    """The prices of a file or of two options; None without any."""
+    if path is not None:
+        listed = validate(PriceList, parse_text(read_text(path)), "prices")
+        return Prices(listed.cpu_gib, listed.disk_gib)
+    if (cpu_gib is None) != (disk_gib is None):
+        raise ConfigError("give the price of a GiB of both, CPU and disk", "--price-cpu, --price-disk")
+    return None if cpu_gib is None or disk_gib is None else Prices(cpu_gib, disk_gib)
+
+
+def block_bytes_of(layout: KVLayout, block_tokens: int) -> int:
+    """Bytes of so many tokens of a layout, all groups and workers together."""
+    geometry = Geometry(layout, 1)
+    groups = range(geometry.num_groups)
+    per_token = (geometry.kv_bytes_per_block(group) / geometry.layout.groups[group].block_size for group in groups)
+    return round(sum(per_token) * block_tokens)
+
+
+def costs_of(
+    block_tokens: int, block_bytes: int, prefill_tokens_per_second: float, calibration: Path | None = None
+) -> Costs:
+    """Seconds of a block, by a calibration or by what is assumed of a CPU tier and a disk."""
+    measured = read_calibration(calibration) if calibration else Calibration()
+    rates = [measured.service(name, medium, block_bytes).load for name, medium in (("cpu", CPU), ("fs", FS))]
+    cpu, disk = (block_bytes / rate.bytes_per_second for rate in rates)
+    return Costs(block_tokens / prefill_tokens_per_second, cpu, cpu + disk, block_bytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Advice:
+    """The curve of a trace and what follows from it. `shadows` are hit rates by policy and size in blocks."""
+
+    worth: Worth
+    have: Sizes
+    purchases: Sequence[Purchase]
+    settings: dict[str, object]
+    shadows: dict[str, dict[int, float]] = field(default_factory=dict)
+    ok: bool = True
+
+    @property
+    def curve(self) -> Curve:
+        """LRU's."""
+        return self.worth.curve
+
+    def knee(self, policy: str) -> int:
+        """The size at which a shadow is farthest above the straight line from nothing to the working set, of those that
+        it was run at. What holds the working set hits as much with any policy."""
+        curve, rates = self.curve, self.shadows[policy]
+        slope = curve.hit_rate(curve.working_set) / max(1, curve.working_set)
+        return max(rates, key=lambda blocks: rates[blocks] - slope * min(blocks, curve.working_set))
+
+    def to_json(self) -> dict[str, Any]:
+        """The advice for programs."""
+        curve, block_bytes = self.curve, self.worth.costs.block_bytes
+        points = set(np.geomspace(1, max(1, curve.working_set), CURVE_POINTS).round().astype(int).tolist())
+        return {
+            "command": "advise",
+            "version": 1,
+            "settings": self.settings,
+            "references": curve.references,
+            "working_set_blocks": curve.working_set,
+            "working_set_bytes": curve.working_set * block_bytes,
+            "knee_blocks": curve.knee(),
+            "knee_bytes": curve.knee() * block_bytes,
+            "lru": [self._point(blocks) for blocks in sorted(points)],
+            "shadows": {
+                policy: [{"blocks": blocks, "hit_rate": rate} for blocks, rate in rates.items()]
+                for policy, rates in self.shadows.items()
+            },
+            "shadow_knees": {policy: self.knee(policy) for policy in self.shadows},
+            "costs": asdict(self.worth.costs),
+            "purchases": [asdict(purchase) for purchase in self.purchases],
+        }
+
+    def _point(self, blocks: int) -> dict[str, float]:
+        size = blocks * self.worth.costs.block_bytes
+        return {
+            "blocks": blocks,
+            "bytes": size,
+            "hit_rate": self.curve.hit_rate(blocks),
+            "cpu_seconds_saved": self.worth.seconds_saved(Sizes(cpu_bytes=size)),
+            "disk_seconds_saved": self.worth.seconds_saved(Sizes(disk_bytes=size)),
+        }
+
+    # -- for people ----------------------------------------------------------------------------------------------
+
+    def show(self, console: Console) -> None:
+        """Print the curve as a table with bars, the policies' shadows, and what to buy."""
+        for line in self._lines():
+            console.print(escape(line), soft_wrap=True, highlight=False)
+        best = self.curve.hit_rate(self.curve.working_set) or 1.0
+        rows = [(*row, bar(self.curve.hit_rate(blocks) / best, BAR_CELLS)) for blocks, row in self._rows()]
+        console.print(table([*_COLUMNS, "hits of LRU"], rows, words=(0, len(_COLUMNS))))
+        for line in self._shadow_lines() + self._purchase_lines():
+            console.print(escape(line), soft_wrap=True, highlight=False)
+
+    def to_html(self) -> str:
+        """A page with the curve, its worth, and the advice."""
+        found = self.to_json()
+        points, block_bytes = found["lru"], self.worth.costs.block_bytes
+        gib = [point["bytes"] / GIB for point in points]
+        rates = [Series("lru", gib, [point["hit_rate"] for point in points])]
+        for policy, sizes in self.shadows.items():
+            rates.append(Series(policy, [size * block_bytes / GIB for size in sizes], list(sizes.values())))
+        saved = [Series(name, gib, [point[f"{name}_seconds_saved"] for point in points]) for name in ("cpu", "disk")]
+        parts: list[Part] = [
+            *self._lines(),
+            chart_of("Blocks hit by one tier of a size", "GiB", "share of the references", rates, log_x=True),
+            chart_of("Prefill seconds saved over the trace", "GiB", "seconds", saved, log_x=True),
+            Table(_COLUMNS, [row for _, row in self._rows()]),
+            *self._shadow_lines(),
+            *self._purchase_lines(),
+        ]
+        return page("kvtier advise", parts, found)
+
+    def _lines(self) -> list[str]:
+        curve, block_bytes = self.curve, self.worth.costs.block_bytes
+        return [
+            f"{self.settings['source']}: {curve.references:,} blocks of {curve.block_tokens} tokens "
+            f"({size_text(block_bytes)} each), {curve.working_set:,} different whole ones "
+            f"({size_text(curve.working_set * block_bytes)}). At most {100 * curve.hit_rate(curve.working_set):.2f} % "
+            f"can be hit.",
+            f"The knee is at {size_text(curve.knee() * block_bytes)}: {100 * curve.hit_rate(curve.knee()):.2f} % hit. "
+            f"Computed at {self.settings['prefill_tokens_per_second']:,.0f} tokens/s.",
+        ]
+
+    def _rows(self) -> Sequence[tuple[int, tuple[str, ...]]]:
+        """(blocks, cells) of each size; seconds for a GiB are of the next one eighth more."""
+        block_bytes, rows = self.worth.costs.block_bytes, []
+        for blocks in table_sizes(self.curve, block_bytes, (self.have.cpu_bytes, self.have.disk_bytes)):
+            size = blocks * block_bytes
+            more = max(block_bytes, size / 8)
+            cpu, _ = self.worth.per_gib(Sizes(cpu_bytes=size), more)
+            _, disk = self.worth.per_gib(Sizes(disk_bytes=size), more)
+            cells = (f"{100 * self.curve.hit_rate(blocks):.2f}", f"{cpu:,.1f}", f"{disk:,.1f}")
+            rows.append((blocks, (size_text(size), f"{blocks:,}", *cells)))
+        return rows
+
+    def _shadow_lines(self) -> list[str]:
+        return [
+            f"{policy}: "
+            + ", ".join(f"{100 * rate:.2f} % in {size:,} blocks" for size, rate in rates.items())
+            + f". Of these its knee is {self.knee(policy):,} blocks."
+            for policy, rates in self.shadows.items()
+        ]
+
+    def _purchase_lines(self) -> list[str]:
+        lines = []
+        for number, purchase in enumerate(self.purchases):
+            parts = [
+                f"{size_text(int(size))} of {name}"
+                for name, size in (("CPU memory", purchase.cpu_bytes), ("disk", purchase.disk_bytes))
+                if size
+            ]
+            start = f"The next {purchase.money:,.10g} go to" if not number else f"Another {purchase.money:,.10g} go to"
+            gain = f"{purchase.seconds_gained:,.1f} s more saved, {100 * purchase.hit_rate:.2f} % hit"
+            if purchase.seconds_gained <= 0:
+                lines.append(f"Another {purchase.money:,.10g} would save nothing more on this trace.")
+                break
+            lines.append(f"{start} {' and '.join(parts)}: {gain}.")
+        return lines
+
+
+_COLUMNS = ("size", "blocks", "% hit", "s/GiB of CPU", "s/GiB of disk")
+
+
+__all__ = ["PURCHASES", "Advice", "costs_of", "read_prices"]

@@ -1,0 +1,235 @@
+"""One simulation: a trace over a stack in virtual time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from kvtier.config import StackConfig, load_stack, stack_parts
+from kvtier.config.plan import plan_tier
+from kvtier.control.plane import ControlPlane
+from kvtier.planner import StoreMode
+from kvtier.stack import TierStats
+from kvtier.stack.assembly import control_limits
+from kvtier.stack.dispatcher import TierQueue
+from kvtier.stack.setups import chains, inflight_bytes, tier_setup
+from kvtier.tier.contract import LoadStore, Opened, SlotSpace
+from kvtier.tier.registry import DryRun, DryRuns
+from kvtier.tools.replay.content import Pages, WrongPage
+from kvtier.tools.replay.engine import EngineBlocks
+from kvtier.tools.replay.run import all_tiers, gpu_pool_blocks, serve_options
+from kvtier.tools.replay.serve import DRAIN_SECONDS, Counts, Server
+from kvtier.tools.replay.setup import ReplayOptions, make_layout, make_source
+from kvtier.tools.replay.timeline import REQUESTS_MAX, SAMPLES_MAX, Moment, Timeline
+from kvtier.tools.replay.watched_server import WatchedServer
+from kvtier.tools.whatif.device import Device, SharedStore, Waits
+from kvtier.tools.whatif.engine_time import EngineTime, FirstTokens
+from kvtier.tools.whatif.service import PREFILL_TOKENS_PER_SECOND, Calibration, Service, read_calibration
+from kvtier.tools.whatif.stack import VirtualStack
+from kvtier.tools.whatif.variants import Changes, apply
+from kvtier.tools.whatif.virtual_time import VirtualCondition, VirtualTime
+from kvtier.types.geometry import Geometry, stack_alignment
+from kvtier.types.keys import CPU, GPU
+
+NO_FLOW_CONTROL = 1 << 62
+"""Blocks that may be on their way to lower tiers where nothing waits for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulateOptions:
+    """The stack file, the trace and the sizes, as of a replay; how fast tiers and prefill are; when requests come.
+
+    `trace` arrivals come at the times of the trace, `concurrency` of them are served at once, and nothing waits for
+    write-back.
+    """
+
+    stack: Path
+    replay: ReplayOptions
+    calibration: Path | None = None
+    prefill_tokens_per_second: float = PREFILL_TOKENS_PER_SECOND
+    arrivals: Literal["serial", "trace"] = "serial"
+
+
+class _NoContent:
+    """Blocks of a simulation hold nothing."""
+
+    def write(self, pages: Pages) -> None:
+        """Nothing to write."""
+
+    def check(self, pages: Pages) -> list[WrongPage]:
+        """Nothing to compare."""
+        return []
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Simulated:
+    """What one variant of a stack did."""
+
+    changes: Changes
+    counts: Counts
+    tiers: dict[str, TierStats]
+    waits: dict[str, Waits]
+    services: dict[str, Service]
+    first_tokens: FirstTokens
+    virtual_seconds: float
+    seconds: float
+    gpu_name: str
+    timeline: Timeline | None = None
+
+    @property
+    def hit_share(self) -> float:
+        """Tokens hit in any tier, as a share of all tokens of the prompts."""
+        counts = self.counts
+        return sum(counts.hit_tokens.values()) / counts.prompt_tokens if counts.prompt_tokens else 0.0
+
+
+class Simulation:
+    """A simulation that is checked and ready: the trace is read, and every variant of the stack has its plan."""
+
+    def __init__(self, options: SimulateOptions, variants: Sequence[Changes]) -> None:
+        """Raises ConfigError for what is wrong with the stack, the trace, a change or the calibration."""
+        self.options = options
+        self.source = make_source(options.replay)
+        self.calibration = read_calibration(options.calibration)
+        config = load_stack(options.stack)
+        self.layout = make_layout(options.replay, self.source.block_tokens, config.block_size_factor)
+        self.variants = [(changes, self._planned(config, changes)) for changes in variants]
+        self._gpu_blocks = gpu_pool_blocks(options.replay, self.source)
+
+    def settings(self) -> dict[str, object]:
+        """The options and what followed from them."""
+        replay = self.options.replay
+        return {
+            "stack": str(self.options.stack),
+            "source": self.source.name,
+            "source_seconds": self.source.seconds,
+            "block_tokens": self.source.block_tokens,
+            "block_bytes": self.layout.groups[0].page_bytes,
+            "gpu_blocks": self._gpu_blocks,
+            "store_mode": replay.store_mode,
+            "backlog": replay.backlog,
+            "calibration": str(self.options.calibration) if self.options.calibration else None,
+            "arrivals": self.options.arrivals,
+            "concurrency": replay.concurrency,
+            "prefill_tokens_per_second": self.options.prefill_tokens_per_second,
+        }
+
+    def _planned(self, config: StackConfig, changes: Changes) -> tuple[StackConfig, Geometry]:
+        config = apply(config, changes, self._geometry(config))
+        return config, self._geometry(config)
+
+    def _geometry(self, config: StackConfig) -> Geometry:
+        tiers = stack_parts(config, self.layout).tiers
+        return Geometry(self.layout, stack_alignment([tier.BLOCK_SIZE_ALIGNMENT for tier in tiers]))
+
+    def run(self, progress: Callable[[], None] = lambda: None, watched: bool = False) -> Iterator[Simulated]:
+        """Each variant in turn; `progress` is called after each request. `watched` ones have a timeline, of whose
+        samples and requests all variants share as many as two have."""
+        share = max(1, len(self.variants) // 2)
+        for changes, (config, geometry) in self.variants:
+            yield self._run(changes, (config, geometry), progress, share if watched else 0)
+
+    def _run(
+        self, changes: Changes, planned: tuple[StackConfig, Geometry], progress: Callable[[], None], share: int
+    ) -> Simulated:
+        """One variant; with a `share` it is watched, with one part in so many of a timeline's samples and requests."""
+        started, virtual, (config, geometry) = time.perf_counter(), VirtualTime(), planned
+        timeline = None
+        if share:
+            timeline = Timeline(lambda: virtual.now, "virtual", SAMPLES_MAX // share, REQUESTS_MAX // share)
+        stack = make_stack(config, geometry, self.calibration, virtual)
+        contents = [_NoContent() for _ in self.layout.groups]
+        blocks = EngineBlocks(self.layout, self._gpu_blocks, contents, StoreMode(self.options.replay.store_mode))
+        engine = EngineTime(virtual, self.options.prefill_tokens_per_second)
+        served = serve_options(config, self.options.replay, geometry)
+        if self.options.arrivals == "trace":
+            served = replace(served, backlog=NO_FLOW_CONTROL)
+        parts = (blocks, stack, served, VirtualCondition(virtual), engine.prefill)
+        server = WatchedServer(timeline, *parts, engine.arrived) if timeline else Server(*parts)
+
+        def figures() -> Moment:
+            return Moment(all_tiers(served.gpu_name, stack.stats(), blocks, server.counts), stack.plane.backlog)
+
+        if timeline is not None:
+            timeline.begin(figures)
+            virtual.spawn(timeline.watch(virtual.sleep))
+        ended = 0.0
+
+        def step() -> None:
+            nonlocal ended
+            ended = virtual.now
+            if timeline is not None and server.counts.requests == self.source.num_requests:
+                timeline.all_served()
+            progress()
+
+        self._serve(virtual, engine, server, stack, step)
+        if timeline is not None:
+            timeline.end(figures(), ended)
+        names = [index.name for index in stack.plane.control.indexes]
+        return Simulated(
+            changes,
+            server.counts,
+            stack.stats(),
+            {name: device.waits for name, device in zip(names, stack.devices, strict=True)},
+            {name: device.service for name, device in zip(names, stack.devices, strict=True)},
+            engine.first_tokens,
+            ended,
+            time.perf_counter() - started,
+            served.gpu_name,
+            timeline,
+        )
+
+    def _serve(
+        self, virtual: VirtualTime, engine: EngineTime, server: Server, stack: VirtualStack, step: Callable[[], None]
+    ) -> None:
+        """Serve the whole trace, in virtual time."""
+
+        async def one_by_one() -> None:
+            await engine.one_by_one(server, self.source.requests(), step)
+            await stack.drain(DRAIN_SECONDS)
+
+        if self.options.arrivals == "serial":
+            virtual.spawn(one_by_one())
+        else:
+            virtual.spawn(engine.as_they_came(self.source.requests()))
+            for _ in range(self.options.replay.concurrency):
+                virtual.spawn(engine.worker(server, step))
+        virtual.run()
+        stack.check_ended()
+
+
+def make_stack(config: StackConfig, geometry: Geometry, calibration: Calibration, virtual: VirtualTime) -> VirtualStack:
+    """The stack of a file in virtual time. Its tiers are planned, not opened. Raises ConfigError for what keeps a tier
+    from opening."""
+    parts = stack_parts(config, geometry.layout)
+    tiers = [tier for tier in parts.tiers if tier.medium != GPU]
+    setups = [tier_setup(tier, _opened(tier, geometry), geometry, parts.settings.lookup_seconds) for tier in tiers]
+    rows = setups[0].opened.space
+    assert rows is not None
+    limits = control_limits(parts, tiers[0].options.watermark_rows(rows.num_slot_ids))
+    plane = ControlPlane(setups[0], setups[1:], geometry.factor, limits, chains(geometry))
+    devices = []
+    for tier, setup in zip(tiers, setups, strict=True):
+        service = calibration.service(setup.name, tier.medium, geometry.row_bytes)
+        queue = TierQueue(tier, inflight_bytes(tier))
+        shared = None
+        if setup.opened.space is None:
+            capacity = setup.opened.capacity_bytes
+            shared = SharedStore(capacity // geometry.row_bytes if capacity else None)
+        devices.append(Device(queue, service, geometry, virtual, shared))
+    return VirtualStack(plane, devices, parts.settings, virtual)
+
+
+def _opened(tier: LoadStore, geometry: Geometry) -> Opened:
+    """What the tier would offer, empty, as its dry run says; of a CPU tier its budget in rows."""
+    plan, problems = plan_tier(tier, geometry, geometry.alignment, probe=False, at=tier.options.label)
+    for problem in problems:
+        raise problem
+    if tier.medium == CPU:
+        size = (plan.capacity_bytes or 0) // geometry.row_bytes * geometry.row_bytes
+        return Opened(plan.capacity_bytes or 0, SlotSpace(size, (1,), (geometry.row_bytes,) * geometry.num_groups))
+    dry_run = tier.dry_run(geometry, False) if isinstance(tier, DryRuns) else DryRun()
+    return Opened(plan.capacity_bytes or 0, dry_run.space, mode=plan.mode)
