@@ -287,7 +287,7 @@ class StackCore(RequestCalls):
         began = self._clock()
 
         def make_durable() -> asyncio.Future[None]:
-            resets = asyncio.ensure_future(reset_tiers(tiers, epoch))
+            resets = reset_tiers(tiers, epoch)
             resets.add_done_callback(self._reset_ended)
             resets.add_done_callback(partial(self._log.reset, epoch, began))
             return resets

@@ -31,14 +31,20 @@ def choose_epoch(stated: Sequence[int], on_disks: int) -> int:
     return fresh_epoch(max(highest, on_disks)) if on_disks > highest or raises_in_line else highest
 
 
-async def reset_tiers(tiers: Sequence[LoadStore], epoch: int) -> None:
-    """Reset tiers durably. Raises what the first of them raises.
+def reset_tiers(tiers: Sequence[LoadStore], epoch: int) -> asyncio.Future[None]:
+    """Reset tiers durably. Raises what the first of them raises. Call in the loop.
 
-    A reset that one of them did not take has failed. Then those that others use share nothing any more: a process with
+    Each begins before any task that is made after this call: no tier answers a later lookup by its epoch of before. A
+    reset that one of them did not take has failed. Then those that others use share nothing any more: a process with
     the weights of before may be started in the epoch that they state.
     """
+    resets = asyncio.gather(*(tier.reset(epoch) for tier in tiers if isinstance(tier, Resettable)))
+    return asyncio.ensure_future(_all_or_leave(resets, tiers))
+
+
+async def _all_or_leave(resets: Awaitable[object], tiers: Sequence[LoadStore]) -> None:
     try:
-        await asyncio.gather(*(tier.reset(epoch) for tier in tiers if isinstance(tier, Resettable)))
+        await resets
     except BaseException:
         for tier in tiers:
             if isinstance(tier, StatesEpoch):

@@ -104,3 +104,8 @@ def test_a_store_that_waits_for_rows_offers_the_ones_it_has_once():
 
 def test_a_job_that_waits_for_a_copy_is_not_lost_by_the_copies_of_others():
     assert not run_seed(4001210, "files").violations
+
+
+def test_no_tier_answers_a_lookup_of_a_new_epoch_by_its_old_one():
+    """The reset of a tier began a turn of the loop after a lookup that was sent later."""
+    assert not run_seed(28753182770000073, "files").violations

@@ -149,7 +149,8 @@ def test_an_engine_stack_takes_no_harm_from_any_argument(tmp_path):
         stack.check_integrity()
         engine.compute(whole(OURS))
         results = []
-        for job_id in (stack.submit_store(OURS, gpu_blocks=range(4)), stack.submit_load(OURS, gpu_blocks=range(8, 12))):
+        for submit, gpu_blocks in ((stack.submit_store, range(4)), (stack.submit_load, range(8, 12))):
+            job_id = submit(OURS, gpu_blocks=gpu_blocks)
             while job_id not in [result.job_id for result in results]:
                 stack.wait(5.0)
                 results += stack.step()
