@@ -18,6 +18,7 @@ import aiofiles
 
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.process_lock import keep_from_children, share_with_children
+from kvtier.tier import shared_epoch
 from simulator.syscalls import Killed, SimulatedSystem
 
 P = ParamSpec("P")
@@ -119,8 +120,8 @@ Opening = tuple[dict[str, Any], str, str]
 
 
 def openings(package: str) -> list[Opening]:
-    """Where the loaded modules of a backend's package touch the machine."""
-    found: list[Opening] = []
+    """Where the loaded modules of a backend's package touch the machine, and where epochs are chosen at random."""
+    found: list[Opening] = [(vars(shared_epoch), "secrets", "secrets")]
     for module_name in sorted(sys.modules):
         if module_name == package or module_name.startswith(f"{package}."):
             names = vars(sys.modules[module_name])
@@ -148,6 +149,7 @@ def patched_modules(places: Iterable[Opening], system: SimulatedSystem) -> Itera
         "os": system,
         "fcntl": SimpleNamespace(flock=system.flock, **locks),
         "time": clock,
+        "secrets": SimpleNamespace(randbits=system.rng.getrandbits),
         "socket": SimpleNamespace(gethostname=lambda: "simulated"),
         "aio": _aiofiles(system),
         "open": system.open_object,
