@@ -21,8 +21,8 @@ import click
 import numpy as np
 
 from benchmarks.options import JSON_FILE
-from kvtier.control.plane import ControlPlane
-from kvtier.control.state import TierSetup
+from kvtier.control.plane.control_plane import ControlPlane
+from kvtier.control.tiers.lower_tier import TierSpec
 from kvtier.control.tiers.owned_tier import OwnedTier
 from kvtier.tier.contract import Opened, SlotSpace
 from kvtier.types.gpu_runs import GPURuns
@@ -48,8 +48,8 @@ def owned(slots: int, policy: str) -> OwnedTier:
 
 
 def plane(rows: int, slots: int, policy: str) -> ControlPlane:
-    cpu = TierSetup("cpu", CPU, Opened(rows * ROW_BYTES, SlotSpace(rows * ROW_BYTES, (1,), (ROW_BYTES,))), policy)
-    fs = TierSetup("fs", FS, Opened(slots * ROW_BYTES, SlotSpace(slots * ROW_BYTES, (1,), (ROW_BYTES,))), policy)
+    cpu = TierSpec("cpu", CPU, Opened(rows * ROW_BYTES, SlotSpace(rows * ROW_BYTES, (1,), (ROW_BYTES,))), policy)
+    fs = TierSpec("fs", FS, Opened(slots * ROW_BYTES, SlotSpace(slots * ROW_BYTES, (1,), (ROW_BYTES,))), policy)
     return ControlPlane(cpu, [fs] if slots else [])
 
 

@@ -23,8 +23,8 @@ import numpy as np
 from benchmarks.options import JSON_FILE, VLLM_PYTHON
 from benchmarks.peer import Peer, PeerFailed, prefix_of, rate
 from benchmarks.report import ABSENT, Report, median, paired_ratio, table
-from kvtier.control.plane import ControlPlane
-from kvtier.control.state import TierSetup
+from kvtier.control.plane.control_plane import ControlPlane
+from kvtier.control.tiers.lower_tier import TierSpec
 from kvtier.tier.contract import LookupResult, Opened, Recovered, SlotSpace
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import LOADED, STORED, BlockOutcome, GPUGroup, JobKind, JobResult, RegionFormat, TransferJob
@@ -47,7 +47,7 @@ class Plane:
         space = SlotSpace(resident * ROW_BYTES, (1,), (ROW_BYTES,))
         slots = np.arange(resident, dtype=np.int64)
         recovered = Recovered(self.keys, slots, slots + 1, (RegionFormat(0, ROW_BYTES, 1),))
-        fs = TierSetup("fs", FS, Opened(resident * ROW_BYTES, space, recovered))
+        fs = TierSpec("fs", FS, Opened(resident * ROW_BYTES, space, recovered))
         self._on_disk = ControlPlane(_cpu(64), [fs])
 
     def _fresh(self, count: int) -> list[OffloadKey]:
@@ -109,8 +109,8 @@ class Plane:
         return rate(prepare, work, seconds)
 
 
-def _cpu(rows: int) -> TierSetup:
-    return TierSetup("cpu", CPU, Opened(rows * ROW_BYTES, SlotSpace(rows * ROW_BYTES, (1,), (ROW_BYTES,))))
+def _cpu(rows: int) -> TierSpec:
+    return TierSpec("cpu", CPU, Opened(rows * ROW_BYTES, SlotSpace(rows * ROW_BYTES, (1,), (ROW_BYTES,))))
 
 
 def repeat(contestants: list[Callable[[], float]], repetitions: int) -> list[list[float]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from kvtier.control.plane import ControlPlane
+from kvtier.control.plane.control_plane import ControlPlane
 from kvtier.control.tiers.slot_table import READY
 from kvtier.types.jobs import JobResult, TransferJob
 from kvtier.types.keys import OffloadKey

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence, Set
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.control.plane import ControlPlane
+from kvtier.control.plane.control_plane import ControlPlane
 from kvtier.control.tiers.slot_table import FILLING, QUARANTINED, READY
 from kvtier.testing.content import content
 from kvtier.tier.contract import Rows

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from kvtier.control.plane import ControlPlane
+from kvtier.control.plane.control_plane import ControlPlane
 from kvtier.control.tiers.slot_table import SlotState
 from kvtier.errors import ResourceError, UsageError
 from kvtier.stack.tier_stack import TierStack

@@ -233,7 +233,7 @@ class Liar:
     def _check_down(self, stack: TierStack) -> None:
         """A tier whose root is damaged is down with one line in the log, which belongs to the opening."""
         assert stack._assembled is not None
-        down = [lower for lower in stack._assembled.plane.control.lowers if lower.setup.held_back]
+        down = [lower for lower in stack._assembled.plane.control.lowers if lower.spec.held_back]
         lines = [line for line in self.watch.seen if line.startswith("tier fs is down: ")]
         self.watch.seen[:] = [line for line in self.watch.seen if line not in lines]
         self.tally.notes["tiers down"] += len(down)

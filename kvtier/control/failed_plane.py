@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from kvtier.control.deliveries import Arrival, PresenceQuery
-from kvtier.control.plane import ControlPlane
+from kvtier.control.jobs import TierJob
+from kvtier.control.plane.control_plane import ControlPlane
+from kvtier.control.plane.deliveries import Arrival, PresenceQuery
 from kvtier.control.reservations import Reservation
-from kvtier.control.state import Emission
 from kvtier.errors import IntegrityError
 from kvtier.tier.contract import LookupResult
 from kvtier.types.hints import HintRefusal, HintResult, KVHint, Release
@@ -47,9 +47,9 @@ class FailedPlane(ControlPlane):
         for reservation in list(self._reservations.by_request.values()):
             reservation.fail()
         owned = [lower for lower in control.lowers if lower.owned is not None and not lower.held_back]
-        setups = [control.cpu_setup, *(lower.setup for lower in owned)]
-        for tier, setup in zip(control.owned_tiers, setups, strict=True):
-            self.events.record(setup, list(tier.directory), removed=True)
+        specs = [control.cpu_spec, *(lower.spec for lower in owned)]
+        for tier, spec in zip(control.owned_tiers, specs, strict=True):
+            self.events.record(spec, list(tier.directory), removed=True)
 
     # -- looking up: misses --------------------------------------------------------------------------------------
 
@@ -97,7 +97,7 @@ class FailedPlane(ControlPlane):
     def hold_back(self, now: float) -> None:
         """Nothing is loaded or stored anyway, and no tier joins."""
 
-    def take_jobs(self) -> list[Emission]:
+    def take_jobs(self) -> list[TierJob]:
         return []
 
     def take_queries(self) -> list[PresenceQuery]:

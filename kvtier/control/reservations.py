@@ -92,9 +92,9 @@ class Reservation(RowRequest):
         self.open -= 1
 
     def advance(self, now: float) -> int:
-        cpu, rooms = self.owner.control.cpu, self.promotions.rooms(now)
-        self.promote(cpu.available, rooms, now)
-        return 0 if cpu.available or not rooms else len(self.todo)
+        cpu, quota = self.owner.control.cpu, self.promotions.quota(now)
+        self.promote(cpu.available, quota, now)
+        return 0 if cpu.available or not quota else len(self.todo)
 
     def truncate(self) -> None:
         """What is still wanted is a miss for the lifetime of the request."""

@@ -12,20 +12,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtier.aio.shielded_wait import wait_done
-from kvtier.control.deliveries import Arrival, PresenceAnswers, PresenceQuery
-from kvtier.control.plane import ControlLimits, ControlPlane
-from kvtier.control.state import LowerTier, TierSetup
+from kvtier.control.plane.control_plane import ControlLimits, ControlPlane
+from kvtier.control.plane.deliveries import Arrival, PresenceAnswers, PresenceQuery
+from kvtier.control.tiers.lower_tier import LowerTier, TierSpec
 from kvtier.errors import ConfigError, ResourceError, RootDamagedError, UsageError
 from kvtier.options import MAX_LOWER_TIERS, RecordOptions
 from kvtier.policy import RequestModels
-from kvtier.stack.assembled import Assembled
 from kvtier.stack.dispatcher import Dispatcher, TierQueue, bytes_by_rows
 from kvtier.stack.distinct_folders import check_folders
 from kvtier.stack.job_spans import JobSpans
 from kvtier.stack.joining import Joining, LowerTiers
 from kvtier.stack.learned.kept_paces import kept_paces
 from kvtier.stack.learned.model_files import ModelFiles
-from kvtier.stack.setups import chains, inflight_bytes, tier_setup
+from kvtier.stack.open_stack import OpenStack
+from kvtier.stack.setups import chains, inflight_bytes, tier_spec
 from kvtier.stack.shutdown import close_each
 from kvtier.stack.watching.operator_log import LOGGER
 from kvtier.tier.contract import (
@@ -240,7 +240,7 @@ async def open_tier(tier: LoadStore, context: TierContext, settings: StackSettin
         raise ResourceError(f"tier {context.name} could not be opened: {error}") from error
 
 
-async def assemble(parts: StackParts, clock: Clock, deliver: Callable[[Sequence[Arrival]], None]) -> Assembled:
+async def assemble(parts: StackParts, clock: Clock, deliver: Callable[[Sequence[Arrival]], None]) -> OpenStack:
     """Open every tier and build the control plane over what they found.
 
     On any error all that was opened is closed, and the links to workers are closed.
@@ -258,7 +258,7 @@ async def assemble(parts: StackParts, clock: Clock, deliver: Callable[[Sequence[
 
 async def _assemble(
     parts: StackParts, clock: Clock, deliver: Callable[[Sequence[Arrival]], None], to_close: list[LoadStore]
-) -> Assembled:
+) -> OpenStack:
     copiers, cpu, lowers = split_tiers(parts)
     namespace, engine_id = parts.namespace, parts.engine_id or uuid.uuid4().hex
     geometry = Geometry(namespace.layout, await resolve_alignment([*copiers, cpu, *lowers], parts.settings))
@@ -274,8 +274,8 @@ async def _assemble(
                 raise error.below(f"tiers[{parts.tiers.index(tier)}]") from error
             raise
 
-    def setup(tier: LoadStore, opened: Opened) -> TierSetup:
-        return tier_setup(tier, opened, geometry, parts.settings.lookup_seconds)
+    def spec(tier: LoadStore, opened: Opened) -> TierSpec:
+        return tier_spec(tier, opened, geometry, parts.settings.lookup_seconds)
 
     cpu_opened = await opened_with(cpu, workers=copiers)
     if not isinstance(cpu, ProvidesRows):
@@ -285,19 +285,19 @@ async def _assemble(
     for worker, copier in enumerate(copiers):
         await opened_with(copier, worker=worker, kv_caches=parts.kv_caches, rows=rows)
 
-    async def open_lower(lower: LoadStore, of: Namespace, new_epoch: int | None) -> TierSetup:
-        return await _lower_setup(lower, opened_with(lower, of, rows=rows, new_epoch=new_epoch), setup)
+    async def open_lower(lower: LoadStore, of: Namespace, new_epoch: int | None) -> TierSpec:
+        return await _lower_spec(lower, opened_with(lower, of, rows=rows, new_epoch=new_epoch), spec)
 
     below = LowerTiers(lowers, open_lower)
     namespace = replace(namespace, layout=geometry.layout)
     refining = await _refining(parts, namespace, notes) if lowers else None
     known = refining is None or (refining.done() and not isinstance(refining.exception(), (OSError, ResourceError)))
     if known:
-        setups = await below.open(refining.result() if refining is not None else namespace)
+        specs = await below.open(refining.result() if refining is not None else namespace)
     else:
-        setups = [replace(setup(lower, Opened(0)), held_back=True) for lower in lowers]
+        specs = [replace(spec(lower, Opened(0)), held_back=True) for lower in lowers]
     limits = control_limits(parts, cpu.options.watermark_rows(rows.num_rows))
-    plane = ControlPlane(setup(cpu, cpu_opened), setups, geometry.factor, limits, chains(geometry))
+    plane = ControlPlane(spec(cpu, cpu_opened), specs, geometry.factor, limits, chains(geometry))
     models = plane.control.models
     joining = None if known or refining is None else Joining(below, refining, rows.num_rows, models, deliver)
     queues = [TierQueue(tier, inflight_bytes(tier)) for tier in (cpu, *lowers)]
@@ -305,21 +305,21 @@ async def _assemble(
     if files is not None:
         await files.restore(parts.settings.identity_seconds)
     dispatcher = Dispatcher(queues, bytes_by_rows(geometry.row_bytes), clock, deliver, _spans(parts, clock))
-    return Assembled(geometry, plane, dispatcher, queues, to_close, to_fence(copiers), joining, _recorder(parts), files)
+    return OpenStack(geometry, plane, dispatcher, queues, to_close, to_fence(copiers), joining, _recorder(parts), files)
 
 
-async def _lower_setup(
-    lower: LoadStore, opening: Coroutine[Any, Any, Opened], setup: Callable[[LoadStore, Opened], TierSetup]
-) -> TierSetup:
+async def _lower_spec(
+    lower: LoadStore, opening: Coroutine[Any, Any, Opened], spec: Callable[[LoadStore, Opened], TierSpec]
+) -> TierSpec:
     """What a lower tier opened with. One whose root is damaged is held back: the engine is worth more than that tier.
 
     Raises what the opening raises, and ConfigError as `_checked`.
     """
     try:
-        return setup(lower, _checked(lower, await opening))
+        return spec(lower, _checked(lower, await opening))
     except RootDamagedError as error:
         logger.error("tier %s is down: %s", lower.options.label, error)  # noqa: TRY400
-        return replace(setup(lower, Opened(0)), held_back=True)
+        return replace(spec(lower, Opened(0)), held_back=True)
 
 
 def to_fence(copiers: Sequence[LoadStore]) -> list[FencesCopies]:

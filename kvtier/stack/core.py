@@ -17,17 +17,17 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence, Sized
 from functools import partial
 
 from kvtier.aio.process_guard import ProcessGuard
-from kvtier.control.deliveries import Arrival, PresenceQuery
 from kvtier.control.failed_plane import FailedPlane
+from kvtier.control.jobs import TierJob
+from kvtier.control.plane.deliveries import Arrival, PresenceQuery
 from kvtier.control.reservations import Reservation
-from kvtier.control.state import Emission
 from kvtier.errors import IntegrityError, UsageError
 from kvtier.stack import shutdown
-from kvtier.stack.assembled import Assembled
 from kvtier.stack.assembly import StackParts, assemble
 from kvtier.stack.job_checks import check_job, check_pairs
 from kvtier.stack.joining import reset_tiers
 from kvtier.stack.lookups import Lookups
+from kvtier.stack.open_stack import OpenStack
 from kvtier.stack.request_calls import RequestCalls
 from kvtier.stack.shutdown import CloseReport
 from kvtier.stack.watching.operator_log import OperatorLog, TierWatch
@@ -60,7 +60,7 @@ class StackCore(RequestCalls):
         self._parts = parts
         self._settings = parts.settings
         self._owner = ProcessGuard()
-        self._assembled: Assembled | None = None
+        self._assembled: OpenStack | None = None
         self._clock: Clock = time.monotonic
         self._next_job = 1
         self._closing = False
@@ -134,7 +134,7 @@ class StackCore(RequestCalls):
         return self.job(kind, transfers, timeout_seconds)
 
     def _begin(
-        self, assembled: Assembled, job: TransferJob, request_id: RequestId | None, info: RequestInfo | None
+        self, assembled: OpenStack, job: TransferJob, request_id: RequestId | None, info: RequestInfo | None
     ) -> None:
         check_job(job, assembled.geometry)
         if request_id is not None:
@@ -250,7 +250,7 @@ class StackCore(RequestCalls):
 
     # -- driving the control plane -------------------------------------------------------------------------------
 
-    def _opened(self) -> Assembled:
+    def _opened(self) -> OpenStack:
         if self._owner.pid != ProcessGuard.here:
             self._owner.check()
         if self._assembled is None:
@@ -259,7 +259,7 @@ class StackCore(RequestCalls):
             raise UsageError("the stack is closed")
         return self._assembled
 
-    def _start(self, jobs: Sequence[Emission], queries: Sequence[PresenceQuery]) -> None:
+    def _start(self, jobs: Sequence[TierJob], queries: Sequence[PresenceQuery]) -> None:
         """In the loop: begin what was decided, in its order."""
         assert self._assembled is not None
         if jobs:
@@ -281,7 +281,7 @@ class StackCore(RequestCalls):
         control, joining = assembled.plane.control, assembled.joining
         if joining is not None and control.joining:
             return partial(joining.reset, control.resets)
-        down = [lower.position for lower in control.lowers if lower.setup.held_back]
+        down = [lower.position for lower in control.lowers if lower.spec.held_back]
         tiers = [queue.tier for position, queue in enumerate(assembled.queues) if position not in down]
 
         began = self._clock()
@@ -297,7 +297,7 @@ class StackCore(RequestCalls):
     def _reset_ended(self, ended: asyncio.Future[None]) -> None:
         self._reset_failed = self._reset_failed or ended.cancelled() or ended.exception() is not None
 
-    def _abandon(self, assembled: Assembled) -> shutdown.Abandoned:
+    def _abandon(self, assembled: OpenStack) -> shutdown.Abandoned:
         """Give up what is dirty: draining is over."""
         try:
             return shutdown.abandon(assembled)
@@ -324,7 +324,7 @@ class StackCore(RequestCalls):
                 return
             yield
 
-    def _report_closed(self, assembled: Assembled, abandoned: shutdown.Abandoned) -> None:
+    def _report_closed(self, assembled: OpenStack, abandoned: shutdown.Abandoned) -> None:
         """Everything is closed: keep what that cost, and say it in the log."""
         self.close_report = shutdown.report(assembled, abandoned)
         self._log.closed(self.close_report, self._closing_since)
@@ -341,14 +341,14 @@ class StackCore(RequestCalls):
             self._failed = FailedPlane(plane, self._jobs, lambda: dispatcher.stopped and not dispatcher.copies())
             await self._open_stats_socket(assembled)
             self._assembled = assembled
-            self._log.opened(plane.control.cpu_setup)
+            self._log.opened(plane.control.cpu_spec)
             waits = assembled.joining is not None
             self._look_at_tiers("what its blocks belong to is not known yet" if waits else "its root is damaged")
         except BaseException:
             await shutdown.end_tiers(assembled, self._settings.tier_close_seconds)
             raise
 
-    async def _open_stats_socket(self, assembled: Assembled) -> None:
+    async def _open_stats_socket(self, assembled: OpenStack) -> None:
         """Serve the figures if a path is given. The socket does not keep a stack alive that its program forgot."""
         if self._parts.stats_socket:
             stack = weakref.ref(self)

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvtier.control.deliveries import Delivery, DeliveryKind
-from kvtier.control.state import Emission
+from kvtier.control.jobs import TierJob
+from kvtier.control.plane.deliveries import Delivery, DeliveryKind
 from kvtier.errors import IntegrityError
 from kvtier.stack.duplicates import store_absent
 from kvtier.stack.job_spans import JobSpans
@@ -85,7 +85,7 @@ class Dispatcher:
         self._batch: list[Delivery] = []
         self._stopped = False
 
-    def submit(self, emissions: Sequence[Emission]) -> None:
+    def submit(self, emissions: Sequence[TierJob]) -> None:
         """Queue jobs and start what the bounds allow; once stopped, jobs end as dropped. Call in the loop."""
         try:
             now = self._clock()

@@ -27,13 +27,13 @@ from kvtier.aio.latch import Latch
 from kvtier.aio.loop_thread import LoopThread
 from kvtier.aio.loop_waker import LoopWaker
 from kvtier.aio.weak_call import weak_call
-from kvtier.control.deliveries import Arrival, PresenceQuery
-from kvtier.control.state import CPU_TIER, Emission
+from kvtier.control.jobs import CPU_TIER, TierJob
+from kvtier.control.plane.deliveries import Arrival, PresenceQuery
 from kvtier.errors import IntegrityError, ResourceError, UsageError
 from kvtier.stack import shutdown
-from kvtier.stack.assembled import Assembled
 from kvtier.stack.assembly import StackParts
 from kvtier.stack.core import BlockGroup, StackCore
+from kvtier.stack.open_stack import OpenStack
 from kvtier.stack.shutdown import CloseReport
 from kvtier.tier.contract import LookupResult
 from kvtier.types.checks import check_info, check_keys, check_timeout, check_types
@@ -56,7 +56,7 @@ class EngineStack(StackCore):
         super().__init__(parts)
         self._thread: LoopThread | None = None
         self._inbox: deque[Arrival] = deque()
-        self._outbox: deque[tuple[Sequence[Emission], Sequence[PresenceQuery]]] = deque()
+        self._outbox: deque[tuple[Sequence[TierJob], Sequence[PresenceQuery]]] = deque()
         self._waker = LoopWaker(self._start_sent)
         # Its owner may take it again: a signal handler may close the stack in the middle of a step.
         self._taking_in = threading.RLock()
@@ -134,7 +134,7 @@ class EngineStack(StackCore):
             take_each(lambda: self._end_tiers(assembled), lambda: self._report(assembled), self._end_thread)
         return self.close_report or CloseReport(0, 0)
 
-    def _end_tiers(self, assembled: Assembled) -> None:
+    def _end_tiers(self, assembled: OpenStack) -> None:
         """Give up what is dirty and close the tiers; once more, if an exception came in between."""
         each = self._settings.tier_close_seconds
         if self._abandoned is None:
@@ -142,7 +142,7 @@ class EngineStack(StackCore):
             self._abandoned = self._abandon(assembled)
         self._run(lambda: shutdown.end_tiers(assembled, each), max(0.0, self._end_until - self._clock()))
 
-    def _report(self, assembled: Assembled) -> None:
+    def _report(self, assembled: OpenStack) -> None:
         if self.close_report is None and self._abandoned is not None:
             self._receive()
             self._report_closed(assembled, self._abandoned)
@@ -345,7 +345,7 @@ class EngineStack(StackCore):
         if self._watch.due:
             self._look_at_tiers()
 
-    def _send(self) -> Sequence[Emission]:
+    def _send(self) -> Sequence[TierJob]:
         """Send what was decided to the loop; returns the jobs."""
         assert self._assembled is not None
         plane = self._assembled.plane

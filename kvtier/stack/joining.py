@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvtier.aio.shielded_wait import wait_done
-from kvtier.control.deliveries import Arrival, JoiningTiers
-from kvtier.control.state import TierSetup, lower_tiers
+from kvtier.control.plane.deliveries import Arrival, JoiningTiers
+from kvtier.control.tiers.lower_tier import TierSpec, lower_tiers
 from kvtier.errors import KVTierError, ResourceError
 from kvtier.policy import RequestModels
 from kvtier.tier.contract import LoadStore, Resettable, StatesEpoch
@@ -57,14 +57,14 @@ class LowerTiers:
     """The lower tiers of a stack, and how one of them is opened in a namespace."""
 
     tiers: Sequence[LoadStore]
-    open_one: Callable[[LoadStore, Namespace, int | None], Awaitable[TierSetup]]
+    open_one: Callable[[LoadStore, Namespace, int | None], Awaitable[TierSpec]]
 
     @property
     def names(self) -> str:
         """For a log."""
         return ", ".join(tier.options.label for tier in self.tiers)
 
-    async def open(self, namespace: Namespace) -> Sequence[TierSetup]:
+    async def open(self, namespace: Namespace) -> Sequence[TierSpec]:
         """Open those first that other processes use too, each group in order, and go on with one epoch.
 
         Stores that others use too state it. Where they differ the highest counts, of those that stated one before.
@@ -73,26 +73,26 @@ class LowerTiers:
         that number once more.
         """
         shared = [tier for tier in self.tiers if isinstance(tier, StatesEpoch)]
-        found: dict[LoadStore, TierSetup] = {
+        found: dict[LoadStore, TierSpec] = {
             tier: await self.open_one(tier, namespace, fresh_epoch()) for tier in shared
         }
-        stated = [setup.opened for setup in found.values()]
+        stated = [spec.opened for spec in found.values()]
         known = [opened.epoch for opened in stated if not opened.is_new_epoch] or [opened.epoch for opened in stated]
         new_epoch = max(known, default=None)
         for tier in self.tiers:
             if tier not in found:
                 found[tier] = await self.open_one(tier, namespace, new_epoch)
-        setups = [found[tier] for tier in self.tiers]
-        highest = max((setup.opened.epoch for tier, setup in found.items() if tier not in shared), default=0)
-        return await self._state_one(setups, highest if new_epoch is None else choose_epoch(known, highest))
+        specs = [found[tier] for tier in self.tiers]
+        highest = max((spec.opened.epoch for tier, spec in found.items() if tier not in shared), default=0)
+        return await self._state_one(specs, highest if new_epoch is None else choose_epoch(known, highest))
 
-    async def _state_one(self, setups: Sequence[TierSetup], epoch: int) -> Sequence[TierSetup]:
+    async def _state_one(self, specs: Sequence[TierSpec], epoch: int) -> Sequence[TierSpec]:
         """Make the shared tiers state an epoch, or the one that another process made them state meanwhile. Then the
         others take it. Raises ResourceError."""
         shared = [tier for tier in self.tiers if isinstance(tier, StatesEpoch)]
-        pairs = list(zip(self.tiers, setups, strict=True))
-        on_disks = max((setup.opened.epoch for tier, setup in pairs if tier not in shared), default=0)
-        stated = [setup.opened.epoch for tier, setup in pairs if tier in shared]
+        pairs = list(zip(self.tiers, specs, strict=True))
+        on_disks = max((spec.opened.epoch for tier, spec in pairs if tier not in shared), default=0)
+        stated = [spec.opened.epoch for tier, spec in pairs if tier in shared]
         for _ in range(_ATTEMPTS):
             if len(shared) > 1 or stated != [epoch] * len(shared):  # of several, one may have been moved meanwhile
                 stated = [await tier.state_epoch(epoch) for tier in shared]
@@ -102,17 +102,16 @@ class LowerTiers:
         else:
             raise ResourceError("other processes change the epoch of the namespace all the time; try again")
         agreed = [
-            replace(setup, opened=replace(setup.opened, epoch=epoch)) if tier in shared else setup
-            for tier, setup in pairs
+            replace(spec, opened=replace(spec.opened, epoch=epoch)) if tier in shared else spec for tier, spec in pairs
         ]
         await self.raise_epoch(agreed, epoch)
         return agreed
 
-    async def raise_epoch(self, setups: Sequence[TierSetup], epoch: int) -> None:
+    async def raise_epoch(self, specs: Sequence[TierSpec], epoch: int) -> None:
         """Make the tiers that were opened in an earlier epoch reset to this one, durably. Those that are down are not
         open."""
-        pairs = zip(self.tiers, setups, strict=True)
-        behind = [tier for tier, setup in pairs if setup.opened.epoch < epoch and not setup.held_back]
+        pairs = zip(self.tiers, specs, strict=True)
+        behind = [tier for tier, spec in pairs if spec.opened.epoch < epoch and not spec.held_back]
         await reset_tiers(behind, epoch)
 
 
@@ -136,7 +135,7 @@ class Joining:
         self._num_rows = num_rows
         self._models = models
         self._deliver = deliver
-        self._setups: Sequence[TierSetup] = ()
+        self._specs: Sequence[TierSpec] = ()
         self._resets = 0
         self._handing_over = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
@@ -145,7 +144,7 @@ class Joining:
 
     async def _join(self, namespace: asyncio.Future[Namespace]) -> None:
         try:
-            self._setups = await self._lowers.open(await namespace)
+            self._specs = await self._lowers.open(await namespace)
             await self._hand_over()
         except Exception as error:
             expected = isinstance(error, (OSError, KVTierError))
@@ -155,9 +154,9 @@ class Joining:
     async def _hand_over(self) -> None:
         async with self._handing_over:
             resets = self._resets
-            epoch = max(setup.opened.epoch for setup in self._setups) + resets
-            await self._lowers.raise_epoch(self._setups, epoch)
-            lowers = await asyncio.to_thread(lower_tiers, self._setups, self._num_rows, epoch, self._models)
+            epoch = max(spec.opened.epoch for spec in self._specs) + resets
+            await self._lowers.raise_epoch(self._specs, epoch)
+            lowers = await asyncio.to_thread(lower_tiers, self._specs, self._num_rows, epoch, self._models)
             self._deliver([JoiningTiers(lowers, epoch, resets)])
 
     def reset(self, resets: int) -> asyncio.Future[None]:
@@ -167,7 +166,7 @@ class Joining:
         Others are reset when they are opened: until then it is not known whose blocks they hold.
         """
         self._resets = resets
-        if not self._setups:
+        if not self._specs:
             done = self._loop.create_future()
             done.set_result(None)
             return done

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from kvtier.control.deliveries import Arrival, PresenceQuery
+from kvtier.control.plane.deliveries import Arrival, PresenceQuery
 from kvtier.stack.assembly import look_up
 from kvtier.tier.contract import LoadStore
 

@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from kvtier.control.failed_plane import FailedPlane
-from kvtier.stack.assembled import Assembled
 from kvtier.stack.assembly import StackParts, StackSettings
+from kvtier.stack.open_stack import OpenStack
 from kvtier.tier.contract import Clock
 from kvtier.types.checks import check_hint, check_info, check_keys, check_number, check_text, check_whole
 from kvtier.types.hints import HintResult, KVHint
@@ -21,12 +21,12 @@ class RequestCalls(ABC):
 
     _parts: StackParts
     _settings: StackSettings
-    _assembled: Assembled | None
+    _assembled: OpenStack | None
     _failed: FailedPlane | None
     _clock: Clock
 
     @abstractmethod
-    def _opened(self) -> Assembled:
+    def _opened(self) -> OpenStack:
         """The parts of the open stack; UsageError if it is not open."""
 
     @abstractmethod

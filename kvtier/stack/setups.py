@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvtier.control.state import TierSetup
+from kvtier.control.tiers.lower_tier import TierSpec
 from kvtier.control.tiers.shared_tier import ASKED_AT_ONCE
 from kvtier.options import LowerTierOptions, SharedTierOptions
 from kvtier.stack.learned.installed_policies import find_policy
@@ -21,12 +21,12 @@ def inflight_bytes(tier: LoadStore) -> int:
     return options.inflight_bytes if isinstance(options, LowerTierOptions) else UNBOUNDED_BYTES
 
 
-def tier_setup(tier: LoadStore, opened: Opened, geometry: Geometry, lookup_seconds: float) -> TierSetup:
+def tier_spec(tier: LoadStore, opened: Opened, geometry: Geometry, lookup_seconds: float) -> TierSpec:
     """What the control plane must know of a tier that offers what is `opened`."""
     options = tier.options
     name, eviction = options.label, options.eviction_policy()
     policy, token_bytes = find_policy(eviction), _token_bytes(opened, geometry)
-    setup = TierSetup(
+    spec = TierSpec(
         name,
         tier.medium,
         opened,
@@ -37,9 +37,9 @@ def tier_setup(tier: LoadStore, opened: Opened, geometry: Geometry, lookup_secon
         retained_bytes_max=options.retained_bytes_max(opened.capacity_bytes),
     )
     if not isinstance(options, LowerTierOptions):
-        return setup
-    setup = replace(
-        setup,
+        return spec
+    spec = replace(
+        spec,
         write_policy=options.write_policy,
         inflight_blocks=max(1, options.inflight_bytes // geometry.row_bytes),
         timeout_seconds=options.job_timeout_seconds,
@@ -49,7 +49,7 @@ def tier_setup(tier: LoadStore, opened: Opened, geometry: Geometry, lookup_secon
         block_bytes=max(opened.space.slot_bytes) if opened.space is not None else geometry.row_bytes,
     )
     probed_from = 0 if tier.PROBE_PREFIX else ASKED_AT_ONCE
-    return replace(with_hints(setup, options, chains(geometry)), probed_from=probed_from)
+    return replace(with_hints(spec, options, chains(geometry)), probed_from=probed_from)
 
 
 def _token_bytes(opened: Opened, geometry: Geometry) -> float:
@@ -60,13 +60,13 @@ def _token_bytes(opened: Opened, geometry: Geometry) -> float:
 
 
 def with_hints(
-    setup: TierSetup, options: LowerTierOptions, probed_groups: frozenset[GroupIndex] = frozenset()
-) -> TierSetup:
-    """The setup with how long is believed what a shared tier holds, and how that is found out."""
+    spec: TierSpec, options: LowerTierOptions, probed_groups: frozenset[GroupIndex] = frozenset()
+) -> TierSpec:
+    """The spec with how long is believed what a shared tier holds, and how that is found out."""
     if not isinstance(options, SharedTierOptions):
-        return setup
+        return spec
     hit, miss = options.hit_hint_seconds, options.miss_hint_seconds
-    return replace(setup, hit_hint_seconds=hit, miss_hint_seconds=miss, probed_groups=probed_groups)
+    return replace(spec, hit_hint_seconds=hit, miss_hint_seconds=miss, probed_groups=probed_groups)
 
 
 def chains(geometry: Geometry) -> frozenset[GroupIndex]:

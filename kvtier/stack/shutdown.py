@@ -12,7 +12,7 @@ from kvtier.aio.shielded_wait import wait_done
 from kvtier.tier.contract import LoadStore
 
 if TYPE_CHECKING:
-    from kvtier.stack.assembled import Assembled
+    from kvtier.stack.open_stack import OpenStack
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Abandoned:
     stored_before: int
 
 
-def abandon(assembled: Assembled) -> Abandoned:
+def abandon(assembled: OpenStack) -> Abandoned:
     """Give up the dirty blocks that are not in flight. Call in the thread of the control plane."""
     given_up = assembled.plane.abandon()
     if assembled.models is not None and assembled.plane.uses is not None:
@@ -72,7 +72,7 @@ def abandon(assembled: Assembled) -> Abandoned:
     return Abandoned(given_up, assembled.plane.in_flight, _stored(assembled))
 
 
-async def end_tiers(assembled: Assembled, timeout_seconds: float) -> None:
+async def end_tiers(assembled: OpenStack, timeout_seconds: float) -> None:
     """Start no job any more and close every tier, lower ones first. Call in the loop."""
     joining, recorder, cancelled = assembled.joining, assembled.recorder, None
     try:
@@ -97,12 +97,12 @@ async def end_tiers(assembled: Assembled, timeout_seconds: float) -> None:
     await asyncio.sleep(0)  # what has ended is delivered in the next iteration of the loop
 
 
-def report(assembled: Assembled, abandoned: Abandoned) -> CloseReport:
+def report(assembled: OpenStack, abandoned: Abandoned) -> CloseReport:
     """What closing cost, once the control plane has recorded all that ended. Nothing is delivered from here on."""
     assembled.dispatcher.detach()
     stored = _stored(assembled) - abandoned.stored_before
     return CloseReport(abandoned.given_up + abandoned.in_flight - stored, assembled.dispatcher.running)
 
 
-def _stored(assembled: Assembled) -> int:
+def _stored(assembled: OpenStack) -> int:
     return sum(assembled.plane.counters(position).stored for position in range(1, len(assembled.queues)))

@@ -10,14 +10,14 @@ from functools import partial
 from typing import ClassVar, Self
 
 from kvtier.aio.shielded_wait import shielded_wait
-from kvtier.control.deliveries import Arrival, Delivery, PresenceAnswers
 from kvtier.control.flow.load_or_compute import answers
+from kvtier.control.plane.deliveries import Arrival, Delivery, PresenceAnswers
 from kvtier.errors import UsageError
 from kvtier.options import TierOptions
 from kvtier.stack import shutdown
-from kvtier.stack.assembled import Assembled
 from kvtier.stack.assembly import StackParts
 from kvtier.stack.core import GRACE_SECONDS, BlockGroup, StackCore
+from kvtier.stack.open_stack import OpenStack
 from kvtier.stack.signals import ClosingSignals
 from kvtier.tier.contract import LoadStore, LookupResult, Opened, TierContext
 from kvtier.types.checks import check_info, check_timeout, check_whole
@@ -71,8 +71,8 @@ class TierStack(StackCore, LoadStore):
         assert self._assembled is not None
         await anext(self._loop_end)
         control = self._assembled.plane.control
-        setups = [control.cpu_setup, *(lower.setup for lower in control.lowers)]
-        return Opened(sum(setup.opened.capacity_bytes for setup in setups))
+        specs = [control.cpu_spec, *(lower.spec for lower in control.lowers)]
+        return Opened(sum(spec.opened.capacity_bytes for spec in specs))
 
     async def close(self) -> None:
         """Drain lower tiers until the closing deadline, drop the rest, close every tier. Idempotent.
@@ -125,7 +125,7 @@ class TierStack(StackCore, LoadStore):
                 text = f"{self!r} was closed by the end of its loop; close it before"
                 warnings.warn(text, ResourceWarning, stacklevel=1)
 
-    async def _end(self, assembled: Assembled) -> None:
+    async def _end(self, assembled: OpenStack) -> None:
         try:
             for _ in self._draining():
                 await self._wait_progress(self._drain_until)
@@ -243,7 +243,7 @@ class TierStack(StackCore, LoadStore):
         return answers(results, self.worth_loading(keys) if self._settings.chooses else len(keys))
 
     def _look(
-        self, assembled: Assembled, keys: Sequence[OffloadKey], info: RequestInfo | None
+        self, assembled: OpenStack, keys: Sequence[OffloadKey], info: RequestInfo | None
     ) -> Sequence[LookupResult]:
         """Presence from memory; what is unknown is asked for."""
         try:

@@ -8,11 +8,11 @@ import pytest
 from support_control import ROW_BYTES, World, cpu_setup, fs_setup, key, shared_setup
 from support_following import FollowingLRU
 
-from kvtier.control.state import TierSetup
+from kvtier.control.tiers.lower_tier import TierSpec
 from kvtier.types.jobs import DropReason, JobKind, SkipReason
 
 
-def following(setup: TierSetup) -> TierSetup:
+def following(setup: TierSpec) -> TierSpec:
     return replace(setup, policy=FollowingLRU)
 
 
@@ -51,7 +51,7 @@ def test_while_there_is_room_everything_is_stored() -> None:
 
 
 @pytest.mark.parametrize("below", [fs_setup(64), shared_setup()], ids=["owned", "shared"])
-def test_a_tier_below_that_takes_every_block_gets_it_through_a_row(below: TierSetup) -> None:
+def test_a_tier_below_that_takes_every_block_gets_it_through_a_row(below: TierSpec) -> None:
     world = World(following(cpu_setup(4)), [below])
     store(world, 1, 2, 3, 4)
     refuse(world, 5, position=0)

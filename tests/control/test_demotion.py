@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from support_control import World, below, cpu_setup, fs_setup, key, key_number, shared_setup
 
-from kvtier.control.plane import ControlLimits
-from kvtier.control.state import TierSetup
+from kvtier.control.plane.control_plane import ControlLimits
+from kvtier.control.tiers.lower_tier import TierSpec
 from kvtier.control.tiers.slot_table import FREE, QUARANTINED, READY
 from kvtier.types.jobs import CORRUPT, STORED, DropReason, JobKind, dropped, failed
 from kvtier.types.keys import Medium, RequestId
@@ -17,7 +17,7 @@ from kvtier.types.keys import Medium, RequestId
 STORE, LOAD = JobKind.STORE, JobKind.LOAD
 
 
-def second_fs(slots: int, **more: object) -> TierSetup:
+def second_fs(slots: int, **more: object) -> TierSpec:
     """An owned tier below the first one, under a name and a medium of its own."""
     return replace(fs_setup(slots, **more), name="fs2", medium=Medium("FS2"))
 

@@ -13,7 +13,7 @@ import pytest
 from support_control import ROW_BYTES, World, cpu_setup, fs_setup, key, shared_setup
 from support_paths import PROJECT, SUPPORT
 
-from kvtier.control.plane import ControlLimits
+from kvtier.control.plane.control_plane import ControlLimits
 from kvtier.types.jobs import GPUGroup, JobKind
 from kvtier.types.keys import RequestId
 

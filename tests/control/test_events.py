@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support_control import ROW_BYTES, World, below, cpu_setup, fs_setup, key, shared_setup
 
-from kvtier.control.plane import ControlLimits
+from kvtier.control.plane.control_plane import ControlLimits
 from kvtier.control.tiers.slot_table import READY
 from kvtier.tier.contract import Recovered
 from kvtier.types.arrays import int_array
@@ -39,10 +39,7 @@ class Listener:
 
     def check(self) -> None:
         board = self.world.plane.control
-        tiers = [
-            (board.cpu_setup, board.cpu),
-            *((low.setup, low.owned) for low in board.lowers if low.owned is not None),
-        ]
+        tiers = [(board.cpu_spec, board.cpu), *((low.spec, low.owned) for low in board.lowers if low.owned is not None)]
         for plan, tier in tiers:
             ready = {k for k, slot in tier.directory.items() if tier.table.state[slot] == READY}
             assert self.reachable.get(plan.medium, set()) == ready
@@ -196,7 +193,7 @@ def test_events_that_nobody_takes_are_bounded_and_counted(most):
     events = world.plane.take_events()
     assert len(events) == most
     if most:
-        assert events[-1] == OffloadingEvent((key(9),), world.plane.control.cpu_setup.medium, False, "cpu")
+        assert events[-1] == OffloadingEvent((key(9),), world.plane.control.cpu_spec.medium, False, "cpu")
         assert world.plane.events.lost == 19 - most
 
 

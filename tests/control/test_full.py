@@ -8,7 +8,7 @@ import pytest
 from support_control import ROW_BYTES, World, cpu_setup, fs_setup, key
 
 from kvtier.control.tiers.breaker import BreakerState
-from kvtier.control.tiers.disk_full import PAUSE_SECONDS
+from kvtier.control.tiers.placement import PAUSE_SECONDS
 from kvtier.types.jobs import STORED, DropReason, JobKind, dropped
 
 STORE, LOAD = JobKind.STORE, JobKind.LOAD

@@ -10,8 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support_control import ROW_BYTES, World, cpu_setup, fs_setup, key, shared_setup
 
-from kvtier.control.plane import ControlLimits
-from kvtier.control.state import Emission, TierSetup
+from kvtier.control.jobs import TierJob
+from kvtier.control.plane.control_plane import ControlLimits
+from kvtier.control.tiers.lower_tier import TierSpec
 from kvtier.control.tiers.slot_table import FILLING, QUARANTINED, READY
 from kvtier.types.hints import Demote, KVHint, Pin, Prefetch, Release, Retain
 from kvtier.types.jobs import (
@@ -37,7 +38,7 @@ FAULTS = {
 }
 
 
-def lower_tiers(rng: random.Random) -> list[TierSetup]:
+def lower_tiers(rng: random.Random) -> list[TierSpec]:
     """None to three tiers of any kind, each with bounds of its own; only the first may be `on_evict`."""
     plans = []
     for number in range(rng.randrange(4)):
@@ -58,7 +59,7 @@ def lower_tiers(rng: random.Random) -> list[TierSetup]:
     return plans
 
 
-def limited(setup: TierSetup, rng: random.Random) -> TierSetup:
+def limited(setup: TierSpec, rng: random.Random) -> TierSpec:
     """This tier with a write budget, of a few rows an hour or of more than is ever written."""
     return replace(
         setup, admit="predicted", block_bytes=ROW_BYTES, write_bytes_per_day=rng.choice([1 << 19, 1 << 22, 1 << 40])
@@ -93,7 +94,7 @@ class Engine:
             return [key((start + i) % self.keys, rng.randrange(2)) for i in range(rng.randint(1, 10))]
         return [key(start + i, 0) for i in range(rng.randint(1, 14))]
 
-    def faults(self, emission: Emission) -> list[BlockOutcome]:
+    def faults(self, emission: TierJob) -> list[BlockOutcome]:
         """An outcome for each block; no backend says LOADED of what it has not."""
         blocks = [k for group in emission.job.groups for k in group.keys]
         lost = emission.job.kind is LOAD and emission.position in self.world.shared
@@ -195,11 +196,11 @@ class LimitedEngine(Engine):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         rng, control = random.Random(seed + 1), self.world.plane.control
-        lowers = [limited(lower.setup, rng) for lower in control.lowers] or [
+        lowers = [limited(lower.spec, rng) for lower in control.lowers] or [
             limited(fs_setup(16, 4, (ROW_BYTES, ROW_BYTES)), rng)
         ]
         lowers[0] = replace(lowers[0], write_policy="on_evict")
-        cpu = replace(control.cpu_setup, opened=cpu_setup(control.num_rows, groups=2).opened)
+        cpu = replace(control.cpu_spec, opened=cpu_setup(control.num_rows, groups=2).opened)
         self.world = World(cpu, lowers, rng.choice([1, 3]), ControlLimits(watermark_rows=rng.randrange(4)))
         self.announced = True
         self.world.submit(STORE, self.blocks())

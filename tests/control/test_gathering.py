@@ -6,7 +6,7 @@ import pytest
 from support_control import World, cpu_setup, fs_setup, key
 
 from kvtier.control.flow.demotions import GATHER_BLOCKS
-from kvtier.control.plane import ControlLimits
+from kvtier.control.plane.control_plane import ControlLimits
 from kvtier.control.tiers.breaker import BreakerState
 from kvtier.types.jobs import JobKind, failed
 from kvtier.types.keys import RequestId

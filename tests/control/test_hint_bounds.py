@@ -12,7 +12,7 @@ from support_control import ROW_BYTES, World, cpu_setup, fs_setup, key
 from support_control import below as below_rows
 
 from kvtier.control.hints.following import BLOCKS_AT_ONCE, BLOCKS_MAX
-from kvtier.control.state import TierSetup
+from kvtier.control.tiers.lower_tier import TierSpec
 from kvtier.types.hints import Demote, HintRefusal, HintResult, Pin, Prefetch, Release, Retain
 from kvtier.types.jobs import JobKind
 from kvtier.types.keys import OffloadKey
@@ -22,7 +22,7 @@ def keys(*numbers: int) -> list[OffloadKey]:
     return [key(number) for number in numbers]
 
 
-def allowed(setup: TierSetup, blocks: int) -> TierSetup:
+def allowed(setup: TierSpec, blocks: int) -> TierSpec:
     """A tier that may retain so many blocks."""
     return replace(setup, retained_bytes_max=blocks * ROW_BYTES)
 

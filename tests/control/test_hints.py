@@ -8,8 +8,8 @@ import pytest
 from support_control import ROW_BYTES, World, cpu_setup, fs_setup, key, shared_setup
 
 from kvtier.control.hints import prefetches, retention
-from kvtier.control.plane import ControlLimits
-from kvtier.control.state import TierSetup
+from kvtier.control.plane.control_plane import ControlLimits
+from kvtier.control.tiers.lower_tier import TierSpec
 from kvtier.errors import UsageError
 from kvtier.types.hints import Demote, HintRefusal, HintResult, KVHint, Pin, Prefetch, Release, Retain
 from kvtier.types.jobs import CORRUPT, JobKind
@@ -22,7 +22,7 @@ def keys(*numbers: int) -> list[OffloadKey]:
     return [key(number) for number in numbers]
 
 
-def allowed(setup: TierSetup, blocks: int) -> TierSetup:
+def allowed(setup: TierSpec, blocks: int) -> TierSpec:
     """A tier that may retain so many blocks."""
     return replace(setup, retained_bytes_max=blocks * ROW_BYTES)
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from support_control import World, below, cpu_setup, fs_setup, key, key_number, shared_setup
 
-from kvtier.control.deliveries import JoiningTiers
+from kvtier.control.plane.deliveries import JoiningTiers
 from kvtier.control.reservations import KeyState
-from kvtier.control.state import TierSetup, lower_tiers
+from kvtier.control.tiers.lower_tier import TierSpec, lower_tiers
 from kvtier.tier.contract import LookupResult, Opened, Recovered
 from kvtier.types.jobs import DropReason, JobKind, RegionFormat
 from kvtier.types.keys import RequestId
@@ -19,7 +19,7 @@ LOAD, STORE = JobKind.LOAD, JobKind.STORE
 MISS, PENDING = LookupResult.MISS, LookupResult.HIT_PENDING
 
 
-def with_keys(setup: TierSetup, count: int, epoch: int = 0) -> TierSetup:
+def with_keys(setup: TierSpec, count: int, epoch: int = 0) -> TierSpec:
     """An owned tier that recovered keys 1 .. count."""
     slots = np.arange(count, dtype=np.int64)
     space = setup.opened.space
@@ -28,14 +28,14 @@ def with_keys(setup: TierSetup, count: int, epoch: int = 0) -> TierSetup:
     return replace(setup, opened=replace(setup.opened, recovered=found, epoch=epoch))
 
 
-def held_back(rows: int, *setups: TierSetup) -> World:
+def held_back(rows: int, *setups: TierSpec) -> World:
     """Of tiers that are held back nothing is known yet."""
     world = World(cpu_setup(rows), [replace(setup, held_back=True, opened=Opened(0)) for setup in setups])
     world.shared = {i for i, setup in enumerate(setups, start=1) if setup.opened.space is None}
     return world
 
 
-def join(world: World, *setups: TierSetup, epoch: int = 0, resets: int = 0) -> None:
+def join(world: World, *setups: TierSpec, epoch: int = 0, resets: int = 0) -> None:
     lowers = lower_tiers(setups, world.plane.control.num_rows, epoch)
     for lower, setup in zip(lowers, setups, strict=True):
         for name, slot in zip(setup.opened.recovered.keys, setup.opened.recovered.slots.tolist(), strict=True):

@@ -8,8 +8,8 @@ import pytest
 from support_control import World, cpu_setup, fs_setup, key, shared_setup
 
 from kvtier.control.flow.load_or_compute import PROBE_BLOCKS, PROBE_SECONDS, PROBE_SHARE, PROMPTS
-from kvtier.control.plane import ControlLimits
-from kvtier.control.state import TierSetup
+from kvtier.control.plane.control_plane import ControlLimits
+from kvtier.control.tiers.lower_tier import TierSpec
 from kvtier.types.jobs import JobKind
 from kvtier.types.keys import OffloadKey
 
@@ -20,7 +20,7 @@ def keys(*numbers: int) -> list[OffloadKey]:
     return [key(number) for number in numbers]
 
 
-def world_with(*lowers: TierSetup, block_seconds: float = BLOCK_SECONDS) -> World:
+def world_with(*lowers: TierSpec, block_seconds: float = BLOCK_SECONDS) -> World:
     """Blocks 1 to 48 are below, and 101 to 164 in the rows."""
     world = World(cpu_setup(64), list(lowers), 1, ControlLimits(block_seconds=block_seconds))
     for numbers in (range(1, 49), range(101, 165)):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support_control import ROW_BYTES, World, cpu_setup, fs_setup, key, shared_setup
 
-from kvtier.control.plane import ControlLimits
+from kvtier.control.plane.control_plane import ControlLimits
 from kvtier.types.hints import Demote, Pin, Prefetch, Release, Retain
 from kvtier.types.jobs import JobKind
 from kvtier.types.keys import GroupIndex, RequestId

@@ -10,9 +10,9 @@ import pytest
 from support_control import ROW_BYTES, World, cpu_setup, fs_setup, key, shared_setup
 from support_following import FollowingLRU, Notes
 
-from kvtier.control.plane import ControlPlane
+from kvtier.control.plane.control_plane import ControlPlane
 from kvtier.control.request_uses import OPEN_MAX
-from kvtier.control.state import TierSetup
+from kvtier.control.tiers.lower_tier import TierSpec
 from kvtier.errors import UsageError
 from kvtier.tier.contract import Recovered
 from kvtier.types.jobs import JobKind, RegionFormat
@@ -22,11 +22,11 @@ from kvtier.types.requests import NO_INFO, RequestInfo
 R1, R2 = RequestId("1"), RequestId("2")
 
 
-def following(setup: TierSetup) -> TierSetup:
-    return TierSetup(setup.name, setup.medium, setup.opened, FollowingLRU)
+def following(setup: TierSpec) -> TierSpec:
+    return TierSpec(setup.name, setup.medium, setup.opened, FollowingLRU)
 
 
-def world(rows: int = 8, lowers: list[TierSetup] | None = None, groups: int = 1) -> World:
+def world(rows: int = 8, lowers: list[TierSpec] | None = None, groups: int = 1) -> World:
     return World(following(cpu_setup(rows, groups=groups)), lowers or [])
 
 
@@ -200,7 +200,7 @@ def test_what_a_tier_was_opened_with_is_told_apart() -> None:
     opened = fs_setup(8, 1).opened
     formats = (RegionFormat(0, ROW_BYTES, 1),)
     recovered = Recovered([key(n) for n in range(3)], slots, slots + 1, formats)
-    below = TierSetup("fs", FS, replace(opened, recovered=recovered), FollowingLRU)
+    below = TierSpec("fs", FS, replace(opened, recovered=recovered), FollowingLRU)
     it = world(lowers=[below])
     assert policy(it, 1).recovered == [2, 0, 1]
     assert model(it).calls == []

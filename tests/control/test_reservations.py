@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support_control import World, cpu_setup, fs_setup, key
 
-from kvtier.control.plane import ControlLimits
+from kvtier.control.plane.control_plane import ControlLimits
 from kvtier.types.jobs import JobKind
 from kvtier.types.keys import RequestId
 

@@ -6,7 +6,7 @@ import pytest
 from support_control import World, cpu_setup, fs_setup, key, shared_setup
 
 from kvtier.control.tiers.breaker import BreakerState
-from kvtier.control.tiers.disk_full import PAUSE_SECONDS
+from kvtier.control.tiers.placement import PAUSE_SECONDS
 from kvtier.control.tiers.shared_tier import SharedTier
 from kvtier.tier.contract import LookupResult
 from kvtier.types.jobs import PRESENT, DropReason, JobKind, dropped

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support_control import World, cpu_setup, fs_setup, key, key_number
 
-from kvtier.control.plane import ControlLimits
+from kvtier.control.plane.control_plane import ControlLimits
 from kvtier.control.tiers.slot_table import FREE, QUARANTINED, READY
 from kvtier.errors import IntegrityError, UsageError
 from kvtier.policy import LRU

@@ -12,7 +12,7 @@ import pytest
 from support_control import cpu_setup
 from support_paths import TRACES
 
-from kvtier.control.plane import ControlLimits, ControlPlane
+from kvtier.control.plane.control_plane import ControlLimits, ControlPlane
 from kvtier.tier.contract import LookupResult
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import LOADED, STORED, GPUGroup, JobKind, JobResult, TransferJob
@@ -75,7 +75,7 @@ def hits(requests: list[list[OffloadKey]], policy: str, rows: int, loads: bool =
     count = sum(driver.serve(keys, loads) for keys in requests)
     assert (len(requests), sum(map(len, requests))) == (12_031, REFERENCES)
     driver.plane.check_integrity()
-    assert driver.plane.control.cpu.used_bytes == driver.plane.control.cpu_setup.opened.capacity_bytes
+    assert driver.plane.control.cpu.used_bytes == driver.plane.control.cpu_spec.opened.capacity_bytes
     return count
 
 

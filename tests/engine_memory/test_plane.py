@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvtier.control.state import LowerTier, TierSetup
+from kvtier.control.tiers.lower_tier import LowerTier, TierSpec
 from kvtier.engines.engine_memory.plane import EngineMemoryPlane, PlaneLimits
 from kvtier.engines.engine_memory.staging import CopyPermits
 from kvtier.engines.engine_memory.transfers import EngineTransfer
@@ -95,7 +95,7 @@ class World:
         space = SlotSpace(8 * SLOT, (2, 1), (SLOT, SLOT))
         policy = policy or self.rng.choice(["lru", "arc"])
         opened = Opened(24 * SLOT, None if shared else space, ages=BlockAges(self.wall_ns, max_age))
-        plan = TierSetup("fs", FS, opened, policy, timeout_seconds=5.0, by_root=False)
+        plan = TierSpec("fs", FS, opened, policy, timeout_seconds=5.0, by_root=False)
         self.lower = LowerTier(1, plan, rows_max=6)
         self.permits: CopyPermits = {}
         self.plane = EngineMemoryPlane(self.lower, self.permits, limits)

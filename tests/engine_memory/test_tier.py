@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier.control.deliveries import PresenceQuery
+from kvtier.control.plane.deliveries import PresenceQuery
 from kvtier.engines.engine_memory import tier as module
 from kvtier.engines.engine_memory.memory import PagedMemory
 from kvtier.engines.engine_memory.options import EngineMemoryOptions
@@ -209,7 +209,7 @@ def test_how_long_is_believed_what_a_shared_tier_holds_stands_in_its_options(mon
     options = SharedOptions(type="memory", name="below", hit_hint_seconds=7.0, miss_hint_seconds=3.0)
     tier = EngineMemoryTier(options, NAMESPACE, memory, "below", logging.getLogger("test"))
     try:
-        setup = tier.plane.lower.setup
+        setup = tier.plane.lower.spec
         assert (setup.hit_hint_seconds, setup.miss_hint_seconds) == (7.0, 3.0)
     finally:
         tier.close()

@@ -15,7 +15,7 @@ from support_stack import PLAIN, Engine, keys, whole
 from support_stack_tiers import LOAD
 
 from kvtier.aio.loop_thread import LoopThread
-from kvtier.control.plane import ControlPlane
+from kvtier.control.plane.control_plane import ControlPlane
 from kvtier.stack import EngineStack
 from tests.stack.test_engine import engine_stack, run
 from tests.stack.test_engine import store as store_blocks

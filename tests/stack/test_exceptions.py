@@ -13,7 +13,7 @@ from support_stack import PLAIN, Engine, keys, opened, parts_of, stack_file, sta
 from support_stack_tiers import LOAD, STORE, backends
 
 from kvtier.control.failed_plane import FailedPlane
-from kvtier.control.plane import ControlPlane
+from kvtier.control.plane.control_plane import ControlPlane
 from kvtier.errors import IntegrityError
 from kvtier.stack import EngineStack, TierStack
 from kvtier.stack.dispatcher import Dispatcher, Traffic

@@ -33,7 +33,7 @@ from support_stack import (
 from support_stack_tiers import LOAD, STORE, backends
 
 from faults.machine.belongings import belongings, new_since
-from kvtier.control.plane import ControlPlane
+from kvtier.control.plane.control_plane import ControlPlane
 from kvtier.errors import (
     ConfigError,
     GeometryError,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvtier.control.tiers.counters import TierCounters
+from kvtier.control.tiers.lower_tier import TierCounters
 from kvtier.stack.watching.stats import tier_stats
 from kvtier.tier.contract import Opened
 from kvtier.types.jobs import DropReason, SkipReason

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvtier.control.deliveries import PresenceQuery
-from kvtier.control.plane import ControlLimits, ControlPlane
-from kvtier.control.state import Emission, TierSetup
+from kvtier.control.jobs import TierJob
+from kvtier.control.plane.control_plane import ControlLimits, ControlPlane
+from kvtier.control.plane.deliveries import PresenceQuery
+from kvtier.control.tiers.lower_tier import TierSpec
 from kvtier.tier.contract import LookupResult, Opened, SlotSpace
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import (
@@ -38,24 +39,24 @@ def key_number(k: OffloadKey) -> int:
     return int.from_bytes(k[:16], "big")
 
 
-def cpu_setup(rows: int, policy: str = "lru", groups: int = 1) -> TierSetup:
+def cpu_setup(rows: int, policy: str = "lru", groups: int = 1) -> TierSpec:
     space = SlotSpace(rows * ROW_BYTES, (1,), (ROW_BYTES,) * groups)
-    return TierSetup("cpu", CPU, Opened(rows * ROW_BYTES, space), policy)
+    return TierSpec("cpu", CPU, Opened(rows * ROW_BYTES, space), policy)
 
 
 def fs_setup(
     slots: int = 64, regions: int = 4, sizes: tuple[int, ...] = (ROW_BYTES,), roots: int = 1, **more: object
-) -> TierSetup:
+) -> TierSpec:
     per_region = slots // regions
     space = SlotSpace(per_region * max(sizes), (regions // roots,) * roots, sizes)
-    return TierSetup("fs", FS, Opened(slots * max(sizes), space), **more)  # type: ignore[arg-type]
+    return TierSpec("fs", FS, Opened(slots * max(sizes), space), **more)  # type: ignore[arg-type]
 
 
-def shared_setup(hint_seconds: float | None = None, **more: object) -> TierSetup:
+def shared_setup(hint_seconds: float | None = None, **more: object) -> TierSpec:
     """A shared tier; `hint_seconds` is for hits and misses alike."""
     if hint_seconds is not None:
         more |= {"hit_hint_seconds": hint_seconds, "miss_hint_seconds": hint_seconds}
-    return TierSetup("shared", Medium("SHARED"), Opened(1 << 30, None), **more)  # type: ignore[arg-type]
+    return TierSpec("shared", Medium("SHARED"), Opened(1 << 30, None), **more)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -84,7 +85,7 @@ class World:
     """Drives one control plane. `bytes_at[(place, id)]` is what a place holds."""
 
     def __init__(
-        self, cpu: TierSetup, lowers: list[TierSetup], factor: int = 1, limits: ControlLimits | None = None
+        self, cpu: TierSpec, lowers: list[TierSpec], factor: int = 1, limits: ControlLimits | None = None
     ) -> None:
         self.plane = ControlPlane(cpu, lowers, factor, limits)
         self.factor = factor
@@ -92,8 +93,8 @@ class World:
         self.shared = {i for i, plan in enumerate(lowers, start=1) if plan.opened.space is None}
         self.bytes_at: dict[tuple[str, int], tuple[OffloadKey, int]] = {}
         self.remote: dict[OffloadKey, tuple[OffloadKey, int]] = {}
-        self.running: dict[JobId, Emission] = {}
-        self.late: dict[JobId, Emission] = {}
+        self.running: dict[JobId, TierJob] = {}
+        self.late: dict[JobId, TierJob] = {}
         self.watch = Watch()
         self.results: dict[JobId, JobResult] = {}
         self.jobs: dict[JobId, TransferJob] = {}
@@ -145,7 +146,7 @@ class World:
 
     # -- the data plane's side
 
-    def _places(self, emission: Emission) -> list[tuple[tuple[str, int], tuple[str, int] | None, OffloadKey]]:
+    def _places(self, emission: TierJob) -> list[tuple[tuple[str, int], tuple[str, int] | None, OffloadKey]]:
         """(source, target, key) of each block (each GPU page for the CPU tier); target None: the remote store."""
         name = self.names[emission.position]
         load = emission.job.kind is JobKind.LOAD
@@ -198,7 +199,7 @@ class World:
                     if held != (group.keys[block], self.plane.control.epoch):
                         self.wrong.append(f"{group.keys[block].hex()} loaded as {held}")
 
-    def _move(self, emission: Emission) -> None:
+    def _move(self, emission: TierJob) -> None:
         for source, target, k in self._places(emission):
             token = self.remote.get(k) if source[0] == "remote" else self.bytes_at.get(source)
             if target is not None and target[0] == "remote":
@@ -305,7 +306,7 @@ class World:
         self.plane.check_integrity()
 
 
-def below(count: int, rows: int = 8, slots: int = 64, others: list[TierSetup] | None = None, **more: object) -> World:
+def below(count: int, rows: int = 8, slots: int = 64, others: list[TierSpec] | None = None, **more: object) -> World:
     """A world with keys 1 .. count in its first lower tier and other keys, from 1000 on, in all rows of the CPU tier.
 
     `more` are options of the first lower tier; `others` are tiers below it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.control import lookups
+from kvtier.control.plane import lookups
 from kvtier.engines.engine_memory import blocking, notifying, tier
 from kvtier.stack import core, engine_stack, job_checks, request_calls, tier_stack
 from kvtier.types import checks

@@ -11,7 +11,7 @@ import torch
 from support_control import ROW_BYTES, World, cpu_setup, fs_setup, key, shared_setup
 
 from kvtier.config import open_engine_stack, parse_stack
-from kvtier.control.plane import ControlLimits, ControlPlane
+from kvtier.control.plane.control_plane import ControlLimits, ControlPlane
 from kvtier.control.tiers.size_curve import BLOCKS_MAX, INTERVAL_LEAST, SIZES, SizeCurve, interval_of
 from kvtier.metrics import metric_families
 from kvtier.tier.contract import SlotSpace

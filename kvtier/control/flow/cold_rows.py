@@ -11,7 +11,8 @@ from collections.abc import Collection, Sequence
 
 from kvtier.control.flow.dirty_rows import DirtyRows
 from kvtier.control.flow.refused_rows import RefusedRows
-from kvtier.control.state import ControlState, LowerTier
+from kvtier.control.state import ControlState
+from kvtier.control.tiers.lower_tier import LowerTier
 from kvtier.policy.admission import LateAdmission
 from kvtier.types.jobs import SkipReason
 from kvtier.types.keys import OffloadKey

@@ -18,8 +18,10 @@ from kvtier.control.flow.cold_rows import ColdRows
 from kvtier.control.flow.dirty_rows import ALL_TIERS, DirtyRows
 from kvtier.control.flow.lower_transfer import LowerTransfer, pick
 from kvtier.control.flow.refused_rows import RefusedRows
-from kvtier.control.state import CPU_TIER, ControlState, LowerTier
+from kvtier.control.jobs import CPU_TIER
+from kvtier.control.state import ControlState
 from kvtier.control.tiers.breaker import BreakerState
+from kvtier.control.tiers.lower_tier import LowerTier
 from kvtier.types.jobs import DropReason, JobKind, JobResult, SkipReason
 from kvtier.types.keys import OffloadKey
 
@@ -242,7 +244,7 @@ class Demotions:
 
     def _room(self, lower: LowerTier) -> int:
         """How many more blocks may be in flight to this tier: within its share of the rows and its own limit."""
-        room = min(lower.rows_max - lower.rows_in_flight, lower.setup.inflight_blocks - lower.stores_in_flight)
+        room = min(lower.rows_max - lower.rows_in_flight, lower.spec.inflight_blocks - lower.stores_in_flight)
         return min(room, lower.roots.room) if lower.roots.several else room
 
     def _give_up(self, lower: LowerTier, reason: DropReason) -> None:
@@ -344,7 +346,7 @@ class Demotions:
         if lower.admission is not None:
             lower.admission.sent(job.keys)
         job.begin()
-        deadline = now + lower.setup.timeout_seconds
+        deadline = now + lower.spec.timeout_seconds
         self.control.emit(lower.position, JobKind.STORE, job.groups, deadline, job, job.formats)
 
     def disk_full(self, job: DemotionJob, blocks: Sequence[int], now: float) -> set[int]:

@@ -15,7 +15,7 @@ from kvtier.types.jobs import CANCELLED, LOADED, BlockOutcome, GPUGroup, JobResu
 from kvtier.types.keys import OffloadKey
 
 
-class StackRequest:
+class EngineJob:
     """One job of an engine: a flat list of blocks over its groups, an outcome for each, what is left to do.
 
     `todo` holds the flat indices not started yet, in prefix order, `in_copy` those whose copy is in flight. A request

@@ -6,8 +6,9 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from kvtier.control.flow.promotions import Promotions, Want
-from kvtier.control.state import FillWaiter, LowerTier
+from kvtier.control.flow.promotions import PromotionRequest, Promotions
+from kvtier.control.state import FillWaiter
+from kvtier.control.tiers.lower_tier import LowerTier
 from kvtier.control.tiers.slot_table import READY
 from kvtier.tier.contract import LookupResult
 from kvtier.types.keys import OffloadKey, key_group
@@ -77,10 +78,12 @@ class LoadOrCompute:
         if lower.rows_in_flight or now < self._probed_at.get(lower.position, -math.inf) + PROBE_SECONDS:
             return
         self._probed_at[lower.position] = now
-        rooms = self._promotions.rooms(now)
+        quota = self._promotions.quota(now)
         count = max(1, min(PROBE_BLOCKS, int(PROBE_SHARE * PROBE_SECONDS / lower.speed.seconds(1))))
-        distinct = [key for key in list(dict.fromkeys(keys))[:count] if rooms.take(lower, key)]
-        self._promotions.start([Want(key, lower, _NO_WAITER, index) for index, key in enumerate(distinct)], now)
+        distinct = [key for key in list(dict.fromkeys(keys))[:count] if quota.take(lower, key)]
+        self._promotions.start(
+            [PromotionRequest(key, lower, _NO_WAITER, index) for index, key in enumerate(distinct)], now
+        )
 
 
 def answers(results: Sequence[LookupResult], end: int) -> list[LookupResult]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
-from kvtier.control.flow.engine_job import StackRequest
+from kvtier.control.flow.engine_job import EngineJob
 from kvtier.control.flow.promotions import Promotions
 from kvtier.control.flow.row_request import RowRequest
-from kvtier.control.state import CPU_TIER, InFlight
+from kvtier.control.jobs import CPU_TIER, JobOwner
 from kvtier.control.tiers.slot_table import READY
 from kvtier.types.jobs import (
     CANCELLED,
@@ -29,7 +29,7 @@ from kvtier.types.jobs import (
 from kvtier.types.keys import OffloadKey
 
 
-class LoadRequest(StackRequest, RowRequest):
+class LoadRequest(EngineJob, RowRequest):
     """One load: which blocks are being promoted, copied, and which tiers were tried in vain.
 
     `brought` has the position of the lower tier that brought a block up for this request, be it before the load, for
@@ -37,7 +37,7 @@ class LoadRequest(StackRequest, RowRequest):
     """
 
     def __init__(self, promotions: Promotions, job: TransferJob, now: float, age: int) -> None:
-        StackRequest.__init__(self, promotions.control, job, now, age)
+        EngineJob.__init__(self, promotions.control, job, now, age)
         RowRequest.__init__(self, promotions, age)
         self.resets = self.control.resets
         self.filling = 0
@@ -119,11 +119,11 @@ class LoadRequest(StackRequest, RowRequest):
     def advance(self, now: float) -> int:
         control, promotions = self.control, self.promotions
         window = max(1, control.num_rows // 2)
-        rooms = promotions.rooms(now)
-        while self.todo and self.promote(min(control.cpu.available, window - self.moving), rooms, now):
+        quota = promotions.quota(now)
+        while self.todo and self.promote(min(control.cpu.available, window - self.moving), quota, now):
             pass
         self.copy_arrived(now)
-        if control.cpu.available or not rooms:
+        if control.cpu.available or not quota:
             return 0
         return max(0, min(len(self.todo), window - self.moving))
 
@@ -175,7 +175,7 @@ class LoadRequest(StackRequest, RowRequest):
         self.control.emit(CPU_TIER, JobKind.LOAD, groups, None, CopyJob(self, indices, rows, groups))
 
 
-class CopyJob(InFlight):
+class CopyJob(JobOwner):
     """Rows to GPU blocks for one load. It has no deadline: GPU blocks belong to it until the copy has ended."""
 
     def __init__(

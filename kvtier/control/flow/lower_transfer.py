@@ -6,15 +6,19 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import TypeVar
 
-from kvtier.control.state import REFUSED, InFlight, LowerTier
+from kvtier.control.jobs import JobOwner
 from kvtier.control.tiers.breaker import Breaker, BreakerState
+from kvtier.control.tiers.lower_tier import LowerTier
 from kvtier.types.jobs import STORED, BlockOutcome, BlockStatus, JobKind, JobResult, RegionFormat, RowGroup, SkipReason
 from kvtier.types.keys import OffloadKey, by_group
 
 T = TypeVar("T")
 
+REFUSED = (BlockStatus.CORRUPT, BlockStatus.FAILED, BlockStatus.MISSING)
+"""Outcomes of a load of an entry that is not to be tried again."""
 
-class LowerTransfer(InFlight):
+
+class LowerTransfer(JobOwner):
     """Blocks between rows and a lower tier, in the order in which they age; the tier's job has them group by group.
 
     It holds its rows from `begin` to its end. `slots` are those of an owned tier and all lie in `root`; a load pins

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from kvtier.control.flow.demotions import JOB_BLOCKS, Demotions
 from kvtier.control.flow.lower_transfer import LowerTransfer
-from kvtier.control.state import ControlState, FillWaiter, LowerTier
+from kvtier.control.state import ControlState, FillWaiter
 from kvtier.control.tiers.breaker import BreakerState
+from kvtier.control.tiers.lower_tier import LowerTier
 from kvtier.control.tiers.slot_table import READY
 from kvtier.types.jobs import JobKind, JobResult
 from kvtier.types.keys import OffloadKey
@@ -15,7 +16,7 @@ from kvtier.types.values import job_value
 
 
 @job_value
-class Want:
+class PromotionRequest:
     """A request wants this key in a row. The lower tier has it."""
 
     key: OffloadKey
@@ -24,7 +25,7 @@ class Want:
     index: int
 
 
-class Rooms:
+class PromotionQuota:
     """How many blocks each lower tier may be asked for now, and each of its roots where it has several.
 
     `waits`: some block found no room in its root although its tier has some.
@@ -74,7 +75,7 @@ class Promotions:
                 return lower
         return None
 
-    def rooms(self, now: float, most: int | None = None) -> Rooms:
+    def quota(self, now: float, most: int | None = None) -> PromotionQuota:
         """How many blocks each lower tier may be asked for now, and no more than `most` of each if that is given; one
         job's worth from a tier that is being probed."""
         rooms = []
@@ -82,43 +83,45 @@ class Promotions:
             probing = lower.load_breaker.allows(now) and lower.load_breaker.state is BreakerState.HALF_OPEN
             room = lower.rows_max - lower.rows_in_flight
             room = room if most is None else min(room, most)
-            rooms.append(min(room, JOB_BLOCKS, lower.setup.inflight_blocks) if probing else room)
-        return Rooms(rooms, [lower.roots.rooms() if lower.roots.several else None for lower in self.control.lowers])
+            rooms.append(min(room, JOB_BLOCKS, lower.spec.inflight_blocks) if probing else room)
+        return PromotionQuota(
+            rooms, [lower.roots.rooms() if lower.roots.several else None for lower in self.control.lowers]
+        )
 
-    def start(self, wants: Sequence[Want], now: float) -> int:
-        """Reserve rows for the front of `wants` (distinct keys, none in the CPU tier) and emit the jobs.
+    def start(self, requests: Sequence[PromotionRequest], now: float) -> int:
+        """Reserve rows for the front of `requests` (distinct keys, none in the CPU tier) and emit the jobs.
 
-        The wants are within `rooms`. Returns how many were started; the rest found no row.
+        They are within the quota. Returns how many were started; the rest found no row.
         """
-        keys = [want.key for want in wants]
+        keys = [request.key for request in requests]
         rows = self.control.cpu.reserve(keys)
         if self.control.awaited.ages:
             self.control.awaited.on_change(keys[: len(rows)])
         by_tier: dict[int, list[int]] = {}
         for i in range(len(rows)):
-            by_tier.setdefault(wants[i].lower.position, []).append(i)
-            self.control.wait_for_fill(rows[i], wants[i].waiter, wants[i].index)
+            by_tier.setdefault(requests[i].lower.position, []).append(i)
+            self.control.wait_for_fill(rows[i], requests[i].waiter, requests[i].index)
         for position, members in by_tier.items():
             lower = self.control.lowers[position - 1]
-            size = min(JOB_BLOCKS, lower.setup.inflight_blocks)
-            for part in self._by_root(lower, wants, members):
+            size = min(JOB_BLOCKS, lower.spec.inflight_blocks)
+            for part in self._by_root(lower, requests, members):
                 for start in range(0, len(part), size):
                     some = part[start : start + size]
-                    self._send(lower, [wants[i] for i in some], [rows[i] for i in some], now)
+                    self._send(lower, [requests[i] for i in some], [rows[i] for i in some], now)
         return len(rows)
 
     @staticmethod
-    def _by_root(lower: LowerTier, wants: Sequence[Want], members: list[int]) -> list[list[int]]:
+    def _by_root(lower: LowerTier, requests: Sequence[PromotionRequest], members: list[int]) -> list[list[int]]:
         if not lower.roots.several:
             return [members]
-        parts = lower.roots.split(lower.index.slots([wants[i].key for i in members]))
+        parts = lower.roots.split(lower.index.slots([requests[i].key for i in members]))
         return [[members[i] for i in part] for part in parts]
 
-    def _send(self, lower: LowerTier, wants: Sequence[Want], rows: Sequence[int], now: float) -> None:
-        keys = [want.key for want in wants]
+    def _send(self, lower: LowerTier, requests: Sequence[PromotionRequest], rows: Sequence[int], now: float) -> None:
+        keys = [request.key for request in requests]
         job = PromotionJob(self, lower, keys, rows, lower.index.slots(keys), now)
         job.begin()
-        self.control.emit(lower.position, JobKind.LOAD, job.groups, now + lower.setup.timeout_seconds, job)
+        self.control.emit(lower.position, JobKind.LOAD, job.groups, now + lower.spec.timeout_seconds, job)
 
 
 class PromotionJob(LowerTransfer):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from kvtier.control.flow.dirty_rows import DirtyRows
-from kvtier.control.state import ControlState, LowerTier
+from kvtier.control.state import ControlState
+from kvtier.control.tiers.lower_tier import LowerTier
 from kvtier.control.tiers.owned_tier import OwnedTier
 from kvtier.types.jobs import SkipReason
 from kvtier.types.keys import OffloadKey

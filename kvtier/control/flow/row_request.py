@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import deque
 
-from kvtier.control.flow.promotions import Promotions, Rooms, Want
+from kvtier.control.flow.promotions import PromotionQuota, PromotionRequest, Promotions
 from kvtier.control.state import FillWaiter
 from kvtier.control.tiers.slot_table import READY
 from kvtier.types.keys import OffloadKey
@@ -51,19 +51,19 @@ class RowRequest(FillWaiter):
         """The tier at `position` could not load this key: it is not tried again for it."""
         self.tried[index] = self.tried.get(index, 0) | self.promotions.control.lowers[position - 1].bit
 
-    def promote(self, room: int, rooms: Rooms | None, now: float) -> int:
+    def promote(self, room: int, quota: PromotionQuota | None, now: float) -> int:
         """Hold the keys that are in rows, wait for those on their way, promote up to `room` others; returns how many.
 
-        `rooms` says how many each lower tier may be asked for, and is used up. Without it, only rows are looked at.
+        `quota` says how many each lower tier may be asked for, and is used up. Without it, only rows are looked at.
         """
-        wants = self._collect(room, rooms, now)
-        started = self.promotions.start(wants, now) if wants else 0
-        for want in wants[:started]:
-            self._wait(want.index)
-        self.todo.extendleft(want.index for want in reversed(wants[started:]))
+        requests = self._collect(room, quota, now)
+        started = self.promotions.start(requests, now) if requests else 0
+        for request in requests[:started]:
+            self._wait(request.index)
+        self.todo.extendleft(request.index for request in reversed(requests[started:]))
         return started
 
-    def _collect(self, room: int, rooms: Rooms | None, now: float) -> list[Want]:
+    def _collect(self, room: int, quota: PromotionQuota | None, now: float) -> list[PromotionRequest]:
         """The keys to promote.
 
         The first walk goes over all keys, so that what is in rows already is pinned before anything is evicted for
@@ -71,18 +71,18 @@ class RowRequest(FillWaiter):
         """
         table, directory = self.promotions.control.cpu.table, self.promotions.control.cpu.directory
         ready: dict[int, int] = {}
-        wants: dict[OffloadKey, Want] = {}
+        requests: dict[OffloadKey, PromotionRequest] = {}
         skipped: list[int] = []
         while self.todo and not (self.walked and skipped):
             index = self.todo.popleft()
             key = self.keys[index]
             row = directory.get(key)
-            if row is None and rooms is not None and key not in wants:
+            if row is None and quota is not None and key not in requests:
                 lower = self.promotions.source(key, self.tried.get(index, 0), now)
                 if lower is None:
                     self._miss(index)
-                elif len(wants) < room and rooms.take(lower, key):
-                    wants[key] = Want(key, lower, self, index)
+                elif len(requests) < room and quota.take(lower, key):
+                    requests[key] = PromotionRequest(key, lower, self, index)
                 else:
                     skipped.append(index)
             elif row is None:
@@ -96,4 +96,4 @@ class RowRequest(FillWaiter):
         self._hold(ready)
         self.walked = True
         self.todo.extendleft(reversed(skipped))
-        return list(wants.values())
+        return list(requests.values())

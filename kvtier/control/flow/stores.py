@@ -8,10 +8,10 @@ from itertools import chain
 
 import numpy as np
 
-from kvtier.control.flow.bypassing import unwanted
 from kvtier.control.flow.demotions import Demotions
-from kvtier.control.flow.engine_job import StackRequest
-from kvtier.control.state import CPU_TIER, FillWaiter, InFlight
+from kvtier.control.flow.engine_job import EngineJob
+from kvtier.control.jobs import CPU_TIER, JobOwner
+from kvtier.control.state import ControlState, FillWaiter
 from kvtier.control.tiers.slot_table import READY
 from kvtier.types.jobs import LATE, PRESENT, STORED, BlockOutcome, DropReason, JobKind, JobResult, TransferJob, dropped
 from kvtier.types.keys import OffloadKey
@@ -19,7 +19,7 @@ from kvtier.types.keys import OffloadKey
 BYPASSED = dropped(DropReason.BYPASSED)
 
 
-class StoreRequest(StackRequest, FillWaiter):
+class StoreRequest(EngineJob, FillWaiter):
     """One store: which blocks wait for a row, are being copied, or wait for another store of the same key.
 
     A key that is filling is not stored again: a second store of it waits for that fill.
@@ -141,7 +141,7 @@ class StoreRequest(StackRequest, FillWaiter):
         control.emit(CPU_TIER, JobKind.STORE, transfers, self.job.deadline, FillJob(self, indices, rows))
 
 
-class FillJob(InFlight):
+class FillJob(JobOwner):
     """GPU blocks to filling rows for one store."""
 
     def __init__(self, request: StoreRequest, indices: Sequence[int], rows: list[int]) -> None:
@@ -201,3 +201,20 @@ class FillJob(InFlight):
 
     def ended(self, now: float) -> None:
         self.request.control.cpu.unpin(self.rows)
+
+
+def unwanted(control: ControlState, keys: Sequence[OffloadKey], now: float) -> set[OffloadKey]:
+    """Those of these distinct keys in prefix order, none in the CPU tier, that neither it nor a tier below would keep.
+
+    A lower tier that has a block already does not need it, and one without such a policy takes every block.
+    """
+    left = control.cpu.bypassed(keys)
+    if not left:
+        return set()
+    for lower in control.lowers:
+        if left and not lower.held_back:
+            needed = [key for key in left if lower.index.needs(key, now)]
+            bypassed = () if lower.owned is None else lower.owned.bypassed(needed)
+            taken = set(needed).difference(bypassed)
+            left = [key for key in left if key not in taken]
+    return set(left)

@@ -38,7 +38,7 @@ class PrefetchRequest(RowRequest):
         """A prefetch waits for rows that are free or cold, and makes nothing else wait."""
         room = self.owner.room(now)
         if room > 0:
-            self.promote(room, self.promotions.rooms(now, room), now)
+            self.promote(room, self.promotions.quota(now, room), now)
         return 0
 
     def filled(self, index: int, row: int | None, position: int, now: float) -> None:

@@ -8,12 +8,12 @@ regions and slots that have their room are used.
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from kvtier.control.tiers.disk_full import FullDisks
 from kvtier.control.tiers.other_namespaces import ForeignLayer, ForeignSlots, take_out
 from kvtier.control.tiers.slot_table import ABSENT, FILLING, FREE, QUARANTINED, READY, RETIRED, SlotTable
 from kvtier.errors import IntegrityError
@@ -21,6 +21,47 @@ from kvtier.tier.contract import ForeignBlocks, SlotSpace
 from kvtier.types.jobs import RegionFormat
 
 UNFORMATTED = -1
+PAUSE_SECONDS = 5.0
+
+
+class FullDisks:
+    """Free slots without room, by size and root, and the regions they lie in, with their roots.
+
+    `until[root]`: when a full disk is tried again, -inf if it is not full.
+    """
+
+    def __init__(self, num_sizes: int, num_roots: int) -> None:
+        self.slots = [[array("q") for _ in range(num_roots)] for _ in range(num_sizes)]
+        self.regions: dict[int, int] = {}
+        self.until = [-math.inf] * num_roots
+
+    @property
+    def any(self) -> bool:
+        """True while some root's disk is full."""
+        return max(self.until) > -math.inf
+
+    def is_full(self, root: int) -> bool:
+        return self.until[root] > -math.inf
+
+    def found(self, region: int, root: int, now: float) -> None:
+        """The disk of a root had no room just now for slots of a region."""
+        self.regions[region] = root
+        self.until[root] = now + PAUSE_SECONDS
+
+    def count(self, size: int) -> int:
+        """Slots of a size that are kept apart."""
+        return sum(map(len, self.slots[size]))
+
+    def take_due(self, now: float) -> Iterator[tuple[int, int, array[int]]]:
+        """(size, root, slots) of the roots whose pause is over: they count as not full from here on."""
+        for root, until in enumerate(self.until):
+            if -math.inf < until <= now:
+                self.until[root] = -math.inf
+                self.regions = {region: other for region, other in self.regions.items() if other != root}
+                for size, of_size in enumerate(self.slots):
+                    stack, of_size[root] = of_size[root], array("q")
+                    if stack:
+                        yield size, root, stack
 
 
 class Placement:

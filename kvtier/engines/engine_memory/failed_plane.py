@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvtier.control.deliveries import Arrival, Delivery, DeliveryKind, PresenceQuery
-from kvtier.control.state import Emission
+from kvtier.control.jobs import TierJob
+from kvtier.control.plane.deliveries import Arrival, Delivery, DeliveryKind, PresenceQuery
 from kvtier.engines.engine_memory.plane import EngineMemoryPlane
 from kvtier.engines.engine_memory.transfers import EngineTransfer
 from kvtier.errors import IntegrityError
@@ -84,7 +84,7 @@ class FailedEngineMemoryPlane(EngineMemoryPlane):
             permit.shut()
         return 0
 
-    def take_jobs(self) -> list[Emission]:
+    def take_jobs(self) -> list[TierJob]:
         return []
 
     def take_queries(self) -> list[PresenceQuery]:

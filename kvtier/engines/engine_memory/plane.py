@@ -11,10 +11,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvtier.control.deliveries import PresenceQuery, Recipient
-from kvtier.control.state import Emission, JobTable, LowerTier
+from kvtier.control.jobs import JobTable, TierJob
+from kvtier.control.plane.deliveries import PresenceQuery, Recipient
 from kvtier.control.tiers.aged_tier import AgedTier
 from kvtier.control.tiers.breaker import BreakerState
+from kvtier.control.tiers.lower_tier import LowerTier
 from kvtier.engines.engine_memory.block_leases import BlockLeases
 from kvtier.engines.engine_memory.staging import CopyPermits
 from kvtier.engines.engine_memory.transfers import EngineTransfer, TransferPart
@@ -161,7 +162,7 @@ class EngineMemoryPlane(Recipient):
             members.reverse()  # leaves go first, so that a parent never ages before its children
         else:
             members = self._admit(transfer, self._found(transfer, now), now)
-        deadline = now + self.lower.setup.timeout_seconds
+        deadline = now + self.lower.spec.timeout_seconds
         for part in self._parts(transfer, members):
             self._send(TransferPart(self.lower, transfer, part), deadline)
         self._conclude(transfer, now)
@@ -289,7 +290,7 @@ class EngineMemoryPlane(Recipient):
             self.lower.owned.uses.time.advance(now)
         if isinstance(self.lower.owned, AgedTier):
             self.lower.owned.reclaim(now)
-        lost_before = now - self.lower.setup.timeout_seconds - PATIENCE_SECONDS
+        lost_before = now - self.lower.spec.timeout_seconds - PATIENCE_SECONDS
         for transfer in [each for each in self._transfers.values() if each.started <= lost_before]:
             self._give_up(transfer, LATE, now)
         stores = [transfer for transfer in self._transfers.values() if transfer.kind is JobKind.STORE]
@@ -366,7 +367,7 @@ class EngineMemoryPlane(Recipient):
 
     # -- taking out ----------------------------------------------------------------------------------------------
 
-    def take_jobs(self) -> list[Emission]:
+    def take_jobs(self) -> list[TierJob]:
         """The jobs to run, each once."""
         return self._jobs.take_jobs()
 

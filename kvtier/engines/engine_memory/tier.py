@@ -24,8 +24,9 @@ import numpy as np
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.loop_thread import LoopThread
 from kvtier.aio.weak_call import weak_call
-from kvtier.control.deliveries import Arrival, PresenceQuery
-from kvtier.control.state import Emission, LowerTier
+from kvtier.control.jobs import TierJob
+from kvtier.control.plane.deliveries import Arrival, PresenceQuery
+from kvtier.control.tiers.lower_tier import LowerTier
 from kvtier.engines.engine_memory.failed_plane import FailedEngineMemoryPlane
 from kvtier.engines.engine_memory.memory import EngineMemory
 from kvtier.engines.engine_memory.options import EngineMemoryOptions
@@ -37,7 +38,7 @@ from kvtier.stack.assembly import StackSettings, open_tier, resolve_alignment
 from kvtier.stack.dispatcher import Dispatcher, TierQueue
 from kvtier.stack.distinct_folders import check_folders
 from kvtier.stack.lookups import Lookups
-from kvtier.stack.setups import tier_setup
+from kvtier.stack.setups import tier_spec
 from kvtier.stack.shutdown import CloseReport, close_each
 from kvtier.stack.watching.operator_log import OperatorLog, TierWatch
 from kvtier.stack.watching.stats import StackStats, lower_stats
@@ -140,8 +141,8 @@ class EngineMemoryTier:
 
     def _control(self, geometry: Geometry, frames: Frames, queue_frames: int) -> EngineMemoryPlane:
         opened, settings = self._opened, StackSettings()
-        setup = tier_setup(self._staged.backend, opened, geometry, settings.lookup_seconds)
-        setup = replace(setup, name=self._name, by_root=False)
+        spec = tier_spec(self._staged.backend, opened, geometry, settings.lookup_seconds)
+        spec = replace(spec, name=self._name, by_root=False)
         # Several jobs fit side by side, so that copies and I/O overlap.
         limits = PlaneLimits(
             part_blocks=PART_BLOCKS,
@@ -150,7 +151,7 @@ class EngineMemoryTier:
             part_frames=max(1, min(PART_BLOCKS, queue_frames // 4)),
             frame_blocks=frames.blocks,
         )
-        return EngineMemoryPlane(LowerTier(1, setup, queue_frames), self._staged.permits, limits, opened.epoch)
+        return EngineMemoryPlane(LowerTier(1, spec, queue_frames), self._staged.permits, limits, opened.epoch)
 
     # -- requests and jobs ---------------------------------------------------------------------------------------
 
@@ -222,7 +223,7 @@ class EngineMemoryTier:
         except BaseException as error:  # such as of a loop that has ended just now
             self._fail(error)
 
-    def _start(self, jobs: Sequence[Emission], queries: Sequence[PresenceQuery]) -> None:
+    def _start(self, jobs: Sequence[TierJob], queries: Sequence[PresenceQuery]) -> None:
         """In the loop: begin what was decided."""
         self._dispatcher.submit(jobs)
         for query in queries:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.control.flow.lower_transfer import LowerTransfer
-from kvtier.control.state import LowerTier
 from kvtier.control.tiers.breaker import BreakerState
+from kvtier.control.tiers.lower_tier import LowerTier
 from kvtier.engines.engine_memory.staging import CopyPermit
 from kvtier.types.arrays import IntArray
 from kvtier.types.jobs import LATE, BlockOutcome, BlockStatus, DropReason, JobKind, JobResult

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.control.state import LowerTier
+from kvtier.control.tiers.lower_tier import LowerTier
 from kvtier.policy.write_pace import MINUTES, WritePace
 from kvtier.tier.block_envelope import COUNTER_LIMIT
 

@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvtier.control.state import LowerTier, TierSetup
 from kvtier.control.tiers.breaker import BreakerState
+from kvtier.control.tiers.lower_tier import LowerTier, TierSpec
 from kvtier.stack.shutdown import CloseReport
 from kvtier.stack.watching.tier_health import breakers, breakers_text, tier_state
 from kvtier.tier.contract import Clock
@@ -56,16 +56,16 @@ class OperatorLog:
         self._logger.log(level, "%s", line(event, values))
         return True
 
-    def opened(self, setup: TierSetup) -> bool:
+    def opened(self, spec: TierSpec) -> bool:
         """A tier is open: how, how large it may become, and what it has found, if it keeps a directory."""
-        opened, found = setup.opened, {}
+        opened, found = spec.opened, {}
         if opened.space is not None:
             found["recovered_blocks"] = len(opened.recovered.slots)
         return self.tell(
             "tier_open",
-            setup.name,
-            tier=setup.name,
-            type=setup.kind,
+            spec.name,
+            tier=spec.name,
+            type=spec.kind,
             mode=opened.mode,
             capacity_bytes=opened.capacity_bytes,
             **found,
@@ -146,7 +146,7 @@ class TierWatch:
         if state is BreakerState.OPEN:
             return self._write_down(lower)
         if self._written.get(name) is not BreakerState.OPEN:
-            return self._log.opened(lower.setup)
+            return self._log.opened(lower.spec)
         seconds = self._clock() - self._down_since[name]
         return self._log.tell("tier_up", name, tier=name, down_seconds=seconds)
 

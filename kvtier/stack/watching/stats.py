@@ -11,15 +11,15 @@ from importlib import metadata
 from typing import Any
 
 from kvtier.control.hints import Hints
-from kvtier.control.state import ControlState, LowerTier
+from kvtier.control.state import ControlState
 from kvtier.control.tiers.breaker import Breaker
-from kvtier.control.tiers.counters import TierCounters
 from kvtier.control.tiers.histogram import HistogramFigures
+from kvtier.control.tiers.lower_tier import LowerTier, TierCounters
 from kvtier.control.tiers.owned_tier import OwnedTier
 from kvtier.control.tiers.size_curve import SizeCurve
 from kvtier.control.tiers.slot_table import SlotState
-from kvtier.stack.assembled import Assembled
 from kvtier.stack.dispatcher import TierQueue
+from kvtier.stack.open_stack import OpenStack
 from kvtier.stack.traffic import QueuedJob, TransferStats, transfer_stats
 from kvtier.stack.watching.tier_health import breakers, breakers_text
 from kvtier.tier.contract import Opened
@@ -201,7 +201,7 @@ def kvtier_version() -> str:
     return metadata.version("kvtier")
 
 
-def collect(assembled: Assembled, now: float, errors: int) -> StackStats:
+def collect(assembled: OpenStack, now: float, errors: int) -> StackStats:
     """The figures of an open stack at this moment; `errors` are those beside the dispatcher's.
 
     From any thread, without a lock: figures that change meanwhile may be of two moments.
@@ -233,25 +233,25 @@ def hint_stats(hints: Hints) -> HintStats:
 
 def cpu_stats(control: ControlState, queues: Sequence[TierQueue], now: float) -> TierStats:
     """The figures of the CPU tier, whose jobs go through these queues."""
-    setup = control.cpu_setup
-    figures = tier_stats(setup.opened, control.cpu, control.cpu_counters, queues, now)
-    return replace(figures, token_bytes=setup.token_bytes, kind=setup.kind, policy=setup.eviction)
+    spec = control.cpu_spec
+    figures = tier_stats(spec.opened, control.cpu, control.cpu_counters, queues, now)
+    return replace(figures, token_bytes=spec.token_bytes, kind=spec.kind, policy=spec.eviction)
 
 
 def lower_stats(lower: LowerTier, queues: Sequence[TierQueue], now: float) -> TierStats:
     """The figures of a lower tier, whose jobs go through these queues."""
-    figures = tier_stats(lower.setup.opened, lower.owned, lower.counters, queues, now)
-    setup = lower.setup
+    figures = tier_stats(lower.spec.opened, lower.owned, lower.counters, queues, now)
+    spec = lower.spec
     return replace(
         figures,
         breaker=breakers_text(lower),
         joined=int(not lower.held_back),
         breakers={what: _breaker_stats(breaker) for what, breaker in breakers(lower).items()},
-        token_bytes=setup.token_bytes,
-        kind=setup.kind,
-        policy=setup.eviction if lower.owned is not None else "",
-        write_policy=setup.write_policy,
-        admit=setup.admit,
+        token_bytes=spec.token_bytes,
+        kind=spec.kind,
+        policy=spec.eviction if lower.owned is not None else "",
+        write_policy=spec.write_policy,
+        admit=spec.admit,
     )
 
 

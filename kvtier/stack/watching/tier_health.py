@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvtier.control.state import LowerTier
 from kvtier.control.tiers.breaker import Breaker, BreakerState
+from kvtier.control.tiers.lower_tier import LowerTier
 from kvtier.control.tiers.shared_tier import SharedTier
 
 _WORST_FIRST = (BreakerState.HELD_BACK, BreakerState.OPEN, BreakerState.HALF_OPEN)

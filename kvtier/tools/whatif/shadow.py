@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
 from kvtier.control.request_uses import RequestUses
-from kvtier.control.state import ControlState, TierSetup
+from kvtier.control.state import ControlState
+from kvtier.control.tiers.lower_tier import TierSpec
 from kvtier.control.tiers.slot_table import READY
 from kvtier.policy import EvictionPolicy
 from kvtier.tier.contract import Opened, SlotSpace
@@ -31,7 +32,7 @@ class ShadowTier:
         self.references = 0
         self._num_blocks = num_blocks
         space = SlotSpace(num_blocks, (1,), (1,))
-        self._control = ControlState(TierSetup("shadow", CPU, Opened(num_blocks, space), policy), ())
+        self._control = ControlState(TierSpec("shadow", CPU, Opened(num_blocks, space), policy), ())
         self._uses = RequestUses(self._control, None) if list(self._control.models) else None
         self._ends: list[tuple[float, RequestId, int]] = []
 

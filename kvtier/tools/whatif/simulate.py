@@ -10,12 +10,12 @@ from typing import Literal
 
 from kvtier.config import StackConfig, load_stack, stack_parts
 from kvtier.config.plan import plan_tier
-from kvtier.control.plane import ControlPlane
+from kvtier.control.plane.control_plane import ControlPlane
 from kvtier.planner import StoreMode
 from kvtier.stack import TierStats
 from kvtier.stack.assembly import control_limits
 from kvtier.stack.dispatcher import TierQueue
-from kvtier.stack.setups import chains, inflight_bytes, tier_setup
+from kvtier.stack.setups import chains, inflight_bytes, tier_spec
 from kvtier.tier.contract import LoadStore, Opened, SlotSpace
 from kvtier.tier.registry import DryRun, DryRuns
 from kvtier.tools.replay.content import Pages, WrongPage
@@ -206,18 +206,18 @@ def make_stack(config: StackConfig, geometry: Geometry, calibration: Calibration
     from opening."""
     parts = stack_parts(config, geometry.layout)
     tiers = [tier for tier in parts.tiers if tier.medium != GPU]
-    setups = [tier_setup(tier, _opened(tier, geometry), geometry, parts.settings.lookup_seconds) for tier in tiers]
-    rows = setups[0].opened.space
+    specs = [tier_spec(tier, _opened(tier, geometry), geometry, parts.settings.lookup_seconds) for tier in tiers]
+    rows = specs[0].opened.space
     assert rows is not None
     limits = control_limits(parts, tiers[0].options.watermark_rows(rows.num_slot_ids))
-    plane = ControlPlane(setups[0], setups[1:], geometry.factor, limits, chains(geometry))
+    plane = ControlPlane(specs[0], specs[1:], geometry.factor, limits, chains(geometry))
     devices = []
-    for tier, setup in zip(tiers, setups, strict=True):
-        service = calibration.service(setup.name, tier.medium, geometry.row_bytes)
+    for tier, spec in zip(tiers, specs, strict=True):
+        service = calibration.service(spec.name, tier.medium, geometry.row_bytes)
         queue = TierQueue(tier, inflight_bytes(tier))
         shared = None
-        if setup.opened.space is None:
-            capacity = setup.opened.capacity_bytes
+        if spec.opened.space is None:
+            capacity = spec.opened.capacity_bytes
             shared = SharedStore(capacity // geometry.row_bytes if capacity else None)
         devices.append(Device(queue, service, geometry, virtual, shared))
     return VirtualStack(plane, devices, parts.settings, virtual)

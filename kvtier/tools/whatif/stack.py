@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier.control.deliveries import Delivery, PresenceAnswers
 from kvtier.control.flow.load_or_compute import answers
-from kvtier.control.plane import ControlPlane
+from kvtier.control.plane.control_plane import ControlPlane
+from kvtier.control.plane.deliveries import Delivery, PresenceAnswers
 from kvtier.errors import IntegrityError
 from kvtier.stack import StackSettings, TierStats
 from kvtier.stack.watching.stats import cpu_stats, lower_stats

@@ -204,7 +204,7 @@ async def loadable(stack: TierStack, engine: Engine, names: list[OffloadKey]) ->
 @pytest.mark.parametrize("hooks", [None, Hooks(folder=no_support)], ids=["preallocated", "not preallocated"])
 async def test_a_full_disk_keeps_what_is_new_and_evicts_what_is_old(disk, monkeypatch, hooks):
     """First full up to `min_free_bytes`, then filled up by others, then with room again: no store is ever dropped."""
-    monkeypatch.setattr("kvtier.control.tiers.disk_full.PAUSE_SECONDS", 0.2)
+    monkeypatch.setattr("kvtier.control.tiers.placement.PAUSE_SECONDS", 0.2)
     mount, engine = disk(), Engine(layout(65536), 64)
     async with opened(stack_on(mount, engine, hooks, min_free_bytes=24 * MIB)) as stack:
         names = await stored(stack, engine, 0, 30)
@@ -226,7 +226,7 @@ async def test_a_full_disk_keeps_what_is_new_and_evicts_what_is_old(disk, monkey
 
 
 async def test_a_disk_full_from_the_start_drops_with_the_reason_and_recovers(disk, monkeypatch):
-    monkeypatch.setattr("kvtier.control.tiers.disk_full.PAUSE_SECONDS", 0.2)
+    monkeypatch.setattr("kvtier.control.tiers.placement.PAUSE_SECONDS", 0.2)
     mount, engine = disk(), Engine(layout(65536), 64)
     async with opened(stack_on(mount, engine, None)) as stack:
         ballast = fill_up(mount)

@@ -14,7 +14,7 @@ from kvtier.types.keys import JobId, OffloadKey
 from kvtier.types.values import job_value
 
 if TYPE_CHECKING:
-    from kvtier.control.state import LowerTier
+    from kvtier.control.tiers.lower_tier import LowerTier
 
 
 class DeliveryKind(StrEnum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from heapq import heapify, heappop, heappush
 
-from kvtier.control.flow.engine_job import StackRequest
+from kvtier.control.flow.engine_job import EngineJob
 from kvtier.control.flow.loads import LoadRequest
 from kvtier.control.flow.stores import StoreRequest
 from kvtier.errors import UsageError
@@ -96,7 +96,7 @@ class OpenJobs:
     def take_results(self) -> list[JobResult]:
         """The results of the jobs that have ended, each once."""
         ended, self.ended = self.ended, []
-        return list(map(StackRequest.result, ended))
+        return list(map(EngineJob.result, ended))
 
 
 def _loads_first(request: LoadRequest | StoreRequest) -> tuple[bool, int]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvtier.control.plane import ControlPlane
+from kvtier.control.plane.control_plane import ControlPlane
 from kvtier.stack.dispatcher import Dispatcher, TierQueue
 from kvtier.stack.joining import Joining
 from kvtier.stack.learned.model_files import ModelFiles
@@ -24,7 +24,7 @@ class Served(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Assembled:
+class OpenStack:
     """An open stack's insides. `queues[i].tier` are the tiers from the CPU down.
 
     `fenced` copy GPU blocks of a device beside the engine's work, so each job is fenced when the engine submits it.

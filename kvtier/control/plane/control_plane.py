@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtier.control.deliveries import JoiningTiers, PresenceQuery, Recipient
-from kvtier.control.event_log import EventLog
 from kvtier.control.flow.demotions import Demotions
 from kvtier.control.flow.load_or_compute import LoadOrCompute
 from kvtier.control.flow.loads import CopyJob, LoadRequest
 from kvtier.control.flow.promotions import Promotions
 from kvtier.control.flow.stores import StoreRequest
 from kvtier.control.hints import HintLimits, Hints
-from kvtier.control.lookups import look_up
-from kvtier.control.open_jobs import OpenJobs
+from kvtier.control.jobs import TierJob
+from kvtier.control.plane.deliveries import JoiningTiers, PresenceQuery, Recipient
+from kvtier.control.plane.lookups import look_up
+from kvtier.control.plane.open_jobs import OpenJobs
 from kvtier.control.request_uses import RequestUses
 from kvtier.control.reservations import Reservation, Reservations
 from kvtier.control.row_admission import RowAdmission
-from kvtier.control.state import ControlState, Emission, TierSetup
-from kvtier.control.tiers.counters import TierCounters
+from kvtier.control.state import ControlState
+from kvtier.control.tiers.lower_tier import TierCounters, TierSpec
 from kvtier.control.tiers.slot_table import READY
 from kvtier.tier.contract import LookupResult
 from kvtier.types.events import OffloadingEvent
@@ -59,6 +60,31 @@ class ControlLimits(HintLimits):
     curves: bool = False
 
 
+class EventLog:
+    """What became reachable in a tier or ceased to be, in order, until it is taken.
+
+    At most `events_max` events are kept, none if that is 0: then the oldest is discarded, and its keys count as `lost`.
+    """
+
+    def __init__(self, events_max: int) -> None:
+        self.events_max = events_max
+        self.lost = 0
+        self._events: deque[OffloadingEvent] = deque()
+
+    def record(self, spec: TierSpec, keys: Sequence[OffloadKey], removed: bool) -> None:
+        """These keys became reachable in a tier, or were removed from it."""
+        if self.events_max and keys:
+            self._events.append(OffloadingEvent(tuple(keys), spec.medium, removed, spec.name))
+            if len(self._events) > self.events_max:
+                self.lost += len(self._events.popleft().keys)
+
+    def take(self) -> list[OffloadingEvent]:
+        """The events that were not taken before, the oldest first."""
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+
 class ControlPlane(Recipient):
     """Everything that decides. See the module's docstring for how to drive it.
 
@@ -68,8 +94,8 @@ class ControlPlane(Recipient):
 
     def __init__(
         self,
-        cpu: TierSetup,
-        lowers: Sequence[TierSetup],
+        cpu: TierSpec,
+        lowers: Sequence[TierSpec],
         factor: int = 1,
         limits: ControlLimits | None = None,
         chains: frozenset[GroupIndex] | None = None,
@@ -335,7 +361,7 @@ class ControlPlane(Recipient):
 
     # -- taking out ----------------------------------------------------------------------------------------------
 
-    def take_jobs(self) -> list[Emission]:
+    def take_jobs(self) -> list[TierJob]:
         """The jobs to run, each once."""
         return self.control.take_jobs() if self.control.outbox else []
 
@@ -366,11 +392,11 @@ class ControlPlane(Recipient):
             return
         self._collect_changes()
         control = self.control
-        lowers = [(lower.setup, lower.owned) for lower in control.lowers if lower.owned is not None]
-        for setup, tier in [(control.cpu_setup, control.cpu), *lowers]:
+        lowers = [(lower.spec, lower.owned) for lower in control.lowers if lower.owned is not None]
+        for spec, tier in [(control.cpu_spec, control.cpu), *lowers]:
             there = [key for key in keys if tier.presence(key, now)]
-            self.events.record(setup, there, removed=True)
-            self.events.record(setup, there, removed=False)
+            self.events.record(spec, there, removed=True)
+            self.events.record(spec, there, removed=False)
 
     def _collect_changes(self) -> None:
         control = self.control
@@ -378,7 +404,7 @@ class ControlPlane(Recipient):
             if lower.index.changes:
                 for removed, keys in lower.index.take_changes():
                     self._admission.changed_below(keys)
-                    self.events.record(lower.setup, keys, removed)
+                    self.events.record(lower.spec, keys, removed)
                     if removed:
                         self._demotions.evicted_below(lower, keys)
                         lower.evicted(keys)
@@ -386,7 +412,7 @@ class ControlPlane(Recipient):
                         self.hints.retention.stored_below(lower.owned, keys)
         if control.cpu.changes:
             for removed, keys in control.cpu.take_changes():
-                self.events.record(control.cpu_setup, keys, removed)
+                self.events.record(control.cpu_spec, keys, removed)
                 if removed and self.hints.said:
                     self.hints.prefetches.evicted(keys)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier.control.state import ControlState, LowerTier
+from kvtier.control.state import ControlState
+from kvtier.control.tiers.lower_tier import LowerTier
 from kvtier.control.tiers.owned_tier import OwnedTier
 from kvtier.control.tiers.slot_table import FILLING, READY
 from kvtier.tier.contract import LookupResult

@@ -1,0 +1,101 @@
+"""Jobs for tiers, and the owner of each until its I/O has ended."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Generic, TypeVar
+
+from kvtier.errors import UsageError
+from kvtier.types.jobs import GPUGroup, JobKind, JobResult, RegionFormat, RowGroup, TransferJob
+from kvtier.types.keys import JobId
+from kvtier.types.values import job_value
+
+CPU_TIER = 0
+"""The CPU tier's position in a stack's list of tiers below the GPU."""
+
+
+class JobOwner(ABC):
+    """A job handed to the data plane. Exactly one of: `finish`; or `late`, later followed by `ended`."""
+
+    @abstractmethod
+    def finish(self, result: JobResult, now: float) -> None:
+        """The job ended in time."""
+
+    def late(self, now: float) -> None:
+        """The job passed its deadline; its I/O goes on and its slots must not be reused."""
+        raise AssertionError(f"a {type(self).__name__} has no deadline")
+
+    def ended(self, now: float) -> None:
+        """The I/O of a late job has really ended."""
+        raise AssertionError(f"a {type(self).__name__} has no deadline")
+
+
+@job_value
+class TierJob:
+    """A job for the tier at `position` (0: CPU)."""
+
+    position: int
+    job: TransferJob
+
+
+OwnerT = TypeVar("OwnerT", bound=JobOwner)
+
+
+class JobTable(Generic[OwnerT]):
+    """Jobs handed to the data plane, and the owner of each until its I/O has ended."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.outbox: list[TierJob] = []
+        self.running: dict[JobId, OwnerT] = {}
+        self.late_jobs: dict[JobId, OwnerT] = {}
+        self._next_job = 1
+
+    def emit(
+        self,
+        position: int,
+        kind: JobKind,
+        groups: tuple[GPUGroup | RowGroup, ...],
+        deadline: float | None,
+        owner: OwnerT,
+        formats: tuple[RegionFormat, ...] = (),
+    ) -> JobId:
+        """Hand a job to the data plane; `owner` is called when it ends."""
+        job = TransferJob(JobId(self._next_job), kind, groups, deadline, self.epoch, formats)
+        self._next_job += 1
+        self.running[job.job_id] = owner
+        self.outbox.append(TierJob(position, job))
+        return job.job_id
+
+    def take_jobs(self) -> list[TierJob]:
+        """The jobs to run, each once."""
+        jobs, self.outbox = self.outbox, []
+        return jobs
+
+    def finish(self, result: JobResult, now: float) -> OwnerT:
+        """A job ended in time; returns its owner."""
+        owner = self.running.pop(result.job_id, None)
+        if owner is None:
+            raise self._unknown(result.job_id)
+        owner.finish(result, now)
+        return owner
+
+    def late(self, job_id: JobId, now: float) -> OwnerT:
+        """A job passed its deadline; `ended` follows when its I/O has ended. Returns its owner."""
+        owner = self.running.pop(job_id, None)
+        if owner is None:
+            raise self._unknown(job_id)
+        self.late_jobs[job_id] = owner
+        owner.late(now)
+        return owner
+
+    def ended(self, job_id: JobId, now: float) -> None:
+        """The I/O of a late job has ended, however it ended."""
+        owner = self.late_jobs.pop(job_id, None)
+        if owner is None:
+            raise self._unknown(job_id)
+        owner.ended(now)
+
+    @staticmethod
+    def _unknown(job_id: JobId) -> UsageError:
+        return UsageError(f"job {job_id} is not in flight")
