@@ -16,7 +16,7 @@ from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.errors import ConfigError, GeometryError, IntegrityError, KVTierError, ResourceError, UsageError
 from kvtier.options import ByteSize, PolicyName, Quota, TierOptions, quota_bytes, quota_share
-from kvtier.tier.contract import LoadStore, Opened, Rows, SlotSpace, TierContext
+from kvtier.tier.contract import LoadStore, Opened, SharedRows, SlotSpace, TierContext
 from kvtier.types.geometry import Geometry
 from kvtier.types.jobs import CANCELLED, LOADED, STORED, BlockOutcome, JobResult, TransferJob, failed
 from kvtier.types.keys import CPU
@@ -153,7 +153,7 @@ class CPUBackend(LoadStore):
             notes=notes,
         )
 
-    async def join(self, context: TierContext, note: str = "") -> Rows:
+    async def join(self, context: TierContext, note: str = "") -> SharedRows:
         """Map the region as worker `context.worker`, without owning it.
 
         The processes may arrive in any order. With `context.one_process` the region is private memory where the

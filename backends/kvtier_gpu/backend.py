@@ -20,7 +20,7 @@ from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.errors import ConfigError, GeometryError, ResourceError, UsageError
 from kvtier.options import TierOptions
-from kvtier.tier.contract import LoadStore, Opened, Rows, TierContext
+from kvtier.tier.contract import LoadStore, Opened, Rows, SharedRows, TierContext
 from kvtier.types.arrays import IntArray
 from kvtier.types.jobs import LOADED, STORED, BlockOutcome, DropReason, JobResult, TransferJob, dropped, failed
 from kvtier.types.keys import GPU, Medium
@@ -68,7 +68,7 @@ class _Open:
     `lost`: the device takes no copy any more.
     """
 
-    def __init__(self, context: TierContext, rows: Rows, tables: tuple[GroupTable, ...], engine: CopyEngine) -> None:
+    def __init__(self, context: TierContext, rows: SharedRows, tables: tuple[GroupTable, ...], engine: CopyEngine) -> None:
         self.context = context
         self.rows = rows
         self.tables = tables
@@ -137,7 +137,7 @@ class GPUBackend(LoadStore):
         return result
 
     def _engine(
-        self, context: TierContext, rows: Rows, tensors: tuple[KVTensor, ...], tables: tuple[GroupTable, ...]
+        self, context: TierContext, rows: SharedRows, tensors: tuple[KVTensor, ...], tables: tuple[GroupTable, ...]
     ) -> CopyEngine:
         region = _flat(rows, context.geometry.row_bytes)
         device = tensors[0].tensor.device

@@ -176,7 +176,7 @@ class ProvidesRows(Protocol):
     """The tier that owns the shared region: the CPU tier."""
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> SharedRows:
         """The region. Raises UsageError while the tier is not open."""
 
 
@@ -184,7 +184,7 @@ class ProvidesRows(Protocol):
 class JoinsRows(Protocol):
     """A CPU tier whose region can be mapped by worker processes of their own."""
 
-    async def join(self, context: TierContext, note: str = "") -> Rows:
+    async def join(self, context: TierContext, note: str = "") -> SharedRows:
         """Map the region as worker `context.worker`, without owning it. `note` is a text for the owner to read."""
 
     def worker_notes(self) -> list[str]:
@@ -204,12 +204,7 @@ class HasWords(Protocol):
 
 
 class Rows(Protocol):
-    """The shared region: rows of bytes in host memory that the tiers and the workers address in place.
-
-    A row holds one block. Workers fill their slices of it side by side, some in other processes. A row therefore
-    becomes ready only when every worker with a slice of its own has stamped it with the generation that the fill was
-    issued for; a stamp of an earlier fill does not count.
-    """
+    """Rows of bytes in host memory that the tiers address in place. A row holds one block, and the block's checksum."""
 
     @property
     def num_rows(self) -> int:
@@ -222,6 +217,20 @@ class Rows(Protocol):
     @property
     def view(self) -> npt.NDArray[np.uint8]:
         """All rows as one writable array without a copy: shape (num_rows, row_bytes), uint8, contiguous."""
+
+    def checksum(self, row: int) -> bytes:
+        """The 16-byte checksum recorded for a row: xxh3-128 of the group's aligned bytes."""
+
+    def set_checksum(self, row: int, digest: bytes) -> None:
+        """Record the checksum of what a row holds now."""
+
+
+class SharedRows(Rows, Protocol):
+    """Rows of the shared region, which workers fill side by side, some in other processes.
+
+    A row becomes ready only when every worker with a slice of its own has stamped it with the generation that the fill
+    was issued for; a stamp of an earlier fill does not count.
+    """
 
     def stamp(self, worker: int, rows: IntArray, generations: IntArray) -> None:
         """Record that worker `worker` has filled its slice of these rows, each for its generation.
@@ -238,18 +247,13 @@ class Rows(Protocol):
     def uses_ended(self, worker: int, rows: IntArray) -> IntArray:
         """How many copies of each row worker `worker` has ended so far, shape (rows,)."""
 
-    def checksum(self, row: int) -> bytes:
-        """The 16-byte checksum recorded for a row: xxh3-128 of the group's aligned bytes."""
-
-    def set_checksum(self, row: int, digest: bytes) -> None:
-        """Record the checksum of what a row holds now."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TierContext:
     """What a tier is given when it is opened.
 
-    `rows` is the shared region; the CPU tier gets None, because it makes the region. `workers` is for the CPU tier
+    `rows` are those of the shared region, `SharedRows` for a tier that copies between GPU blocks and rows; the CPU tier
+    gets None, because it makes the region. `workers` is for the CPU tier
     alone: the tiers that copy between GPU blocks and rows, one for each worker of the engine. `kv_caches` and `worker`
     are for those: `kv_caches[i]` has an 8-bit type and the shape (num_blocks, page bytes), on any device, perhaps
     strided; the groups of the layout refer to tensors by index. `one_process` is for a worker that joins the rows:
@@ -283,6 +287,11 @@ class SlotSpace:
     region_bytes: int
     regions_by_root: tuple[int, ...]
     slot_bytes: tuple[int, ...]
+
+    @classmethod
+    def of_slots(cls, num_slots: int, num_groups: int = 1) -> SlotSpace:
+        """The space of a tier without regions: `num_slots` slots, ids from 0, each for a block of any group."""
+        return cls(num_slots, (1,), (1,) * num_groups)
 
     @property
     def num_regions(self) -> int:

@@ -31,7 +31,7 @@ class ShadowTier:
         self.hits = 0
         self.references = 0
         self._num_blocks = num_blocks
-        space = SlotSpace(num_blocks, (1,), (1,))
+        space = SlotSpace.of_slots(num_blocks)
         self._control = ControlState(TierSpec("shadow", CPU, Opened(num_blocks, space), policy), ())
         self._uses = RequestUses(self._control, None) if list(self._control.models) else None
         self._ends: list[tuple[float, RequestId, int]] = []

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from kvtier.stack.workers.engine_copier import EngineCopies
-from kvtier.tier.contract import Rows
+from kvtier.tier.contract import SharedRows
 from kvtier.types.arrays import IntArray
 from kvtier.types.jobs import JobKind, TransferJob
 from kvtier.types.keys import JobId, OffloadKey
@@ -23,7 +23,7 @@ class InflightCopies:
     `copiers[i]` takes the place of worker i in the stack; the first `num_storing` workers make the stores.
     """
 
-    def __init__(self, rows: Rows, copiers: Sequence[EngineCopies], num_storing: int) -> None:
+    def __init__(self, rows: SharedRows, copiers: Sequence[EngineCopies], num_storing: int) -> None:
         self._region = rows
         self._copiers = copiers
         self._num_storing = num_storing

@@ -24,7 +24,7 @@ from kvtier.engines.vllm.primary.wire import RowsSpec, copy_job
 from kvtier.engines.vllm.settings import EnginePlan, worker_layout
 from kvtier.errors import ConfigError, ResourceError
 from kvtier.stack.assembly import resolve_alignment, to_fence
-from kvtier.tier.contract import FencesCopies, HasWords, JoinsRows, Rows, TierContext
+from kvtier.tier.contract import FencesCopies, HasWords, JoinsRows, SharedRows, TierContext
 from kvtier.tier.registry import discover
 from kvtier.types.geometry import Geometry, KVLayout
 from kvtier.types.jobs import JobKind, JobResult, TransferJob
@@ -86,7 +86,7 @@ class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
 
     async def _open(
         self, plan: EnginePlan, rank: int, layout: KVLayout, tensors: Sequence[torch.Tensor], note: str
-    ) -> Rows:
+    ) -> SharedRows:
         cpu = self._tiers[0]
         if not isinstance(cpu, JoinsRows):
             raise ConfigError("workers in processes of their own cannot map its region", "stack.tiers[0]")
