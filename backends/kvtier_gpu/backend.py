@@ -68,7 +68,9 @@ class _Open:
     `lost`: the device takes no copy any more.
     """
 
-    def __init__(self, context: TierContext, rows: SharedRows, tables: tuple[GroupTable, ...], engine: CopyEngine) -> None:
+    def __init__(
+        self, context: TierContext, rows: SharedRows, tables: tuple[GroupTable, ...], engine: CopyEngine
+    ) -> None:
         self.context = context
         self.rows = rows
         self.tables = tables
@@ -116,7 +118,7 @@ class GPUBackend(LoadStore):
         if self._open is not None:
             raise UsageError("the GPU tier is already open")
         rows = context.rows
-        if context.kv_caches is None or rows is None:
+        if context.kv_caches is None or not isinstance(rows, SharedRows):
             raise UsageError("the GPU tier is opened with the engine's KV tensors and the region's rows")
         tensors = describe_tensors(context.kv_caches, context.geometry)
         device = tensors[0].tensor.device

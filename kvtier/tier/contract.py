@@ -225,6 +225,7 @@ class Rows(Protocol):
         """Record the checksum of what a row holds now."""
 
 
+@runtime_checkable
 class SharedRows(Rows, Protocol):
     """Rows of the shared region, which workers fill side by side, some in other processes.
 

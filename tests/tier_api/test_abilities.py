@@ -18,6 +18,7 @@ from kvtier.tier.contract import (
     ProbesAlignment,
     ProvidesRows,
     Resettable,
+    SharedRows,
     StatesEpoch,
 )
 from kvtier.tier.inspection import Inspects
@@ -34,7 +35,7 @@ OF_INSTANCES = {
     DryRuns,
     EmbedsServer,
 }
-OF_ROWS = {HasWords}
+OF_ROWS = {HasWords, SharedRows}
 """What the rows of a tier may have besides, not the tier."""
 EXPECTED = {
     "gpu": {FencesCopies},
