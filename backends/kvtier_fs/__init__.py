@@ -1,7 +1,21 @@
 """The filesystem tiers of kvtier: `fs` on local disks, found again after a restart; `shared_fs` for many hosts."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from kvtier_fs.options import FSOptions, SharedFSOptions
-from kvtier_fs.shared_tier import SharedFSBackend
-from kvtier_fs.tier import FSBackend
+
+if TYPE_CHECKING:
+    from kvtier_fs.local.tier import FSBackend
+    from kvtier_fs.shared.tier import SharedFSBackend
 
 __all__ = ["FSBackend", "FSOptions", "SharedFSBackend", "SharedFSOptions"]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        """A tier, loaded at its first use: a stack with one does not load the other."""
+        modules = {"FSBackend": "kvtier_fs.local.tier", "SharedFSBackend": "kvtier_fs.shared.tier"}
+        if name not in modules:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(modules[name]), name)

@@ -14,13 +14,13 @@ from enum import StrEnum
 from typing import ClassVar
 
 from kvtier.tier.contract import LoadStore
-from kvtier_fs.files.root import FilesHooks
 from kvtier_fs.io.contract import IOEngine, IOKind, IORequest
 from kvtier_fs.io.full_transfer import span
+from kvtier_fs.local.opening import Hooks
+from kvtier_fs.local.tier import FSBackend
 from kvtier_fs.options import FSOptions, SharedFSOptions
-from kvtier_fs.shared_tier import SharedFSBackend
-from kvtier_fs.slab.opening import Hooks
-from kvtier_fs.tier import FSBackend
+from kvtier_fs.shared.root import FilesHooks
+from kvtier_fs.shared.tier import SharedFSBackend
 
 SECTOR_BYTES = 512
 

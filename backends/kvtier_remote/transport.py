@@ -40,6 +40,7 @@ class Value(NamedTuple):
 
 
 LINEAGE_BYTES = 4
+MANIFEST_BYTES_MAX = 16 << 10
 
 
 class Marker(NamedTuple):

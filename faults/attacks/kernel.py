@@ -44,7 +44,7 @@ ROW_BYTES = 65536
 # ---- no io_uring
 
 DENIALS = ("EPERM", "ENOSYS", "the kernel's switch")
-SUITES = ("tests/tiers/fs_slab/test_*.py", "tests/tiers/fs_files/test_*.py")
+SUITES = ("tests/tiers/fs_local/test_*.py", "tests/tiers/fs_shared/test_*.py")
 
 
 def uring_denied(budget: Budget) -> Tally:

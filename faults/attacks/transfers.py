@@ -20,9 +20,9 @@ from kvtier.errors import RootError
 from kvtier.types.geometry import Geometry
 from kvtier.types.jobs import BlockOutcome, BlockStatus
 from kvtier_fs import FSBackend, SharedFSBackend
-from kvtier_fs.files.root import FilesHooks
 from kvtier_fs.io.contract import IOEngine, IOKind, IORequest
 from kvtier_fs.io.threads import ThreadsEngine
+from kvtier_fs.shared.root import FilesHooks
 
 from ..attack import Attack, Budget, Tally
 from ..machine.belongings import belongings, left_behind

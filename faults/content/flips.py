@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.tier.block_envelope import KEY_AT, Mismatch, SlotHeader, decode_slot_header, verify_slot
-from kvtier_fs.files.block_file import Wanted, check_block
-from kvtier_fs.files.leases import decode_holder
-from kvtier_fs.files.paths import BlockPlace
 from kvtier_fs.format.region_header import decode_region_header
 from kvtier_fs.format.snapshot import decode_snapshot
 from kvtier_fs.format.superblock import COPY_BYTES, decode_superblock, foreign_version
 from kvtier_fs.format.tree_records import decode_account, decode_epoch, decode_tree, encode_lease
 from kvtier_fs.inspect.found import payload_fault
+from kvtier_fs.shared.block_file import Wanted, check_block
+from kvtier_fs.shared.leases import decode_holder
+from kvtier_fs.shared.paths import BlockPlace
 
 from ..attack import Budget, Tally
 from .openings import opened_anew

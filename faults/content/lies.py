@@ -32,7 +32,7 @@ from kvtier.tier.contract import LoadStore
 from kvtier.types.keys import OffloadKey
 from kvtier.types.namespace import Namespace
 from kvtier_fs import SharedFSBackend
-from kvtier_fs.files.leases import Leases, this_process
+from kvtier_fs.shared.leases import Leases, this_process
 from simulator.records import Lie, Record, lies
 
 from ..attack import Budget, Tally

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from kvtier.errors import RootError
 from kvtier.tier.inspection import Access
-from kvtier_fs import FSBackend, SharedFSBackend
 from kvtier_fs.format.superblock import COPY_BYTES, decode_superblock
+from kvtier_fs.inspect.local import LocalInspection
+from kvtier_fs.inspect.shared import SharedInspection
 
 from ..attack import Tally
 from .stored import HEADER, PAYLOAD, SLOT, Found, Stored, found_in
@@ -70,8 +71,8 @@ def _judge_opening(tally: Tally, root: Stored, place: _Place, now: Found) -> Non
 def _fsck(root: Stored) -> int | None:
     """How much damage fsck reports; None if it refuses the root, which is a report as well."""
     try:
-        backend = FSBackend if root.layout == "slab" else SharedFSBackend
-        store = backend.inspect(str(root.root), Access.CHECK)
+        inspector = LocalInspection if root.layout == "slab" else SharedInspection
+        store = inspector.inspect(str(root.root), Access.CHECK)
     except RootError:
         return None
     assert store is not None

@@ -19,10 +19,10 @@ from kvtier.testing.memory import MemoryStorage, MemoryTier, SharedMemoryTier
 from kvtier.tier.contract import LookupResult, Opened, TierContext
 from kvtier.types.jobs import MISSING, STORED, BlockOutcome, DropReason, JobKind, JobResult, TransferJob, dropped
 from kvtier.types.keys import OffloadKey
-from kvtier_fs.files.epochs import Epoch
 from kvtier_fs.format.superblock import MAX_NAMESPACES, Superblock, decode_superblock, encode_superblock
 from kvtier_fs.format.tree_records import decode_epoch, encode_epoch
-from kvtier_fs.slab.opening import first_epoch
+from kvtier_fs.local.opening import first_epoch
+from kvtier_fs.shared.epochs import Epoch
 from kvtier_remote.backend import RemoteBackend
 from kvtier_remote.options import RemoteOptions
 from kvtier_remote.transport import Facts, Marker, Place, Spelling, Value, Verify

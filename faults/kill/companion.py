@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from kvtier_fs.files.leases import LEASE_NAME, decode_holder
+from kvtier_fs.shared.leases import LEASE_NAME, decode_holder
 
 from .files_life import FilesLife
 from .life import Plan, Target

@@ -7,7 +7,7 @@ import random
 from contextlib import suppress
 from pathlib import Path
 
-from kvtier_fs.files.paths import BLOCK_NAME
+from kvtier_fs.shared.paths import BLOCK_NAME
 
 from .damage import Lost, mixed
 from .shared_log import SharedLog, Word

@@ -12,10 +12,10 @@ from kvtier.errors import ResourceError
 from kvtier.tier.contract import LookupResult
 from kvtier.types.jobs import JobKind
 from kvtier_fs import SharedFSBackend
-from kvtier_fs.files.root import FilesHooks
 from kvtier_fs.io.contract import IOEngine
 from kvtier_fs.io.threads import ThreadsEngine
 from kvtier_fs.io.uring import UringEngine
+from kvtier_fs.shared.root import FilesHooks
 
 from .life import JUNK, Life
 from .oracle import base_of, first_word, whole

@@ -9,9 +9,9 @@ from kvtier.control.tiers.owned_tier import OwnedTier
 from kvtier.tier.contract import Opened
 from kvtier.types.jobs import BlockStatus, JobKind, TransferJob
 from kvtier_fs import FSBackend
+from kvtier_fs.local.opening import Hooks
+from kvtier_fs.local.root import Root
 from kvtier_fs.roots.engines import make_engine
-from kvtier_fs.slab.opening import Hooks
-from kvtier_fs.slab.root import Root
 
 from .life import JUNK, Life, Noted
 from .shared_log import EventKind, Word

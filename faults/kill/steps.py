@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import kvtier_fs.files.bucket
-import kvtier_fs.slab.folder
+import kvtier_fs.local.folder
+import kvtier_fs.shared.bucket
 
 from ..attack import Tally
 from .life import Life, Plan, Target
@@ -33,7 +33,7 @@ _CALLS = (
     "open", "pwrite", "pwritev", "fsync", "fdatasync", "ftruncate", "rename", "replace", "link", "unlink",
     "mkdir", "fchmod", "utime",
 )  # fmt: skip
-_MODULES = (kvtier_fs.slab.folder, kvtier_fs.files.bucket)
+_MODULES = (kvtier_fs.local.folder, kvtier_fs.shared.bucket)
 _CHANGES = os.O_CREAT | os.O_WRONLY | os.O_RDWR
 _ROWS_BEFORE, _ROWS_AFTER = 3, 1
 _STEPS_MAX = 2000

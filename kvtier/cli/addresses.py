@@ -12,8 +12,8 @@ from kvtier.config.load import load_stack, validate
 from kvtier.config.strict_yaml import Value, parse_text
 from kvtier.errors import ConfigError, UsageError
 from kvtier.options import TierOptions
-from kvtier.tier.inspection import Access, Inspection, InspectsServers, find_server, find_store
-from kvtier.tier.registry import Backends, discover
+from kvtier.tier.inspection import Access, Inspection, Inspectors, InspectsServers, find_server, find_store
+from kvtier.tier.registry import discover
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,33 +34,33 @@ class StoreAddress:
 
     def open(self, access: Access) -> Inspection:
         """The store, to be closed. Raises ConfigError, RootError, UsageError."""
-        backends = discover()
+        inspectors = Inspectors.find()
         if self.options and (self.stack is not None or "://" not in self.root):
             raise UsageError("--option is for the address of a server; a folder and a stack file need none")
         if self.stack is not None:
-            options = self._tier(self.stack, backends)
+            options = self._tier(self.stack)
             if options.folders:
-                return find_store(_one_folder(options), access, backends)
+                return find_store(_one_folder(options), access, inspectors)
         elif "://" in self.root:
-            options = self._at_address(backends)
+            options = self._at_address(inspectors)
         else:
-            return find_store(os.path.abspath(self.root), access, backends)
-        backend = backends.get(options.type)
-        if not isinstance(backend, InspectsServers):
+            return find_store(os.path.abspath(self.root), access, inspectors)
+        inspector = inspectors.get(options.type) if options.type in inspectors.names else None
+        if not isinstance(inspector, InspectsServers):
             raise UsageError(f"a tier of type {options.type} keeps nothing that a tool could read")
-        return backend.inspect_server(options, access)
+        return inspector.inspect_server(options, access)
 
-    def _tier(self, stack: str, backends: Backends) -> TierOptions:
-        tiers = load_stack(stack, backends).tiers
+    def _tier(self, stack: str) -> TierOptions:
+        tiers = load_stack(stack).tiers
         found = [options for options in tiers if options.label == self.root]
         if not found:
             names = ", ".join(options.label for options in tiers)
             raise UsageError(f"{stack} has no tier {self.root!r} (tiers: {names})")
         return found[0]
 
-    def _at_address(self, backends: Backends) -> TierOptions:
-        model, options = find_server(self.root, backends)
-        return validate(model, {**options, **self._given()})
+    def _at_address(self, inspectors: Inspectors) -> TierOptions:
+        kind, options = find_server(self.root, inspectors)
+        return validate(discover().get(kind).Options, {**options, **self._given()})
 
     def _given(self) -> dict[str, Value]:
         """The options on the command line, whose values are spelled as in a stack file."""

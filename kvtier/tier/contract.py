@@ -12,8 +12,8 @@ There are two kinds of tier below the CPU:
   implements `AnswersLookups` and `Resettable`.
 
 Other abilities are optional protocols, recognized by the presence of their methods: `ProbesAlignment`, `Resettable`,
-`FencesCopies`, `ProvidesRows` and `JoinsRows` here, `DryRuns` in `kvtier.tier.registry`, and `Inspects`
-and `InspectsServers` in `kvtier.tier.inspection`.
+`FencesCopies`, `ProvidesRows` and `JoinsRows` here, and `DryRuns` in `kvtier.tier.registry`. The tools read what a tier
+keeps through an inspector of its own (`kvtier.tier.inspection`).
 
 `kvtier.testing.conformance` holds a tier to all of this; `tests/conformance/example_backend` is a small whole tier.
 """

@@ -1,7 +1,8 @@
 """Reading what a backend keeps without opening it as a tier: for `kvtier fsck`, `ls`, `du` and `gc`.
 
-A backend class takes part by implementing `Inspects` for stores in a folder, or `InspectsServers` for stores on a
-server. It is found through the registry; the core knows none by name.
+A backend offers an inspector, an object that implements `Inspects` for stores in a folder or `InspectsServers` for
+stores on a server. It is an entry point of the group `kvtier.inspectors`, named as the tier's type, so that no tier
+that serves imports it. It may be the backend's own class.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from kvtier.errors import ConfigError, RootError
 from kvtier.options import TierOptions
-from kvtier.tier.registry import Backends
+from kvtier.tier.registry import Installed
 
 
 class Access(StrEnum):
@@ -181,11 +182,10 @@ class Inspection(Protocol):
 
 @runtime_checkable
 class Inspects(Protocol):
-    """A backend class whose stores can be listed, checked and pruned without opening them as a tier."""
+    """An inspector of stores in folders."""
 
-    @classmethod
-    def inspect(cls, root: str, access: Access) -> Inspection | None:
-        """The store in a folder (an absolute path); None if the folder holds none of this backend's.
+    def inspect(self, root: str, access: Access) -> Inspection | None:
+        """The store in a folder (an absolute path); None if the folder holds none of this type.
 
         Raises RootBusyError, naming the owner, if a live process owns it (unless access is READ), and RootError for a
         place that cannot be read. Keeps nothing open then.
@@ -194,42 +194,51 @@ class Inspects(Protocol):
 
 @runtime_checkable
 class InspectsServers(Protocol):
-    """A backend class whose stores lie on a server, at an address such as `valkey://cache-0:6379/team-a`."""
+    """An inspector of stores on a server, at an address such as `valkey://cache-0:6379/team-a`."""
 
-    @classmethod
-    def address_options(cls, address: str) -> dict[str, Any] | None:
-        """What a stack file says of the tier at an address; None for an address of another kind.
+    def address_options(self, address: str) -> dict[str, Any] | None:
+        """The options that a stack file states for the tier at an address; None for an address of another kind.
 
         Raises ConfigError for one that holds a user or a password: addresses stand on command lines.
         """
 
-    @classmethod
-    def inspect_server(cls, options: TierOptions, access: Access) -> Inspection:
+    def inspect_server(self, options: TierOptions, access: Access) -> Inspection:
         """The store that a tier of these options uses. Other processes use it at the same time.
 
         Raises ConfigError with the option to correct, or RootError. Keeps nothing open then.
         """
 
 
-def find_store(root: str, access: Access, backends: Backends) -> Inspection:
-    """The store in a folder, of the first backend (by name) that recognises it.
+class Inspectors(Installed[Inspects | InspectsServers]):
+    """The inspectors of one environment by the type name of the tier that keeps what they read."""
 
-    Raises RootError if none does, or the first error that kept a backend from reading it.
+    GROUP = "kvtier.inspectors"
+    KIND = "inspector"
+
+    @staticmethod
+    def _contract_fault(loaded: object) -> str:
+        return "" if isinstance(loaded, Inspects | InspectsServers) else "inspects neither folders nor servers"
+
+
+def find_store(root: str, access: Access, inspectors: Inspectors) -> Inspection:
+    """The store in a folder, of the first inspector (by name) that recognises it.
+
+    Raises RootError if none does, or the first error that kept one from reading it.
     """
-    asked: list[str] = []
+    tried: list[str] = []
     broken: list[str] = []
     problems: list[RootError] = []
-    for name in backends.names:
+    for name in inspectors.names:
         try:
-            backend = backends.get(name)
+            inspector = inspectors.get(name)
         except ConfigError:
-            broken.append(name)  # the other backends can still read it
+            broken.append(name)  # the others can still read it
             continue
-        if not isinstance(backend, Inspects):
+        if not isinstance(inspector, Inspects):
             continue
-        asked.append(name)
+        tried.append(name)
         try:
-            store = backend.inspect(root, access)
+            store = inspector.inspect(root, access)
         except RootError as error:
             problems.append(error)
             continue
@@ -237,25 +246,23 @@ def find_store(root: str, access: Access, backends: Backends) -> Inspection:
             return store
     if problems:
         raise problems[0]
-    unasked = f"; cannot be loaded: {', '.join(broken)}" if broken else ""
-    raise RootError(
-        root, f"holds no store of blocks that a backend knows (asked: {', '.join(asked) or 'none'}{unasked})"
-    )
+    rest = f"; cannot be loaded: {', '.join(broken)}" if broken else ""
+    raise RootError(root, f"holds no store of blocks of a known type (tried: {', '.join(tried) or 'none'}{rest})")
 
 
-def find_server(address: str, backends: Backends) -> tuple[type[TierOptions], dict[str, Any]]:
-    """The options of the tier at an address such as `valkey://cache-0:6379/team-a`: their model and what they are.
+def find_server(address: str, inspectors: Inspectors) -> tuple[str, dict[str, Any]]:
+    """The type of the tier at an address such as `valkey://cache-0:6379/team-a`, and its options.
 
-    Raises RootError if no backend reads such addresses, ConfigError for an address with a user or a password.
+    Raises RootError if no inspector reads such addresses, ConfigError for an address with a user or a password.
     """
     scheme, broken = address.partition("://")[0], list[str]()
-    for name in sorted(backends.names, key=lambda name: name != scheme):  # the likely one first: each is imported
+    for name in sorted(inspectors.names, key=lambda name: name != scheme):  # the likely one first: each is imported
         try:
-            backend = backends.get(name)
+            inspector = inspectors.get(name)
         except ConfigError:
             broken.append(name)
             continue
-        if isinstance(backend, InspectsServers) and (options := backend.address_options(address)) is not None:
-            return backend.Options, options
-    unasked = f" (cannot be loaded: {', '.join(broken)})" if broken else ""
-    raise RootError(f"{scheme}://", f"no backend reads such an address{unasked}")
+        if isinstance(inspector, InspectsServers) and (options := inspector.address_options(address)) is not None:
+            return name, options
+    rest = f" (cannot be loaded: {', '.join(broken)})" if broken else ""
+    raise RootError(f"{scheme}://", f"no backend reads such an address{rest}")

@@ -1,7 +1,8 @@
-"""Which backends are installed: entry points of the group `kvtier.backends`, never a module named in a stack file."""
+"""The installed backends: entry points of the group `kvtier.backends`, never a module named in a stack file."""
 
 import inspect
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -9,14 +10,14 @@ from difflib import get_close_matches
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Generic, Protocol, Self, TypeVar, runtime_checkable
 
 from kvtier.errors import ConfigError
 from kvtier.options import TierOptions
 from kvtier.tier.contract import LoadStore, SlotSpace
 from kvtier.types.geometry import Geometry
 
-GROUP = "kvtier.backends"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,81 +73,89 @@ def suggest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-class Backends:
-    """The backends of one environment by type name. A backend's code is imported when it is first used."""
+class Installed(ABC, Generic[T]):
+    """The objects that distributions offer by name in one group of entry points. Code is imported at its first use."""
+
+    GROUP: ClassVar[str]
+    KIND: ClassVar[str]
 
     def __init__(self, points: Iterable[EntryPoint]) -> None:
         self._points = tuple(points)
 
+    @classmethod
+    def find(cls) -> Self:
+        """Those of this environment. The search reads the metadata of every installed distribution and takes longer
+        than opening a small stack. It is repeated only after `sys.path` has changed."""
+        return cls(_installed(cls.GROUP, tuple(sys.path)))
+
     @property
     def names(self) -> tuple[str, ...]:
-        """Every installed type name, sorted; nothing is loaded."""
+        """Every installed name, sorted; nothing is loaded."""
         return tuple(sorted({point.name for point in self._points}))
 
-    def get(self, name: str) -> type[LoadStore]:
-        """The backend class of a type name.
+    def get(self, name: str) -> T:
+        """The object of a name.
 
         Raises ConfigError for an unknown name (listing the known ones), a name that two distributions claim (naming
-        both), and a backend that cannot be loaded or does not keep the contract (naming its distribution).
+        both), and an object that cannot be loaded or does not keep the contract (naming its distribution).
         """
         points = [point for point in self._points if point.name == name]
         if not points:
             known = ", ".join(self.names) or "none is installed"
-            raise ConfigError(f"no backend is called {name!r}{suggest(name, self.names)} (known: {known})")
+            raise ConfigError(f"no {self.KIND} is called {name!r}{suggest(name, self.names)} (known: {known})")
         if len(points) > 1:
             owners = " and ".join(sorted(map(distribution, points)))
-            raise ConfigError(f"the backend {name!r} is claimed by {owners}; uninstall all but one")
-        return _load(points[0])
+            raise ConfigError(f"the {self.KIND} {name!r} is claimed by {owners}; uninstall all but one")
+        return self._load(points[0])
+
+    def _load(self, point: EntryPoint) -> T:
+        # The version is read from a file, so the owner is named in errors alone.
+        try:
+            loaded: T = point.load()
+        except Exception as error:
+            # Foreign code runs at import and may raise anything; whatever it is, the distribution is what to mend.
+            owner, reason = f"the {self.KIND} {point.name!r} of {distribution(point)}", " ".join(str(error).split())
+            raise ConfigError(f"{owner} cannot be loaded: {type(error).__name__}: {reason}; reinstall it") from error
+        if fault := self._contract_fault(loaded):
+            owner = f"the {self.KIND} {point.name!r} of {distribution(point)}"
+            raise ConfigError(f"{owner} does not keep the contract: {point.value} {fault}")
+        return loaded
+
+    @staticmethod
+    @abstractmethod
+    def _contract_fault(loaded: object) -> str:
+        """The reason why an object is not of this kind; empty when it is."""
+
+
+@lru_cache(maxsize=4)
+def _installed(group: str, search_path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    """The entry points of the distributions on a search path, which is that of `sys.path`."""
+    return tuple(entry_points(group=group))
+
+
+class Backends(Installed[type[LoadStore]]):
+    """The backends of one environment by type name."""
+
+    GROUP = "kvtier.backends"
+    KIND = "backend"
+
+    @staticmethod
+    def _contract_fault(loaded: object) -> str:
+        if not (inspect.isclass(loaded) and issubclass(loaded, LoadStore)):
+            return "is no subclass of kvtier.tier.contract.LoadStore"
+        if inspect.isabstract(loaded):
+            return f"leaves {', '.join(sorted(loaded.__abstractmethods__))} abstract"
+        options = getattr(loaded, "Options", None)
+        if not (inspect.isclass(options) and issubclass(options, TierOptions)):
+            return "has no Options that are a subclass of kvtier.options.TierOptions"
+        if not isinstance(getattr(loaded, "medium", None), str):
+            return "names no medium"
+        alignment: object = loaded.BLOCK_SIZE_ALIGNMENT
+        if not isinstance(alignment, int) or alignment < 1:
+            return f"has a BLOCK_SIZE_ALIGNMENT of {alignment!r}, which must be a whole number of at least 1"
+        return ""
 
 
 def discover() -> Backends:
-    """The backends installed in this environment.
-
-    The search reads the metadata of every installed distribution and takes longer than opening a small stack. It is
-    done again only after `sys.path` has changed.
-    """
-    return Backends(_installed(tuple(sys.path)))
-
-
-@lru_cache(maxsize=1)
-def _installed(search_path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    """The entry points of the distributions on a search path, which is that of `sys.path`."""
-    return tuple(entry_points(group=GROUP))
-
-
-def _owner(point: EntryPoint) -> str:
-    """The name of a backend in an error. The version is read from a file, so this is for errors alone."""
-    return f"the backend {point.name!r} of {distribution(point)}"
-
-
-def _load(point: EntryPoint) -> type[LoadStore]:
-    try:
-        backend = point.load()
-    except Exception as error:
-        # Foreign code runs at import and may raise anything; whatever it is, the distribution is what to mend.
-        reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"{_owner(point)} cannot be loaded: {type(error).__name__}: {reason}; reinstall it"
-        ) from error
-    fault = _contract_fault(backend)
-    if fault:
-        raise ConfigError(f"{_owner(point)} does not keep the contract: {point.value} {fault}")
-    loaded: type[LoadStore] = backend
-    return loaded
-
-
-def _contract_fault(backend: object) -> str:
-    """What keeps an object from being a backend class; empty when nothing does."""
-    if not (inspect.isclass(backend) and issubclass(backend, LoadStore)):
-        return "is no subclass of kvtier.tier.contract.LoadStore"
-    if inspect.isabstract(backend):
-        return f"leaves {', '.join(sorted(backend.__abstractmethods__))} abstract"
-    options = getattr(backend, "Options", None)
-    if not (inspect.isclass(options) and issubclass(options, TierOptions)):
-        return "has no Options that are a subclass of kvtier.options.TierOptions"
-    if not isinstance(getattr(backend, "medium", None), str):
-        return "names no medium"
-    alignment: object = backend.BLOCK_SIZE_ALIGNMENT
-    if not isinstance(alignment, int) or alignment < 1:
-        return f"has a BLOCK_SIZE_ALIGNMENT of {alignment!r}, which must be a whole number of at least 1"
-    return ""
+    """The backends installed in this environment. See `Installed.find`."""
+    return Backends.find()

@@ -3,7 +3,7 @@
 from support_freezing_disk import let_freeze
 
 from kvtier.engines.lmcache import KVTierL2Adapter
-from kvtier_fs.tier import FSBackend
+from kvtier_fs.local.tier import FSBackend
 
 __all__ = ["KVTierL2Adapter"]
 let_freeze(FSBackend)

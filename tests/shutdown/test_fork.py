@@ -21,7 +21,7 @@ from kvtier.errors import RootBusyError, UsageError
 from kvtier.stack import EngineStack, TierStack
 from kvtier.types.jobs import JobKind
 from kvtier_fs import FSOptions
-from kvtier_fs.slab.folder import SlabFolder
+from kvtier_fs.local.folder import SlabFolder
 
 
 @pytest.fixture(scope="module")

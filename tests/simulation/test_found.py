@@ -14,8 +14,8 @@ from support_stack_tiers import LOAD, STORE, MemoryTier, backends
 
 from kvtier.errors import RootError
 from kvtier.types.jobs import DropReason, dropped
-from kvtier_fs.slab.folder import SlabFolder
-from kvtier_fs.slab.opening import Hooks
+from kvtier_fs.local.folder import SlabFolder
+from kvtier_fs.local.opening import Hooks
 from simulator.seed_run import run_seed
 
 

@@ -1,4 +1,4 @@
-"""Makes the roots that tests/tiers/fs_slab/data and tests/tiers/fs_files/data keep: run by the release they stand for.
+"""Makes the roots in tests/tiers/fs_local/data and tests/tiers/fs_shared/data: run by the release they stand for.
 
 `PYTHONPATH=tests/support python COPY_OF_THIS_FILE FOLDER` writes FOLDER/slab.tar.xz and
 FOLDER/files.tar.xz (at 91f9e2b, where the first ones were made, the support modules were in `tests`).

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from importlib.metadata import distributions
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint, distributions
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -10,6 +11,7 @@ from pydantic import Field
 
 from kvtier.options import ByteSize, LowerTierOptions, PolicyName, TierOptions
 from kvtier.tier.contract import LoadStore, Opened, SlotSpace, TierContext
+from kvtier.tier.inspection import Inspectors
 from kvtier.tier.registry import Backends, DryRun
 from kvtier.types.geometry import Geometry
 from kvtier.types.jobs import MISSING, JobResult, TransferJob
@@ -128,5 +130,14 @@ def add_distribution(
 
 def backends_in(*sites: Path) -> Backends:
     """The backends of the distributions in site folders, and no others."""
+    return Backends(_points_in(sites))
+
+
+def inspectors_in(*sites: Path) -> Inspectors:
+    """The inspectors of the distributions in site folders, and no others."""
+    return Inspectors(_points_in(sites))
+
+
+def _points_in(sites: Sequence[Path]) -> list[EntryPoint]:
     found = distributions(path=[str(site) for site in sites])
-    return Backends(point for distribution in found for point in distribution.entry_points)
+    return [point for distribution in found for point in distribution.entry_points]

@@ -20,9 +20,9 @@ from kvtier.types.jobs import BlockOutcome, JobKind, RowGroup, TransferJob
 from kvtier.types.keys import GroupIndex, JobId, OffloadKey, key_group
 from kvtier.types.namespace import Namespace
 from kvtier_fs import SharedFSBackend, SharedFSOptions
-from kvtier_fs.files.paths import BLOCK_NAME
-from kvtier_fs.files.root import FilesHooks
 from kvtier_fs.format.tree_records import Tree, decode_account, decode_tree
+from kvtier_fs.shared.paths import BLOCK_NAME
+from kvtier_fs.shared.root import FilesHooks
 
 
 class FilesTier:

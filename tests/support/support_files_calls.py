@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from types import SimpleNamespace
 
-from kvtier_fs.files import block_file, bucket
+from kvtier_fs.shared import block_file, bucket
 
 OS_CALLS = (
     *("open", "close", "read", "pread", "pwrite", "stat", "fstat", "lstat", "fstatvfs", "access", "listdir"),

@@ -21,7 +21,7 @@ from kvtier.types.jobs import BlockOutcome, JobKind, JobResult, RegionFormat, Ro
 from kvtier.types.keys import GroupIndex, JobId, OffloadKey, key_group, make_key
 from kvtier.types.namespace import Namespace
 from kvtier_fs import FSBackend, FSOptions
-from kvtier_fs.slab.opening import Hooks
+from kvtier_fs.local.opening import Hooks
 
 PAGE = mmap.PAGESIZE
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from kvtier_fs.io.contract import IOEngine, IOKind, IORequest
-from kvtier_fs.slab.opening import Hooks
+from kvtier_fs.local.opening import Hooks
 
 Fault = Callable[[IORequest], int | None]
 """What becomes of a request: None all of it, n >= 0 at most n bytes, n < 0 that errno and nothing moves."""

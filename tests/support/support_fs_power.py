@@ -18,8 +18,8 @@ from support_fs_engine import FaultyEngine
 
 from kvtier_fs import FSOptions
 from kvtier_fs.io.contract import IOKind, IORequest
-from kvtier_fs.slab.folder import SlabFolder
-from kvtier_fs.slab.opening import Hooks
+from kvtier_fs.local.folder import SlabFolder
+from kvtier_fs.local.opening import Hooks
 
 SECTOR = 512
 EXHAUSTIVE_UP_TO = 16

@@ -18,11 +18,11 @@ from kvtier.tier.block_age import AgeLimit
 from kvtier.tier.checksum import checksum
 from kvtier.types.arrays import NO_IDS
 from kvtier.types.jobs import BlockOutcome
-from kvtier_fs.files import block_file, block_steps, epochs, presence
 from kvtier_fs.format import slot_map
 from kvtier_fs.io import full_transfer
 from kvtier_fs.io.contract import IORequest
-from kvtier_fs.slab import layout
+from kvtier_fs.local import layout
+from kvtier_fs.shared import block_file, block_steps, epochs, presence
 from kvtier_remote import value
 from kvtier_remote.names import BlockNames
 from kvtier_remote.transport import Marker

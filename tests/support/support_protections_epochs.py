@@ -8,9 +8,9 @@ import pytest
 
 from kvtier.stack import joining
 from kvtier.tier import shared_epoch
-from kvtier_fs.files import epochs as folder_epochs
 from kvtier_fs.format import superblock, tree_records
-from kvtier_fs.slab import opening
+from kvtier_fs.local import opening
+from kvtier_fs.shared import epochs as folder_epochs
 from kvtier_remote import epochs as remote_epochs
 from kvtier_remote.transport import Marker
 from kvtier_remote.valkey import transport as valkey_transport

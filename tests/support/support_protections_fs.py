@@ -6,11 +6,10 @@ import pytest
 
 from kvtier.stack.learned import kept_paces
 from kvtier.tier import block_envelope
-from kvtier_fs import tier
-from kvtier_fs.files import block_file
-from kvtier_fs.files.bucket import Bucket
+from kvtier_fs.local import shrinking, tier
 from kvtier_fs.roots.private_tree import PrivateTree
-from kvtier_fs.slab import shrinking
+from kvtier_fs.shared import block_file
+from kvtier_fs.shared.bucket import Bucket
 
 
 def without_owner_check(monkeypatch: pytest.MonkeyPatch) -> None:

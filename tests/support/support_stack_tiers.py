@@ -12,7 +12,7 @@ from pydantic import Field
 
 from kvtier.options import LowerTierOptions, SharedTierOptions, TierOptions
 from kvtier.tier.contract import LoadStore, LookupResult, Opened, Rows, SlotSpace, TierContext
-from kvtier.tier.registry import GROUP, Backends
+from kvtier.tier.registry import Backends
 from kvtier.types.jobs import CORRUPT, LOADED, MISSING, STORED, BlockOutcome, JobKind, JobResult, RowGroup, TransferJob
 from kvtier.types.keys import Medium, OffloadKey, key_group
 
@@ -183,5 +183,5 @@ class ProbedTier(MemoryTier):
 def backends() -> Backends:
     """The installed backends, and these."""
     mine = {"memory": "MemoryTier", "shared": "SharedTier", "wide": "WideTier", "probed": "ProbedTier"}
-    points = [EntryPoint(name, f"{__name__}:{value}", GROUP) for name, value in mine.items()]
-    return Backends([*entry_points(group=GROUP), *points])
+    points = [EntryPoint(name, f"{__name__}:{value}", Backends.GROUP) for name, value in mine.items()]
+    return Backends([*entry_points(group=Backends.GROUP), *points])

@@ -21,7 +21,6 @@ from kvtier.tier.contract import (
     SharedRows,
     StatesEpoch,
 )
-from kvtier.tier.inspection import Inspects
 from kvtier.tier.registry import DryRuns, EmbedsServer, discover
 
 OF_INSTANCES = {
@@ -89,11 +88,3 @@ def test_every_protocol_of_instances_is_listed_here() -> None:
 def test_a_tier_has_just_the_abilities_it_declares(kind: str, tmp_path: Path) -> None:
     tier = tiers(tmp_path)[kind]
     assert {protocol for protocol in OF_INSTANCES if has(tier, protocol)} == EXPECTED[kind]
-
-
-def test_the_stores_of_the_filesystem_tiers_can_be_inspected() -> None:
-    backends = discover()
-    inspected = {
-        name for name in ("gpu", "cpu", "fs", "shared_fs", "valkey") if isinstance(backends.get(name), Inspects)
-    }
-    assert inspected == {"fs", "shared_fs"}

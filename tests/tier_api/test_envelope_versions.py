@@ -22,9 +22,10 @@ from kvtier.tier import block_envelope
 from kvtier.tier.inspection import Access, CheckStep, Inspection
 from kvtier.types.jobs import BlockOutcome, BlockStatus
 from kvtier.types.keys import OffloadKey
-from kvtier_fs.files import paths
-from kvtier_fs.shared_tier import SharedFSBackend
-from kvtier_fs.tier import FSBackend
+from kvtier_fs.inspect.local import LocalInspection
+from kvtier_fs.inspect.shared import SharedInspection
+from kvtier_fs.shared import paths
+from kvtier_fs.shared.tier import SharedFSBackend
 from kvtier_remote import names as remote_names
 from kvtier_remote.inspect.store import RemoteInspection
 from kvtier_remote.valkey.listing import ValkeyListing
@@ -42,7 +43,7 @@ class FilesSuite(ConformanceBase):
         return SharedFSBackend(support_files.options(self.root))
 
     def inspection(self, access: Access) -> Inspection:
-        found = SharedFSBackend.inspect(str(self.root), access)
+        found = SharedInspection.inspect(str(self.root), access)
         assert found is not None
         return found
 
@@ -189,7 +190,7 @@ async def test_a_slab_of_another_version_holds_nothing_and_raises_no_alarm(tmp_p
                 await tier.store_all(names)
             if not clean:
                 (tmp_path / "root" / "snapshot").unlink()
-        inspection = FSBackend.inspect(str(tmp_path / "root"), Access.READ)
+        inspection = LocalInspection.inspect(str(tmp_path / "root"), Access.READ)
         assert inspection is not None
         assert [one for step in inspection.check(False) for one in step.findings] == []
         inspection.close()

@@ -14,13 +14,13 @@ from support_tools import HEADER, SLOT, found, loadable, overwrite, tool_json, w
 from faults.machine.belongings import belongings, new_since
 from kvtier.errors import RootBusyError
 from kvtier.tier.inspection import Access, Inspection
-from kvtier_fs import FSBackend
+from kvtier_fs.inspect.local import LocalInspection
 
 MIB = 1 << 20
 
 
 def store(root: Path, access: Access) -> Inspection:
-    found_store = FSBackend.inspect(str(root), access)
+    found_store = LocalInspection.inspect(str(root), access)
     assert found_store is not None
     return found_store
 
@@ -44,7 +44,7 @@ async def test_a_tier_is_kept_out_while_a_root_is_checked_or_changed_but_not_whi
     changing = store(root, Access.CHANGE)
     assert f"process {os.getpid()} on " in await opening_refusal(root)
     with pytest.raises(RootBusyError):
-        FSBackend.inspect(str(root), Access.CHECK)
+        LocalInspection.inspect(str(root), Access.CHECK)
     changing.close()
     looking = store(root, Access.READ)
     async with open_tier(options(root)) as tier:

@@ -28,10 +28,10 @@ from support_tools import (
     write_files,
 )
 
-import kvtier_fs.inspect.files_root
+import kvtier_fs.inspect.shared_root
 from faults.machine.belongings import belongings, new_since
-from kvtier_fs.files.folder import TreeFolder
 from kvtier_fs.format.tree_records import decode_tree, encode_account, encode_epoch, encode_tree
+from kvtier_fs.shared.folder import TreeFolder
 
 DEAD = "00000000deadbeef"
 MIB = 1 << 20
@@ -411,7 +411,7 @@ def test_what_the_disk_does_not_give_back_is_a_finding(tmp_path: Path, monkeypat
 def test_a_bucket_that_somebody_keeps_locked_is_checked_but_not_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kvtier_fs.inspect.files_root, "_LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(kvtier_fs.inspect.shared_root, "_LOCK_SECONDS", 0.05)
     written = write_files(tmp_path / "root")
     first = keys(1)[0]
     written.flip(first, 8 * 5000)
@@ -440,14 +440,14 @@ def test_a_block_that_was_replaced_since_it_was_read_is_not_removed(
     place = written.places[keys(1)[0]]
     good = place.read_bytes()
     written.flip(keys(1)[0], 8 * 5000)
-    changing = kvtier_fs.inspect.files_root.InspectedTree.changing
+    changing = kvtier_fs.inspect.shared_root.InspectedTree.changing
 
     def stored_anew(self, number, work):
         (tmp_path / "anew").write_bytes(good)
         (tmp_path / "anew").rename(place)
         return changing(self, number, work)
 
-    monkeypatch.setattr(kvtier_fs.inspect.files_root.InspectedTree, "changing", stored_anew)
+    monkeypatch.setattr(kvtier_fs.inspect.shared_root.InspectedTree, "changing", stored_anew)
     document = tool_json("fsck", written.path, "--repair", status=1)
     assert document["counts"][0]["repaired"] == 0
     assert place.read_bytes() == good

@@ -159,11 +159,11 @@ def test_a_root_in_use_is_pruned_beside_its_processes_which_go_on(root: Path) ->
 def test_a_block_that_was_stored_anew_since_it_was_read_is_not_dropped(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import kvtier_fs.inspect.files
+    import kvtier_fs.inspect.shared
 
     raise_epoch(root, digest())
     claims = []
-    remove_if = kvtier_fs.inspect.files.remove_if
+    remove_if = kvtier_fs.inspect.shared.remove_if
 
     def stored_anew(leaf_fd, name, wrong):
         claims.append(name)
@@ -173,7 +173,7 @@ def test_a_block_that_was_stored_anew_since_it_was_read_is_not_dropped(
             (root.parent / "anew").rename(path)
         return remove_if(leaf_fd, name, wrong)
 
-    monkeypatch.setattr(kvtier_fs.inspect.files, "remove_if", stored_anew)
+    monkeypatch.setattr(kvtier_fs.inspect.shared, "remove_if", stored_anew)
     assert tool_json("gc", root, "--old")["dropped"][0]["blocks"] == 4
     assert len(block_files(root)) == 4
     assert next(root.rglob(claims[0]))

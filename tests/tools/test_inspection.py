@@ -1,4 +1,4 @@
-"""Any backend may offer its stores to the tools: they are found through the registry, and the core names none."""
+"""Any backend may offer its stores to the tools: by an inspector among the entry points, and the core names none."""
 
 from __future__ import annotations
 
@@ -7,26 +7,28 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support_backends import STANDARD, Idle, add_distribution, backends_in
+from support_backends import Idle, add_distribution, inspectors_in
 from support_tools import tool, tool_json, write
 
-from kvtier.errors import RootBusyError, RootError
+from kvtier.errors import ConfigError, RootBusyError, RootError
 from kvtier.tier.inspection import (
     Access,
     BlockState,
     CheckStep,
     Finding,
     FindingKind,
+    Inspectors,
     Inspects,
+    InspectsServers,
     ListStep,
     StoreAbout,
     StoredBlock,
     find_store,
 )
 from kvtier.types.keys import make_key
-from kvtier_fs import FSBackend
 
 NAMESPACE = bytes(range(16))
+GROUP = "kvtier.inspectors"
 
 
 class Shelf:
@@ -75,7 +77,7 @@ class BusyTier(Idle):
 @pytest.fixture
 def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A store of another distribution's backend, which is installed beside our own."""
-    add_distribution(tmp_path / "site", "wood-tier", {"shelf": f"{__name__}:ShelfTier"})
+    add_distribution(tmp_path / "site", "wood-tier", {"shelf": f"{__name__}:ShelfTier"}, group=GROUP)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     root = tmp_path / "store"
     root.mkdir()
@@ -83,9 +85,18 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def test_our_own_disk_backend_offers_it_and_the_others_need_not() -> None:
-    assert isinstance(FSBackend, Inspects)
-    assert not isinstance(Idle, Inspects)
+def test_each_tier_that_keeps_blocks_has_an_inspector() -> None:
+    inspectors = Inspectors.find()
+    folders = {name for name in inspectors.names if isinstance(inspectors.get(name), Inspects)}
+    servers = {name for name in inspectors.names if isinstance(inspectors.get(name), InspectsServers)}
+    assert folders == {"fs", "shared_fs"}
+    assert servers == {"valkey", "mooncake", "s3", "gcs", "azure"}
+
+
+def test_what_is_no_inspector_is_refused_naming_its_distribution(tmp_path: Path) -> None:
+    add_distribution(tmp_path, "half", {"idle": "support_backends:Idle"}, group=GROUP)
+    with pytest.raises(ConfigError, match=r"'idle' of half 1\.0 does not keep the contract"):
+        inspectors_in(tmp_path).get("idle")
 
 
 def test_the_store_of_another_backend_is_listed_with_what_it_keeps(shelf: Path) -> None:
@@ -114,30 +125,35 @@ def test_the_store_of_another_backend_is_checked_and_pruned(shelf: Path) -> None
     assert (shelf / "shelf.json").read_text() == "[]"
 
 
-def test_each_backend_that_can_is_asked_and_the_first_that_knows_the_store_serves(tmp_path: Path) -> None:
-    points = {"a": "support_backends:Idle", "b": f"{__name__}:ShelfTier", "fs": "kvtier_fs:FSBackend"}
-    add_distribution(tmp_path / "site", "several", points)
-    backends = backends_in(tmp_path / "site")
+def test_each_inspector_of_folders_is_tried_and_the_first_that_reads_the_store_serves(tmp_path: Path) -> None:
+    points = {
+        "a": "kvtier_remote.valkey.listing:INSPECTOR",
+        "b": f"{__name__}:ShelfTier",
+        "fs": "kvtier_fs.inspect.local:LocalInspection",
+    }
+    add_distribution(tmp_path / "site", "several", points, group=GROUP)
+    inspectors = inspectors_in(tmp_path / "site")
     written = write(tmp_path / "root")
-    store = find_store(str(written.path), Access.READ, backends)
+    store = find_store(str(written.path), Access.READ, inspectors)
     assert store.about.layout == "slab"
     store.close()
     (tmp_path / "empty").mkdir(mode=0o700)
-    with pytest.raises(RootError, match=r"knows \(asked: b, fs\)"):
-        find_store(str(tmp_path / "empty"), Access.READ, backends)
+    with pytest.raises(RootError, match=r"\(tried: b, fs\)"):
+        find_store(str(tmp_path / "empty"), Access.READ, inspectors)
 
 
-def test_a_backend_that_cannot_be_loaded_does_not_keep_the_others_from_being_asked(tmp_path: Path) -> None:
-    add_distribution(tmp_path / "site", "half", STANDARD | {"broken": "no_such_module:X"})
-    with pytest.raises(RootError, match=r"\(asked: none; cannot be loaded: broken\)"):
-        find_store(str(tmp_path), Access.READ, backends_in(tmp_path / "site"))
+def test_an_inspector_that_cannot_be_loaded_does_not_keep_the_others_from_reading(tmp_path: Path) -> None:
+    points = {"broken": "no_such_module:X", "server": "kvtier_remote.valkey.listing:INSPECTOR"}
+    add_distribution(tmp_path / "site", "half", points, group=GROUP)
+    with pytest.raises(RootError, match=r"\(tried: none; cannot be loaded: broken\)"):
+        find_store(str(tmp_path), Access.READ, inspectors_in(tmp_path / "site"))
 
 
-def test_what_kept_a_backend_from_looking_is_told_unless_another_knows_the_store(tmp_path: Path) -> None:
+def test_what_kept_an_inspector_from_reading_is_raised_unless_another_reads_the_store(tmp_path: Path) -> None:
     points = {"busy": f"{__name__}:BusyTier", "shelf": f"{__name__}:ShelfTier"}
-    add_distribution(tmp_path / "site", "both", points)
-    backends = backends_in(tmp_path / "site")
+    add_distribution(tmp_path / "site", "both", points, group=GROUP)
+    inspectors = inspectors_in(tmp_path / "site")
     with pytest.raises(RootBusyError, match="the night shift"):
-        find_store(str(tmp_path), Access.CHECK, backends)
+        find_store(str(tmp_path), Access.CHECK, inspectors)
     (tmp_path / "shelf.json").write_text("[]")
-    assert find_store(str(tmp_path), Access.CHECK, backends).about.layout == "shelf"
+    assert find_store(str(tmp_path), Access.CHECK, inspectors).about.layout == "shelf"

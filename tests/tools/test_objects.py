@@ -11,9 +11,9 @@ from support_objects import Blocks, Folder, names, read, write
 from support_remote_blocks import NAMES, store_epochs
 from support_tools import refusal
 
-from kvtier.tier.inspection import Access, BlockState
+from kvtier.tier.inspection import BlockState
 from kvtier_remote.inspect.store import RemoteInspection
-from kvtier_remote.objects.tier import AzureBackend, GCSBackend, S3Backend
+from kvtier_remote.objects.listing import AZURE, GCS, S3, ObjectListing
 
 
 @pytest.fixture
@@ -28,9 +28,7 @@ def bucket(tmp_path: Path) -> Folder:
 
 def opened(bucket: Folder) -> RemoteInspection:
     tier = bucket.tier()
-    store = tier.inspect_server(tier.options, Access.CHANGE)
-    assert isinstance(store, RemoteInspection)
-    return store
+    return RemoteInspection(ObjectListing(tier.options, tier._connect()))
 
 
 def found(store: RemoteInspection, repair: bool = False) -> list[tuple[str, str, bool]]:
@@ -101,17 +99,17 @@ def test_damage_is_found_and_removed_on_request(bucket: Folder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "address", "options"),
+    ("inspector", "address", "options"),
     [
-        (S3Backend, "s3://kv-cache/team-a", {"bucket": "kv-cache", "prefix": "team-a"}),
-        (S3Backend, "s3://kv-cache", {"bucket": "kv-cache"}),
-        (GCSBackend, "gs://kv-cache/team-a", {"bucket": "kv-cache", "prefix": "team-a"}),
-        (AzureBackend, "az://kv-cache/team-a", {"container": "kv-cache", "prefix": "team-a"}),
-        (S3Backend, "gs://kv-cache", None),
+        (S3, "s3://kv-cache/team-a", {"bucket": "kv-cache", "prefix": "team-a"}),
+        (S3, "s3://kv-cache", {"bucket": "kv-cache"}),
+        (GCS, "gs://kv-cache/team-a", {"bucket": "kv-cache", "prefix": "team-a"}),
+        (AZURE, "az://kv-cache/team-a", {"container": "kv-cache", "prefix": "team-a"}),
+        (S3, "gs://kv-cache", None),
     ],
 )
-def test_an_address_names_a_bucket_and_a_prefix(backend, address, options) -> None:
-    given = backend.address_options(address)
+def test_an_address_names_a_bucket_and_a_prefix(inspector, address, options) -> None:
+    given = inspector.address_options(address)
     patient = {"allow_unbounded": True, "request_timeout_seconds": 20, "job_timeout_seconds": 60}
     assert given == (None if options is None else options | patient)
 

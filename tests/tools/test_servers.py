@@ -19,7 +19,7 @@ from kvtier.errors import RootError
 from kvtier.testing.conformance import make_keys
 from kvtier.tier.inspection import Access, BlockState
 from kvtier_remote import ValkeyBackend
-from kvtier_remote.valkey.listing import ValkeyListing
+from kvtier_remote.valkey.listing import INSPECTOR, ValkeyListing
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def test_what_is_stored_while_a_tool_runs_is_no_leftover(server: Server) -> None
     """Markers are read when a tool begins. A namespace that is new, or was reset since, is looked at once more."""
     stored(server)
     tier = server.tier()
-    store = tier.inspect_server(tier.options, Access.CHANGE)
+    store = INSPECTOR.inspect_server(tier.options, Access.CHANGE)
     stored(server, tag="new")
     stored(server, epochs=2)
     dropped = [

@@ -23,13 +23,13 @@ from kvtier.tier.inspection import (
     StoredBlock,
     StoredNamespace,
 )
-from kvtier_fs.files.folder import EPOCHS_NAME, names_in, read_small
-from kvtier_fs.files.paths import BUCKET_NAME
 from kvtier_fs.format.superblock import FORMAT_VERSION, decode_superblock, foreign_version
 from kvtier_fs.format.tree_records import FILES_VERSION, decode_tree
 from kvtier_fs.inspect.found import Found, payload_fault
 from kvtier_fs.roots.folder import SUPERBLOCK_NAME, GuardedFolder, plain_file
 from kvtier_fs.roots.sidecar_files import manifest_name
+from kvtier_fs.shared.folder import EPOCHS_NAME, names_in, read_small
+from kvtier_fs.shared.paths import BUCKET_NAME
 
 _LEFTOVERS = {
     BlockState.OLD: FindingKind.OLD,
@@ -91,8 +91,8 @@ class StoreInspection(ABC, Generic[F, R]):
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvtier-fs-inspect")
 
     @classmethod
-    def opened(cls, path: str, access: Access) -> Self | None:
-        """The inspection of a root; None if the folder holds none of its layout. Raises RootError, with all closed."""
+    def inspect(cls, path: str, access: Access) -> Self | None:
+        """The store in a folder. See `kvtier.tier.inspection.Inspects`."""
         store = cls(path, access)
         with ExitStack() as closing, store._refusing():
             closing.callback(store.close)

@@ -10,7 +10,6 @@ from kvtier.errors import RootError
 from kvtier_remote.names import BlockName
 from kvtier_remote.transport import Marker
 
-MANIFEST_BYTES_MAX = 16 << 10
 NAMESPACES_MAX = 1 << 17
 _NAME_SHOWN = 200
 

@@ -2,10 +2,15 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
+from kvtier.errors import ConfigError
+from kvtier.options import TierOptions
 from kvtier.tier.block_envelope import is_other_version
 from kvtier.tier.inspection import (
+    Access,
     BlockState,
     CheckStep,
     Finding,
@@ -178,3 +183,31 @@ def _described(manifest: str) -> tuple[str | None, str | None]:
         return str(fields["model"])[:_TEXT_MAX], str(fields["tag"])[:_TEXT_MAX]
     except (ValueError, TypeError, KeyError, RecursionError):
         return None, None
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInspector:
+    """The inspector of one type of server. See `kvtier.tier.inspection.InspectsServers`.
+
+    `of_place` makes the options of what stands between scheme and prefix of an address; `listing` connects.
+    """
+
+    schemes: tuple[str, ...]
+    of_place: Callable[[str], dict[str, Any]]
+    listing: Callable[[Any], Listing]
+
+    def address_options(self, address: str) -> dict[str, Any] | None:
+        """The options of a tool at an address such as `s3://bucket/prefix`: it waits longer than a tier and stores
+        nothing."""
+        scheme, _, rest = address.partition("://")
+        if scheme not in self.schemes:
+            return None
+        if "@" in rest:
+            raise ConfigError("an address holds no user and no password; name their files by -o KEY=VALUE")
+        place, _, prefix = rest.partition("/")
+        options = {"allow_unbounded": True, "request_timeout_seconds": 20, "job_timeout_seconds": 60}
+        return self.of_place(place) | options | ({"prefix": prefix} if prefix else {})
+
+    def inspect_server(self, options: TierOptions, access: Access) -> RemoteInspection:
+        """The store of a tier of these options. Raises ConfigError and RootError."""
+        return RemoteInspection(self.listing(options))

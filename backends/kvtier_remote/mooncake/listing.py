@@ -9,7 +9,8 @@ from typing import TypeVar
 from kvtier.errors import ConfigError, RootError
 from kvtier.tier.block_envelope import KEY_AT
 from kvtier_remote.inspect.judge import stated_header_bytes, stated_time
-from kvtier_remote.inspect.listing import MANIFEST_BYTES_MAX, About, Listed, check_namespaces, shown_name
+from kvtier_remote.inspect.listing import About, Listed, check_namespaces, shown_name
+from kvtier_remote.inspect.store import ServerInspector
 from kvtier_remote.mooncake.client_process import ClientProcess
 from kvtier_remote.mooncake.marker_object import read_marker
 from kvtier_remote.mooncake.master_http import MasterHTTP
@@ -17,7 +18,7 @@ from kvtier_remote.mooncake.options import MooncakeOptions
 from kvtier_remote.mooncake.outcomes import MISSING_CODES, os_error
 from kvtier_remote.mooncake.transport import MooncakeTransport
 from kvtier_remote.names import StoreNames, namespace_of
-from kvtier_remote.transport import Marker
+from kvtier_remote.transport import MANIFEST_BYTES_MAX, Marker
 
 _NAMES_AT_ONCE = 500
 T = TypeVar("T")
@@ -153,3 +154,6 @@ class MooncakeListing:
     def forget(self, namespace: bytes) -> None:
         """Remove a namespace's manifest."""
         self._call("remove", [self._names.manifest(namespace)], (), ())
+
+
+INSPECTOR = ServerInspector(("mooncake",), lambda place: {"type": "mooncake", "master": place}, MooncakeListing)

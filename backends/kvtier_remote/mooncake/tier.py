@@ -1,22 +1,18 @@
 """Type `mooncake`: blocks in a pool of memory that many hosts lend to each other."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from kvtier.errors import ConfigError
 from kvtier.options import TierOptions
 from kvtier.tier.contract import Opened, TierContext
-from kvtier.tier.inspection import Access, Inspection
 from kvtier.tier.registry import DryRun
 from kvtier.types.geometry import Geometry
 from kvtier_remote.backend import RemoteBackend
-from kvtier_remote.inspect.store import RemoteInspection
 from kvtier_remote.mooncake.client_process import INSTALL, ClientProcess, installed
-from kvtier_remote.mooncake.listing import MooncakeListing
 from kvtier_remote.mooncake.marker_object import MEMORY_BYTES
 from kvtier_remote.mooncake.options import MooncakeOptions
 from kvtier_remote.mooncake.pool_trial import try_pool
 from kvtier_remote.mooncake.transport import SIZE_NOTE, UNKNOWN_BYTES, MooncakeTransport, pool_facts
-from kvtier_remote.options import address_options
 from kvtier_remote.transport import Facts, Transport
 
 
@@ -29,18 +25,6 @@ class MooncakeBackend(RemoteBackend):
 
     def _make_transport(self) -> Transport:
         return MooncakeTransport(self.options)
-
-    @classmethod
-    def address_options(cls, address: str) -> dict[str, Any] | None:
-        """The options of the tier at `mooncake://MASTER:PORT[/PREFIX]`, for the tools; else None."""
-        found = address_options(address, ("mooncake",))
-        return None if found is None else {"type": "mooncake", "master": found[0]} | found[1]
-
-    @classmethod
-    def inspect_server(cls, options: TierOptions, access: Access) -> Inspection:
-        """The store of a tier of these options, for the tools. Raises ConfigError and RootError."""
-        assert isinstance(options, MooncakeOptions)
-        return RemoteInspection(MooncakeListing(options))
 
     async def open(self, context: TierContext) -> Opened:
         """As every remote tier. Raises ConfigError too if no block fits into the memory that blocks pass through."""

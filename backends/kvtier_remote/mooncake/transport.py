@@ -11,14 +11,13 @@ import numpy as np
 
 from kvtier.types.jobs import CORRUPT, STORED, BlockOutcome, failed
 from kvtier_remote.guard import guarded
-from kvtier_remote.inspect.listing import MANIFEST_BYTES_MAX
 from kvtier_remote.lane import Lane
 from kvtier_remote.mooncake.client_process import ClientProcess
 from kvtier_remote.mooncake.marker_object import MEMORY_BYTES, read_marker, swap_marker
 from kvtier_remote.mooncake.master_http import MasterHTTP
 from kvtier_remote.mooncake.options import BATCH_BLOCKS, CONNECTIONS, MooncakeOptions
 from kvtier_remote.mooncake.outcomes import MISSING_CODES, errno_of, os_error, outcome_of
-from kvtier_remote.transport import Facts, Marker, Place, Spelling, Value, Verify
+from kvtier_remote.transport import MANIFEST_BYTES_MAX, Facts, Marker, Place, Spelling, Value, Verify
 
 UNKNOWN_BYTES = 1 << 62
 _ALIGNMENT = 64

@@ -10,12 +10,13 @@ from typing import TypeVar
 
 from kvtier.errors import RootError
 from kvtier_remote.answers import reading_answers
-from kvtier_remote.inspect.listing import MANIFEST_BYTES_MAX, About, Listed, check_namespaces, shown_name
+from kvtier_remote.inspect.listing import About, Listed, check_namespaces, shown_name
+from kvtier_remote.inspect.store import ServerInspector
 from kvtier_remote.names import StoreNames, namespace_of
-from kvtier_remote.objects.library import Store, library, os_error
-from kvtier_remote.objects.options import ObjectOptions
+from kvtier_remote.objects.library import Store, library, os_error, store_of
+from kvtier_remote.objects.options import AzureOptions, GCSOptions, ObjectOptions, S3Options
 from kvtier_remote.objects.transport import ObjectTransport, precedence, stated_marker
-from kvtier_remote.transport import Marker
+from kvtier_remote.transport import MANIFEST_BYTES_MAX, Marker
 
 _NAMES_AT_ONCE = 1000
 """Names in one answer of a store, and in one request to remove some."""
@@ -131,3 +132,12 @@ class ObjectListing:
                 return
 
         self._asked(request)
+
+
+def _inspector(of: type[ObjectOptions]) -> ServerInspector:
+    return ServerInspector(
+        of.SCHEMES, lambda place: {of.BUCKET_KEY: place}, lambda options: ObjectListing(options, store_of(options))
+    )
+
+
+S3, GCS, AZURE = _inspector(S3Options), _inspector(GCSOptions), _inspector(AzureOptions)

@@ -1,21 +1,16 @@
 """Types `s3`, `gcs` and `azure`: blocks as objects of a bucket that many processes and hosts share."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from kvtier.errors import ConfigError
-from kvtier.options import TierOptions
-from kvtier.tier.inspection import Access, Inspection
 from kvtier.tier.registry import DryRun
 from kvtier.types.geometry import Geometry
 from kvtier_remote.backend import RemoteBackend
-from kvtier_remote.inspect.store import RemoteInspection
 from kvtier_remote.objects.bound import cost_notes, facts_of, look_into
 from kvtier_remote.objects.library import INSTALL, Store, installed, store_of
-from kvtier_remote.objects.listing import ObjectListing
 from kvtier_remote.objects.options import AzureOptions, GCSOptions, ObjectOptions, S3Options
 from kvtier_remote.objects.renewal import RenewalHooks
 from kvtier_remote.objects.transport import ObjectTransport
-from kvtier_remote.options import address_options
 from kvtier_remote.transport import Transport
 
 
@@ -26,18 +21,6 @@ class ObjectBackend(RemoteBackend):
     PROBE_PREFIX: ClassVar[bool] = True
     Options: ClassVar[type[ObjectOptions]]
     options: ObjectOptions
-
-    @classmethod
-    def address_options(cls, address: str) -> dict[str, Any] | None:
-        """The options of the tier at `s3://BUCKET[/PREFIX]`, or `gs://` or `az://`, for the tools; else None."""
-        found = address_options(address, cls.Options.SCHEMES)
-        return None if found is None else {cls.Options.BUCKET_KEY: found[0]} | found[1]
-
-    @classmethod
-    def inspect_server(cls, options: TierOptions, access: Access) -> Inspection:
-        """The store of a tier of these options, for the tools. Raises ConfigError and RootError."""
-        assert isinstance(options, ObjectOptions)
-        return RemoteInspection(ObjectListing(options, cls(options)._connect()))
 
     def _make_transport(self) -> Transport:
         return ObjectTransport(self.options, self._connect, self._renewing())

@@ -13,6 +13,7 @@ from kvtier.tier.block_envelope import KEY_AT
 from kvtier_remote.answers import bytes_of, items_of, number, reading_answers
 from kvtier_remote.inspect.judge import stated_header_bytes, stated_time
 from kvtier_remote.inspect.listing import About, Listed, check_namespaces, shown_name
+from kvtier_remote.inspect.store import ServerInspector
 from kvtier_remote.names import BlockName, StoreNames, namespace_of
 from kvtier_remote.transport import Marker
 from kvtier_remote.valkey.calls import OTHER_TYPE
@@ -211,3 +212,6 @@ def _of_string(answer: object) -> object:
 def _listed(one: _Found, length: int, memory: int, front: memoryview, whole: bool) -> Listed:
     payload_bytes = length - stated_header_bytes(front)
     return Listed(one.name, one.shown, one.parts, whole, payload_bytes, memory, stated_time(front))
+
+
+INSPECTOR = ServerInspector(("valkey",), lambda place: {"type": "valkey", "servers": place.split(",")}, ValkeyListing)

@@ -3,21 +3,17 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from kvtier.errors import ConfigError
 from kvtier.options import TierOptions
-from kvtier.tier.inspection import Access, Inspection
 from kvtier.tier.registry import DryRun
 from kvtier.types.geometry import Geometry
 from kvtier_remote.backend import RemoteBackend
-from kvtier_remote.inspect.store import RemoteInspection
-from kvtier_remote.options import address_options
 from kvtier_remote.transport import Transport
 from kvtier_remote.valkey.cluster_nodes import ClusterNodes
 from kvtier_remote.valkey.embedded import embedded_server, settings_for
 from kvtier_remote.valkey.glide import INSTALL, installed
-from kvtier_remote.valkey.listing import ValkeyListing
 from kvtier_remote.valkey.options import ValkeyOptions
 from kvtier_remote.valkey.server_facts import look_at
 from kvtier_remote.valkey.transport import ValkeyTransport
@@ -42,18 +38,6 @@ class ValkeyBackend(RemoteBackend):
             login = {"username": "", "password_file": None, "password_env": None}
             budget = {"write_bytes_per_day": None, "state_folder": None}
             yield self.options.model_copy(update=reached | login | budget)
-
-    @classmethod
-    def address_options(cls, address: str) -> dict[str, Any] | None:
-        """The options of the tier at `valkey://HOST:PORT[,HOST:PORT...][/PREFIX]`, for the tools; else None."""
-        found = address_options(address, ("valkey",))
-        return None if found is None else {"type": "valkey", "servers": found[0].split(",")} | found[1]
-
-    @classmethod
-    def inspect_server(cls, options: TierOptions, access: Access) -> Inspection:
-        """The store of a tier of these options, for the tools. Raises ConfigError and RootError."""
-        assert isinstance(options, ValkeyOptions)
-        return RemoteInspection(ValkeyListing(options))
 
     def dry_run(self, geometry: Geometry, probe: bool) -> DryRun:
         """What the tier would be if it were opened now. Connects only to probe, and leaves nothing behind."""

@@ -114,5 +114,5 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     f"{POOLS}.mla": _with_copies,
 }
 if FROZEN_FILE in os.environ:
-    CHANGES["kvtier_fs.tier"] = lambda module: let_freeze(module.FSBackend)
+    CHANGES["kvtier_fs.local.tier"] = lambda module: let_freeze(module.FSBackend)
 sys.meta_path[:0] = [_Absent(), _Patched()]

@@ -1,0 +1,183 @@
+"""Opening the roots: who may own them, what their disks offer, which session begins."""
+
+import asyncio
+import os
+import shlex
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from kvtier.errors import RootBusyError, RootDamagedError
+from kvtier.tier.checksum import SHORT_BYTES
+from kvtier.tier.memory_limits import MemoryLimits, SystemLimits
+from kvtier.tier.shared_epoch import fresh_epoch, is_usable
+from kvtier_fs.format.region_header import RegionPlan, manifests_bytes, snapshot_bytes
+from kvtier_fs.format.slot_map import Owner, SlotMap
+from kvtier_fs.format.snapshot import Snapshot, decode_snapshot
+from kvtier_fs.format.superblock import UUID_BYTES, Superblock
+from kvtier_fs.io.contract import IOEngine
+from kvtier_fs.io.probe import DirectProbe
+from kvtier_fs.io.thread_pools import RootPools
+from kvtier_fs.local.folder import SlabFolder
+from kvtier_fs.local.layout import Layout, Session
+from kvtier_fs.local.root import Root
+from kvtier_fs.local.shrinking import plan_to_read
+from kvtier_fs.options import FSOptions
+from kvtier_fs.roots import sidecar_files
+from kvtier_fs.roots.disk import probe_disk
+
+OWNER_POLL_SECONDS = 0.1
+_NAMES_SHOWN, _NAME_SHOWN = 3, 64
+
+T = TypeVar("T")
+
+
+async def side_by_side(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run something for every root at once. All have ended when this returns or raises the first error."""
+    results = await asyncio.gather(*work, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What a simulator or a fault test replaces: the files, the I/O engine (None: chosen by the options), the rng,
+    how large a payload may be that is verified on the event loop, the limits of memory, and the time of day."""
+
+    folder: Callable[[str, FSOptions], SlabFolder] = SlabFolder
+    engine: Callable[[Root], IOEngine] | None = None
+    random_bytes: Callable[[int], bytes] = os.urandom
+    checked_here_bytes: int = SHORT_BYTES
+    limits: MemoryLimits = field(default_factory=SystemLimits)
+    wall_ns: Callable[[], int] = time.time_ns
+
+
+def root_of(path: str, options: FSOptions, hooks: Hooks) -> Root:
+    """A root of which nothing is open yet."""
+    pools = RootPools.of(path, options.io_threads)
+    return Root(hooks.folder(path, options), pools, DirectProbe(False, reason="turned off"))
+
+
+async def enter_root(root: Root, options: FSOptions) -> bool:
+    """Open a root's folder, become its owner and look at its disk. False if the folder is not there.
+
+    Raises RootError. The caller closes the root.
+    """
+    try:
+        await root.pools.begin()
+        if not await root.call(root.folder.enter):
+            return False
+        await root.call(root.folder.make_private)
+        return await _own(root, options)
+    except OSError as error:
+        raise root.folder.refusal(error) from error
+
+
+async def _become_owner(root: Root, patience_seconds: float) -> bool:
+    """Lock the root; False if another process still has it when the patience ends.
+
+    It is tried twice at least, because a tool that tests the lock has it for an instant.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + max(patience_seconds, OWNER_POLL_SECONDS)
+    while not await root.call(root.folder.try_lock):
+        if loop.time() >= deadline:
+            return False
+        await asyncio.sleep(min(OWNER_POLL_SECONDS, max(0.0, deadline - loop.time())))
+    return True
+
+
+async def _own(root: Root, options: FSOptions) -> bool:
+    folder = root.folder
+    if not await _become_owner(root, options.owner_timeout_seconds):
+        raise RootBusyError(root.path, await root.call(folder.owner))
+    with suppress(OSError):  # it is for error messages only: a full disk must not keep us out
+        await root.call(folder.write_owner, options.source(root.path))
+    root.probe = await root.call(probe_disk, root.path, folder.fd, options)
+    folder.direct = root.probe.direct
+    data = await root.call(folder.read_superblock)
+    root.stored = folder.known_superblock(data)
+    slabs = [] if root.stored is not None else await root.call(folder.existing_slabs)
+    if slabs:
+        raise RootDamagedError(
+            root.path,
+            "its superblock is damaged or gone, so nothing in it counts, and it is left as it is; this empties it: "
+            f"find {shlex.quote(root.path)} -mindepth 1 -delete",
+        )
+    return True
+
+
+def first_epoch(stored: Iterable[Superblock | None], namespace: bytes, new_epoch: int | None) -> int:
+    """The epoch that a session begins with. Tables that list the namespace state it; else `new_epoch` is what others
+    state, and if there are none, what the tables forgot. An epoch beyond what can be counted from is none."""
+    blocks = [block for block in stored if block is not None]
+    listed = [epoch for block in blocks if (epoch := block.listed_epoch(namespace)) is not None and is_usable(epoch)]
+    if listed:
+        return max(listed)
+    if new_epoch is not None:
+        return new_epoch
+    floor = max((block.epoch(namespace) for block in blocks), default=0)
+    return floor if is_usable(floor) else fresh_epoch()
+
+
+async def begin_session(root: Root, session: Session, random_bytes: Callable[[int], bytes]) -> str:
+    """Mark the root as in use, durably, before anything else is written. Returns a note, empty if all is as it was.
+
+    The snapshot of a clean close is read and removed before that, so it counts for this session only. A root with
+    another size of regions, or whose first opening never completed, starts empty under a new uuid: nothing left from
+    before can count. One with more regions than the plan keeps them until it was read. Raises RootError or OSError.
+    """
+    plan, stored = session.layout.plan, root.stored
+    note = ""
+    read = await plan_to_read(root, plan, session.layout.slot_bytes)
+    root.snapshot = await _take_snapshot(root, session.layout, read)
+    block = stored or Superblock(b"", 0, 0, plan.header_bytes, session.layout.row_alignment)
+    if block.stride != read.stride:
+        await root.call(root.folder.trim, None)
+        block = replace(block, root_uuid=random_bytes(UUID_BYTES), stride=plan.stride)
+        if stored is not None:
+            note = f"{root.path}: formatted for this capacity and block size, so the root starts empty"
+    block = replace(block, regions=read.regions, session=block.session + 1, clean=False)
+    await root.write_superblock(block.with_epoch(session.namespace, session.epoch))
+    await root.call(root.folder.trim, read)
+    owners = [Owner(namespace, entry.epoch) for namespace, entry in root.superblock.namespaces]
+    root.take_plan(read, SlotMap(owners, session.namespace))
+    return note
+
+
+async def _take_snapshot(root: Root, layout: Layout, read: RegionPlan) -> Snapshot | None:
+    """The snapshot of the session before, if it was closed in order with our stride; its file is removed."""
+    stored, data = root.stored, b""
+    if stored is not None and stored.clean and stored.stride == read.stride:
+        share = max(layout.share, 2 * read.regions * read.stride)
+        data = await root.call(root.folder.read_snapshot, snapshot_bytes(share, min(layout.slot_bytes)))
+    await root.call(root.folder.drop_snapshot)
+    return await root.call(decode_snapshot, data, stored) if stored is not None and data else None
+
+
+async def unknown_files(root: Root) -> str:
+    """A note on what lies in the root and is none of ours, empty if there is nothing. It is never touched."""
+    names = await root.call(root.folder.unknown)
+    if not names:
+        return ""
+    shown = ", ".join(repr(name[:_NAME_SHOWN]) for name in names[:_NAMES_SHOWN])
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return f"{root.path}: holds files of others, which stay and do not count: {shown}{more}"
+
+
+async def describe(root: Root, session: Session) -> str:
+    """Keep the namespace's readable manifest beside its data. Returns a note if there is no room for it."""
+    known = sorted(root.superblock.namespaces, key=lambda item: item[1].session, reverse=True)
+    order = [session.namespace, *(digest for digest, _ in known if digest != session.namespace)]
+    room, own = manifests_bytes(session.layout.share), len(session.manifest) + 1
+    if not await root.call(sidecar_files.make_room_for_manifest, root.folder, order, own, room):
+        return f"{root.path}: no room for the readable manifest ({own} bytes)"
+    try:
+        await sidecar_files.write_manifest(root.folder, session.namespace, session.manifest, root.pools.files)
+    except OSError as error:
+        return f"{root.path}: the readable manifest could not be written ({error.strerror})"
+    return ""

@@ -1,0 +1,251 @@
+"""Type `fs`: blocks in the slots of a few large files, on one or more local disks."""
+
+import asyncio
+from contextlib import suppress
+from typing import ClassVar
+
+from kvtier.aio.loop_budget import TimeBudget
+from kvtier.aio.shielded_wait import shielded_wait
+from kvtier.errors import RootError, UsageError
+from kvtier.options import TierOptions
+from kvtier.tier.block_age import BlockAges
+from kvtier.tier.contract import Opened, Rows, SlotSpace, TierContext
+from kvtier.tier.job_run import JobRun
+from kvtier.tier.registry import DryRun
+from kvtier.types.geometry import Geometry
+from kvtier.types.jobs import CANCELLED, DropReason, JobKind, JobResult, TransferJob, dropped
+from kvtier_fs.io.full_transfer import FullTransferIO
+from kvtier_fs.local import layout, opening
+from kvtier_fs.local.block_batches import RootShare, TierSide
+from kvtier_fs.local.closing import RootEnd
+from kvtier_fs.local.directory import recovered
+from kvtier_fs.local.dry_run import dry_run
+from kvtier_fs.local.layout import Session
+from kvtier_fs.local.leftovers import remove_leftovers
+from kvtier_fs.local.opening import Hooks, side_by_side
+from kvtier_fs.local.recovery import recover_root
+from kvtier_fs.local.root import Root
+from kvtier_fs.local.root_queue import RootQueue
+from kvtier_fs.local.router import SlotRouter
+from kvtier_fs.local.shrinking import shrink
+from kvtier_fs.options import FSOptions
+from kvtier_fs.roots.disk import MISSING
+from kvtier_fs.roots.engines import choose_engine, make_engine, mode
+from kvtier_fs.roots.root_tier import RootTier
+
+
+class FSBackend(RootTier):
+    """A tier of slots on local disks. Owned: the control plane chooses the slot, this class does the I/O.
+
+    A stored block is STORED, dropped (key_too_long, disk_full, closing), LATE (its deadline passed before its I/O
+    began) or failed with an errno. A loaded block is LOADED once its whole header and its payload's checksum were
+    verified, and CORRUPT if anything differs.
+
+    `counters` counts what happened by place and reason: `mismatch.<field>` for loads refused by verification,
+    `errno.<name>` for failed I/O, `io.short` for continued transfers, `open.snapshot` and `open.scan` for how the roots
+    were recovered, `close.stuck` for I/O that outlived close.
+    """
+
+    Options: ClassVar[type[TierOptions]] = FSOptions
+    options: FSOptions
+
+    def __init__(self, options: TierOptions, hooks: Hooks | None = None) -> None:
+        super().__init__(options)
+        self._hooks = hooks or Hooks()
+        self._roots: list[Root] = []
+        self._router: SlotRouter | None = None
+        self._session: Session
+        self._ends: dict[Root, RootEnd] = {}
+        self._raising: set[asyncio.Task[None]] = set()
+
+    def dry_run(self, geometry: Geometry, probe: bool) -> DryRun:
+        """What the tier would be if it were opened now. Probes the roots only if asked to; leaves nothing behind."""
+        return dry_run(self.options, geometry, probe)
+
+    async def _open(self, context: TierContext, rows: Rows) -> Opened:
+        """Take the roots, begin a session in each, rebuild the directory from the headers on disk."""
+        notes = await self._enter()
+        laid_out = layout.lay_out(self._roots, self.options, context.geometry)
+        await self._roots[0].call(layout.check_index, laid_out, len(self._roots), self._hooks.limits)
+        notes.extend(laid_out.notes)
+        epoch = opening.first_epoch([root.stored for root in self._roots], self._namespace, context.new_epoch)
+        session = Session(laid_out, self._namespace, context.namespace.manifest(), epoch)
+        self._session = session
+        for root_notes in await side_by_side(self._begin(root, session) for root in self._roots):
+            notes.extend(root_notes)
+        engine = await self._start_engines(notes)
+        notes += filter(None, await side_by_side(self._recover(root, session) for root in self._roots))
+        space = self._number_regions()
+        side = TierSide(rows, space, session, context.clock, self.counters)
+        here, depth = self._hooks.checked_here_bytes, self.options.io_depth
+        ages = BlockAges(self._hooks.wall_ns, self.options.max_age)
+        queues = [RootQueue(root, side, depth, here) for root in self._roots]
+        self._router = SlotRouter(queues, side, ages if ages.max_age_seconds is not None else None)
+        direct = all(root.probe.direct for root in self._roots)
+        return Opened(
+            capacity_bytes=laid_out.share * len(self._roots),
+            space=space,
+            recovered=recovered(self._roots, space, ages.limit()),
+            epoch=session.epoch,
+            mode=mode("slab", engine, direct),
+            layout="slab",
+            io_engine=engine,
+            notes=tuple(notes),
+            ages=ages,
+        )
+
+    async def _enter(self) -> list[str]:
+        """Take every root that is there. Returns a note for each that is not; raises RootError if none is."""
+        paths = self.options.roots
+
+        async def enter(root: Root) -> None:
+            if not await opening.enter_root(root, self.options):
+                self._ends[root] = RootEnd(root, None, self.counters)
+                self._roots.remove(root)
+                await self._end(root, self.options.close_timeout_seconds)
+
+        for path in paths:
+            self._roots.append(opening.root_of(path, self.options, self._hooks))
+        await side_by_side(map(enter, list(self._roots)))
+        present = {root.path for root in self._roots}
+        missing = [path for path in paths if path not in present]
+        if not present:
+            raise RootError(missing[0], MISSING)
+        notes = [f"{path}: is not there; running without it" for path in missing]
+        notes += [root.folder.note for root in self._roots if root.folder.note]
+        for root in self._roots:
+            notes += await root.call(remove_leftovers, root.path, self.options)
+        return notes
+
+    async def _begin(self, root: Root, session: Session) -> list[str]:
+        try:
+            notes = [
+                await opening.begin_session(root, session, self._hooks.random_bytes),
+                await opening.describe(root, session),
+                await opening.unknown_files(root),
+            ]
+        except OSError as error:
+            raise root.folder.refusal(error) from error
+        return [note for note in notes if note]
+
+    async def _start_engines(self, notes: list[str]) -> str:
+        """Give every root its I/O engine. Returns the engine's name."""
+        name, note = "", ""
+        if self._hooks.engine is None:
+            name, note = await self._roots[0].call(choose_engine, self.options)
+        notes.extend([note] if note else [])
+        for root in self._roots:
+            replaced, budget = self._hooks.engine, TimeBudget()
+            if replaced is None:
+                make_engine(name, root.pools.io, self.options, root.hold_engine, budget)
+            else:
+                root.hold_engine(replaced(root))
+            assert root.engine is not None
+            io = FullTransferIO(root.engine, root.probe.offset_alignment if root.probe.direct else 1, self.counters)
+            root.start(io, budget)
+        return " and ".join(sorted({root.io.engine.name for root in self._roots}))
+
+    async def _recover(self, root: Root, session: Session) -> str:
+        """Learn again what a root holds, within its plan. Returns a note, empty if nothing had to go."""
+        try:
+            from_snapshot = await recover_root(root, session)
+            note = await shrink(root, session.layout.plan, session.layout.slot_bytes)
+        except OSError as error:
+            raise root.folder.refusal(error) from error
+        self.counters["open.snapshot" if from_snapshot else "open.scan"] += 1
+        return note
+
+    def _number_regions(self) -> SlotSpace:
+        """Number the regions over the roots in the order of the options; a root that is not there has none."""
+        present = {root.path: root for root in self._roots}
+        counts, first = [], 0
+        for path in self.options.roots:
+            root = present.get(path)
+            counts.append(root.plan.regions if root else 0)
+            if root:
+                root.first_region = first
+                first += root.plan.regions
+        return SlotSpace(self._session.layout.plan.region_bytes, tuple(counts), self._session.layout.slot_bytes)
+
+    async def _run(self, job: TransferJob, kind: JobKind) -> JobResult:
+        """Move a job's blocks on all roots side by side."""
+        router = self._router
+        if router is None and not self._closing:
+            raise UsageError("this tier is not open")
+        if router is not None:
+            router.check(job)
+            started = self._context.clock()
+            if kind is JobKind.STORE and not self._closing:
+                formats = router.format_regions(job)
+                if formats:
+                    await asyncio.wait(formats)
+        if router is None or self._closing:
+            return JobResult.uniform(job, dropped(DropReason.CLOSING))
+        run = JobRun(job, kind, asyncio.get_running_loop())
+        shares = router.shares(run)
+        try:
+            for queue, share in shares:
+                queue.enqueue(share)
+            await run.finished
+        except BaseException:
+            await self._withdraw(router, run, shares)
+            raise
+        finally:
+            for queue, share in shares:
+                queue.forget(share)
+        return run.result(self._context.clock() - started)
+
+    async def _withdraw(self, router: SlotRouter, run: JobRun, shares: list[tuple[RootQueue, RootShare]]) -> None:
+        """A job's wait was cut short: end its blocks whose I/O has not begun, wait for the others."""
+        left = run.going_on()
+        router.withdraw(run, CANCELLED)
+        for queue, share in shares:
+            queue.end_unknown(share)
+        with suppress(asyncio.CancelledError):
+            await shielded_wait(left)
+
+    async def reset(self, epoch: int) -> None:
+        """Raise the namespace's epoch in every root, durably before this returns.
+
+        Raises RootError if one fails, or does not answer within `job_timeout_seconds`; it may take hold there yet.
+        """
+        if self._router is None or self._closing:
+            raise UsageError("this tier is not open")
+        raising = {
+            asyncio.create_task(root.raise_epoch(self._namespace, epoch), name=f"reset {root.path}"): root.path
+            for root in self._roots
+        }
+        self._raising.update(raising)
+        for task in raising:
+            task.add_done_callback(self._raised)
+        await asyncio.wait(raising, timeout=self.options.job_timeout_seconds)
+        for task, path in raising.items():
+            if not task.done():
+                raise RootError(path, "the disk does not answer; the reset is not durable before it does")
+            task.result()
+
+    def _raised(self, task: asyncio.Task[None]) -> None:
+        self._raising.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self.counters["reset.failed"] += 1
+
+    async def _release(self) -> None:
+        self._closing = True
+        queues = {queue.root: queue for queue in self._router.queues} if self._router else {}
+        for root in self._roots:
+            self._ends.setdefault(root, RootEnd(root, queues.get(root), self.counters))
+        self._roots.clear()
+        self._router = None
+        timeout = self.options.close_timeout_seconds
+        self.counters["close.stuck"] = 0
+        for error in await asyncio.gather(*(self._end(root, timeout) for root in self._ends), return_exceptions=True):
+            if error is not None:
+                raise error
+
+    async def _end(self, root: Root, timeout: float) -> None:
+        """Close a root within a time. What is stuck, or raised, is left to the next `close`."""
+        stuck = await self._ends[root].within(timeout)
+        if stuck:
+            self.counters["close.stuck"] += stuck
+        else:
+            del self._ends[root]

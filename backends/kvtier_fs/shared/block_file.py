@@ -1,0 +1,219 @@
+"""One block's file: written under a temporary name, verified when it is read. Blocking, for the root's threads."""
+
+import errno
+import os
+import stat
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvtier.tier.block_age import NO_AGE_LIMIT, AgeLimit
+from kvtier.tier.block_envelope import (
+    KEY_AT,
+    Mismatch,
+    SlotHeader,
+    decode_slot_header,
+    found_by_sharer,
+    is_other_version,
+    verify_slot,
+)
+from kvtier_fs.io.syscalls import rename_new
+from kvtier_fs.roots.folder import close_quietly, open_plain, plain_file
+from kvtier_fs.shared.folder import GONE, TreeFolder, vanished
+from kvtier_fs.shared.paths import BlockPlace, occupied
+
+_NO_FILE = (*GONE, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV)
+"""Those, and what it is called when something that is no plain file came in between stat and open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A block as its reader expects it: where it lies, its header but for the generation, the file's length, and the
+    generations that are young enough."""
+
+    place: BlockPlace
+    header: SlotHeader
+    file_bytes: int
+    ages: AgeLimit = NO_AGE_LIMIT
+
+
+@dataclass(frozen=True, slots=True)
+class Wrong:
+    """A file in the place of a block that is not that block. `front` identifies it later.
+
+    `is_other_version`: another release stored it, so it is left alone.
+    """
+
+    inode: int
+    front: bytes = b""
+    is_other_version: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class OwnedFile:
+    """A file whose owner makes this before it is opened, and closes it whatever is raised. `fd`: -1 unless open."""
+
+    fd: int = field(default=-1, init=False)
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            close_quietly(fd)
+
+
+@dataclass(slots=True, eq=False)
+class OpenBlock(OwnedFile):
+    """A file of the right kind and length, open; nothing in it is trusted yet."""
+
+    inode: int = -1
+    touched: float = 0.0
+
+
+def open_block(folder: TreeFolder, wanted: Wanted, direct: bool, there: OpenBlock) -> OpenBlock | Wrong | None:
+    """Open what lies in a block's place as `there`; None if there is nothing. Raises OSError for what the disk does."""
+    place = wanted.place
+    with vanished(_NO_FILE), folder.leaf(place.bucket, place.leaf) as leaf:
+        status = os.stat(place.name, dir_fd=leaf, follow_symlinks=False)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != wanted.file_bytes:
+            return _wrong(leaf, wanted, status)
+        there.fd = open_plain(leaf, place.name, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+        status = os.fstat(there.fd)
+        there.inode, there.touched = status.st_ino, status.st_mtime
+        return there
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What verification found: the payload's checksum, or the first thing that differs."""
+
+    found: Mismatch | bytes
+    front: bytes
+    epoch: int
+
+
+def check_block(page: memoryview, payload: memoryview, wanted: Wanted) -> Verification:
+    """Compare everything that was read with what is expected.
+
+    The reader of a shared tier does not know the generation beforehand; the header's own counts if its checksum holds.
+    """
+    stated = decode_slot_header(page)
+    expected = wanted.header if stated is None else wanted.header._replace(generation=stated.generation)
+    found = found_by_sharer(verify_slot(page, payload, expected), page, payload)
+    if stated is not None and isinstance(found, bytes) and not wanted.ages.allows(stated.generation):
+        found = Mismatch.GENERATION
+    return Verification(found, bytes(page[:KEY_AT]), -1 if stated is None else stated.epoch)
+
+
+def header_now(leaf_fd: int, wanted: Wanted) -> SlotHeader | Wrong | None:
+    """The header of the file in a block's place if all of it but perhaps the epoch is right, and it is young enough.
+
+    None if there is no file. Raises OSError.
+    """
+    with vanished(_NO_FILE):
+        status = os.stat(wanted.place.name, dir_fd=leaf_fd, follow_symlinks=False)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != wanted.file_bytes:
+            return _wrong(leaf_fd, wanted, status)
+        header_bytes = wanted.file_bytes - wanted.header.payload_bytes
+        page = memoryview(read_front(leaf_fd, wanted.place.name, header_bytes))
+        stated = decode_slot_header(page) if len(page) == header_bytes else None
+        if (
+            stated is None
+            or not wanted.ages.allows(stated.generation)
+            or stated._replace(generation=0, epoch=0, payload_digest=b"")
+            != wanted.header._replace(generation=0, epoch=0, payload_digest=b"")
+        ):
+            return Wrong(status.st_ino, bytes(page[:KEY_AT]), is_other_version(page))
+        return stated
+    return None
+
+
+def _wrong(leaf_fd: int, wanted: Wanted, status: os.stat_result) -> Wrong:
+    """What is not even a plain file of the right length. What cannot be read is no block of another version."""
+    front = b""
+    if stat.S_ISREG(status.st_mode):
+        with suppress(OSError):
+            front = read_front(leaf_fd, wanted.place.name, wanted.file_bytes - wanted.header.payload_bytes)
+    return Wrong(status.st_ino, is_other_version=is_other_version(memoryview(front)))
+
+
+def read_front(leaf_fd: int, name: str, header_bytes: int) -> bytes:
+    """The header page of a block's file, through the page cache. Raises OSError."""
+    with plain_file(leaf_fd, name) as fd:
+        return os.pread(fd, header_bytes, 0)
+
+
+def remove_if(leaf_fd: int, name: str, wrong: Wrong) -> bool:
+    """Remove what lies in a block's place if it is still what was found wrong. Raises OSError.
+
+    False if it is something else by now, not there, or a folder with something in it.
+    """
+    with vanished((*GONE, errno.ENOTEMPTY, errno.ELOOP)):
+        status = os.stat(name, dir_fd=leaf_fd, follow_symlinks=False)
+        if status.st_ino != wrong.inode or (wrong.front and read_front(leaf_fd, name, KEY_AT) != wrong.front):
+            return False
+        if stat.S_ISDIR(status.st_mode):
+            os.rmdir(name, dir_fd=leaf_fd)
+        else:
+            os.unlink(name, dir_fd=leaf_fd)
+        return True
+    return False
+
+
+@dataclass(slots=True, eq=False)
+class Temporary(OwnedFile):
+    """A file that is being written, of full size from the beginning. `charged_bytes` are reserved in its bucket.
+
+    `there`: it was made, and is not the block. Then its owner discards it, whatever is raised.
+    """
+
+    name: str
+    charged_bytes: int = 0
+    there: bool = False
+
+
+class Published(Enum):
+    """What became of a temporary that should become a block."""
+
+    NAMED = "named"
+    """It is the block now."""
+    REPLACED = "replaced"
+    """It is the block now; what it replaced was not the block, and is still charged."""
+    TAKEN = "taken"
+    """Another process stored the block first. The temporary is still there."""
+    GROWN = "grown"
+    """It is complete and closed but takes more disk space than was charged, so it has no name yet."""
+
+
+def publish(folder: TreeFolder, wanted: Wanted, temporary: Temporary, now: float) -> Published:
+    """Close a whole temporary and give it its name. Raises OSError; then the temporary is still there, but closed."""
+    try:
+        os.utime(temporary.fd, (now, now))
+        taken = occupied(os.fstat(temporary.fd))
+    finally:
+        fd, temporary.fd = temporary.fd, -1
+        os.close(fd)  # network file systems write the last bytes now; an error of that is raised here
+    if taken > temporary.charged_bytes:
+        return Published.GROWN
+    return give_name(folder, wanted, temporary)
+
+
+def give_name(folder: TreeFolder, wanted: Wanted, temporary: Temporary) -> Published:
+    """Make a whole temporary the block. Raises OSError; then the temporary is still there."""
+    place, bucket = wanted.place, folder.bucket(wanted.place.bucket)
+    with folder.leaf(place.bucket, place.leaf) as leaf:
+        try:
+            if rename_new(temporary.name, place.name, bucket, leaf):
+                temporary.there = False
+                return Published.NAMED
+        except FileExistsError:
+            pass
+        there = header_now(leaf, wanted)
+        if isinstance(there, SlotHeader) and there.epoch >= wanted.header.epoch:
+            return Published.TAKEN
+        if isinstance(there, Wrong) and there.is_other_version:
+            return Published.TAKEN
+        os.rename(temporary.name, place.name, src_dir_fd=bucket, dst_dir_fd=leaf)
+        temporary.there = False
+        return Published.NAMED if there is None else Published.REPLACED
