@@ -67,6 +67,13 @@ def test_importing_the_face_or_the_command_line_loads_no_torch_and_no_numpy() ->
     assert done.stdout.split() == []
 
 
+def test_a_tier_is_loaded_without_its_neighbour_and_without_what_the_tools_read() -> None:
+    code = "import sys, kvtier_fs; kvtier_fs.FSBackend; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    rooms = {name.split(".")[1] for name in done.stdout.split() if name.startswith("kvtier_fs.")}
+    assert rooms == {"format", "io", "local", "options", "roots"}
+
+
 @pytest.mark.parametrize("tool", ["ls", "du", "fsck", "gc --old"])
 def test_a_tool_that_finds_no_store_has_loaded_no_torch(tool: str, tmp_path: Path) -> None:
     tmp_path.chmod(0o700)

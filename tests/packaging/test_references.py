@@ -25,7 +25,7 @@ PATH = re.compile(rf"(?<![\w/.-])(?:{ROOMS})/[\w./*{{}},-]*(?::{{1,2}}[A-Za-z_][
 FILE = re.compile(r"`(\w+\.(?:py|c))((?::[A-Za-z_][\w.]*)?)`")
 MODULE = re.compile(r"(?<![\w/.])(?:kvtier|kvtier_fs|kvtier_cpu|kvtier_gpu|kvtier_remote|faults|benchmarks)(?:\.\w+)+")
 SOURCE_ROOTS = [PROJECT, PROJECT / "backends"]
-OTHER_NAMES = {"kvtier.backends", "kvtier.policies", "kvtier/transformers/1"} | {
+OTHER_NAMES = {"kvtier.backends", "kvtier.inspectors", "kvtier.policies", "kvtier/transformers/1"} | {
     f"kvtier.{hint}" for hint in ("retain", "pin", "prefetch", "demote", "release")
 }
 """Names that look like a module or a path: groups of entry points, what every hash of token ids begins with, and the

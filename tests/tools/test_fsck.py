@@ -339,7 +339,7 @@ def test_a_live_root_is_refused_with_the_name_of_its_owner(tmp_path: Path) -> No
 
 def test_what_is_no_root_cannot_be_checked(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir(mode=0o700)
-    assert "holds no store of blocks that a backend knows" in refusal("fsck", tmp_path / "empty")
+    assert "holds no store of blocks of a known type" in refusal("fsck", tmp_path / "empty")
     assert list((tmp_path / "empty").iterdir()) == []
     assert "is not there" in refusal("fsck", tmp_path / "absent")
     (tmp_path / "file").write_text("")

@@ -28,7 +28,7 @@ from support_tools import (
 
 from kvtier_fs.format.region_header import decode_region_header, encode_region_header
 from kvtier_fs.format.superblock import decode_superblock, encode_superblock
-from kvtier_fs.inspect import slab
+from kvtier_fs.inspect import local
 
 PAYLOAD_BIT = 8 * (HEADER + 100)
 
@@ -45,7 +45,7 @@ def between(monkeypatch) -> Callable[[Callable[[], None]], list[int]]:
             waits.append(1)
             happens()
 
-        monkeypatch.setattr(slab.time, "sleep", sleep)
+        monkeypatch.setattr(local.time, "sleep", sleep)
         return waits
 
     return set_up
