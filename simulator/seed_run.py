@@ -267,7 +267,7 @@ class _ProcessHost:
             return make(options, hooks)
         files = sys.modules[backend.__module__]
         root = self.run.plan.roots[0]
-        holder = sys.modules[f"{backend.__module__.partition('.')[0]}.files.leases"].Holder(
+        holder = sys.modules[f"{backend.__module__.rpartition('.')[0]}.leases"].Holder(
             "simulated", f"boot {self.run.boots}", 1, system.pid, system.pid
         )
         shared: Callable[..., LoadStore] = backend
