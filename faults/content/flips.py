@@ -21,7 +21,7 @@ from kvtier_fs.format.snapshot import decode_snapshot
 from kvtier_fs.format.superblock import COPY_BYTES, decode_superblock, foreign_version
 from kvtier_fs.format.tree_records import decode_account, decode_epoch, decode_tree, encode_lease
 from kvtier_fs.inspect.found import payload_fault
-from kvtier_fs.shared.block_file import Wanted, check_block
+from kvtier_fs.shared.block_file import ExpectedBlock, check_block
 from kvtier_fs.shared.leases import decode_holder
 from kvtier_fs.shared.paths import BlockPlace
 
@@ -130,7 +130,7 @@ def _verifier(root: Stored, path: Path, slot: memoryview) -> Callable[[], Mismat
     expected = stated._replace(payload_digest=b"")
     if root.layout == "slab":
         return lambda: verify_slot(page, payload, expected)
-    wanted = Wanted(BlockPlace(expected.region, "", path.name), expected._replace(generation=0), SLOT)
+    wanted = ExpectedBlock(BlockPlace(expected.region, "", path.name), expected._replace(generation=0), SLOT)
     return lambda: check_block(page, payload, wanted).found
 
 

@@ -134,10 +134,10 @@ def without_epoch_of_files(monkeypatch: pytest.MonkeyPatch) -> None:
     async def on_disk(self: epochs.Epoch, epoch: int, storing: bool) -> int:
         return epoch
 
-    def look(self: presence.Presence, wanted: Sequence[block_file.Wanted | None], epoch: int) -> list[bool]:
+    def look(self: presence.Presence, wanted: Sequence[block_file.ExpectedBlock | None], epoch: int) -> list[bool]:
         return [one is not None and self._present(replace(one, header=in_any_epoch(self, one))) for one in wanted]
 
-    def in_any_epoch(self: presence.Presence, wanted: block_file.Wanted) -> block_envelope.SlotHeader:
+    def in_any_epoch(self: presence.Presence, wanted: block_file.ExpectedBlock) -> block_envelope.SlotHeader:
         with suppress(OSError), self._folder.leaf(wanted.place.bucket, wanted.place.leaf) as leaf:
             there = block_file.header_now(leaf, wanted)
             if isinstance(there, block_envelope.SlotHeader):

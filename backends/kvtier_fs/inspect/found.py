@@ -15,7 +15,7 @@ SHORT = "truncated"
 _PIECE_BYTES = 1 << 20
 
 
-class Judged(NamedTuple):
+class HeaderVerdict(NamedTuple):
     """What a header page is. Without a state it holds no block; with a `fault` it is damaged, and that is where."""
 
     state: BlockState | None = None
@@ -24,11 +24,11 @@ class Judged(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Found:
+class SlotContent:
     """What was read in one place: `slot` of `region`, which takes `stored_bytes`. Its payload begins at `payload_at` of
     the file `fd`. `used_at` (seconds since 1970) is None in a layout that does not keep it."""
 
-    judged: Judged
+    judged: HeaderVerdict
     region: int
     slot: int
     stored_bytes: int
@@ -58,15 +58,15 @@ class Found:
         )
 
 
-def judge_header(header: SlotHeader, expected: SlotHeader, epoch: int | None) -> Judged:
+def judge_header(header: SlotHeader, expected: SlotHeader, epoch: int | None) -> HeaderVerdict:
     """Judge a header that lies in its own place, by the fields that are known of that place and by its namespace's
     epoch (None: no epoch counts)."""
     fault = key_fault(header) if header == expected else first_difference(header, expected)
     if not fault and (epoch is None or header.epoch > epoch):
         fault = Mismatch.EPOCH
     if fault:
-        return Judged(fault=fault)
-    return Judged(BlockState.CURRENT if header.epoch == epoch else BlockState.OLD, header)
+        return HeaderVerdict(fault=fault)
+    return HeaderVerdict(BlockState.CURRENT if header.epoch == epoch else BlockState.OLD, header)
 
 
 def payload_fault(fd: int, offset: int, header: SlotHeader) -> str:

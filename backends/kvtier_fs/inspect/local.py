@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 
 from kvtier.errors import RootError
 from kvtier.tier.inspection import Access, Finding, FindingKind
-from kvtier_fs.inspect.found import Found, Judged, read_fault
+from kvtier_fs.inspect.found import HeaderVerdict, SlotContent, read_fault
 from kvtier_fs.inspect.local_records import check_records, lost_slots
 from kvtier_fs.inspect.local_root import InspectedRoot
 from kvtier_fs.inspect.local_slots import SlotRun, judge
-from kvtier_fs.inspect.store import Checked
+from kvtier_fs.inspect.store import CheckedRun
 
 _SECOND_LOOK_SECONDS = 2.0
 """How long what looks damaged beside an owner is left alone before it is read once more."""
@@ -23,7 +23,7 @@ class LocalInspection(InspectedRoot):
     With READ access a tier may own the root and write meanwhile. Damage is then what looks the same twice.
     """
 
-    def _found(self, run: SlotRun) -> Iterator[Found]:
+    def _found(self, run: SlotRun) -> Iterator[SlotContent]:
         fmt, header_bytes = run.fmt, self.plan.header_bytes
         zeros = bytes(header_bytes)
         page = memoryview(bytearray(header_bytes))
@@ -32,21 +32,21 @@ class LocalInspection(InspectedRoot):
             try:
                 length = os.preadv(fd, [page], offset)
             except OSError as error:
-                judged = Judged(fault=read_fault(error))
+                judged = HeaderVerdict(fault=read_fault(error))
             else:
                 if length != header_bytes or page == zeros:
                     continue
                 judged = judge(page, index, fmt, self.superblock)
-            yield Found(judged, fmt.region, index, fmt.slot_bytes, fd, offset + header_bytes, None)
+            yield SlotContent(judged, fmt.region, index, fmt.slot_bytes, fd, offset + header_bytes, None)
 
-    def _verify(self, run: SlotRun) -> Checked[Found, SlotRun]:
+    def _verify(self, run: SlotRun) -> CheckedRun[SlotContent, SlotRun]:
         checked = self._twice(super()._verify(run))
         fd, begin = self.place(run.fmt, run.first)
         # Not kept in memory: it would push out what is in use, and the next check would not read the disk.
         os.posix_fadvise(fd, begin, run.slots * run.fmt.slot_bytes, os.POSIX_FADV_DONTNEED)
         return checked
 
-    def _twice(self, checked: Checked[Found, SlotRun]) -> Checked[Found, SlotRun]:
+    def _twice(self, checked: CheckedRun[SlotContent, SlotRun]) -> CheckedRun[SlotContent, SlotRun]:
         """What looks damaged is read once more if a tier may be writing it: it is damaged if it looks the same."""
         first = {one.slot: (one.judged, fault) for one, fault in checked.others if fault}
         if not first or self.access is not Access.READ:
@@ -63,15 +63,15 @@ class LocalInspection(InspectedRoot):
             ]
         )
 
-    def _finding(self, one: Found, fault: str, repaired: bool) -> Finding:
+    def _finding(self, one: SlotContent, fault: str, repaired: bool) -> Finding:
         if fault == _CHANGING:
             return Finding(FindingKind.UNCHECKED, fault, self._place_in_words(one))
         return super()._finding(one, fault, repaired)
 
-    def _place_in_words(self, one: Found) -> str:
+    def _place_in_words(self, one: SlotContent) -> str:
         return f"{self.where(one.region)}, slot {one.slot}"
 
-    def _remove(self, part: int, found: list[Found], must: bool) -> set[Found]:
+    def _remove(self, part: int, found: list[SlotContent], must: bool) -> set[SlotContent]:
         header_bytes, gone = self.plan.header_bytes, set()
         for one in found:
             if self.write(one.fd, one.payload_at - header_bytes, bytes(header_bytes)):
@@ -88,7 +88,7 @@ class LocalInspection(InspectedRoot):
         self.read_snapshot()
         yield from check_records(self, repair)
 
-    def _lost(self, checked: Checked[Found, SlotRun], repair: bool) -> Iterable[Finding]:
+    def _lost(self, checked: CheckedRun[SlotContent, SlotRun], repair: bool) -> Iterable[Finding]:
         corrupt = {one.slot for one, fault in checked.others if fault}
         return lost_slots(self, checked.run, checked.whole, corrupt, repair)
 

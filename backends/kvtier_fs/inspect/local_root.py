@@ -10,7 +10,7 @@ from kvtier.tier.inspection import Access, StoreAbout, StoredNamespace
 from kvtier_fs.format.region_header import RegionHeader, RegionPlan, decode_region_header
 from kvtier_fs.format.snapshot import Snapshot, decode_snapshot, is_of_other_version
 from kvtier_fs.format.superblock import COPY_BYTES, SUPERBLOCK_BYTES, Superblock, encode_superblock
-from kvtier_fs.inspect.found import Found
+from kvtier_fs.inspect.found import SlotContent
 from kvtier_fs.inspect.local_slots import InspectedFormat, SlotRun
 from kvtier_fs.inspect.store import StoreInspection
 from kvtier_fs.local.folder import SlabFolder
@@ -25,7 +25,7 @@ _UNCLEAN = "the last session did not close in order; a few torn slots are to be 
 _NO_LOCK = "there is no lock file, so it is unknown whether the root is in use"
 
 
-class InspectedRoot(StoreInspection[Found, SlotRun]):
+class InspectedRoot(StoreInspection[SlotContent, SlotRun]):
     """The records and files of one slab root, which is a single part. Reading is safe from several threads.
 
     Raises RootError for what keeps it from being inspected at all.

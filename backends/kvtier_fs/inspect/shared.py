@@ -7,7 +7,7 @@ from functools import partial
 from kvtier.errors import RootError
 from kvtier.tier.inspection import CheckStep, Finding, FindingKind
 from kvtier_fs.inspect.found import read_fault
-from kvtier_fs.inspect.shared_blocks import FoundFile, opened_file
+from kvtier_fs.inspect.shared_blocks import FileContent, opened_file
 from kvtier_fs.inspect.shared_records import check_bucket, check_leases, check_records, count_anew
 from kvtier_fs.inspect.shared_root import NOT_THERE, FileRun, InspectedTree
 from kvtier_fs.shared.block_file import remove_if
@@ -22,7 +22,7 @@ class SharedInspection(InspectedTree):
     A block is removed under the lock of its bucket, if it is still what was read.
     """
 
-    def _found(self, run: FileRun) -> Iterator[FoundFile]:
+    def _found(self, run: FileRun) -> Iterator[FileContent]:
         with vanished(NOT_THERE), self.folder.leaf(run.bucket, run.leaf) as leaf_fd:
             for number, name in enumerate(run.names, run.first):
                 place = BlockPlace(run.bucket, run.leaf, name)
@@ -30,10 +30,10 @@ class SharedInspection(InspectedTree):
                     if found is not None:
                         yield found
 
-    def _place_in_words(self, one: FoundFile) -> str:
+    def _place_in_words(self, one: FileContent) -> str:
         return "/".join(part for part in (bucket_name(one.place.bucket), one.place.leaf, one.place.name) if part)
 
-    def _remove(self, part: int, found: list[FoundFile], must: bool) -> set[FoundFile]:
+    def _remove(self, part: int, found: list[FileContent], must: bool) -> set[FileContent]:
         """The bucket is to be counted anew afterwards: until then its account states too much, or is gone."""
         try:
             return self.changing(part, partial(self._remove_locked, found, must))
@@ -42,7 +42,7 @@ class SharedInspection(InspectedTree):
                 raise
             return set()
 
-    def _remove_locked(self, found: list[FoundFile], must: bool, _: Bucket) -> set[FoundFile]:
+    def _remove_locked(self, found: list[FileContent], must: bool, _: Bucket) -> set[FileContent]:
         gone = set()
         for bucket, leaf in sorted({(one.place.bucket, one.place.leaf) for one in found}):
             with self.folder.leaf(bucket, leaf) as leaf_fd:

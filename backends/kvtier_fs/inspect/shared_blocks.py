@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from kvtier.tier.block_envelope import KEY_AT, MAGIC, Mismatch, decode_slot_header, is_other_version, page_fault
 from kvtier.tier.inspection import BlockState
 from kvtier_fs.format.tree_records import Tree
-from kvtier_fs.inspect.found import SHORT, Found, Judged, judge_header, read_fault
+from kvtier_fs.inspect.found import SHORT, HeaderVerdict, SlotContent, judge_header, read_fault
 from kvtier_fs.roots.folder import plain_file
-from kvtier_fs.shared.block_file import Wrong
+from kvtier_fs.shared.block_file import MismatchedFile
 from kvtier_fs.shared.folder import GONE, vanished
 from kvtier_fs.shared.paths import BlockPlace, occupied, place_of
 
@@ -23,18 +23,18 @@ EpochOf = Callable[[bytes, int], int | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FoundFile(Found):
+class FileContent(SlotContent):
     """A file that has the name of a block. `fd` is -1 where nothing could be opened; `wrong` identifies the file when
     it is removed."""
 
     place: BlockPlace
-    wrong: Wrong
+    wrong: MismatchedFile
 
 
 @contextmanager
 def opened_file(
     leaf_fd: int, place: BlockPlace, number: int, tree: Tree, epoch_of: EpochOf
-) -> Iterator[FoundFile | None]:
+) -> Iterator[FileContent | None]:
     """What lies in a place, open meanwhile; None if it is gone. Only plain files are opened. `number`: in its bucket.
 
     Raises OSError.
@@ -43,7 +43,7 @@ def opened_file(
         found = None
         with vanished():
             status = os.stat(place.name, dir_fd=leaf_fd, follow_symlinks=False)
-            fd, judged, front = -1, Judged(fault=NO_PLAIN_FILE), b""
+            fd, judged, front = -1, HeaderVerdict(fault=NO_PLAIN_FILE), b""
             try:
                 if stat.S_ISREG(status.st_mode):
                     fd = closing.enter_context(plain_file(leaf_fd, place.name))
@@ -53,8 +53,8 @@ def opened_file(
             except OSError as error:
                 if error.errno in GONE:
                     raise
-                judged = Judged(fault=unread_fault(error))
-            found = FoundFile(
+                judged = HeaderVerdict(fault=unread_fault(error))
+            found = FileContent(
                 judged=judged,
                 region=place.bucket,
                 slot=number,
@@ -63,7 +63,7 @@ def opened_file(
                 payload_at=tree.header_bytes,
                 used_at=status.st_mtime,
                 place=place,
-                wrong=Wrong(status.st_ino, front),
+                wrong=MismatchedFile(status.st_ino, front),
             )
         yield found
 
@@ -73,27 +73,27 @@ def unread_fault(error: OSError) -> str:
     return NO_PLAIN_FILE if error.errno == errno.ELOOP else read_fault(error)
 
 
-def judge_file(page: memoryview, length: int, place: BlockPlace, tree: Tree, epoch_of: EpochOf) -> Judged:
+def judge_file(page: memoryview, length: int, place: BlockPlace, tree: Tree, epoch_of: EpochOf) -> HeaderVerdict:
     """Judge the header page of a file of `length` bytes that lies in a place; the payload is not read.
 
     A block that another release stored is none of this one's.
     """
     if len(page) < tree.header_bytes:
-        return Judged(fault=SHORT)
+        return HeaderVerdict(fault=SHORT)
     header = decode_slot_header(page)
     if header is None and is_other_version(page):
-        return Judged()
+        return HeaderVerdict()
     if header is None:
-        return Judged(fault=page_fault(page) or MAGIC)
+        return HeaderVerdict(fault=page_fault(page) or MAGIC)
     if header.root_uuid != tree.root_uuid:
-        return Judged(BlockState.FOREIGN, header)
+        return HeaderVerdict(BlockState.FOREIGN, header)
     due = place_of(tree, header.namespace, header.key)
     if due.name != place.name:
-        return Judged(fault=Mismatch.KEY)
+        return HeaderVerdict(fault=Mismatch.KEY)
     if due != place:
-        return Judged(BlockState.ORPHANED, header)
+        return HeaderVerdict(BlockState.ORPHANED, header)
     if length < header.slot_bytes:
-        return Judged(fault=SHORT)
+        return HeaderVerdict(fault=SHORT)
     expected = header._replace(
         region=place.bucket,
         slot_index=0,

@@ -14,12 +14,12 @@ from typing import NamedTuple, TypeVar
 from kvtier.errors import RootError
 from kvtier.tier.inspection import Access, StoreAbout, StoredNamespace
 from kvtier_fs.format.tree_records import Tree
-from kvtier_fs.inspect.shared_blocks import FoundFile
+from kvtier_fs.inspect.shared_blocks import FileContent
 from kvtier_fs.inspect.store import StoreInspection
 from kvtier_fs.options import SharedFSOptions
 from kvtier_fs.roots.folder import LOCK_NAME, plain_file
 from kvtier_fs.shared.bucket import Bucket
-from kvtier_fs.shared.folder import GONE, Busy, TreeFolder, names_in, read_small, vanished
+from kvtier_fs.shared.folder import GONE, LockBusy, TreeFolder, names_in, read_small, vanished
 from kvtier_fs.shared.leases import LEASE_NAME, Leases, decode_holder, this_process
 from kvtier_fs.shared.paths import NAMESPACE_NAME, bucket_name, is_of_this_version, leaves
 from kvtier_fs.shared.root import FilesHooks
@@ -52,7 +52,7 @@ class FileRun(NamedTuple):
         return len(self.names)
 
 
-class InspectedTree(StoreInspection[FoundFile, FileRun]):
+class InspectedTree(StoreInspection[FileContent, FileRun]):
     """The records and folders of one root of layout `files`, whose parts are its buckets.
 
     Raises RootError for what keeps it from being inspected at all.
@@ -181,18 +181,18 @@ class InspectedTree(StoreInspection[FoundFile, FileRun]):
         except FileNotFoundError:
             return work()  # no block was stored here yet
 
-    def _until_free(self, number: int, attempt: Callable[[], T | Busy]) -> T:
+    def _until_free(self, number: int, attempt: Callable[[], T | LockBusy]) -> T:
         deadline = time.monotonic() + _LOCK_SECONDS
-        while isinstance(result := attempt(), Busy):
+        while isinstance(result := attempt(), LockBusy):
             if time.monotonic() >= deadline:
                 raise RootError(self.path, f"{bucket_name(number)} stays locked by another process; try again")
             time.sleep(_WAIT_SECONDS)
         return result
 
 
-def _lock_shared(fd: int) -> Busy | None:
+def _lock_shared(fd: int) -> LockBusy | None:
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return Busy.BUSY
+        return LockBusy.BUSY
     return None

@@ -25,7 +25,7 @@ from kvtier.tier.inspection import (
 )
 from kvtier_fs.format.superblock import FORMAT_VERSION, decode_superblock, foreign_version
 from kvtier_fs.format.tree_records import FILES_VERSION, decode_tree
-from kvtier_fs.inspect.found import Found, payload_fault
+from kvtier_fs.inspect.found import SlotContent, payload_fault
 from kvtier_fs.roots.folder import SUPERBLOCK_NAME, GuardedFolder, plain_file
 from kvtier_fs.roots.sidecar_files import manifest_name
 from kvtier_fs.shared.folder import EPOCHS_NAME, names_in, read_small
@@ -60,11 +60,11 @@ class Run(Protocol):
         """How many places these are."""
 
 
-F = TypeVar("F", bound=Found)
+F = TypeVar("F", bound=SlotContent)
 R = TypeVar("R", bound=Run)
 
 
-class Checked(NamedTuple, Generic[F, R]):
+class CheckedRun(NamedTuple, Generic[F, R]):
     """A run whose payloads were read: the keys of whole blocks by slot, and everything else with its fault, if any."""
 
     run: R
@@ -170,8 +170,8 @@ class StoreInspection(ABC, Generic[F, R]):
     def _list(self, run: R) -> tuple[R, dict[F, StoredBlock]]:
         return run, {one: block for one in self._found(run) if (block := one.block) is not None}
 
-    def _verify(self, run: R) -> Checked[F, R]:
-        checked = Checked[F, R](run, {}, 0, [])
+    def _verify(self, run: R) -> CheckedRun[F, R]:
+        checked = CheckedRun[F, R](run, {}, 0, [])
         for one in self._found(run):
             state, header, fault = one.judged
             if state is BlockState.CURRENT and header is not None:
@@ -277,7 +277,7 @@ class StoreInspection(ABC, Generic[F, R]):
     def _check_records(self, repair: bool) -> Iterator[Finding]:
         """Check what the root states of itself, before its blocks."""
 
-    def _lost(self, checked: Checked[F, R], repair: bool) -> Iterable[Finding]:
+    def _lost(self, checked: CheckedRun[F, R], repair: bool) -> Iterable[Finding]:
         """Blocks of a run that a record of the root promises and that are not there."""
         return ()
 

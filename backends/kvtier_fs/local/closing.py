@@ -17,7 +17,7 @@ _LOOK_SECONDS = 0.05
 _PATIENCE_SECONDS = 60.0
 
 
-class RootEnd:
+class RootCloser:
     """The end of one root. `queue` moves its blocks; None if no session began.
 
     It runs in a task of its own, however long the disk takes, and releases the lock last. Waiting for it is optional.

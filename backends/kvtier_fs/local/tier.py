@@ -17,7 +17,7 @@ from kvtier.types.jobs import CANCELLED, DropReason, JobKind, JobResult, Transfe
 from kvtier_fs.io.full_transfer import FullTransferIO
 from kvtier_fs.local import layout, opening
 from kvtier_fs.local.block_batches import RootShare, TierSide
-from kvtier_fs.local.closing import RootEnd
+from kvtier_fs.local.closing import RootCloser
 from kvtier_fs.local.directory import recovered
 from kvtier_fs.local.dry_run import dry_run
 from kvtier_fs.local.layout import Session
@@ -55,7 +55,7 @@ class FSBackend(RootTier):
         self._roots: list[Root] = []
         self._router: SlotRouter | None = None
         self._session: Session
-        self._ends: dict[Root, RootEnd] = {}
+        self._ends: dict[Root, RootCloser] = {}
         self._raising: set[asyncio.Task[None]] = set()
 
     def dry_run(self, geometry: Geometry, probe: bool) -> DryRun:
@@ -100,7 +100,7 @@ class FSBackend(RootTier):
 
         async def enter(root: Root) -> None:
             if not await opening.enter_root(root, self.options):
-                self._ends[root] = RootEnd(root, None, self.counters)
+                self._ends[root] = RootCloser(root, None, self.counters)
                 self._roots.remove(root)
                 await self._end(root, self.options.close_timeout_seconds)
 
@@ -233,7 +233,7 @@ class FSBackend(RootTier):
         self._closing = True
         queues = {queue.root: queue for queue in self._router.queues} if self._router else {}
         for root in self._roots:
-            self._ends.setdefault(root, RootEnd(root, queues.get(root), self.counters))
+            self._ends.setdefault(root, RootCloser(root, queues.get(root), self.counters))
         self._roots.clear()
         self._router = None
         timeout = self.options.close_timeout_seconds

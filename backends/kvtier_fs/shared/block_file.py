@@ -27,7 +27,7 @@ _NO_FILE = (*GONE, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV)
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ExpectedBlock:
     """A block as its reader expects it: where it lies, its header but for the generation, the file's length, and the
     generations that are young enough."""
 
@@ -38,7 +38,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Wrong:
+class MismatchedFile:
     """A file in the place of a block that is not that block. `front` identifies it later.
 
     `is_other_version`: another release stored it, so it is left alone.
@@ -70,7 +70,9 @@ class OpenBlock(OwnedFile):
     touched: float = 0.0
 
 
-def open_block(folder: TreeFolder, wanted: Wanted, direct: bool, there: OpenBlock) -> OpenBlock | Wrong | None:
+def open_block(
+    folder: TreeFolder, wanted: ExpectedBlock, direct: bool, there: OpenBlock
+) -> OpenBlock | MismatchedFile | None:
     """Open what lies in a block's place as `there`; None if there is nothing. Raises OSError for what the disk does."""
     place = wanted.place
     with vanished(_NO_FILE), folder.leaf(place.bucket, place.leaf) as leaf:
@@ -93,7 +95,7 @@ class Verification:
     epoch: int
 
 
-def check_block(page: memoryview, payload: memoryview, wanted: Wanted) -> Verification:
+def check_block(page: memoryview, payload: memoryview, wanted: ExpectedBlock) -> Verification:
     """Compare everything that was read with what is expected.
 
     The reader of a shared tier does not know the generation beforehand; the header's own counts if its checksum holds.
@@ -106,7 +108,7 @@ def check_block(page: memoryview, payload: memoryview, wanted: Wanted) -> Verifi
     return Verification(found, bytes(page[:KEY_AT]), -1 if stated is None else stated.epoch)
 
 
-def header_now(leaf_fd: int, wanted: Wanted) -> SlotHeader | Wrong | None:
+def header_now(leaf_fd: int, wanted: ExpectedBlock) -> SlotHeader | MismatchedFile | None:
     """The header of the file in a block's place if all of it but perhaps the epoch is right, and it is young enough.
 
     None if there is no file. Raises OSError.
@@ -124,18 +126,18 @@ def header_now(leaf_fd: int, wanted: Wanted) -> SlotHeader | Wrong | None:
             or stated._replace(generation=0, epoch=0, payload_digest=b"")
             != wanted.header._replace(generation=0, epoch=0, payload_digest=b"")
         ):
-            return Wrong(status.st_ino, bytes(page[:KEY_AT]), is_other_version(page))
+            return MismatchedFile(status.st_ino, bytes(page[:KEY_AT]), is_other_version(page))
         return stated
     return None
 
 
-def _wrong(leaf_fd: int, wanted: Wanted, status: os.stat_result) -> Wrong:
+def _wrong(leaf_fd: int, wanted: ExpectedBlock, status: os.stat_result) -> MismatchedFile:
     """What is not even a plain file of the right length. What cannot be read is no block of another version."""
     front = b""
     if stat.S_ISREG(status.st_mode):
         with suppress(OSError):
             front = read_front(leaf_fd, wanted.place.name, wanted.file_bytes - wanted.header.payload_bytes)
-    return Wrong(status.st_ino, is_other_version=is_other_version(memoryview(front)))
+    return MismatchedFile(status.st_ino, is_other_version=is_other_version(memoryview(front)))
 
 
 def read_front(leaf_fd: int, name: str, header_bytes: int) -> bytes:
@@ -144,7 +146,7 @@ def read_front(leaf_fd: int, name: str, header_bytes: int) -> bytes:
         return os.pread(fd, header_bytes, 0)
 
 
-def remove_if(leaf_fd: int, name: str, wrong: Wrong) -> bool:
+def remove_if(leaf_fd: int, name: str, wrong: MismatchedFile) -> bool:
     """Remove what lies in a block's place if it is still what was found wrong. Raises OSError.
 
     False if it is something else by now, not there, or a folder with something in it.
@@ -180,13 +182,13 @@ class Published(Enum):
     """It is the block now."""
     REPLACED = "replaced"
     """It is the block now; what it replaced was not the block, and is still charged."""
-    TAKEN = "taken"
+    EXISTED = "existed"
     """Another process stored the block first. The temporary is still there."""
     GROWN = "grown"
     """It is complete and closed but takes more disk space than was charged, so it has no name yet."""
 
 
-def publish(folder: TreeFolder, wanted: Wanted, temporary: Temporary, now: float) -> Published:
+def publish(folder: TreeFolder, wanted: ExpectedBlock, temporary: Temporary, now: float) -> Published:
     """Close a whole temporary and give it its name. Raises OSError; then the temporary is still there, but closed."""
     try:
         os.utime(temporary.fd, (now, now))
@@ -199,7 +201,7 @@ def publish(folder: TreeFolder, wanted: Wanted, temporary: Temporary, now: float
     return give_name(folder, wanted, temporary)
 
 
-def give_name(folder: TreeFolder, wanted: Wanted, temporary: Temporary) -> Published:
+def give_name(folder: TreeFolder, wanted: ExpectedBlock, temporary: Temporary) -> Published:
     """Make a whole temporary the block. Raises OSError; then the temporary is still there."""
     place, bucket = wanted.place, folder.bucket(wanted.place.bucket)
     with folder.leaf(place.bucket, place.leaf) as leaf:
@@ -211,9 +213,9 @@ def give_name(folder: TreeFolder, wanted: Wanted, temporary: Temporary) -> Publi
             pass
         there = header_now(leaf, wanted)
         if isinstance(there, SlotHeader) and there.epoch >= wanted.header.epoch:
-            return Published.TAKEN
-        if isinstance(there, Wrong) and there.is_other_version:
-            return Published.TAKEN
+            return Published.EXISTED
+        if isinstance(there, MismatchedFile) and there.is_other_version:
+            return Published.EXISTED
         os.rename(temporary.name, place.name, src_dir_fd=bucket, dst_dir_fd=leaf)
         temporary.there = False
         return Published.NAMED if there is None else Published.REPLACED

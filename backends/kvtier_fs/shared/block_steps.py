@@ -30,20 +30,20 @@ from kvtier.types.jobs import (
 )
 from kvtier_fs.io.contract import IOKind
 from kvtier_fs.shared.block_file import (
+    ExpectedBlock,
+    MismatchedFile,
     OpenBlock,
     OwnedFile,
     Published,
     Temporary,
-    Wanted,
-    Wrong,
     check_block,
     give_name,
     open_block,
     publish,
 )
 from kvtier_fs.shared.bucket import Bucket
-from kvtier_fs.shared.folder import GONE, Busy
-from kvtier_fs.shared.root import Gate, SharedRoot
+from kvtier_fs.shared.folder import GONE, LockBusy
+from kvtier_fs.shared.root import SharedRoot, TransferLimit
 
 _log = logging.getLogger("kvtier.fs")
 _FULL = dropped(DropReason.DISK_FULL)
@@ -63,7 +63,7 @@ class Block:
     position: int
     row: int
     payload: memoryview
-    wanted: Wanted
+    wanted: ExpectedBlock
     touching: bool = field(default=False)
     abandoned: bool = field(default=False)
     file: OwnedFile | None = field(default=None)
@@ -107,7 +107,7 @@ class BlockSteps:
                 block.touching = False
                 block.run.fail_rest(block.group, (block.position,), _DEFECT)
 
-    def _gate(self, block: Block) -> Gate:
+    def _gate(self, block: Block) -> TransferLimit:
         return self._root.stores if block.run.kind is JobKind.STORE else self._root.loads
 
     async def _moved(self, block: Block, current: asyncio.Future[int | None]) -> BlockOutcome:
@@ -158,8 +158,8 @@ class BlockSteps:
         root, wanted = self._root, block.wanted
         bucket, block.file = root.buckets[wanted.place.bucket], Temporary(root.temporary())
         try:
-            reserved = await root.visit(bucket, partial(bucket.reserve, wanted, block.file))
-            if isinstance(reserved, Busy):
+            reserved = await root.with_bucket(bucket, partial(bucket.reserve, wanted, block.file))
+            if isinstance(reserved, LockBusy):
                 return dropped(DropReason.BACKLOG)
             if not isinstance(reserved, Temporary):
                 return reserved
@@ -188,19 +188,19 @@ class BlockSteps:
         finally:
             block.touching = False
 
-    async def _publish(self, bucket: Bucket, wanted: Wanted, written: Temporary) -> BlockOutcome:
+    async def _publish(self, bucket: Bucket, wanted: ExpectedBlock, written: Temporary) -> BlockOutcome:
         """Make a complete temporary the block. It is always closed. Raises OSError."""
         root = self._root
         published = await root.call(publish, root.folder, wanted, written, root.hooks.wall())
         if published is Published.GROWN:
-            charged = await root.visit(bucket, bucket.charge_grown)
+            charged = await root.with_bucket(bucket, bucket.charge_grown)
             if charged is not True:
-                return dropped(DropReason.BACKLOG if isinstance(charged, Busy) else DropReason.NO_SLOT)
+                return dropped(DropReason.BACKLOG if isinstance(charged, LockBusy) else DropReason.NO_SLOT)
             published = await root.call(give_name, root.folder, wanted, written)
         if published is Published.REPLACED:
             with suppress(OSError):
-                await root.visit(bucket, bucket.sweep)
-        return PRESENT if published is Published.TAKEN else STORED
+                await root.with_bucket(bucket, bucket.sweep)
+        return PRESENT if published is Published.EXISTED else STORED
 
     # -- loading -------------------------------------------------------------------------------------------------
 
@@ -208,9 +208,9 @@ class BlockSteps:
         root = self._root
         block.file = OpenBlock()
         there = await root.call(open_block, root.folder, block.wanted, root.probe.direct, block.file)
-        if isinstance(there, Wrong) and there.is_other_version:
+        if isinstance(there, MismatchedFile) and there.is_other_version:
             return MISSING
-        if isinstance(there, Wrong):
+        if isinstance(there, MismatchedFile):
             self._counters["mismatch.file"] += 1
             await self._remove(block.wanted, there)
             return CORRUPT
@@ -230,7 +230,7 @@ class BlockSteps:
             self._counters[f"mismatch.{checked.found}"] += 1
             corrupt = checked.found not in (Mismatch.EPOCH, Mismatch.GENERATION)
             if checked.found is not Mismatch.EPOCH or checked.epoch < block.wanted.header.epoch:
-                await self._remove(block.wanted, Wrong(there.inode, checked.front))
+                await self._remove(block.wanted, MismatchedFile(there.inode, checked.front))
             return CORRUPT if corrupt else MISSING
         await self._touch(there)
         return LOADED
@@ -242,9 +242,9 @@ class BlockSteps:
             with suppress(OSError):
                 await self._root.call(os.utime, there.fd, (now, now))
 
-    async def _remove(self, wanted: Wanted, wrong: Wrong) -> None:
+    async def _remove(self, wanted: ExpectedBlock, wrong: MismatchedFile) -> None:
         """Remove a wrong file if the lock of its bucket is free; otherwise the next load that finds it removes it."""
         bucket = self._root.buckets[wanted.place.bucket]
         with suppress(OSError):
-            removed = await self._root.visit(bucket, partial(bucket.remove, wanted, wrong))
+            removed = await self._root.with_bucket(bucket, partial(bucket.remove, wanted, wrong))
             self._counters["removed" if removed is True else "not_removed"] += 1

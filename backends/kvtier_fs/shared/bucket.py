@@ -16,8 +16,8 @@ from kvtier.types.geometry import round_up
 from kvtier.types.jobs import PRESENT, BlockOutcome, DropReason, dropped
 from kvtier_fs.io.syscalls import fallocate
 from kvtier_fs.roots.folder import keeps_free, open_plain
-from kvtier_fs.shared.block_file import Temporary, Wanted, Wrong, header_now, read_front, remove_if
-from kvtier_fs.shared.folder import GONE, Busy, TreeFolder, names_in, vanished, with_lock
+from kvtier_fs.shared.block_file import ExpectedBlock, MismatchedFile, Temporary, header_now, read_front, remove_if
+from kvtier_fs.shared.folder import GONE, LockBusy, TreeFolder, names_in, vanished, with_lock
 from kvtier_fs.shared.paths import BLOCK_NAME, DISK_BLOCK_BYTES, TEMPORARY_NAME, occupied
 from kvtier_fs.shared.usage import FULL, BucketRules, BucketUsage, Victim
 
@@ -25,18 +25,18 @@ T = TypeVar("T")
 
 
 class Bucket(BucketUsage):
-    """A bucket in this process. `turn` allows this process one visit at a time. `refused`: when the lock was first
+    """A bucket in this process. `visit_lock` allows one visit at a time. `refused`: when the lock was first
     found taken since this process last held it, or None. `leftovers`: temporaries, still charged, that the next visit
     discards."""
 
     def __init__(self, folder: TreeFolder, number: int, rules: BucketRules) -> None:
         super().__init__(folder, number, rules)
-        self.turn = asyncio.Lock()
+        self.visit_lock = asyncio.Lock()
         self.refused: float | None = None
         self.leftovers: list[Temporary] = []
         self._evicted = 0
 
-    def locked(self, work: Callable[[], T]) -> T | Busy:
+    def locked(self, work: Callable[[], T]) -> T | LockBusy:
         """Do some work while holding the bucket's lock, BUSY if another process holds it. Raises OSError."""
         return with_lock(self._folder.make_bucket(self._number), lambda: self._visit(work))
 
@@ -48,7 +48,7 @@ class Bucket(BucketUsage):
             self.forget_account()  # how much was done is unknown
             raise
 
-    def reserve(self, wanted: Wanted, temporary: Temporary) -> Temporary | BlockOutcome:
+    def reserve(self, wanted: ExpectedBlock, temporary: Temporary) -> Temporary | BlockOutcome:
         """Make room for a block, and make its temporary of full size.
 
         PRESENT if it is there already, which counts as a use of it; dropped if there is no room.
@@ -62,7 +62,7 @@ class Bucket(BucketUsage):
             if isinstance(there, SlotHeader) and there.epoch == wanted.header.epoch:
                 self._touch(leaf, wanted.place.name)
                 return PRESENT
-            if isinstance(there, Wrong) and there.is_other_version:
+            if isinstance(there, MismatchedFile) and there.is_other_version:
                 return dropped(DropReason.NO_SLOT)
             if there is not None:
                 self.forget_account()
@@ -85,7 +85,7 @@ class Bucket(BucketUsage):
                 os.utime(name, (now, now), dir_fd=leaf_fd, follow_symlinks=False)
                 self._rules.note("touched")
 
-    def _make(self, wanted: Wanted, temporary: Temporary, used: int, need: int) -> Temporary | BlockOutcome:
+    def _make(self, wanted: ExpectedBlock, temporary: Temporary, used: int, need: int) -> Temporary | BlockOutcome:
         """Charge the bucket and create the temporary."""
         self.write_account(used + need)
         try:
@@ -176,7 +176,7 @@ class Bucket(BucketUsage):
         """Evict the oldest blocks until the budget holds. Raises OSError."""
         self.write_account(self._evict(self.count(victims_share=1), self._rules.budget_bytes))
 
-    def remove(self, wanted: Wanted, wrong: Wrong) -> bool:
+    def remove(self, wanted: ExpectedBlock, wrong: MismatchedFile) -> bool:
         """Remove a file that was found wrong, if it is still the same. Raises OSError.
 
         What was charged for it may differ from what it took, so the account is removed too: the next store counts anew.
@@ -256,8 +256,8 @@ class Bucket(BucketUsage):
         return 0
 
 
-def _wrong(leaf_fd: int, wanted: Wanted, there: SlotHeader | Wrong) -> Wrong:
+def _wrong(leaf_fd: int, wanted: ExpectedBlock, there: SlotHeader | MismatchedFile) -> MismatchedFile:
     """The file to remove: a block of an older epoch counts as wrong, too."""
-    if isinstance(there, Wrong):
+    if isinstance(there, MismatchedFile):
         return there
-    return Wrong(os.stat(wanted.place.name, dir_fd=leaf_fd, follow_symlinks=False).st_ino)
+    return MismatchedFile(os.stat(wanted.place.name, dir_fd=leaf_fd, follow_symlinks=False).st_ino)

@@ -10,7 +10,7 @@ from kvtier_fs.shared.root import SharedRoot
 _log = logging.getLogger("kvtier.fs")
 
 
-class SharedRootEnd:
+class SharedRootCloser:
     """The end of one root. No block moves any more."""
 
     def __init__(self, root: SharedRoot) -> None:

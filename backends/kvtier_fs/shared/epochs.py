@@ -6,7 +6,7 @@ from functools import partial
 
 from kvtier.errors import RootError
 from kvtier.tier.shared_epoch import SharedEpoch, fresh_epoch, is_usable, line_of
-from kvtier_fs.shared.folder import Busy
+from kvtier_fs.shared.folder import LockBusy
 from kvtier_fs.shared.root import SharedRoot
 
 _WAIT_SECONDS = 0.01
@@ -106,7 +106,7 @@ class Epoch(SharedEpoch):
         deadline = loop.time() + root.hooks.lock_seconds
         while True:
             stated = await root.call(root.folder.swap_epoch, self._namespace, held, epoch, root.temporary())
-            if not isinstance(stated, Busy):
+            if not isinstance(stated, LockBusy):
                 return stated
             if loop.time() >= deadline:
                 raise RootError(root.path, "another process holds the lock of the epochs; is it stopped or hung?")

@@ -48,7 +48,7 @@ GONE = (errno.ENOENT, errno.ESTALE, errno.ENOTDIR)
 T = TypeVar("T")
 
 
-class Busy(Enum):
+class LockBusy(Enum):
     """Another process holds the lock."""
 
     BUSY = "busy"
@@ -116,7 +116,7 @@ def make_folder(folder_fd: int, name: str) -> int:
     return fd
 
 
-def with_lock(folder_fd: int, work: Callable[[], T]) -> T | Busy:
+def with_lock(folder_fd: int, work: Callable[[], T]) -> T | LockBusy:
     """Do some work while holding a folder's lock file. BUSY, with nothing done, if another process holds it.
 
     A child that is forked meanwhile does not keep the lock, also when this process is killed.
@@ -124,7 +124,7 @@ def with_lock(folder_fd: int, work: Callable[[], T]) -> T | Busy:
     with plain_file(folder_fd, LOCK_NAME, os.O_RDWR | os.O_CREAT) as fd:
         keep_from_children(fd)
         try:
-            return work() if _lock_now(folder_fd, fd) else Busy.BUSY
+            return work() if _lock_now(folder_fd, fd) else LockBusy.BUSY
         finally:
             try:
                 with suppress(OSError):
@@ -214,7 +214,7 @@ class TreeFolder(GuardedFolder):
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            if with_lock(self.fd, lambda: self._rename_once(temporary)) is Busy.BUSY:
+            if with_lock(self.fd, lambda: self._rename_once(temporary)) is LockBusy.BUSY:
                 raise RootError(self.path, "another process is making this root right now; try again") from error
 
     def _rename_once(self, temporary: str) -> None:
@@ -291,7 +291,7 @@ class TreeFolder(GuardedFolder):
             raise unknown_version(self.path, version - 1000, "files")
         return True
 
-    def swap_epoch(self, namespace: bytes, held: int | None, epoch: int, temporary: str) -> int | Busy | None:
+    def swap_epoch(self, namespace: bytes, held: int | None, epoch: int, temporary: str) -> int | LockBusy | None:
         """Make a namespace's file state `epoch` if it states `held`; None: if it is missing, or states none.
 
         Returns what it states now, durable when this returns. BUSY, with nothing done, if another process holds the

@@ -6,8 +6,8 @@ from functools import partial
 
 from kvtier.tier.block_age import AgeLimit
 from kvtier.tier.block_envelope import SlotHeader
-from kvtier_fs.shared.block_file import Wanted, header_now
-from kvtier_fs.shared.folder import Busy, TreeFolder
+from kvtier_fs.shared.block_file import ExpectedBlock, header_now
+from kvtier_fs.shared.folder import LockBusy, TreeFolder
 from kvtier_fs.shared.root import SharedRoot
 
 _VALIDATED_MAX = 1 << 16
@@ -22,7 +22,7 @@ class Presence:
         self._namespace = namespace
         self._validated: dict[str, tuple[tuple[int, int], int]] = {}
 
-    def probe(self, wanted: Sequence[Wanted | None], epoch: int) -> list[bool]:
+    def probe(self, wanted: Sequence[ExpectedBlock | None], epoch: int) -> list[bool]:
         """For each block: True if its file is there, of the right length, with a header that is right.
 
         All False where the root states another epoch for the namespace. A file that cannot be read is not
@@ -36,7 +36,7 @@ class Presence:
             return [False] * len(wanted)
         return [one is not None and self._present(one) for one in wanted]
 
-    def _present(self, wanted: Wanted) -> bool:
+    def _present(self, wanted: ExpectedBlock) -> bool:
         place = wanted.place
         try:
             with self._folder.leaf(place.bucket, place.leaf) as leaf:
@@ -62,9 +62,9 @@ async def prune(root: SharedRoot, namespace: bytes, epoch: int, ages: Callable[[
     for number in range(root.tree.buckets):
         bucket = root.buckets[number]
         try:
-            pruned = await root.visit(bucket, partial(bucket.prune, namespace, epoch, ages))
+            pruned = await root.with_bucket(bucket, partial(bucket.prune, namespace, epoch, ages))
         except OSError as error:
             root.note_failure("prune", error)
             continue
-        if not isinstance(pruned, Busy):
+        if not isinstance(pruned, LockBusy):
             root.counters["pruned"] += pruned

@@ -23,7 +23,7 @@ from kvtier_fs.io.probe import DirectProbe
 from kvtier_fs.options import SharedFSOptions
 from kvtier_fs.shared.block_file import Temporary
 from kvtier_fs.shared.bucket import Bucket
-from kvtier_fs.shared.folder import Busy, TreeFolder, names_in
+from kvtier_fs.shared.folder import LockBusy, TreeFolder, names_in
 from kvtier_fs.shared.leases import Holder, Leases, this_process
 from kvtier_fs.shared.paths import DISK_BLOCK_BYTES, TEMPORARY_NAME
 from kvtier_fs.shared.usage import FULL, BucketRules
@@ -57,7 +57,7 @@ class FilesHooks:
     full_seconds: float = 1.0
 
 
-class Gate:
+class TransferLimit:
     """Blocks with I/O in flight in one direction, and the header pages they use."""
 
     def __init__(self, depth: int, header_bytes: int) -> None:
@@ -83,8 +83,8 @@ class SharedRoot:
         self.tree: Tree
         self.engine: IOEngine | None = None
         self.io: FullTransferIO
-        self.loads: Gate
-        self.stores: Gate
+        self.loads: TransferLimit
+        self.stores: TransferLimit
         self.leases: Leases
         self.rules: BucketRules
         self._options = options
@@ -138,10 +138,10 @@ class SharedRoot:
         depth, header_bytes = self._options.io_depth, self.tree.header_bytes
         alignment = self.probe.offset_alignment if self.probe.direct else 1
         self.io = FullTransferIO(engine, alignment, self.counters)
-        self.loads, self.stores = Gate(depth, header_bytes), Gate(depth, header_bytes)
+        self.loads, self.stores = TransferLimit(depth, header_bytes), TransferLimit(depth, header_bytes)
         self.started = True
 
-    async def visit(self, bucket: Bucket, work: Callable[[], T]) -> T | Busy:
+    async def with_bucket(self, bucket: Bucket, work: Callable[[], T]) -> T | LockBusy:
         """Do some work on the threads while holding a bucket's lock. Raises OSError.
 
         BUSY, with nothing done, if others kept the lock from this process for `lock_seconds`. Time that visits of this
@@ -149,14 +149,14 @@ class SharedRoot:
         """
         loop, wait = asyncio.get_running_loop(), _FIRST_WAIT_SECONDS
         began = loop.time()
-        async with bucket.turn:
+        async with bucket.visit_lock:
             while True:
                 try:
                     result = await self.call(bucket.locked, work)
                 except OSError:
                     bucket.refused = None
                     raise
-                if not isinstance(result, Busy):
+                if not isinstance(result, LockBusy):
                     bucket.refused = None
                     return result
                 now = loop.time()
@@ -173,10 +173,10 @@ class SharedRoot:
         If others removed it, they took this process's lease for an expired one; the lease is taken again.
         """
         try:
-            discarded = await self.visit(bucket, partial(bucket.discard, temporary))
+            discarded = await self.with_bucket(bucket, partial(bucket.discard, temporary))
         except OSError:
-            discarded = Busy.BUSY
-        if isinstance(discarded, Busy):
+            discarded = LockBusy.BUSY
+        if isinstance(discarded, LockBusy):
             bucket.leftovers.append(temporary)
         elif not discarded:
             await self._beat()
@@ -188,7 +188,7 @@ class SharedRoot:
                 for bucket in self.buckets:
                     if bucket.leftovers:
                         with suppress(OSError):
-                            await self.visit(bucket, lambda: None)
+                            await self.with_bucket(bucket, lambda: None)
 
     async def make_room(self, number: int, need: int) -> bool:
         """The disk is full: evict blocks of so many bytes from a bucket or, if it has none, from another.
@@ -202,7 +202,7 @@ class SharedRoot:
     async def _evict(self, number: int, need: int) -> bool:
         for bucket in [*self.buckets[number : number + 1], *await self._others(number)]:
             with suppress(OSError):
-                if await self.visit(bucket, partial(bucket.make_room, need)) is True:
+                if await self.with_bucket(bucket, partial(bucket.make_room, need)) is True:
                     return True
         return False
 
@@ -220,7 +220,7 @@ class SharedRoot:
         bucket = self.buckets[number]
         try:
             if await self.call(bucket.is_over_budget):
-                await self.visit(bucket, bucket.shrink)
+                await self.with_bucket(bucket, bucket.shrink)
         except OSError as error:
             self.note_failure("shrink", error)
 
@@ -275,11 +275,11 @@ class SharedRoot:
         try:
             if not waiting and not bucket.leftovers and not await self.call(bucket.has_temporaries):
                 return
-            swept = await self.visit(bucket, bucket.sweep_after_death if waiting else bucket.sweep)
+            swept = await self.with_bucket(bucket, bucket.sweep_after_death if waiting else bucket.sweep)
         except OSError as error:
             self.note_failure("sweep", error)
             return
-        if not isinstance(swept, Busy):
+        if not isinstance(swept, LockBusy):
             for seen_to in waiting:
                 seen_to.add(number)
 

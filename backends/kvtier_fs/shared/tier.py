@@ -22,9 +22,9 @@ from kvtier_fs.options import SharedFSOptions
 from kvtier_fs.roots.engines import mode
 from kvtier_fs.roots.root_tier import RootTier
 from kvtier_fs.shared import opening, presence
-from kvtier_fs.shared.block_file import Wanted
+from kvtier_fs.shared.block_file import ExpectedBlock
 from kvtier_fs.shared.block_steps import Block, BlockSteps
-from kvtier_fs.shared.closing import SharedRootEnd
+from kvtier_fs.shared.closing import SharedRootCloser
 from kvtier_fs.shared.epochs import Epoch
 from kvtier_fs.shared.paths import place_of
 from kvtier_fs.shared.root import FilesHooks, SharedRoot
@@ -59,7 +59,7 @@ class SharedFSBackend(RootTier):
         super().__init__(options)
         self._hooks = hooks or FilesHooks()
         self._root: SharedRoot | None = None
-        self._end: SharedRootEnd | None = None
+        self._end: SharedRootCloser | None = None
         self._background: set[asyncio.Task[None]] = set()
         self._moving: dict[asyncio.Task[None], Block] = {}
         self._steps: BlockSteps
@@ -161,14 +161,14 @@ class SharedFSBackend(RootTier):
 
     def _wanted(
         self, key: OffloadKey, epoch: int, generation: int = 0, digest: bytes = b"", ages: AgeLimit = NO_AGE_LIMIT
-    ) -> Wanted:
+    ) -> ExpectedBlock:
         tree, group = self._open_root().tree, key_group(key)
         place = place_of(tree, self._namespace, key)
         payload_bytes = self._context.geometry.aligned_bytes(group)
         file_bytes = tree.header_bytes + payload_bytes
         of_place = (tree.root_uuid, place.bucket, 0, 0, file_bytes, payload_bytes)
         header = SlotHeader(self._namespace, epoch, *of_place, generation, group, key, digest)
-        return Wanted(place, header, file_bytes, ages)
+        return ExpectedBlock(place, header, file_bytes, ages)
 
     async def _run(self, job: TransferJob, kind: JobKind) -> JobResult:
         self._open_root()
@@ -268,7 +268,7 @@ class SharedFSBackend(RootTier):
         await asyncio.gather(*self._background, return_exceptions=True)
         stuck = await self._drain(root, timeout)
         if not stuck:
-            self._end = self._end or SharedRootEnd(root)
+            self._end = self._end or SharedRootCloser(root)
             stuck = await self._end.within(timeout)
         self.counters["close.stuck"] = stuck
         if stuck:

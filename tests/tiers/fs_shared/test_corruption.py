@@ -12,7 +12,7 @@ from support_fs import keys, layout
 
 from kvtier.tier.block_envelope import decode_slot_header, encode_slot_header
 from kvtier.types.jobs import CORRUPT, LOADED, MISSING, PRESENT, STORED, BlockStatus
-from kvtier_fs.shared.block_file import Wrong
+from kvtier_fs.shared.block_file import MismatchedFile
 
 HEADER = 4096
 PAYLOAD = 16384
@@ -177,10 +177,12 @@ async def test_a_block_that_was_replaced_meanwhile_is_not_removed(tmp_path):
         inode, data = os.stat(path).st_ino, path.read_bytes()
         wanted = tier.backend._wanted(key, 0)
         bucket = tier.backend._root.buckets[wanted.place.bucket]
-        assert bucket.locked(lambda: bucket.remove(wanted, Wrong(inode + 1))) is False, "another inode"
-        assert bucket.locked(lambda: bucket.remove(wanted, Wrong(inode, bytes(136)))) is False, "another generation"
+        assert bucket.locked(lambda: bucket.remove(wanted, MismatchedFile(inode + 1))) is False, "another inode"
+        assert bucket.locked(lambda: bucket.remove(wanted, MismatchedFile(inode, bytes(136)))) is False, (
+            "another generation"
+        )
         assert await tier.load([key]) == [LOADED]
-        assert bucket.locked(lambda: bucket.remove(wanted, Wrong(inode, data[:136]))) is True
+        assert bucket.locked(lambda: bucket.remove(wanted, MismatchedFile(inode, data[:136]))) is True
         assert await tier.load([key]) == [MISSING]
 
 

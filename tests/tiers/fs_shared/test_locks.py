@@ -18,7 +18,7 @@ from support_paths import SUPPORT
 from kvtier.errors import RootError
 from kvtier.types.jobs import CORRUPT, LATE, LOADED, PRESENT, STORED, DropReason, JobKind, dropped
 from kvtier_fs.shared.bucket import Bucket
-from kvtier_fs.shared.folder import LOCK_NAME, Busy, with_lock
+from kvtier_fs.shared.folder import LOCK_NAME, LockBusy, with_lock
 from kvtier_fs.shared.root import FilesHooks
 
 PEER = SUPPORT / "support_files_peer.py"
@@ -195,7 +195,7 @@ def test_a_child_forked_under_a_lock_does_not_keep_it(tmp_path):
 
     folder_fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        assert with_lock(folder_fd, lambda: with_lock(folder_fd, lambda: 0)) is Busy.BUSY
+        assert with_lock(folder_fd, lambda: with_lock(folder_fd, lambda: 0)) is LockBusy.BUSY
         assert with_lock(folder_fd, fork_and_lock_in_child) == 0
         assert with_lock(folder_fd, lambda: 7) == 7
     finally:
