@@ -20,12 +20,12 @@ DOCUMENTS = [
 PLANNED: set[str] = set()
 """Rooms that have a name and no code yet. One that gets code leaves this set."""
 
-ROOMS = "kvtier|backends|tests|docs|faults|benchmarks|configs|examples"
+ROOMS = "kvtier|backends|simulator|tests|docs|faults|benchmarks|configs|examples"
 PATH = re.compile(rf"(?<![\w/.-])(?:{ROOMS})/[\w./*{{}},-]*(?::{{1,2}}[A-Za-z_][\w.]*)?")
 FILE = re.compile(r"`(\w+\.(?:py|c))((?::[A-Za-z_][\w.]*)?)`")
-MODULE = re.compile(r"(?<![\w/.])(?:kvtier|kvtier_fs|kvtier_cpu|kvtier_gpu|kvtier_remote|faults|benchmarks)(?:\.\w+)+")
+MODULE = re.compile(r"(?<![\w/.])(?:kvtier|kvtier_fs|kvtier_cpu|kvtier_gpu|kvtier_remote|simulator|faults|benchmarks)(?:\.\w+)+")
 SOURCE_ROOTS = [PROJECT, PROJECT / "backends"]
-OTHER_NAMES = {"kvtier.backends", "kvtier.inspectors", "kvtier.policies", "kvtier/transformers/1"} | {
+OTHER_NAMES = {"kvtier.backends", "kvtier.policies", "kvtier.commands", "kvtier.inspectors", "kvtier/transformers/1"} | {
     f"kvtier.{hint}" for hint in ("retain", "pin", "prefetch", "demote", "release")
 }
 """Names that look like a module or a path: groups of entry points, what every hash of token ids begins with, and the
