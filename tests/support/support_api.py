@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cached_property
 from typing import Any
@@ -16,8 +18,13 @@ import kvtier
 HEAD = """# The public API
 
 An embedder imports `kvtier` alone. This page lists every public name with its signature and the first line of its
-docstring; the docstrings say the rest. A test keeps this page and the code together.
+docstring; of methods the names of parameters alone. An editor shows types and whole docstrings. It is generated, and a
+test compares it with the code. [stability.md](stability.md) states which names are frozen and which are provisional.
 """
+
+
+FIELDS_TYPED_MAX = 12
+"""Values with more fields are shown by the names of these alone."""
 
 
 class _Verbatim(str):
@@ -54,15 +61,24 @@ def function_of(thing: Any) -> Any:
     return thing.fget if isinstance(thing, property) else getattr(thing, "__func__", thing)
 
 
-def signature(thing: Any, owner: type | None = None) -> str:
-    """A signature as it stands in the code, without `self`."""
+def signature(thing: Any) -> str:
+    """A signature as it stands in the code."""
     found = inspect.signature(thing)
     parameters = [
-        parameter.replace(annotation=_verbatim(parameter.annotation))
-        for index, parameter in enumerate(found.parameters.values())
-        if owner is None or index or parameter.name not in ("self", "cls")
+        parameter.replace(annotation=_verbatim(parameter.annotation)) for parameter in found.parameters.values()
     ]
     return str(found.replace(parameters=parameters, return_annotation=_verbatim(found.return_annotation)))
+
+
+def bare_signature(thing: Any) -> str:
+    """A signature without the types of its parameters."""
+    parameters = inspect.signature(thing).parameters.values()
+    kept = [
+        parameter.replace(annotation=inspect.Parameter.empty)
+        for index, parameter in enumerate(parameters)
+        if index or parameter.name not in ("self", "cls")
+    ]
+    return re.sub(r"<\w+\.(\w+): [^>]*>", r"\1", str(inspect.Signature(kept)))
 
 
 def _verbatim(annotation: Any) -> Any:
@@ -85,27 +101,35 @@ def _entry(name: str) -> Iterator[str]:
         text = (
             first_line(thing) if inspect.isfunction(thing) else f"A `{thing.__supertype__.__name__}` of its own type."
         )
-        yield f"### {name}\n\n```text\n{shown}\n```\n\n{text}\n"
+        yield f"### {name}\n\n```text\n{_wrapped(shown)}\n```\n\n{_wrapped(text)}\n"
         return
     yield f"### {name}\n"
     if issubclass(thing, Enum):
-        yield f"{first_line(thing)}\n\nValues: {', '.join(f'`{value.name}`' for value in thing)}.\n"
+        values = ", ".join(f"`{value.name}`" for value in thing)
+        yield f"{_wrapped(first_line(thing))}\n\n{_wrapped(f'Values: {values}.')}\n"
         return
     if issubclass(thing, BaseModel):
-        yield f"```text\n{name}: {', '.join(thing.model_fields)}\n```\n"
+        yield f"```text\n{_wrapped(', '.join(thing.model_fields))}\n```\n"
+    elif is_dataclass(thing) and len(fields(thing)) > FIELDS_TYPED_MAX:
+        yield f"```text\n{_wrapped(', '.join(field.name for field in fields(thing)))}\n```\n"
     elif not issubclass(thing, BaseException):
-        yield f"```text\n{name}{signature(thing)}\n```\n"
-    yield first_line(thing) + "\n"
-    lines = [_member(found, item, thing) for found, item in members(thing)]
+        yield f"```text\n{_wrapped(name + signature(thing))}\n```\n"
+    yield _wrapped(first_line(thing)) + "\n"
+    lines = [_member(found, item) for found, item in members(thing)]
     if lines and not issubclass(thing, BaseException):
         yield "\n".join(lines) + "\n"
 
 
-def _member(name: str, item: Any, owner: type) -> str:
+def _wrapped(text: str, indent: str = "") -> str:
+    """Lines of at most 120 columns, broken at blanks."""
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _member(name: str, item: Any) -> str:
     function = function_of(item)
-    shown = name if isinstance(item, property | cached_property) else name + signature(function, owner)
+    shown = name if isinstance(item, property | cached_property) else name + bare_signature(function)
     kind = "async " if inspect.iscoroutinefunction(function) else ""
-    return f"- `{kind}{shown}`: {first_line(function)}"
+    return _wrapped(f"- `{kind}{shown}`: {first_line(function)}", "  ")
 
 
 def callables() -> Iterator[tuple[str, Any]]:
