@@ -115,7 +115,7 @@ def _entry(name: str) -> Iterator[str]:
     elif not issubclass(thing, BaseException):
         yield f"```text\n{_wrapped(name + signature(thing))}\n```\n"
     yield _wrapped(first_line(thing)) + "\n"
-    lines = [_member(found, item) for found, item in members(thing)]
+    lines = list(_members(thing))
     if lines and not issubclass(thing, BaseException):
         yield "\n".join(lines) + "\n"
 
@@ -123,6 +123,25 @@ def _entry(name: str) -> Iterator[str]:
 def _wrapped(text: str, indent: str = "") -> str:
     """Lines of at most 120 columns, broken at blanks."""
     return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _members(owner: type) -> Iterator[str]:
+    """The entries of a class's members; those that an earlier class of the page has too are named alone."""
+    earlier: dict[str, list[str]] = {}
+    for name, item in members(owner):
+        home = next((other for other in public_names() if _has(other, name, item)), owner.__name__)
+        if home == owner.__name__:
+            yield _member(name, item)
+        else:
+            earlier.setdefault(home, []).append(f"`{name}`")
+    for home, names in earlier.items():
+        yield _wrapped(f"- As in {home}: {', '.join(names)}.", "  ")
+
+
+def _has(other: str, name: str, item: Any) -> bool:
+    """Whether a class of the page has this very member."""
+    thing = getattr(kvtier, other)
+    return inspect.isclass(thing) and any(found == name and shared is item for found, shared in members(thing))
 
 
 def _member(name: str, item: Any) -> str:
