@@ -23,11 +23,13 @@ PLANNED: set[str] = set()
 ROOMS = "kvtier|backends|simulator|tests|docs|faults|benchmarks|configs|examples"
 PATH = re.compile(rf"(?<![\w/.-])(?:{ROOMS})/[\w./*{{}},-]*(?::{{1,2}}[A-Za-z_][\w.]*)?")
 FILE = re.compile(r"`(\w+\.(?:py|c))((?::[A-Za-z_][\w.]*)?)`")
-MODULE = re.compile(r"(?<![\w/.])(?:kvtier|kvtier_fs|kvtier_cpu|kvtier_gpu|kvtier_remote|simulator|faults|benchmarks)(?:\.\w+)+")
+MODULE = re.compile(
+    r"(?<![\w/.])(?:kvtier|kvtier_fs|kvtier_cpu|kvtier_gpu|kvtier_remote|simulator|faults|benchmarks)(?:\.\w+)+"
+)
 SOURCE_ROOTS = [PROJECT, PROJECT / "backends"]
-OTHER_NAMES = {"kvtier.backends", "kvtier.policies", "kvtier.commands", "kvtier.inspectors", "kvtier/transformers/1"} | {
-    f"kvtier.{hint}" for hint in ("retain", "pin", "prefetch", "demote", "release")
-}
+GROUPS = ("backends", "policies", "commands", "inspectors")
+HINTS = ("retain", "pin", "prefetch", "demote", "release")
+OTHER_NAMES = {"kvtier/transformers/1"} | {f"kvtier.{name}" for name in GROUPS + HINTS}
 """Names that look like a module or a path: groups of entry points, what every hash of token ids begins with, and the
 types of actions in vLLM's envelope of hints."""
 
