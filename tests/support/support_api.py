@@ -101,7 +101,7 @@ def _entry(name: str) -> Iterator[str]:
         text = (
             first_line(thing) if inspect.isfunction(thing) else f"A `{thing.__supertype__.__name__}` of its own type."
         )
-        yield f"### {name}\n\n```text\n{_wrapped(shown)}\n```\n\n{_wrapped(text)}\n"
+        yield f"### {name}\n\n{_code(shown)}\n\n{_wrapped(text)}\n"
         return
     yield f"### {name}\n"
     if issubclass(thing, Enum):
@@ -109,11 +109,11 @@ def _entry(name: str) -> Iterator[str]:
         yield f"{_wrapped(first_line(thing))}\n\n{_wrapped(f'Values: {values}.')}\n"
         return
     if issubclass(thing, BaseModel):
-        yield f"```text\n{_wrapped(', '.join(thing.model_fields))}\n```\n"
+        yield f"{_code(', '.join(thing.model_fields))}\n"
     elif is_dataclass(thing) and len(fields(thing)) > FIELDS_TYPED_MAX:
-        yield f"```text\n{_wrapped(', '.join(field.name for field in fields(thing)))}\n```\n"
+        yield f"{_code(', '.join(field.name for field in fields(thing)))}\n"
     elif not issubclass(thing, BaseException):
-        yield f"```text\n{_wrapped(name + signature(thing))}\n```\n"
+        yield f"{_code(name + signature(thing))}\n"
     yield _wrapped(first_line(thing)) + "\n"
     lines = list(_members(thing))
     if lines and not issubclass(thing, BaseException):
@@ -123,6 +123,11 @@ def _entry(name: str) -> Iterator[str]:
 def _wrapped(text: str, indent: str = "") -> str:
     """Lines of at most 120 columns, broken at blanks."""
     return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _code(text: str) -> str:
+    """An indented block."""
+    return textwrap.indent(_wrapped(text), "    ")
 
 
 def _members(owner: type) -> Iterator[str]:
