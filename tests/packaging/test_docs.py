@@ -86,7 +86,7 @@ def test_the_readme_holds_exactly_two_commands_that_install_from_a_clone() -> No
     assert [block.strip() for block in shown] == [marked_command("replay"), marked_command("tests")]
     for command in shown:
         assert command.startswith("python3 -m venv .venv && .venv/bin/pip install -c constraints.txt ")
-    assert marked_command("tests").endswith("-m pytest -n 2 --dist worksteal")
+    assert re.search(r"-m pytest -n \d --dist worksteal$", marked_command("tests"))
     assert marked_command("replay").endswith("kvtier replay")
 
 
@@ -107,7 +107,7 @@ def test_every_dependency_has_one_line_that_says_why() -> None:
 
 def test_every_option_is_documented() -> None:
     text = (ROOT / "docs" / "configuration.md").read_text()
-    documented = set(re.findall(r"^\| `([a-z_]+)` \|", text, re.MULTILINE))
+    documented = set(re.findall(r"^- `([a-z_]+)` \(", text, re.MULTILINE))
     backends = discover()
     kinds = ("gpu", "cpu", "fs", "shared_fs", "valkey", "s3", "gcs", "azure", "mooncake")
     options = {name for kind in kinds for name in backends.get(kind).Options.model_fields}
