@@ -17,7 +17,7 @@ from kvtier.config.plan import plan_stack
 from kvtier.tier.registry import discover
 
 ROOT = PROJECT
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 HYBRID = "full:page=32KiB,block=16;sliding_window:page=16KiB,block=16,window=512"
 
@@ -90,11 +90,19 @@ def test_the_readme_holds_exactly_two_commands_that_install_from_a_clone() -> No
     assert marked_command("replay").endswith("kvtier replay")
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_a_link_inside_the_repository_leads_somewhere(document: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text()):
-        if "://" not in target:
-            assert (document.parent / target).exists(), target
+def anchors(document: Path) -> set[str]:
+    """The anchors of a document's headings, as they are made for its page."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_a_link_inside_the_repository_leads_somewhere() -> None:
+    for document in DOCUMENTS:
+        for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", document.read_text()):
+            if "://" not in target:
+                path = document.parent / target if target else document
+                assert path.exists(), f"{document.name}: {target}"
+                assert not anchor or anchor in anchors(path), f"{document.name}: {target}#{anchor}"
 
 
 def test_every_dependency_has_one_line_that_says_why() -> None:
