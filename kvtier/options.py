@@ -198,7 +198,7 @@ class TierOptions(Options):
         return self
 
     def eviction_policy(self) -> str:
-        """Which policy evicts from the tier's slots; the default for tiers that offer no choice."""
+        """The policy that evicts from the tier's slots; the default for tiers that offer no choice."""
         return "lru"
 
     def retained_bytes_max(self, capacity_bytes: int) -> int:
@@ -206,7 +206,7 @@ class TierOptions(Options):
         return 0
 
     def watermark_rows(self, num_rows: int) -> int:
-        """How many of a CPU tier's rows background demotion keeps free or clean; none unless it offers that."""
+        """The number of a CPU tier's rows that background demotion keeps free or clean; none unless it offers that."""
         return 0
 
 

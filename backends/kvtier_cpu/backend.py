@@ -356,7 +356,7 @@ class CPUBackend(LoadStore):
 
 
 async def _answers(calls: Sequence[Coroutine[Any, Any, JobResult]]) -> Sequence[JobResult | BaseException]:
-    """What these calls return or raise, all at once; a single one without a task of its own."""
+    """The results or exceptions of calls that run at once; a single one without a task of its own."""
     if len(calls) > 1:
         answers: list[JobResult | BaseException] = await asyncio.gather(*calls, return_exceptions=True)
         return answers

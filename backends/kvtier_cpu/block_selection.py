@@ -1,4 +1,4 @@
-"""Which blocks of a job the workers copy, and the outcome of each over all workers."""
+"""The blocks of a job that the workers copy, and the outcome of each over all workers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class BlockSelection:
         return BlockSelection(self.index, [self.positions[i] for i in chosen], transfer)
 
     def pages(self, outcomes: Sequence[BlockOutcome]) -> int:
-        """How many GPU pages the blocks with a good outcome have."""
+        """The number of GPU pages that the blocks with a good outcome have."""
         runs = self.transfer.runs
         good = np.array([outcome.ok for outcome in outcomes], dtype=np.bool_)
         return len(runs.gpu_blocks) if good.all() else int(runs.counts[good[runs.blocks]].sum())

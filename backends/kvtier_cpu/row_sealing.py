@@ -34,7 +34,7 @@ class RowHashing:
     async def each(
         self, call: Callable[[SharedRegion, int, IntArray], T], region: SharedRegion, group: int, rows: IntArray
     ) -> list[T]:
-        """What `seal_rows` or `intact_rows` return for these rows of a group, in pieces of about PIECE_BYTES."""
+        """The results of `seal_rows` or `intact_rows` for these rows of a group, in pieces of about PIECE_BYTES."""
         nbytes = region.geometry.aligned_bytes(group)
         step = max(1, PIECE_BYTES // nbytes)
         pieces = [rows[start : start + step] for start in range(0, len(rows), step)]

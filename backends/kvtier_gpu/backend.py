@@ -63,7 +63,7 @@ class GPUOptions(TierOptions):
 
 
 class _Open:
-    """What the tier holds while it is open. `running`: the tasks of jobs, so that `close` can wait for them.
+    """The parts of an open tier. `running`: the tasks of jobs, so that `close` can wait for them.
 
     `lost`: the device takes no copy any more.
     """

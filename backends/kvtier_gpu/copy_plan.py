@@ -26,7 +26,7 @@ from kvtier_gpu.kv_tensors import KVTensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupTable:
-    """What never changes about a group on one worker; arrays have one entry for each tensor reference.
+    """The constants of a group on one worker; arrays have one entry for each tensor reference.
 
     `addresses` and `strides` are the GPU side's, `lengths` the bytes of a page there, `offsets` where they lie inside
     a page of `page_bytes` on the region's side. `worker_offset` is where the worker's slice begins in a row.
@@ -43,7 +43,7 @@ class GroupTable:
 
 
 def group_tables(geometry: Geometry, worker: int, tensors: Sequence[KVTensor]) -> tuple[GroupTable, ...]:
-    """One table for each group of the layout, for one worker's KV tensors."""
+    """A table for each group of the layout, for one worker's KV tensors."""
     tables = []
     for group, layout in enumerate(geometry.layout.groups):
         used = [tensors[ref.tensor] for ref in layout.refs]
@@ -102,7 +102,7 @@ class CopyPlan:
 
 @dataclass(frozen=True, slots=True)
 class RegionShape:
-    """What planning needs of the region: rows, bytes from row to row, GPU blocks for each offloaded block."""
+    """The shape of the region for planning: rows, bytes from row to row, GPU blocks for each offloaded block."""
 
     num_rows: int
     row_bytes: int

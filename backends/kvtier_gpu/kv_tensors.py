@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVTensor:
-    """One KV tensor as bytes: `num_blocks` pages of `page_bytes` bytes, `stride_bytes` apart, the first at `address`.
+    """A KV tensor as bytes: `num_blocks` pages of `page_bytes` bytes, `stride_bytes` apart, the first at `address`.
 
     `tensor` keeps the memory alive.
     """

@@ -1,4 +1,4 @@
-"""What servers say, bounded before it is used: its type, its size, its number, and how long it takes."""
+"""Answers of servers, bounded before they are used: type, its size, its number, and how long it takes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def items_of(answer: object, least: int, most: int) -> Sequence[Any]:
 
 
 class Deadline:
-    """How long questions that follow each other may take together."""
+    """The time that questions after one another may take together."""
 
     def __init__(self, seconds: float) -> None:
         self._at = time.monotonic() + seconds

@@ -46,7 +46,7 @@ class Attempts:
     async def make(
         self, call: Call[T], blocks: Sequence[T], refusal: Refusal, payload_bytes: int
     ) -> list[BlockOutcome]:
-        """One outcome for each block. A cancellation is raised once the call has ended."""
+        """The outcomes of the blocks of a call. A cancellation is raised once the call has ended."""
         number = await self.limit.begin(payload_bytes)
         try:
             refused = refusal(0.0)

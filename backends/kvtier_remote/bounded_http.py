@@ -16,7 +16,7 @@ _LEAST_SECONDS = 0.001
 
 
 class _Received(io.RawIOBase):
-    """What arrives on a socket until the deadline, after which TimeoutError is raised."""
+    """The bytes that arrive on a socket until the deadline, after which TimeoutError is raised."""
 
     def __init__(self, sock: socket.socket, deadline: Deadline) -> None:
         self._socket = sock

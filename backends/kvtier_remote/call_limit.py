@@ -1,4 +1,4 @@
-"""How many calls a tier makes at once, and how many beyond those that its jobs need."""
+"""The number of calls that a tier makes at once, and of those beyond those that its jobs need."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WEIGHT_OF_ONE = 1 / 16
 
 
 class Lateness:
-    """How long after calls on threads the event loop learns of their ends, on average over the last of them.
+    """The delay from the end of a call on a thread to its turn of the event loop, on average over the last calls.
 
     A loop that waits for its turn of the interpreter gets it after a switch interval; a loop that does not learns of an
     end within a fraction of a millisecond.

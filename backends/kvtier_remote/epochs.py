@@ -16,7 +16,7 @@ _ATTEMPTS = 10
 
 
 class Epochs(SharedEpoch):
-    """One namespace's marker, and its epoch in this process.
+    """The marker of one namespace, and its epoch in this process.
 
     No block is stored under an epoch that the server's marker has not reached.
 
@@ -38,7 +38,7 @@ class Epochs(SharedEpoch):
         self._made: Marker | None = None
 
     def marker(self, epoch: int) -> Marker:
-        """What the names of blocks of an epoch contain."""
+        """The marker in the names of blocks of an epoch."""
         return Marker(self._alone if self.has_left else self._incarnation, epoch)
 
     async def refusal(self, epoch: int) -> BlockOutcome | None:
@@ -88,7 +88,8 @@ class Epochs(SharedEpoch):
     # -- resets ----------------------------------------------------------------------------------------------------
 
     async def _count(self, epoch: int) -> None:
-        """One that fails is not repeated from the same marker: what follows it may be for the same weights."""
+        """Counts a reset. A failed one is not repeated from the same marker: what follows it may be for the same
+        weights."""
         try:
             await self._count_on(epoch)
         except OSError:

@@ -1,4 +1,4 @@
-"""How many names a server has evicted, asked for now and then beside the work."""
+"""The number of names that a server has evicted, read now and then beside the work."""
 
 import asyncio
 from collections import Counter

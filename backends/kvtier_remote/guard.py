@@ -111,7 +111,7 @@ def _marker(marker: Any, given: Sequence[Any]) -> Marker | None:
 
 
 def _nothing(answer: object, given: Sequence[Any]) -> None:
-    """What such a call returns is not used."""
+    """Accepts any answer, because it is not used."""
 
 
 def _count(evicted: int, given: Sequence[Any]) -> int:

@@ -26,7 +26,7 @@ _FINAL = (BlockStatus.LOADED, BlockStatus.MISSING)
 
 
 class Durations:
-    """How long the gets of the last minute took: at most the last 1,024 of them."""
+    """Durations of the gets of the last minute: at most the last 1,024 of them."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -39,7 +39,7 @@ class Durations:
         self._samples.append((self._clock(), seconds))
 
     def patience_seconds(self) -> float:
-        """How long a get may take before another one is worth it: longer than 95 of 100 took, and at least 50 ms."""
+        """The time after which a second get is worth it: longer than 95 of 100 took, and at least 50 ms."""
         now = self._clock()
         if now >= self._renew_at:
             self._renew_at = now + _RENEWED_SECONDS
@@ -80,7 +80,7 @@ class HedgedGets:
         self._threads = DaemonPool("kvtier-hedge", 1)
 
     async def get(self, get: Get, block: MovingBlock) -> BlockOutcome:
-        """What became of a block, once no request uses its row. Not to be cancelled."""
+        """The outcome of a block, once no request uses its row. Not to be cancelled."""
         begun = self._clock()
         self._share.count(1)
         first = get(block)

@@ -66,7 +66,7 @@ class Lane(Generic[Client]):
         self._give_back(self._round, self._connect())
 
     async def run(self, call: Callable[[Client], T]) -> T:
-        """What `call` returns or raises for one of the clients. Cancelling gives up the result, not the call.
+        """The result or exception of `call` for one of the clients. Cancelling gives up the result, not the call.
 
         Raises OSError for a call that had not begun when the lane was closed, and what `reconnect` raises.
         """

@@ -1,4 +1,4 @@
-"""One block of a job on its way."""
+"""A block of a job on its way."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from kvtier_remote.value import Headers
 
 @dataclass(slots=True, eq=False)
 class MovingBlock:
-    """One block of a job. `found` is what a load has verified: the payload's checksum, or what differs."""
+    """A block of a job. `found` is what a load has verified: the payload's checksum, or what differs."""
 
     group: int
     position: int

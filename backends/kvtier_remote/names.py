@@ -25,7 +25,7 @@ _LEASE = re.compile(r"([0-9a-f]{16})\.([0-9a-f]{16})([0-9a-f]{8,16})")
 
 
 class BlockName(NamedTuple):
-    """What the name of a block says: the front of its namespace's digest, its marker, the digest of its key.
+    """The parts of a block's name: the front of its namespace's digest, its marker, the digest of its key.
 
     `is_other_version`: of another envelope than this release's, which neither loads nor removes it.
     """
@@ -37,7 +37,7 @@ class BlockName(NamedTuple):
 
 
 def key_digest(key: bytes) -> bytes:
-    """What stands for a key in the name of its block."""
+    """The digest of a key in the name of its block."""
     return sha256(key).digest()[:_KEY_BYTES]
 
 
@@ -60,7 +60,7 @@ class StoreNames:
         return self.markers + namespace[:_NAMESPACE_BYTES].hex()
 
     def manifest(self, namespace: bytes) -> str:
-        """What describes a namespace, for people."""
+        """The name of a namespace's manifest, for people."""
         return f"{self._manifests}{namespace[:_NAMESPACE_BYTES].hex()}.json"
 
     def leased(self, name: str) -> tuple[bytes, Marker] | None:
@@ -71,7 +71,7 @@ class StoreNames:
         return bytes.fromhex(match[1]), Marker(bytes.fromhex(match[2]), int(match[3], 16))
 
     def block(self, name: str) -> BlockName | None:
-        """What the name of a block says; None for any other name."""
+        """The parts of a block's name; None for any other name."""
         match = _BLOCK.search(name)
         if match is None:
             return None
@@ -99,7 +99,7 @@ class BlockNames:
         return f"{self._leases}{self._namespace}{marker.incarnation.hex()}{marker.epoch:08x}"
 
     def namer(self, marker: Marker) -> Callable[[OffloadKey], str]:
-        """What spells the names of blocks under a marker."""
+        """A function that spells the names of blocks under a marker."""
         separator, fan_out = self._spelling
         suffix, head = version_suffix(), self._head
         middle = f"{self._namespace}{marker.incarnation.hex()}{marker.epoch:08x}."

@@ -71,12 +71,12 @@ class RemoteOptions(SharedTierOptions):
 
     @property
     def open_seconds(self) -> float:
-        """How long opening the tier may take, whatever the server does."""
+        """The longest time of opening the tier, whatever the server does."""
         return 10 * self.job_timeout_seconds
 
     @property
     def budget_file(self) -> str | None:
-        """Where the write budget is kept over restarts."""
+        """The file that keeps the write budget over restarts."""
         return None if self.state_folder is None else os.path.join(self.state_folder, f"{self.label}.budget")
 
     def share(self, index: int, count: int) -> Self:
@@ -102,6 +102,20 @@ class RemoteOptions(SharedTierOptions):
         if self.state_folder is not None and self.write_bytes_per_day is None:
             raise ValueError("state_folder keeps the write budget; give write_bytes_per_day")
         return self
+
+
+def address_options(address: str, schemes: Sequence[str]) -> tuple[str, dict[str, Any]] | None:
+    """The place that an address such as `s3://bucket/prefix` names, and the options of a tool there, which waits longer
+    than a tier and stores nothing; None for another scheme. Raises ConfigError for one that holds a user or a
+    password."""
+    scheme, _, rest = address.partition("://")
+    if scheme not in schemes:
+        return None
+    if "@" in rest:
+        raise ConfigError("an address holds no user and no password; name their files by -o KEY=VALUE")
+    place, _, prefix = rest.partition("/")
+    options = {"allow_unbounded": True, "request_timeout_seconds": 20, "job_timeout_seconds": 60}
+    return place, options | ({"prefix": prefix} if prefix else {})
 
 
 def read_secret(path: str, key: str) -> str:

@@ -1,4 +1,4 @@
-"""Whether a server can be reached, found out within a time: name servers that do not answer included.
+"""A test that a server can be reached, within a time: name servers that do not answer included.
 
 The system waits for those as long as its own settings say, often 10 s and more, and cannot be asked to wait for less.
 """

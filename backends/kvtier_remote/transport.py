@@ -1,4 +1,4 @@
-"""What a remote engine has to offer a tier: one protocol of few calls over named values, and no more.
+"""The protocol of a remote engine: one of few calls over named values, and no more.
 
 A value is a header and a payload. `kvtier_remote.backend` makes both, verifies what comes back and decides what an
 outcome means; a transport moves bytes under names.
@@ -16,7 +16,7 @@ from kvtier_remote.call_limit import Lateness
 
 
 class Spelling(NamedTuple):
-    """How an engine's names are put together. So many first digits of a key are a part of their own, before the rest:
+    """The form of an engine's names. So many first digits of a key are a part of their own, before the rest:
     an object store spreads its load by how names begin."""
 
     separator: str = ":"
@@ -24,7 +24,7 @@ class Spelling(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a value is, and its size: `header_bytes` and `payload_bytes` are known before it is read."""
+    """The place of a value, and its size: `header_bytes` and `payload_bytes` are known before it is read."""
 
     name: str
     header_bytes: int
@@ -58,7 +58,8 @@ class Marker(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What an open transport is. `capacity_bytes` is what the server keeps at most; `notes` are for people to read.
+    """The facts of an open transport. `capacity_bytes` is what the server keeps at most; `notes` are for people to
+    read.
 
     `flight_bytes`: payload bytes in flight at once, at most, where more of them would only wait in the server; several
     times as many while the calls of a transport that `HasThreads` wait for this process.
@@ -74,7 +75,7 @@ Verify = Callable[[int, memoryview], BlockOutcome]
 
 
 class Transport(Protocol):
-    """One remote engine. Every call ends within a bound of its own, whatever the server does, and names at least one
+    """A remote engine. Every call ends within a bound of its own, whatever the server does, and names at least one
     value. `kvtier_remote.conformance` holds an engine to this.
 
     A call that moves values returns one outcome for each, and raises nothing for bad luck: LOADED, MISSING, CORRUPT
@@ -90,7 +91,7 @@ class Transport(Protocol):
 
     @property
     def spelling(self) -> Spelling:
-        """How the names it is given are to be put together."""
+        """The form of the names it is given."""
 
     @property
     def batch_blocks(self) -> int:
@@ -146,7 +147,7 @@ class Spreads(Protocol):
     of one server, so that another one, which does not answer, costs them nothing."""
 
     def server_of(self, place: Place) -> str:
-        """What tells the server that has a value from the others."""
+        """An id of the server that has a value."""
 
 
 @runtime_checkable
@@ -155,7 +156,7 @@ class HasThreads(Protocol):
 
     @property
     def lateness(self) -> Lateness:
-        """How late the event loop learns of the ends of calls."""
+        """The delay of the event loop after the ends of calls."""
 
 
 @runtime_checkable

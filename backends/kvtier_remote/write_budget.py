@@ -1,4 +1,4 @@
-"""How much a process may write to a server: so many bytes in any 24 hours, also over restarts."""
+"""The bytes that a process may write to a server: so many bytes in any 24 hours, also over restarts."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class TokenBucket:
 
     @property
     def level_bytes(self) -> int:
-        """What it holds."""
+        """The bytes it holds."""
         return self._parts // _DAY_NS
 
     def above(self, other: TokenBucket) -> int:
@@ -194,8 +194,8 @@ class WriteBudget:
         return ()
 
     async def take(self, sizes: Sequence[int]) -> int:
-        """How many of the first values may be written now; their bytes are taken. Waits for the file alone, and not
-        longer than PATIENCE_SECONDS."""
+        """The number of the first values that may be written now; their bytes are taken. Waits for the file alone, and
+        not longer than PATIENCE_SECONDS."""
         while (left := self._left()) < sum(sizes) and await self._charged_in_time(sum(sizes) - left):
             pass
         for taken, size in enumerate(sizes):
@@ -273,7 +273,7 @@ def _opened(path: str) -> BudgetFile | None:
 
 
 def _read(file: BudgetFile, clock: BootClock) -> tuple[int, int]:
-    """What `BudgetFile.read` returns. Written again, so that from now on time counts that did not so far."""
+    """The result of `BudgetFile.read`. Written again, so that from now on time counts that did not so far."""
     level, at = file.read(clock)
     file.write(clock, at, level)
     return level, at

@@ -32,7 +32,7 @@ _FILES = (".yaml", ".yml", ".json")
 
 
 class GroupOptions(Options):
-    """One KV cache group, by the bytes of its page or by the shape of its layers."""
+    """A KV cache group, by the bytes of its page or by the shape of its layers."""
 
     kind: Literal["full", "sliding_window", "mamba"] = "full"
     page: ByteSize | None = Field(default=None, description="bytes of one GPU block of the group on one worker")

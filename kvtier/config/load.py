@@ -115,7 +115,7 @@ def _tier(value: Value, at: str, backends: Backends) -> TierOptions:
 
 
 def tier_problems(tiers: Sequence[TierOptions], backends: Backends) -> list[ConfigError]:
-    """What is wrong between tiers that are each valid: their order, their number, their names, on_evict."""
+    """Problems between tiers that are each valid: their order, their number, their names, on_evict."""
     media = [backends.get(options.type).medium for options in tiers]
     problems = order_problems(media)
     names = [options.label for options in tiers]

@@ -1,4 +1,4 @@
-"""What a stack means for a KV layout: arithmetic over its options, and the dry runs of its backends."""
+"""The plan of a stack for a KV layout: arithmetic over its options, and the dry runs of its backends."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from kvtier.types.keys import CPU, GPU, Medium
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """What one KV cache group means in rows. `waste` is the share of a row that its blocks leave unused."""
+    """A KV cache group in rows. `waste` is the share of a row that its blocks leave unused."""
 
     kind: str
     tokens_per_block: int
@@ -29,7 +29,7 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True)
 class TierPlan:
-    """What one tier means. None: the engine decides it (GPU), or it is known only after opening.
+    """A tier in blocks and bytes. None: the engine decides it (GPU), or it is known only after opening.
 
     `num_blocks` counts offloaded blocks and `tokens` tokens, when every group keeps every token; where slots have the
     size of their group, both are for that mixture of groups.
@@ -52,7 +52,7 @@ class TierPlan:
 
 @dataclass(frozen=True, slots=True)
 class StackPlan:
-    """What a stack means for a layout. `alignment` is the least common multiple of the tiers'; `num_copies` are the
+    """The plan of a stack for a layout. `alignment` is the least common multiple of the tiers'; `num_copies` are the
     workers with a slice of their own in a row."""
 
     alignment: int

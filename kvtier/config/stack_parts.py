@@ -30,7 +30,7 @@ def stack_parts(
     engine_id: str = "",
     model: str = "",
 ) -> StackParts:
-    """What TierStack and EngineStack are made of. Opens nothing. The arguments are those of `open_stack`.
+    """The parts of a TierStack or an EngineStack. Opens nothing. The arguments are those of `open_stack`.
 
     The operator's tag and block size factor of the file go into the namespace; a factor that contradicts the
     engine's is a ConfigError. A file without a gpu tier is given one with its defaults when the engine brings tensors.

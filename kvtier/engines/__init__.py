@@ -1,1 +1,1 @@
-"""What engines connect to: one package for each, and what they share. An engine is imported only in its own."""
+"""Adapters of engines: one package for each, and what they share. An engine is imported only in its own."""

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class FileState(NamedTuple):
-    """What tells a file from one that was replaced or written since; times in nanoseconds."""
+    """The state of a file by which a replaced or changed one is recognised; times in nanoseconds."""
 
     path: str
     inode: int
@@ -52,7 +52,8 @@ class FileState(NamedTuple):
 
     @property
     def written(self) -> tuple[str, int, int, int]:
-        """What writing into a file changes. `changed` also changes with its owner, its mode, its label, its links."""
+        """The part of the state that writing into a file changes. `changed` also changes with its owner, its mode, its
+        label, its links."""
         return self.path, self.inode, self.size, self.modified
 
 
@@ -111,7 +112,7 @@ class ContentDigests:
         return self.content([(path.name, path) for path in files]).digest
 
     def content(self, named: Sequence[tuple[str, Path]], *, by_samples: bool = False) -> FilesContent:
-        """As `digest`, of files with these names.
+        """The `digest` of files with these names.
 
         `by_samples`: of a file that only its owner, mode or links may tell from the one that was read, samples that
         touch every tensor are compared. Where they are equal its digest is taken as known; `confirm` reads the whole.
@@ -229,7 +230,7 @@ class ContentDigests:
 
 
 def _entry(name: str, digests: object) -> FileDigest | None:
-    """What the cache says of a file; None if it is damaged. 0.1.0 wrote no samples."""
+    """The cache's entry for a file; None if it is damaged. 0.1.0 wrote no samples."""
     path, *numbers = name.rsplit("|", 4)
     if len(numbers) != 4 or not all(number.lstrip("-").isdecimal() for number in numbers):
         return None

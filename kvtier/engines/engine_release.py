@@ -1,4 +1,4 @@
-"""Which releases of an engine an integration fits: decided by what its classes offer, and by which were tested."""
+"""The releases of an engine that an integration fits: decided by what its classes offer, and by which were tested."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 def lacking(module: object, needed: Mapping[str, Sequence[str]]) -> list[str]:
-    """What a module does not have of the classes that are needed, and of their members."""
+    """The classes that a module lacks of those that are needed, and of their members."""
     names = []
     for name, members in needed.items():
         found = getattr(module, name, None)

@@ -1,4 +1,4 @@
-"""What decides the bytes of K and V besides the weights, read from the modules that compute them.
+"""Fingerprints of what decides the bytes of K and V besides the weights, read from the modules that compute them.
 
 A list of configuration fields is never complete. A module that was built holds all that it computes with: tables, such
 as a rotary embedding's cosines, and plain values, such as which half of them it uses.

@@ -1,4 +1,4 @@
-"""What identifies a model for an engine that shows its storage no weights: a name of the operator's, or a digest."""
+"""The identity of a model for an engine that shows its storage no weights: a name of the operator's, or a digest."""
 
 from __future__ import annotations
 

@@ -15,12 +15,12 @@ from kvtier.stack.watching.stats import StackStats
 from kvtier.types.jobs import DropReason, SkipReason
 
 Samples = dict[tuple[str, ...], float | HistogramFigures]
-"""One metric's values at one moment, by the values of its labels; those of a histogram are `HistogramFigures`."""
+"""A metric's values at one moment, by the values of its labels; those of a histogram are `HistogramFigures`."""
 
 
 @dataclass(frozen=True, slots=True)
 class MetricDefinition:
-    """One metric: `figure` of `TierStats` for every tier, or of `StackStats` where there are no labels.
+    """A metric: `figure` of `TierStats` for every tier, or of `StackStats` where there are no labels.
 
     A figure with values by reason or state has a second label. `transfers.queued_bytes` is a figure of each value of
     `transfers`, `hints.prefetched` one of the stack's `hints`. `bounds` are those of a histogram's buckets.

@@ -1,4 +1,4 @@
-"""What has to be loaded for a usable prefix: which keys, and into which GPU blocks."""
+"""Loads for a usable prefix: which keys, and into which GPU blocks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from kvtier.types.keys import GroupIndex, OffloadKey
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupLoad:
-    """One group's share of a load: offloaded blocks by their index in the request, and the GPU blocks they go to."""
+    """A group's share of a load: offloaded blocks by their index in the request, and the GPU blocks they go to."""
 
     group: GroupIndex
     positions: IntArray
@@ -45,7 +45,7 @@ def blocks_to_load(layout: KVLayout, group: int, num_tokens: int, computed_token
 def plan_load(
     layout: KVLayout, num_tokens: int, computed_tokens: int, block_tables: Sequence[Sequence[int]]
 ) -> tuple[GroupLoad, ...]:
-    """What to load so that a request's first `num_tokens` tokens, a usable prefix, are on the GPU.
+    """The load after which a request's first `num_tokens` tokens, a usable prefix, are on the GPU.
 
     `block_tables[g][i]` is the GPU block of the request's i-th block in group g; only those of `blocks_to_load` are
     read. Where the GPU holds the first k GPU blocks of an offloaded block, or a window begins inside one, only the

@@ -1,4 +1,4 @@
-"""What is at which place: an index of things that take up several places, and share some of them."""
+"""Index of things that take up several places, and share some of them."""
 
 from collections.abc import Collection, Hashable, Iterable, Iterator
 from typing import Generic, TypeVar

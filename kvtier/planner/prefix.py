@@ -1,4 +1,4 @@
-"""How much of a prompt can be hit: the longest prefix that is valid in every group of a hybrid model.
+"""The usable prefix of a prompt: the longest prefix that is valid in every group of a hybrid model.
 
 A prefix of n tokens is valid in a group when the group has what computing token n needs:
 

@@ -67,7 +67,7 @@ class _Block:
     state: _State = _State.RESIDENT
 
     def agrees_with(self, other: _Block) -> bool:
-        """Whether another offloaded block can be in the GPU together with this one, seeing the GPU blocks they share.
+        """True if another offloaded block can be in the GPU together with this one, seeing the GPU blocks they share.
 
         Requests that part inside an offloaded block share its first sub-blocks, so a shared GPU block is the same
         sub-block of both, and the last one belongs to one key only. What comes before a shared GPU block need not be
@@ -231,7 +231,7 @@ class StorePlanner:
             self._drop(block)
 
     def reset(self) -> None:
-        """What the GPU holds is worth nothing any more (new weights). Stores in flight stay fenced until finished."""
+        """Forgets what the GPU holds (new weights). Stores in flight stay fenced until finished."""
         for gpu_block in list(self._holding):
             for block in list(self._holding.at(gpu_block)):
                 self._drop(block)

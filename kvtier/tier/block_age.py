@@ -1,4 +1,4 @@
-"""How old a block may be: KV bytes are a prompt, and some must not be kept for longer than a time.
+"""The age of blocks and its limit: KV bytes are a prompt, and some must not be kept for longer than a time.
 
 For tiers whose generations are wall-clock times in nanoseconds, which every block's header states.
 """
@@ -29,7 +29,7 @@ NO_AGE_LIMIT = AgeLimit()
 
 
 def age_limit(max_age_seconds: int | None, now_ns: int) -> AgeLimit:
-    """What counts now, by a wall clock; None: everything.
+    """The oldest time of a store that counts now, by a wall clock; None: every time counts.
 
     A block from further ahead than the limit does not count either: its age is not known, and a clock that was once
     wrong must not keep it for ever. So no block is used for longer than twice the limit, whatever a clock did.
@@ -48,16 +48,16 @@ def next_generation(last: int, now_ns: int) -> int:
 
 
 def stored_at(generation: int) -> float | None:
-    """When a block was stored, in seconds since 1970; None where its generation is no time."""
+    """Time of a block's store, in seconds since 1970; None where its generation is no time."""
     return generation / _NANOSECONDS if generation >= FIRST_TIME_NS else None
 
 
 class BlockAges(NamedTuple):
-    """How the ages of an owned tier's blocks are known: `now_ns` is the wall clock that new generations follow."""
+    """The clock and the limit of an owned tier's block ages: `now_ns` is the wall clock that new generations follow."""
 
     now_ns: Callable[[], int]
     max_age_seconds: int | None = None
 
     def limit(self) -> AgeLimit:
-        """What counts now."""
+        """The oldest time of a store that counts now."""
         return age_limit(self.max_age_seconds, self.now_ns())

@@ -115,7 +115,7 @@ def stated_length(page: memoryview) -> int:
 
 
 def version_suffix() -> str:
-    """What the names of blocks end with in stores that releases share; nothing for version 1, whose names are older."""
+    """The end of block names in stores that releases share; nothing for version 1, whose names are older."""
     return "" if ENVELOPE_VERSION == 1 else f".v{ENVELOPE_VERSION}"
 
 
@@ -167,7 +167,7 @@ def unpack_fixed(fixed: bytes | memoryview, key: bytes, payload_digest: bytes = 
 
 
 class Mismatch(StrEnum):
-    """Where a slot differs from what its reader expects; also the names of the counters.
+    """A field in which a slot differs from what its reader expects; also the names of the counters.
 
     Most are the names of fields of `SlotHeader`. The first of these that differs is reported.
     """
@@ -209,7 +209,7 @@ def verify_block(
 
 
 def found_by_sharer(found: Mismatch | bytes, page: memoryview, payload: memoryview) -> Mismatch | bytes:
-    """What `verify_block` found, in a store that releases share: there a block of another version is no damage."""
+    """The verdict of `verify_block` in a store that releases share: there a block of another version is no damage."""
     unknown = found in (Mismatch.VERSION, Mismatch.HEADER_CHECKSUM)
     return Mismatch.OTHER_VERSION if unknown and is_other_version(page, payload) else found
 

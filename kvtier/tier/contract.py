@@ -46,7 +46,7 @@ Clock = Callable[[], float]
 
 
 class LookupResult(StrEnum):
-    """What is known of a key.
+    """The answer of a lookup of a key.
 
     HIT: loadable now. HIT_PENDING: being stored, or in a lower tier. RETRY: not known yet, because the lookup in a
     shared tier is in flight. MISS: not here. A tier that implements `AnswersLookups` answers HIT or MISS.
@@ -59,7 +59,7 @@ class LookupResult(StrEnum):
 
 
 class LoadStore(ABC):
-    """One tier's data plane: moves the bytes of blocks, and verifies what it moved.
+    """The data plane of one tier: moves the bytes of blocks, and verifies what it moved.
 
     Promises that every tier keeps:
 
@@ -162,7 +162,7 @@ class FencesCopies(Protocol):
 
     @property
     def beside_engine(self) -> bool:
-        """Whether it does so, now that it is open. Nothing needs a fence in host memory."""
+        """True if it does so, now that it is open. Nothing needs a fence in host memory."""
 
     def fence(self) -> None:
         """Copies that are submitted from now on begin after the work that the calling thread gave its stream so far.
@@ -208,7 +208,7 @@ class Rows(Protocol):
 
     @property
     def num_rows(self) -> int:
-        """How many rows there are."""
+        """The number of rows."""
 
     @property
     def row_bytes(self) -> int:
@@ -246,12 +246,12 @@ class SharedRows(Rows, Protocol):
         """Record that worker `worker` has ended one copy, in either direction, of each of these rows."""
 
     def uses_ended(self, worker: int, rows: IntArray) -> IntArray:
-        """How many copies of each row worker `worker` has ended so far, shape (rows,)."""
+        """The number of copies of each row that worker `worker` has ended so far, shape (rows,)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TierContext:
-    """What a tier is given when it is opened.
+    """All that a tier is given when it is opened.
 
     `rows` are those of the shared region, `SharedRows` for a tier that copies between GPU blocks and rows; the CPU tier
     gets None, because it makes the region. `workers` is for the CPU tier
@@ -306,7 +306,7 @@ class SlotSpace:
 
     @property
     def num_slot_ids(self) -> int:
-        """One more than the largest slot id."""
+        """The largest slot id and one."""
         return self.num_regions * self.slots_per_region
 
 
@@ -324,7 +324,7 @@ class ForeignBlocks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recovered:
-    """What an owned tier found on its devices when it was opened: `keys[i]` is whole in `slots[i]` with
+    """The blocks that an owned tier found on its devices when it was opened: `keys[i]` is whole in `slots[i]` with
     `generations[i]`.
 
     The order is from the oldest generation to the newest, each key once. `formats` says how the regions are
@@ -341,8 +341,8 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Opened:
-    """What an open tier is. `space` is None for a shared tier. `mode` and `notes` are for people to read, `layout` and
-    `io_engine` what of `mode` is a name: how blocks lie in the tier, and what reads and writes them.
+    """The facts of an open tier. `space` is None for a shared tier. `mode` and `notes` are for people to read, `layout`
+    and `io_engine` what of `mode` is a name: how blocks lie in the tier, and what reads and writes them.
 
     `ages`, of an owned tier: its generations are wall-clock times, and `recovered` has no block that is too old.
     `open_seconds` is how long opening took, which the stack fills in. `is_new_epoch`: the store, which others use too,

@@ -16,7 +16,7 @@ from kvtier.tier.registry import Installed
 
 
 class Access(StrEnum):
-    """What a tool is about to do, which decides what it locks.
+    """The purpose of a tool, which decides what it locks.
 
     READ: read beside a live owner. CHECK: read, and keep every owner out meanwhile. CHANGE: own the store. A store that
     several processes share is read and changed beside them, under the locks that they take themselves.
@@ -28,7 +28,8 @@ class Access(StrEnum):
 
 
 class BlockState(StrEnum):
-    """Whether a block can still be loaded: CURRENT can, after the store is opened again; no other can.
+    """State of a stored block, by whether it can still be loaded: CURRENT can, after the store is opened again; no
+    other can.
 
     OLD: of an epoch that a reset ended. ORPHANED: of an earlier format of its region, or in a place that no lookup
     leads to. FOREIGN: of another store.
@@ -41,7 +42,7 @@ class BlockState(StrEnum):
 
 
 class FindingKind(StrEnum):
-    """What a check can find: first the damage, then what is there without harm."""
+    """Kinds of findings of a check: first the damage, then what is there without harm."""
 
     CORRUPT = "corrupt"
     TRUNCATED = "truncated"
@@ -65,7 +66,7 @@ class FindingKind(StrEnum):
 
 
 class Finding(NamedTuple):
-    """One thing found: what it is, which field or fact says so, where it is, and whether it was repaired."""
+    """A finding of a check: what it is, which field or fact shows it, where it is, and whether it was repaired."""
 
     kind: FindingKind
     reason: str
@@ -74,7 +75,7 @@ class Finding(NamedTuple):
 
 
 class StoredBlock(NamedTuple):
-    """One block of a store, as its header or its name says; its payload was not read.
+    """A block of a store, as its header or its name says; its payload was not read.
 
     `key` is the full offload key, or the digest that stands for it where names are all that is read. `region` is the
     part of the store it lies in, `slot` its number there. `stored_bytes` counts everything it takes up,
@@ -131,7 +132,7 @@ class StoredNamespace:
 
 @dataclass(frozen=True, slots=True)
 class StoreAbout:
-    """One store as a whole.
+    """A store as a whole.
 
     `slots` is how many slots listing or checking it will read, an estimate where others store meanwhile; None: unknown.
     `parts` is what its regions are called. `region_bytes` 0: parts of no fixed size. `session` counts how often it was
@@ -196,8 +197,9 @@ class Inspects(Protocol):
 class InspectsServers(Protocol):
     """An inspector of stores on a server, at an address such as `valkey://cache-0:6379/team-a`."""
 
-    def address_options(self, address: str) -> dict[str, Any] | None:
-        """The options that a stack file states for the tier at an address; None for an address of another kind.
+    @classmethod
+    def address_options(cls, address: str) -> dict[str, Any] | None:
+        """The options in a stack file of the tier at an address; None for an address of another kind.
 
         Raises ConfigError for one that holds a user or a password: addresses stand on command lines.
         """

@@ -26,7 +26,7 @@ def check_job(job: TransferJob, num_groups: int, num_rows: int) -> None:
 
 
 class JobRun:
-    """One job in progress: its outcomes so far, and the future that is done when the last block has ended."""
+    """A job in progress: its outcomes so far, and the future that is done when the last block has ended."""
 
     def __init__(self, job: TransferJob, kind: JobKind, loop: asyncio.AbstractEventLoop) -> None:
         self.job = job
@@ -57,7 +57,7 @@ class JobRun:
             self.finished.set_result(None)
 
     def fail_rest(self, group: int, positions: Iterable[int], outcome: BlockOutcome) -> None:
-        """As `end_all`, also where an exception kept the job from counting blocks that have ended."""
+        """`end_all`, also where an exception kept the job from counting blocks that have ended."""
         outcomes = self._outcomes[group]
         for position in positions:
             outcomes[position] = outcomes[position] or outcome
@@ -71,7 +71,7 @@ class JobRun:
             self.end_all(group, range(len(outcomes)), LATE)
 
     def going_on(self) -> asyncio.Future[None]:
-        """What is done when the last block has ended, after a cancellation has reached `finished`."""
+        """The future that is done when the last block has ended, after a cancellation has reached `finished`."""
         if self.finished.cancelled():
             self.finished = self._loop.create_future()
             if not self._left:

@@ -1,4 +1,4 @@
-"""How much memory this machine, its mount and its cgroup still offer, read before a single page is touched."""
+"""The memory that this machine, its mount and its cgroup still offer, read before a single page is touched."""
 
 import os
 from collections.abc import Iterator
@@ -72,7 +72,7 @@ class SystemLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """What one cgroup version calls its limits, its usage, and the file cache it can give back."""
+    """The names in one cgroup version of limits, its usage, and the file cache it can give back."""
 
     limits: tuple[str, ...]
     usage: str

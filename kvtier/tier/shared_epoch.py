@@ -40,7 +40,7 @@ def fresh_epoch(above: int = 0) -> int:
 
 
 class SharedEpoch(ABC):
-    """One namespace's epoch in this process.
+    """A namespace's epoch in this process.
 
     `now` is the epoch of the last reset in this process; it holds at once, in memory. What others see is raised by one
     call at a time. A process that `has_left` finds and stores nothing that others do, until it is started again.
@@ -106,4 +106,4 @@ class SharedEpoch(ABC):
 
     @abstractmethod
     def _failure(self, error: OSError) -> KVTierError:
-        """What a reset raises that the store did not take."""
+        """The exception of a reset that the store did not take."""

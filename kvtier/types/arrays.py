@@ -44,7 +44,7 @@ FEW = 64
 
 
 def outside(values: IntArray, end: int) -> int | None:
-    """One of the values that is not in 0..end-1; None if all are."""
+    """A value that is not in 0..end-1; None if all are."""
     few = values.tolist() if len(values) <= FEW else (int(values.min()), int(values.max()))
     if not few or (min(few) >= 0 and max(few) < end):
         return None

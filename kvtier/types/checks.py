@@ -1,4 +1,4 @@
-"""Whether what a caller hands in is what it is said to be: looked at where it comes in, before anything changes.
+"""Checks of what a caller hands in, where it comes in, before anything changes.
 
 Each check raises UsageError. A value of a wrong type would otherwise be found in the middle of a step, which ends the
 control plane for the life of the stack.

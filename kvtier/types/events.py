@@ -1,4 +1,4 @@
-"""What the stack tells a router or an index about its contents."""
+"""Events for routers and indexes about a stack's contents."""
 
 from kvtier.types.keys import Medium, OffloadKey
 from kvtier.types.values import compared_value

@@ -25,7 +25,7 @@ from kvtier.errors import GeometryError
 
 
 class GroupKind(StrEnum):
-    """How a group's blocks depend on the prefix; decides which prefix lengths are usable."""
+    """Dependence of a group's blocks on the prefix; decides which prefix lengths are usable."""
 
     FULL = "full"
     SLIDING_WINDOW = "sliding_window"
@@ -34,7 +34,7 @@ class GroupKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """One tensor that holds a group's blocks: its index and the bytes of one page (one GPU block) in it."""
+    """A tensor that holds a group's blocks: its index and the bytes of one page (one GPU block) in it."""
 
     tensor: int
     page_size_bytes: int
@@ -46,7 +46,7 @@ class TensorRef:
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """One KV cache group of one worker: its tensors and its tokens per GPU block.
+    """A KV cache group of one worker: its tensors and its tokens per GPU block.
 
     `padding_bytes` at the end of each page belong to no tensor: for engines that give every group pages of one size.
     """
@@ -90,7 +90,7 @@ class GroupLayout:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """What an engine's KV cache looks like: its groups, its workers, and GPU blocks per offloaded block.
+    """Shape of an engine's KV cache: its groups, its workers, and GPU blocks per offloaded block.
 
     `replicated`: the workers' pages hold the same bytes, as the latents of MLA do. A row then keeps one copy, which
     worker 0 stores and every worker loads. A hybrid model has several groups: `KVLayout(groups=[full, window])`.
@@ -115,7 +115,7 @@ class KVLayout:
     def of_pages(
         cls, page_bytes: int | Sequence[int], *, block_size: int = 16, world_size: int = 1, block_size_factor: int = 1
     ) -> KVLayout:
-        """One group of full attention. Each tensor has pages of `page_bytes`: one tensor, or one for each number."""
+        """A group of full attention. Each tensor has pages of `page_bytes`: one tensor, or one for each number."""
         return cls((GroupLayout.of_pages(page_bytes, block_size=block_size),), world_size, block_size_factor)
 
     @property
@@ -223,7 +223,7 @@ class Geometry:
         return self.row_bytes - self.kv_bytes_per_offloaded_block(group)
 
     def offset(self, group: int, worker: int, sub_block: int = 0, ref: int = 0) -> int:
-        """Where in a row a worker's page of a group begins: sub-block 0..f-1, tensor reference 0..n-1."""
+        """The place in a row at which a worker's page of a group begins: sub-block 0..f-1, tensor reference 0..n-1."""
         refs = self.layout.groups[group].refs
         if not (0 <= worker < self.world_size and 0 <= sub_block < self.factor and 0 <= ref < len(refs)):
             raise GeometryError(f"no page at group {group}, worker {worker}, sub-block {sub_block}, tensor {ref}")

@@ -1,4 +1,4 @@
-"""Where offloaded blocks lie on the GPU: runs of GPU blocks.
+"""The places of offloaded blocks on the GPU: runs of GPU blocks.
 
 A run says which GPU blocks hold which sub-blocks of an offloaded block, so that unaligned heads and tails and interior
 holes (null blocks of a sliding window) are explicit.
@@ -19,7 +19,7 @@ from kvtier.types.values import job_value
 
 @job_value
 class GPURuns:
-    """Which GPU blocks hold which sub-blocks: run i covers sub-blocks `firsts[i] .. firsts[i] + counts[i] - 1` of
+    """The GPU blocks of sub-blocks: run i covers sub-blocks `firsts[i] .. firsts[i] + counts[i] - 1` of
     offloaded block `blocks[i]` (a position in the group's keys).
 
     `gpu_blocks` lists the GPU block ids of all runs one after another; its length is `counts.sum()`. `whole_factor` is
@@ -68,7 +68,7 @@ class GPURuns:
         return GPURuns(block[heads], logical[heads] % factor, int_array(counts), gpu_blocks)
 
     def pages(self) -> tuple[IntArray, IntArray, IntArray]:
-        """One entry for each GPU page: (position of the offloaded block, sub-block, GPU block id), each (pages,)."""
+        """An entry for each GPU page: (position of the offloaded block, sub-block, GPU block id), each (pages,)."""
         return np.repeat(self.blocks, self.counts), _ranges(self.firsts, self.counts), self.gpu_blocks
 
     def all_whole(self, num_blocks: int, factor: int) -> bool:

@@ -1,4 +1,4 @@
-"""What an application tells a stack of blocks: to keep them for a while, to bring them up or down, to let them go.
+"""Requests of an application about blocks: to keep them for a while, to bring them up or down, to let them go.
 
 An application knows what no policy can learn: that an agent waits for a tool and will go on, or that a branch is over.
 Each of these requests is best effort. It never makes a load or a store fail, and what is refused has a reason.
@@ -47,7 +47,7 @@ class Retain:
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """As `Retain`, in the CPU tier: blocks that are in lower tiers alone are brought up."""
+    """`Retain` in the CPU tier: blocks that are in lower tiers alone are brought up."""
 
     keys: Sequence[OffloadKey]
     seconds: float
@@ -78,7 +78,7 @@ class Demote:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """What `session` retains and pins is as any other block from now on."""
+    """Ends what `session` retains and pins: its blocks are ordinary from now on."""
 
     session: str = ""
 
@@ -88,7 +88,7 @@ KVHint: TypeAlias = Retain | Pin | Prefetch | Demote | Release
 
 @dataclass(frozen=True, slots=True)
 class HintResult:
-    """How many blocks a hint is followed for, and how many were left as they are, by reason.
+    """The number of blocks that a hint is followed for, and of those left as they are, by reason.
 
     Blocks to be brought up or down are on their way; what becomes of them later is counted in the stack's figures.
     """

@@ -25,7 +25,7 @@ class JobKind(StrEnum):
 
 
 class BlockStatus(StrEnum):
-    """What became of one offloaded block of a job. Only STORED, LOADED and PRESENT are success."""
+    """The end of one offloaded block of a job. Only STORED, LOADED and PRESENT are success."""
 
     STORED = "stored"
     LOADED = "loaded"
@@ -108,7 +108,7 @@ def failed(errno: int) -> BlockOutcome:
 
 @job_value
 class GPUGroup:
-    """One group's blocks of a job between GPU blocks and CPU rows: an engine's job, or a job of the CPU tier.
+    """Blocks of one group in a job between GPU blocks and CPU rows: an engine's job, or a job of the CPU tier.
 
     `runs` says which GPU blocks hold them. `rows` and `generations` name the row of each key and the generation of its
     fill; they are empty in the jobs that an engine hands to the whole stack, which have no rows yet.
@@ -123,7 +123,7 @@ class GPUGroup:
 
 @job_value
 class RowGroup:
-    """One group's blocks of a job between CPU rows and a lower tier, one row for each key.
+    """Blocks of one group in a job between CPU rows and a lower tier, one row for each key.
 
     `slots` and `generations` say where the blocks are in an owned tier; they are empty for a shared one.
     """
@@ -189,7 +189,7 @@ class TransferJob:
 
 @job_value
 class JobResult:
-    """What became of each block: `outcomes[i][j]` belongs to key j of the job's i-th group.
+    """The outcomes of a job: `outcomes[i][j]` belongs to key j of the job's i-th group.
 
     `bytes_moved` counts payload bytes that really moved, `seconds` the time from start to end of the transfer.
     """

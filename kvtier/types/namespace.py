@@ -14,7 +14,7 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """What an engine knows about the meaning of its KV bytes.
+    """All that decides the meaning of an engine's KV bytes.
 
     Two namespaces that differ in any field never share a block: a changed field is a clean miss. `dtype` may be spelled
     in any way that `kvtier.types.dtypes` knows.

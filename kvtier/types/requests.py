@@ -1,4 +1,4 @@
-"""What a stack knows of the requests that its calls serve."""
+"""Facts of the requests that a stack's calls serve."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ NO_INFO = RequestInfo()
 
 
 class RequestUse(NamedTuple):
-    """One request begins and uses these blocks of one KV cache group: for policies that follow requests.
+    """A request that begins, with the blocks it uses of one KV cache group: for policies that follow requests.
 
     `keys` are in prefix order from position 0: `keys[i - 1]` is the parent of `keys[i]`, and no key comes twice. They
     are the blocks of the prompt, and those of the output where the caller knows them. `new_blocks` of them no tier

@@ -17,5 +17,5 @@ def job_value(cls: type[T]) -> type[T]:
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def compared_value(cls: type[T]) -> type[T]:
-    """As `job_value`, but with `==` and a hash by its fields."""
+    """`job_value` with `==` and a hash by its fields."""
     return dataclass(slots=True, unsafe_hash=True)(cls)

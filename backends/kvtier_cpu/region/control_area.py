@@ -162,7 +162,7 @@ class ControlArea:
 
     @property
     def participants_mapped(self) -> tuple[int, ...]:
-        """Which participants have mapped the region so far."""
+        """The participants that have mapped the region so far."""
         return tuple(np.flatnonzero(self._mapped).tolist())
 
     @property
@@ -175,7 +175,7 @@ class ControlArea:
         self._digests[self._worker(worker)] = np.frombuffer(digest, dtype=np.uint8)
 
     def write_note(self, worker: int, note: str) -> None:
-        """What worker `worker` says of itself. Raises UsageError if it is too long."""
+        """Writes the note of worker `worker`. Raises UsageError if it is too long."""
         text = note.encode()
         if len(text) > NOTE_BYTES - WORD_BYTES:
             raise UsageError(f"a worker's note has at most {NOTE_BYTES - WORD_BYTES} bytes, this one {len(text)}")
@@ -184,7 +184,7 @@ class ControlArea:
         line[:WORD_BYTES].view(np.uint64)[0] = len(text)
 
     def note(self, worker: int) -> str:
-        """What a worker said of itself before it counted itself in; empty if nothing."""
+        """The note of a worker, written before it counted itself in; empty if nothing."""
         line = self._notes[self._worker(worker)]
         length = min(int(line[:WORD_BYTES].view(np.uint64)[0]), NOTE_BYTES - WORD_BYTES)
         return bytes(line[WORD_BYTES : WORD_BYTES + length]).decode(errors="replace")
@@ -209,7 +209,7 @@ class ControlArea:
         np.add.at(self._ended[self._worker(worker)], self._rows(rows), np.uint64(1))
 
     def uses_ended(self, worker: int, rows: IntArray) -> IntArray:
-        """How many uses of each row worker `worker` has ended so far, shape (rows,)."""
+        """The number of uses of each row that worker `worker` has ended so far, shape (rows,)."""
         ended: IntArray = self._ended[self._worker(worker), self._rows(rows)].astype(np.int64)
         return ended
 

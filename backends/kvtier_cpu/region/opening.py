@@ -37,7 +37,7 @@ sides of an engine that live in one process share nothing but the engine id."""
 
 
 class Step(StrEnum):
-    """How far the opening of a region has come; reported to `RegionHost.observe`."""
+    """A step in the opening of a region; reported to `RegionHost.observe`."""
 
     PUBLISHED = "published"
     RESIDENT = "resident"
@@ -51,7 +51,7 @@ class Step(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RegionHost:
-    """What opening a region needs of the outside: limits, a clock, a way to be stopped, an observer of its steps."""
+    """The outside of an opening of a region: limits, a clock, a way to be stopped, an observer of its steps."""
 
     limits: MemoryLimits = field(default_factory=SystemLimits)
     clock: Clock = time.monotonic
@@ -101,7 +101,7 @@ def attach_region(spec: RegionSpec, rows_fd: int, control_fd: int) -> SharedRegi
 
 
 class _Opening:
-    """One participant's opening of a region: what it wants, and until when it waits for other processes."""
+    """The opening of a region by one participant: what it asks for, and until when it waits for other processes."""
 
     def __init__(self, spec: RegionSpec, host: RegionHost) -> None:
         self.spec = spec

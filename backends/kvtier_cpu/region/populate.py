@@ -19,7 +19,7 @@ MADV_POPULATE_WRITE = 23
 """Linux 5.14; the mmap module does not name it."""
 PIECE_BYTES = 64 << 20
 RESERVE_PIECE_BYTES = 256 << 20
-"""One fallocate call is undone by a signal; pieces keep what was reserved before it."""
+"""A fallocate call is undone by a signal; pieces keep what was reserved before it."""
 MAX_THREADS = 4
 
 _NO_MEMORY = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG, errno.EFAULT})

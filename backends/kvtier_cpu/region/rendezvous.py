@@ -1,4 +1,4 @@
-"""Where processes that cannot pass a descriptor meet: two names in /dev/shm that exist until all have mapped.
+"""The meeting of processes that cannot pass a descriptor: two names in /dev/shm that exist until all have mapped.
 
 `kvtier-<user>-<digest>.control` is the claim. It is built without a name, complete and with its *life lock* (byte 0)
 held by the creator, and only then linked into the directory. So a name always leads to a claimed region, and a life
@@ -47,7 +47,7 @@ _OPEN_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long to wait for another process: until `deadline` on `clock`, or until `stop` is set."""
+    """The limit of waiting for another process: until `deadline` on `clock`, or until `stop` is set."""
 
     clock: Clock
     deadline: float

@@ -19,7 +19,7 @@ from kvtier_cpu.region.control_area import ControlArea, ControlShape
 
 
 class Sharing(StrEnum):
-    """Which memory a region is, and how its participants find it.
+    """Kinds of memory of a region, and how its participants find it.
 
     PRIVATE: memory of this process alone, in huge pages; a forked child finds zeros. MEMFD: no name, for one process
     or those handed the descriptors. NAMED: files with a name until all have mapped them. A participant of a named
@@ -32,7 +32,7 @@ class Sharing(StrEnum):
 
 
 class Populated(StrEnum):
-    """How the region's pages came to be there. SKIPPED: they are reserved, and mapped at first use."""
+    """The way in which the region's pages became resident. SKIPPED: they are reserved, and mapped at first use."""
 
     SKIPPED = "skipped"
     POPULATE_WRITE = "populate_write"
@@ -41,7 +41,7 @@ class Populated(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RegionSpec:
-    """Which region, and which process opens it: participant `participant` of `participants` processes.
+    """A region to open, and the process that opens it: participant `participant` of `participants` processes.
 
     `namespace_digest` is what the bytes mean; together with the geometry it decides who may join. `serves` are the
     workers whose slices this process writes. A region in a process of its own has one participant that serves all.
@@ -130,7 +130,7 @@ class SharedRegion(ControlArea):
             raise AttributeError(name) if "view" in vars(self) else UsageError("the shared region is closed")
 
     def row(self, row: int) -> memoryview:
-        """One row as a writable buffer for I/O, `row_bytes` long."""
+        """A row as a writable buffer for I/O, `row_bytes` long."""
         if not 0 <= row < self._num_rows:
             raise self._no_row(row)
         return memoryview(self.view[row])

@@ -19,7 +19,8 @@ DESCRIPTORS_MAX = 4096
 
 
 class SourceOrder(IntEnum):
-    """When the driver may read a source: in the order of the stream, or at any time between the call and its end."""
+    """The time at which the driver may read a source: in the order of the stream, or at any time between the call and
+    its end."""
 
     STREAM = 1
     ANY = 3

@@ -1,4 +1,4 @@
-"""Where copies are issued: to one stream, in one direction, between the KV tensors of groups and a region."""
+"""A lane of copies: to one stream, in one direction, between the KV tensors of groups and a region."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvtier_gpu.engines.pinned_region import RowSlices
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopySides:
-    """What copies run between: the KV tensors of groups on a device, and the worker's slices of a region's rows.
+    """The two sides of copies: the KV tensors of groups on a device, and the worker's slices of a region's rows.
 
     `pages_per_row` pages of a group follow each other in a row. `batch` is the driver's call for many copies, where it
     may be used.

@@ -1,4 +1,5 @@
-"""What the CUDA engine needs of a device. `TorchDevice` is a real one; tests bring one that copies in host memory."""
+"""The protocol of a device for the CUDA engine. `TorchDevice` is a real one; tests bring one that copies in host
+memory."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class DeviceStream(Protocol):
 
 
 class CudaDevice(Protocol):
-    """One CUDA device, used from several threads."""
+    """A CUDA device, used from several threads."""
 
     def capability(self) -> int:
         """The compute capability's first number."""
@@ -57,7 +58,7 @@ class CudaDevice(Protocol):
         """Memory of the device, flat uint8."""
 
     def runtime(self) -> Runtime:
-        """What pins memory."""
+        """The runtime that pins memory."""
 
     def batch_function(self) -> int | str:
         """The address of the driver's `cuMemcpyBatchAsync`, or why there is none."""

@@ -1,4 +1,4 @@
-"""What copies have to wait for: the engine's work on its own streams."""
+"""Fences that copies wait for: the engine's work on its own streams."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Fences:
                 self._refused[handle] = refusal.with_traceback(None)
 
     def events(self) -> list[DeviceEvent]:
-        """What a copy has to wait for. Until the first fence that is the work of the stream that was current at first.
+        """The events that a copy has to wait for. Until the first fence that is the work of the stream that was current
+        at first.
 
         Raises RuntimeError where a fence has failed.
         """

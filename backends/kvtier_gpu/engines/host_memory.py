@@ -63,7 +63,7 @@ _Queue = SimpleQueue[_CopyPart | None]
 
 
 def _failure(part: _CopyPart, error: Exception) -> CopyFailure:
-    """What an error that ended a part means."""
+    """The failure for an error that ended a part."""
     try:
         return CopyFailure(error, rows_of(part[0], part[2]))
     except MemoryError:
@@ -80,7 +80,7 @@ class _Countdown:
         self._lock = threading.Lock()
 
     def part_done(self, part: int, failure: CopyFailure | None) -> None:
-        """One part has ended. From any thread."""
+        """Counts a part that has ended. From any thread."""
         with self._lock:
             if failure is not None:
                 self._failures[part] = failure

@@ -31,7 +31,7 @@ class Runtime(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RowSlices:
-    """Which bytes of each row of `row_bytes` a worker copies: (first, end) for each group, which may overlap."""
+    """The bytes of each row of `row_bytes` that a worker copies: (first, end) for each group, which may overlap."""
 
     row_bytes: int
     slices: Sequence[tuple[int, int]]

@@ -1,4 +1,4 @@
-"""What a test of a transport needs: the hooks a subclass supplies, and an open transport of it."""
+"""The base of tests of a transport: the hooks a subclass supplies, and an open transport of it."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def stated_header_bytes(front: memoryview) -> int:
 
 
 def stated_time(front: memoryview) -> float | None:
-    """When a value was stored, in seconds since 1970, as its header says; None if it is none."""
+    """The time of a value's store, in seconds since 1970, from its header; None if it is none."""
     if not stated_header_bytes(front):
         return None
     generation = stated_generation(front)
@@ -33,7 +33,7 @@ def stated_time(front: memoryview) -> float | None:
 
 
 def fault_of(name: BlockName, value: memoryview) -> str:
-    """What is wrong with a value that was found under a name; empty if a load would take it."""
+    """The fault of a value that was found under a name; empty if a load would take it."""
     page = value[: stated_header_bytes(value)]
     header = decode_slot_header(page)
     if header is None:

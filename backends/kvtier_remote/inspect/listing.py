@@ -1,4 +1,4 @@
-"""What an engine has to offer the tools: listing, reading and removing values by name. Every call blocks."""
+"""The protocol of an engine for the tools: listing, reading and removing values by name. Every call blocks."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Listing(Protocol):
         """The markers, with the front of their namespace's digest, that open processes use."""
 
     def manifests(self, namespaces: Iterable[bytes]) -> Mapping[bytes, str]:
-        """What describes those of the namespaces that are described."""
+        """The manifests of those of the namespaces that have one."""
 
     def read(self, values: Sequence[Listed]) -> Iterator[memoryview | None]:
         """Each value, its header and its payload; None for one that is gone. Few are in memory at a time."""

@@ -53,7 +53,7 @@ class Calls:
         return found
 
     def fronts(self, names: list[str], offsets: Numbers, sizes: Numbers) -> Numbers:
-        """As many bytes of each value as `sizes` says, from its first one on. None may have fewer."""
+        """The first bytes of each value, as many as `sizes` gives. None may have fewer."""
         places = [names], [[[offset] for offset in offsets]], [[[0]] * len(names)], [[[size] for size in sizes]]
         (found,) = self._store.get_into_ranges([self._base], *places)
         return [code for (code,) in found]

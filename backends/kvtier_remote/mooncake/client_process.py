@@ -43,8 +43,8 @@ def installed() -> bool:
 
 
 class ClientProcess:
-    """Used by one thread. A request that is not answered within its time kills the process, so that nothing of it can
-    be written later; the next request starts another one."""
+    """A client in a process of its own, used by one thread. A request that is not answered within its time kills the
+    process, so that nothing of it can be written later; the next request starts another one."""
 
     silent: ClassVar[bool] = False  # it connects again by itself
 
@@ -65,7 +65,7 @@ class ClientProcess:
 
     @property
     def patience_seconds(self) -> float:
-        """How long requests that follow each other may take together."""
+        """The time that requests after one another may take together."""
         return self._options.job_timeout_seconds
 
     def open(self) -> None:
@@ -82,7 +82,8 @@ class ClientProcess:
             raise ConfigError(f"{options.master}: {reason}", key) from None
 
     def ask(self, call: str, names: Sequence[str], offsets: Sequence[int] = (), sizes: Sequence[int] = ()) -> list[int]:
-        """One number for each name: a length or 0, or one of the library's error codes. Raises OSError."""
+        """Sends a question. The answer is a number for each name: a length or 0, or one of the library's error codes.
+        Raises OSError."""
         seconds = self._options.request_timeout_seconds
         self._connect(seconds)
         counts = len(names), len(names)

@@ -68,7 +68,7 @@ class MooncakeListing:
             yield names
 
     def _call(self, call: str, names: Sequence[str], offsets: Sequence[int], sizes: Sequence[int]) -> list[int]:
-        """One number for each name: a length, or below 0 where there is nothing."""
+        """A number for each name: a length, or below 0 where there is nothing."""
         codes = self._asked(lambda: self._client.ask(call, names, offsets, sizes))
         for code in codes:
             if code < 0 and code not in MISSING_CODES:

@@ -34,7 +34,7 @@ _PAUSE_SECONDS = 0.003
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """One state of a marker."""
+    """A state of a marker."""
 
     marker: Marker
     id: str = field(default_factory=lambda: secrets.token_hex(8))

@@ -34,7 +34,7 @@ class MasterHTTP:
                 yield line.decode("utf-8", "replace").rstrip("\n")
 
     def segments(self) -> list[Mapping[str, Any]]:
-        """What the store processes lend."""
+        """The segments that the store processes lend."""
         host, port = address_of(self._address)
         with self._answer("/get_segments_detail", TimedHTTP(host, port, deadline=Deadline(self._seconds))) as answer:
             text = bytes_of(answer.read(_ANSWER_BYTES_MAX + 1), _ANSWER_BYTES_MAX)

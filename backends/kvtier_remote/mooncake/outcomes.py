@@ -1,4 +1,4 @@
-"""What Mooncake's error codes mean for blocks, and for calls without blocks."""
+"""The meaning of Mooncake's error codes for blocks, and for calls without blocks."""
 
 import errno
 import os
@@ -24,7 +24,7 @@ _ERRNO = {
 
 
 def outcome_of(code: int) -> BlockOutcome:
-    """What became of a block whose request ended with a code below 0."""
+    """The outcome of a block whose request ended with a code below 0."""
     if code in MISSING_CODES:
         return MISSING
     if code == NO_SPACE:

@@ -1,4 +1,4 @@
-"""Whether a pool takes values and gives them back: what `kvtier check` finds out beyond a connection."""
+"""A trial of a pool by `kvtier check`: it takes values and gives them back."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class MooncakeBackend(RemoteBackend):
         return MooncakeTransport(self.options)
 
     async def open(self, context: TierContext) -> Opened:
-        """As every remote tier. Raises ConfigError too if no block fits into the memory that blocks pass through."""
+        """Opens the tier. Raises ConfigError too if no block fits into the memory that blocks pass through."""
         self._check_staging(context.geometry)
         return await super().open(context)
 
@@ -37,7 +37,7 @@ class MooncakeBackend(RemoteBackend):
             raise ConfigError(f"a block has {geometry.row_bytes} bytes; staging must be at least {needed}", "staging")
 
     def dry_run(self, geometry: Geometry, probe: bool) -> DryRun:
-        """What the tier would be if it were opened now. Connects only to probe, and leaves nothing behind."""
+        """The facts of the tier if it were opened now. Connects only to probe, and leaves nothing behind."""
         facts = Facts(UNKNOWN_BYTES, (SIZE_NOTE,))
         try:
             self._check_staging(geometry)

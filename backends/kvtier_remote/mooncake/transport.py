@@ -94,7 +94,7 @@ class MooncakeTransport:
                 raise os_error(code)
 
     async def read_marker(self, name: str) -> Marker | None:
-        """As its claims leave it."""
+        """The marker as its claims leave it."""
         return await self._questions.run(lambda connection: read_marker(connection, name))
 
     async def swap_marker(self, name: str, held: Marker | None, marker: Marker) -> Marker | None:
@@ -128,7 +128,7 @@ class MooncakeTransport:
         return outcomes
 
     def _staged(self, values: Sequence[Value]) -> tuple[list[int], list[int]]:
-        """Where values are in a client's memory, and their lengths. Raises OSError for those that have no room."""
+        """The places of values in a client's memory, and their lengths. Raises OSError for those that have no room."""
         sizes = [value.place.header_bytes + value.place.payload_bytes for value in values]
         offsets, end = [], 0
         for size in sizes:

@@ -1,4 +1,4 @@
-"""What bounds an object store, and what it costs: for `kvtier check` and for opening."""
+"""The bound of an object store, and its cost: for `kvtier check` and for opening."""
 
 from kvtier.options import count_text, size_text
 from kvtier.types.geometry import Geometry

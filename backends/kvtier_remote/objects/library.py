@@ -55,8 +55,8 @@ _NO_ROOM = ("QuotaExceeded", "StorageFull", "InsufficientStorage")
 
 
 def ended(seconds: float, call: Callable[[], Awaitable[T]]) -> T:
-    """What a call of the library returns, for a thread without an event loop. It ends in time, however many requests it
-    makes. Raises TimeoutError."""
+    """The result of a call of the library, for a thread without an event loop. It ends in time, however many requests
+    it makes. Raises TimeoutError."""
 
     async def life() -> T:
         async with asyncio.timeout(seconds):
@@ -132,7 +132,7 @@ def os_error(error: BaseException) -> OSError:
 
 
 def outcome_of(error: BaseException) -> BlockOutcome:
-    """What became of a block whose request ended with an error."""
+    """The outcome of a block whose request ended with an error."""
     number = errno_of(error)
     return dropped(DropReason.DISK_FULL) if number in (errno.ENOSPC, errno.EDQUOT) else failed(number)
 

@@ -1,4 +1,4 @@
-"""Whether a bucket's lifecycle rule removes blocks after the days that the options say, and nothing else of ours."""
+"""A check that a bucket's lifecycle rule removes blocks after the days in the options, and nothing else of kvtier."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class ObjectListing:
         return min((marker for marker in listed if marker is not None), key=precedence, default=None)
 
     def leases(self) -> Set[tuple[bytes, Marker]]:
-        """Those that were written lately."""
+        """The leases that were written lately."""
         listed = (one for page in self._listed(self._names.leases) for one in page)
         since = time.time() - ObjectTransport.lease_seconds
         paths = [str(one["path"]) for one in listed if one["last_modified"].timestamp() > since]  # type: ignore[attr-defined]

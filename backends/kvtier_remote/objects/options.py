@@ -76,7 +76,7 @@ class ObjectOptions(RemoteOptions):
 
     @property
     def bound_bytes(self) -> int | None:
-        """What all processes keep in the store at most; None if nothing bounds it."""
+        """The bytes that all processes keep in the store at most; None if nothing bounds it."""
         if self.write_bytes_per_day is None or self.expire_days is None:
             return None
         return self.hosts * self.write_bytes_per_day * self.expire_days
@@ -90,7 +90,7 @@ class ObjectOptions(RemoteOptions):
                 raise ConfigError(f"the store grows without bound; give {lacks}, or write allow_unbounded: true", key)
 
     def arguments(self) -> dict[str, Any]:
-        """What the class of the client library is made with, secrets read from their files. Raises ConfigError."""
+        """The arguments of the client library's class, secrets read from their files. Raises ConfigError."""
         raise NotImplementedError
 
     def without_encryption(self) -> tuple[str, Self] | None:
@@ -246,7 +246,7 @@ class AzureOptions(ObjectOptions):
     )
 
     def arguments(self) -> dict[str, Any]:
-        """Where it is, and how its key is read."""
+        """The arguments for its place and its key."""
         given: dict[str, Any] = {"container_name": self.container, "account_name": self.account}
         if self.endpoint is not None:
             given["endpoint"] = self.endpoint

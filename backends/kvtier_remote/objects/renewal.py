@@ -23,7 +23,7 @@ _REPLACING = {"x-amz-metadata-directive": "REPLACE"}
 
 @dataclass(frozen=True, slots=True)
 class RenewalHooks:
-    """What renewals need of their tier: the time, leave to write so many bytes, and where to count."""
+    """The hooks of a tier for renewals: the time, a permit for bytes to write, and counters."""
 
     wall_ns: Callable[[], int]
     may_write: Callable[[int], Awaitable[bool]]

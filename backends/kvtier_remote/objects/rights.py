@@ -1,4 +1,4 @@
-"""Whether these credentials may do in a bucket what a tier does: an empty object is written, read and removed."""
+"""A trial of what these credentials may do in a bucket: an empty object is written, read and removed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _own_name(options: ObjectOptions) -> str:
 
 
 def _tried(options: ObjectOptions, what: str, request: Callable[[], object]) -> ConfigError | None:
-    """What is wrong if a request fails."""
+    """The fault if a request fails."""
     try:
         request()
     except FileNotFoundError:  # it was not written

@@ -26,7 +26,7 @@ class ObjectBackend(RemoteBackend):
         return ObjectTransport(self.options, self._connect, self._renewing())
 
     def _renewing(self) -> RenewalHooks | None:
-        """What renewals need, if there are to be any."""
+        """The hooks of renewals, if there are to be any."""
         return RenewalHooks(self._wall_ns, self._may_write, self.counters) if self.options.renew else None
 
     async def _may_write(self, size: int) -> bool:
@@ -37,7 +37,7 @@ class ObjectBackend(RemoteBackend):
         return store_of(self.options)
 
     def dry_run(self, geometry: Geometry, probe: bool) -> DryRun:
-        """What the tier would be if it were opened now. Connects only to probe, and leaves nothing behind."""
+        """The facts of the tier if it were opened now. Connects only to probe, and leaves nothing behind."""
         try:
             facts = look_into(self._connect(), self.options) if probe else facts_of(self.options)
         except ConfigError as error:

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Part(NamedTuple):
-    """What is kept under one name, and its length: the header and the front of a payload, or the rest of a payload."""
+    """The content under one name, and its length: the header and the front of a payload, or the rest of a payload."""
 
     name: str
     size: int
@@ -55,7 +55,7 @@ class Connection:
         self._fronts = memoryview(bytearray(0))
 
     def ask(self, request: Callable[[Glide], T]) -> T:
-        """What a request of the client returns. Raises GlideError."""
+        """The result of a request of the client. Raises GlideError."""
         self.silent = False
         try:
             return request(self.client)
@@ -79,7 +79,7 @@ class Connection:
 
 
 def asked(connection: Connection, request: Callable[[Glide], T]) -> T:
-    """What a request returns; errors of the library become OSErrors."""
+    """The result of a request; errors of the library become OSErrors."""
     try:
         return connection.ask(request)
     except library().GlideError as error:
@@ -135,7 +135,7 @@ def _stored(answers: Sequence[object]) -> BlockOutcome:
 
 
 def get(connection: Connection, values: Sequence[Value], verify: Verify) -> list[BlockOutcome]:
-    """One outcome for each value. A value that is too long makes the library refuse all of a call, so that the lengths
+    """The outcomes of the values. A value that is too long makes the library refuse all of a call, so that the lengths
     are asked for then, and the values of the right length are read once more."""
     glide = library()
     try:

@@ -1,4 +1,4 @@
-"""Which node of a cluster has which names, and which nodes are left alone because they do not answer.
+"""The nodes of a cluster with their names, and which nodes are left alone because they do not answer.
 
 One server is a cluster of one node here, which is never left alone: a tier has a breaker of its own.
 """
@@ -31,7 +31,7 @@ class SlotRange(NamedTuple):
 
 
 def stated_ranges(answer: object) -> Iterator[SlotRange]:
-    """What CLUSTER SLOTS says. Raises OSError for anything that it cannot say."""
+    """The ranges that CLUSTER SLOTS states. Raises OSError for anything that it cannot say."""
     for each in items_of(answer, 0, SLOTS):
         first, last, primary, *_ = items_of(each, 3, SLOTS)
         slots = range(number(first, number(last, SLOTS - 1)), last + 1)
@@ -52,14 +52,14 @@ class ClusterNodes:
     def __init__(self) -> None:
         self._of_slot = [_ONLY] * SLOTS
         self.slots: Mapping[str, int] = {_ONLY: 0}
-        """One slot of each node."""
+        """A slot of each node."""
         self._numbers = {_ONLY: 0}
         self._failed: dict[str, int] = {}
         self._down: dict[str, float] = {}
 
     def learn(self, answer: object) -> None:
-        """What CLUSTER SLOTS says. Slots without a node keep the one they had; of ranges that overlap the last counts.
-        Raises OSError for anything that it cannot say, and for more nodes than a cluster has."""
+        """Takes in the answer to CLUSTER SLOTS. Slots without a node keep the one they had; of ranges that overlap the
+        last counts. Raises OSError for anything that it cannot say, and for more nodes than a cluster has."""
         of_slot, named = list(self._of_slot), set[str]()
         for numbers, node in stated_ranges(answer):
             of_slot[numbers.start : numbers.stop] = [node] * len(numbers)
@@ -117,7 +117,7 @@ class ClusterNodes:
 
 
 def read_slots(client: Glide, slot: int | None = None) -> object:
-    """What CLUSTER SLOTS is answered by the node that has a slot, or by any; nothing from a single server. Raises
+    """The answer to CLUSTER SLOTS of the node that has a slot, or by any; nothing from a single server. Raises
     GlideError."""
     if not isinstance(client, library().GlideClusterClient):
         return []

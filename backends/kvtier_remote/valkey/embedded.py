@@ -152,7 +152,7 @@ def _spawned(program: Path, settings: Mapping[str, str]) -> subprocess.Popen[byt
 
 
 def _answers(port: int, pid: int) -> bool:
-    """Whether the server of this process listens there, not another one that took the port first."""
+    """True if the server of this process listens there, not another one that took the port first."""
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=1.0) as connection:
             connection.sendall(b"INFO server\r\n")

@@ -69,8 +69,8 @@ def _refuse_closed_ports(options: ValkeyOptions) -> None:
 
 
 def _with_time(options: ValkeyOptions, text: str) -> str:
-    """What the library says of a connection when it has time: in little it says only that there was not enough. Raises
-    ConfigError if it connects then."""
+    """The library's error for a connection when it has time: with little time it reports only that there was not
+    enough. Raises ConfigError if it connects then."""
     if "timed out" not in text or options.request_timeout_seconds >= PATIENT_SECONDS:
         return text
     try:
@@ -175,7 +175,7 @@ def _refusal(options: ValkeyOptions, text: str) -> ConfigError:
 
 
 def unknown_command(text: str) -> str:
-    """What an error of the server says of a command that was renamed, or that it is too old for; else nothing."""
+    """The text for a command that was renamed, or that the server is too old for; else nothing."""
     unknown = _UNKNOWN.search(text)
     return f"the server does not know {unknown[1].upper()}, which clients need; is it renamed?" if unknown else ""
 
@@ -188,7 +188,7 @@ def batch_of(client: Glide) -> Glide:
 
 
 def outcome_of(error: BaseException) -> BlockOutcome:
-    """What became of a block whose request ended with an error."""
+    """The outcome of a block whose request ended with an error."""
     return dropped(DropReason.DISK_FULL) if str(error).startswith("OOM") else failed(errno_of(error))
 
 

@@ -41,7 +41,8 @@ class _Found(NamedTuple):
 
 
 class ValkeyListing:
-    """One connection. What is read counts as no use for the server's eviction, where it knows CLIENT NO-TOUCH."""
+    """A connection for the tools. What is read counts as no use for the server's eviction, where it knows CLIENT
+    NO-TOUCH."""
 
     def __init__(self, options: ValkeyOptions) -> None:
         """Connect. Raises ConfigError with the option to correct."""
@@ -95,7 +96,7 @@ class ValkeyListing:
             yield listed + list(self._measured(blocks))
 
     def _found(self, raw: bytes) -> _Found | None:
-        """What a listed name is; None if it is of another prefix that ends like ours."""
+        """The kind of a listed name; None if it is of another prefix that ends like ours."""
         text = raw.decode("ascii", "replace")
         split = _SPLIT.fullmatch(text)
         whole = split[1] if split else text
@@ -149,7 +150,7 @@ class ValkeyListing:
         return None if held is None else marker_of(held)
 
     def leases(self) -> Set[tuple[bytes, Marker]]:
-        """Those that the server has not let expire."""
+        """The leases that have not expired on the server."""
         texts = (name.decode("ascii", "replace") for names in self._scan(f"{self._names.leases}*") for name in names)
         return {leased for text in texts if (leased := self._names.leased(text)) is not None}
 

@@ -11,7 +11,7 @@ from kvtier_remote.options import HIDING, AbsolutePath, RemoteOptions, Server, r
 
 
 class TLSOptions(Options):
-    """How a server's certificate is verified, which it always is, and who this process is where the server asks."""
+    """Options of TLS: the authorities that verify a server's certificate, and the certificate of this process."""
 
     model_config: ClassVar[ConfigDict] = HIDING
 

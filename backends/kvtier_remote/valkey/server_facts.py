@@ -1,4 +1,4 @@
-"""What a server is and what its user may do there: its bounds, and the commands that a tier makes."""
+"""Facts of a server and the rights of its user: its bounds, and the commands that a tier makes."""
 
 from __future__ import annotations
 
@@ -151,8 +151,8 @@ def _refuse(trial: _Trial, text: str) -> None:
 
 
 def facts_of(info: Mapping[str, str], options: ValkeyOptions) -> Facts:
-    """What the section `memory` of INFO says. Raises ConfigError for a server without a bound, and for one that evicts
-    nothing of what is stored here; OSError for what is no number."""
+    """The facts in the section `memory` of INFO. Raises ConfigError for a server without a bound, and for one that
+    evicts nothing of what is stored here; OSError for what is no number."""
     bound, policy = digits(info.get("maxmemory", "0")), info.get("maxmemory_policy", "")
     if not _POLICY.fullmatch(policy):
         policy = ""

@@ -40,7 +40,7 @@ class ValkeyBackend(RemoteBackend):
             yield self.options.model_copy(update=reached | login | budget)
 
     def dry_run(self, geometry: Geometry, probe: bool) -> DryRun:
-        """What the tier would be if it were opened now. Connects only to probe, and leaves nothing behind."""
+        """The facts of the tier if it were opened now. Connects only to probe, and leaves nothing behind."""
         if not probe:
             return DryRun(mode="remote", notes=() if installed() else (f"this tier {INSTALL}",))
         try:

@@ -150,7 +150,7 @@ class ValkeyTransport:
             self._nodes.judge(node, True, 0.0)
 
     def _tried(self, slot: int, of_live: int) -> tuple[object, bool]:
-        """Which node has which slots, and whether the one that has a slot answers. Blocking. Raises OSError."""
+        """A trial of the nodes: their slots, and an answer of the one that has a slot. Blocking. Raises OSError."""
         fresh = self._reconnect()
         try:
             answer = asked(fresh, lambda client: read_slots(client, of_live))
@@ -234,7 +234,7 @@ class ValkeyTransport:
     # -- what describes a namespace or the server ------------------------------------------------------------------
 
     async def _question(self, name: str, request: Callable[[Glide], T]) -> T:
-        """What a request about a name returns. Raises OSError."""
+        """The answer to a request about a name. Raises OSError."""
         shard = self._shard_of(self._nodes.node_of(name))
         return await shard.questions.run(lambda connection: asked(connection, request))
 
@@ -244,7 +244,7 @@ class ValkeyTransport:
         await self._question(name, lambda client: client.set(name, text, conditional_set=once))
 
     async def evicted(self) -> int:
-        """What the section `stats` of INFO says, of a cluster the sum over its primaries. A split value has two
+        """The evictions in the section `stats` of INFO, of a cluster the sum over its primaries. A split value has two
         names."""
         counts = await asyncio.gather(*map(self._evicted, self._nodes.slots))
         return sum(counts)

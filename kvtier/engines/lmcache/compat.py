@@ -1,4 +1,4 @@
-"""Which releases of LMCache the adapter fits."""
+"""The releases of LMCache that the adapter fits."""
 
 from __future__ import annotations
 

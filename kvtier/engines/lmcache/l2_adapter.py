@@ -160,7 +160,7 @@ class KVTierL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             return self._found.pop(task_id, None)
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
-        """One lease of each object has served its purpose."""
+        """Ends one lease of each object."""
         self._tier.release(self._piece_keys(keys))
 
     # -- loads ---------------------------------------------------------------------------------------------------
@@ -355,12 +355,12 @@ class KVTierL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
 
 def _digests(keys: Sequence[ObjectKey]) -> list[bytes]:
-    """What identifies the objects of a call; hashed once for all of its steps."""
+    """The digests of the objects of a call; hashed once for all of its steps."""
     return list(map(object_digest, keys))
 
 
 def _row(key: ObjectKey) -> tuple[str, int, int]:
-    """What objects of one size have in common."""
+    """The group of objects of one size."""
     return key.model_name, key.kv_rank, key.object_group_id
 
 

@@ -1,4 +1,4 @@
-"""Which objects an owned tier has, under the names that LMCache has for them."""
+"""The objects in an owned tier, under the names that LMCache has for them."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class PieceSizes:
         return self.sizes[0] * (PIECES_MAX - len(self.sizes))
 
     def count(self, size: int) -> int:
-        """How many pieces an object of `size` bytes has."""
+        """The number of pieces of an object of `size` bytes."""
         units, count = -(-size // self.sizes[-1]), 0
         for block in self.sizes:
             whole, units = divmod(units, block // self.sizes[-1])
@@ -82,7 +82,7 @@ def _cut(sizes: tuple[int, ...], size: int) -> tuple[Piece, ...]:
 
 
 def object_digest(key: ObjectKey) -> bytes:
-    """What identifies an object: a digest of all five fields of its key."""
+    """The identity of an object: a digest of all five fields of its key."""
     model, salt = key.model_name.encode(), key.cache_salt.encode()
     fields = _FIELDS.pack(len(model), len(salt), len(key.chunk_hash), key.kv_rank, key.object_group_id)
     return hashlib.sha256(b"".join((fields, model, salt, key.chunk_hash))).digest()[:DIGEST_BYTES]

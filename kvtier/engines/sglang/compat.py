@@ -1,4 +1,4 @@
-"""Which releases of SGLang the backend fits."""
+"""The releases of SGLang that the backend fits."""
 
 from __future__ import annotations
 

@@ -104,7 +104,8 @@ class KVTierHiCache(HiCacheStorage):  # type: ignore[misc]
     # -- pages of the main pool ----------------------------------------------------------------------------------
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """How many pages are here from the first on. They are kept for `lease_seconds`, or until they are loaded."""
+        """The number of pages that are here from the first on. They are kept for `lease_seconds`, or until they are
+        loaded."""
         if self._tier is None or not keys:
             return 0
         names = self._keys(MAIN_POOL, keys)
@@ -155,7 +156,7 @@ class KVTierHiCache(HiCacheStorage):  # type: ignore[misc]
         return PoolTransferResult(longest, found, usable[::-1])
 
     def _find(self, pools: Sequence[str], keys: Sequence[str]) -> dict[str, list[bool]]:
-        """Which pages of each pool are here, in one lookup."""
+        """The pages of each pool that are here, in one lookup."""
         assert self._tier is not None
         known = [name for name in dict.fromkeys(pools) if name in self._pools]
         asked = [key for name in known for key in self._keys(name, keys)]
@@ -215,7 +216,7 @@ class KVTierHiCache(HiCacheStorage):  # type: ignore[misc]
         raise UsageError(OLD_INTERFACE)
 
     def exists(self, key: str) -> bool:
-        """As `batch_exists` of one page."""
+        """`batch_exists` of one page."""
         return self.batch_exists([key]) == 1
 
     # -- figures -------------------------------------------------------------------------------------------------
@@ -258,7 +259,7 @@ class _Pages:
 
 
 class TransferMeter:
-    """What SGLang's metrics take: pages and GiB/s of each call since the last reading. Called by several threads."""
+    """Figures for SGLang's metrics: pages and GiB/s of each call since the last reading. Called by several threads."""
 
     def __init__(self, enabled: bool) -> None:
         self._enabled = enabled
@@ -266,7 +267,7 @@ class TransferMeter:
         self._metrics = StorageMetrics()
 
     def count(self, kind: JobKind, pages: int, moved_bytes: int, seconds: float) -> None:
-        """One call ended."""
+        """Counts a call that has ended."""
         if not self._enabled or not pages:
             return
         speed = moved_bytes / GIB / max(seconds, 1e-6)
@@ -281,7 +282,7 @@ class TransferMeter:
             speeds.append(speed)
 
     def read(self) -> StorageMetrics | None:
-        """What was counted since the last reading."""
+        """The figures since the last reading."""
         if not self._enabled:
             return None
         with self._lock:
@@ -309,7 +310,7 @@ def _leading(found: Sequence[bool]) -> int:
 
 
 def _rule(transfer: PoolTransfer) -> GroupLayout:
-    """Which pages of a pool a prefix needs, a page counted as one token.
+    """The pages of a pool that a prefix needs, a page counted as one token.
 
     Raises UsageError for a rule that the planner does not have.
     """

@@ -1,4 +1,4 @@
-"""What tells one engine's KV pages from those of another, and which rank this is among those of the engine."""
+"""The identity of an engine's KV pages, and which rank this is among those of the engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAIN_POOL = "kv"
 
 
 def layout_of(pools: Sequence[HostPool]) -> KVLayout:
-    """One group for each pool. Pages of the main pool form a chain; which pages of another one a prefix needs is known
+    """A group for each pool. Pages of the main pool form a chain; which pages of another one a prefix needs is known
     with each request only."""
     groups, first = [], 0
     for pool in pools:

@@ -1,4 +1,4 @@
-"""Where the pages of SGLang's host pools are, by the addresses that every pool gives for zero-copy storage."""
+"""The places of pages in SGLang's host pools, by the addresses that every pool gives for zero-copy storage."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class HostPool:
 
     @classmethod
     def of(cls, name: str, pool: Any) -> HostPool:
-        """What a pool says of itself. Raises ConfigError, with its name, for one whose pages cannot be addressed."""
+        """The description of a pool. Raises ConfigError, with its name, for one whose pages cannot be addressed."""
         layout = str(getattr(pool, "layout", ""))
         if layout not in LAYOUTS:
             raise ConfigError(f"has the layout {layout}; kvtier serves {', '.join(LAYOUTS)}", f"host pool {name}")

@@ -1,4 +1,4 @@
-"""Which generations of transformers fit: decided by what the cache classes offer, not by a version number alone."""
+"""The generations of transformers that fit: decided by what the cache classes offer, not by a version number alone."""
 
 from __future__ import annotations
 

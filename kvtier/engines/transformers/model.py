@@ -32,7 +32,7 @@ WHOLE_PROMPT_ROPE = ("dynamic", "longrope", "su")
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 LayerKV = tuple[tuple[int, int], tuple[int, int]]
-"""One layer's part of a token: `(heads, head_dim)` of its keys and of its values."""
+"""A layer's part of a token: `(heads, head_dim)` of its keys and of its values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class ModelKV:
         return sum(heads * dim for layer in self.layers for heads, dim in layer)
 
     def layout(self, block_size: int, factor: int = 1) -> KVLayout:
-        """One group of one tensor: a page holds the keys and values of `block_size` tokens in every layer."""
+        """A group of one tensor: a page holds the keys and values of `block_size` tokens in every layer."""
         page = TensorRef(0, self.token_elements * block_size * self.dtype.itemsize)
         return KVLayout((GroupLayout((page,), block_size),), block_size_factor=factor)
 

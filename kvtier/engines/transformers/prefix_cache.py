@@ -158,7 +158,7 @@ class AsyncPrefixCache:
 
     @property
     def kv(self) -> ModelKV:
-        """What the model's KV cache is like."""
+        """The shape of the model's KV cache."""
         return self._opened().kv
 
     def keys(self, token_ids: TokenIds, salt: bytes = b"") -> list[OffloadKey]:
@@ -166,7 +166,7 @@ class AsyncPrefixCache:
         return block_keys(token_array(token_ids), self._opened().unit, salt)
 
     def hint(self, hint: KVHint) -> HintResult:
-        """As `TierStack.hint`: `Retain`, `Pin`, `Prefetch`, `Demote` or `Release`, of `keys` or of a session."""
+        """Passes a hint to the stack: `Retain`, `Pin`, `Prefetch`, `Demote` or `Release`, of `keys` or of a session."""
         return self._opened().stack.hint(hint)
 
     async def drain(self, timeout_seconds: float) -> bool:
@@ -238,7 +238,7 @@ class PrefixCache:
         self.close()
 
     def open(self) -> None:
-        """As `AsyncPrefixCache.open`."""
+        """Synchronous form of `AsyncPrefixCache.open`."""
         if self._thread is not None:
             raise UsageError("a prefix cache is opened once")
         prepared = self._inner.prepare()
@@ -252,7 +252,7 @@ class PrefixCache:
             raise
 
     def close(self) -> None:
-        """As `AsyncPrefixCache.close`."""
+        """Synchronous form of `AsyncPrefixCache.close`."""
         if self._thread is None or self._thread.elsewhere:
             return
         with self._closing:
@@ -265,24 +265,24 @@ class PrefixCache:
                 self._thread.close()
 
     def save(self, token_ids: TokenIds, cache: DynamicCache, salt: bytes = b"") -> int:
-        """As `AsyncPrefixCache.save`."""
+        """Synchronous form of `AsyncPrefixCache.save`."""
         return self._run(lambda: self._inner.save(token_ids, cache, salt))
 
     def restore(self, token_ids: TokenIds, salt: bytes = b"") -> tuple[DynamicCache, int]:
-        """As `AsyncPrefixCache.restore`."""
+        """Synchronous form of `AsyncPrefixCache.restore`."""
         return self._run(lambda: self._inner.restore(token_ids, salt))
 
     @property
     def kv(self) -> ModelKV:
-        """What the model's KV cache is like."""
+        """The shape of the model's KV cache."""
         return self._inner.kv
 
     def keys(self, token_ids: TokenIds, salt: bytes = b"") -> list[OffloadKey]:
-        """As `AsyncPrefixCache.keys`."""
+        """Synchronous form of `AsyncPrefixCache.keys`."""
         return self._inner.keys(token_ids, salt)
 
     def hint(self, hint: KVHint) -> HintResult:
-        """As `AsyncPrefixCache.hint`."""
+        """Synchronous form of `AsyncPrefixCache.hint`."""
 
         async def say() -> HintResult:
             return self._inner.hint(hint)
@@ -290,15 +290,15 @@ class PrefixCache:
         return self._run(say)
 
     def drain(self, timeout_seconds: float) -> bool:
-        """As `AsyncPrefixCache.drain`."""
+        """Synchronous form of `AsyncPrefixCache.drain`."""
         return self._run(lambda: self._inner.drain(timeout_seconds))
 
     def reset(self) -> None:
-        """As `AsyncPrefixCache.reset`."""
+        """Synchronous form of `AsyncPrefixCache.reset`."""
         self._run(self._inner.reset)
 
     def stats(self) -> StackStats:
-        """As `AsyncPrefixCache.stats`."""
+        """Synchronous form of `AsyncPrefixCache.stats`."""
 
         async def read() -> StackStats:
             return self._inner.stats()
@@ -325,12 +325,12 @@ def _batches(items: list[T], size: int) -> Iterator[list[T]]:
 
 
 def _room(stats: StackStats) -> int | None:
-    """How many blocks of one sequence are worth storing: as many as the largest tier holds. More would evict their own
-    beginning. None where a shared tier has no number of slots."""
+    """The number of blocks of one sequence that are worth storing: as many as the largest tier holds. More would evict
+    their own beginning. None where a shared tier has no number of slots."""
     sizes = [sum(tier.slots.values()) for tier in stats.tiers.values()]
     return max(sizes) if all(sizes) else None
 
 
 def _front(flags: Sequence[bool]) -> int:
-    """How many are true before the first that is false."""
+    """The number of values that are true before the first that is false."""
     return next((index for index, flag in enumerate(flags) if not flag), len(flags))

@@ -86,7 +86,7 @@ class Adapter:
 
 @dataclass(frozen=True, eq=False)
 class NamedAdapter:
-    """How one request names its adapter in keys; without `adapter` its keys are its own."""
+    """The name of one request's adapter in keys; without `adapter` its keys are its own."""
 
     content: str
     adapter: Adapter | None

@@ -1,4 +1,5 @@
-"""Which releases of vLLM the adapter fits: decided by what the classes offer, and by the releases that were tested."""
+"""The releases of vLLM that the adapter fits: decided by what the classes offer, and by the releases that were
+tested."""
 
 import importlib
 import importlib.metadata

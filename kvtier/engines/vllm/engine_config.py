@@ -1,4 +1,4 @@
-"""What is in vLLM's whole configuration of an engine and not in what a connector or a tier is given."""
+"""Facts of vLLM's whole configuration that a connector or a tier is not given."""
 
 import gc
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ def engine_share(parallel: OffloadingParallelConfig, config: VllmConfig | None) 
 
 
 def _launched_engines(config: VllmConfig) -> int:
-    """How many engines were launched, or the number to which they may be scaled.
+    """The number of engines that were launched, or the number to which they may be scaled.
 
     vLLM makes each data-parallel rank of a dense model an engine by itself, whose `data_parallel_size` is 1. It leaves
     the number of the launch in this field, also where nothing is elastic.
@@ -63,7 +63,7 @@ def _launched_engines(config: VllmConfig) -> int:
 
 
 def continues_after_prefix(config: VllmConfig | None) -> bool:
-    """Whether the attention of this engine computes the rest of a prompt after a prefix from a cache.
+    """True if the attention of this engine computes the rest of a prompt after a prefix from a cache.
 
     Where vLLM computes prompts in chunks, or has a prefix cache, it relies on that itself. It has turned both off where
     the attention backend, the mask or the model does not allow it. An operator may have turned both off for any model:

@@ -90,7 +90,7 @@ def environment_of() -> dict[str, str]:
 
 
 def _default(name: str, read: Callable[[], object]) -> object:
-    """What this release of vLLM reads where the variable is not set."""
+    """The default of a variable in this release of vLLM."""
     given = os.environ.pop(name)
     try:
         return CHOSEN.get(name, read())

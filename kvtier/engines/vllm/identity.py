@@ -1,4 +1,4 @@
-"""What tells the KV bytes of one model from those of another, as the workers of an engine find it.
+"""The identity of a model's KV bytes, as the workers of an engine find it.
 
 The scheduler builds its side without vLLM's whole configuration and without the model; the workers have both. They
 write what they see into the shared region as a note, and the coordinator adds it to the namespace before it opens a

@@ -47,7 +47,7 @@ class Meter:
         self._unread = True
 
     def read(self, stats: Callable[[], StackStats]) -> OffloadingConnectorStats | None:
-        """What changed since the last reading; None before an interval is over, so that a step costs nothing."""
+        """The changes since the last reading; None before an interval is over, so that a step costs nothing."""
         now = time.monotonic()
         if now < self._next:
             self._unread = True

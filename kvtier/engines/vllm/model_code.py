@@ -37,7 +37,7 @@ LARGE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ModelCode:
-    """What of an engine's code is not in vLLM's release: other releases, and files by names that are equal on all
+    """The code of an engine that is not in vLLM's release: other releases, and files by names that are equal on all
     hosts. `copies` are those of the model's own files that transformers makes just before it imports them."""
 
     releases: tuple[str, ...]
@@ -131,7 +131,7 @@ def _digest(files: Iterable[tuple[str, Path]]) -> str:
 
 @cache
 def _requirements() -> dict[str, Requirement]:
-    """What vLLM requires on this machine, by canonical names."""
+    """The requirements of vLLM on this machine, by canonical names."""
     for name in VLLM:
         with suppress(importlib.metadata.PackageNotFoundError):
             given = map(Requirement, importlib.metadata.requires(name) or ())

@@ -63,8 +63,8 @@ class GroupIds:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """One engine's stack, without its gpu tier. `engine_id` names its shared region; `group_ids[position]` is vLLM's
-    own id of a group.
+    """The stack of one engine, without its gpu tier. `engine_id` names its shared region; `group_ids[position]` is
+    vLLM's own id of a group.
 
     `gpu` are the options of the tier in each of vLLM's workers. It has a lane for urgent copies if vLLM waits for some
     loads within a step, up to its `sync_load_budget_bytes`. `keeps_blocks` is False where blocks are of no use.
@@ -79,7 +79,7 @@ class EnginePlan:
 
 
 def engine_plan(config: OffloadingConfig) -> EnginePlan:
-    """What scheduler and workers derive, each for itself, from the same configuration.
+    """The plan that scheduler and workers derive, each for itself, from the same configuration.
 
     No I/O but reading the stack file. Raises ConfigError for a stack or a deployment that cannot be served, by its
     name.
@@ -203,7 +203,7 @@ def worker_layout(nominal: KVLayout, group_refs: list[list[tuple[int, int]]]) ->
 
 
 def namespace(config: OffloadingConfig, tag: str) -> Namespace:
-    """What identifies the KV bytes, as far as the configuration goes, and the operator's tag.
+    """The namespace of the KV bytes, as far as the configuration goes, and the operator's tag.
 
     Raises ConfigError if vLLM has no KV cache.
     """

@@ -47,7 +47,7 @@ class FileSource:
 
     @property
     def paths(self) -> list[Path]:
-        """Where the files are."""
+        """The paths of the files."""
         return list(self.files().values())
 
     def named(self) -> list[tuple[str, Path]]:
@@ -62,8 +62,8 @@ class FileSource:
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """Where the weights of an engine's models lie: `main` are the models, drafts included, `more` what they load from
-    elsewhere. `listed` is a digest of the names and sizes of all files when they were seen."""
+    """The folders of the weights of an engine's models: `main` are the models, drafts included, `more` what they load
+    from elsewhere. `listed` is a digest of the names and sizes of all files when they were seen."""
 
     main: tuple[FileSource, ...]
     more: tuple[FileSource, ...]
@@ -197,7 +197,7 @@ def _commits(config: object) -> Iterator[str]:
 
 
 def started_at() -> int:
-    """When this process began, by the clock of file times, in nanoseconds."""
+    """The start of this process, by the clock of file times, in nanoseconds."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     boot = time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
     return boot + (ticks + 1) * TICK_NANOSECONDS

@@ -73,7 +73,7 @@ class InflightCopies:
             copier.end((job.job_id,), reason)
 
     def _workers(self, job: TransferJob) -> int:
-        """How many workers make a copy, from worker 0 on."""
+        """The number of workers that make a copy, from worker 0 on."""
         return len(self._copiers) if job.kind is JobKind.LOAD else self._num_storing
 
     def _has_ended(self, job: TransferJob) -> bool:

@@ -172,7 +172,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         state.announced = (state.announced or 0) + len(keys)
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
-        """Where a hit came from: a tier below if it was not in a row at its first lookup."""
+        """The source of a hit: a tier below if it was not in a row at its first lookup."""
         state = self._requests.get(req_context.req_id)
         below = state is not None and self._ids.to_kvtier(key) in state.from_below
         return CacheHitSource.DISK if below else CacheHitSource.HOST

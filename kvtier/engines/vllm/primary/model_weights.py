@@ -38,7 +38,7 @@ Words = npt.NDArray[np.uint64]
 
 
 class Verdict(IntEnum):
-    """What is known of the weights in memory, compared with those at the start."""
+    """The comparison of the weights in memory with those at the start."""
 
     UNKNOWN = 0
     CHANGED = 1
@@ -120,7 +120,7 @@ class WorkerWeights:
 
 
 class EngineWeights:
-    """What the scheduler's process knows of the weights of all workers. `words` are those of the region."""
+    """The weights of all workers as the scheduler's process sees them. `words` are those of the region."""
 
     def __init__(self, words: Words) -> None:
         self._loads = words[:-1, _LOADS]
@@ -135,7 +135,7 @@ class EngineWeights:
         return self._seen != before
 
     def compare(self, timeout_seconds: float) -> Verdict:
-        """Whether all workers have the weights of the start. UNKNOWN if one does not say so in time."""
+        """Compares the weights of all workers with those of the start. UNKNOWN if an answer is late."""
         question = int(self._own[_QUESTION]) + 1
         self._own[_QUESTION] = question
         for worker in self._posts:

@@ -1,4 +1,5 @@
-"""How fast the engine computes prompts, seen from the scheduler: from a request's first step to its first token."""
+"""The speed at which the engine computes prompts, seen from the scheduler: from a request's first step to its first
+token."""
 
 import time
 from collections.abc import Callable, Collection

@@ -40,7 +40,7 @@ class _ForSeconds(_OfSession):
 
 
 class _Action(BaseModel):
-    """One action of a request's `kv_transfer_params`."""
+    """An action of a request's `kv_transfer_params`."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
     action_type: str
@@ -114,7 +114,7 @@ class RequestHints:
                 self._hint(wish.kind(used, wish.seconds, wish.session))
 
     def _actions(self, context: ReqContext) -> Sequence[_Action]:
-        """Those of the envelope and of the parameters, as far as they are kvtier's and can be read."""
+        """The actions of the envelope and of the parameters, as far as they are kvtier's and can be read."""
         envelope = getattr(context, "kv_hints", None)
         given = (context.kv_transfer_params or {}).get(PARAMETER)
         if envelope is None and given is None:
@@ -145,7 +145,7 @@ class RequestHints:
 
 
 def request_info(context: ReqContext) -> RequestInfo | None:
-    """What vLLM knows of a request for the policies that follow requests."""
+    """The facts of a vLLM request for the policies that follow requests."""
     served = context.get_state(ServedRequest)
     if served is None:
         return None

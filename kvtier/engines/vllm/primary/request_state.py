@@ -1,4 +1,4 @@
-"""What the manager keeps of one request while vLLM scans its keys."""
+"""The manager's state of one request while vLLM scans its keys."""
 
 import dataclasses
 

@@ -65,8 +65,8 @@ class RouterEvents:
             self._unsure.update(dict.fromkeys(keys))
 
     def take(self) -> list[OffloadingEvent]:
-        """What became reachable in a tier or ceased to be since the last call. What a tier has recovered is published
-        in parts, behind the rest."""
+        """Events since the last call: blocks that became reachable in a tier or ceased to be. What a tier has recovered
+        is published in parts, behind the rest."""
         published: list[events.OffloadingEvent] = []
         for event in self._stack.take_events():
             if not event.removed and (len(event.keys) > KEYS_PER_STEP or not self._in_use):
@@ -85,7 +85,7 @@ class RouterEvents:
         return found
 
     def _left_elsewhere(self, published: list[events.OffloadingEvent]) -> list[events.OffloadingEvent]:
-        """Which blocks that one lower tier has removed are in another."""
+        """The blocks that one lower tier has removed and another one has."""
         for event in published:
             if event.removed and event.medium != CPU:
                 self._stack.announce(event.keys)

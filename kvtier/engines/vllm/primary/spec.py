@@ -49,5 +49,5 @@ class KVTierSpec(OffloadingSpec):  # type: ignore[misc]
         return KVTierManager(self._plan, self.config)
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """One rank's side, which maps the shared region; called once."""
+        """The side of one rank, which maps the shared region; called once."""
         return KVTierWorker(self._plan, self.config.parallel.rank, kv_caches)

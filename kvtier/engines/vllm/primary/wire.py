@@ -1,4 +1,4 @@
-"""What crosses from vLLM's scheduler to its workers: which rows, and how vLLM's block lists map onto them."""
+"""Messages from vLLM's scheduler to its workers: which rows, and how vLLM's block lists map onto them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -54,7 +54,7 @@ def loaded_models() -> tuple[list[nn.Module], bool]:
 
 
 class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
-    """One rank's copies. The rows of a store that failed stay unstamped, so the scheduler drops them.
+    """The copies of one rank. The rows of a store that failed stay unstamped, so the scheduler drops them.
 
     The gpu tier's jobs are named from its side: it loads what vLLM stores, and stores what vLLM loads.
     """

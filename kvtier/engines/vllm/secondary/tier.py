@@ -189,7 +189,7 @@ class KVTierFs(SecondaryTierManager):  # type: ignore[misc]
         return definitions()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """What changed since the last call; once a second."""
+        """The changes since the last call; once a second."""
         return self._meter.read(self.stats)
 
     def stats(self) -> StackStats:
