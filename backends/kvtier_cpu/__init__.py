@@ -1,4 +1,4 @@
-"""The CPU tier: a page-aligned region of shared memory, and the backend that fills and empties its rows."""
+"""The CPU tier: a region of shared memory in rows; touches rows that a job names, and their stamps and checksums."""
 
 from kvtier_cpu.backend import CPUBackend, CPUOptions
 from kvtier_cpu.region.opening import RegionHost, attach_region, open_region

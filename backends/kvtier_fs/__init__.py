@@ -1,4 +1,4 @@
-"""The filesystem tiers of kvtier: `fs` on local disks, found again after a restart; `shared_fs` for many hosts."""
+"""The filesystem tiers: `fs` on local disks, `shared_fs` for many hosts; touches its roots and the rows of its jobs."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""GPU tier: the engine's own KV tensors on any torch device."""
+"""The GPU tier: copies between the engine's KV tensors and rows; touches nothing that no job names."""
 
 from kvtier_gpu.backend import GPUBackend, GPUOptions
 

@@ -1,4 +1,4 @@
-"""Remote tiers of kvtier: blocks on servers and in buckets that many processes share."""
+"""Remote tiers: blocks on servers and in buckets that many processes share; touches its prefix and rows of its jobs."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

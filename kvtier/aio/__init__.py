@@ -1,1 +1,1 @@
-"""Building blocks for asyncio and threads that know nothing of KV blocks."""
+"""Building blocks for asyncio and threads, without KV blocks; any room may use them."""

@@ -1,4 +1,4 @@
-"""The command line. A command's code is loaded when it is run, so that looking at a disk does not load torch."""
+"""The command `kvtier`, with check, ls, du, fsck and gc: reads stores and stack files, opens no stack for serving."""
 
 import errno
 import importlib

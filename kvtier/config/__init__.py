@@ -1,4 +1,4 @@
-"""Stack files: strict YAML, validated options, and the backends they describe."""
+"""Stack files: strict YAML, validated options, and the stack they describe; only this room makes one from a file."""
 
 from kvtier.config.load import build_tiers, find_tier, load_stack, parse_stack
 from kvtier.config.model import StackConfig, StackOptions

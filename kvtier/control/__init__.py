@@ -1,1 +1,1 @@
-"""The control plane: a deterministic state machine without I/O, clock or randomness of its own."""
+"""The control plane: decides where blocks are; no I/O, clock or randomness; touched by one thread of the stack."""

@@ -1,1 +1,1 @@
-"""Adapters of engines: one package for each, and what they share. An engine is imported only in its own."""
+"""Adapters of engines, one package for each, and their shared parts; each imports its engine and the stack's faces."""

@@ -1,4 +1,4 @@
-"""Metrics of a stack: the final names, their help texts, and one pure function from figures to metric families.
+"""Metrics of a stack: names, help texts, one pure function from figures to families; reads statistics, changes nothing.
 
 Nothing here exports metrics. An integration passes the families to the client library that its engine uses.
 """

@@ -1,4 +1,4 @@
-"""Planning for serving loops that embed kvtier: how much of a prompt is a hit, what to load, and what to store when.
+"""Plans of embedders' loops: the usable prefix, what to load, what to store; pure values, touches no stack.
 
 Pure and synchronous; an engine's loop calls it and hands the transfers it plans to the stack.
 """

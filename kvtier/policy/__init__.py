@@ -1,4 +1,4 @@
-"""Eviction policies: which ready slot of a tier goes first. One file each, one contract (`base`)."""
+"""Eviction, admission and write budgets of one tier: order only; called by the control plane, touches slot numbers."""
 
 from __future__ import annotations
 

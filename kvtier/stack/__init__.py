@@ -1,4 +1,4 @@
-"""The tier stack: drivers that run the control plane's jobs on the backends."""
+"""The tier stack: drivers of the control plane over the backends; the only room that touches both."""
 
 from kvtier.stack.assembly import StackParts, StackSettings
 from kvtier.stack.engine_stack import EngineStack

@@ -1,4 +1,4 @@
-"""For those who write backends or embed a stack: doubles, faults, and a conformance suite. See docs/testing.md.
+"""Conformance suites, doubles and planned faults for authors of tiers and embedders. See docs/testing.md.
 
 This package itself needs nothing beyond kvtier's own dependencies. `kvtier.testing.conformance`
 needs pytest and hypothesis (`pip install "kvtier[test]"`) and are imported by name.

@@ -1,1 +1,1 @@
-"""All that the author of a tier reads: the contract, discovery, inspection and checksums."""
+"""The contract between stack and tiers: all that a tier's author reads; holds no state of a stack."""

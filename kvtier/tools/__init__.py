@@ -1,1 +1,1 @@
-"""What people run beside a serving engine: replay, simulate, advise, bench, top, pages. The core imports none of it."""
+"""Commands of operators beside a serving engine: replay, simulate, advise, bench, top, pages. The core imports none."""

@@ -1,1 +1,1 @@
-"""Values of the engine: keys, geometry, namespaces, jobs, events. No behaviour beyond arithmetic."""
+"""Values of the engine: keys, geometry, namespaces, jobs, hints, events; arithmetic only, imported everywhere."""

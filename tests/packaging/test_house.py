@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
-import pytest
 from support_paths import PROJECT
 
 PACKAGES = ("kvtier", "backends")
@@ -16,6 +16,20 @@ DOCUMENTS = [*sorted((PROJECT / "docs").rglob("*.md")), *sorted(PROJECT.glob("*.
 LONGEST_FUNCTION_LINES = 50
 USUAL_FUNCTION_LINES = 21  # 95 of 100
 LONGEST_FILE_LINES = 600
+
+FIRST_WORDS_REFUSED = ("what", "how", "which", "where", "whether", "when", "as", "those", "one", "that")
+NOUNS = ("seed", "speed")
+MENDED = tuple(
+    f"{room}/"
+    for room in (
+        *("kvtier/types", "kvtier/tier", "kvtier/metrics", "kvtier/planner", "kvtier/config"),
+        *("kvtier/engines/vllm", "kvtier/engines/sglang", "kvtier/engines/lmcache", "kvtier/engines/transformers"),
+        *("backends/kvtier_cpu", "backends/kvtier_gpu", "backends/kvtier_remote"),
+    )
+)
+"""Rooms in which every docstring begins with a noun or a verb."""
+DOCSTRINGS_LEFT = 440
+"""In the other rooms. This number only falls."""
 
 PRIVATE_WORDS = (
     "bell",
@@ -50,11 +64,15 @@ PRIVATE_WORDS = (
 """Words that once had a meaning of kvtier's own; the glossary has the field's."""
 
 
+@cache
+def trees() -> list[tuple[Path, ast.Module]]:
+    """Every source of the product, parsed."""
+    return [(path, ast.parse(path.read_text())) for path in SOURCES]
+
+
 def defined(kinds: tuple[type[ast.AST], ...]) -> list[tuple[Path, ast.AST]]:
     """Every definition of some kinds in the product, with its file."""
-    return [
-        (path, node) for path in SOURCES for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)
-    ]
+    return [(path, node) for path, tree in trees() for node in ast.walk(tree) if isinstance(node, kinds)]
 
 
 def test_a_class_name_has_one_owner():
@@ -65,13 +83,44 @@ def test_a_class_name_has_one_owner():
     assert {name: places for name, places in owners.items() if len(places) > 1} == {}
 
 
-@pytest.mark.parametrize("path", [*SOURCES, *DOCUMENTS], ids=lambda path: str(path.relative_to(PROJECT)))
-def test_the_words_are_the_fields(path: Path):
+def test_the_words_are_the_fields():
     words = re.compile(rf"(?<![a-zA-Z])({'|'.join(PRIVATE_WORDS)})(?![a-zA-Z])", re.IGNORECASE)
     cut_regions = re.compile(r"\bregions?\b.*\bcuts?\b|\bcuts?\b.*\bregions?\b", re.IGNORECASE)  # a region is formatted
-    lines = path.read_text().split("\n")
-    found = [(number, line) for number, line in enumerate(lines, 1) if words.search(line) or cut_regions.search(line)]
-    assert [f"{number}: {line.strip()}" for number, line in found] == []
+    found = [
+        f"{path.relative_to(PROJECT)}:{number}: {line.strip()}"
+        for path in [*SOURCES, *DOCUMENTS]
+        for number, line in enumerate(path.read_text().split("\n"), 1)
+        if words.search(line) or cut_regions.search(line)
+    ]
+    assert found == []
+
+
+def faults_of_docstrings() -> list[str]:
+    """Docstrings that begin with a question word, and those of classes and modules that begin with a participle."""
+    found = []
+    for path, node in defined((ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        assert isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        text = ast.get_docstring(node) or ""
+        word = (re.match(r"[A-Za-z]*", text) or [""])[0].lower()
+        is_thing = isinstance(node, ast.Module | ast.ClassDef)
+        if word in FIRST_WORDS_REFUSED or (is_thing and word.endswith("ed") and word not in NOUNS):
+            found.append(f"{path.relative_to(PROJECT)}:{getattr(node, 'lineno', 1)}: {text.partition(chr(10))[0]}")
+    return found
+
+
+def test_docstrings_begin_with_a_noun_or_a_verb():
+    found = faults_of_docstrings()
+    mended = [line for line in found if line.startswith(MENDED)]
+    assert mended == [], "\n".join(mended)
+    assert len(found) <= DOCSTRINGS_LEFT, "\n".join(found)
+
+
+def test_each_room_states_what_it_is_for():
+    tops = [PROJECT / "kvtier", PROJECT / "kvtier" / "engines", PROJECT / "kvtier" / "tools", PROJECT / "backends"]
+    rooms = [room for top in tops for room in sorted(top.glob("*/__init__.py"))]
+    assert len(rooms) > 20
+    lacking = [str(room.relative_to(PROJECT)) for room in rooms if not ast.get_docstring(ast.parse(room.read_text()))]
+    assert lacking == []
 
 
 def test_functions_and_files_stay_small():

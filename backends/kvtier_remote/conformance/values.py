@@ -111,7 +111,7 @@ class ValueTests(TransportBase):
 
     @in_loop
     async def test_memory_is_left_alone_once_a_call_has_returned(self, tmp_path: Path) -> None:
-        """What is written afterwards into the payloads of a put is not stored, and nothing into those of a get."""
+        """Bytes written afterwards into the payloads of a put are not stored, and nothing into those of a get."""
         async with self.client(tmp_path) as client:
             limit = min(4, client.transport.batch_blocks)
             places = [client.place(i, size) for i, size in enumerate((5000, 5000, 300 << 10, 300 << 10)[:limit])]

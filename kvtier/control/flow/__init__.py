@@ -1,1 +1,1 @@
-"""How blocks move: stores and loads of the engine, promotions and demotions."""
+"""Movements of blocks: stores and loads of the engine, promotions and demotions; touches rows and slots only."""

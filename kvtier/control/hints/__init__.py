@@ -1,4 +1,4 @@
-"""What applications ask of the control plane beside loads and stores: to retain, to prefetch, to demote, to release."""
+"""Hints of applications in the control plane: retain, prefetch, demote, release; touches pins, never data."""
 
 from kvtier.control.hints.following import HintLimits, Hints
 

@@ -1,1 +1,1 @@
-"""The control plane itself, from the lookups and jobs it is handed to the deliveries of the data plane."""
+"""The control plane itself: lookups and jobs in, deliveries of the data plane out; the stack calls nothing below it."""

@@ -1,1 +1,1 @@
-"""What the control plane knows of each tier: slots, placement, hints, health."""
+"""The tiers as the control plane sees them: slots, placement, presence, health; touched by the plane's flows."""

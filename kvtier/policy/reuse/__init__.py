@@ -1,1 +1,1 @@
-"""Policy `reuse`: which blocks come back, learned from the requests; its order of eviction and its admission."""
+"""Policy `reuse`: learns from requests which blocks come back; its model, its order of eviction, its admission."""

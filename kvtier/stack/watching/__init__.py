@@ -1,1 +1,1 @@
-"""What an open stack shows of itself: figures, the log for operators, the socket that serves both. Changes nothing."""
+"""Figures of an open stack, the log for operators, the socket that serves both; reads the stack, changes nothing."""

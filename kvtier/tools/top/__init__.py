@@ -1,1 +1,1 @@
-"""What `kvtier top` is made of: sources of figures, rows of a table, the screen and its keys."""
+"""The parts of `kvtier top`: sources of figures, rows of a table, the screen and its keys; reads only."""
