@@ -11,15 +11,12 @@ import sys
 import tomllib
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 import pytest
 import support_api
 from support_paths import PROJECT
 
 import kvtier
-
-CALLABLES = [pytest.param(thing, id=name) for name, thing in support_api.callables()]
 
 
 def test_the_page_of_the_api_is_what_the_code_says() -> None:
@@ -43,9 +40,8 @@ def test_an_editor_sees_the_names_that_are_loaded_at_first_use() -> None:
     assert set(kvtier.__all__) <= set(dir(kvtier))
 
 
-@pytest.mark.parametrize("name", kvtier.__all__)
-def test_a_public_name_is_the_one_of_its_module(name: str) -> None:
-    if name != "__version__":
+def test_public_names_are_those_of_their_modules() -> None:
+    for name in set(kvtier.__all__) - {"__version__"}:
         assert getattr(kvtier, name) is getattr(importlib.import_module(kvtier._MODULES[name]), name)
 
 
@@ -84,30 +80,27 @@ def test_a_tool_that_finds_no_store_has_loaded_no_torch(tool: str, tmp_path: Pat
     assert done.stdout.split() == ["False"]
 
 
-@pytest.mark.parametrize("function", CALLABLES)
-def test_a_public_signature_is_typed_and_names_nothing_private(function: Any) -> None:
-    signature = inspect.signature(function)
-    annotations = [
-        parameter.annotation for name, parameter in signature.parameters.items() if name not in ("self", "cls")
-    ]
-    for annotation in [*annotations, signature.return_annotation]:
-        assert annotation is not inspect.Signature.empty
-        assert not re.search(r"\b_", str(annotation))
+def test_public_signatures_are_typed_and_name_nothing_private() -> None:
+    for name, function in support_api.callables():
+        signature = inspect.signature(function)
+        annotations = [
+            parameter.annotation for each, parameter in signature.parameters.items() if each not in ("self", "cls")
+        ]
+        for annotation in [*annotations, signature.return_annotation]:
+            assert annotation is not inspect.Signature.empty, name
+            assert not re.search(r"\b_", str(annotation)), name
 
 
-@pytest.mark.parametrize("function", CALLABLES)
-def test_a_public_function_has_a_docstring(function: Any) -> None:
-    assert function.__name__ == "__init__" or support_api.first_line(function)
+def test_public_functions_and_classes_have_docstrings_of_their_own() -> None:
+    for name, function in support_api.callables():
+        assert function.__name__ == "__init__" or support_api.first_line(function), name
+    for name in support_api.public_names():
+        thing = getattr(kvtier, name)
+        if inspect.isclass(thing):
+            assert thing.__doc__, name
+            assert not issubclass(thing, Enum) or thing.__doc__ != Enum.__doc__, name
 
 
-@pytest.mark.parametrize("name", support_api.public_names())
-def test_a_public_class_has_a_docstring_of_its_own(name: str) -> None:
-    thing = getattr(kvtier, name)
-    if inspect.isclass(thing):
-        assert thing.__doc__
-        assert not issubclass(thing, Enum) or thing.__doc__ != Enum.__doc__
-
-
-@pytest.mark.parametrize("module", sorted(set(support_api.further_types().values())))
-def test_what_a_public_signature_names_is_in_a_public_module(module: str) -> None:
-    assert not any(part.startswith("_") for part in module.split("."))
+def test_types_of_public_signatures_are_in_public_modules() -> None:
+    for module in support_api.further_types().values():
+        assert not any(part.startswith("_") for part in module.split(".")), module
