@@ -1,4 +1,4 @@
-"""How much work one turn of an event loop does, so that other coroutines are not kept waiting."""
+"""The work of one turn of an event loop, bounded so that other coroutines are not kept waiting."""
 
 import asyncio
 import math
@@ -28,7 +28,7 @@ class TimeBudget:
 
     @property
     def seconds(self) -> float:
-        """How long a kind of work may go on in a turn."""
+        """The time for which a kind of work may go on in a turn."""
         return LATE_TURN_SECONDS if time.perf_counter() < self._late_until else TURN_SECONDS
 
     def note_delay(self, delay_seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Which store a tool is to read: a folder, the address of a server, or a tier of a stack file."""
+"""The store that a tool reads: a folder, the address of a server, or a tier of a stack file."""
 
 import os
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from kvtier.tier.registry import discover
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """What a command line says of a store. `root` is a folder, an address such as `valkey://cache-0:6379/team-a`, or
+    """A store as a command line names it. `root` is a folder, an address such as `valkey://cache-0:6379/team-a`, or
     with `stack` the name of one of its tiers; `options` are those of the tier at an address."""
 
     root: str

@@ -18,7 +18,7 @@ _TOTALS = ("slots", "whole", "empty", "payload_bytes")
 
 @dataclass(slots=True)
 class Report:
-    """What a check found: counts of everything, and the first `limit` findings of each kind."""
+    """The findings of a check: counts of everything, and the first `limit` findings of each kind."""
 
     limit: int
     totals: Counter[str] = field(default_factory=Counter)
@@ -48,7 +48,7 @@ class Report:
         return [finding for kind in FindingKind for finding in self.findings.get(kind, ())]
 
     def rows(self) -> list[dict[str, Any]]:
-        """What was found of each kind and reason, damage first: how many, and how many were repaired."""
+        """The counts of each kind and reason, damage first: found, and repaired."""
         names, order = ("kind", "reason", "damage", "count", "repaired"), list(FindingKind)
         ordered = sorted(self.counts, key=lambda found: (order.index(found[0]), found[1]))
         rows = ((*found, found[0].is_damage, self.counts[found], self.repaired[found]) for found in ordered)
@@ -56,7 +56,7 @@ class Report:
 
     @property
     def left_out(self) -> int:
-        """How many findings were counted only."""
+        """The number of findings that were counted only."""
         return self.counts.total() - len(self.kept)
 
     def document(self) -> dict[str, Any]:

@@ -117,7 +117,8 @@ class _OlderThan:
 def _choose(
     about: StoreAbout, there: Iterable[bytes], drop: tuple[str, ...], keep: tuple[str, ...], old: bool
 ) -> Chosen:
-    """Which blocks are dropped. Raises UsageError for an unknown digest: a typing error must not drop the others."""
+    """The choice of blocks to drop. Raises UsageError for an unknown digest: a typing error must not drop the
+    others."""
     if old:
         return lambda block: block.state is not BlockState.CURRENT
     known = {namespace.digest for namespace in about.namespaces} | set(there)

@@ -1,4 +1,4 @@
-"""What the policies of a stack have learned, in words, from the files that it keeps in a folder."""
+"""The learned tables of a stack's policies in words, from the files that it keeps in a folder."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def _is_model(path: Path) -> bool:
 
 
 def _learned(folder: Path, name: str) -> dict[str, Any]:
-    """One model's file: when it was written, and what was learned or why it cannot be read."""
+    """The file of one model: when it was written, and what was learned or why it cannot be read."""
     found: dict[str, Any] = {"model": name, "bytes": None, "saved_at": None, "learned": [], "fault": None}
     try:
         status = model_path(folder, name).lstat()

@@ -108,12 +108,12 @@ def _echo(pieces: Iterator[str]) -> None:
 
 
 def _shown(block: StoredBlock) -> dict[str, str]:
-    """What a line shows otherwise than JSON does."""
+    """The values that a line shows otherwise than JSON does."""
     return {"size": size_text(block.payload_bytes), "group": "-" if block.group is None else str(block.group)}
 
 
 def _known(block: StoredBlock) -> str:
-    """What only some stores keep."""
+    """The values that only some stores keep."""
     hits = "" if block.hits is None else f"  {block.hits} hits"
     stored = "" if block.stored_at is None else f"  stored {time_text(block.stored_at)}"
     used = "" if block.used_at is None else f"  used {time_text(block.used_at)}"
@@ -121,7 +121,7 @@ def _known(block: StoredBlock) -> str:
 
 
 def _print_json(store: Inspection, blocks: Iterable[StoredBlock], full: bool) -> None:
-    """One block on each line, as they come: a store may hold more than fits into memory."""
+    """Prints a block on each line, as they come: a store may hold more than fits into memory."""
     about = json.dumps(about_json("ls", store.about))
     click.echo(f'{about[:-1]}, "blocks": [', nl=False)
     separators = chain(["\n"], repeat(",\n"))

@@ -1,4 +1,4 @@
-"""What the tools for stores share: opening the store, notes, JSON, columns."""
+"""Parts of all tools for stores: opening the store, notes, JSON, columns."""
 
 import json
 import time
@@ -30,14 +30,14 @@ def store_at(where: StoreAddress, access: Access) -> Iterator[Inspection]:
 
 
 def parts_text(about: StoreAbout) -> str:
-    """How many parts a store has, and how large they are if all are of one size: `12 regions of 664 KiB`."""
+    """The number of parts of a store, and their size if all have one: `12 regions of 664 KiB`."""
     if about.region_bytes:
         return f"{count_text(about.regions)} {about.parts} of {size_text(about.region_bytes)}"
     return f"{count_text(about.regions)} {about.parts}"
 
 
 def about_json(command: str, about: StoreAbout) -> dict[str, Any]:
-    """What every tool's JSON begins with."""
+    """The beginning of every tool's JSON."""
     facts = {name: getattr(about, name) for name in ("root", "layout", "identity", "session", "clean", "notes")}
     return {"command": command, "version": JSON_VERSION, **facts, "owner": about.owner or None}
 

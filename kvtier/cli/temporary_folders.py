@@ -89,7 +89,7 @@ def _locked(lock: int) -> bool:
 
 
 def _visit(folder: str, remove: bool) -> bool:
-    """Whether a folder was abandoned; with `remove`, whether it was and is gone."""
+    """True if a folder was abandoned; with `remove`, if it was and is gone."""
     with suppress(OSError), _opened(folder) as fd:
         if os.fstat(fd).st_uid != os.geteuid():
             return False

@@ -47,7 +47,7 @@ Run = tuple[Annotated[int, Field(ge=0, le=ID_MAX - BLOCKS_MAX)], Annotated[int, 
 
 
 class TraceLine(BaseModel):
-    """One line of a trace, checked. `session` is empty where ids are global."""
+    """A line of a trace, checked. `session` is empty where ids are global."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(strict=True, frozen=True)
 
@@ -69,14 +69,14 @@ class TraceLine(BaseModel):
         return self
 
     def seconds(self, unit: TimeUnit | None = None) -> float | None:
-        """When the request came, its time read in a unit or else in that of its field; None where there is no time."""
+        """The time of the request, read in a unit or else in that of its field; None where there is no time."""
         if self.timestamp is not None:
             return self.timestamp / PER_SECOND[unit or "ms"]
         return None if self.t is None else self.t / PER_SECOND[unit or "s"]
 
     @property
     def ids(self) -> IntArray:
-        """One id for each block of the prompt, in prefix order."""
+        """An id for each block of the prompt, in prefix order."""
         if self.hash_ids is not None:
             return int_array(self.hash_ids)
         runs = [np.arange(first, first + count, dtype=np.int64) for first, count in self.rle or ()]
@@ -156,7 +156,7 @@ def _fits(input_length: int, blocks: int, tokens: int) -> bool:
 
 
 def _parse(raw: bytes, at: str) -> TraceLine:
-    """One line, checked. Raises ConfigError with the first thing that is wrong."""
+    """A line, checked. Raises ConfigError with the first thing that is wrong."""
     if len(raw) > LINE_BYTES_MAX:
         raise ConfigError(f"the line is longer than {LINE_BYTES_MAX} bytes", at)
     try:

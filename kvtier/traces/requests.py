@@ -21,7 +21,7 @@ REMEMBERED_SESSIONS = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """One request: block ids in prefix order, of which the first `prompt_blocks` belong to the prompt.
+    """A request: block ids in prefix order, of which the first `prompt_blocks` belong to the prompt.
 
     Ids mean the same only below the same `root`: requests of two roots never share a block. `session` only names the
     conversation, so that a growing one need not be hashed again from its first block. `arrived` is when the request
@@ -38,7 +38,7 @@ class Request:
 
     @property
     def info(self) -> RequestInfo | None:
-        """What is handed to policies that follow requests."""
+        """The facts for policies that follow requests."""
         return RequestInfo(session=f"{self.root} {self.session}") if self.session else None
 
 
@@ -66,7 +66,7 @@ class KeyChain:
         self._remembered: OrderedDict[tuple[str, str], tuple[IntArray, list[bytes]]] = OrderedDict()
 
     def digests(self, request: Request) -> list[bytes]:
-        """One 16-byte xxh3-128 digest for each block of the request, over all ids from the root to it."""
+        """A 16-byte xxh3-128 digest for each block of the request, over all ids from the root to it."""
         name = (request.root, request.session)
         digests: list[bytes] = []
         if name in self._remembered:

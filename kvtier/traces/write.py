@@ -28,7 +28,7 @@ _OVERHEAD_BYTES = 1024
 
 @dataclass(frozen=True, slots=True)
 class RecordedRequest:
-    """What a trace keeps of one request: when it came, in seconds, the keys of its prompt's whole blocks, lengths."""
+    """The record of one request in a trace: its time in seconds, the keys of its prompt's whole blocks, lengths."""
 
     arrived: float
     keys: Sequence[bytes]
@@ -49,13 +49,13 @@ class TraceLines:
         self._epoch = epoch
 
     def ids(self, keys: Iterable[bytes]) -> list[int]:
-        """One id for each key."""
+        """An id for each key."""
         salt = self._salt
         hashed = (blake2b(key, key=salt, digest_size=8).digest() for key in keys)
         return [int.from_bytes(digest, "big") >> (64 - ID_BITS) for digest in hashed]
 
     def line(self, request: RecordedRequest) -> bytes:
-        """One line of a trace, with its end."""
+        """A line of a trace, with its end."""
         ids = ",".join(map(str, self.ids(request.keys)))
         milliseconds = max(0, round((request.arrived - self._epoch) * 1000))
         return (
