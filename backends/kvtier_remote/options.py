@@ -104,20 +104,6 @@ class RemoteOptions(SharedTierOptions):
         return self
 
 
-def address_options(address: str, schemes: Sequence[str]) -> tuple[str, dict[str, Any]] | None:
-    """The place that an address such as `s3://bucket/prefix` names, and the options of a tool there, which waits longer
-    than a tier and stores nothing; None for another scheme. Raises ConfigError for one that holds a user or a
-    password."""
-    scheme, _, rest = address.partition("://")
-    if scheme not in schemes:
-        return None
-    if "@" in rest:
-        raise ConfigError("an address holds no user and no password; name their files by -o KEY=VALUE")
-    place, _, prefix = rest.partition("/")
-    options = {"allow_unbounded": True, "request_timeout_seconds": 20, "job_timeout_seconds": 60}
-    return place, options | ({"prefix": prefix} if prefix else {})
-
-
 def read_secret(path: str, key: str) -> str:
     """The text of a file that other users cannot use. Raises ConfigError with the option's name, `key`."""
     try:

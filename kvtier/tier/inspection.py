@@ -197,9 +197,8 @@ class Inspects(Protocol):
 class InspectsServers(Protocol):
     """An inspector of stores on a server, at an address such as `valkey://cache-0:6379/team-a`."""
 
-    @classmethod
-    def address_options(cls, address: str) -> dict[str, Any] | None:
-        """The options in a stack file of the tier at an address; None for an address of another kind.
+    def address_options(self, address: str) -> dict[str, Any] | None:
+        """The options that a stack file states for the tier at an address; None for an address of another kind.
 
         Raises ConfigError for one that holds a user or a password: addresses stand on command lines.
         """

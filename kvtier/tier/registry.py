@@ -84,8 +84,8 @@ class Installed(ABC, Generic[T]):
 
     @classmethod
     def find(cls) -> Self:
-        """Those of this environment. The search reads the metadata of every installed distribution and takes longer
-        than opening a small stack. It is repeated only after `sys.path` has changed."""
+        """The backends of this environment. The search reads the metadata of every installed distribution and takes
+        longer than opening a small stack. It is repeated only after `sys.path` has changed."""
         return cls(_installed(cls.GROUP, tuple(sys.path)))
 
     @property
@@ -157,53 +157,5 @@ class Backends(Installed[type[LoadStore]]):
 
 
 def discover() -> Backends:
-    """The backends installed in this environment.
-
-    The search reads the metadata of every installed distribution and takes longer than opening a small stack. It is
-    done again only after `sys.path` has changed.
-    """
-    return Backends(_installed(tuple(sys.path)))
-
-
-@lru_cache(maxsize=1)
-def _installed(search_path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    """The entry points of the distributions on a search path, which is that of `sys.path`."""
-    return tuple(entry_points(group=GROUP))
-
-
-def _owner(point: EntryPoint) -> str:
-    """The name of a backend in an error. The version is read from a file, so this is for errors alone."""
-    return f"the backend {point.name!r} of {distribution(point)}"
-
-
-def _load(point: EntryPoint) -> type[LoadStore]:
-    try:
-        backend = point.load()
-    except Exception as error:
-        # Foreign code runs at import and may raise anything; whatever it is, the distribution is what to mend.
-        reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"{_owner(point)} cannot be loaded: {type(error).__name__}: {reason}; reinstall it"
-        ) from error
-    fault = _contract_fault(backend)
-    if fault:
-        raise ConfigError(f"{_owner(point)} does not keep the contract: {point.value} {fault}")
-    loaded: type[LoadStore] = backend
-    return loaded
-
-
-def _contract_fault(backend: object) -> str:
-    """The fault that keeps an object from being a backend class; empty when nothing does."""
-    if not (inspect.isclass(backend) and issubclass(backend, LoadStore)):
-        return "is no subclass of kvtier.tier.contract.LoadStore"
-    if inspect.isabstract(backend):
-        return f"leaves {', '.join(sorted(backend.__abstractmethods__))} abstract"
-    options = getattr(backend, "Options", None)
-    if not (inspect.isclass(options) and issubclass(options, TierOptions)):
-        return "has no Options that are a subclass of kvtier.options.TierOptions"
-    if not isinstance(getattr(backend, "medium", None), str):
-        return "names no medium"
-    alignment: object = backend.BLOCK_SIZE_ALIGNMENT
-    if not isinstance(alignment, int) or alignment < 1:
-        return f"has a BLOCK_SIZE_ALIGNMENT of {alignment!r}, which must be a whole number of at least 1"
-    return ""
+    """The backends installed in this environment. See `Installed.find`."""
+    return Backends.find()
