@@ -1,4 +1,4 @@
-"""What a block must hold in tests: a function of its full key and generation, so that a wrong byte names its owner.
+"""The content of a block in tests: a function of its full key and generation, so that a wrong byte names its owner.
 
 The content is the sequence of 64-bit little-endian words `base + i * STEP` (modulo 2**64), with `base` the xxh3 hash
 of key and generation, as long as wanted. Every word of a block found in the wrong place gives the base back,
@@ -45,7 +45,7 @@ class Owners:
         self._blocks[_base(key, generation)] = key, generation
 
     def complaint(self, found: Bytes, key: OffloadKey, generation: int) -> str:
-        """What is wrong with the bytes of a block, naming the owner of the first wrong word; empty if nothing is."""
+        """The fault in the bytes of a block, naming the owner of the first wrong word; empty if nothing is."""
         wrong = np.flatnonzero(found != content(key, generation, len(found)))
         if not len(wrong):
             return ""

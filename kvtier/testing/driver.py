@@ -22,7 +22,7 @@ NO_SLOT = -1
 
 @dataclass(slots=True)
 class _SlotAllocator:
-    """Which slots of an owned tier are free, how its regions are formatted, and which formats are still to be made."""
+    """The free slots of an owned tier, the formats of its regions, and those still to be made."""
 
     space: SlotSpace
     formats: dict[int, RegionFormat] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class Driver:
     # -- rows ------------------------------------------------------------------------------------------------------
 
     def payload(self, key: OffloadKey, generation: int) -> Bytes:
-        """What a row must hold for a block: its content, then zeros up to the aligned size."""
+        """The right bytes of a row for a block: its content, then zeros up to the aligned size."""
         group = key_group(key)
         data = np.zeros(self.geometry.aligned_bytes(group), dtype=np.uint8)
         length = self.geometry.kv_bytes_per_offloaded_block(group)
@@ -107,7 +107,7 @@ class Driver:
         self.owners.note(key, generation)
 
     def complaint(self, row: int, key: OffloadKey, generation: int) -> str:
-        """What is wrong with a row that a block was loaded into; empty if nothing is."""
+        """The fault in a row that a block was loaded into; empty if nothing is."""
         expected = self.payload(key, generation)
         found = self.rows.view[row, : len(expected)]
         length = self.geometry.kv_bytes_per_offloaded_block(key_group(key))

@@ -42,7 +42,8 @@ from kvtier.types.keys import Medium, OffloadKey
 
 
 class FaultKind(StrEnum):
-    """What goes wrong. The first five befall a block, which then never reaches the tier; the others a whole job.
+    """Kinds of planned faults. The first five befall a block, which then never reaches the tier; the others a whole
+    job.
 
     FAIL: it fails with `errno`. CORRUPT: a load is refused by verification. MISSING: a load finds nothing. DROP: a
     store is dropped with `reason`. LOSE: a store says STORED and stored nothing.
@@ -72,7 +73,7 @@ _OF_JOBS = (FaultKind.RAISE, FaultKind.HOLD, FaultKind.LATE)
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One way to go wrong, and in which direction (None: both)."""
+    """A planned fault, and its direction (None: both)."""
 
     kind: FaultKind
     direction: JobKind | None = None
@@ -94,7 +95,7 @@ class Fault:
         return kind is (_ONLY.get(self.kind) or self.direction or kind)
 
     def outcome(self) -> BlockOutcome:
-        """What a block is said to have come to."""
+        """The outcome that is reported for a block."""
         outcomes = {FaultKind.CORRUPT: CORRUPT, FaultKind.MISSING: MISSING, FaultKind.LOSE: STORED}
         if self.kind is FaultKind.DROP:
             return dropped(self.reason)
@@ -133,7 +134,7 @@ class SeededFaults:
 
 @dataclass(frozen=True, slots=True)
 class NthJob:
-    """One fault, in the N-th job of a backend if it can befall it; with `every` also in all jobs after that."""
+    """A fault in the N-th job of a backend if it can befall it; with `every` also in all jobs after that."""
 
     number: int
     fault: Fault

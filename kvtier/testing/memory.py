@@ -57,7 +57,8 @@ class MemoryBlock(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class MemoryStorage:
-    """What outlives a tier in memory, as a disk would: hand it to the next tier. Tests may change the payloads.
+    """The storage that outlives a tier in memory, as a disk would: hand it to the next tier. Tests may change the
+    payloads.
 
     `blocks` is keyed by the tier: (slot,) in an owned one, (namespace, epoch, key) in a shared one.
     """
@@ -68,7 +69,7 @@ class MemoryStorage:
 
 
 class _InMemory(LoadStore):
-    """What both tiers share: copying rows, one block after another, between turns of the event loop."""
+    """The base of both tiers: copying rows, one block after another, between turns of the event loop."""
 
     medium: ClassVar[Medium] = Medium("MEMORY")
     Options: ClassVar[type[TierOptions]] = MemoryOptions
@@ -112,11 +113,11 @@ class _InMemory(LoadStore):
 
     @abstractmethod
     def _open(self, context: TierContext) -> Opened:
-        """What the tier is, from the storage."""
+        """The facts of the tier, from the storage."""
 
     @abstractmethod
     def _place(self, job: TransferJob, group: RowGroup, position: int) -> tuple[Place, int]:
-        """Where a block is kept, and its generation."""
+        """The place of a block, and its generation."""
 
     def _prepare(self, job: TransferJob, context: TierContext) -> None:
         """Before a job's first block."""

@@ -56,7 +56,7 @@ class TestRows:
         np.add.at(self._uses[worker], rows, 1)
 
     def uses_ended(self, worker: int, rows: IntArray) -> IntArray:
-        """How many uses of each row a worker has ended so far, shape (rows,)."""
+        """The number of uses of each row that a worker has ended so far, shape (rows,)."""
         ended: IntArray = self._uses[worker, rows]
         return ended
 

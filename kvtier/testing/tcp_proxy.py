@@ -25,7 +25,7 @@ _PIECES_A_SECOND = 50
 
 @dataclass(frozen=True, slots=True)
 class StreamFaults:
-    """What becomes of the bytes of one direction. The defaults change nothing.
+    """The faults of the bytes of one direction. The defaults change nothing.
 
     Bytes are counted from the moment the faults are set, over all connections, so that each of `stall_after`,
     `cut_after` and `flip_bit` concerns one connection, once. `stall_after`: the connection that carried so many bytes
@@ -48,7 +48,7 @@ UNCHANGED = StreamFaults()
 
 @dataclass(frozen=True, slots=True)
 class ProxyFaults:
-    """What a proxy does. The defaults forward everything as it is.
+    """The faults of a proxy. The defaults forward everything as it is.
 
     `refuse`: nothing listens at the address; connections there are go on. `half_open`: connections are accepted and
     nothing on any of them is ever answered, also when this is over, as if the server's machine had gone without a word
@@ -110,7 +110,7 @@ class TcpProxy:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port it listens on."""
         return int(self._place.getsockname()[1])
 
     @property
@@ -187,7 +187,7 @@ class TcpProxy:
             await asyncio.sleep(0)
 
     async def _serve(self, client: socket.socket) -> None:
-        """One connection: a task that `_disconnect` may cancel, and a second one for its silence after that."""
+        """Serves a connection: a task that `_disconnect` may cancel, and a second one for its silence after that."""
         self.happened["connection"] += 1
         reader, writer = await asyncio.open_connection(sock=client)
         was_cancelled = await self._as_task(self._behave(reader, writer))
@@ -292,7 +292,7 @@ class _Direction:
             await asyncio.sleep(self._free_at - now)
 
     def _next_piece(self, chunk: bytes) -> tuple[bytearray, str]:
-        """What goes on now, and the fault that comes after it, if any."""
+        """The piece that goes on now, and the fault that comes after it, if any."""
         rate, bit = self._faults.bytes_per_second, self._faults.flip_bit
         end = self._passed + (min(len(chunk), max(1, int(rate / _PIECES_A_SECOND))) if rate else len(chunk))
         due = [(point, fault) for fault, point in self._points.items() if self._passed <= point <= end]

@@ -1,4 +1,4 @@
-"""What a conformance test needs: the hooks a subclass supplies, and an open tier of it."""
+"""The base of conformance tests: the hooks a subclass supplies, and an open tier of it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ConformanceBase(ABC):
         return Namespace(self.layout, model="conformance", weights="1", dtype="uint8")
 
     def names(self, per_group: int, start: int = 0) -> list[OffloadKey]:
-        """As many keys of every group, the groups one after another."""
+        """Keys of every group, the same number of each, the groups one after another."""
         groups = range(len(self.layout.groups))
         return [key for group in groups for key in make_keys(per_group, group, start)]
 
@@ -81,7 +81,7 @@ class ConformanceBase(ABC):
         return self.num_rows // len(self.layout.groups)
 
     async def context(self, tier: LoadStore, namespace: Namespace | None = None, factor: int = 1) -> TierContext:
-        """What a stack would hand the tier; its alignment is `factor` times what the tier asks for."""
+        """The context that a stack would hand the tier; its alignment is `factor` times the tier's own."""
         probed = await tier.probe_alignment() if isinstance(tier, ProbesAlignment) else 1
         namespace = namespace or self.namespace()
         geometry = Geometry(namespace.layout, max(tier.BLOCK_SIZE_ALIGNMENT, probed) * factor)

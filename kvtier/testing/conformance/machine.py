@@ -53,7 +53,7 @@ class TierMachine(RuleBasedStateMachine):
         return list(dict.fromkeys(make_keys(1, group % groups, number)[0] for group, number in blocks))
 
     def _known(self, blocks: list[tuple[int, int]]) -> list[OffloadKey]:
-        """Those that can be asked for: in an owned tier only what has a slot."""
+        """The keys that can be asked for: in an owned tier only what has a slot."""
         keys = self._keys(blocks)
         return [key for key in keys if key in self.driver.directory] if self.driver.owned else keys
 

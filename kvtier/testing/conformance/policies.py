@@ -51,7 +51,8 @@ class PolicyTier:
     def serve(
         self, numbers: Ids, time: float | None = None, output_tokens: int | None = None, output_blocks: int = 0
     ) -> int:
-        """One request, given by its blocks in prefix order: returns how long a prefix it hits, then stores the rest.
+        """Serves a request, given by its blocks in prefix order: returns how long a prefix it hits, then stores the
+        rest.
 
         The last `output_blocks` of them are not announced as it begins, but when all else is stored.
         """
@@ -161,7 +162,7 @@ class PolicyTier:
 
 
 def act(tier: PolicyTier, rng: random.Random) -> None:
-    """One random step: mostly requests that grow, branch or come again, sometimes what else happens to a tier."""
+    """A random step: mostly requests that grow, branch or come again, sometimes what else happens to a tier."""
     session = rng.randrange(6) * 1000
     match rng.randrange(12):
         case 0:

@@ -1,4 +1,4 @@
-"""What outlives a tier: its blocks, each in its namespace and epoch, and nothing that was reset or damaged."""
+"""Tests of the blocks that outlive a tier, each in its namespace and epoch, and nothing that was reset or damaged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvtier.types.keys import OffloadKey
 
 
 async def present(driver: Driver, keys: Sequence[OffloadKey]) -> list[bool]:
-    """Which keys an open tier says it holds: recovered by an owned one, looked up in a shared one."""
+    """The keys that an open tier holds: recovered by an owned one, looked up in a shared one."""
     if driver.owned:
         return [key in driver.directory for key in keys]
     assert isinstance(driver.tier, AnswersLookups)
