@@ -47,7 +47,7 @@ from kvtier_remote.names import BlockNames
 from kvtier_remote.options import RemoteOptions
 from kvtier_remote.transport import Describes, HasThreads, Place, Spreads, Transport, Value
 from kvtier_remote.value import KEY_BYTES_MAX, Headers, header_bytes, value_bytes_max
-from kvtier_remote.write_budget import WriteBudget
+from kvtier_remote.write_budget import ServerBudget
 
 _log = logging.getLogger("kvtier.remote")
 _RESULTS = {True: LookupResult.HIT, False: LookupResult.MISS, None: LookupResult.RETRY}
@@ -97,7 +97,7 @@ class RemoteBackend(LoadStore):
         self._hedged: HedgedGets | None = None
         self._evictions: EvictionWatch | None = None
         self._lease: LeaseKeeper | None = None
-        self._budget: WriteBudget | None = None
+        self._budget: ServerBudget | None = None
         self._moving: set[asyncio.Future[list[None]]] = set()
         self._generation = 0
         self._opened = self._ready = self._closing = False
@@ -167,7 +167,7 @@ class RemoteBackend(LoadStore):
         if per_day is None:
             return ()
         largest = value_bytes_max(self._context.geometry)
-        self._budget = WriteBudget(per_day, largest, self.options.budget_file, self.counters)
+        self._budget = ServerBudget(per_day, largest, self.options.budget_file, self.counters)
         return await self._budget.open()
 
     async def close(self) -> None:

@@ -7,13 +7,11 @@ import fcntl
 import os
 import struct
 import time
-import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 
+from kvtier.aio.boot_clock import BootClock, read_boot_clock
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.process_lock import keep_from_children, share_with_children
 from kvtier.errors import ConfigError
@@ -28,23 +26,6 @@ _MAGIC = b"KVTIERWB"
 _RECORD = struct.Struct("<16sQQ")
 _RECORD_BYTES = 64
 _LOCKED = "another process keeps its write budget there; the one of this process starts empty"
-
-
-@dataclass(frozen=True, slots=True)
-class BootClock:
-    """Nanoseconds since the machine was started, which no correction of the time moves, and which start that was."""
-
-    boot: bytes
-    now_ns: Callable[[], int]
-
-
-def boot_clock() -> BootClock:
-    """The machine's own. Where it does not say which start this is, no other process's clock counts as the same."""
-    try:
-        boot = uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
-    except (OSError, ValueError):
-        boot = uuid.uuid4().bytes
-    return BootClock(boot, lambda: time.clock_gettime_ns(time.CLOCK_BOOTTIME))
 
 
 class TokenBucket:
@@ -138,7 +119,7 @@ class BudgetFile:
         os.close(fd)
 
 
-class WriteBudget:
+class ServerBudget:
     """The bytes that one process may still write.
 
     With a file the level outlives the process. It is charged there before anything is written to the server, a minute's
@@ -164,7 +145,7 @@ class WriteBudget:
         self._share_bytes = max(value_bytes_max, self._bucket.capacity_bytes // _SHARES_IN_A_BUCKET)
         self._path = path
         self._file: BudgetFile | None = None
-        self._clock = clock or boot_clock()
+        self._clock = clock or read_boot_clock()
         self._counters = counters
         self._threads = DaemonPool("kvtier-budget", 1)
         self._charging: asyncio.Future[bool] | None = None

@@ -12,10 +12,11 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from kvtier.aio.boot_clock import read_boot_clock
 from kvtier.cli.temporary_folders import temporary_folder
 from kvtier.testing import TcpProxy
 from kvtier_remote.backend import RemoteBackend
-from kvtier_remote.write_budget import BudgetFile, boot_clock
+from kvtier_remote.write_budget import BudgetFile
 
 from ..attack import Budget, Tally
 
@@ -83,7 +84,7 @@ class ObjectServer(ABC):
     def _budget(self) -> dict[str, Any]:
         """A write budget whose bucket is full, as after an hour without work."""
         folder = self._folder / str(len(self._opened_at))
-        file, clock = BudgetFile(str(folder / "tier.budget")), boot_clock()
+        file, clock = BudgetFile(str(folder / "tier.budget")), read_boot_clock()
         assert file.open()
         file.write(clock, clock.now_ns(), self._share_bytes)
         file.close()

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import ClassVar
 
+from kvtier.aio.boot_clock import BootClock, read_boot_clock
 from kvtier.testing.conformance import make_keys
 from kvtier.testing.conformance.base import ConformanceBase
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
@@ -47,9 +48,9 @@ async def write(options: S3Options, first: int) -> None:
 
 
 def main(options: str, day_seconds: str, first: str) -> None:
-    clock, faster = write_budget.boot_clock(), DAY_SECONDS / float(day_seconds)
-    fast = write_budget.BootClock(clock.boot, lambda: int(time.clock_gettime_ns(time.CLOCK_BOOTTIME) * faster))
-    write_budget.boot_clock = lambda: fast
+    clock, faster = read_boot_clock(), DAY_SECONDS / float(day_seconds)
+    fast = BootClock(clock.boot, lambda: int(time.clock_gettime_ns(time.CLOCK_BOOTTIME) * faster))
+    write_budget.read_boot_clock = lambda: fast
     asyncio.run(write(S3Options.model_validate_json(options), int(first)))
 
 

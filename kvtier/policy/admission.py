@@ -1,14 +1,14 @@
-"""Admission: which blocks are written to a lower tier. The control plane asks here and nowhere else.
+"""Admission: which blocks are written to a lower tier. The control plane decides by it and by nothing else.
 
-A block is a candidate when it became ready in a row. A tier that does not admit it then is asked again when the block
-is used once more, as long as its row holds it. A tier without an admission takes every block.
+A block is a candidate when it became ready in a row. A block that is not admitted then is a candidate again at its next
+use, as long as its row holds it. A tier without an admission takes every block.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from xxhash import xxh3_64_intdigest
 
@@ -20,44 +20,24 @@ WAYS = 8
 
 
 class Admission(ABC):
-    """What decides for one tier. Synchronous and deterministic, without a clock."""
+    """The rule of one tier. Synchronous and deterministic, without a clock."""
 
     @abstractmethod
     def admits(self, key: OffloadKey, used_again: bool, holds: Callable[[OffloadKey], bool]) -> bool:
-        """True if the tier is to be sent this block. `holds` says which blocks the tier has.
+        """True if the tier is to be sent this block. `holds` is true of the blocks that the tier has.
 
         `used_again`: this is not the block's first use for certain, because it was loaded, or stored while its row held
         it. Otherwise it was stored, and whether for the first time is for the admission to remember. Blocks of a prompt
-        are asked for leaf first.
+        come leaf first.
         """
 
     @abstractmethod
     def parents(self, key: OffloadKey) -> Iterable[OffloadKey]:
-        """The blocks without which this one is not reachable, the nearest first: they are written with it."""
+        """Blocks without which this one is not reachable, the nearest first: they are written with it."""
 
     @abstractmethod
-    def evicted(self, keys: Sequence[OffloadKey]) -> None:
-        """The tier has these blocks no more."""
-
-    @abstractmethod
-    def admit_parent(self, key: OffloadKey) -> None:
-        """This block is to be sent although it was not admitted before: it is one of `parents` of one that was."""
-
-    @abstractmethod
-    def affordable(
-        self, keys: Sequence[OffloadKey], holds: Callable[[OffloadKey], bool], waits: Callable[[OffloadKey], bool]
-    ) -> Collection[OffloadKey]:
-        """Those of the blocks, given leaf first, that may be sent now, as far as writes are limited.
-
-        `holds` says which blocks the tier has or is being sent, `waits` which are to be sent.
-        """
-
-    @abstractmethod
-    def sent(self, keys: Sequence[OffloadKey]) -> None:
-        """These blocks are being written."""
-
-    def given_up(self, keys: Sequence[OffloadKey]) -> None:  # noqa: B027 (only where writes are limited)
-        """These blocks are not written after all."""
+    def on_evict(self, keys: Sequence[OffloadKey]) -> None:
+        """The tier has these blocks no longer."""
 
     @property
     @abstractmethod
@@ -65,27 +45,12 @@ class Admission(ABC):
         """Blocks that came again from the engine after they were not admitted: the hits that it cost."""
 
 
-class LateAdmission(Admission):
-    """An admission that may decide as the CPU tier is about to evict a block, and not when it was stored."""
-
-    @abstractmethod
-    def offered(self, keys: Sequence[OffloadKey]) -> None:
-        """These blocks were stored. Whether they are written will be asked with `evicting`."""
-
-    @abstractmethod
-    def evicting(
-        self, key: OffloadKey, holds: Callable[[OffloadKey], bool], stuck: Callable[[OffloadKey], bool]
-    ) -> Sequence[OffloadKey]:
-        """The blocks to send now because this one is about to be evicted, leaf first: it and those of `parents` that
-        the tier lacks, or some of them from the root on. `stuck` blocks cannot be sent now."""
-
-
 class SecondUse(Admission):
-    """Admits a block at its second use. What was used once is written in vain more often than not.
+    """Admission of a block at its second use. Most writes of blocks that were used once are wasted.
 
     First uses are remembered as fingerprints of 32 bits in `num_bytes` of memory, taken at once: 1,048,576 of them in
-    4 MiB. A new one takes the place of the oldest of the eight in its bucket. A block that was never seen is taken for
-    one that was with a probability of at most 8 / 2^32 (2e-9); it is written too early then, and nothing else. A reset
+    4 MiB. A new one takes the place of the oldest of the eight in its bucket. A block that was never seen counts as
+    seen with a probability of at most 8 / 2^32 (2e-9); it is written too early then, and nothing else. A reset
     forgets nothing: how often a prompt comes does not depend on the weights.
     """
 
@@ -104,19 +69,8 @@ class SecondUse(Admission):
     def parents(self, key: OffloadKey) -> Iterable[OffloadKey]:
         return ()
 
-    def evicted(self, keys: Sequence[OffloadKey]) -> None:
-        """What is kept does not matter here."""
-
-    def admit_parent(self, key: OffloadKey) -> None:
-        """There are none."""
-
-    def affordable(
-        self, keys: Sequence[OffloadKey], holds: Callable[[OffloadKey], bool], waits: Callable[[OffloadKey], bool]
-    ) -> Collection[OffloadKey]:
-        return keys
-
-    def sent(self, keys: Sequence[OffloadKey]) -> None:
-        """Writes are not limited here."""
+    def on_evict(self, keys: Sequence[OffloadKey]) -> None:
+        """Do nothing: a second use does not depend on what is kept."""
 
     @property
     def computed_again(self) -> int:

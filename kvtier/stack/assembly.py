@@ -22,7 +22,7 @@ from kvtier.stack.dispatcher import Dispatcher, TierQueue, bytes_by_rows
 from kvtier.stack.distinct_folders import check_folders
 from kvtier.stack.job_spans import JobSpans
 from kvtier.stack.joining import Joining, LowerTiers
-from kvtier.stack.learned.kept_paces import kept_paces
+from kvtier.stack.learned.budget_records import budget_records
 from kvtier.stack.learned.model_files import ModelFiles
 from kvtier.stack.open_stack import OpenStack
 from kvtier.stack.setups import chains, inflight_bytes, tier_spec
@@ -358,7 +358,7 @@ def model_files(
     folders, own = [folder for lower in lowers for folder in lower.options.folders], parts.state_dir
     if not list(models) or not (own or folders):
         return None
-    return ModelFiles(Path(own or folders[0]), models, bool(own), kept_paces(limited), parts.settings.close_seconds)
+    return ModelFiles(Path(own or folders[0]), models, bool(own), budget_records(limited), parts.settings.close_seconds)
 
 
 def _worker_notes(parts: StackParts, cpu: LoadStore) -> list[str]:

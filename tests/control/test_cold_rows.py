@@ -7,11 +7,10 @@ from support_control import key
 from support_traffic import Traffic
 
 from kvtier.policy import RequestModels
-from kvtier.policy.reuse.admission import Predicted
+from kvtier.policy.reuse.admission import BudgetedAdmission
 from kvtier.policy.reuse.prediction.model import ReuseModel
 from kvtier.policy.reuse.prediction.prompts import RECENT_KEYS_MAX
-from kvtier.policy.write_allowance import WriteAllowance
-from kvtier.policy.write_pace import WritePace
+from kvtier.policy.write_budget import WriteBudget
 from kvtier.types.hints import Demote
 from kvtier.types.jobs import DropReason, SkipReason
 from kvtier.types.keys import GroupIndex, OffloadKey, RequestId
@@ -33,12 +32,12 @@ def traffic_of(kind: str = "owned", rows: int = 16, **more: object) -> Traffic:
 
 def leave_room(traffic: Traffic, blocks: int) -> None:
     """Use up the budget but for so many blocks."""
-    allowance = traffic.world.plane.control.lowers[0].allowance
-    assert allowance is not None
-    pace = allowance.pace
-    pace.advance(traffic.world.now)
-    pace.admitted(pace.free - blocks)
-    assert pace.free == blocks
+    budgeted = traffic.world.plane.control.lowers[0].budgeted
+    assert budgeted is not None
+    budget = budgeted.budget
+    budget.advance(traffic.world.now)
+    budget.record_admitted(budget.free - blocks)
+    assert budget.free == blocks
 
 
 @BOTH
@@ -141,8 +140,8 @@ def test_a_hint_writes_no_more_than_the_budget_allows_and_that_from_the_root_on(
     world, prompt = traffic.world, traffic.new(6)
     traffic.ask(prompt)
     leave_room(traffic, 2)
-    pace = world.plane.control.lowers[0].allowance.pace  # type: ignore[union-attr]
-    pace.wrote(pace.left_of_day - 2)
+    budget = world.plane.control.lowers[0].budgeted.budget  # type: ignore[union-attr]
+    budget.record_sent(budget.left_of_day - 2)
     world.plane.hint(Demote([key(prompt[3])], "s"), world.now)
     world.step()
     world.run_all()
@@ -154,29 +153,28 @@ def test_a_hint_writes_no_more_than_the_budget_allows_and_that_from_the_root_on(
 def test_rows_are_given_up_for_one_that_waits_and_their_share_of_the_budget_is_given_back() -> None:
     traffic = traffic_of()
     lower = traffic.world.plane.control.lowers[0]
-    assert lower.allowance is not None
-    pace, prompt = lower.allowance.pace, traffic.new(4)
+    assert lower.budgeted is not None
+    budget, prompt = lower.budgeted.budget, traffic.new(4)
     traffic.ask(prompt)
-    pace.advance(traffic.world.now)
-    before, keys = pace.free, [key(n) for n in prompt]
+    budget.advance(traffic.world.now)
+    before, keys = budget.free, [key(n) for n in prompt]
     for name in keys:
-        assert lower.allowance.admits(name)
-    assert pace.free == before - 4
-    assert lower.admission is not None
-    lower.admission.given_up(keys)
-    assert pace.free == before
-    lower.admission.given_up(keys)
-    assert pace.free == before, "once"
+        assert lower.budgeted.admit_parent(name)
+    assert budget.free == before - 4
+    lower.budgeted.on_give_up(keys)
+    assert budget.free == before
+    lower.budgeted.on_give_up(keys)
+    assert budget.free == before, "once"
 
 
-def decides(free: int) -> tuple[ReuseModel, Predicted]:
-    models, pace = RequestModels(), WritePace(DAY_BLOCKS)
-    model, admission = models.of(ReuseModel), Predicted(models, WriteAllowance(pace, 1), rows=16)
+def decides(free: int) -> tuple[ReuseModel, BudgetedAdmission]:
+    models, budget = RequestModels(), WriteBudget(DAY_BLOCKS)
+    model, admission = models.of(ReuseModel), BudgetedAdmission(models, budget, rows=16)
     model.advance(0.0)
-    admission.offered([])
+    admission.on_offer([])
     model.begin_request(RequestUse(RequestId("a"), 3600.0, [key(n) for n in range(8)], GroupIndex(0), 8))
-    admission.offered([])
-    pace.admitted(pace.free - free)
+    admission.on_offer([])
+    budget.record_admitted(budget.free - free)
     return model, admission
 
 
@@ -186,17 +184,17 @@ def absent(_: OffloadKey) -> bool:
 
 def test_a_block_is_not_chosen_after_one_that_cannot_be_sent() -> None:
     _, admission = decides(HOUR_BLOCKS)
-    assert not admission.evicting(key(7), absent, lambda other: other == key(2))
-    assert list(admission.evicting(key(1), absent, absent)) == [key(1), key(0)]
+    assert not admission.select_evicted(key(7), absent, lambda other: other == key(2))
+    assert list(admission.select_evicted(key(1), absent, absent)) == [key(1), key(0)]
 
 
 def test_what_is_below_or_on_its_way_ends_those_that_are_taken_along() -> None:
     _, admission = decides(HOUR_BLOCKS)
     there = {key(n) for n in range(3)}
-    assert list(admission.evicting(key(5), there.__contains__, absent)) == [key(5), key(4), key(3)]
+    assert list(admission.select_evicted(key(5), there.__contains__, absent)) == [key(5), key(4), key(3)]
 
 
 def test_the_blocks_of_as_many_rows_are_known_by_their_prompts() -> None:
     models = RequestModels()
-    Predicted(models, WriteAllowance(WritePace(1), 1), rows=1 << 20)
+    BudgetedAdmission(models, WriteBudget(1), rows=1 << 20)
     assert models.of(ReuseModel).keep_prompts()._kept == RECENT_KEYS_MAX

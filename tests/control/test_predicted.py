@@ -11,10 +11,9 @@ from support_traffic import LONG, SHORT, Traffic
 
 from kvtier.policy import RequestModels
 from kvtier.policy.reuse import admission as predicted
-from kvtier.policy.reuse.admission import Predicted
+from kvtier.policy.reuse.admission import BudgetedAdmission, Predicted
 from kvtier.policy.reuse.prediction.model import ReuseModel
-from kvtier.policy.write_allowance import WriteAllowance
-from kvtier.policy.write_pace import WritePace
+from kvtier.policy.write_budget import WriteBudget
 from kvtier.types.jobs import DropReason, SkipReason
 from kvtier.types.keys import GroupIndex, RequestId
 from kvtier.types.requests import NO_INFO, RequestUse
@@ -151,7 +150,7 @@ def test_blocks_of_old_prompts_are_forgotten(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_with_a_budget_what_no_request_announced_is_chosen_too() -> None:
     models = RequestModels()
-    model, decides = models.of(ReuseModel), Predicted(models, WriteAllowance(WritePace(1440 * 4), 1))
+    model, decides = models.of(ReuseModel), BudgetedAdmission(models, WriteBudget(1440 * 4))
     model.advance(0.0)
     assert not decides.admits(key(1), False, absent), "the budget counts as used before"
     model.advance(3600.0)

@@ -14,13 +14,14 @@ from random import Random
 import pytest
 from support_protections_fs import without_bounds_of_records
 
+from kvtier.aio.boot_clock import BootClock
 from kvtier.policy import RequestModels
 from kvtier.policy.reuse.prediction.model import ReuseModel
-from kvtier.policy.write_pace import MINUTES, WritePace
-from kvtier.stack.learned.kept_paces import KeptPace, MachineClock
+from kvtier.policy.write_budget import MINUTES, WriteBudget
+from kvtier.stack.learned.budget_records import BudgetRecord
 from kvtier.stack.learned.model_files import MAGIC, ModelFiles, decode, encode, model_path
 from kvtier.tier.checksum import BODY_AT, seal
-from kvtier_remote.write_budget import BootClock, BudgetFile, WriteBudget
+from kvtier_remote.write_budget import BudgetFile, ServerBudget
 from simulator.records import Field, Record, lie
 
 PER_DAY = 1 << 40
@@ -34,9 +35,9 @@ WRITES = Record(
 )  # fmt: skip
 
 
-def pace_of_a_start(boot: int = 1) -> tuple[KeptPace, WritePace]:
-    pace = WritePace(PER_DAY)
-    return KeptPace(1, pace, 1 << 20, MachineClock(boot.to_bytes(16, "big"), lambda: NOW_NS)), pace
+def pace_of_a_start(boot: int = 1) -> tuple[BudgetRecord, WriteBudget]:
+    budget = WriteBudget(PER_DAY, 1 << 20)
+    return BudgetRecord(1, budget, BootClock(boot.to_bytes(16, "big"), lambda: NOW_NS)), budget
 
 
 def honest_record() -> bytes:
@@ -46,17 +47,17 @@ def honest_record() -> bytes:
 
 def use(data: bytes) -> str:
     """What a start does with a record: `refused`, or `used`. Whatever it is, the next record can be written."""
-    kept, pace = pace_of_a_start()
+    kept, budget = pace_of_a_start()
     try:
         kept.restore(decode("writes-1", data))
         outcome = "used"
     except ValueError:
-        kept.lost()
+        kept.on_lost()
         outcome = "refused"
     kept.save()
-    kept.saved()
-    pace.advance(NOW_NS / 1e9)
-    assert pace.room <= PER_DAY
+    kept.on_durable()
+    budget.advance(NOW_NS / 1e9)
+    assert budget.room <= PER_DAY
     kept.save()
     kept.save(last=True)
     return outcome
@@ -92,7 +93,7 @@ async def test_a_stack_opens_with_one_line(tmp_path: Path, caplog: pytest.LogCap
     for lines in (1, 0):
         caplog.clear()
         kept, _ = pace_of_a_start()
-        files = ModelFiles(tmp_path, RequestModels(), paces=[kept])
+        files = ModelFiles(tmp_path, RequestModels(), budgets=[kept])
         with caplog.at_level(logging.WARNING):
             await files.restore(10.0)
             await files.close(10.0)
@@ -146,7 +147,7 @@ async def test_a_budget_from_the_future_fills_from_now_on(tmp_path: Path) -> Non
     path, now = tmp_path / "state" / "budget", [NOW_NS]
     with budget_file(path, struct.pack("<16sQQ", BOOT, (1 << 64) - 1, 0)):
         pass
-    budget = WriteBudget(PER_DAY, 1 << 20, str(path), Counter(), BootClock(BOOT, lambda: now[0]))
+    budget = ServerBudget(PER_DAY, 1 << 20, str(path), Counter(), BootClock(BOOT, lambda: now[0]))
     await budget.open()
     now[0] += 12 * HOUR_NS
     taken = 0

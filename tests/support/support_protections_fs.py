@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.stack.learned import kept_paces
+from kvtier.stack.learned import budget_records
 from kvtier.tier import block_envelope
 from kvtier_fs.local import shrinking, tier
 from kvtier_fs.roots.private_tree import PrivateTree
@@ -36,7 +36,7 @@ def without_other_versions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def without_bounds_of_records(monkeypatch: pytest.MonkeyPatch) -> None:
     """A record of what was written may state any number of bytes."""
-    monkeypatch.setattr(kept_paces, "COUNTER_LIMIT", 1 << 80)
+    monkeypatch.setattr(budget_records, "COUNTER_LIMIT", 1 << 80)
 
 
 def without_moving(monkeypatch: pytest.MonkeyPatch) -> None:

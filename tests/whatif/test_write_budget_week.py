@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support_paths import TRACES
 
-from kvtier.policy.write_pace import DAY_SECONDS, WritePace
+from kvtier.policy.write_budget import DAY_SECONDS, WriteBudget
 from kvtier.tools.replay.setup import ReplayOptions
 from kvtier.tools.whatif.simulate import Simulated, SimulateOptions, Simulation
 
@@ -54,13 +54,13 @@ def simulated(folder: Path, daily: int, policy: str) -> Simulated:
 @pytest.mark.parametrize("policy", ["write_through", "on_evict"])
 def test_a_week_keeps_to_the_budget_and_uses_it(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each day offers some ten times the budget, to an `on_evict` tier too, which is offered what is evicted."""
-    daily, written, wrote = 750 * SLOT_BYTES, list[tuple[float, int]](), WritePace.wrote
+    daily, written, wrote = 750 * SLOT_BYTES, list[tuple[float, int]](), WriteBudget.record_sent
 
-    def recorded(self: WritePace, num_bytes: int) -> None:
+    def recorded(self: WriteBudget, num_bytes: int) -> None:
         written.append((self._time, num_bytes))
         wrote(self, num_bytes)
 
-    monkeypatch.setattr(WritePace, "wrote", recorded)
+    monkeypatch.setattr(WriteBudget, "record_sent", recorded)
     found = simulated(tmp_path, daily, policy)
     assert found.tiers["fs"].stored * SLOT_BYTES == sum(size for _, size in written)
     assert found.counts.stored * SLOT_BYTES > 9 * 7 * daily

@@ -13,13 +13,13 @@ from kvtier.control.flow.dirty_rows import DirtyRows
 from kvtier.control.flow.refused_rows import RefusedRows
 from kvtier.control.state import ControlState
 from kvtier.control.tiers.lower_tier import LowerTier
-from kvtier.policy.admission import LateAdmission
+from kvtier.policy.reuse.admission import BudgetedAdmission
 from kvtier.types.jobs import SkipReason
 from kvtier.types.keys import OffloadKey
 
 
 class ColdRows:
-    """Chooses among the coldest dirty rows for tiers that do (`LowerTier.chooser`)."""
+    """Chooses among the coldest dirty rows for tiers that do (`LowerTier.late_admission`)."""
 
     def __init__(self, control: ControlState, dirty: DirtyRows, refused: RefusedRows) -> None:
         self._cpu = control.cpu
@@ -30,8 +30,8 @@ class ColdRows:
         """The tier lacks the blocks of these rows, which were filled or used."""
         self._dirty.mark(rows, lower.bit)
         if not used_again:
-            admission = _chooser(lower)
-            admission.offered(list(map(self._key, rows)))
+            admission = _late_admission(lower)
+            admission.on_offer(list(map(self._key, rows)))
             lower.counters.computed_again = admission.computed_again
 
     def choose(self, lower: LowerTier, count: int, now: float, warmest_first: bool = False) -> None:
@@ -63,7 +63,7 @@ class ColdRows:
         """Queue this row, whatever it brings, with those before it. False if not all of those are in rows."""
         if self._dirty.due[row] & lower.bit:
             return True
-        admission = _chooser(lower)
+        admission = _late_admission(lower)
         rows = [row]
         for parent in admission.parents(self._key(row)):
             if self._on_its_way(lower, parent, now):
@@ -89,13 +89,13 @@ class ColdRows:
         if followed is not None and refused.bypassed(followed, (key,)):
             refused.add(lower, row, SkipReason.BYPASSED)
             return []
-        admission = _chooser(lower)
-        keys = admission.evicting(
+        admission = _late_admission(lower)
+        keys = admission.select_evicted(
             key, lambda other: self._on_its_way(lower, other, now), lambda other: self._cpu.ready(other) is None
         )
         reason = SkipReason.NOT_ADMITTED
         if keys and followed is not None and (unwanted := refused.bypassed(followed, keys)):
-            admission.given_up(unwanted)
+            admission.on_give_up(unwanted)
             reason = SkipReason.BYPASSED if key in unwanted else reason
             keys = [other for other in keys if other not in unwanted]
         rows = list(map(self._cpu.directory.__getitem__, keys))
@@ -109,7 +109,7 @@ class ColdRows:
 
     def _follows_one_of(self, lower: LowerTier, row: int, rows: Collection[int]) -> bool:
         """True if one of these rows has the block right before that of `row`."""
-        parent = next(iter(_chooser(lower).parents(self._key(row))), None) if rows else None
+        parent = next(iter(_late_admission(lower).parents(self._key(row))), None) if rows else None
         return parent is not None and self._cpu.ready(parent) in rows
 
     def _queue(self, lower: LowerTier, rows: Sequence[int]) -> None:
@@ -136,6 +136,6 @@ class ColdRows:
         return clean and lower.index.presence(key, now) is None
 
 
-def _chooser(lower: LowerTier) -> LateAdmission:
-    assert lower.chooser is not None
-    return lower.chooser
+def _late_admission(lower: LowerTier) -> BudgetedAdmission:
+    assert lower.late_admission is not None
+    return lower.late_admission

@@ -107,7 +107,7 @@ class Demotions:
         needed = self._needed(lower, rows[:: lower.queue_step], now)
         if lower.admission is None:
             self._mark(lower, needed)
-        elif lower.chooser is not None:
+        elif lower.late_admission is not None:
             self._cold.offered(lower, needed, used_again)
         else:
             for row in needed:
@@ -151,12 +151,12 @@ class Demotions:
             if lower.held_back or self.closing or not lower.may_store(now) or not lower.index.needs(key, now):
                 wanted = wanted or bool(self.dirty.bits[row] & lower.bit)
                 continue
-            if lower.chooser is not None:
+            if lower.late_admission is not None:
                 wanted = self._cold.write_back(lower, row, now) or wanted
                 continue
             queued = (self.dirty.due if lower.on_evict else self.dirty.bits)[row] & lower.bit
-            if lower.admission is not None:
-                lower.admission.admit_parent(key)
+            if lower.budgeted is not None:
+                lower.budgeted.admit_parent(key)
             self._refused.take(lower, row)
             self.dirty.mark((row,), lower.bit)
             if not queued and not self.dirty.sending[row] & lower.bit:
@@ -219,7 +219,7 @@ class Demotions:
             if not allowed:
                 if lower.refusal is not None:
                     self._give_up(lower, lower.refusal)
-            elif lower.chooser is not None:
+            elif lower.late_admission is not None:
                 self._cold.choose(lower, self._rows_needed(lower) - lower.stores_in_flight - len(lower.queue), now)
                 self._plan_queue(lower, now)
             elif lower.on_evict:
@@ -295,7 +295,7 @@ class Demotions:
     def drain(self, now: float) -> None:
         """Closing: demote rows that are dirty for an `on_evict` tier, as far as the limits allow."""
         for lower in self.control.lowers:
-            if lower.chooser is not None:
+            if lower.late_admission is not None:
                 self._cold.choose(lower, self.dirty.count, now, warmest_first=True)
                 self._plan_queue(lower, now)
             elif lower.on_evict:
@@ -343,8 +343,8 @@ class Demotions:
         for row in rows:
             self.dirty.sending[row] |= lower.bit
         lower.stores_in_flight += len(rows)
-        if lower.admission is not None:
-            lower.admission.sent(job.keys)
+        if lower.budgeted is not None:
+            lower.budgeted.on_send(job.keys)
         job.begin()
         deadline = now + lower.spec.timeout_seconds
         self.control.emit(lower.position, JobKind.STORE, job.groups, deadline, job, job.formats)

@@ -39,9 +39,9 @@ class RefusedRows:
 
     def given_up(self, lower: LowerTier, rows: Sequence[int]) -> None:
         """A tier is not sent the blocks of these rows, although they were to be."""
-        if lower.admission is not None:
-            lower.admission.given_up(list(map(self._cpu.table.keys.__getitem__, rows)))  # type: ignore[arg-type]
-        if lower.chooser is not None:
+        if lower.budgeted is not None:
+            lower.budgeted.on_give_up(list(map(self._cpu.table.keys.__getitem__, rows)))  # type: ignore[arg-type]
+        if lower.late_admission is not None:
             for row in rows:
                 self.offer_again(lower, row)
 
@@ -68,7 +68,8 @@ class RefusedRows:
                 if parent is None or not self.take(lower, parent):
                     break
                 rows.append(parent)
-                admission.admit_parent(self._cpu.table.keys[parent])  # type: ignore[arg-type]
+                if lower.budgeted is not None:
+                    lower.budgeted.admit_parent(self._cpu.table.keys[parent])  # type: ignore[arg-type]
         else:
             self.add(lower, row, SkipReason.NOT_ADMITTED)
         lower.counters.computed_again = admission.computed_again
@@ -90,8 +91,8 @@ class RefusedRows:
 
     def over_budget(self, lower: LowerTier, rows: Sequence[int], now: float) -> list[int]:
         """Those of the rows, given leaf first, that a tier may not be sent now, as far as writes are limited."""
-        admission, index, names = lower.admission, lower.index, self._cpu.table.keys
-        if admission is None:
+        budgeted, index, names = lower.budgeted, lower.index, self._cpu.table.keys
+        if budgeted is None:
             return []
         keys: list[OffloadKey] = list(map(names.__getitem__, rows))  # type: ignore[arg-type]
 
@@ -99,9 +100,9 @@ class RefusedRows:
             row = self._cpu.ready(other)
             if row is None:
                 return False
-            if lower.chooser is not None:
+            if lower.late_admission is not None:
                 return bool((self._dirty.due[row] | self._dirty.sending[row]) & lower.bit)
             return bool(self._dirty.bits[row] & lower.bit)
 
-        sent = admission.affordable(keys, lambda other: not index.needs(other, now), waits)
+        sent = budgeted.affordable(keys, lambda other: not index.needs(other, now), waits)
         return [row for row, key in zip(rows, keys, strict=True) if key not in sent] if len(sent) < len(keys) else []

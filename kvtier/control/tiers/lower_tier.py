@@ -20,10 +20,8 @@ from kvtier.control.tiers.shared_tier import SharedTier
 from kvtier.control.tiers.tier_index import TierIndex
 from kvtier.options import AdmissionName
 from kvtier.policy import EvictionPolicy, RequestModels
-from kvtier.policy.admission import LateAdmission
-from kvtier.policy.reuse.admission import make_admission
-from kvtier.policy.write_allowance import WriteAllowance
-from kvtier.policy.write_pace import WritePace
+from kvtier.policy.reuse.admission import BudgetedAdmission, make_admission
+from kvtier.policy.write_budget import WriteBudget
 from kvtier.tier.contract import Opened, SlotSpace
 from kvtier.types.jobs import BlockOutcome, BlockStatus, DropReason, SkipReason
 from kvtier.types.keys import GroupIndex, Medium, OffloadKey
@@ -263,9 +261,9 @@ class LowerTier:
     the same, unless more than a key's slot decides whether the key is present.
     Its transfers hold at most `rows_max` CPU rows at once (`rows_in_flight`), those whose job is late and has
     not really ended included (`rows_late`). So a frozen tier never takes more of the CPU tier than that.
-    `admission` decides which blocks the tier takes; None: every one. `chooser`: the same, if it decides as blocks are
-    about to be evicted from their rows, because writes are limited. `follows`: its policy follows requests. Then rows,
-    given leaf before root, are queued root first: `queue_step` is how they are walked.
+    `admission` decides which blocks the tier takes; None: every one. `budgeted`: the same, if writes are limited, and
+    `late_admission` if it then decides as blocks are about to be evicted from their rows. `follows`: its policy follows
+    requests. Then rows, given leaf first, are queued root first: `queue_step` is how they are walked.
     Of its write-back: `queue` has the (row, generation) of dirty rows that wait, `send_at` is when they go at the
     latest, `stores_in_flight` are the blocks that were sent, in an order that `store_order` keeps.
     `room_breaker` opens when even the places of evicted blocks are refused because the disk is full.
@@ -298,14 +296,12 @@ class LowerTier:
         self.follows = self.owned is not None and self.owned.follower is not None
         self.queue_step = -1 if self.follows else 1
         self.index: TierIndex = self.owned or _shared_tier(spec)
-        self.allowance: WriteAllowance | None = None
-        if spec.write_bytes_per_day is not None:
-            self.allowance = WriteAllowance(WritePace(spec.write_bytes_per_day), spec.block_bytes)
-        limited = self.on_evict and self.allowance is not None
-        self.admission = make_admission(
-            spec.admit, models or RequestModels(), self.allowance, 4 * rows_max if limited else 0, self.follows
-        )
-        self.chooser = self.admission if limited and isinstance(self.admission, LateAdmission) else None
+        daily = spec.write_bytes_per_day
+        budget = None if daily is None else WriteBudget(daily, spec.block_bytes)
+        late_rows = 4 * rows_max if self.on_evict else 0
+        self.admission = make_admission(spec.admit, models or RequestModels(), budget, late_rows, self.follows)
+        self.budgeted = self.admission if isinstance(self.admission, BudgetedAdmission) else None
+        self.late_admission = self.budgeted if self.on_evict else None
         self.queue: deque[tuple[int, int]] = deque()
         self.send_at = math.inf
         self.stores_in_flight = 0
@@ -326,7 +322,7 @@ class LowerTier:
     def evicted(self, keys: Sequence[OffloadKey]) -> None:
         """The tier has these blocks no more."""
         if self.admission is not None:
-            self.admission.evicted(keys)
+            self.admission.on_evict(keys)
 
     @property
     def held_back(self) -> bool:

@@ -19,7 +19,7 @@ from pathlib import Path
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.policy import RequestModels
 from kvtier.policy.base import MODEL_BYTES_MAX
-from kvtier.stack.learned.kept_paces import KeptPace
+from kvtier.stack.learned.budget_records import BudgetRecord
 from kvtier.tier.checksum import BODY_AT, seal, unseal
 
 MAGIC = b"KVTIERML"
@@ -94,12 +94,12 @@ class ModelFiles:
         folder: Path,
         models: RequestModels,
         make_folder: bool = False,
-        paces: Sequence[KeptPace] = (),
+        budgets: Sequence[BudgetRecord] = (),
         close_seconds: float = math.inf,
     ) -> None:
         self._folder = folder
         self._models = models
-        self._paces = paces
+        self._budgets = budgets
         self._make_folder = make_folder
         self._close_seconds = close_seconds
         self._threads = DaemonPool("kvtier-models", 1)
@@ -126,20 +126,20 @@ class ModelFiles:
                 self._threads.shutdown()
                 raise
 
-        if self._paces:
-            await self._restore_paces(timeout_seconds)
+        if self._budgets:
+            await self._restore_budgets(timeout_seconds)
 
-    async def _restore_paces(self, timeout_seconds: float) -> None:
-        for pace in self._paces:
+    async def _restore_budgets(self, timeout_seconds: float) -> None:
+        for budget in self._budgets:
             try:
-                saved = await asyncio.wait_for(self._threads.run(read, self._folder, pace.name), timeout_seconds)
+                saved = await asyncio.wait_for(self._threads.run(read, self._folder, budget.name), timeout_seconds)
                 if saved is not None:
-                    pace.restore(saved)
+                    budget.restore(saved)
             except (OSError, ValueError, TimeoutError) as error:
-                pace.lost()
-                path = model_path(self._folder, pace.name)
+                budget.on_lost()
+                path = model_path(self._folder, budget.name)
                 _log.warning("%s cannot be read, so its tier is sent nothing for a day: %s", path, error)
-        self._begin(self._saved_paces(False))
+        self._begin(self._budget_records(False))
 
     def save_if_due(self, now: float) -> None:
         """Begin to write the files if the last time is long ago, and has ended."""
@@ -151,16 +151,16 @@ class ModelFiles:
         elif now >= self._save_at:
             self._save_at = now + SAVE_SECONDS
             self.save()
-        elif now >= self._retry_at and any(pace.low for pace in self._paces):
-            self._begin(self._saved_paces(False))
+        elif now >= self._retry_at and any(budget.is_due for budget in self._budgets):
+            self._begin(self._budget_records(False))
 
     def save(self, last: bool = False) -> None:
         """Begin to write the files; never waits. After the `last` time no tier is sent anything."""
         self._models.journal.take_in()
-        self._begin({model.NAME: model.save() for model in self._models} | self._saved_paces(last))
+        self._begin({model.NAME: model.save() for model in self._models} | self._budget_records(last))
 
-    def _saved_paces(self, last: bool) -> dict[str, bytes]:
-        return {pace.name: pace.save(last) for pace in self._paces}
+    def _budget_records(self, last: bool) -> dict[str, bytes]:
+        return {budget.name: budget.save(last) for budget in self._budgets}
 
     def _begin(self, saved: Mapping[str, bytes]) -> None:
         try:
@@ -175,8 +175,8 @@ class ModelFiles:
         if self._writing.cancelled() or self._writing.exception() is not None or not self._writing.result():
             self._retry_at = now + RETRY_SECONDS
         else:
-            for pace in self._paces:
-                pace.saved()
+            for budget in self._budgets:
+                budget.on_durable()
         self._writing = None
 
     def _write(self, saved: Mapping[str, bytes]) -> bool:

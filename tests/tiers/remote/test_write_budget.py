@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,11 +21,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from support_valkey import Blocks, Server
 
+from kvtier.aio.boot_clock import BootClock, read_boot_clock
 from kvtier.errors import ConfigError
 from kvtier.testing.conformance import make_keys
 from kvtier.types.jobs import STORED, DropReason, dropped
 from kvtier_remote import ValkeyOptions, write_budget
-from kvtier_remote.write_budget import BootClock, BudgetFile, WriteBudget
+from kvtier_remote.write_budget import BudgetFile, ServerBudget
 
 HOUR_NS = 3600 * 10**9
 DAY_NS = 24 * HOUR_NS
@@ -52,12 +55,12 @@ class Machine:
     def clock(self) -> BootClock:
         return BootClock(self.boot.to_bytes(16, "big"), lambda: self.now_ns + self.error_ns)
 
-    async def budget(self, path: Path | None, per_day: int = PER_DAY) -> WriteBudget:
-        one = WriteBudget(per_day, LARGEST, None if path is None else str(path), Counter(), self.clock())
+    async def budget(self, path: Path | None, per_day: int = PER_DAY) -> ServerBudget:
+        one = ServerBudget(per_day, LARGEST, None if path is None else str(path), Counter(), self.clock())
         self.notes = await one.open()
         return one
 
-    async def take(self, budget: WriteBudget, *sizes: int) -> int:
+    async def take(self, budget: ServerBudget, *sizes: int) -> int:
         within = await budget.take(sizes)
         self.given.append((self.now_ns, sum(sizes[:within])))
         return within
@@ -117,6 +120,18 @@ async def test_a_level_is_found_again_after_an_orderly_end_and_not_twice(tmp_pat
         assert await machine.take(budget, 600, 100) == expected
         await budget.close(10.0)
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+async def test_the_level_that_an_earlier_release_wrote_counts(tmp_path):
+    """A file of 31f3a23: 700 bytes, under the same start of the machine."""
+    written = b"c-r$03-NRf3U`WT<mVOg-Lf%#(!n~-x0^DP&;WyiOZ2x@%nW;&7*GHJ%zP45"
+    machine, path = Machine(now_ns=1_032_400_000_000_000, boot=int.from_bytes(b"b" * 16, "big")), tmp_path / "budget"
+    path.write_bytes(zlib.decompress(base64.b85decode(written)))
+    budget = await machine.budget(path)
+    assert await machine.take(budget, 600, 101) == 1
+    assert await machine.take(budget, 100) == 1
+    assert await machine.take(budget, 1) == 0
+    await budget.close(10.0)
 
 
 async def test_without_a_file_a_restart_empties_it():
@@ -268,7 +283,7 @@ def test_no_24_hours_have_more_than_the_cap(tmp_path_factory, steps):
     assert machine.most_in_a_day() <= PER_DAY
 
 
-async def killed(budget: WriteBudget) -> None:
+async def killed(budget: ServerBudget) -> None:
     """Leave the file as it is, unlocked. A write that has begun ends before the file is unlocked."""
     if budget._charging is not None:
         await budget._charging
@@ -282,10 +297,10 @@ SPENDER = """
 import asyncio, os, sys
 from collections import Counter
 from kvtier_remote import write_budget
-from kvtier_remote.write_budget import WriteBudget
+from kvtier_remote.write_budget import ServerBudget
 write_budget.PATIENCE_SECONDS = 60.0
 async def main(path, per_day):
-    budget = WriteBudget(per_day, 70_001, path, Counter())
+    budget = ServerBudget(per_day, 70_001, path, Counter())
     await budget.open()
     os.write(1, b"ready\\n")
     while True:
@@ -299,7 +314,7 @@ asyncio.run(main(sys.argv[1], int(sys.argv[2])))
 def test_a_process_that_is_killed_again_and_again_never_gains(tmp_path):
     """It starts with a full bucket. What all its lives spend is at most that and what came in meanwhile."""
     path, per_day = tmp_path / "budget", 24 << 24
-    clock = write_budget.boot_clock()
+    clock = read_boot_clock()
     file = BudgetFile(str(path))
     assert file.open()
     file.write(clock, clock.now_ns(), per_day // 24)
@@ -331,7 +346,7 @@ CAP = 24 * (3 * BLOCK_BYTES)
 @pytest.fixture
 def machine(monkeypatch) -> Machine:
     one = Machine()
-    monkeypatch.setattr(write_budget, "boot_clock", one.clock)
+    monkeypatch.setattr(write_budget, "read_boot_clock", one.clock)
     return one
 
 

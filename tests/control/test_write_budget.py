@@ -8,21 +8,21 @@ from itertools import accumulate
 
 import pytest
 
-from kvtier.policy.write_pace import DAY_SECONDS, WritePace
+from kvtier.policy.write_budget import DAY_SECONDS, WriteBudget
 
 BLOCK = 1 << 20
 HOUR = 3600.0
 
 
-def run(pace: WritePace, offers: list[tuple[float, float]]) -> list[tuple[float, int, float]]:
+def run(budget: WriteBudget, offers: list[tuple[float, float]]) -> list[tuple[float, int, float]]:
     """Offer blocks at (time, expected hits). Returns (time, bytes, expected hits) of those that were written."""
     written, latest = [], offers[0][0]
     for time, hits in offers:
         latest = max(latest, time)
-        pace.advance(latest)
-        if pace.admits(hits, BLOCK):
-            pace.admitted(BLOCK)
-            pace.wrote(BLOCK)
+        budget.advance(latest)
+        if budget.can_admit(hits, BLOCK):
+            budget.record_admitted(BLOCK)
+            budget.record_sent(BLOCK)
             written.append((latest, BLOCK, hits))
     return written
 
@@ -49,7 +49,7 @@ def steady(draw: random.Random, start: float, end: float, per_hour: int) -> list
 def test_a_week_that_offers_more_uses_the_budget_and_takes_the_best(seed: int, factor: float) -> None:
     draw, blocks = random.Random(seed), 2400
     offers = steady(draw, 0.0, 7 * DAY_SECONDS, int(blocks * factor / 24))
-    written = run(WritePace(blocks * BLOCK), offers)
+    written = run(WriteBudget(blocks * BLOCK), offers)
     assert most_in_a_day(written) <= blocks * BLOCK
     for day in range(7):
         assert on_day(written, day) >= 0.98 * blocks * BLOCK, (seed, day)
@@ -73,13 +73,13 @@ def test_bursts_idle_days_and_a_clock_that_goes_back_never_exceed_it(seed: int) 
             time += draw.uniform(0, 3) * DAY_SECONDS
         else:
             offers += [(time - draw.uniform(0, 2) * DAY_SECONDS, draw.random()) for _ in range(50)]
-    assert 0 < most_in_a_day(run(WritePace(blocks * BLOCK), offers)) <= blocks * BLOCK, seed
+    assert 0 < most_in_a_day(run(WriteBudget(blocks * BLOCK), offers)) <= blocks * BLOCK, seed
 
 
 def test_what_an_idle_day_left_is_used_within_hours() -> None:
     draw, blocks = random.Random(3), 2400
     offers = steady(draw, 0.0, DAY_SECONDS, 200) + steady(draw, 3 * DAY_SECONDS, 3 * DAY_SECONDS + 6 * HOUR, 1000)
-    written = run(WritePace(blocks * BLOCK), offers)
+    written = run(WriteBudget(blocks * BLOCK), offers)
     assert most_in_a_day(written) <= blocks * BLOCK
     assert on_day(written, 3) >= 0.98 * blocks * BLOCK
 
@@ -89,7 +89,7 @@ def test_days_with_a_night_use_it_too() -> None:
     offers = [
         offer for day in range(7) for offer in steady(draw, (day + 0.4) * DAY_SECONDS, (day + 0.9) * DAY_SECONDS, 400)
     ]
-    written = run(WritePace(blocks * BLOCK), offers)
+    written = run(WriteBudget(blocks * BLOCK), offers)
     assert most_in_a_day(written) <= blocks * BLOCK
     for day in range(1, 7):
         assert on_day(written, day) >= 0.98 * blocks * BLOCK, day
@@ -102,7 +102,7 @@ def test_days_that_end_with_worse_offers_use_the_budget_too() -> None:
         (time, hits if time % DAY_SECONDS < 23.25 * HOUR else 0.1 * hits)
         for time, hits in steady(random.Random(8), 0.0, 7 * DAY_SECONDS, 400)
     ]
-    written = run(WritePace(blocks * BLOCK), offers)
+    written = run(WriteBudget(blocks * BLOCK), offers)
     assert most_in_a_day(written) <= blocks * BLOCK
     for day in range(7):
         assert on_day(written, day) >= 0.98 * blocks * BLOCK, day
@@ -110,24 +110,24 @@ def test_days_that_end_with_worse_offers_use_the_budget_too() -> None:
 
 def test_days_that_offer_less_are_written_whole() -> None:
     offers = steady(random.Random(5), HOUR, 7 * DAY_SECONDS, 50)
-    written = run(WritePace(2400 * BLOCK), offers)
+    written = run(WriteBudget(2400 * BLOCK), offers)
     assert len(written) >= 0.99 * len(offers)
 
 
 def test_a_budget_of_less_than_a_block_writes_nothing_and_a_huge_one_everything() -> None:
     offers = steady(random.Random(6), HOUR, DAY_SECONDS, 500)
-    assert not run(WritePace(1), offers)
-    assert not run(WritePace(BLOCK - 1), offers)
+    assert not run(WriteBudget(1), offers)
+    assert not run(WriteBudget(BLOCK - 1), offers)
     first_minute = sum(time < offers[0][0] // 60 * 60 + 60 for time, _ in offers)
-    assert len(run(WritePace(1 << 60), offers)) == len(offers) - first_minute
+    assert len(run(WriteBudget(1 << 60), offers)) == len(offers) - first_minute
 
 
 def test_it_does_not_begin_with_the_budget_of_a_day() -> None:
     offers = steady(random.Random(7), 5.0, HOUR, 5000)
-    assert len(run(WritePace(2400 * BLOCK), offers)) <= 101
+    assert len(run(WriteBudget(2400 * BLOCK), offers)) <= 101
 
 
 def test_time_may_be_negative_and_jump() -> None:
-    pace = WritePace(100 * BLOCK)
+    budget = WriteBudget(100 * BLOCK)
     offers = [(-1e9, 1.0)] * 10 + [(1e9, 1.0)] * 200
-    assert most_in_a_day(run(pace, offers)) <= 100 * BLOCK
+    assert most_in_a_day(run(budget, offers)) <= 100 * BLOCK

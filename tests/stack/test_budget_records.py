@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
 import random
+import zlib
 from bisect import bisect_left
 from itertools import accumulate
 from pathlib import Path
@@ -12,11 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvtier.aio.boot_clock import BootClock, read_boot_clock
 from kvtier.config import open_stack, parse_stack
 from kvtier.policy import RequestModels
-from kvtier.policy.write_pace import DAY_SECONDS, MINUTES, WritePace
+from kvtier.policy.write_budget import DAY_SECONDS, MINUTES, WriteBudget
 from kvtier.stack.learned import model_files
-from kvtier.stack.learned.kept_paces import KeptPace, MachineClock, machine_clock
+from kvtier.stack.learned.budget_records import BudgetRecord
 from kvtier.stack.learned.model_files import RETRY_SECONDS, ModelFiles, encode, model_path
 from kvtier.types.geometry import KVLayout
 from kvtier.types.keys import GroupIndex, RequestId, make_key
@@ -36,25 +39,25 @@ class Machine:
         self.record: bytes | None = None
 
     def start(self) -> None:
-        self.pace = WritePace(PER_DAY)
-        clock = MachineClock(self.boot.to_bytes(16, "big"), lambda: int(self.now * 1e9))
-        self.kept = KeptPace(1, self.pace, BLOCK, clock)
+        self.budget = WriteBudget(PER_DAY, BLOCK)
+        clock = BootClock(self.boot.to_bytes(16, "big"), lambda: int(self.now * 1e9))
+        self.kept = BudgetRecord(1, self.budget, clock)
         if self.record is not None:
             self.kept.restore(self.record)
         self.save()
 
     def save(self, last: bool = False) -> None:
         self.record = self.kept.save(last)
-        self.kept.saved()
+        self.kept.on_durable()
 
     def write(self, count: int) -> None:
-        self.pace.advance(self.now)
+        self.budget.advance(self.now)
         for _ in range(count):
-            if self.pace.admits(1.0, BLOCK):
-                self.pace.admitted(BLOCK)
-                self.pace.wrote(BLOCK)
+            if self.budget.can_admit(1.0, BLOCK):
+                self.budget.record_admitted(BLOCK)
+                self.budget.record_sent(BLOCK)
                 self.written.append((self.now, BLOCK))
-            if self.kept.low:
+            if self.kept.is_due:
                 self.save()
 
     def most_in_a_day(self) -> int:
@@ -101,20 +104,20 @@ def test_a_kill_loses_a_share_at_most() -> None:
     machine.write(0)
     machine.now += 3 * DAY_SECONDS
     machine.write(1000)
-    before = machine.pace.left_of_day
+    before = machine.budget.left_of_day
     machine.start()
-    machine.pace.advance(machine.now)
-    assert before - PER_DAY // 16 <= machine.pace.left_of_day <= before
+    machine.budget.advance(machine.now)
+    assert before - PER_DAY // 16 <= machine.budget.left_of_day <= before
 
 
-def kept() -> tuple[WritePace, KeptPace]:
-    pace = WritePace(PER_DAY)
-    return pace, KeptPace(1, pace, BLOCK, MachineClock(bytes(16), lambda: 0))
+def kept() -> tuple[WriteBudget, BudgetRecord]:
+    budget = WriteBudget(PER_DAY, BLOCK)
+    return budget, BudgetRecord(1, budget, BootClock(bytes(16), lambda: 0))
 
 
-def opened(folder: Path, record: KeptPace) -> ModelFiles:
+def opened(folder: Path, record: BudgetRecord) -> ModelFiles:
     """The files of a stack that has been opened, what was begun is written."""
-    files = ModelFiles(folder, RequestModels(), paces=[record])
+    files = ModelFiles(folder, RequestModels(), budgets=[record])
 
     async def story() -> None:
         await files.restore(10.0)
@@ -131,12 +134,12 @@ def end(files: ModelFiles) -> None:
 
 
 def test_nothing_is_sent_before_a_record_is_durable(tmp_path: Path) -> None:
-    pace, record = kept()
-    pace.advance(0.0)
-    pace.advance(HOUR)
-    assert pace.room == 0
+    budget, record = kept()
+    budget.advance(0.0)
+    budget.advance(HOUR)
+    assert budget.room == 0
     files = opened(tmp_path, record)
-    assert 0 < pace.room <= PER_DAY // 16
+    assert 0 < budget.room <= PER_DAY // 16
     assert model_path(tmp_path, "writes-1").stat().st_size < 12 << 10
     end(files)
 
@@ -146,58 +149,77 @@ def test_after_damage_nothing_is_sent_for_a_day(
     tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     model_path(tmp_path, "writes-1").write_bytes(content)
-    pace, record = kept()
+    budget, record = kept()
     files = opened(tmp_path, record)
     assert "is sent nothing for a day" in caplog.text
-    pace.advance(1000.0)
-    pace.advance(1000.0 + DAY_SECONDS - HOUR)
-    assert pace.room <= 0
-    pace.advance(1000.0 + DAY_SECONDS + 120.0)
-    assert pace.room > 0
+    budget.advance(1000.0)
+    budget.advance(1000.0 + DAY_SECONDS - HOUR)
+    assert budget.room <= 0
+    budget.advance(1000.0 + DAY_SECONDS + 120.0)
+    assert budget.room > 0
     end(files)
 
 
 def test_while_records_cannot_be_written_no_more_is_sent_than_the_last_one_allows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pace, record = kept()
+    budget, record = kept()
     files = opened(tmp_path, record)
-    pace.advance(0.0)
-    pace.advance(2 * DAY_SECONDS)
+    budget.advance(0.0)
+    budget.advance(2 * DAY_SECONDS)
 
     def refuse(*_: object) -> None:
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(model_files, "write", refuse)
-    allowed = pace.room
+    allowed = budget.room
     assert allowed == PER_DAY // 16
-    pace.wrote(allowed)
+    budget.record_sent(allowed)
     for now in (1.0, 2.0, 2.0 + RETRY_SECONDS):
         files.save_if_due(now)
         if files._writing is not None:
             files._writing.result()
-    assert pace.room == 0
+    assert budget.room == 0
     monkeypatch.undo()
     files.save_if_due(3.0 + 2 * RETRY_SECONDS)
     files.save_if_due(4.0 + 3 * RETRY_SECONDS)
     assert files._writing is not None
     files._writing.result()
     files.save_if_due(5.0 + 3 * RETRY_SECONDS)
-    assert pace.room == PER_DAY // 16
+    assert budget.room == PER_DAY // 16
     end(files)
 
 
 def test_what_was_sent_is_found_again(tmp_path: Path) -> None:
-    pace, record = kept()
+    budget, record = kept()
     files = opened(tmp_path, record)
-    pace.advance(0.0)
-    pace.advance(2 * DAY_SECONDS)
-    pace.wrote(7 * BLOCK)
+    budget.advance(0.0)
+    budget.advance(2 * DAY_SECONDS)
+    budget.record_sent(7 * BLOCK)
     files.save(last=True)
     end(files)
     again, record = kept()
     files = opened(tmp_path, record)
     assert again.minutes() == [7 * BLOCK] + [0] * MINUTES
+    end(files)
+
+
+EARLIER_RELEASE = (
+    b"c-rmJ!41Ix6adgK9m9bIda!^v5Rq1h(2(9F4!zREPA(D?aO(;Nu!6ID6ALu&t?;s9yO?d3`R@Ka4AS*{HF<wt<L1$ei0iqkPnUEQe;iw4I4!@o"
+    b"B=-HF!~FWiFMjchU;N_NF8}}l0002cML*T@8Zr"
+)
+"""A `model-writes-1` that 31f3a23 wrote: 7,000 bytes in every 60th minute, ten times, the last one at its end."""
+
+
+def test_what_an_earlier_release_wrote_counts(tmp_path: Path) -> None:
+    model_path(tmp_path, "writes-1").write_bytes(zlib.decompress(base64.b85decode(EARLIER_RELEASE)))
+    budget, written = WriteBudget(PER_DAY, BLOCK), 10**15 + 540 * 60 * 10**9
+    now = [written]
+    files = opened(tmp_path, BudgetRecord(1, budget, BootClock(b"b" * 16, lambda: now[0])))
+    now[0] += 30 * 60 * 10**9
+    budget.advance(0.0)
+    assert PER_DAY - budget.left_of_day == 70_000
+    assert [minute for minute, sent in enumerate(budget.minutes()) if sent] == list(range(29, 600, 60))
     end(files)
 
 
@@ -211,7 +233,7 @@ tiers:
 
 def test_a_stack_finds_again_what_it_wrote(tmp_path: Path) -> None:
     """The second life of a root knows what the first one wrote; `fsck` and the tier do not mind the file."""
-    boot = machine_clock()
+    boot = read_boot_clock()
     nothing = boot.boot + boot.now_ns().to_bytes(8, "little") + bytes(8 * (MINUTES + 1))
     (tmp_path / "root").mkdir(0o700)
     model_files.write(tmp_path / "root", "writes-1", nothing)
@@ -231,9 +253,9 @@ def test_a_stack_finds_again_what_it_wrote(tmp_path: Path) -> None:
             if store:
                 assert (await stack.store(keys, gpu_blocks=list(range(8)))).ok
                 assert await stack.drain(60.0)
-            allowance = stack._assembled.plane.control.lowers[0].allowance
-            assert allowance is not None
-            return sum(allowance.pace.minutes())
+            budgeted = stack._assembled.plane.control.lowers[0].budgeted
+            assert budgeted is not None
+            return sum(budgeted.budget.minutes())
 
     written = asyncio.run(life(store=True))
     assert written >= 8 * 4096
