@@ -1,4 +1,4 @@
-"""The bytes that a process may write to a server: so many bytes in any 24 hours, also over restarts."""
+"""Write budget of a process for one server: bytes in any 24 hours, also over restarts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DAY_NS = 86_400 * 10**9
 _BUCKETS_IN_A_DAY = 24
 _SHARES_IN_A_BUCKET = 64
 PATIENCE_SECONDS = 0.25
-"""So long values wait for a charge of the file, counted from its beginning. A disk that hangs delays them once."""
+"""Time that values wait for a charge of the file, counted from its beginning. A disk that hangs delays them once."""
 _MAGIC = b"KVTIERWB"
 _RECORD = struct.Struct("<16sQQ")
 _RECORD_BYTES = 64
@@ -42,7 +42,7 @@ class TokenBucket:
         self.at_ns = 0
 
     def start(self, level_bytes: int, at_ns: int) -> None:
-        """Have held so many bytes at some time."""
+        """Begin with the bytes that it held at some time."""
         self._parts = min(level_bytes, self.capacity_bytes) * _DAY_NS
         self.at_ns = at_ns
 
@@ -54,7 +54,7 @@ class TokenBucket:
 
     @property
     def level_bytes(self) -> int:
-        """The bytes it holds."""
+        """Bytes that it holds."""
         return self._parts // _DAY_NS
 
     def above(self, other: TokenBucket) -> int:
@@ -120,12 +120,12 @@ class BudgetFile:
 
 
 class ServerBudget:
-    """The bytes that one process may still write.
+    """Bytes that one process may still write to a server.
 
     With a file the level outlives the process. It is charged there before anything is written to the server, a minute's
-    share at a time, or a block where that is more, so that a process that is killed loses what is left of what was
-    charged and never gains. The next share is charged before the last one is used up, so that values seldom wait for
-    the disk. Without a file, or while another process has it, the process starts with an empty bucket.
+    share at a time, or a block where that is more. A process that is killed loses what is left of what was charged and
+    never gains. The next share is charged before the last one is used up, so that values seldom wait for the disk.
+    Without a file, or while another process has it, the process starts with an empty bucket.
 
     `counters`: `budget.failed`, the file could not be written.
     """
@@ -140,7 +140,7 @@ class ServerBudget:
     ) -> None:
         self._bucket = TokenBucket(bytes_per_day)
         self._on_disk = TokenBucket(0)
-        """What a process would find that starts now: without a file, nothing. Never more than `_bucket`."""
+        """The bucket that a process would find that starts now: empty without a file. Never more than `_bucket`."""
         self._bytes_per_day = bytes_per_day
         self._share_bytes = max(value_bytes_max, self._bucket.capacity_bytes // _SHARES_IN_A_BUCKET)
         self._path = path
@@ -162,10 +162,10 @@ class ServerBudget:
         if self._path is None:
             return ()
         try:
-            self._file = await self._threads.run(_opened, self._path)
+            self._file = await self._threads.run(_open_file, self._path)
             if self._file is None:
                 return (f"{self._path}: {_LOCKED}",)
-            level, at = await self._threads.run(_read, self._file, self._clock)
+            level, at = await self._threads.run(_read_file, self._file, self._clock)
         except OSError as error:
             raise ConfigError(f"{self._path}: {error.strerror or error}", "state_folder") from error
         self._on_disk = TokenBucket(self._bytes_per_day)
@@ -175,9 +175,10 @@ class ServerBudget:
         return ()
 
     async def take(self, sizes: Sequence[int]) -> int:
-        """The number of the first values that may be written now; their bytes are taken. Waits for the file alone, and
-        not longer than PATIENCE_SECONDS."""
-        while (left := self._left()) < sum(sizes) and await self._charged_in_time(sum(sizes) - left):
+        """Take the bytes of the first values that may be written now, and return how many they are.
+
+        Waits for the file alone, and not longer than PATIENCE_SECONDS."""
+        while (left := self._left()) < sum(sizes) and await self._wait_for_charge(sum(sizes) - left):
             pass
         for taken, size in enumerate(sizes):
             if size > left:
@@ -196,7 +197,7 @@ class ServerBudget:
         return 0 if self._closed else self._bucket.above(self._on_disk)
 
     def _charge(self, num_bytes: int) -> asyncio.Future[bool] | None:
-        """Begin to charge a share on disk, or so many bytes where that is more. None if the bucket holds none.
+        """Begin to charge a share on disk, or `num_bytes` where that is more. None if the bucket holds none.
 
         A rest of less than a share is charged with it: it could not be used before it has grown.
         """
@@ -207,11 +208,11 @@ class ServerBudget:
                 return None
             rest = level - max(self._share_bytes, num_bytes)
             self._charging_since = time.monotonic()
-            self._charging = asyncio.ensure_future(self._charged(rest if rest >= self._share_bytes else 0))
+            self._charging = asyncio.ensure_future(self._write_charge(rest if rest >= self._share_bytes else 0))
         return self._charging
 
-    async def _charged_in_time(self, num_bytes: int) -> bool:
-        """False if the bucket holds no share, or if the file does not take it in time."""
+    async def _wait_for_charge(self, num_bytes: int) -> bool:
+        """False if the bucket holds no share, or if the file is not written in time."""
         charging = self._charge(num_bytes)
         if charging is None:
             return False
@@ -220,7 +221,7 @@ class ServerBudget:
             await asyncio.wait((charging,), timeout=patience)
         return charging.done() and charging.result()
 
-    async def _charged(self, level: int) -> bool:
+    async def _write_charge(self, level: int) -> bool:
         at = self._on_disk.at_ns
         try:
             if self._file is None:  # closed meanwhile
@@ -240,11 +241,11 @@ class ServerBudget:
         self._closed, file, self._file = True, self._file, None
         if file is not None:
             level = self._bucket.level_bytes
-            self._threads.submit(_written_and_closed, file, self._clock, self._bucket.at_ns, level)
+            self._threads.submit(_write_and_close, file, self._clock, self._bucket.at_ns, level)
         return await self._threads.close(timeout_seconds)
 
 
-def _opened(path: str) -> BudgetFile | None:
+def _open_file(path: str) -> BudgetFile | None:
     file = BudgetFile(path)
     try:
         return file if file.open() else None
@@ -253,14 +254,14 @@ def _opened(path: str) -> BudgetFile | None:
         raise
 
 
-def _read(file: BudgetFile, clock: BootClock) -> tuple[int, int]:
-    """The result of `BudgetFile.read`. Written again, so that from now on time counts that did not so far."""
+def _read_file(file: BudgetFile, clock: BootClock) -> tuple[int, int]:
+    """Read the file and write it again, so that from now on time counts that did not so far."""
     level, at = file.read(clock)
     file.write(clock, at, level)
     return level, at
 
 
-def _written_and_closed(file: BudgetFile, clock: BootClock, at_ns: int, level_bytes: int) -> None:
+def _write_and_close(file: BudgetFile, clock: BootClock, at_ns: int, level_bytes: int) -> None:
     try:
         with suppress(OSError):  # then it stays charged
             file.write(clock, at_ns, level_bytes)

@@ -32,18 +32,18 @@ class SegmentedLRU(EvictionPolicy):
         self._lists.append(ONCE, slots)
 
     def touch(self, slots: Sequence[int]) -> None:
-        self._lists.heat(PROTECTED, slots)
+        self._lists.move_to_end(PROTECTED, slots)
         for slot in slots:
             self._num_protected += not self._protected[slot]
             self._protected[slot] = 1
         while self._num_protected > self._protected_max:
             coldest = next(self._lists.from_coldest(PROTECTED))
-            self._lists.heat(ONCE, (coldest,))
+            self._lists.move_to_end(ONCE, (coldest,))
             self._unprotect((coldest,))
 
     def renew(self, slots: Sequence[int]) -> None:
         for slot in slots:
-            self._lists.heat(self._protected[slot], (slot,))
+            self._lists.move_to_end(self._protected[slot], (slot,))
 
     def remove(self, slots: Sequence[int]) -> None:
         self._lists.unlink(slots)

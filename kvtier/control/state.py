@@ -10,8 +10,8 @@ from kvtier.control.jobs import CPU_TIER, JobOwner, JobTable
 from kvtier.control.tiers.aged_tier import AgedTier
 from kvtier.control.tiers.lower_tier import LowerTier, TierCounters, TierSpec, lower_tiers
 from kvtier.control.tiers.owned_tier import OwnedTier
+from kvtier.control.tiers.reuse_times import TickClock
 from kvtier.control.tiers.tier_index import TierIndex
-from kvtier.control.tiers.use_ages import UseTime
 from kvtier.policy import JournaledPolicy, RequestModels
 from kvtier.types.keys import OffloadKey
 
@@ -72,9 +72,9 @@ class ControlState(JobTable[JobOwner]):
     `epoch` is the namespace's, which the jobs carry; `resets` counts those of this session. `ended_ages` are those of
     the engine's jobs of which every block got an outcome since the last step, `filled_ages` those of requests for which
     a fill ended, or that were stopped. `awaited` are the blocks that loads wait for. `joining`: the lower tiers are
-    held back and may join yet. `indexes` are those of the tiers that are not held back. `models` are what the
-    tiers' policies learn from requests; there are none if no policy follows them. `followers`: the owned tiers, and
-    their policies, that do.
+    held back and may join yet. `indexes` are those of the tiers that are not held back. `models` are the statistics of
+    requests of the tiers' policies; there are none if no policy follows requests. `request_policies`: the owned tiers,
+    and their policies, that do.
     """
 
     def __init__(self, cpu: TierSpec, lowers: Sequence[TierSpec]) -> None:
@@ -86,7 +86,7 @@ class ControlState(JobTable[JobOwner]):
         rows = len(self.cpu.table) * 3 // 4  # the others are enough for loads and stores to go on
         self.cpu.retained.max_bytes = min(cpu.retained_bytes_max, rows * cpu.opened.space.slot_bytes[0])
         self.cpu_counters = TierCounters()
-        self.use_time = UseTime()
+        self.tick_clock = TickClock()
         super().__init__(max((spec.opened.epoch for spec in lowers), default=0))
         self.resets = 0
         self.fills: dict[int, list[tuple[FillWaiter, int]]] = {}
@@ -100,7 +100,7 @@ class ControlState(JobTable[JobOwner]):
         self.lowers = lower_tiers(lowers, self.num_rows, self.epoch, self.models)
         self.indexes: list[TierIndex] = []
         self.owned_tiers: list[OwnedTier] = []
-        self.followers: list[tuple[OwnedTier, JournaledPolicy]] = []
+        self.request_policies: list[tuple[OwnedTier, JournaledPolicy]] = []
         self.all_owned = True
         self.aged_tiers: list[AgedTier] = []
         self.reclaim_at = math.inf
@@ -110,9 +110,11 @@ class ControlState(JobTable[JobOwner]):
         """Lower tiers were taken in or are held back."""
         self.indexes = [self.cpu, *(lower.index for lower in self.lowers if not lower.held_back)]
         self.owned_tiers = [index for index in self.indexes if isinstance(index, OwnedTier)]
-        self.followers = [(tier, tier.follower) for tier in self.owned_tiers if tier.follower is not None]
+        self.request_policies = [
+            (tier, tier.request_policy) for tier in self.owned_tiers if tier.request_policy is not None
+        ]
         for tier in self.owned_tiers:
-            tier.uses.time = self.use_time
+            tier.uses.time = self.tick_clock
         self.all_owned = len(self.owned_tiers) == len(self.indexes)
         self.aged_tiers = [index for index in self.indexes if isinstance(index, AgedTier)]
         self.reclaim_at = -math.inf if self.aged_tiers else math.inf

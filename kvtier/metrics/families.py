@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Literal
 
 from kvtier.control.tiers.histogram import DURATION_BOUNDS, HistogramFigures
-from kvtier.control.tiers.use_ages import AGE_BOUNDS
+from kvtier.control.tiers.reuse_times import AGE_BOUNDS
 from kvtier.stack.watching.stats import StackStats
 from kvtier.types.jobs import DropReason, SkipReason
 

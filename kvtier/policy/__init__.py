@@ -35,9 +35,9 @@ ModelT = TypeVar("ModelT", bound=RequestModel)
 
 
 class RequestModels:
-    """The models of one stack: one of each type that a policy or an admission asks for. `policies`: the tiers'.
+    """The models of one stack: one of each type that a policy or an admission needs. `policies`: the tiers'.
 
-    `journal` holds what they and the policies that share them have yet to take in.
+    `journal` holds the calls that they and the policies that share them have yet to make.
     """
 
     def __init__(self, policies: Iterable[str | type[EvictionPolicy]] = ()) -> None:

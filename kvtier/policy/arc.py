@@ -1,10 +1,10 @@
 """ARC, the adaptive replacement cache (Megiddo and Modha, FAST 2003), on slots that are filled asynchronously.
 
-T1 holds what was used once since it came, T2 what was used again; B1 and B2 remember what left them. A ghost hit in
-B1 says T1 was too small, one in B2 that T2 was; `p`, a real number of slots, is the size T1 should have.
+T1 holds blocks that were used once since they came, T2 those used again; B1 and B2 remember what left them. A ghost hit
+in B1 means that T1 was too small, one in B2 that T2 was. `p`, a real number of slots, is the size T1 should have.
 
-Called key by key (admit, evict when full, insert) it walks through the states of the paper's figure 4. The paper makes
-room among the ghosts before it replaces; here room is made when a ghost or a slot needs it, which ends in the same
+Called key by key (admit, evict when full, insert) it goes through the states of the paper's figure 4. The paper makes
+room among the ghosts before it replaces. Here room is made when a ghost or a slot needs it, which ends in the same
 state and costs no ghost when a fill is aborted. Always: |T1| + |B1| <= c, |B1| + |B2| <= c, |T1| + |T2| <= c.
 
 Memory: 34 bytes a slot (9 for T1 and T2, 25 for the ghosts), allocated at once, and the keys that hit a ghost and
@@ -26,7 +26,7 @@ ONCE, AGAIN = 0, 1
 
 
 class ARC(EvictionPolicy):
-    """Balances recency and frequency by the ghosts it sees again.
+    """Adaptive replacement: recency and frequency, balanced by the ghosts that come again.
 
     A key whose fill is aborted after `admit` stays promised to T2 until it is filled, or until `num_slots` younger
     promises have been made; nothing else remembers it.
@@ -47,7 +47,7 @@ class ARC(EvictionPolicy):
 
     @property
     def target(self) -> float:
-        """How many slots T1 should have: the paper's p, between 0 and `num_slots`."""
+        """Slots that T1 should have: the paper's p, between 0 and `num_slots`."""
         return self._p
 
     def admit(self, keys: Sequence[OffloadKey]) -> None:
@@ -85,7 +85,7 @@ class ARC(EvictionPolicy):
 
     def touch(self, slots: Sequence[int]) -> None:
         """Whatever is used again belongs to T2."""
-        self._lists.heat(AGAIN, slots)
+        self._lists.move_to_end(AGAIN, slots)
         where, promoted = self._where, 0
         for slot in slots:
             if where[slot] == ONCE:
@@ -97,7 +97,7 @@ class ARC(EvictionPolicy):
     def renew(self, slots: Sequence[int]) -> None:
         """Each stays in the list it is in."""
         for slot in slots:
-            self._lists.heat(self._where[slot], (slot,))
+            self._lists.move_to_end(self._where[slot], (slot,))
 
     def remove(self, slots: Sequence[int]) -> None:
         self._lists.unlink(slots)
@@ -126,7 +126,7 @@ class ARC(EvictionPolicy):
         return self._victims(None)
 
     def _victims(self, pins: Sequence[int] | None) -> Iterator[int]:
-        """The slots without a hold in the order REPLACE takes them, as long as nothing changes."""
+        """Slots that are not pinned, in the order of REPLACE as long as nothing changes."""
         after = self._lists.next
         ends = (self._capacity + ONCE, self._capacity + AGAIN)
         cold = [after[ends[ONCE]], after[ends[AGAIN]]]

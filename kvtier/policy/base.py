@@ -10,11 +10,11 @@ from kvtier.types.keys import GroupIndex, OffloadKey, RequestId
 from kvtier.types.requests import RequestUse
 
 MODEL_BYTES_MAX = 4 << 20
-"""The most that a model may save."""
+"""Bytes that a model may save, at most."""
 
 
 class EvictionPolicy(ABC):
-    """Decides which ready slot goes first. Works on slot numbers in batches; knows no state, no clock, no randomness.
+    """Order in which ready slots are evicted. In batches of slot numbers; without state, clock or randomness.
 
     `keys[slot]` is the tier's own list: valid for a slot from `insert` until after `evict` or `remove` returned.
     Slots are given in access order, the leaf of a request before its root, so a parent never ages before its children.
@@ -25,27 +25,27 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def admit(self, keys: Sequence[OffloadKey]) -> None:
-        """These keys missed and are about to be placed, in access order. Called before `evict` makes room for them."""
+        """Prepare for keys that missed and are about to be placed, in access order. Called before `evict`."""
 
     @abstractmethod
     def insert(self, slots: Sequence[int]) -> None:
-        """These slots became ready; the last one is the most recent."""
+        """Add slots that became ready; the last one is the most recent."""
 
     @abstractmethod
     def touch(self, slots: Sequence[int]) -> None:
-        """These ready slots were used; the last one is the most recent."""
+        """Count a use of these ready slots; the last one is the most recent."""
 
     @abstractmethod
     def renew(self, slots: Sequence[int]) -> None:
-        """These ready slots are the most recent after all, the last one most of all; this is no use of them."""
+        """Make these ready slots the most recent, the last one most of all; this is no use of them."""
 
     @abstractmethod
     def remove(self, slots: Sequence[int]) -> None:
-        """These slots' content is gone for good (corrupt, reset): nothing about it is remembered."""
+        """Remove slots whose content is gone for good (corrupt, reset): nothing about it is remembered."""
 
     @abstractmethod
     def forget(self, slots: Sequence[int]) -> None:
-        """These slots were evicted by the tier's own choice along `coldest`, as if `evict` had chosen them."""
+        """Remove slots that the tier evicted by its own choice along `coldest`, as if `evict` had chosen them."""
 
     @abstractmethod
     def evict(self, count: int, pins: Sequence[int]) -> list[int] | None:
@@ -57,9 +57,9 @@ class EvictionPolicy(ABC):
 
 
 class RequestModel(ABC):
-    """What is learned from requests: one of its kind in a stack, shared by the policies and admissions that ask it.
+    """Statistics of requests: one of its kind in a stack, shared by the policies and admissions that use it.
 
-    It is given each use before the policies are. It knows no clock and no randomness: the same calls end in the same
+    It is given each use before the policies are. It has no clock and no randomness: the same calls end in the same
     state. `NAME` names the file that keeps what it has learned: at most 32 lower-case letters, digits, "-" and "_".
     """
 
@@ -70,29 +70,29 @@ class RequestModel(ABC):
 
     @abstractmethod
     def begin_request(self, use: RequestUse) -> None:
-        """A request begins. Its blocks are stored and loaded later, if at all, perhaps after other requests began."""
+        """Begin a request. Its blocks are stored and loaded later, if at all, perhaps after other requests began."""
 
     def extend_request(  # noqa: B027 (not abstract: most have no use for it)
         self, request_id: RequestId, group: GroupIndex, keys: Sequence[OffloadKey]
     ) -> None:
-        """A request that began goes on with these blocks of its output, right after those it has, in prefix order.
+        """Extend a request that began by these blocks of its output, right after those it has, in prefix order.
 
         They are about to be stored. Ignored unless overridden.
         """
 
     @abstractmethod
     def end_request(self, request_id: RequestId, output_tokens: int | None) -> None:
-        """A request has ended, with so many tokens of output; None where that is unknown, or it was aborted."""
+        """End a request, with its tokens of output; None where that is unknown, or it was aborted."""
 
     @abstractmethod
     def advance(self, time: float) -> None:
-        """Time has passed up to here, in the time of the uses. Bounded work, however much time that is."""
+        """Let time pass up to here, in the time of the uses. Bounded work, however much time that is."""
 
     @abstractmethod
     def save(self) -> bytes:
-        """What was learned, without any content: no keys, nothing of a request. At most `MODEL_BYTES_MAX`.
+        """Statistics as bytes, without any content: no keys, nothing of a request. At most `MODEL_BYTES_MAX`.
 
-        The first bytes say which version wrote it.
+        The first bytes are the version that wrote it.
         """
 
     @abstractmethod
@@ -104,7 +104,7 @@ class RequestModel(ABC):
 
     @abstractmethod
     def describe(self) -> Sequence[str]:
-        """What was learned, in words for a person; one line each."""
+        """Statistics in words for a person; one line each."""
 
 
 class RequestPolicy(EvictionPolicy):
@@ -114,9 +114,8 @@ class RequestPolicy(EvictionPolicy):
     are in no request: those of groups that keep no chain (a sliding window), and of an embedder that announces none.
     `touch` is called only for uses that no `begin_request` comes with.
 
-    Calls that only tell it something (`admit`, `insert`, `touch`, `renew`, requests, time) may come later than that
-    happened, but in their order, and before the policy is asked anything or loses a slot. They may come in a second
-    thread, one at a time.
+    Calls that return nothing (`admit`, `insert`, `touch`, `renew`, requests, time) may come later than that happened,
+    but in their order, and before any other call of the policy. They may come in a second thread, one at a time.
 
     A tier may be opened, and its policy made, in another thread than the stack's: until `insert`, `begin_request` or
     `advance` is called for the first time the policy does nothing with the model but keep it.
@@ -129,11 +128,11 @@ class RequestPolicy(EvictionPolicy):
 
     @abstractmethod
     def recover(self, slots: Sequence[int]) -> None:
-        """These slots hold what the tier was opened with, the newest last. Called once at most, before all else."""
+        """Add slots that hold what the tier was opened with, the newest last. Called once at most, before all else."""
 
     @abstractmethod
     def begin_request(self, use: RequestUse, slots: Sequence[int]) -> None:
-        """A request begins. `slots[i]` is the ready slot of `use.keys[i]` in this tier, -1 where there is none."""
+        """Begin a request. `slots[i]` is the ready slot of `use.keys[i]` in this tier, -1 where there is none."""
 
     def extend_request(
         self, request_id: RequestId, group: GroupIndex, keys: Sequence[OffloadKey], slots: Sequence[int]
@@ -142,15 +141,15 @@ class RequestPolicy(EvictionPolicy):
 
     @abstractmethod
     def end_request(self, request_id: RequestId, output_tokens: int | None) -> None:
-        """A request that began has ended; see `RequestModel.end_request`."""
+        """End a request that began; see `RequestModel.end_request`."""
 
     @abstractmethod
     def advance(self, time: float) -> None:
-        """Time has passed up to here. Called before a batch of blocks is placed. Bounded work."""
+        """Let time pass up to here. Called before a batch of blocks is placed. Bounded work."""
 
     @abstractmethod
     def bypass(self, keys: Sequence[OffloadKey], evictions: int, pins: Sequence[int]) -> Sequence[int]:
-        """Which of these keys, by index, are worth less than what would be evicted for them. Changes nothing.
+        """Keys, by index, that are worth less than what would be evicted for them. Changes nothing.
 
         None of the keys has a slot. They are in prefix order, perhaps of several requests; to place them all takes
         `evictions` evictions, at most as many as there are keys. What is returned is not placed: a key is not to be
@@ -158,11 +157,11 @@ class RequestPolicy(EvictionPolicy):
         """
 
     @property
-    def places_all(self) -> bool:
-        """True if `bypass` would leave out nothing, whatever it is asked, until the next request begins."""
+    def admits_everything(self) -> bool:
+        """True if `bypass` would leave out nothing, whatever the keys, until the next request begins."""
         return False
 
-    def evict_some(self, count: int, pins: Sequence[int]) -> Sequence[int]:
+    def preselect(self, count: int, pins: Sequence[int]) -> Sequence[int]:
         """Choose and forget at most `count` slots with `pins[slot] == 0`, those that are easily found.
 
         It is ahead of need: they stay ready until a block needs a slot, and one that is used before that is inserted

@@ -1,7 +1,7 @@
 """Ghosts: the keys of evicted slots, remembered in order without keeping the keys.
 
 A key is remembered by its 64-bit fingerprint in a hash table made of flat arrays: 25 bytes a ghost, where a dict of
-keys would take about 170. Two keys of one fingerprint would count as one: a wrong guess of a policy about recency,
+keys needs about 170. Two keys of one fingerprint would count as one: a wrong guess of a policy about recency,
 once in about 2^64 / capacity lookups, and never a wrong block.
 """
 

@@ -24,10 +24,10 @@ class LRU(EvictionPolicy):
         self._lists.append(0, slots)
 
     def touch(self, slots: Sequence[int]) -> None:
-        self._lists.heat(0, slots)
+        self._lists.move_to_end(0, slots)
 
     def renew(self, slots: Sequence[int]) -> None:
-        self._lists.heat(0, slots)
+        self._lists.move_to_end(0, slots)
 
     def remove(self, slots: Sequence[int]) -> None:
         self._lists.unlink(slots)

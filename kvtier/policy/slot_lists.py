@@ -42,7 +42,7 @@ class SlotLists:
             last = slot
         before[end] = last
 
-    def heat(self, which: int, slots: Sequence[int]) -> None:
+    def move_to_end(self, which: int, slots: Sequence[int]) -> None:
         """Move slots, whichever list they are in, to the hot end of a list, the last one hottest."""
         after, before = self.next, self.prev
         end = self.num_slots + which

@@ -47,7 +47,7 @@ class BudgetWindow:
 
 
 class WriteBudget:
-    """At most `bytes_per_day` in any 24 hours of the time that is handed in, which may stand still but not go back.
+    """Budget of at most `bytes_per_day` in any 24 hours. Time is handed in; it may stand still but not go back.
 
     Bytes count when they are admitted, and when they are sent, which may be long after: no more is admitted than could
     be sent now. It begins as if the budget had been used evenly before: a process that starts does not get it all at

@@ -115,7 +115,7 @@ class RequestCalls(ABC):
         plane = assembled.plane
         try:
             if plane.uses is not None:
-                plane.uses.touched(keys, self._clock())
+                plane.uses.on_touch(keys, self._clock())
             plane.touch(keys)
         except BaseException as error:
             self._fail(error)

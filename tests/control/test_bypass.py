@@ -17,10 +17,10 @@ def following(setup: TierSpec) -> TierSpec:
 
 
 def refuse(world: World, *numbers: int, position: int) -> None:
-    follower = world.plane.control.owned_tiers[position].follower
-    assert follower is not None
-    assert isinstance(follower.policy, FollowingLRU)
-    follower.policy.unwanted = {key(n) for n in numbers}
+    request_policy = world.plane.control.owned_tiers[position].request_policy
+    assert request_policy is not None
+    assert isinstance(request_policy.policy, FollowingLRU)
+    request_policy.policy.unwanted = {key(n) for n in numbers}
 
 
 def store(world: World, *numbers: int) -> list[str]:
@@ -101,9 +101,9 @@ def test_a_size_of_slots_with_room_bypasses_nothing() -> None:
     world.submit(JobKind.STORE, [*(key(n) for n in range(36)), key(0, 1)])
     world.run_all()
     assert not owned.placement.has_unformatted
-    assert owned.follower is not None
-    assert isinstance(owned.follower.policy, FollowingLRU)
-    owned.follower.policy.unwanted = {key(99, 0), key(99, 1)}
+    assert owned.request_policy is not None
+    assert isinstance(owned.request_policy.policy, FollowingLRU)
+    owned.request_policy.policy.unwanted = {key(99, 0), key(99, 1)}
     assert owned.bypassed([key(99, 0), key(99, 1)]) == [key(99, 0)]
 
 

@@ -78,7 +78,7 @@ def test_one_that_is_used_is_the_most_recent_again(world: World, announced: bool
     if announced:
         world.plane.uses.begin(RequestId("r"), [key(2), key(1)], world.now, None, info=None)
     else:
-        world.plane.uses.touched([key(2), key(1)], world.now)
+        world.plane.uses.on_touch([key(2), key(1)], world.now)
         world.plane.touch([key(2), key(1)])
     assert chosen(world) == list(NEXT)[2:]
     for number in range(AHEAD_MAX // 2):
@@ -188,7 +188,7 @@ def test_a_small_tier_chooses_when_it_must() -> None:
 @pytest.mark.parametrize("count", [FEW, FEW + 1])
 def test_few_blocks_are_placed_unasked(world: World, count: int) -> None:
     tier, fresh = tier_of(world), list(range(ROWS + 1, ROWS + 1 + count))
-    tier.follower.policy.unwanted = {key(number) for number in fresh}
+    tier.request_policy.policy.unwanted = {key(number) for number in fresh}
     store(world, *fresh)
     few = count <= FEW
     assert [there(world, number) for number in fresh] == [few] * count

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvtier.control.tiers.histogram import DURATION_BOUNDS, Histogram, merged
-from kvtier.control.tiers.use_ages import AGE_BOUNDS
+from kvtier.control.tiers.reuse_times import AGE_BOUNDS
 
 BOUNDS = (1.0, 2.0, 5.0)
 

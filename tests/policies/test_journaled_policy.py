@@ -139,7 +139,7 @@ class PlacesAll(FollowingLRU):
     asked = 0
 
     @property
-    def places_all(self) -> bool:
+    def admits_everything(self) -> bool:
         return True
 
     def bypass(self, keys: Sequence[OffloadKey], evictions: int, pins: Sequence[int]) -> Sequence[int]:

@@ -8,7 +8,7 @@ import pytest
 from support_reuse import Tier, chat, prompt
 
 from kvtier.errors import IntegrityError
-from kvtier.policy.reuse.announced_blocks import AnnouncedBlocks
+from kvtier.policy.reuse.pending_blocks import PendingBlocks
 from kvtier.policy.reuse.prediction.classes import LEFT
 from kvtier.policy.reuse.prediction.segments import NONE, Segments
 from kvtier.types.keys import OffloadKey, make_key
@@ -196,8 +196,8 @@ def test_every_block_stays_in_order_whatever_happens(num_slots: int, seed: int) 
         tier.free_slots(gone)
         tier.policy.touch(list(tier.slots.values())[:2])
         tier.check()
-    known = tier.policy._announced
-    assert len(known) <= known.latest_max + known.older_max
+    known = tier.policy._pending
+    assert len(known) <= known.kept_max + num_slots
 
 
 @pytest.mark.parametrize("num_slots", [40, 200])
@@ -219,8 +219,8 @@ def test_blocks_that_come_late_and_in_any_order_stay_at_their_places(num_slots: 
             tier.store([make_key(rng.randbytes(8), 0)])
         if not step % 10:
             tier.check()
-    known = tier.policy._announced
-    assert len(known) <= known.latest_max + known.older_max
+    known = tier.policy._pending
+    assert len(known) <= known.kept_max + num_slots
 
 
 def test_more_segments_than_there_are_ids_for_keep_what_comes_back() -> None:
@@ -314,7 +314,7 @@ def test_a_segment_knows_its_last_two_keys(grown: int) -> None:
 
 def test_blocks_are_known_by_their_keys_alone_long_after_they_were_announced() -> None:
     segments = Segments(400, 1 << 20)
-    known = AnnouncedBlocks(64, segments)
+    known = PendingBlocks(64, segments)
     prompts = [chat(session, 20) for session in range(400)]
     for keys in prompts:
         known.make_room()
@@ -331,4 +331,4 @@ def test_blocks_are_known_by_their_keys_alone_long_after_they_were_announced() -
         (20, 40, NONE, NONE),
         (40, 60, NONE, NONE),
     ]
-    assert len(known) <= known.latest_max + known.older_max
+    assert len(known) <= known.kept_max

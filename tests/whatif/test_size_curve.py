@@ -107,7 +107,7 @@ def test_each_owned_tier_counts_requests_that_begin_once_and_nothing_else() -> N
     for number, keys in enumerate(([1, 2], [3, 4], [1, 2], [1, 2])):
         for _ in range(2):
             world.plane.uses.begin(RequestId(str(number)), [key(n) for n in keys], float(number), None, NO_INFO)
-    world.plane.uses.touched([key(9)], 5.0)
+    world.plane.uses.on_touch([key(9)], 5.0)
     cpu, disk = [tier.curve for tier in world.plane.control.owned_tiers]
     assert cpu is not None
     assert disk is not None

@@ -14,10 +14,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-from kvtier.control.flow.cold_rows import ColdRows
 from kvtier.control.flow.dirty_rows import ALL_TIERS, DirtyRows
+from kvtier.control.flow.eviction_admission import EvictionAdmission
 from kvtier.control.flow.lower_transfer import LowerTransfer, pick
-from kvtier.control.flow.refused_rows import RefusedRows
+from kvtier.control.flow.rejected_rows import RejectedRows
 from kvtier.control.jobs import CPU_TIER
 from kvtier.control.state import ControlState
 from kvtier.control.tiers.breaker import BreakerState
@@ -41,8 +41,8 @@ class Demotions:
         self.watermark_rows = watermark_rows
         self.closing = False
         self.dirty = DirtyRows(control.cpu)
-        self._refused = RefusedRows(control, self.dirty)
-        self._cold = ColdRows(control, self.dirty, self._refused)
+        self._rejected = RejectedRows(control, self.dirty)
+        self._eviction_admission = EvictionAdmission(control, self.dirty, self._rejected)
         self._gather_seconds = gather_seconds
         self._gather_blocks = min(GATHER_BLOCKS, 1 + control.num_rows // 16)
         self.late = 0
@@ -81,7 +81,7 @@ class Demotions:
         are queued in that order; the other way round for a policy that follows requests, which takes the front first.
         """
         if not self.admits_all:
-            self._refused.clear(rows)
+            self._rejected.clear(rows)
         for lower in self.control.lowers:
             if lower.position == source:
                 continue
@@ -96,7 +96,7 @@ class Demotions:
         Call unless `admits_all`. The order of the rows is as in `row_ready`.
         """
         for lower in self.control.lowers:
-            again = [row for row in rows if self._refused.take(lower, row)]  # they may name a row twice
+            again = [row for row in rows if self._rejected.pop(lower, row)]  # they may name a row twice
             if again and not lower.held_back:
                 self._offer(lower, again, True, now)
 
@@ -108,10 +108,10 @@ class Demotions:
         if lower.admission is None:
             self._mark(lower, needed)
         elif lower.late_admission is not None:
-            self._cold.offered(lower, needed, used_again)
+            self._eviction_admission.offered(lower, needed, used_again)
         else:
             for row in needed:
-                self._mark(lower, self._refused.admitted(lower, row, used_again, now))
+                self._mark(lower, self._rejected.rows_to_write(lower, row, used_again, now))
 
     def _needed(self, lower: LowerTier, rows: Sequence[int], now: float) -> Sequence[int]:
         """Those of the rows whose blocks the tier does not have."""
@@ -152,12 +152,12 @@ class Demotions:
                 wanted = wanted or bool(self.dirty.bits[row] & lower.bit)
                 continue
             if lower.late_admission is not None:
-                wanted = self._cold.write_back(lower, row, now) or wanted
+                wanted = self._eviction_admission.write_back(lower, row, now) or wanted
                 continue
             queued = (self.dirty.due if lower.on_evict else self.dirty.bits)[row] & lower.bit
             if lower.budgeted is not None:
                 lower.budgeted.admit_parent(key)
-            self._refused.take(lower, row)
+            self._rejected.pop(lower, row)
             self.dirty.mark((row,), lower.bit)
             if not queued and not self.dirty.sending[row] & lower.bit:
                 if lower.on_evict:
@@ -170,11 +170,11 @@ class Demotions:
     def evicted_below(self, lower: LowerTier, keys: Sequence[OffloadKey]) -> None:
         """A tier evicted these keys: rows that have them are dirty again if it is `on_evict`, or offered anew once they
         are used if its policy follows requests. Not while closing: a tier smaller than the rows would never be done."""
-        if self.closing or lower.held_back or not (lower.on_evict or lower.follows):
+        if self.closing or lower.held_back or not (lower.on_evict or lower.is_request_aware):
             return
         for row in map(self.control.cpu.ready, keys):
-            if row is not None and lower.follows:
-                self._refused.offer_again(lower, row)
+            if row is not None and lower.is_request_aware:
+                self._rejected.offer_again(lower, row)
             elif row is not None:
                 self.dirty.mark((row,), lower.bit)
 
@@ -189,7 +189,7 @@ class Demotions:
             for lower in self.control.lowers:
                 if self.dirty.bits[row] & lower.bit:
                     lower.counters.drop(DropReason.BACKLOG)
-                    self._refused.given_up(lower, (row,))
+                    self._rejected.on_give_up(lower, (row,))
         self.dirty.clean(rows)
 
     def reset(self) -> None:
@@ -220,7 +220,9 @@ class Demotions:
                 if lower.refusal is not None:
                     self._give_up(lower, lower.refusal)
             elif lower.late_admission is not None:
-                self._cold.choose(lower, self._rows_needed(lower) - lower.stores_in_flight - len(lower.queue), now)
+                self._eviction_admission.choose(
+                    lower, self._rows_needed(lower) - lower.stores_in_flight - len(lower.queue), now
+                )
                 self._plan_queue(lower, now)
             elif lower.on_evict:
                 if lower.queue:
@@ -258,7 +260,7 @@ class Demotions:
         if rows:
             lower.counters.drop(reason, len(rows))
             self.dirty.clean(rows, lower.bit)
-            self._refused.given_up(lower, rows)
+            self._rejected.on_give_up(lower, rows)
 
     def _plan_queue(self, lower: LowerTier, now: float) -> None:
         queue = lower.queue
@@ -296,22 +298,24 @@ class Demotions:
         """Closing: demote rows that are dirty for an `on_evict` tier, as far as the limits allow."""
         for lower in self.control.lowers:
             if lower.late_admission is not None:
-                self._cold.choose(lower, self.dirty.count, now, warmest_first=True)
+                self._eviction_admission.choose(lower, self.dirty.count, now, warmest_first=True)
                 self._plan_queue(lower, now)
             elif lower.on_evict:
                 self._send_cold(lower, self._room(lower), now)
 
     def _send(self, lower: LowerTier, rows: list[int], now: float) -> bool:
         """Emit demotion jobs, one for each root; False when the lower tier has no slot at all for now."""
-        if over := self._refused.over_budget(lower, rows, now):
+        if over := self._rejected.over_budget(lower, rows, now):
             self._drop(lower, over, DropReason.WRITE_BUDGET)
             return len(over) == len(rows) or self._send(lower, [row for row in rows if row not in over], now)
         keys = self._keys(rows)
         if lower.owned is None:
             self._emit(DemotionJob(self, lower, keys, rows, ()), now)
             return True
-        if lower.owned.follower is not None and (unwanted := self._refused.bypassed(lower.owned, keys)):
-            rows = self._refused.bypass(lower, rows, set(unwanted))
+        if lower.owned.request_policy is not None and (
+            unwanted := self._rejected.rejected_by_policy(lower.owned, keys)
+        ):
+            rows = self._rejected.bypass(lower, rows, set(unwanted))
             return not rows or self._send(lower, rows, now)
         if lower.disk_full and not any(self.dirty.retried[row] & lower.bit for row in rows):
             lower.owned.placement.try_full_disks(now)

@@ -68,7 +68,7 @@ class StoreRequest(EngineJob, FillWaiter):
         control = self.control
         if not self.demotions.admits_all:
             self._use_again(now)  # before room is counted: it pins rows
-        if not control.cpu.places_unasked(len(self.todo)):
+        if not control.cpu.skips_bypass(len(self.todo)):
             self._bypass(now)
         room = control.cpu.available
         if room and self._advance_all_new(room):

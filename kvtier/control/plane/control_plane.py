@@ -22,7 +22,7 @@ from kvtier.control.jobs import TierJob
 from kvtier.control.plane.deliveries import JoiningTiers, PresenceQuery, Recipient
 from kvtier.control.plane.lookups import look_up
 from kvtier.control.plane.open_jobs import OpenJobs
-from kvtier.control.request_uses import RequestUses
+from kvtier.control.request_tracker import RequestTracker
 from kvtier.control.reservations import Reservation, Reservations
 from kvtier.control.row_admission import RowAdmission
 from kvtier.control.state import ControlState
@@ -88,7 +88,7 @@ class EventLog:
 class ControlPlane(Recipient):
     """Everything that decides. See the module's docstring for how to drive it.
 
-    `uses` (`RequestUses`, with `chains`) takes in requests where a policy follows them, and with `limits.curves`. No
+    `uses` (`RequestTracker`, with `chains`) takes in requests where a policy follows them, and with `limits.curves`. No
     other call uses its `info`.
     """
 
@@ -103,7 +103,7 @@ class ControlPlane(Recipient):
         limits = limits or ControlLimits()
         self.control = ControlState(cpu, lowers)
         followed = limits.curves or list(self.control.models)
-        self.uses = RequestUses(self.control, chains, limits.curves) if followed else None
+        self.uses = RequestTracker(self.control, chains, limits.curves) if followed else None
         self._demotions = Demotions(self.control, limits.watermark_rows, limits.gather_seconds)
         self._promotions = Promotions(self.control, self._demotions)
         self.choice = LoadOrCompute(self._promotions, limits.block_seconds)
@@ -137,7 +137,7 @@ class ControlPlane(Recipient):
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """One request used these keys, given in prefix order. Recorded leaf to root, so that no parent ages first."""
         for tier in self.control.owned_tiers:
-            if tier.follower is not None and self.uses is not None and self.uses.counted:
+            if tier.request_policy is not None and self.uses is not None and self.uses.counted:
                 continue
             state = tier.table.state
             found = map(tier.directory.get, reversed(keys))
@@ -292,8 +292,8 @@ class ControlPlane(Recipient):
                     self.touch(request.loaded_keys)
 
     def _tick(self, now: float) -> None:
-        """Time has passed, a tick of `UseTime` at least; in shorter steps neither ages nor policies can tell."""
-        self._tick_at = self.control.use_time.advance(now)
+        """Time has passed, a tick of `TickClock` at least; in shorter steps neither ages nor policies can tell."""
+        self._tick_at = self.control.tick_clock.advance(now)
         if self.uses is not None:
             self.uses.advance(now)
 

@@ -262,8 +262,8 @@ class LowerTier:
     Its transfers hold at most `rows_max` CPU rows at once (`rows_in_flight`), those whose job is late and has
     not really ended included (`rows_late`). So a frozen tier never takes more of the CPU tier than that.
     `admission` decides which blocks the tier takes; None: every one. `budgeted`: the same, if writes are limited, and
-    `late_admission` if it then decides as blocks are about to be evicted from their rows. `follows`: its policy follows
-    requests. Then rows, given leaf first, are queued root first: `queue_step` is how they are walked.
+    `late_admission` if it then decides as blocks are about to be evicted from their rows. `is_request_aware`: its
+    policy follows requests. Then rows, given leaf first, are queued root first: `queue_step` is how they are walked.
     Of its write-back: `queue` has the (row, generation) of dirty rows that wait, `send_at` is when they go at the
     latest, `stores_in_flight` are the blocks that were sent, in an order that `store_order` keeps.
     `room_breaker` opens when even the places of evicted blocks are refused because the disk is full.
@@ -293,13 +293,13 @@ class LowerTier:
                 self.owned.reset()
                 self.owned.take_changes()  # they were never published
         self.direct = None if isinstance(self.owned, AgedTier) else self.owned
-        self.follows = self.owned is not None and self.owned.follower is not None
-        self.queue_step = -1 if self.follows else 1
+        self.is_request_aware = self.owned is not None and self.owned.request_policy is not None
+        self.queue_step = -1 if self.is_request_aware else 1
         self.index: TierIndex = self.owned or _shared_tier(spec)
         daily = spec.write_bytes_per_day
         budget = None if daily is None else WriteBudget(daily, spec.block_bytes)
         late_rows = 4 * rows_max if self.on_evict else 0
-        self.admission = make_admission(spec.admit, models or RequestModels(), budget, late_rows, self.follows)
+        self.admission = make_admission(spec.admit, models or RequestModels(), budget, late_rows, self.is_request_aware)
         self.budgeted = self.admission if isinstance(self.admission, BudgetedAdmission) else None
         self.late_admission = self.budgeted if self.on_evict else None
         self.queue: deque[tuple[int, int]] = deque()
@@ -332,7 +332,7 @@ class LowerTier:
     @property
     def admits_all(self) -> bool:
         """True if every block is written: there is no admission, and a policy that does not follow requests."""
-        return self.admission is None and not self.follows
+        return self.admission is None and not self.is_request_aware
 
     @property
     def stuck(self) -> bool:

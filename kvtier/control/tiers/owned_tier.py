@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from kvtier.control.tiers.placement import Placement
 from kvtier.control.tiers.retained_slots import RetainedSlots
+from kvtier.control.tiers.reuse_times import ReuseTimes
 from kvtier.control.tiers.size_curve import SizeCurve
 from kvtier.control.tiers.slot_table import FILLING, FREE, QUARANTINED, READY, RETIRED, SlotTable
 from kvtier.control.tiers.tier_index import TierIndex
-from kvtier.control.tiers.use_ages import UseAges
 from kvtier.errors import IntegrityError
 from kvtier.policy import EvictionPolicy, JournaledPolicy, RequestModels, RequestPolicy, make_policy
 from kvtier.tier.block_age import BlockAges
@@ -23,9 +23,9 @@ ERRORS_TO_RETIRE = 2
 class OwnedTier(TierIndex):
     """Directory, slots and eviction of a tier whose placement belongs to the control plane.
 
-    `follower` is the policy if it follows requests; it shares a model and the journal in `models` with those of other
-    tiers. Where blocks have `ages`, new generations are times. `curve` is what other sizes would hit, where that is
-    counted. `uses` knows when slots were used; its time is set by the control plane.
+    `request_policy` is the policy if it follows requests; it shares a model and the journal in `models` with those of
+    other tiers. Where blocks have `ages`, new generations are times. `curve` has the hits of other sizes, if counted.
+    `uses` has the times at which slots were used; its time is set by the control plane.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class OwnedTier(TierIndex):
         self.placement = Placement(space, self.table)
         models = models or RequestModels()
         self.policy = make_policy(policy, space.num_slot_ids, self.table.keys, models)
-        self.follower: JournaledPolicy | None = None
+        self.request_policy: JournaledPolicy | None = None
         if isinstance(self.policy, RequestPolicy):
-            self.policy = self.follower = JournaledPolicy(
+            self.policy = self.request_policy = JournaledPolicy(
                 self.policy, models.journal, space.num_slot_ids if self.placement.one_size else 0
             )
         self.retained = RetainedSlots(self.table, self.policy, space.slot_bytes)
@@ -54,7 +54,7 @@ class OwnedTier(TierIndex):
         self.expired = 0
         self.peak_bytes = 0
         self.curve: SizeCurve | None = None
-        self.uses = UseAges(space.num_slot_ids)
+        self.uses = ReuseTimes(space.num_slot_ids)
         self._errors: dict[int, int] = {}
 
     # -- opening -------------------------------------------------------------------------------------------------
@@ -110,9 +110,9 @@ class OwnedTier(TierIndex):
             start = end
         return slots
 
-    def places_unasked(self, count: int) -> bool:
+    def skips_bypass(self, count: int) -> bool:
         """True if so many blocks at once are placed whatever they are worth."""
-        return self.follower is None or count <= self.follower.few_blocks
+        return self.request_policy is None or count < self.request_policy.bypass_min_blocks
 
     def bypassed(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Those of the keys, given in prefix order, that are worth less than what they would evict.
@@ -120,7 +120,7 @@ class OwnedTier(TierIndex):
         None of the keys may be in the directory. Empty where the policy does not follow requests, for few blocks, and
         while there is room.
         """
-        if self.places_unasked(len(keys)) or self.placement.has_unformatted:
+        if self.skips_bypass(len(keys)) or self.placement.has_unformatted:
             return []
         if self.placement.one_size:
             return self._bypassed_of_size(0, keys)
@@ -130,9 +130,9 @@ class OwnedTier(TierIndex):
 
     def _bypassed_of_size(self, size: int, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         evictions = len(keys) - self.placement.free_count[size]
-        if evictions <= 0 or self.follower is None:
+        if evictions <= 0 or self.request_policy is None:
             return []
-        return [keys[index] for index in self.follower.bypass(keys, evictions, self.table.pins)]
+        return [keys[index] for index in self.request_policy.bypass(keys, evictions, self.table.pins)]
 
     def _reserve_run(self, size: int, keys: Sequence[OffloadKey], limits: list[int] | None) -> list[int]:
         room = self.placement.free_count[size] + self.table.evictable
@@ -248,8 +248,8 @@ class OwnedTier(TierIndex):
         self.table.counts[READY] += len(slots)
         if not self.placement.one_size:
             self.placement.used(slots)
-        if recovered and self.follower is not None:
-            self.follower.recover(slots)
+        if recovered and self.request_policy is not None:
+            self.request_policy.recover(slots)
         else:
             self.policy.insert(self.retained.keep(slots) if self.retained.keys else slots)
 

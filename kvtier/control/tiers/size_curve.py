@@ -1,4 +1,4 @@
-"""What a running tier would hit if it were half, twice or four times as large: LRU, over the requests as they come.
+"""Hits that a running tier would have if it were half, twice or four times as large: LRU, over the same requests.
 
 The blocks that were used are kept as one list in the order of their last use, cut where the blocks before the cut fill
 one of the sizes. A block that is used again in front of a cut would have been hit at that size, and one behind it would
@@ -20,17 +20,17 @@ from kvtier.tier.contract import SlotSpace
 from kvtier.types.keys import OffloadKey, key_group
 
 SIZES = (0.5, 1.0, 2.0, 4.0)
-"""Sizes of which a curve says the misses, in sizes of the tier, ascending."""
+"""Sizes whose misses a curve counts, in sizes of the tier, ascending."""
 BLOCKS_MAX = 16384
 """Blocks that a curve keeps, at most, of the smallest slot size."""
 INTERVAL_LEAST = 6
-"""One block in so many is kept at most, so that the others cost a hash; more of a tier of less than 384 blocks."""
+"""Least interval, so that the other blocks cost a hash; it is less for a tier of less than 384 blocks."""
 BLOCKS_LEAST = 64
-"""Blocks that a curve keeps at least for one size of the tier, as far as it has so many."""
+"""Blocks that a curve keeps at least for one size of the tier, as far as it has them."""
 
 
 class SizeCurve:
-    """One for an owned tier. `used` counts the blocks of the requests since the tier opened.
+    """Misses of one owned tier by size. `used` counts the blocks of the requests since the tier opened.
 
     One block in `interval` is kept. A tier with slots of several sizes counts in bytes.
     """
@@ -52,7 +52,7 @@ class SizeCurve:
         return {size: self.interval * sum(self._found[index + 1 :]) for index, size in enumerate(SIZES)}
 
     def use(self, keys: Sequence[OffloadKey]) -> None:
-        """One request uses these keys, each once and in prefix order: from the leaf to the root, after all lookups."""
+        """Count a request that uses these keys, each once and in prefix order: leaf to root, after all lookups."""
         self.used += len(keys)
         if self.interval > 1:
             keys = [key for key in keys if not xxh3_64_intdigest(key) % self.interval]
@@ -63,7 +63,7 @@ class SizeCurve:
             self._renew(key)
 
     def _part_of(self, key: OffloadKey) -> int:
-        """Between which cuts the key is; one more than the last if it is not kept."""
+        """Index of the part that the key is in; one more than the last if it is not kept."""
         for index, part in enumerate(self._parts):
             if key in part:
                 return index
@@ -90,13 +90,13 @@ class SizeCurve:
                 return
 
     def reset(self) -> None:
-        """Nothing from before is used again."""
+        """Forget all blocks: none of them is used again."""
         for part in self._parts:
             part.clear()
         self._held = [0] * len(self._parts)
 
 
 def interval_of(num_blocks: int) -> int:
-    """One block in how many is kept for a tier of this size."""
+    """Interval of the blocks that are kept for a tier of this size."""
     fewest = min(INTERVAL_LEAST, max(1, num_blocks // BLOCKS_LEAST))
     return max(fewest, -int(-SIZES[-1] * num_blocks // BLOCKS_MAX))

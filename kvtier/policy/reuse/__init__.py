@@ -1,1 +1,1 @@
-"""Policy `reuse`: learns from requests which blocks come back; its model, its order of eviction, its admission."""
+"""Policy `reuse`: its statistics of which blocks come back, its order of eviction and its admission."""

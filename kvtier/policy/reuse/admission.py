@@ -31,15 +31,48 @@ REFUSED_KEYS = 1 << 16
 """Blocks that were not admitted that are remembered, twice at most."""
 
 
+class RecentKeys:
+    """Keys that are forgotten in the second turn after they were added."""
+
+    def __init__(self) -> None:
+        self._young: dict[OffloadKey, None] = {}
+        self._old: dict[OffloadKey, None] = {}
+
+    def __contains__(self, key: OffloadKey) -> bool:
+        return key in self._young or key in self._old
+
+    @property
+    def num_young(self) -> int:
+        """Number of keys that were added since the last turn."""
+        return len(self._young)
+
+    def add(self, key: OffloadKey) -> None:
+        """Add a key."""
+        self._young[key] = None
+
+    def discard(self, key: OffloadKey) -> bool:
+        """True if the key was in it."""
+        found = key in self
+        self._young.pop(key, None)
+        self._old.pop(key, None)
+        return found
+
+    def turn(self) -> int:
+        """Forget what was added before the last turn. Returns the number of keys."""
+        forgotten = len(self._old)
+        self._young, self._old = {}, self._young
+        return forgotten
+
+
 class Predicted(Admission):
     """Admission of a block whose expected hits are at least `HITS_MIN`.
 
     With `followed`, where the tier's policy follows requests, they are at least `FOLLOWED_HITS_MIN`.
 
     Expected are the hits until its worth falls below what the tier evicts (a moving mean), from the life tables of the
-    stack. A block counts for as much as the best of those after it in its latest prompt, and is admitted if the next
-    one is in the tier or was admitted just before: no block is written without those before it. A block that no request
-    announced is admitted. Prompts are kept for the blocks of `rows`.
+    stack. A block counts for as much as the best of those after it in its latest prompt. It is admitted, too, if the
+    next one is in the tier or was admitted just before: no block is written without those before it. A block that no
+    request announced is admitted. Prompts are kept for the blocks of `rows`.
     """
 
     def __init__(self, models: RequestModels, followed: bool = False, rows: int = 0) -> None:
@@ -55,8 +88,7 @@ class Predicted(Admission):
         self._rates: FloatArray | None = None
         self._expected: list[float] = []
         self._admitted: OffloadKey | None = None
-        self._refused: dict[OffloadKey, None] = {}
-        self._refused_before: dict[OffloadKey, None] = {}
+        self._refused = RecentKeys()
         self._again = 0
 
     def admits(self, key: OffloadKey, used_again: bool, holds: Callable[[OffloadKey], bool]) -> bool:
@@ -87,7 +119,7 @@ class Predicted(Admission):
         return self._again
 
     def expected_hits(self, prompt: Prompt, position: int) -> float:
-        """The hits to expect of a block of a prompt while the tier keeps it: the share of its kind that is used."""
+        """Expected hits of a block of a prompt while the tier keeps it: the share of its kind that is used."""
         if self._rates is not self._tables.rates or self._evictions >= COMPUTE_EVICTIONS:
             self._compute()
         return max(map(self._expected.__getitem__, self._prompts.kinds(prompt, position)))
@@ -126,43 +158,12 @@ class Predicted(Admission):
         return max(REACH_MIN, int((lived >= SHRINK).sum()))
 
     def _count_again(self, key: OffloadKey) -> None:
-        if key in self._refused or key in self._refused_before:
-            self._refused.pop(key, None)
-            self._refused_before.pop(key, None)
-            self._again += 1
+        self._again += self._refused.discard(key)
 
     def _remember(self, key: OffloadKey) -> None:
-        if len(self._refused) >= REFUSED_KEYS:
-            self._refused, self._refused_before = {}, self._refused
-        self._refused[key] = None
-
-
-class RecentKeys:
-    """Keys that are forgotten in the second turn after they were added."""
-
-    def __init__(self) -> None:
-        self._young: dict[OffloadKey, None] = {}
-        self._old: dict[OffloadKey, None] = {}
-
-    def __contains__(self, key: OffloadKey) -> bool:
-        return key in self._young or key in self._old
-
-    def add(self, key: OffloadKey) -> None:
-        """Add a key that is not in it."""
-        self._young[key] = None
-
-    def discard(self, key: OffloadKey) -> bool:
-        """True if the key was in it."""
-        found = key in self
-        self._young.pop(key, None)
-        self._old.pop(key, None)
-        return found
-
-    def turn(self) -> int:
-        """Forget what was added before the last turn. Returns the number of keys."""
-        forgotten = len(self._old)
-        self._young, self._old = {}, self._young
-        return forgotten
+        if self._refused.num_young >= REFUSED_KEYS:
+            self._refused.turn()
+        self._refused.add(key)
 
 
 class BudgetedAdmission(Predicted):
@@ -186,7 +187,7 @@ class BudgetedAdmission(Predicted):
         self._next_needs = 0
 
     def on_offer(self, keys: Sequence[OffloadKey]) -> None:
-        """These blocks were stored. Whether they are written is decided by `select_evicted`."""
+        """Count blocks that were stored. `select_evicted` decides later if they are written."""
         self._journal.take_in()
         for key in keys:
             self._count_again(key)
@@ -222,7 +223,7 @@ class BudgetedAdmission(Predicted):
     def affordable(
         self, keys: Sequence[OffloadKey], holds: Callable[[OffloadKey], bool], waits: Callable[[OffloadKey], bool]
     ) -> Collection[OffloadKey]:
-        """Those of the blocks, given leaf first, that may be sent now with those before them; these are promised room.
+        """Blocks, of these given leaf first, that may be sent now with those before them; these are promised room.
 
         Without enough of it the blocks nearest to the root are taken. `holds` is true of blocks that the tier has or is
         being sent, `waits` of those that may still be sent: none is without those before it.
@@ -249,14 +250,14 @@ class BudgetedAdmission(Predicted):
         return taken
 
     def on_send(self, keys: Sequence[OffloadKey]) -> None:
-        """These blocks are being written."""
+        """Count blocks that are being written."""
         for key in keys:
             self._recent.discard(key)
             self._unpromise(key)
         self.budget.record_sent(len(keys) * self._block_bytes)
 
     def on_give_up(self, keys: Sequence[OffloadKey]) -> None:
-        """These blocks are not written after all, whether they were admitted or not."""
+        """Give back the room of blocks that are not written after all, whether they were admitted or not."""
         for key in keys:
             if self._recent.discard(key):
                 self.budget.give_back(self._block_bytes)

@@ -1,8 +1,8 @@
-"""A journal before policies that follow requests: calls that only tell them something wait there until they are asked.
+"""A journal before policies that follow requests: calls that return nothing wait there until an answer is needed.
 
-Most steps of an engine tell a policy of requests and of blocks that became ready, and ask it nothing. The policy takes
-these calls in later, in the same order, so every answer is the one that it would have been: in the thread that asks,
-or between the engine's steps in a second one (`take_in_some`). Which of them it was makes no difference to any answer.
+Most steps of an engine notify a policy of requests and of blocks that became ready, and need no answer. These calls are
+made later, in the same order, so every answer is the one that it would have been: in the thread that needs it, or
+between the engine's steps in a second one (`take_in_some`). Which of them it was makes no difference to any answer.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 ENTRIES_MAX = 128
-"""Calls that wait, at most: beyond that all are taken in."""
+"""Calls that wait, at most: beyond that all are made."""
 PIECE = 8
-"""Calls that `take_in_some` takes in at once."""
+"""Calls that `take_in_some` makes at once."""
 
 
 class Journal:
-    """The calls that the models and policies of one stack have yet to take in, in the order in which they were made.
+    """Calls of the models and policies of one stack that have yet to be made, in their order.
 
     One thread calls `add` and `take_in`. A second one may call `take_in_some` while it holds `lock`, once that is one.
     A call that raises there leaves its policy half-way through a change: `add` and `take_in` raise it from then on.
@@ -40,7 +40,7 @@ class Journal:
         return number
 
     def take_in(self) -> None:
-        """Make every call that waits. Then models and policies may be asked, until the next `add`."""
+        """Make every call that waits. Then models and policies may answer, until the next `add`."""
         with self.lock:
             if self._error is not None:
                 raise self._error

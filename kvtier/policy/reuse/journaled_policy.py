@@ -1,9 +1,9 @@
-"""A policy that follows requests, as its tier has it: notified later (`policies.journal`), asked ahead of need.
+"""A policy that follows requests behind a journal: notified later (`reuse.journal`), with victims chosen ahead.
 
-Most steps of an engine need a few slots, and to ask the policy for them would cost more than the rest of the step's
-control plane. So it is asked ahead, by a call in the journal like those that tell it something. The slots that it
-chooses still hold their blocks, and are evicted as slots are needed. One that is used before that is given back to the
-policy, as a block that has become ready.
+Most steps of an engine need a few slots, and a choice by the policy would cost more than the rest of the step's control
+plane. So victims are chosen ahead, by a call in the journal like those that notify. The slots that it chooses still
+hold their blocks, and are evicted as slots are needed. One that is used before that is given back to the policy, as a
+block that has become ready.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from kvtier.types.requests import RequestUse
 
 AHEAD_MAX = 96
 AHEAD_PART = 16
-"""Slots that are chosen ahead, at most, and as which part of the tier."""
+"""Slots that are chosen ahead, at most, and the part of the tier that they are."""
 CHOOSE_PART = 8
 """More are chosen once this part of them has gone."""
 FEW_PART = 4
-"""As many blocks at once as this part of them are placed without a comparison of their worth."""
+"""Up to this part of them, blocks are placed without a comparison of their worth."""
 
 
 class JournaledPolicy(RequestPolicy):
     """A policy behind a journal. `policy` is itself, for calls that come from the journal.
 
-    `few_blocks`: so many at once are placed without `bypass`. Slots that are chosen are none of the policy's. They are
-    in `_chosen` first, which only calls in the journal change, and are added to `_ahead` once the last such call was
-    made (`_is_current`). Of `_ahead` the first goes next. When those calls are made changes no answer.
+    Fewer than `bypass_min_blocks` at once are placed without `bypass`. The policy does not have the slots that are
+    chosen. They are in `_chosen` first, which only calls in the journal change, and are added to `_ahead` once the last
+    such call was made (`_is_current`). Of `_ahead` the first goes next. The time of those calls changes no answer.
     """
 
     def __init__(self, policy: RequestPolicy, journal: Journal, num_slots: int) -> None:
@@ -38,7 +38,7 @@ class JournaledPolicy(RequestPolicy):
         self._journal = journal
         self._ahead_max = min(AHEAD_MAX, num_slots // AHEAD_PART)
         self._choose_at = max(1, self._ahead_max // CHOOSE_PART)
-        self.few_blocks = self._ahead_max // FEW_PART
+        self.bypass_min_blocks = self._ahead_max // FEW_PART + 1
         self._no_pins = bytes(num_slots)
         self._ahead: OrderedDict[int, None] = OrderedDict()  # a dict would look at all that went from its front
         self._chosen: dict[int, None] = {}
@@ -118,11 +118,11 @@ class JournaledPolicy(RequestPolicy):
         yield from self.policy.coldest()
 
     @property
-    def places_all(self) -> bool:
-        return self._last_begin <= self._journal.done and self.policy.places_all
+    def admits_everything(self) -> bool:
+        return self._last_begin <= self._journal.done and self.policy.admits_everything
 
     def bypass(self, keys: Sequence[OffloadKey], evictions: int, pins: Sequence[int]) -> Sequence[int]:
-        if self.places_all:
+        if self.admits_everything:
             return ()
         self._journal.take_in()
         return self.policy.bypass(keys, evictions, pins)
@@ -158,11 +158,11 @@ class JournaledPolicy(RequestPolicy):
 
     def _choose(self, count: int) -> None:
         """From the journal: whatever is pinned now, so that it makes no difference when this is."""
-        self._chosen.update(dict.fromkeys(self.policy.evict_some(count + self._short, self._no_pins)))
+        self._chosen.update(dict.fromkeys(self.policy.preselect(count + self._short, self._no_pins)))
         self._short = 0
 
     def _own(self, slots: Sequence[int]) -> Sequence[int]:
-        """Those of the slots that are the policy's; the others are not ahead any more."""
+        """Slots that the policy has; the others are not ahead any more."""
         gone = _taken(self._ahead, slots)
         self._short += len(gone)
         return _others(slots, gone)
@@ -203,7 +203,7 @@ class JournaledPolicy(RequestPolicy):
 
 
 def _taken(ahead: dict[int, None], slots: Sequence[int]) -> list[int]:
-    """Those of the slots that are ahead, taken out."""
+    """Remove the slots that are ahead, and return them."""
     if not ahead or ahead.keys().isdisjoint(slots):
         return []
     taken = [slot for slot in slots if slot in ahead]

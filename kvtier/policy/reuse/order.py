@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvtier.policy.reuse.order_choice import OrderChoice
+from kvtier.policy.reuse.lru_guard import LRUGuard
 from kvtier.policy.reuse.prediction.classes import BUCKET_BOUNDS, NUM_BUCKETS
 from kvtier.policy.reuse.prediction.model import BOUNDS, ReuseModel
 from kvtier.policy.reuse.prediction.segments import NONE, FloatArray
@@ -25,7 +25,7 @@ FRACTION = 16
 AT_LEAST, AT_MOST = 16, 1024
 """The heap is filled with this part of the leaves, within these bounds."""
 GROWN = 4
-"""It is filled anew once it has more than so many times what it was filled with, or than so many times `AT_LEAST`."""
+"""Factor by which it may outgrow what it was filled with, or `AT_LEAST`, before it is filled again."""
 NOTHING = (-1.0, 0.0)
 
 Entry: TypeAlias = tuple[float, float, int]
@@ -34,11 +34,11 @@ NO_ENTRY: Entry = (0.0, 0.0, NONE)
 
 
 class EvictionOrder:
-    """Leaves of one tier from the least worth on. `take` removes the entry; who leaves it a leaf offers it again."""
+    """Leaves of one tier from the least worth on. `take` removes the entry; one that stays a leaf is offered again."""
 
     def __init__(self, num_slots: int, tree: TierTree, model: ReuseModel) -> None:
         segments = tree.segments
-        self.choice = OrderChoice(num_slots, segments, model)
+        self.guard = LRUGuard(num_slots, segments, model)
         self._tree = tree
         self._segments = segments
         self._model = model
@@ -52,19 +52,19 @@ class EvictionOrder:
 
     def value(self, seg: int) -> float:
         """The segment's index now. All are worth the same in LRU's order, which is that of their last use."""
-        if not self.choice.learned:
+        if not self.guard.follows_model:
             return 0.0
         segments, model = self._segments, self._model
         bucket = bisect_right(BUCKET_BOUNDS, model.now - segments.touched[seg])
         return model.tables.index[segments.kind[seg] * NUM_BUCKETS + bucket]
 
-    def asked(self, blocks: int, missed: int) -> None:
-        """A request asked for so many blocks; the tier lacks some of them. The order may change."""
-        if self.choice.asked(blocks, missed):
+    def on_request(self, blocks: int, missed: int) -> None:
+        """Count the blocks of a request, and those of them that the tier lacks. The order may change."""
+        if self.guard.on_request(blocks, missed):
             self._heap, self._limit = [], NOTHING
 
     def offer(self, seg: int) -> None:
-        """This segment may be a leaf that holds blocks; then it counts if it belongs below the end of the heap."""
+        """Add this segment if it is a leaf that holds blocks and belongs below the end of the heap."""
         segments = self._segments
         if not segments.held[seg] or segments.kids[seg]:
             return
@@ -101,12 +101,12 @@ class EvictionOrder:
         return NO_ENTRY
 
     def give_back(self, aside: list[Entry]) -> None:
-        """What `take` put aside counts again."""
+        """Give back entries that `take` put aside."""
         for entry in aside:
             heappush(self._heap, entry)
 
     def lowest(self, skip: Set[int], pins: Sequence[int]) -> Entry:
-        """What `take` would return. It stays where it is."""
+        """The entry that `take` would return. It stays where it is."""
         if self._heap:
             entry, segments = self._heap[0], self._segments
             value, since, seg = entry
@@ -174,7 +174,7 @@ class EvictionOrder:
         return NONE if left else parent
 
     def _values(self, segs: IntArray) -> FloatArray:
-        if not self.choice.learned:
+        if not self.guard.follows_model:
             return np.zeros(len(segs))
         buckets = np.searchsorted(BOUNDS, self._model.now - self._touched[segs], "right")
         values: FloatArray = self._model.tables.values[self._kind[segs], buckets]

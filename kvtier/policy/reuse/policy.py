@@ -1,12 +1,13 @@
-"""Reuse: evicts what is least likely to be used again soon, learned from the requests themselves.
+"""Reuse: evicts the blocks that are least likely to be used again soon, by statistics of the requests themselves.
 
-Blocks are kept by the segments of a prefix tree (`prediction.segments`), whose life tables (`prediction.life_tables`)
-say what a segment of its class and age is worth. Eviction takes blocks from the leaf end of the leaf of the lowest
-worth; new blocks that are worth less than what would go for them are not placed.
+Blocks are kept by the segments of a prefix tree (`prediction.segments`). Life tables (`prediction.life_tables`) give
+the worth of a segment by its class and age. Blocks are evicted from the leaf end of the leaf of the lowest worth; new
+blocks that are worth less than what would go for them are not placed.
 
-Where LRU would hit more, its order holds instead: `order_choice`.
+Where LRU would hit more, its order holds instead: `lru_guard`.
 
-Memory, most of it taken at once: 55 bytes a slot and about 2 MB a tier, 1.5 MB a stack for the tables.
+Memory: 55 bytes a slot and about 2 MB a tier, 1.5 MB a stack for the tables, allocated at once; and up to 52 bytes a
+slot while many blocks are pending.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from math import inf
 from typing import ClassVar
 
 from kvtier.policy.base import RequestModel, RequestPolicy
-from kvtier.policy.reuse.announced_blocks import AnnouncedBlocks, AnnouncedRun
+from kvtier.policy.reuse.lru_guard import Use
 from kvtier.policy.reuse.order import Entry, EvictionOrder
-from kvtier.policy.reuse.order_choice import Use
+from kvtier.policy.reuse.pending_blocks import PendingBlocks, PendingRun
 from kvtier.policy.reuse.prediction.classes import (
     OUTPUT_LEVELS,
     USES_MAX,
@@ -41,9 +42,9 @@ OPEN_MAX = 4096
 
 @dataclass(slots=True)
 class OpenUse:
-    """One request in flight: when it began, its segments from the root, and how many blocks it has in them.
+    """A request in flight: the time it began, its segments from the root, and how many blocks it has in them.
 
-    `end` is -1 once it is not known any more which segment its next block follows.
+    `end` is -1 once the segment that its next block follows is unknown.
     """
 
     time: float
@@ -52,9 +53,9 @@ class OpenUse:
 
 
 class Reuse(RequestPolicy):
-    """Predicts by class and age. A block that no request announced is a segment of its own.
+    """Eviction by predicted worth, from class and age. A block that no request announced is a segment of its own.
 
-    `_announced` are the blocks that may still be placed here: a lower tier gets them when their request has ended, or
+    `_pending` are the blocks that may still be placed here: a lower tier gets them when their request has ended, or
     later. `_open` are the requests in flight: when they began, and their segments. Both are bounded.
     """
 
@@ -66,7 +67,7 @@ class Reuse(RequestPolicy):
         self._model = model
         self._tree = TierTree(num_slots, keys, model)
         self._order = EvictionOrder(num_slots, self._tree, model)
-        self._announced = AnnouncedBlocks(num_slots, self._tree.segments)
+        self._pending = PendingBlocks(num_slots, self._tree.segments)
         self._open: OrderedDict[tuple[RequestId, int], OpenUse] = OrderedDict()
         self._groups = 1
         self._admitted: Sequence[OffloadKey] = ()
@@ -86,14 +87,14 @@ class Reuse(RequestPolicy):
         path, known = self._tree.walk(keys, slots)
         level = new_level(len(keys) - known)
         gap = self._use(path, level)
-        self._announced.make_room()
+        self._pending.make_room()
         self._expect(path, keys, slots)
         if known < len(keys):
             fresh = keys[known:]
             seg = self._add(path[-1] if path else NONE, known, fresh, class_of(1, gap, level))
             if seg != NONE:
                 path.append(seg)
-                self._announced.add(seg, known, fresh)
+                self._pending.add(seg, known, fresh)
                 known = len(keys)
         self._groups = max(self._groups, use.group + 1)
         name = use.request_id, use.group
@@ -101,7 +102,7 @@ class Reuse(RequestPolicy):
         self._open[name] = OpenUse(self._model.now, path, known if path and known == len(keys) else -1)
         if len(self._open) > OPEN_MAX:
             self._open.popitem(last=False)
-        self._order.asked(len(keys), slots.count(-1))
+        self._order.on_request(len(keys), slots.count(-1))
 
     def extend_request(
         self, request_id: RequestId, group: GroupIndex, keys: Sequence[OffloadKey], slots: Sequence[int]
@@ -109,7 +110,7 @@ class Reuse(RequestPolicy):
         use = self._open.get((request_id, group))
         if use is None or use.end < 0:
             return
-        seg, end, announced = use.path[-1], use.end, self._announced
+        seg, end, pending = use.path[-1], use.end, self._pending
         if max(slots) >= 0:
             seg = NONE
         elif not self._tree.segments.extend(seg, end, use.time, keys):
@@ -117,12 +118,12 @@ class Reuse(RequestPolicy):
         if seg == NONE:
             use.end = -1
             return
-        announced.make_room()
-        announced.add(seg, end, keys)
+        pending.make_room()
+        pending.add(seg, end, keys)
         use.end = end + len(keys)
 
     def _grow_below(self, use: OpenUse, keys: Sequence[OffloadKey]) -> int:
-        """A new segment below those of a request, as old as they are; NONE if it may be known, or cannot be had."""
+        """A new segment below those of a request, as old as they are; NONE if it may exist, or there is no id."""
         parent, segments = use.path[-1], self._tree.segments
         known = segments.find(keys[0])
         if segments.first[parent] + segments.length[parent] != use.end or (
@@ -165,7 +166,7 @@ class Reuse(RequestPolicy):
         return least != NONE
 
     def _use(self, path: Sequence[int], level: int) -> float:
-        """These segments are used now. Returns the gap since the last use of the deepest, negative if there is none."""
+        """Use these segments now. Returns the gap since the last use of the deepest, negative if there is none."""
         segments, model, gap, above, last = self._tree.segments, self._model, -1.0, NONE, NONE
         touched, uses, kind, counts, now = (
             segments.touched, segments.uses, segments.kind, segments.counts, model.now,
@@ -174,7 +175,7 @@ class Reuse(RequestPolicy):
         for seg in path:
             gap = now - touched[seg]
             found_uses.append((kind[seg], gap, lengths[seg], held[seg]))
-            model.life_ended(segments, seg, gap)
+            model.count_ended(segments, seg, gap)
             count = uses[seg]
             if count < USES_MAX:
                 count = uses[seg] = count + 1
@@ -185,11 +186,11 @@ class Reuse(RequestPolicy):
                 counts[above] = 0
             above, last = seg, found
             offer(seg)
-        self._order.choice.used(found_uses)
+        self._order.guard.on_use(found_uses)
         return gap
 
     def _expect(self, path: Sequence[int], keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
-        """Remember which segments the known blocks belong to that this tier lacks."""
+        """Remember the segments of those blocks in the tree that this tier lacks."""
         segments, parent, position = self._tree.segments, NONE, 0
         for seg in path:
             end = position + segments.length[seg]
@@ -201,7 +202,7 @@ class Reuse(RequestPolicy):
                     while upto < end and (slots[upto] < 0) is lacks:
                         upto += 1
                     if lacks:
-                        self._announced.add(seg, position, keys[position:upto])
+                        self._pending.add(seg, position, keys[position:upto])
                     position = upto
             parent, position = seg, end
 
@@ -221,7 +222,7 @@ class Reuse(RequestPolicy):
         names, attach, offer = self._keys, self._tree.attach, self._order.offer
         slots = slots[::-1]
         keys: list[OffloadKey] = list(map(names.__getitem__, slots))  # type: ignore[arg-type]  # ready: it has a key
-        runs = self._announced.take(keys)
+        runs = self._pending.take(keys)
         for start, end, seg, position in runs:
             if seg != NONE:
                 attach(slots[start:end], seg, position)
@@ -248,7 +249,7 @@ class Reuse(RequestPolicy):
         self._use([seg for seg in used if seg not in (NONE, UNTRACKED)], 0)
 
     def renew(self, slots: Sequence[int]) -> None:
-        """The order of commits says nothing about uses."""
+        """Do nothing: the order of commits is none of uses."""
 
     def remove(self, slots: Sequence[int]) -> None:
         for seg in self._detach(slots):
@@ -261,7 +262,7 @@ class Reuse(RequestPolicy):
     def evict(self, count: int, pins: Sequence[int]) -> list[int] | None:
         admitted, (compared, protected) = self._admitted[::-1], self._compared
         if admitted != compared:
-            protected = self._prefixes(self._announced.find(admitted))
+            protected = self._prefixes(self._pending.find(admitted))
         self._admitted, self._compared = (), ((), set())
         chosen, untracked, parts = self._take(count, pins, protected)
         if len(chosen) < count:
@@ -274,18 +275,18 @@ class Reuse(RequestPolicy):
             chosen += others
         return chosen
 
-    def evict_some(self, count: int, pins: Sequence[int]) -> list[int]:
+    def preselect(self, count: int, pins: Sequence[int]) -> list[int]:
         return self._take(count, pins, set())[0]
 
     @property
-    def places_all(self) -> bool:
-        return not self._order.choice.learned
+    def admits_everything(self) -> bool:
+        return not self._order.guard.follows_model
 
     def bypass(self, keys: Sequence[OffloadKey], evictions: int, pins: Sequence[int]) -> Sequence[int]:
         order, held, room = self._order, self._tree.segments.held, self._tree.num_untracked
-        if evictions <= room or self.places_all:
+        if evictions <= room or self.admits_everything:
             return ()
-        runs = self._announced.find(keys)
+        runs = self._pending.find(keys)
         prefixes = self._prefixes(runs)
         self._compared = keys, prefixes
         worths = [order.value(seg) if seg != NONE else inf for _, _, seg, _ in runs]
@@ -321,7 +322,7 @@ class Reuse(RequestPolicy):
         for seg in self._order.coldest_first():
             yield from self._tree.slots_of(seg)
 
-    def _prefixes(self, runs: Sequence[AnnouncedRun]) -> set[int]:
+    def _prefixes(self, runs: Sequence[PendingRun]) -> set[int]:
         """The segments that hold what is right before these blocks, which must not go for them."""
         parent, segs = self._tree.segments.parent, set[int]()
         for _, _, seg, _ in runs:
@@ -333,7 +334,7 @@ class Reuse(RequestPolicy):
     def _take(
         self, count: int, pins: Sequence[int], protected: set[int]
     ) -> tuple[list[int], list[int], list[tuple[int, list[int]]]]:
-        """Up to so many slots, and what they are: untracked ones, then those of the leaves of the lowest worth."""
+        """Take up to `count` slots: untracked ones, then those of the leaves of the lowest worth, and both apart."""
         untracked = self._take_untracked(count, pins) if self._tree.num_untracked else []
         parts = self._take_leaves(count - len(untracked), pins, protected)
         return list(chain(untracked, *[slots for _, slots in parts])), untracked, parts
@@ -346,7 +347,7 @@ class Reuse(RequestPolicy):
         return slots
 
     def _take_leaves(self, count: int, pins: Sequence[int], protected: set[int]) -> list[tuple[int, list[int]]]:
-        """Up to so many slots from the leaves of the lowest worth, by segment."""
+        """Take up to `count` slots from the leaves of the lowest worth, by segment."""
         tree, order, aside, parts = self._tree, self._order, list[Entry](), list[tuple[int, list[int]]]()
         held = tree.segments.held
         while count > 0:
@@ -359,7 +360,7 @@ class Reuse(RequestPolicy):
             if held[seg]:
                 order.offer(seg)
             else:
-                parent = tree.departed(seg)
+                parent = tree.on_empty(seg)
                 if parent != NONE:
                     order.offer(parent)
         order.give_back(aside)
@@ -379,7 +380,7 @@ class Reuse(RequestPolicy):
             if self._tree.segments.held[seg]:
                 self._order.offer(seg)
             else:
-                parent = self._tree.departed(seg)
+                parent = self._tree.on_empty(seg)
                 if parent != NONE:
                     self._order.offer(parent)
         return segs

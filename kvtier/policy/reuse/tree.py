@@ -1,7 +1,7 @@
 """The blocks of one tier in the segments of their prompts: which segment a slot belongs to, in which order it goes.
 
-Slots of no known prompt, recovered ones above all, are `UNTRACKED` until a request uses them. A block that came without
-a request is a segment of its own, at no position (`LONE`), until then.
+Slots of no prompt so far, recovered ones above all, are `UNTRACKED` until a request uses them. A block that came
+without a request is a segment of its own, at no position (`LONE`), until then.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TierTree:
     # -- requests ------------------------------------------------------------------------------------------------
 
     def walk(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> tuple[list[int], int]:
-        """The segments of the known front of a prompt, and how many blocks they are. Splits one that it leaves."""
+        """The segments at the front of a prompt, and how many blocks they are. Splits one that it leaves."""
         segments, owner = self.segments, self.owner
         length, first, held = segments.length, segments.first, segments.held
         path: list[int] = []
@@ -64,7 +64,7 @@ class TierTree:
                     break
                 end = position + length[seg]
             if not held[seg]:
-                segments.ghosts.heat(0, (seg,))
+                segments.ghosts.move_to_end(0, (seg,))
             path.append(seg)
             position = end
         return path, position
@@ -98,7 +98,7 @@ class TierTree:
         seg = self.segments.oldest_ghost()
         if seg == NONE:
             return False
-        self._model.life_cut(self.segments, seg)
+        self._model.count_cut(self.segments, seg)
         self.segments.drop(seg)
         return True
 
@@ -121,7 +121,7 @@ class TierTree:
         return seg == UNTRACKED or (seg != NONE and self.segments.first[seg] == LONE)
 
     def _split(self, seg: int, position: int, keys: Sequence[OffloadKey], slots: Sequence[int]) -> int:
-        """The front of a segment, as far as it agrees with a prompt that leaves it; NONE if that cannot be said."""
+        """The front of a segment, as far as it agrees with a prompt that leaves it; NONE if that cannot be found."""
         segments, owner = self.segments, self.owner
         end, agreed = min(position + segments.length[seg], len(keys)), position
         while agreed < end and slots[agreed] >= 0 and owner[slots[agreed]] == seg:
@@ -241,8 +241,8 @@ class TierTree:
             self._chain(seg, [slot for slot in self.slots_of(seg) if slot not in some])
         return list(gone)
 
-    def departed(self, seg: int) -> int:
-        """A segment lost its last block: it is a ghost. Returns its parent if that is a leaf now, else NONE."""
+    def on_empty(self, seg: int) -> int:
+        """Make a segment that lost its last block a ghost. Returns its parent if that is a leaf now, else NONE."""
         segments = self.segments
         segments.bury(seg)
         parent = segments.parent[seg]

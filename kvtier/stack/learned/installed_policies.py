@@ -1,4 +1,4 @@
-"""Which eviction policies there are: kvtier's own, and those of other packages, by their entry points."""
+"""Eviction policies by name: kvtier's own, and those of other packages, by their entry points."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ GROUP = "kvtier.policies"
 def find_policy(name: str, points: Iterable[EntryPoint] | None = None) -> type[EvictionPolicy]:
     """The policy of a name, kvtier's own before all others; its code is imported now. `points`: the installed ones.
 
-    Raises ConfigError for an unknown name (listing the known ones), a name that two distributions claim (naming both),
-    and a class that cannot be loaded or does not keep the contract (naming its distribution).
+    Raises ConfigError for an unknown name (listing all names), for one that two distributions claim, and for a class
+    that cannot be loaded or does not keep the contract; the message has the distributions.
     """
     if name in POLICIES:
         return POLICIES[name]
@@ -35,7 +35,7 @@ def find_policy(name: str, points: Iterable[EntryPoint] | None = None) -> type[E
 
 
 def find_model(name: str) -> type[RequestModel] | None:
-    """The model of a name, of kvtier's own policies or an installed one's; None if no policy asks for it.
+    """The model of a name, of kvtier's own policies or an installed one's; None if no policy has it.
 
     The code of all installed policies is imported. Raises ConfigError as `find_policy` does.
     """
@@ -66,7 +66,7 @@ def _load(point: EntryPoint) -> type[EvictionPolicy]:
 
 
 def _contract_fault(policy: object) -> str:
-    """What keeps an object from being a policy's class; empty when nothing does."""
+    """Reason why an object is no policy's class; empty if it is one."""
     if not (inspect.isclass(policy) and issubclass(policy, EvictionPolicy)):
         return "is no subclass of kvtier.policy.EvictionPolicy"
     if inspect.isabstract(policy):

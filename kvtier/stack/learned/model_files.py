@@ -1,7 +1,7 @@
-"""What policies have learned, kept over restarts: one sealed file for each model.
+"""Models of policies, kept over restarts: one sealed file for each.
 
-A file is replaced in one step, so a process that is killed leaves the old one or the new one. One that is damaged, of
-another version or not ours is ignored with a line in the log: the policies begin anew, as they do without any.
+A file is replaced in one step, so a process that is killed leaves the old one or the new one. A file that is damaged,
+of another version or foreign is ignored with a line in the log: the policies begin as they do without any.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvtier.tier.checksum import BODY_AT, seal, unseal
 MAGIC = b"KVTIERML"
 VERSION = 1
 SAVE_SECONDS = 300.0
-"""How often at most, and about how often, what was learned is written while the stack runs."""
+"""Interval at which models are written while the stack runs."""
 RETRY_SECONDS = 10.0
 """A write that failed is not tried again before."""
 _HEAD = struct.Struct("<I32s")
@@ -44,7 +44,7 @@ def encode(name: str, saved: bytes) -> bytes:
 
 
 def decode(name: str, data: bytes) -> bytes:
-    """What the model had saved. Raises ValueError for a file that is not whole, of another version or another model."""
+    """Bytes that the model saved. Raises ValueError for a file that is damaged, of another version or model."""
     body = unseal(MAGIC, data)
     if body is None or len(body) < _HEAD.size:
         raise ValueError("it is damaged, or no file of a model")
@@ -55,7 +55,7 @@ def decode(name: str, data: bytes) -> bytes:
 
 
 def read(folder: Path, name: str) -> bytes | None:
-    """What a model had saved; None if there is nothing. Raises OSError and ValueError."""
+    """Bytes that a model saved; None if there are none. Raises OSError and ValueError."""
     try:
         fd = os.open(model_path(folder, name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -68,7 +68,7 @@ def read(folder: Path, name: str) -> bytes | None:
 
 
 def write(folder: Path, name: str, saved: bytes) -> None:
-    """Replace what the model had saved. Raises OSError, and ValueError for more than a model may save."""
+    """Replace the file of a model. Raises OSError, and ValueError for more than a model may save."""
     if len(saved) > MODEL_BYTES_MAX:
         raise ValueError(f"model {name} would save {len(saved)} bytes; {MODEL_BYTES_MAX} is the most")
     path = model_path(folder, name)
@@ -109,9 +109,9 @@ class ModelFiles:
         self._failed = False
 
     async def restore(self, timeout_seconds: float) -> None:
-        """Have the models go on from their files, before any use. Whatever keeps one from that is a line in the log.
+        """Restore the models from their files, before any use. A file that cannot be used is a line in the log.
 
-        A tier with a write budget of which that is not known is sent nothing for a day.
+        A tier whose write budget cannot be restored is sent nothing for a day.
         """
         for model in self._models:
             try:
@@ -169,7 +169,7 @@ class ModelFiles:
             self._warn(error)
 
     def _take_written(self, now: float) -> None:
-        """What is on record now may be sent."""
+        """Let bytes be sent that are on record now."""
         if self._writing is None:
             return
         if self._writing.cancelled() or self._writing.exception() is not None or not self._writing.result():

@@ -40,7 +40,7 @@ class PolicyTier:
         self.models = models or RequestModels([policy])
         self.keys: list[OffloadKey | None] = [None] * num_slots
         self.policy = make_policy(policy, num_slots, self.keys, self.models)
-        self.follower = self.policy if isinstance(self.policy, RequestPolicy) else None
+        self.request_policy = self.policy if isinstance(self.policy, RequestPolicy) else None
         self.slots: dict[OffloadKey, int] = {}
         self.free = list(range(num_slots))
         self.pins = bytearray(num_slots)
@@ -67,7 +67,7 @@ class PolicyTier:
         for key in chain[:hits]:
             self.pins[self.slots[key]] -= 1
         self._extend(request, output)
-        if self.follower is None:
+        if self.request_policy is None:
             self.policy.touch([self.slots[key] for key in reversed(chain) if key in self.slots])
         else:
             self._end(request, output_tokens)
@@ -77,42 +77,42 @@ class PolicyTier:
     def _begin(self, chain: Sequence[OffloadKey]) -> RequestId:
         self._requests += 1
         request = RequestId(str(self._requests))
-        if self.follower is not None and chain:
+        if self.request_policy is not None and chain:
             new = sum(key not in self.slots for key in chain)
             use = RequestUse(request, self.time, tuple(chain), GroupIndex(0), new)
             for model in self.models:
                 model.advance(self.time)
-            self.follower.advance(self.time)
+            self.request_policy.advance(self.time)
             for model in self.models:
                 model.begin_request(use)
-            self.follower.begin_request(use, [self.slots.get(key, -1) for key in chain])
+            self.request_policy.begin_request(use, [self.slots.get(key, -1) for key in chain])
         return request
 
     def _extend(self, request: RequestId, chain: Sequence[OffloadKey]) -> None:
         """The request goes on, block by block."""
         for key in chain:
-            if self.follower is not None:
+            if self.request_policy is not None:
                 for model in self.models:
                     model.extend_request(request, GroupIndex(0), (key,))
-                self.follower.extend_request(request, GroupIndex(0), (key,), (self.slots.get(key, -1),))
+                self.request_policy.extend_request(request, GroupIndex(0), (key,), (self.slots.get(key, -1),))
             if key not in self.slots:
                 self.place([key])
 
     def _end(self, request: RequestId, output_tokens: int | None) -> None:
-        assert self.follower is not None
+        assert self.request_policy is not None
         for model in self.models:
             model.end_request(request, output_tokens)
-        self.follower.end_request(request, output_tokens)
+        self.request_policy.end_request(request, output_tokens)
 
     def place(self, fresh: Sequence[OffloadKey]) -> None:
         """Store keys that are not here, in prefix order: bypass, admit, evict, insert, as far as there is room."""
         unpinned = sum(not self.pins[slot] for slot in self.slots.values())
         evictions = len(fresh) - len(self.free)
-        if self.follower is not None and evictions > 0:
-            left_out = list(self.follower.bypass(fresh, evictions, self.pins))
+        if self.request_policy is not None and evictions > 0:
+            left_out = list(self.request_policy.bypass(fresh, evictions, self.pins))
             assert len(set(left_out)) == len(left_out)
             assert all(0 <= index < len(fresh) for index in left_out)
-            assert not (left_out and self.follower.places_all)
+            assert not (left_out and self.request_policy.admits_everything)
             self.log.append(tuple(left_out))
             fresh = [key for index, key in enumerate(fresh) if index not in set(left_out)]
         fresh = fresh[: len(self.free) + unpinned]

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
-from kvtier.control.request_uses import RequestUses
+from kvtier.control.request_tracker import RequestTracker
 from kvtier.control.state import ControlState
 from kvtier.control.tiers.lower_tier import TierSpec
 from kvtier.control.tiers.slot_table import READY
@@ -33,7 +33,7 @@ class ShadowTier:
         self._num_blocks = num_blocks
         space = SlotSpace.of_slots(num_blocks)
         self._control = ControlState(TierSpec("shadow", CPU, Opened(num_blocks, space), policy), ())
-        self._uses = RequestUses(self._control, None) if list(self._control.models) else None
+        self._uses = RequestTracker(self._control, None) if list(self._control.models) else None
         self._ends: list[tuple[float, RequestId, int]] = []
 
     @property

@@ -65,7 +65,7 @@ class VirtualStack:
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """One request used these keys, given in prefix order."""
         if self.plane.uses is not None:
-            self.plane.uses.touched(keys, self._time.now)
+            self.plane.uses.on_touch(keys, self._time.now)
         self.plane.touch(keys)
 
     def begin_request(

@@ -1,1 +1,1 @@
-"""What is learned from the requests of a stack: when the blocks of a prompt are used again."""
+"""Statistics of the requests of a stack: when the blocks of a prompt are used again."""

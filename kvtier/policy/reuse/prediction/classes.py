@@ -1,4 +1,4 @@
-"""Classes of segments and buckets of age: what the life tables tell apart.
+"""Classes of segments and buckets of age: the keys of the life tables.
 
 A segment's class at its last use is a path in a hierarchy: how often it was used, the gap before that use, the new
 blocks of the request that used it, and the output of that request (unknown until it ends).
@@ -55,5 +55,5 @@ def new_level(blocks: int) -> int:
 
 
 def output_level(tokens: int) -> int:
-    """1 and up: which of `OUTPUTS` it is below. 0 is an output that is not known."""
+    """Level from 1 on: which of `OUTPUTS` it is below. 0 is an output of unknown length."""
     return bisect_right(OUTPUTS, tokens) + 1

@@ -1,21 +1,23 @@
-"""Life tables: how likely a segment of each class is used again at each age, and what that makes it worth.
+"""Life tables: how likely a segment of each class is used again at each age, and its worth by that.
 
 A life begins at a use of a segment and ends at the next one, or is cut off when the segment is dropped or still open
 now. `risk[c, b]` counts the lives of class c that were exposed to all of bucket b, `hits[c, b]` those that ended there.
-The rates of a class are shrunk to those of the class above it in the hierarchy, and the root's to those that `prior`
-expects of any traffic. What they are shrunk to is scaled first, by how many lives of the class ended over how many
-should have: a class of a few lives has the ages of the class above, and its own level.
+The rates of a class are shrunk to those of the class above it in the hierarchy, and the root's to `PRIOR_RATES`,
+those expected of any traffic. What they are shrunk to is scaled first, by how many lives of the class ended over how
+many should have: a class of a few lives has the ages of the class above, and its own level.
 """
 
 from __future__ import annotations
 
 from array import array
+from itertools import pairwise
+from math import log
+from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.policy.reuse.prediction.classes import BUCKET_BOUNDS, BUCKET_RATIO, NUM_BUCKETS, NUM_CLASSES, SHAPE
-from kvtier.policy.reuse.prediction.prior import prior_rates
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -26,8 +28,26 @@ ROOT_SCALE_SHRINK = 10.0
 """Ended lives that a scale of 1 counts as."""
 RATE_MAX = 0.95
 DECAY_PER_MINUTE = 0.997
-PRIOR_RATES = prior_rates()
 WIDTHS = np.diff(np.array([0.0, *BUCKET_BOUNDS, BUCKET_BOUNDS[-1] * BUCKET_RATIO]))
+RETURNING = 0.5
+"""Part of the segments that are used again in a new stack: half of them after a pause as programs make it, half after
+one as people do. In public traces of agents and of conversations a third to a half of the prompts come back. No
+trace's own counts are in the prior."""
+MEDIANS = (20.0, 140.0)
+"""Seconds of the median pause, of programs and of people: 18 to 37 in public traces of agents, 141 in one of
+conversations. A pause is log-normal."""
+DEVIATION = 1.2
+"""The standard deviation of a pause's logarithm."""
+
+
+def _prior_rates() -> FloatArray:
+    """The part of the segments that get to a bucket of age and are used in it, for each bucket."""
+    ages, pause = (*BUCKET_BOUNDS, BUCKET_BOUNDS[-1] * BUCKET_RATIO), NormalDist(sigma=DEVIATION)
+    came = [sum(pause.cdf(log(age / median)) for median in MEDIANS) * RETURNING / len(MEDIANS) for age in ages]
+    return np.array([(after - before) / (1.0 - before) for before, after in pairwise([0.0, *came])])
+
+
+PRIOR_RATES = _prior_rates()
 
 
 class LifeTables:

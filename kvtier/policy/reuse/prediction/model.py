@@ -26,10 +26,10 @@ BOUNDS = np.array(BUCKET_BOUNDS)
 
 
 class ReuseModel(RequestModel):
-    """Time that never goes back, the life tables, and the segments that they learn from: those of the largest tier.
+    """Time that never goes back, the life tables, and the segments that they count: those of the largest tier.
 
-    `prompts` are kept for admissions; the tables learn from them where no tier has segments. `is_followed`: the largest
-    tier evicts in the order that was learned, or did when this was saved.
+    `prompts` are kept for admissions; the tables count those where no tier has segments. `is_followed`: the largest
+    tier evicts in the model's order, or did when this was saved.
     """
 
     NAME: ClassVar[str] = "reuse"
@@ -46,30 +46,30 @@ class ReuseModel(RequestModel):
         self.prompts: Prompts | None = None
 
     def keep_prompts(self) -> Prompts:
-        """An admission asks for the classes of blocks: they are kept from the next request on."""
+        """The prompts by which an admission finds the classes of blocks: kept from the next request on."""
         if self.prompts is None:
-            self.prompts = Prompts(self.life_ended, self.life_cut)
+            self.prompts = Prompts(self.count_ended, self.count_cut)
         return self.prompts
 
     def teach(self, segments: Segments) -> None:
-        """These segments' open lives count from now on, if no larger tier teaches. Each tier calls it at every use."""
+        """Count the open lives of these segments, unless a larger tier's count. Each tier calls it at every use."""
         spare = self.prompts is not None and self._teacher is self.prompts.segments
         if self._teacher is None or spare or segments.capacity > self._teacher.capacity:
             self._teacher = segments
         self._taught = self._taught or segments is self._teacher
 
     def follow(self, segments: Segments, learned: bool) -> None:
-        """The tier of these segments evicts in the learned order from now on, or in LRU's."""
+        """Note that the tier of these segments evicts in the model's order from now on, or in LRU's."""
         if segments is self._teacher:
             self.is_followed = learned
 
-    def life_ended(self, segments: Segments, seg: int, gap: float) -> None:
-        """A segment was used again, `gap` seconds after its last use."""
+    def count_ended(self, segments: Segments, seg: int, gap: float) -> None:
+        """Count a life that ended: its segment was used again, `gap` seconds after its last use."""
         if segments.counts[seg] and segments is self._teacher:
             self.tables.ended[segments.kind[seg] * NUM_BUCKETS + bucket_of(gap)] += 1.0
 
-    def life_cut(self, segments: Segments, seg: int) -> None:
-        """A segment is dropped: it is not known whether it is used again."""
+    def count_cut(self, segments: Segments, seg: int) -> None:
+        """Count a life that is cut: its segment is dropped, and may be used again or not."""
         if segments.counts[seg] and segments is self._teacher:
             bucket = bucket_of(self.now - segments.touched[seg])
             self.tables.cut[segments.kind[seg] * NUM_BUCKETS + bucket] += 1.0

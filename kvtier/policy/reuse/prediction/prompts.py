@@ -1,6 +1,6 @@
 """The prompts of a stack by segments, whatever its tiers hold: the class of each block of the latest requests.
 
-What an admission asks, and what the life tables learn from where no tier's policy keeps segments.
+Admissions use it, and the life tables where no tier's policy keeps segments.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SEGMENTS = 1 << 16
 GHOST_BLOCKS_MAX = 1 << 30
 RECENT_KEYS = 1 << 16
 RECENT_KEYS_MAX = 1 << 17
-"""So many blocks of the latest prompts are kept by key, twice at most. A prompt is not cut."""
+"""Blocks of the latest prompts that are kept by key, twice at most. A prompt is not cut."""
 OPEN_MAX = 4096
 OUTPUT_BLOCKS_MAX = 1 << 16
 """Blocks of output of one request that are taken in."""
@@ -68,11 +68,11 @@ class Prompts:
         self._open: OrderedDict[RequestId, list[Prompt]] = OrderedDict()
 
     def keep(self, num_blocks: int) -> None:
-        """Keep so many blocks of the latest prompts by key, within `RECENT_KEYS_MAX`."""
+        """Keep at least this many blocks of the latest prompts by key, within `RECENT_KEYS_MAX`."""
         self._kept = max(self._kept, min(RECENT_KEYS_MAX, num_blocks))
 
     def begin_request(self, name: RequestId, group: GroupIndex, keys: Sequence[OffloadKey], now: float) -> None:
-        """A request uses these blocks of a group now."""
+        """Begin a request that uses these blocks of a group now."""
         segs, ends = self._walk(keys)
         known = ends[-1] if ends else 0
         level = new_level(len(keys) - known)
@@ -90,7 +90,7 @@ class Prompts:
             self._open.popitem(last=False)
 
     def extend_request(self, name: RequestId, group: GroupIndex, keys: Sequence[OffloadKey]) -> None:
-        """A request goes on with these blocks. What is known of them already, or too many, is left as it is."""
+        """Extend a request by these blocks. Those that exist already, or are too many, change nothing."""
         prompt = next((one for one in self._open.get(name, ()) if one.group == group), None)
         if prompt is None:
             return
@@ -109,7 +109,7 @@ class Prompts:
         prompt.keys.extend(keys)
 
     def end_request(self, name: RequestId, output_tokens: int | None) -> None:
-        """A request has ended, with so many tokens of output where that is known."""
+        """End a request, with its tokens of output unless None."""
         prompts, segments = self._open.pop(name, []), self.segments
         if output_tokens is None:
             return
@@ -137,7 +137,7 @@ class Prompts:
     # -- segments ------------------------------------------------------------------------------------------------
 
     def _walk(self, keys: Sequence[OffloadKey]) -> tuple[list[int], list[int]]:
-        """The known segments at the front of a prompt and where each ends. One that the prompt leaves is cut."""
+        """The existing segments at the front of a prompt and where each ends. One that the prompt leaves is cut."""
         segments, segs, ends, position = self.segments, list[int](), list[int](), 0
         while position < len(keys):
             seg = segments.find(keys[position])
@@ -147,14 +147,14 @@ class Prompts:
             if segments.agreed(seg, keys, position) < segments.length[seg]:
                 end = position + self._agreed(seg, keys[position:end])
                 segments.cut(seg, keys[position:end])
-            segments.ghosts.heat(0, (seg,))
+            segments.ghosts.move_to_end(0, (seg,))
             segs.append(seg)
             ends.append(end)
             position = end
         return segs, ends
 
     def _agreed(self, seg: int, keys: Sequence[OffloadKey]) -> int:
-        """How many of the keys are in the segment, as far as that is known; the first one is."""
+        """Number of keys at the front that are in the segment, as far as their prompts are kept; the first one is."""
         for count, key in enumerate(keys):
             found = self.find(key)
             if found is None or seg not in found[0].segs[bisect_right(found[0].ends, found[1]) :][:1]:
@@ -162,7 +162,7 @@ class Prompts:
         return len(keys)
 
     def _use(self, segs: Sequence[int], level: int, now: float) -> float:
-        """These segments are used now. Returns the gap since the last use of the deepest, negative if there is none."""
+        """Use these segments now. Returns the gap since the last use of the deepest, negative if there is none."""
         segments, gap, above = self.segments, -1.0, NONE
         for seg in segs:
             gap = now - segments.touched[seg]

@@ -1,6 +1,6 @@
 """Segments: a radix tree of prompts whose nodes are runs of blocks, in flat arrays by segment id.
 
-A segment is a run of blocks that one request created; it is split where a later prompt leaves it. It is known by
+A segment is a run of blocks that one request created; it is split where a later prompt leaves it. It is found by
 the fingerprint of its first key: keys are chained hashes, so one key names everything before it. Segments none of
 whose blocks is in the tier are ghosts: kept for their life tables until as many blocks as `ghost_blocks_max` became
 ghosts after them, or their id is needed.
@@ -24,12 +24,12 @@ FloatArray = npt.NDArray[np.float64]
 
 NONE = -1
 PRINT_BITS = 16
-"""Of each of the last two keys of a segment: a wrong guess once in 65,536 prompts that leave one before its end."""
+"""Bits of each of the last two keys of a segment: one wrong guess in 65,536 prompts that leave one before its end."""
 PRINT_MASK = (1 << PRINT_BITS) - 1
 
 
 class Segments:
-    """Arrays by segment id. `length[s] == 0` marks an id that is free; `stamp` tells apart the segments that had an id.
+    """Arrays by segment id. `length[s] == 0` marks an id that is free; `stamp` differs for each segment that had an id.
 
     `held` counts its blocks in the tier, `kids` its children that hold some. `uses`, `touched` and `kind` describe its
     last use: how many there were, when, and its class. `counts[s]` marks the lives that are counted: segments of one
@@ -77,7 +77,7 @@ class Segments:
         return seg
 
     def agreed(self, seg: int, keys: Sequence[OffloadKey], position: int) -> int:
-        """How many blocks of a segment a prompt has whose key at this position is the segment's first.
+        """Number of blocks of a segment that a prompt has whose key at this position is the segment's first.
 
         By the last two keys of the segment: all, all but the last one, or 1 where the prompt left it before those.
         """
@@ -129,7 +129,7 @@ class Segments:
         return front
 
     def cut(self, seg: int, keys: Sequence[OffloadKey]) -> None:
-        """Shorten a segment to these keys, its front. What is known of the other blocks is no longer true."""
+        """Shorten a segment to these keys, its front. The other blocks are in no segment any more."""
         self._stamp(seg)
         if self._is_ghost(seg):
             self.ghost_blocks -= self.length[seg] - len(keys)

@@ -10,7 +10,7 @@ from support_adverse_traces import TRACES
 
 from benchmarks.policies import OneTier
 from kvtier.policy import Reuse
-from kvtier.policy.reuse.order_choice import SAMPLE_MAX, USES_KEPT, OrderChoice
+from kvtier.policy.reuse.lru_guard import SAMPLE_MAX, USES_KEPT, LRUGuard
 from kvtier.policy.reuse.prediction.classes import class_of
 from kvtier.policy.reuse.prediction.model import ReuseModel
 from kvtier.policy.reuse.prediction.segments import NONE, Segments
@@ -42,20 +42,20 @@ def segments_of(model: ReuseModel, count: int, blocks: int) -> Segments:
     return segments
 
 
-def reviewed(choice: OrderChoice, num_slots: int) -> bool:
+def reviewed(guard: LRUGuard, num_slots: int) -> bool:
     """A review; True if the order is another one now."""
-    return choice.asked(num_slots, num_slots)
+    return guard.on_request(num_slots, num_slots)
 
 
-def turns_until_it_changes(choice: OrderChoice, num_slots: int, kind: int, gap: float) -> int:
+def turns_until_it_changes(guard: LRUGuard, num_slots: int, kind: int, gap: float) -> int:
     """Reviews until the order is another one, after some requests each that use a segment of this class and age."""
-    before = choice.learned
+    before = guard.follows_model
     for turn in range(1, 41):
         for _ in range(max(16, num_slots // 200)):
-            choice.used([(kind, gap, 4, 4 if kind == SHORT else 0)])
-            choice.asked(4, 0)
-        choice.asked(num_slots // 8, num_slots)
-        if choice.learned is not before:
+            guard.on_use([(kind, gap, 4, 4 if kind == SHORT else 0)])
+            guard.on_request(4, 0)
+        guard.on_request(num_slots // 8, num_slots)
+        if guard.follows_model is not before:
             return turn
     raise AssertionError("what comes back changes nothing")
 
@@ -66,72 +66,72 @@ def test_the_learned_order_is_followed_while_it_leads(count: int) -> None:
     model = learned_model()
     segments = segments_of(model, count, 4)
     num_slots = 2 * count
-    choice = OrderChoice(num_slots, segments, model)
-    assert not reviewed(choice, num_slots), "nothing was judged yet"
-    assert not choice.learned
-    assert turns_until_it_changes(choice, num_slots, SHORT, 300.0) <= 3
-    assert turns_until_it_changes(choice, num_slots, LONG, 100.0) <= 4
-    assert turns_until_it_changes(choice, num_slots, SHORT, 300.0) <= 6
+    guard = LRUGuard(num_slots, segments, model)
+    assert not reviewed(guard, num_slots), "nothing was judged yet"
+    assert not guard.follows_model
+    assert turns_until_it_changes(guard, num_slots, SHORT, 300.0) <= 3
+    assert turns_until_it_changes(guard, num_slots, LONG, 100.0) <= 4
+    assert turns_until_it_changes(guard, num_slots, SHORT, 300.0) <= 6
 
 
 def test_what_may_be_chance_is_not_followed() -> None:
     """Six requests in which it leads are 2.4 standard deviations; the seventh makes it 2.6."""
     model = learned_model()
-    choice = OrderChoice(800, segments_of(model, 400, 4), model)
-    reviewed(choice, 800)
+    guard = LRUGuard(800, segments_of(model, 400, 4), model)
+    reviewed(guard, 800)
     for number in range(7):
-        assert not choice.learned, number
-        choice.used([(SHORT, 300.0, 4, 0)])
-        choice._asked = 0  # so that none of them counts less
-        choice.asked(0, 100)
-    assert choice.learned
+        assert not guard.follows_model, number
+        guard.on_use([(SHORT, 300.0, 4, 0)])
+        guard._asked = 0  # so that none of them counts less
+        guard.on_request(0, 100)
+    assert guard.follows_model
 
 
 @pytest.mark.parametrize(("asked", "followed"), [(10_000, True), (20_000, False)])
 def test_a_gain_of_few_hits_is_not_followed(asked: int, followed: bool) -> None:
     """Ten requests in which it leads by four blocks: 40 hits in 10,000 blocks asked for, or in 20,000."""
     model = learned_model()
-    choice = OrderChoice(800, segments_of(model, 400, 4), model)
-    reviewed(choice, 800)
-    choice._weight = asked
+    guard = LRUGuard(800, segments_of(model, 400, 4), model)
+    reviewed(guard, 800)
+    guard._weight = asked
     for _ in range(10):
-        choice.used([(SHORT, 300.0, 4, 0)])
-        choice.asked(0, 0)
-    choice._asked = 0
-    choice.asked(0, 100)
-    assert choice.learned is followed
+        guard.on_use([(SHORT, 300.0, 4, 0)])
+        guard.on_request(0, 0)
+    guard._asked = 0
+    guard.on_request(0, 100)
+    assert guard.follows_model is followed
 
 
 def test_while_it_is_followed_it_is_judged_by_what_the_tier_has() -> None:
     """Prompts that the learned order should have are not there: as LRU's own would be, it leads by them no more."""
     model = learned_model()
     model.is_followed = True
-    choice = OrderChoice(800, segments_of(model, 400, 4), model)
-    reviewed(choice, 800)
+    guard = LRUGuard(800, segments_of(model, 400, 4), model)
+    reviewed(guard, 800)
     for held in (4, 0):
-        choice.used([(SHORT, 100.0, 4, held)])
-        choice.asked(4, 0)
-        reviewed(choice, 800)
-        assert choice.learned == (held == 4)
+        guard.on_use([(SHORT, 100.0, 4, held)])
+        guard.on_request(4, 0)
+        reviewed(guard, 800)
+        assert guard.follows_model == (held == 4)
 
 
 def test_a_lead_of_long_ago_counts_less() -> None:
     """Ten requests in which LRU leads outweigh a hundred of the other kind before them."""
     model = learned_model()
-    choice = OrderChoice(800, segments_of(model, 400, 4), model)
-    reviewed(choice, 800)
+    guard = LRUGuard(800, segments_of(model, 400, 4), model)
+    reviewed(guard, 800)
     for _ in range(100):
-        choice.used([(SHORT, 300.0, 4, 0)])
-        choice.asked(0, 0)
-    reviewed(choice, 800)
-    assert choice.learned
+        guard.on_use([(SHORT, 300.0, 4, 0)])
+        guard.on_request(0, 0)
+    reviewed(guard, 800)
+    assert guard.follows_model
     for _ in range(16):
-        reviewed(choice, 800)
+        reviewed(guard, 800)
     for _ in range(10):
-        choice.used([(LONG, 100.0, 4, 0)])
-        choice.asked(0, 0)
-    reviewed(choice, 800)
-    assert not choice.learned
+        guard.on_use([(LONG, 100.0, 4, 0)])
+        guard.on_request(0, 0)
+    reviewed(guard, 800)
+    assert not guard.follows_model
 
 
 @pytest.mark.parametrize("followed", [False, True])
@@ -139,11 +139,11 @@ def test_tables_that_outlived_a_restart_are_followed_if_they_were(followed: bool
     before, model = learned_model(), ReuseModel()
     before.is_followed = followed
     model.restore(before.save())
-    choice = OrderChoice(800, segments_of(model, 400, 4), model)
-    assert reviewed(choice, 800) == followed
-    reviewed(choice, 800)
-    assert choice.learned == followed, "nothing speaks for another one"
-    assert turns_until_it_changes(choice, 800, LONG if followed else SHORT, 100.0 if followed else 300.0) <= 3
+    guard = LRUGuard(800, segments_of(model, 400, 4), model)
+    assert reviewed(guard, 800) == followed
+    reviewed(guard, 800)
+    assert guard.follows_model == followed, "nothing speaks for another one"
+    assert turns_until_it_changes(guard, 800, LONG if followed else SHORT, 100.0 if followed else 300.0) <= 3
 
 
 def test_the_largest_tier_says_which_order_is_followed_after_a_restart() -> None:
@@ -151,19 +151,19 @@ def test_the_largest_tier_says_which_order_is_followed_after_a_restart() -> None
     small, large = (segments_of(model, count, 4) for count in (40, 400))
     for segments in (small, large):
         model.teach(segments)
-    choices = [OrderChoice(2 * segments.used, segments, model) for segments in (small, large)]
-    for choice in choices:
-        reviewed(choice, 1600)
-        assert turns_until_it_changes(choice, 1600, SHORT, 300.0) <= 4
-        assert model.is_followed == (choice is choices[1])
+    choices = [LRUGuard(2 * segments.used, segments, model) for segments in (small, large)]
+    for guard in choices:
+        reviewed(guard, 1600)
+        assert turns_until_it_changes(guard, 1600, SHORT, 300.0) <= 4
+        assert model.is_followed == (guard is choices[1])
 
 
 def test_uses_that_no_request_tells_of_are_kept_within_a_bound() -> None:
     model = ReuseModel()
-    choice = OrderChoice(10, segments_of(model, 4, 1), model)
+    guard = LRUGuard(10, segments_of(model, 4, 1), model)
     for _ in range(2 * USES_KEPT):
-        choice.used([(SHORT, 1.0, 1, 0)])
-    assert len(choice._uses) == USES_KEPT
+        guard.on_use([(SHORT, 1.0, 1, 0)])
+    assert len(guard._uses) == USES_KEPT
 
 
 def test_in_lrus_order_what_goes_is_what_lru_would_take() -> None:
@@ -177,7 +177,7 @@ def test_in_lrus_order_what_goes_is_what_lru_would_take() -> None:
         for name, tier in tiers.items():
             if name == "reuse":
                 assert isinstance(tier.policy, Reuse)
-                tier.policy._order.choice.learned = False
+                tier.policy._order.guard.follows_model = False
             hits[name] += tier.serve(number, request)
     print(hits)
     assert abs(hits["lru"] - hits["reuse"]) <= hits["lru"] // 100

@@ -1,6 +1,6 @@
 """Rows that an `on_evict` tier with a write budget is sent, or not: decided as the CPU tier is about to evict them.
 
-Until then each row that the tier lacks is dirty. A row that is chosen takes those before it in its prompt along, which
+Until then each row that the tier lacks is dirty. Those before it in its prompt are chosen with a row, although they
 are warmer: no block is below without them, and no part of the budget is kept for what is sent hours later.
 """
 
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 
 from kvtier.control.flow.dirty_rows import DirtyRows
-from kvtier.control.flow.refused_rows import RefusedRows
+from kvtier.control.flow.rejected_rows import RejectedRows
 from kvtier.control.state import ControlState
 from kvtier.control.tiers.lower_tier import LowerTier
 from kvtier.policy.reuse.admission import BudgetedAdmission
@@ -18,16 +18,16 @@ from kvtier.types.jobs import SkipReason
 from kvtier.types.keys import OffloadKey
 
 
-class ColdRows:
-    """Chooses among the coldest dirty rows for tiers that do (`LowerTier.late_admission`)."""
+class EvictionAdmission:
+    """Choice among the coldest dirty rows for tiers with a `late_admission`."""
 
-    def __init__(self, control: ControlState, dirty: DirtyRows, refused: RefusedRows) -> None:
+    def __init__(self, control: ControlState, dirty: DirtyRows, rejected: RejectedRows) -> None:
         self._cpu = control.cpu
         self._dirty = dirty
-        self._refused = refused
+        self._rejected = rejected
 
     def offered(self, lower: LowerTier, rows: Sequence[int], used_again: bool) -> None:
-        """The tier lacks the blocks of these rows, which were filled or used."""
+        """Mark rows that were filled or used, and whose blocks the tier lacks."""
         self._dirty.mark(rows, lower.bit)
         if not used_again:
             admission = _late_admission(lower)
@@ -60,7 +60,7 @@ class ColdRows:
         self._queue(lower, list(chosen))
 
     def write_back(self, lower: LowerTier, row: int, now: float) -> bool:
-        """Queue this row, whatever it brings, with those before it. False if not all of those are in rows."""
+        """Queue this row, whatever its expected hits, with those before it. False if not all of those are in rows."""
         if self._dirty.due[row] & lower.bit:
             return True
         admission = _late_admission(lower)
@@ -73,28 +73,28 @@ class ColdRows:
                 return False
             rows.append(found)
         for found in reversed(rows):
-            self._refused.take(lower, found)
+            self._rejected.pop(lower, found)
             admission.admit_parent(self._key(found))
         self._dirty.mark_due(rows, lower.bit)
         self._queue(lower, rows)
         return True
 
     def _choose(self, lower: LowerTier, row: int, now: float) -> list[int]:
-        """The rows that are to be sent because this one is about to be evicted, leaf before root: it and those before
+        """Rows that are to be sent because this one is about to be evicted, leaf before root: it and those before
         it, those alone, or none."""
-        key, refused, followed = self._key(row), self._refused, lower.owned if lower.follows else None
+        key, rejected, followed = self._key(row), self._rejected, lower.owned if lower.is_request_aware else None
         if not lower.index.needs(key, now):
             lower.counters.skip(SkipReason.ALREADY_THERE)
             return []
-        if followed is not None and refused.bypassed(followed, (key,)):
-            refused.add(lower, row, SkipReason.BYPASSED)
+        if followed is not None and rejected.rejected_by_policy(followed, (key,)):
+            rejected.add(lower, row, SkipReason.BYPASSED)
             return []
         admission = _late_admission(lower)
         keys = admission.select_evicted(
             key, lambda other: self._on_its_way(lower, other, now), lambda other: self._cpu.ready(other) is None
         )
         reason = SkipReason.NOT_ADMITTED
-        if keys and followed is not None and (unwanted := refused.bypassed(followed, keys)):
+        if keys and followed is not None and (unwanted := rejected.rejected_by_policy(followed, keys)):
             admission.on_give_up(unwanted)
             reason = SkipReason.BYPASSED if key in unwanted else reason
             keys = [other for other in keys if other not in unwanted]
@@ -104,7 +104,7 @@ class ColdRows:
             lower.owned.reorder([slot for slot in held if slot is not None])
         self._dirty.mark_due(rows, lower.bit)
         if row not in rows:
-            refused.add(lower, row, reason)
+            rejected.add(lower, row, reason)
         return rows
 
     def _follows_one_of(self, lower: LowerTier, row: int, rows: Collection[int]) -> bool:
@@ -113,7 +113,7 @@ class ColdRows:
         return parent is not None and self._cpu.ready(parent) in rows
 
     def _queue(self, lower: LowerTier, rows: Sequence[int]) -> None:
-        """These rows, given leaf before root, are due: they are to be sent now."""
+        """Queue rows, given leaf before root, that are to be sent now."""
         generations = self._cpu.table.generation
         lower.queue.extend((row, generations[row]) for row in rows[:: lower.queue_step])
 
@@ -123,8 +123,8 @@ class ColdRows:
         return key
 
     def _on_its_way(self, lower: LowerTier, key: OffloadKey, now: float) -> bool:
-        """True if the tier has this block or is being sent it, as far as that is known: of a shared tier it is not for
-        long, but a clean row that it did not refuse was sent to it or came from there."""
+        """True if the tier has this block or is being sent it. Of a shared tier that is not certain for long, but a
+        clean row that it did not reject was sent to it or came from there."""
         if not lower.index.needs(key, now):
             return True
         row, dirty, bit = self._cpu.ready(key), self._dirty, lower.bit
@@ -132,7 +132,7 @@ class ColdRows:
             return False
         if (dirty.due[row] | dirty.sending[row]) & bit:
             return True
-        clean = not dirty.bits[row] & bit and not self._refused.refused(lower, row)
+        clean = not dirty.bits[row] & bit and not self._rejected.is_rejected(lower, row)
         return clean and lower.index.presence(key, now) is None
 
 

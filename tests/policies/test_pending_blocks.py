@@ -1,4 +1,4 @@
-"""Announced blocks are found as if each were kept by its key alone, whichever were announced again or taken."""
+"""Pending blocks are found as if each were kept by its key alone, whichever were announced again or taken."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvtier.policy.reuse.announced_blocks import AnnouncedBlocks, AnnouncedRun
+from kvtier.policy.reuse.pending_blocks import PendingBlocks, PendingRun
 from kvtier.policy.reuse.prediction.segments import NONE, Segments
 from kvtier.types.keys import OffloadKey, make_key
 
@@ -16,29 +16,24 @@ PROMPT_BLOCKS = 30
 
 
 class EachByItsKey:
-    """(segment, position) by key: the latest blocks, and those that have waited longer."""
+    """(segment, position) by key."""
 
     def __init__(self, segments: Segments) -> None:
         self.segments = segments
-        self.latest: dict[OffloadKey, tuple[int, int, int]] = {}
-        self.older: dict[OffloadKey, tuple[int, int, int]] = {}
+        self.blocks: dict[OffloadKey, tuple[int, int, int]] = {}
 
     def add(self, seg: int, position: int, keys: Sequence[OffloadKey]) -> None:
         for at, key in enumerate(keys, position):
-            self.latest[key] = (seg, self.segments.stamp[seg], at)
-
-    def pack(self) -> None:
-        self.older |= self.latest
-        self.latest = {}
+            self.blocks[key] = (seg, self.segments.stamp[seg], at)
 
     def find(self, key: OffloadKey) -> tuple[int, int]:
-        seg, stamp, at = self.latest.get(key) or self.older.get(key) or (NONE, 0, NONE)
+        seg, stamp, at = self.blocks.get(key, (NONE, 0, NONE))
         first = self.segments.first[seg]
         known = seg != NONE and self.segments.stamp[seg] == stamp
         return (seg, at) if known and first <= at < first + self.segments.length[seg] else (NONE, NONE)
 
 
-def each(runs: Sequence[AnnouncedRun]) -> list[tuple[int, int]]:
+def each(runs: Sequence[PendingRun]) -> list[tuple[int, int]]:
     """(segment, position) of each key, from runs that follow one another."""
     found: list[tuple[int, int]] = []
     for start, end, seg, position in runs:
@@ -52,7 +47,7 @@ def test_what_is_found_is_what_was_announced_last_and_not_taken(seed: int) -> No
     rng = random.Random(seed)
     prompts = [[make_key(f"{name}/{at}".encode(), 0) for at in range(PROMPT_BLOCKS)] for name in range(8)]
     segments = Segments(64, 10_000)
-    announced, expected = AnnouncedBlocks(SLOTS, segments), EachByItsKey(segments)
+    announced, expected = PendingBlocks(SLOTS, segments), EachByItsKey(segments)
     segs = [segments.add(NONE, 0, keys) for keys in prompts]
     for _ in range(600):
         name = rng.randrange(len(prompts))
@@ -61,9 +56,6 @@ def test_what_is_found_is_what_was_announced_last_and_not_taken(seed: int) -> No
         if (drawn := rng.random()) < 0.45:
             announced.add(segs[name], start, keys)
             expected.add(segs[name], start, keys)
-        elif drawn < 0.48:
-            announced._pack_latest()
-            expected.pack()
         elif drawn < 0.5:  # another segment has the id, or it lost its end
             segments.cut(segs[name], prompts[name][: rng.randrange(10, PROMPT_BLOCKS)])
         else:
@@ -74,5 +66,5 @@ def test_what_is_found_is_what_was_announced_last_and_not_taken(seed: int) -> No
             if rng.random() < 0.5:
                 assert each(announced.take(asked)) == [expected.find(key) for key in asked]
                 for key in asked:
-                    expected.latest.pop(key, None)
-        assert len(announced) == len(expected.latest) + len(expected.older)
+                    expected.blocks.pop(key, None)
+        assert len(announced) == len(expected.blocks)

@@ -1,4 +1,4 @@
-"""When each slot of a tier was used last, and how long ago that was when it was used again or evicted.
+"""Times of the last use of each slot of a tier, and how long ago that was when it was used again or evicted.
 
 A tier is large enough if the blocks that it evicts have not been used for longer than blocks that come back have to
 wait for their next use. So both times have the same buckets.
@@ -18,7 +18,7 @@ TICKS_PER_SECOND = 10
 ONE_USE_TICKS = 10
 """Uses that are less than a second apart are one: a request touches a block several times."""
 SAMPLED_SLOTS = 1 << 16
-"""Slots that `UseAges.coldest_seconds` looks at, at most."""
+"""Slots that `ReuseTimes.coldest_seconds` considers, at most."""
 AGE_BOUNDS = (
     *(1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0),
     *(14_400.0, 43_200.0, 86_400.0, 259_200.0, 604_800.0, 2_592_000.0),
@@ -26,8 +26,8 @@ AGE_BOUNDS = (
 """Seconds of ages of blocks and of gaps between their uses: up to 30 days."""
 
 
-class UseTime:
-    """The time of uses, shared by the tiers of a stack: ticks since its first `advance`. 4 bytes last for 13 years."""
+class TickClock:
+    """A coarse clock that the tiers of a stack share: ticks since its first `advance`. 4 bytes last for 13 years."""
 
     __slots__ = ("_began", "tick")
 
@@ -36,7 +36,7 @@ class UseTime:
         self.tick = 0
 
     def advance(self, now: float) -> float:
-        """Time has passed up to `now`; returns when to call this again."""
+        """Let time pass up to `now`; returns when to call this again."""
         if self._began is None:
             self._began = now
         self.tick = max(self.tick, self._tick_of(now))
@@ -50,8 +50,8 @@ class UseTime:
         return 0 if self._began is None else int((now - self._began) * TICKS_PER_SECOND)
 
 
-class UseAges:
-    """One for an owned tier, four bytes a slot. What it was opened with was last used when the stack began.
+class ReuseTimes:
+    """Reuse times of an owned tier, four bytes a slot. Recovered blocks were last used when the stack began.
 
     Becoming ready is a use. `reuse_gaps` are the seconds between two uses of a block, `eviction_ages` those from the
     last use to the eviction. One thread counts; histograms and `coldest_seconds` are for any.
@@ -60,13 +60,13 @@ class UseAges:
     __slots__ = ("eviction_ages", "last", "reuse_gaps", "time")
 
     def __init__(self, num_slots: int) -> None:
-        self.time = UseTime()
+        self.time = TickClock()
         self.last = array("I", bytes(4 * num_slots))
         self.reuse_gaps = Histogram(AGE_BOUNDS)
         self.eviction_ages = Histogram(AGE_BOUNDS)
 
     def use(self, slots: Sequence[int]) -> None:
-        """These slots are used."""
+        """Count a use of these slots."""
         if slots:
             last, tick = self.last, self.time.tick
             first, others = last[slots[0]], []
@@ -80,7 +80,7 @@ class UseAges:
                 self._observe(self.reuse_gaps, others, ONE_USE_TICKS)
 
     def evict(self, slots: Sequence[int]) -> None:
-        """These slots are evicted."""
+        """Count the eviction of these slots."""
         if slots:
             before = list(map(self.last.__getitem__, slots))
             if before.count(before[0]) == len(before):  # as mostly: what was used together leaves together
@@ -99,9 +99,9 @@ class UseAges:
                 histogram.observe((tick - each) / TICKS_PER_SECOND, count)
 
     def coldest_seconds(self, state: bytearray, now: float) -> float:
-        """How long ago the ready slot was used that has not been used for longest; 0 without one.
+        """Seconds since the last use of the ready slot that has not been used for longest; 0 without one.
 
-        Of a large tier it looks at some slots, evenly spread. From any thread: a slot that changes meanwhile counts as
+        Of a large tier it considers some slots, evenly spread. From any thread: a slot that changes meanwhile counts as
         it was or as it is.
         """
         step = -(-len(state) // SAMPLED_SLOTS)

@@ -7,7 +7,7 @@ from support_control import World, cpu_setup, fs_setup, key
 from support_following import FollowingLRU
 
 from kvtier.control.tiers.histogram import HistogramFigures
-from kvtier.control.tiers.use_ages import SAMPLED_SLOTS, UseAges
+from kvtier.control.tiers.reuse_times import SAMPLED_SLOTS, ReuseTimes
 from kvtier.types.keys import RequestId
 from kvtier.types.requests import NO_INFO
 
@@ -112,7 +112,7 @@ def test_the_coldest_block_is_the_one_unused_for_longest_now() -> None:
 
 def test_of_a_large_tier_some_slots_are_looked_at_from_its_beginning_to_its_end() -> None:
     count = 3 * SAMPLED_SLOTS + 7
-    uses = UseAges(count)
+    uses = ReuseTimes(count)
     uses.time.advance(0.0)
     uses.time.advance(1000.0)
     uses.use(range(count))
@@ -123,7 +123,7 @@ def test_of_a_large_tier_some_slots_are_looked_at_from_its_beginning_to_its_end(
 
 
 def test_nothing_used_and_nothing_evicted_is_nothing() -> None:
-    uses = UseAges(4)
+    uses = ReuseTimes(4)
     uses.use([])
     uses.evict([])
     assert (uses.reuse_gaps.figures().count, uses.eviction_ages.figures().count) == (0, 0)

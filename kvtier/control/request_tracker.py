@@ -1,10 +1,10 @@
-"""Passes on to the policies that follow requests, and their models, which requests begin and end, and the time.
+"""Requests that begin, go on and end, and the time: passed to the policies that follow requests, and their models.
 
-What tiers of other sizes would hit (`SizeCurve`) is counted here too, of the requests that begin.
+Hits of tiers of other sizes (`SizeCurve`) are counted here too, of the requests that begin.
 
 The caller may hand in the time of a request, such as that of a trace; then the time of the policies is what was handed
 in, and nothing else. Otherwise it is the stack's. Either way it never goes back: a time before the last one counts as
-that one, until so many came in a row that the clock itself was set back: then it goes on from there.
+that one. After `BEHIND_MAX` of them in a row the clock itself was set back: then it goes on from there.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ NO_REQUEST = RequestId("")
 """The request of a use that came with `touch` alone."""
 
 
-class RequestUses:
-    """One for a stack in which a policy follows requests, or with `curves`.
+class RequestTracker:
+    """The open requests of a stack in which a policy follows requests, or with `curves`.
 
-    `chains` are the groups of which every block needs all those before it; None: all groups. The
-    others are not passed on. Once a request has begun, `touch` is no use of its own: its request was one.
+    `chains` are the groups of which every block needs all those before it; None: all groups. The others are not passed
+    on. Once a request has begun, `touch` is no use of its own: its request was one.
     """
 
     def __init__(self, control: ControlState, chains: frozenset[GroupIndex] | None, curves: bool = False) -> None:
@@ -60,9 +60,9 @@ class RequestUses:
     def begin(
         self, request_id: RequestId, keys: Sequence[OffloadKey], now: float, time: float | None, info: RequestInfo
     ) -> None:
-        """A request begins, once, that uses these keys: each group's in prefix order, however the groups are mixed.
+        """Begin a request, once, that uses these keys: each group's in prefix order, however the groups are mixed.
 
-        `time` is what the policies take for the time, in seconds; `now`, the stack's, if None.
+        `time` is the time of the policies, in seconds; `now`, the stack's, if None.
         """
         if request_id in self._open:
             return
@@ -79,7 +79,7 @@ class RequestUses:
             self.end(next(iter(self._open)), None)
 
     def extend(self, request_id: RequestId, keys: Sequence[OffloadKey]) -> None:
-        """A request goes on with these blocks of its output; nothing happens unless it began and has not ended."""
+        """Extend a request by these blocks of its output; nothing happens unless it began and has not ended."""
         if not self._followed or request_id not in self._open:
             return
         if self._one_group and len(keys) == 1 and self._is_nowhere(keys[0]):
@@ -88,11 +88,11 @@ class RequestUses:
         for group, chain in self._by_group(keys):
             for model in self._control.models:
                 self._journal.add(model.extend_request, request_id, group, chain)
-            for tier, follower in self._control.followers:
-                follower.extend_request(request_id, group, chain, _ready_slots(tier, chain))
+            for tier, policy in self._control.request_policies:
+                policy.extend_request(request_id, group, chain, _ready_slots(tier, chain))
 
     def _is_nowhere(self, key: OffloadKey) -> bool:
-        for tier, _ in self._control.followers:  # noqa: SIM110 (a generator takes longer than all of this)
+        for tier, _ in self._control.request_policies:  # noqa: SIM110 (a generator takes longer than all of this)
             if key in tier.directory:
                 return False
         return True
@@ -102,33 +102,33 @@ class RequestUses:
         for model in self._control.models:
             model.extend_request(request_id, group, chain)
         nowhere = [-1] * len(chain)
-        for _, follower in self._control.followers:
-            follower.policy.extend_request(request_id, group, chain, nowhere)
+        for _, policy in self._control.request_policies:
+            policy.policy.extend_request(request_id, group, chain, nowhere)
 
-    def touched(self, keys: Sequence[OffloadKey], now: float) -> None:
-        """An embedder used these keys: a request of its own, unless it announces those as they begin."""
+    def on_touch(self, keys: Sequence[OffloadKey], now: float) -> None:
+        """Count a use of these keys by an embedder: a request of its own, unless it announces those as they begin."""
         if not self._begun:
             self._touched = True
             self._use(NO_REQUEST, self._by_group(keys), now, self._passed(now), NO_INFO)
 
     def end(self, request_id: RequestId, output_tokens: int | None) -> None:
-        """A request has ended; nothing happens if it never began."""
+        """End a request; nothing happens if it never began."""
         if request_id in self._open:
             del self._open[request_id]
             for model in self._control.models:
                 self._journal.add(model.end_request, request_id, output_tokens)
-            for _, follower in self._control.followers:
-                follower.end_request(request_id, output_tokens)
+            for _, policy in self._control.request_policies:
+                policy.end_request(request_id, output_tokens)
 
     def advance(self, now: float) -> None:
-        """Time has passed up to `now` on the stack's clock."""
+        """Let time pass up to `now` on the stack's clock."""
         self._advance(self._passed(now))
 
     def _advance(self, time: float) -> None:
         for model in self._control.models:
             self._journal.add(model.advance, time)
-        for _, follower in self._control.followers:
-            follower.advance(time)
+        for _, policy in self._control.request_policies:
+            policy.advance(time)
 
     def _passed(self, now: float, time: float | None = None) -> float:
         if time is None and not self._handed_in:
@@ -166,10 +166,10 @@ class RequestUses:
             use = RequestUse(request_id, time, chain, group, self._count_new(chain, now), info)
             for model in self._control.models:
                 self._journal.add(model.begin_request, use)
-            for tier, follower in self._control.followers:
+            for tier, policy in self._control.request_policies:
                 slots = _ready_slots(tier, chain)
                 tier.uses.use([slot for slot in slots if slot >= 0])
-                follower.begin_request(use, slots)
+                policy.begin_request(use, slots)
 
     def _by_group(self, keys: Sequence[OffloadKey]) -> list[tuple[GroupIndex, list[OffloadKey]]]:
         """The chain of each group that keeps one, without keys that come twice."""

@@ -11,7 +11,7 @@ from support_control import ROW_BYTES, World, cpu_setup, fs_setup, key, shared_s
 from support_following import FollowingLRU, Notes
 
 from kvtier.control.plane.control_plane import ControlPlane
-from kvtier.control.request_uses import OPEN_MAX
+from kvtier.control.request_tracker import OPEN_MAX
 from kvtier.control.tiers.lower_tier import TierSpec
 from kvtier.errors import UsageError
 from kvtier.tier.contract import Recovered
@@ -38,11 +38,11 @@ def model(world: World) -> Notes:
 
 
 def policy(world: World, position: int = 0) -> FollowingLRU:
-    follower = world.plane.control.owned_tiers[position].follower
-    assert follower is not None
-    assert isinstance(follower.policy, FollowingLRU)
+    request_policy = world.plane.control.owned_tiers[position].request_policy
+    assert request_policy is not None
+    assert isinstance(request_policy.policy, FollowingLRU)
     world.plane.control.models.journal.take_in()
-    return follower.policy
+    return request_policy.policy
 
 
 def begin(world: World, request: RequestId, numbers: list[int], time: float | None = None, **more: object) -> None:
@@ -147,7 +147,7 @@ def test_an_embedder_that_only_touches_tells_of_uses_by_that() -> None:
     it = world()
     store(it, [1, 2])
     assert it.plane.uses is not None
-    it.plane.uses.touched([key(1), key(2)], 3.0)
+    it.plane.uses.on_touch([key(1), key(2)], 3.0)
     it.plane.touch([key(1), key(2)])
     (use,) = model(it).uses
     assert (use.request_id, use.time, use.info) == ("", 3.0, NO_INFO)
@@ -169,7 +169,7 @@ def test_once_requests_are_told_of_a_touch_is_no_use_of_its_own() -> None:
     it.submit(JobKind.LOAD, [key(1), key(2)])
     it.run_all()
     assert it.plane.uses is not None
-    it.plane.uses.touched([key(1)], it.now)
+    it.plane.uses.on_touch([key(1)], it.now)
     assert len(model(it).uses) == 1
     assert policy(it).touched == []
 
