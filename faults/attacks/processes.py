@@ -35,10 +35,10 @@ ATTACKS = (
         6, 100, partial(flat, "support_lives_ended.shutdown_and_fork"),
     ),
     Attack(
-        "memory errors",
-        "MemoryError at a random line that may ask for memory, of the product with its tiers fs, in any thread, "
-        "while a stack opens, stores, loads, looks up, resets, closes; exceptions of every kind out of signal handlers",
-        24, 2000, partial(flat, "support_exceptions.memory_errors"), shards=4,
+        "steps that raise",
+        "an exception, or Ctrl-C, inside a random step of a TierStack, an EngineStack and a tier below an engine's "
+        "memory, over fs, while they store, load, look up, reserve, reset and close; then the root is opened again",
+        24, 2000, partial(flat, "support_steps.steps_that_raise"), shards=4,
     ),
     Attack(
         "create race",

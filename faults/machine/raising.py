@@ -1,23 +1,17 @@
-"""Exceptions raised where no code raises them: at a line of the product, from a signal handler."""
+"""Exceptions raised where no code raises them: at a line of a tier."""
 
 from __future__ import annotations
 
 import dis
-import itertools
 import linecache
-import signal
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from importlib.util import find_spec
 from types import CodeType, FrameType
 from typing import Any
-
-PACKAGES = ("kvtier", "kvtier_gpu", "kvtier_cpu", "kvtier_fs")
-NOT_PRODUCT = ("/testing", "/cli/", "/bench/", "/replay/")
 
 ASKS = ("CALL", "BUILD", "BINARY", "STORE_SUBSCR", "GET_", "FOR_ITER", "MAKE_", "IMPORT", "FORMAT", "LIST_", "DICT_",
         "SET_", "MAP_", "SEND", "COMPARE", "CONTAINS", "UNPACK")  # fmt: skip
@@ -84,51 +78,6 @@ class LineTrace(ABC):
         return self._on_line
 
 
-class LineFault(LineTrace):
-    """Counts the lines of the product that are run in any thread while it is armed, and raises at one of them, once.
-
-    `where` is the line at which it raised. With `only`, just the lines of these functions count.
-    """
-
-    def __init__(self, only: Collection[CodeType] = ()) -> None:
-        specs = [spec for name in PACKAGES if (spec := find_spec(name)) is not None]
-        super().__init__([f"{folder}/" for spec in specs for folder in spec.submodule_search_locations or ()])
-        self._only = frozenset(only)
-        self._known: dict[CodeType, bool] = {}
-        self._number = -1
-        self._lines: Iterator[int] = itertools.count()
-        self._error: Callable[[], BaseException] = MemoryError
-        self.where = ""
-
-    def arm(self, at: int, error: Callable[[], BaseException] = MemoryError) -> None:
-        """Raise at line number `at` from here on; count only, if that is negative."""
-        self._number, self._error, self._lines, self.where = at, error, itertools.count(), ""
-        self.armed = True
-        sys.settrace(self._on_call)  # a trace that raised was taken away by the interpreter
-
-    def disarm(self) -> int:
-        """How many lines were run since `arm`."""
-        self.armed = False
-        return next(self._lines)
-
-    def _sees(self, code: CodeType) -> bool:
-        if not self.armed:
-            return False
-        known = self._known.get(code)
-        if known is None:
-            wanted = not self._only or code in self._only
-            known = wanted and super()._sees(code) and not any(part in code.co_filename for part in NOT_PRODUCT)
-            self._known[code] = known
-        return known
-
-    def _at(self, frame: FrameType) -> None:
-        if next(self._lines) >= self._number >= 0:
-            self.armed = False
-            file = frame.f_code.co_filename
-            self.where = f"{next(file[len(f) :] for f in self._folders if file.startswith(f))}:{frame.f_lineno}"
-            raise self._error()
-
-
 class PlaceFault(LineTrace):
     """Records the places of lines while it is armed, and raises MemoryError at visit `visit` of one of them, once."""
 
@@ -153,21 +102,3 @@ class PlaceFault(LineTrace):
         if place == self.at and count == self.visit and not self.raised:
             self.raised = True
             raise MemoryError
-
-
-@contextmanager
-def interrupted(after_seconds: float, error: Callable[[], BaseException]) -> Iterator[list[int]]:
-    """A signal handler raises in the main thread after a while, once. The list is empty until then."""
-    raised: list[int] = []
-
-    def handler(*_: Any) -> None:
-        raised.append(1)
-        raise error()
-
-    former = signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, after_seconds)
-    try:
-        yield raised
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, former)

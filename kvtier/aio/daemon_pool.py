@@ -2,19 +2,17 @@
 
 import asyncio
 import errno
-import logging
 import os
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from kvtier.errors import UsageError
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_log = logging.getLogger(__name__)
 
 
 class PoolClosed(RuntimeError):
@@ -31,7 +29,7 @@ class DaemonPool(Executor):
     def __init__(self, name: str, limit: int) -> None:
         self._name = name
         self._limit = limit
-        self._tasks: queue.SimpleQueue[tuple[Callable[[], None], Future[Any]] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._ended: list[Future[None]] = []
         self._lock = threading.Lock()
@@ -55,16 +53,15 @@ class DaemonPool(Executor):
                 try:
                     future.set_result(fn(*args, **kwargs))
                 except BaseException as error:
-                    if not future.done():
-                        future.set_exception(error)
+                    future.set_exception(error)
 
         with self._lock:
             if self._closed:
                 raise PoolClosed(f"the threads of {self._name} are closed")
             if self._unfinished >= len(self._threads) < self._limit:
                 self._start_thread()
-            self._unfinished += 1  # before: nothing may fail once a thread can take the task
-            self._tasks.put((task, future))
+            self._unfinished += 1
+            self._tasks.put(task)
         return future
 
     async def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -85,7 +82,7 @@ class DaemonPool(Executor):
         self._threads.append(thread)
         try:
             thread.start()
-        except (RuntimeError, MemoryError) as error:
+        except RuntimeError as error:
             self._ended.remove(ended)
             self._threads.remove(thread)
             if not self._threads:
@@ -93,28 +90,15 @@ class DaemonPool(Executor):
                 raise OSError(errno.EAGAIN, "the system has no thread to give") from error
 
     def _work(self, ended: Future[None]) -> None:
-        while True:
-            try:
-                self._serve()
-                ended.set_result(None)
-                return
-            except Exception:  # such as no memory to say how a call ended; others wait for the thread
-                _log.exception("a thread of %s could not end its call", self._name)
-
-    def _serve(self) -> None:
-        while (work := self._tasks.get()) is not None:
-            try:
-                work[0]()
-            except Exception as error:  # it could not be called, or could not say how it ended
-                if not work[1].done():
-                    work[1].set_exception(error)
-            del work  # or it would keep the memory that the call names
+        while (task := self._tasks.get()) is not None:
+            task()
+            del task  # or it would keep the memory that the call names
             with self._lock:
                 self._unfinished -= 1
-        self._tasks.put(None)  # in case this thread has to come again
+        ended.set_result(None)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Let the threads end once their work is done; never waits. Idempotent: a thread takes one word to end."""
+        """Let the threads end once their work is done; never waits. Idempotent: each thread takes one None."""
         with self._lock:
             self._closed = True
         for _ in self._threads:

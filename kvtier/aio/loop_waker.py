@@ -32,12 +32,8 @@ class LoopWaker:
     def wake(self) -> None:
         """Wake the loop, unless a wake is pending. From one thread; does nothing once detached."""
         if not self._signalled and self._event is not None:
-            try:
-                self._signalled = True
-                self._event.signal()
-            except BaseException:  # of a signal handler, perhaps before the signal: the next wake is to signal
-                self._signalled = False
-                raise
+            self._signalled = True
+            self._event.signal()
 
     def _on_readable(self) -> None:
         assert self._event is not None

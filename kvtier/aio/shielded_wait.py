@@ -13,12 +13,7 @@ async def shielded_wait(work: Awaitable[T], on_cancel: Callable[[], object] | No
     Buffers in use by a copy or by a thread stay ours until it ends; cancelling never hands them back early.
     `on_cancel` is called at the first cancellation, for example to end the operation early.
     """
-    try:
-        future = asyncio.ensure_future(work)
-    except MemoryError:  # the operation may be under way
-        future = asyncio.ensure_future(work)
-        await wait_done(future)
-        raise
+    future = asyncio.ensure_future(work)
     try:
         return future.result() if future.done() else await asyncio.shield(future)
     except asyncio.CancelledError as error:
@@ -30,10 +25,6 @@ async def shielded_wait(work: Awaitable[T], on_cancel: Callable[[], object] | No
         if not future.cancelled():
             future.exception()  # retrieved here; the cancellation goes first
         raise cancelled from None
-    except Exception:
-        if not future.done():  # the waiting failed, such as without memory for it
-            await wait_done(future)
-        raise
 
 
 async def wait_done(future: asyncio.Future[Any], timeout_seconds: float | None = None) -> asyncio.CancelledError | None:

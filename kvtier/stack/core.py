@@ -17,13 +17,13 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence, Sized
 from functools import partial
 
 from kvtier.aio.process_guard import ProcessGuard
-from kvtier.control.failed_plane import FailedPlane
 from kvtier.control.jobs import TierJob
 from kvtier.control.plane.deliveries import Arrival, PresenceQuery
 from kvtier.control.reservations import Reservation
 from kvtier.errors import IntegrityError, UsageError
 from kvtier.stack import shutdown
 from kvtier.stack.assembly import StackParts, assemble
+from kvtier.stack.guard import answers_of, guard_step
 from kvtier.stack.job_checks import check_job, check_pairs
 from kvtier.stack.joining import reset_tiers
 from kvtier.stack.lookups import Lookups
@@ -70,8 +70,6 @@ class StackCore(RequestCalls):
         self._overdue_at = math.inf
         self._overdue: set[JobId] = set()
         self._copies_then: set[JobId] = set()
-        self._failed: FailedPlane | None = None
-        self._errors = 0
         self._closing_since = 0.0
         self._reset_failed = False
 
@@ -83,11 +81,11 @@ class StackCore(RequestCalls):
 
     @abstractmethod
     def _advance(self) -> None:
-        """Send what the control plane decided."""
+        """Send what the control plane decided. Part of a step."""
 
     @abstractmethod
     def _stop_dispatcher(self) -> None:
-        """Have the dispatcher begin no job any more. Called again until it has happened."""
+        """Have the dispatcher begin no job any more."""
 
     @abstractmethod
     def _deliver(self, batch: Sequence[Arrival]) -> None:
@@ -133,9 +131,10 @@ class StackCore(RequestCalls):
                 transfers.append(GPUGroup(key_group(group_keys[0]), tuple(group_keys), runs))
         return self.job(kind, transfers, timeout_seconds)
 
-    def _begin(
+    def _register(
         self, assembled: OpenStack, job: TransferJob, request_id: RequestId | None, info: RequestInfo | None
     ) -> None:
+        """Check a job; `_submit` it next."""
         check_job(job, assembled.geometry)
         if request_id is not None:
             check_text("a request's id", request_id)
@@ -149,18 +148,18 @@ class StackCore(RequestCalls):
             copier.fence()
         if job.deadline is not None:
             self._overdue_at = min(self._overdue_at, job.deadline + GRACE_SECONDS)
-        try:
-            assembled.plane.submit(job, self._clock(), request_id, info)
-        except BaseException as error:
-            self._fail(error)
 
+    @guard_step
+    def _submit(self, job: TransferJob, request_id: RequestId | None, info: RequestInfo | None) -> None:
+        assert self._assembled is not None
+        self._assembled.plane.submit(job, self._clock(), request_id, info)
+        self._decided()
+
+    @guard_step
     def cancel(self, job_id: JobId) -> None:
         """End a job early; its result still comes, after the copies in flight."""
         check_whole("a job's id", job_id)
-        try:
-            self._opened().plane.cancel(job_id, self._clock())
-        except BaseException as error:
-            self._fail(error)
+        self._opened().plane.cancel(job_id, self._clock())
         self._decided()
 
     # -- from memory ---------------------------------------------------------------------------------------------
@@ -170,22 +169,20 @@ class StackCore(RequestCalls):
         """The layout in rows of the stack's alignment."""
         return self._opened().geometry
 
+    @guard_step
     def locate(self, keys: Sequence[OffloadKey]) -> list[str | None]:
         """For each key the name of the highest tier that holds it, or None. Synchronous, from memory."""
         assembled = self._opened()
         check_keys(keys, assembled.geometry.num_groups)
         return assembled.plane.locate(keys, self._clock())
 
+    @guard_step
     def reserve(
         self, request_id: RequestId, keys: Sequence[OffloadKey], *, info: RequestInfo | None = None
     ) -> Reservation:
         """Bring keys into rows and lease them to a request; see `kvtier.control.reservations`."""
         self._check_request(request_id, keys, info)
-        try:
-            reservation = self._opened().plane.reserve(request_id, keys, self._clock(), info)
-        except BaseException as error:
-            self._fail(error)
-            reservation = self._opened().plane.reserve(request_id, keys, self._clock(), info)
+        reservation = self._opened().plane.reserve(request_id, keys, self._clock(), info)
         self._decided()
         return reservation
 
@@ -194,15 +191,14 @@ class StackCore(RequestCalls):
         check_text("a request's id", request_id)
         return self._opened().plane.reservation(request_id)
 
+    @guard_step
     def end_leases(self, request_id: RequestId) -> None:
         """The request's leases end; it goes on."""
         check_text("a request's id", request_id)
-        try:
-            self._opened().plane.end_request(request_id, self._clock())
-        except BaseException as error:
-            self._fail(error)
+        self._opened().plane.end_request(request_id, self._clock())
         self._decided()
 
+    @guard_step
     def hold_back(self, reason: str) -> None:
         """From here on, for the life of the stack, no lower tier loads or stores; `reason` is for the log.
 
@@ -213,11 +209,8 @@ class StackCore(RequestCalls):
         check_text("the reason", reason)
         if assembled.joining is not None:
             assembled.joining.stop()
-        try:
-            assembled.plane.hold_back(self._clock())
-        except BaseException as error:
-            self._fail(error)
-        self._look_at_tiers(reason)
+        assembled.plane.hold_back(self._clock())
+        self._watch.look(assembled.plane.control.lowers, reason)
         self._decided()
 
     def stats(self) -> StackStats:
@@ -225,22 +218,21 @@ class StackCore(RequestCalls):
         self._owner.check()
         if self._assembled is None:
             raise UsageError("the stack was never opened")
-        return collect(self._assembled, self._clock(), self._errors + self._lookups.errors)
+        return collect(self._assembled, self._clock(), self._errors + self._watch.errors)
 
+    @guard_step
     def take_events(self) -> list[OffloadingEvent]:
         """What became reachable or ceased to be since the last call, in order."""
         return self._opened().plane.take_events()
 
+    @guard_step
     def announce(self, keys: Sequence[OffloadKey]) -> None:
         """Have `take_events` say once more which tiers have these keys: each is removed and then stored.
 
         For routers that have forgotten it. Shared tiers have no events.
         """
         check_keys(keys, self._opened().geometry.num_groups)
-        try:
-            self._opened().plane.announce(keys, self._clock())
-        except BaseException as error:
-            self._fail(error)
+        self._opened().plane.announce(keys, self._clock())
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless the state machine's sums agree. For tests and for suspicions."""
@@ -273,11 +265,7 @@ class StackCore(RequestCalls):
         if self._reset_failed:  # repeated for the same weights, it must not count: others may have come to that number
             assembled.plane.control.epoch = fresh_epoch(assembled.plane.control.epoch) - 1
             self._reset_failed = False
-        try:
-            epoch = assembled.plane.reset(self._clock())
-        except BaseException as error:
-            self._fail(error)
-            epoch = assembled.plane.reset(self._clock())
+        epoch = self._reset_plane()
         control, joining = assembled.plane.control, assembled.joining
         if joining is not None and control.joining:
             return partial(joining.reset, control.resets)
@@ -297,53 +285,63 @@ class StackCore(RequestCalls):
     def _reset_ended(self, ended: asyncio.Future[None]) -> None:
         self._reset_failed = self._reset_failed or ended.cancelled() or ended.exception() is not None
 
+    @guard_step
+    def _reset_plane(self) -> int:
+        assert self._assembled is not None
+        return self._assembled.plane.reset(self._clock())
+
+    @guard_step
+    def _send_reset(self) -> None:
+        self._advance()
+
+    @guard_step
     def _abandon(self, assembled: OpenStack) -> shutdown.Abandoned:
         """Give up what is dirty: draining is over."""
-        try:
-            return shutdown.abandon(assembled)
-        except BaseException as error:
-            self._fail(error)
-            return shutdown.abandon(assembled)
+        return shutdown.abandon(assembled)
 
     def _draining(self) -> Iterator[None]:
         """While closing, drain lower tiers until `_drain_until`. Yields where the face waits for progress."""
-        assert self._assembled is not None
         self._closing_since = self._clock()
-        try:
-            self._assembled.plane.close(self._clock())
-        except BaseException as error:
-            self._fail(error)
-        self._advance()
-        while self._clock() < self._drain_until and (not (plane := self._assembled.plane).idle or plane.dirty_rows):
-            try:
-                plane.drain(self._clock())
-            except BaseException as error:
-                self._fail(error)
-            self._advance()
-            if self._assembled.plane.idle:
-                return
+        self._end_stores()
+        while self._clock() < self._drain_until and not self._is_drained():
             yield
 
+    @guard_step
+    def _end_stores(self) -> None:
+        assert self._assembled is not None
+        self._assembled.plane.close(self._clock())
+        self._advance()
+
+    @guard_step
+    def _is_drained(self) -> bool:
+        """Write back what is dirty as far as limits allow. True once nothing is in flight."""
+        assert self._assembled is not None
+        plane = self._assembled.plane
+        if plane.dirty_rows or not plane.idle:
+            plane.drain(self._clock())
+            self._advance()
+        return plane.idle
+
     def _report_closed(self, assembled: OpenStack, abandoned: shutdown.Abandoned) -> None:
-        """Everything is closed: keep what that cost, and say it in the log."""
+        """Everything is closed: keep what that cost, with a line in the log."""
         self.close_report = shutdown.report(assembled, abandoned)
         self._log.closed(self.close_report, self._closing_since)
 
     # -- exceptions ----------------------------------------------------------------------------------------------
 
     async def _open_tiers(self) -> None:
-        """Open the tiers, in the loop. What is needed when the control plane fails is made now."""
+        """Open the tiers, in the loop."""
         self._log = OperatorLog(logging.getLogger(self._parts.operator_log), self._clock)
         self._watch = TierWatch(self._log, self._clock)
         assembled = await assemble(self._parts, self._clock, self._deliver)
         try:
-            plane, dispatcher = assembled.plane, assembled.dispatcher
-            self._failed = FailedPlane(plane, self._jobs, lambda: dispatcher.stopped and not dispatcher.copies())
             await self._open_stats_socket(assembled)
             self._assembled = assembled
-            self._log.opened(plane.control.cpu_spec)
+            control = assembled.plane.control
+            self._log.opened(control.cpu_spec)
             waits = assembled.joining is not None
-            self._look_at_tiers("what its blocks belong to is not known yet" if waits else "its root is damaged")
+            reason = "what its blocks belong to is not known yet" if waits else "its root is damaged"
+            self._watch.look(control.lowers, reason)
         except BaseException:
             await shutdown.end_tiers(assembled, self._settings.tier_close_seconds)
             raise
@@ -356,41 +354,21 @@ class StackCore(RequestCalls):
             assembled.stats_socket = served
             await served.open()
 
-    def _fail(self, error: BaseException) -> None:
-        """An exception left the control plane, perhaps half-way through a step: a `FailedPlane` takes its place.
-
-        Call in an except clause. Raises again what is not a failure: UsageError, which comes before any change, and
-        what ends a program, such as KeyboardInterrupt.
-        """
-        if isinstance(error, UsageError):
-            raise error
-        assembled, failed = self._assembled, self._failed
+    def _give_up(self, error: BaseException) -> None:
+        assembled = self._assembled
         assert assembled is not None
-        assert failed is not None
-        first, assembled.plane = assembled.plane is not failed, failed
-        self._errors += 1
+        failed, dispatcher = assembled.plane, assembled.dispatcher
+        assembled.plane = answers_of(failed, self._jobs, lambda: dispatcher.stopped and not dispatcher.copies())
         logger.critical("the control plane has failed: every request ends as a miss from now on", exc_info=error)
-        try:
-            self._stop_dispatcher()
-            if first:
-                failed.take_over()
-        except Exception:
-            self._errors += 1
-            logger.exception("what the failed control plane had could not be given up whole")
-        if not isinstance(error, Exception):
-            raise error
-
-    def _look_at_tiers(self, reason: str = "") -> None:
-        """Say in the log what has become of tiers. Whatever a handler of the log raises costs no request anything."""
-        assert self._assembled is not None
-        try:
-            self._watch.look(self._assembled.plane.control.lowers, reason)
-        except Exception:
-            self._errors += 1
-            logger.exception("the state of the tiers could not be said")
+        self._stop_dispatcher()
+        self._advance()
+        failed.give_up()
 
     def _look_for_overdue(self, now: float) -> None:
-        """Jobs that have not ended in time, and wait for no copy, were lost: nothing else would end them."""
+        """Raise IntegrityError for jobs that have not ended in time, and wait for no copy: nothing else would end them.
+
+        Part of a step.
+        """
         assert self._assembled is not None
         times = {number: job.deadline + GRACE_SECONDS for number, job in self._jobs.items() if job.deadline is not None}
         overdue = {number for number, time in times.items() if time <= now}
@@ -400,5 +378,5 @@ class StackCore(RequestCalls):
             self._overdue, self._copies_then = overdue, copies
         elif self._copies_then:  # the end of a copy may be on its way: then one look more
             self._overdue, self._copies_then = self._overdue & overdue, self._copies_then & copies
-        elif self._assembled.plane is not self._failed:
-            self._fail(IntegrityError("a job did not end by its deadline"))
+        elif not self._failed:
+            raise IntegrityError("a job did not end by its deadline")

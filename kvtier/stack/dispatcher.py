@@ -20,6 +20,7 @@ from kvtier.control.jobs import TierJob
 from kvtier.control.plane.deliveries import Delivery, DeliveryKind
 from kvtier.errors import IntegrityError
 from kvtier.stack.duplicates import store_absent
+from kvtier.stack.guard import Guarded, guard_step
 from kvtier.stack.job_spans import JobSpans
 from kvtier.stack.traffic import QueuedJob, Traffic
 from kvtier.tier.contract import Clock, LoadStore
@@ -30,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 RESOLUTION_SECONDS = 1e-6
 """A timer may fire this much before its time."""
-FAILURE = [Delivery(DeliveryKind.FAILED, JobId(0))]
-"""Made in advance: there may be no memory when it is needed."""
 
 
 @dataclass(slots=True)
@@ -58,13 +57,13 @@ class TierQueue:
         return self.loads if kind is JobKind.LOAD else self.stores
 
 
-class Dispatcher:
+class Dispatcher(Guarded):
     """Feeds jobs to tiers. `deliver` is called in the loop with a batch of deliveries, at most once a turn.
 
-    `job_bytes` says how many bytes of rows a job takes. The clock is that of the loop, `time.monotonic`. An exception
-    that leaves a step of its own half done, such as MemoryError, is delivered as FAILED: nothing is begun any more, and
-    what is in flight ends. `errors` counts these, and the calls of tiers, and of a provider of traces, that raised.
-    With `spans` each job that was begun has one.
+    `job_bytes` gives the bytes of rows that a job takes. The clock is that of the loop, `time.monotonic`. A step of its
+    own that raised is delivered as FAILED: nothing is begun any more, and what is in flight ends. `errors` counts these
+    steps, the calls of tiers that raised and the spans that could not be made. With `spans` each job that was begun
+    has one.
     """
 
     def __init__(
@@ -76,7 +75,6 @@ class Dispatcher:
         spans: JobSpans | None = None,
     ) -> None:
         self.queues = queues
-        self.errors = 0
         self._spans = spans
         self._job_bytes = job_bytes
         self._clock = clock
@@ -85,36 +83,40 @@ class Dispatcher:
         self._batch: list[Delivery] = []
         self._stopped = False
 
+    @guard_step
     def submit(self, emissions: Sequence[TierJob]) -> None:
         """Queue jobs and start what the bounds allow; once stopped, jobs end as dropped. Call in the loop."""
-        try:
-            now = self._clock()
-            for emission in emissions:
-                queue, job = self.queues[emission.position], emission.job
-                queued = QueuedJob(job, self._job_bytes(job), now)
-                queue.waiting(job.kind).append(queued)
-                queue.traffic[job.kind].queue(queued)
-                if job.deadline is not None and job.deadline < queue.alarm_at:
-                    self._set_alarm(queue, job.deadline)
-            for queue in self.queues:
-                if queue.loads or queue.stores:
-                    self._start(queue)
-        except BaseException as error:
-            self._fail(error)
+        if self._failed:
+            return
+        now = self._clock()
+        for emission in emissions:
+            queue, job = self.queues[emission.position], emission.job
+            queued = QueuedJob(job, self._job_bytes(job), now)
+            (queue.loads if job.kind is JobKind.LOAD else queue.stores).append(queued)
+            queue.traffic[job.kind].queued_bytes += queued.size
+            if job.deadline is not None and job.deadline < queue.alarm_at:
+                self._set_alarm(queue, job.deadline)
+        for queue in self.queues:
+            if queue.loads or queue.stores:
+                self._start(queue)
 
+    @guard_step
     def stop(self) -> None:
         """Start no further job: those that wait, and those that are still submitted, end as dropped(closing)."""
-        try:
-            self._stopped = True
+        self._stopped = True
+        if not self._failed:
             for queue in self.queues:
                 self._start(queue)
-        except BaseException as error:
-            self._fail(error)
 
     def detach(self) -> None:
         """Deliver nothing any more, unless something is to come: so the dispatcher does not keep its stack alive."""
         if not (self.running or self._batch):
             self._deliver = _discard
+
+    @property
+    def errors(self) -> int:
+        """Steps, calls of tiers and spans that raised."""
+        return self._errors
 
     @property
     def running(self) -> int:
@@ -153,21 +155,19 @@ class Dispatcher:
         queue.traffic[job.kind].begin(queued, now)
         if job.deadline is not None:
             queue.deadlines[job.job_id] = job.deadline
-        tier, work = queue.tier, None
+        tier = queue.tier
         ended: asyncio.Future[JobResult]
-        end = partial(self._conclude, queue, queued)
         try:
             if job.kind is JobKind.LOAD:
                 work = tier.load(job)
             else:
                 work = store_absent(tier, job) if tier.LOOK_UP_BEFORE_STORE else tier.store(job)
-            ended = queue.running[job.job_id] = asyncio.ensure_future(work)
-        except Exception as error:  # raised before the first await, or no memory for a task
-            if work is not None:
-                work.close()
-            ended = queue.running[job.job_id] = asyncio.get_running_loop().create_future()
+            ended = asyncio.ensure_future(work)
+        except Exception as error:  # a tier may be anyone's, and its call no coroutine
+            ended = asyncio.get_running_loop().create_future()
             ended.set_exception(error)
-        ended.add_done_callback(end)
+        queue.running[job.job_id] = ended
+        ended.add_done_callback(partial(self._conclude, queue, queued))
 
     def _drop_waiting(self, queue: TierQueue) -> None:
         for jobs in (queue.loads, queue.stores):
@@ -180,46 +180,44 @@ class Dispatcher:
         if not self.running and queue.alarm is not None:
             queue.alarm.cancel()
 
+    @guard_step
     def _conclude(self, queue: TierQueue, queued: QueuedJob, ended: asyncio.Future[JobResult]) -> None:
         """Report a job that has ended.
 
         A task is cancelled only when its loop ends. Then the job is reported as cancelled and no other begins. Its
         I/O is over also then, because a backend delays cancellation until its I/O has ended.
         """
-        try:
-            job = queued.job
-            now = self._clock()
-            began = queue.traffic[job.kind].end(queued, now)
-            queue.inflight_bytes -= queued.size
-            queue.deadlines.pop(job.job_id, None)
-            del queue.running[job.job_id]
-            if ended.cancelled():
-                self._stopped = True
-                result = JobResult.uniform(job, CANCELLED)
-            elif (error := ended.exception()) is not None:
+        job = queued.job
+        if queue.running.pop(job.job_id, None) is None or self._failed:
+            return
+        now = self._clock()
+        began = queue.traffic[job.kind].end(queued, now)
+        queue.inflight_bytes -= queued.size
+        queue.deadlines.pop(job.job_id, None)
+        if ended.cancelled():
+            self._stopped = True
+            result = JobResult.uniform(job, CANCELLED)
+        elif (error := ended.exception()) is not None:
+            result = self._failure(queue, job, error)
+        else:
+            result = ended.result()
+            if not result.fits(job):
+                error = IntegrityError("the result does not have one outcome for each block")
                 result = self._failure(queue, job, error)
-            else:
-                result = ended.result()
-                if not result.fits(job):
-                    result = self._failure(
-                        queue, job, IntegrityError("the result does not have one outcome for each block")
-                    )
-            if self._spans is not None:
-                self._trace(queue, queued, (began, now), result)
-            if job.job_id in self._late:
-                self._late.remove(job.job_id)
-                self._report(Delivery(DeliveryKind.ENDED, job.job_id))
-            else:
-                self._report(Delivery(DeliveryKind.FINISHED, job.job_id, result))
-            if queue.loads or queue.stores or self._stopped:
-                self._start(queue)
-        except BaseException as failure:
-            self._fail(failure)
+        if self._spans is not None:
+            self._trace(queue, queued, (began, now), result)
+        if job.job_id in self._late:
+            self._late.remove(job.job_id)
+            self._report(Delivery(DeliveryKind.ENDED, job.job_id))
+        else:
+            self._report(Delivery(DeliveryKind.FINISHED, job.job_id, result))
+        if queue.loads or queue.stores or self._stopped:
+            self._start(queue)
 
     def _failure(self, queue: TierQueue, job: TransferJob, error: BaseException) -> JobResult:
         """A backend must not raise for an I/O error. Whatever it raised, its blocks failed and the stack goes on."""
         logger.error("tier %s raised in a %s job", type(queue.tier).__name__, job.kind, exc_info=error)
-        self.errors += 1
+        self._errors += 1
         return JobResult.uniform(job, failed(errno.EIO))
 
     def _trace(self, queue: TierQueue, queued: QueuedJob, times: tuple[float, float], result: JobResult) -> None:
@@ -228,7 +226,7 @@ class Dispatcher:
         try:
             self._spans.ended(queue.tier.options.label, queued, *times, result)
         except Exception:
-            self.errors += 1
+            self._errors += 1
             logger.exception("the span of a job could not be made")
 
     # -- deadlines -----------------------------------------------------------------------------------------------
@@ -242,7 +240,10 @@ class Dispatcher:
         loop = asyncio.get_running_loop()
         queue.alarm = loop.call_later(delay, _look_for_deadlines, weakref.ref(self), queue)
 
+    @guard_step
     def _on_alarm(self, queue: TierQueue) -> None:
+        if self._failed:
+            return
         now = self._clock() + RESOLUTION_SECONDS
         queue.alarm, queue.alarm_at = None, math.inf
         for job_id in [job_id for job_id, deadline in queue.deadlines.items() if now >= deadline]:
@@ -276,20 +277,13 @@ class Dispatcher:
         self._batch.append(delivery)
 
     def _flush(self) -> None:
-        try:
-            batch, self._batch = self._batch, []
-            self._deliver(batch)
-        except BaseException as error:
-            self._fail(error)
+        batch, self._batch = self._batch, []
+        self._deliver(batch)
 
-    def _fail(self, error: BaseException) -> None:
-        """A step of this class was left half done, and may have lost a job. Call in an except clause."""
+    def _give_up(self, error: BaseException) -> None:
         self._stopped = True
-        self.errors += 1
-        self._deliver(FAILURE)
         logger.critical("the queues of the tiers are damaged: nothing is begun any more", exc_info=error)
-        if not isinstance(error, Exception):
-            raise error
+        self._deliver([Delivery(DeliveryKind.FAILED, JobId(0))])
 
 
 def bytes_by_rows(row_bytes: int) -> Callable[[TransferJob], int]:
@@ -300,10 +294,7 @@ def bytes_by_rows(row_bytes: int) -> Callable[[TransferJob], int]:
 def _look_for_deadlines(dispatcher: weakref.ref[Dispatcher], queue: TierQueue) -> None:
     alive = dispatcher()
     if alive is not None:
-        try:
-            alive._on_alarm(queue)
-        except BaseException as error:
-            alive._fail(error)
+        alive._on_alarm(queue)
 
 
 def _discard(batch: list[Delivery]) -> None:

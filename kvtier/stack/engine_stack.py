@@ -20,12 +20,13 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, Self, TypeVar
 
-from kvtier.aio.each_step import take_each
 from kvtier.aio.latch import Latch
 from kvtier.aio.loop_thread import LoopThread
 from kvtier.aio.loop_waker import LoopWaker
+from kvtier.aio.process_guard import ProcessGuard
 from kvtier.aio.weak_call import weak_call
 from kvtier.control.jobs import CPU_TIER, TierJob
 from kvtier.control.plane.deliveries import Arrival, PresenceQuery
@@ -33,6 +34,7 @@ from kvtier.errors import IntegrityError, ResourceError, UsageError
 from kvtier.stack import shutdown
 from kvtier.stack.assembly import StackParts
 from kvtier.stack.core import BlockGroup, StackCore
+from kvtier.stack.guard import guard_step
 from kvtier.stack.open_stack import OpenStack
 from kvtier.stack.shutdown import CloseReport
 from kvtier.tier.contract import LookupResult
@@ -63,6 +65,7 @@ class EngineStack(StackCore):
         self._arrived = Latch()
         self._results: dict[JobId, JobResult] = {}
         self._abandoned: shutdown.Abandoned | None = None
+        self._tiers_ended = False
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -86,7 +89,10 @@ class EngineStack(StackCore):
             self._thread.open()
             self._run(self._assemble, seconds + CLOSE_GRACE_SECONDS)
         except BaseException:
-            take_each(self._undo_open, self._end_thread)
+            try:
+                self._undo_open()
+            finally:
+                self._end_thread()
             raise
 
     async def _assemble(self) -> None:
@@ -109,7 +115,8 @@ class EngineStack(StackCore):
         """Drain lower tiers until the closing deadline, drop the rest, close every tier. Idempotent.
 
         Jobs that have not ended are cancelled or dropped; their GPU blocks are the engine's own again when this
-        returns, unless the report counts unfinished jobs. In a forked child it does nothing.
+        returns, unless the report counts unfinished jobs. Ctrl-C ends the draining and is raised once every tier is
+        closed; after an interruption at another moment call `close` again. In a forked child it does nothing.
         """
         return self._close(self._settings.close_seconds)
 
@@ -119,7 +126,7 @@ class EngineStack(StackCore):
             return CloseReport(0, 0)
         if assembled is None or report is not None:
             self._closing = True
-            if self._thread is not None and self._thread.alive:  # an exception came in between
+            if self._thread is not None and self._thread.alive:  # an interruption came in between
                 self._end_thread()
             return report or CloseReport(0, 0)
         if not self._closing:
@@ -131,21 +138,32 @@ class EngineStack(StackCore):
                 self.wait(self._drain_until - self._clock())
                 self._receive()
         finally:
-            take_each(lambda: self._end_tiers(assembled), lambda: self._report(assembled), self._end_thread)
+            self._end_tiers(assembled)
         return self.close_report or CloseReport(0, 0)
 
     def _end_tiers(self, assembled: OpenStack) -> None:
-        """Give up what is dirty and close the tiers; once more, if an exception came in between."""
+        """Give up what is dirty, close the tiers, report what that cost and end the thread."""
         each = self._settings.tier_close_seconds
         if self._abandoned is None:
             self._end_until = self._clock() + each * assembled.num_closings + CLOSE_GRACE_SECONDS
             self._abandoned = self._abandon(assembled)
-        self._run(lambda: shutdown.end_tiers(assembled, each), max(0.0, self._end_until - self._clock()))
 
-    def _report(self, assembled: OpenStack) -> None:
-        if self.close_report is None and self._abandoned is not None:
-            self._receive()
-            self._report_closed(assembled, self._abandoned)
+        async def end() -> None:
+            try:
+                await shutdown.end_tiers(assembled, each)
+            finally:
+                self._tiers_ended = True
+
+        try:
+            self._run(end, max(0.0, self._end_until - self._clock()))
+        finally:
+            gone = self._thread is None or not self._thread.alive
+            if self._tiers_ended or gone or self._clock() >= self._end_until:
+                try:
+                    self._receive()
+                finally:
+                    self._report_closed(assembled, self._abandoned)
+                    self._end_thread()
 
     def _close_at_exit(self) -> None:
         """Close a stack that was left open when the interpreter ends, without draining.
@@ -190,7 +208,7 @@ class EngineStack(StackCore):
     ) -> JobId:
         """Begin to store whole blocks, named as for `TierStack.store`; the result comes out of a later `step`."""
         job = self._job_of(JobKind.STORE, keys, gpu_blocks, groups, timeout_seconds)
-        self._begin(self._opened(), job, None, info)
+        self.submit(job, info=info)
         return job.job_id
 
     def submit_load(
@@ -205,7 +223,7 @@ class EngineStack(StackCore):
     ) -> JobId:
         """Begin to load whole blocks, named as for `TierStack.load`; the result comes out of a later `step`."""
         job = self._job_of(JobKind.LOAD, keys, gpu_blocks, groups, timeout_seconds)
-        self._begin(self._opened(), job, request_id, info)
+        self.submit(job, request_id, info=info)
         return job.job_id
 
     def submit(self, job: TransferJob, request_id: RequestId | None = None, *, info: RequestInfo | None = None) -> None:
@@ -213,35 +231,40 @@ class EngineStack(StackCore):
 
         A load ends its request's leases. Raises UsageError for a job that contradicts the layout.
         """
-        self._begin(self._opened(), job, request_id, info)
+        self._register(self._opened(), job, request_id, info)
+        self._submit(job, request_id, info)
 
     def place(self, job: TransferJob, request_id: RequestId | None = None) -> TransferJob | None:
-        """Begin a job whose copies the engine carries out itself, and say which rows: `slots` and `generations`.
+        """Begin a job whose copies the engine carries out itself; returns its rows: `slots` and `generations`.
 
         For stacks whose workers are `EngineCopies`. Blocks that cannot be copied at once are not copied at all: they
         end as cancelled (a store that found its rows taken, a load whose block is in no row). None if that is all of
         them. The job returned has an id of its own, for `EngineCopies.end`. Its group positions are the job's.
         """
-        self._begin(self._opened(), job, request_id, None)
-        try:
-            self._opened().plane.pump(time.monotonic())
-        except BaseException as error:
-            self._fail(error)
-        copies = [emission.job for emission in self._send() if emission.position == CPU_TIER]
-        if sum(copy.num_blocks for copy in copies) < job.num_blocks:
-            self.cancel(job.job_id)
-            self._advance()
+        self._register(self._opened(), job, request_id, None)
+        self._submit(job, request_id, None)
+        copies = self._begin_copies(job)
         if len(copies) > 1:
             raise IntegrityError(f"job {job.job_id} was begun in {len(copies)} parts")
         return copies[0] if copies else None
+
+    @guard_step
+    def _begin_copies(self, job: TransferJob) -> list[TransferJob]:
+        """The copies that begin now; the rest of the job is cancelled."""
+        plane, now = self._opened().plane, time.monotonic()
+        plane.pump(now)
+        copies = [emission.job for emission in self._send() if emission.position == CPU_TIER]
+        if sum(copy.num_blocks for copy in copies) < job.num_blocks:
+            plane.cancel(job.job_id, now)
+            self._send()
+        return copies
 
     def storable(self, keys: Sequence[OffloadKey]) -> tuple[list[OffloadKey], int]:
         """(the keys that are in no row and on their way into none, in their order; how many rows can be had now)."""
         assembled = self._opened()
         check_keys(keys, assembled.geometry.num_groups)
-        plane = assembled.plane
-        cpu = plane.control.cpu
-        if plane is self._failed:
+        cpu = assembled.plane.control.cpu
+        if self._failed:
             return [], 0
         return [key for key in dict.fromkeys(keys) if key not in cpu.directory], cpu.available
 
@@ -257,18 +280,19 @@ class EngineStack(StackCore):
             check_info(info)
         if ask is not True and ask is not False:
             check_types("ask", (ask, bool))
-        try:
-            return self._opened().plane.lookup(keys, time.monotonic(), info, ask)
+        assembled = self._assembled
+        if assembled is None or self._closing or self._owner.pid != ProcessGuard.here:
+            assembled = self._opened()
+        try:  # as `guard_step`, in less time: a scheduler looks up for each request
+            return assembled.plane.lookup(keys, time.monotonic(), info, ask)
         except BaseException as error:
             self._fail(error)
-            return self._opened().plane.lookup(keys, time.monotonic(), info, ask)
+            return assembled.plane.lookup(keys, time.monotonic(), info, ask)
 
     def step(self) -> list[JobResult]:
         """Once per engine step: record what ended, send what was decided, return the engine's jobs that ended."""
         self._opened()
         self._receive()
-        for job_id in self._results:
-            self._jobs.pop(job_id, None)
         results = list(self._results.values())
         self._results = {}  # interrupted before this, the next step returns them; no signal handler runs after it
         return results
@@ -284,16 +308,17 @@ class EngineStack(StackCore):
         if self._inbox:
             return True
         now = time.monotonic()
-        try:
-            due = self._assembled.plane.next_deadline(now) if self._assembled is not None else None
-        except BaseException as error:
-            self._fail(error)
-            return True
-        due = self._overdue_at if due is None else min(due, self._overdue_at)
+        due = self._next_deadline(now)
         if due - now > timeout_seconds:
             return self._arrived.wait(max(0.0, timeout_seconds))
         self._arrived.wait(due - now)
         return True
+
+    @guard_step
+    def _next_deadline(self, now: float) -> float:
+        """When `step` has work by time alone."""
+        due = self._assembled.plane.next_deadline(now) if self._assembled is not None else None
+        return self._overdue_at if due is None else min(due, self._overdue_at)
 
     @property
     def has_pending_work(self) -> bool:
@@ -309,7 +334,7 @@ class EngineStack(StackCore):
         """
         check_timeout(timeout_seconds)
         make_durable = self._begin_reset()
-        self._advance()
+        self._send_reset()
 
         async def reset_tiers() -> None:
             await make_durable()
@@ -321,50 +346,37 @@ class EngineStack(StackCore):
 
     # -- between the two threads ---------------------------------------------------------------------------------
 
+    @guard_step
     def _receive(self) -> None:
         """Record what arrived, send what was decided; the results of the engine's jobs that ended are for `step`."""
         assert self._assembled is not None
         plane, now = self._assembled.plane, time.monotonic()
         while self._inbox:
-            try:
-                plane.deliver(self._inbox.popleft(), now)
-            except BaseException as error:
-                self._fail(error)
-        try:
-            plane = self._assembled.plane
-            plane.pump(now)
-            self._send()
-            if now >= self._overdue_at:
-                self._look_for_overdue(now)
-            finished = plane.take_finished()
-        except BaseException as error:
-            self._fail(error)
-            finished = self._assembled.plane.take_finished()
-        for result in finished:
+            plane.deliver(self._inbox.popleft(), now)
+        plane.pump(now)
+        self._send()
+        if now >= self._overdue_at:
+            self._look_for_overdue(now)
+        for result in plane.take_finished():
             self._results[result.job_id] = result
+            self._jobs.pop(result.job_id, None)
         if self._watch.due:
-            self._look_at_tiers()
+            self._watch.look(plane.control.lowers)
 
     def _send(self) -> Sequence[TierJob]:
-        """Send what was decided to the loop; returns the jobs."""
+        """Send what was decided to the loop; returns the jobs. Part of a step."""
         assert self._assembled is not None
         plane = self._assembled.plane
-        try:
-            jobs, queries = plane.take_jobs(), plane.take_queries()
-            if jobs or queries:
-                self._outbox.append((jobs, queries))
-                self._waker.wake()
-        except BaseException as error:
-            self._fail(error)
-            return []
-        if plane is self._failed and not self._assembled.dispatcher.stopped:
-            self._stop_dispatcher()
+        jobs, queries = plane.take_jobs(), plane.take_queries()
+        if jobs or queries:
+            self._outbox.append((jobs, queries))
+            self._waker.wake()
         return jobs
 
     def _stop_dispatcher(self) -> None:
         assert self._thread is not None
         assert self._assembled is not None
-        if self._thread.alive:
+        with suppress(RuntimeError):  # the loop has ended
             self._thread.call_soon(self._assembled.dispatcher.stop)
 
     def _advance(self) -> None:
@@ -382,7 +394,7 @@ class EngineStack(StackCore):
     def _take_in(self) -> None:
         """In the loop's thread: between two pieces the engine's thread has its turn. It never waits for that one."""
         assembled = self._assembled
-        if assembled is None or assembled.plane is self._failed or not self._taking_in.acquire(blocking=False):
+        if assembled is None or self._failed or not self._taking_in.acquire(blocking=False):
             return
         try:
             more = assembled.plane.control.models.journal.take_in_some()

@@ -189,4 +189,4 @@ class Joining:
     async def end(self, timeout_seconds: float) -> asyncio.CancelledError | None:
         """Stop, and wait until that has an end, at most for that long. Goes on when cancelled, and returns that."""
         self._cancel()
-        return await wait_done(asyncio.gather(*self._tasks, return_exceptions=True), timeout_seconds)
+        return await wait_done(asyncio.ensure_future(asyncio.wait(self._tasks)), timeout_seconds)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from kvtier.control.plane.deliveries import Arrival, PresenceQuery
 from kvtier.stack.assembly import look_up
 from kvtier.tier.contract import LoadStore
-
-logger = logging.getLogger(__name__)
 
 LOOKUPS_MAX = 256
 """Lookups in flight in shared tiers; further keys are misses."""
@@ -20,11 +17,10 @@ LOOKUP_SECONDS_MAX = 30.0
 
 
 class Lookups:
-    """Those in flight, as `tasks` of one event loop. `errors` counts those that could not begin."""
+    """Lookups in flight, as `tasks` of one event loop."""
 
     def __init__(self) -> None:
         self.tasks: set[asyncio.Task[None]] = set()
-        self.errors = 0
 
     def begin(self, tier: LoadStore, query: PresenceQuery, deliver: Callable[[Sequence[Arrival]], None]) -> None:
         """Ask a tier and deliver what it answers. Call in the loop.
@@ -33,15 +29,9 @@ class Lookups:
         """
         if len(self.tasks) >= LOOKUPS_MAX:
             return
-        work = _look_up(tier, query, deliver)
-        try:
-            task = asyncio.get_running_loop().create_task(work)
-            self.tasks.add(task)
-            task.add_done_callback(self.tasks.discard)
-        except Exception:
-            work.close()
-            self.errors += 1
-            logger.exception("a lookup could not begin")
+        task = asyncio.get_running_loop().create_task(_look_up(tier, query, deliver))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
 
     def cancel(self) -> None:
         """Wait for none of them any more."""

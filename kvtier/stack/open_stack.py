@@ -28,7 +28,7 @@ class OpenStack:
     """An open stack's insides. `queues[i].tier` are the tiers from the CPU down.
 
     `fenced` copy GPU blocks of a device beside the engine's work, so each job is fenced when the engine submits it.
-    With `joining` the lower tiers are opened later; `to_close` then grows by them. `plane` becomes a `FailedPlane` when
+    With `joining` the lower tiers are opened later; `to_close` then grows by them. `plane` becomes `Answers` when
     an exception leaves it half-way through a step. `models` keeps what policies learn, where there is a place for it.
     """
 

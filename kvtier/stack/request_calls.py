@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 
-from kvtier.control.failed_plane import FailedPlane
 from kvtier.stack.assembly import StackParts, StackSettings
+from kvtier.stack.guard import Guarded, guard_step
 from kvtier.stack.open_stack import OpenStack
 from kvtier.tier.contract import Clock
 from kvtier.types.checks import check_hint, check_info, check_keys, check_number, check_text, check_whole
@@ -16,13 +16,12 @@ from kvtier.types.keys import OffloadKey, RequestId
 from kvtier.types.requests import NO_INFO, RequestInfo
 
 
-class RequestCalls(ABC):
+class RequestCalls(Guarded):
     """What policies that follow requests, the recorder and the choice of loading or computing learn from an engine."""
 
     _parts: StackParts
     _settings: StackSettings
     _assembled: OpenStack | None
-    _failed: FailedPlane | None
     _clock: Clock
 
     @abstractmethod
@@ -30,12 +29,8 @@ class RequestCalls(ABC):
         """The parts of the open stack; UsageError if it is not open."""
 
     @abstractmethod
-    def _fail(self, error: BaseException) -> None:
-        """An exception left the control plane."""
-
-    @abstractmethod
     def _decided(self) -> None:
-        """The control plane may have decided something: send it, now or with the engine's next step."""
+        """The control plane may have decided something: send it, now or with the engine's next step. Part of a step."""
 
     @abstractmethod
     def end_leases(self, request_id: RequestId) -> None:
@@ -53,6 +48,7 @@ class RequestCalls(ABC):
         """True if the policy of a tier follows requests, or with `curves`: `begin_request` has a use."""
         return self._opened().plane.uses is not None
 
+    @guard_step
     def begin_request(
         self,
         request_id: RequestId,
@@ -73,11 +69,9 @@ class RequestCalls(ABC):
             check_number("the time of a request", time)
         plane = self._opened().plane
         if plane.uses is not None:
-            try:
-                plane.uses.begin(request_id, keys, self._clock(), time, info or NO_INFO)
-            except BaseException as error:
-                self._fail(error)
+            plane.uses.begin(request_id, keys, self._clock(), time, info or NO_INFO)
 
+    @guard_step
     def extend_request(self, request_id: RequestId, keys: Sequence[OffloadKey]) -> None:
         """A request goes on with these keys, blocks of its output: each group's follow those it has, in prefix order.
 
@@ -87,11 +81,9 @@ class RequestCalls(ABC):
         self._check_request(request_id, keys, None)
         plane = self._opened().plane
         if plane.uses is not None:
-            try:
-                plane.uses.extend(request_id, keys)
-            except BaseException as error:
-                self._fail(error)
+            plane.uses.extend(request_id, keys)
 
+    @guard_step
     def hint(self, hint: KVHint) -> HintResult:
         """Follow what the application says of blocks: `Retain`, `Pin`, `Prefetch`, `Demote` or `Release`.
 
@@ -100,40 +92,30 @@ class RequestCalls(ABC):
         """
         assembled = self._opened()
         check_hint(hint, assembled.geometry.num_groups)
-        try:
-            result = assembled.plane.hint(hint, self._clock())
-        except BaseException as error:
-            self._fail(error)
-            result = assembled.plane.hint(hint, self._clock())
+        result = assembled.plane.hint(hint, self._clock())
         self._decided()
         return result
 
+    @guard_step
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """One request used these keys, given in prefix order; call it for the hits of a request after its stores."""
         assembled = self._opened()
         check_keys(keys, assembled.geometry.num_groups)
         plane = assembled.plane
-        try:
-            if plane.uses is not None:
-                plane.uses.on_touch(keys, self._clock())
-            plane.touch(keys)
-        except BaseException as error:
-            self._fail(error)
+        if plane.uses is not None:
+            plane.uses.on_touch(keys, self._clock())
+        plane.touch(keys)
 
+    @guard_step
     def worth_loading(self, keys: Sequence[OffloadKey]) -> int:
         """How many of a request's keys, given in prefix order, are worth a load: all, unless a tier is slower than the
         engine computes (`prefill_tokens_per_second`). `TierStack.lookup` heeds it; others call it once for a request.
         """
         assembled = self._opened()
         check_keys(keys, assembled.geometry.num_groups)
-        if assembled.plane is self._failed:
-            return len(keys)
-        try:
-            return assembled.plane.choice.worth_loading(keys, self._clock())
-        except BaseException as error:
-            self._fail(error)
-            return len(keys)
+        return assembled.plane.choice.worth_loading(keys, self._clock())
 
+    @guard_step
     def prompt_computed(self, tokens: int, begun: float, ended: float) -> None:
         """The engine has computed so many tokens of a prompt, between these times by `time.monotonic`.
 
@@ -166,6 +148,7 @@ class RequestCalls(ABC):
         if recorder is not None:
             recorder.record(keys, input_tokens, output_tokens, time.monotonic() if arrived is None else arrived)
 
+    @guard_step
     def end_request(self, request_id: RequestId, *, output_tokens: int | None = None) -> None:
         """The request has ended, with so many tokens of output where known: its leases end too."""
         check_text("a request's id", request_id)
@@ -174,9 +157,6 @@ class RequestCalls(ABC):
         self.end_leases(request_id)
         plane = self._opened().plane
         if plane.uses is not None:
-            try:
-                plane.uses.end(request_id, output_tokens)
-                if self._assembled is not None and self._assembled.models is not None:
-                    self._assembled.models.save_if_due(self._clock())
-            except BaseException as error:
-                self._fail(error)
+            plane.uses.end(request_id, output_tokens)
+            if self._assembled is not None and self._assembled.models is not None:
+                self._assembled.models.save_if_due(self._clock())

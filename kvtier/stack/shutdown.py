@@ -87,8 +87,6 @@ async def end_tiers(assembled: OpenStack, timeout_seconds: float) -> None:
             cancelled = await wait_done(closing, timeout_seconds) or cancelled
         try:
             await close_each(reversed(assembled.to_close), timeout_seconds)
-        except MemoryError:  # between two tiers; closing is idempotent
-            await close_each(reversed(assembled.to_close), timeout_seconds)
         finally:  # cancelled, it raises once all are closed
             if recorder is not None:
                 cancelled = await recorder.close() or cancelled

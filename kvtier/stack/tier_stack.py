@@ -17,6 +17,7 @@ from kvtier.options import TierOptions
 from kvtier.stack import shutdown
 from kvtier.stack.assembly import StackParts
 from kvtier.stack.core import GRACE_SECONDS, BlockGroup, StackCore
+from kvtier.stack.guard import guard_step
 from kvtier.stack.open_stack import OpenStack
 from kvtier.stack.signals import ClosingSignals
 from kvtier.tier.contract import LoadStore, LookupResult, Opened, TierContext
@@ -117,8 +118,8 @@ class TierStack(StackCore, LoadStore):
         self._signals.install(numbers)
 
     async def _close_late(self) -> None:
-        """Close without draining and warn, unless it is being closed already or belongs to another process."""
-        if self._ending is None and not self._owner.elsewhere:
+        """Close without draining and warn, unless it is closed already or belongs to another process."""
+        if self.close_report is None and not self._owner.elsewhere:
             forgotten = not self._closing
             await self._close(0.0)
             if forgotten:
@@ -186,43 +187,33 @@ class TierStack(StackCore, LoadStore):
         assembled = self._opened()
         if job.kind is not kind:
             raise UsageError(f"a {job.kind} job was handed to {kind}")
-        future: asyncio.Future[JobResult] = self._loop.create_future()
-        cancel = partial(self._cancel, job.job_id)
+        self._register(assembled, job, request_id, info)
+        future = self._waiting[job.job_id] = self._loop.create_future()
         overdue = None
         try:
             if job.deadline is not None:
                 overdue = self._loop.call_at(job.deadline + GRACE_SECONDS, self._on_overdue, job.job_id)
-            self._begin(assembled, job, request_id, info)
-            self._waiting[job.job_id] = future
-            self._decided()
-            return await shielded_wait(future, cancel)
-        except Exception:
-            if self._jobs.get(job.job_id) is not job or future.done():
-                raise  # it was not begun, or it has ended with this
-            self._waiting[job.job_id] = future  # nothing but this call failed
-            return await shielded_wait(future, cancel)
+            self._submit(job, request_id, info)
+            return await shielded_wait(future, partial(self._cancel, job.job_id))
         finally:
             if overdue is not None:
                 overdue.cancel()
             if self._jobs.get(job.job_id) is job:
-                del self._jobs[job.job_id]
-                self._waiting.pop(job.job_id, None)
+                del self._jobs[job.job_id], self._waiting[job.job_id]
 
+    @guard_step
     def _on_overdue(self, job_id: JobId) -> None:
         """The job ought to have ended. Look again later if it still has not."""
         if job_id in self._jobs:
-            self._loop.call_later(GRACE_SECONDS, self._on_overdue, job_id)
             self._decided()
             self._look_for_overdue(self._clock())
-            self._advance()
+            self._loop.call_later(GRACE_SECONDS, self._on_overdue, job_id)
 
+    @guard_step
     def _cancel(self, job_id: JobId) -> None:
         """Also while the stack closes, which `cancel` refuses."""
         assert self._assembled is not None
-        try:
-            self._assembled.plane.cancel(job_id, self._clock())
-        except BaseException as error:
-            self._fail(error)
+        self._assembled.plane.cancel(job_id, self._clock())
         self._advance()
 
     async def lookup(self, keys: Sequence[OffloadKey], *, info: RequestInfo | None = None) -> Sequence[LookupResult]:
@@ -231,27 +222,22 @@ class TierStack(StackCore, LoadStore):
         So does what a tier would load later than the engine computes it, see `worth_loading`.
         """
         deadline = self._clock() + self._settings.lookup_seconds
-        assembled = self._opened()
+        self._opened()
         if info is not None:
             check_info(info)
-        results = self._look(assembled, keys, info)
-        self._progress.set()
+        results = self._look(keys, info)
         asked = frozenset(keys) if LookupResult.RETRY in results else frozenset()
         while LookupResult.RETRY in results and self._clock() < deadline:
             await self._wait_answer(asked, deadline)
-            results = self._look(assembled, keys, info)
+            results = self._look(keys, info)
         return answers(results, self.worth_loading(keys) if self._settings.chooses else len(keys))
 
-    def _look(
-        self, assembled: OpenStack, keys: Sequence[OffloadKey], info: RequestInfo | None
-    ) -> Sequence[LookupResult]:
+    @guard_step
+    def _look(self, keys: Sequence[OffloadKey], info: RequestInfo | None) -> Sequence[LookupResult]:
         """Presence from memory; what is unknown is asked for."""
-        try:
-            results = assembled.plane.lookup(keys, self._clock(), info)
-        except BaseException as error:
-            self._fail(error)
-            results = assembled.plane.lookup(keys, self._clock(), info)
-        self._send()
+        assert self._assembled is not None
+        results = self._assembled.plane.lookup(keys, self._clock(), info)
+        self._decided(pumps=False)
         return results
 
     async def drain(self, timeout_seconds: float, backlog: int = 0) -> bool:
@@ -263,14 +249,18 @@ class TierStack(StackCore, LoadStore):
         while assembled.plane.backlog > backlog:
             if self._clock() >= deadline:
                 return False
-            try:
-                assembled.plane.flush(self._clock())
-            except BaseException as error:
-                self._fail(error)
-            self._send()
-            if assembled.plane.backlog > backlog:  # a policy may have refused all that was queued
+            if self._flush() > backlog:  # a policy may have refused all that was queued
                 await self._wait_progress(deadline)
         return True
+
+    @guard_step
+    def _flush(self) -> int:
+        """Send what waits for lower tiers; returns the backlog."""
+        assert self._assembled is not None
+        plane = self._assembled.plane
+        plane.flush(self._clock())
+        self._decided(pumps=False)
+        return plane.backlog
 
     async def reset(self) -> None:
         """New weights: everything stored before is unreachable in every tier when this returns, also after a crash.
@@ -281,31 +271,19 @@ class TierStack(StackCore, LoadStore):
         make_durable = self._begin_reset()
         # before anything else is sent, so that no tier answers for the new epoch what it knows of the old one
         durable = make_durable()
-        self._advance()
+        self._send_reset()
         await durable
 
     # -- driving the control plane -------------------------------------------------------------------------------
 
-    def _decided(self) -> None:
-        assert self._assembled is not None
-        try:
-            self._assembled.plane.pump(self._clock())
-        except BaseException as error:
-            self._fail(error)
-        self._send()
-        self._progress.set()
-
+    @guard_step
     def _deliver(self, batch: Sequence[Arrival]) -> None:
         assert self._assembled is not None
         plane = self._assembled.plane
         now = self._clock()
         answered: Sequence[OffloadKey] | None = ()
         for delivery in batch:
-            try:
-                plane.deliver(delivery, now)
-            except BaseException as error:
-                self._fail(error)
-                answered = None
+            plane.deliver(delivery, now)
             if type(delivery) is PresenceAnswers:
                 answered = None if answered is None else (*answered, *delivery.query.keys)
             elif type(delivery) is not Delivery:
@@ -314,45 +292,42 @@ class TierStack(StackCore, LoadStore):
         if answered is None or answered:
             self._wake_lookups(answered)
         if self._watch.due:
-            self._look_at_tiers()
+            self._watch.look(plane.control.lowers)
 
     def _advance(self) -> None:
-        """Send what the plane decided, and wake the calls that wait for progress."""
-        self._send()
-        self._progress.set()
+        """Send what the plane decided, and wake the calls that wait for it."""
+        self._decided(pumps=False)
         if self._looking:
             self._wake_lookups(None)
 
-    def _send(self) -> None:
+    def _decided(self, pumps: bool = True) -> None:
         """Send what the plane decided, complete the jobs that ended, set the timer for the next deadline."""
         assert self._assembled is not None
         plane = self._assembled.plane
-        try:
-            jobs, queries = plane.take_jobs(), plane.take_queries()
-            if jobs or queries:
-                self._start(jobs, queries)
-            for result in plane.take_finished():
-                future = self._waiting.get(result.job_id)
-                if future is not None and not future.done():
+        if pumps:
+            plane.pump(self._clock())
+        jobs, queries = plane.take_jobs(), plane.take_queries()
+        if jobs or queries:
+            self._start(jobs, queries)
+        for result in plane.take_finished():
+            if self._jobs.pop(result.job_id, None) is not None:
+                future = self._waiting.pop(result.job_id)
+                if not future.done():  # by the end of the stack
                     future.set_result(result)
-            self._set_timer(plane.next_deadline(self._clock()))
-        except BaseException as error:
-            self._fail(error)
-            self._set_timer(self._clock())
+        deadline = plane.next_deadline(self._clock())
+        timer = self._timer
+        if timer is not None and (deadline is None or deadline < timer.when()):
+            timer.cancel()
+            timer = self._timer = None
+        if timer is None and deadline is not None:
+            self._timer = self._loop.call_at(deadline, self._on_timer)
+        self._progress.set()
 
     def _stop_dispatcher(self) -> None:
         assert self._assembled is not None
         self._assembled.dispatcher.stop()
 
-    def _set_timer(self, deadline: float | None) -> None:
-        if self._timer is not None:
-            if deadline is not None and self._timer.when() <= deadline and not self._timer.cancelled():
-                return
-            self._timer.cancel()
-            self._timer = None
-        if deadline is not None:
-            self._timer = self._loop.call_at(deadline, self._on_timer)
-
+    @guard_step
     def _on_timer(self) -> None:
         self._timer = None
         self._decided()

@@ -46,7 +46,7 @@ class QueuedJob:
 
 @dataclass(slots=True)
 class Traffic:
-    """Transfers of a kind on a tier, as its queue tells of them. One thread tells, any may ask for figures.
+    """Transfers of a kind on a tier. One thread counts, any may read figures. Its queue adds to `queued_bytes`.
 
     `busy_seconds` are those in which at least one was in flight, before the one that is since `busy_since`.
     """
@@ -60,10 +60,6 @@ class Traffic:
     late_queued: int = 0
     late_in_flight: int = 0
     _begun: dict[JobId, float] = field(default_factory=dict)
-
-    def queue(self, queued: QueuedJob) -> None:
-        """A job waits."""
-        self.queued_bytes += queued.size
 
     def unqueue(self, queued: QueuedJob, late: bool = False) -> None:
         """A job waits no more and does not begin, perhaps because it is late."""

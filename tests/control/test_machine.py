@@ -126,7 +126,7 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "world") or self.world.running or self.world.late:
             return
         plane = self.world.plane
-        if plane.control.cpu.table.counts[5] or any(r.rows for r in plane._reservations.by_request.values()):
+        if plane.control.cpu.table.counts[5] or any(r.rows for r in plane.reservations.by_request.values()):
             return
         assert not plane._open.loads
         assert all(s.started + 1.0 > self.world.now for s in plane._open.stores.values())

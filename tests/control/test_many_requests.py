@@ -144,7 +144,7 @@ def test_deadlines_of_jobs_that_have_ended_are_not_kept():
     for i in range(2000):
         reserve(world, str(i), 1)
         world.plane.end_request(RequestId(str(i)), world.now)
-    assert len(world.plane._reservations._times) < 200
+    assert len(world.plane.reservations._times) < 200
 
 
 def test_a_load_that_waits_goes_on_with_whatever_becomes_of_its_block():

@@ -23,7 +23,7 @@ START_SECONDS = 60
 
 
 LONG_ALONE = (
-    *("memory errors", "objects on s3", "access to s3", "expired keys of s3", "certificates of s3"),
+    *("steps that raise", "objects on s3", "access to s3", "expired keys of s3", "certificates of s3"),
     *("stores and monitors of ceph", "hosts on mooncake", "values on mooncake", "redis over TLS"),
     *("fork over s3", "fork over mooncake", "fork over redis TLS", "azure emulator", "write budget of s3"),
 )

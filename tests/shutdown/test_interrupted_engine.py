@@ -1,9 +1,10 @@
-"""An EngineStack whose thread is interrupted by an exception of a signal handler ends in time and leaves nothing."""
+"""Ctrl-C, or another exception of a signal handler, in the thread of a stack: closing ends in time, nothing is left."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import random
 import signal
 import sys
 import time
@@ -11,17 +12,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support_stack import PLAIN, Engine, keys, whole
+from support_stack import PLAIN, Engine, fs, keys, whole
 from support_stack_tiers import LOAD
+from support_steps import FACES, lives
 
 from kvtier.aio.loop_thread import LoopThread
 from kvtier.control.plane.control_plane import ControlPlane
-from kvtier.stack import EngineStack
+from kvtier.stack import CloseReport, EngineStack
 from tests.stack.test_engine import engine_stack, run
 from tests.stack.test_engine import store as store_blocks
 from tests.stack.test_life import as_it_was
 
 ENDS_SECONDS = 10.0
+LIVES = 20
 
 
 class Interrupted(Exception):
@@ -29,14 +32,19 @@ class Interrupted(Exception):
 
 
 @pytest.fixture
-def alarm() -> Iterator[Callable[[float], None]]:
-    """Have a signal handler raise after so many seconds."""
+def alarm() -> Iterator[Callable[[float, type[BaseException]], None]]:
+    """Have a signal handler raise an error after some seconds."""
+    errors: list[type[BaseException]] = []
 
     def interrupt(*_: Any) -> None:
-        raise Interrupted
+        raise errors[0]
+
+    def begin(seconds: float, error: type[BaseException]) -> None:
+        errors[:] = [error]
+        signal.setitimer(signal.ITIMER_REAL, seconds)
 
     former = signal.signal(signal.SIGALRM, interrupt)
-    yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds) and None
+    yield begin
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     signal.signal(signal.SIGALRM, former)
 
@@ -75,8 +83,9 @@ async def test_an_interruption_before_the_loop_is_reached_leaves_no_coroutine(ca
     assert said == []
 
 
+@pytest.mark.parametrize("error", [Interrupted, KeyboardInterrupt])
 @pytest.mark.parametrize("call", ["open", "reset", "close", "wait"])
-async def test_an_interruption_of_a_call_that_waits_ends_it(call, alarm, monkeypatch):
+async def test_an_interruption_of_a_call_that_waits_ends_it(call, error, alarm, monkeypatch):
     async with as_it_was():
         stack, tiers = engine_stack(Engine(PLAIN, 16), 8, {"type": "memory"}, tier_close_seconds=1.0)
         waits = {"open": "open", "reset": "reset", "close": "close"}.get(call)
@@ -86,8 +95,8 @@ async def test_an_interruption_of_a_call_that_waits_ends_it(call, alarm, monkeyp
         if waits:
             setattr(tiers[0], waits, slow)
         began = time.monotonic()
-        alarm(0.2)
-        with pytest.raises(Interrupted):
+        alarm(0.2, error)
+        with pytest.raises(error):
             stack.wait(60.0) if call == "wait" else getattr(stack, call)()
         if usual is not None:
             setattr(tiers[0], waits, usual)
@@ -97,6 +106,28 @@ async def test_an_interruption_of_a_call_that_waits_ends_it(call, alarm, monkeyp
 
 async def slow(*_: Any) -> None:
     await asyncio.sleep(60)
+
+
+def test_ctrl_c_between_two_steps_ends_in_a_clean_close(tmp_path):
+    """What is in rows alone reaches the disk, and the thread ends."""
+    engine, names = Engine(PLAIN, 32), keys(8)
+    stack, _ = engine_stack(engine, 16, fs(tmp_path / "r", write_policy="on_evict"))
+    with pytest.raises(KeyboardInterrupt), stack:  # noqa: PT012
+        assert store_blocks(stack, engine, whole(names)) == ["stored"] * 8
+        signal.raise_signal(signal.SIGINT)
+    assert stack.close_report == CloseReport(0, 0)
+    again, _ = engine_stack(engine, 16, fs(tmp_path / "r", write_policy="on_evict"))
+    with again:
+        assert again.locate(names) == ["fs"] * 8
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_ctrl_c_inside_a_step_ends_in_a_clean_close(face, tmp_path):
+    """Half a step may be wrong state: nothing more is written, and the next process finds right bytes or less."""
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}: lives({face!r}, folder, {seed}, {LIVES}, KeyboardInterrupt)")
+    found = lives(face, tmp_path, seed, LIVES, KeyboardInterrupt)
+    assert found.struck > LIVES // 2
 
 
 @pytest.mark.parametrize("name", ["deliver", "pump", "take_jobs", "take_finished"])

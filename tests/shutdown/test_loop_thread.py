@@ -14,7 +14,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from kvtier.aio.loop_thread import LoopCall, LoopThread
+from kvtier.aio.loop_thread import LoopThread
 from kvtier.errors import UsageError
 
 
@@ -43,10 +43,9 @@ def test_a_coroutine_that_would_end_the_loop_ends_alone(error: type[BaseExceptio
     assert waiting.ended.cancelled()
 
 
-def test_a_call_that_closing_ends_says_so_however_early_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    began, told = threading.Event(), threading.Event()
+def test_a_call_that_closing_ends_says_so() -> None:
+    began = threading.Event()
     errors: list[BaseException] = []
-    send = LoopCall.send
 
     async def begin() -> None:
         began.set()
@@ -57,18 +56,12 @@ def test_a_call_that_closing_ends_says_so_however_early_it_ends(monkeypatch: pyt
             thread.run(begin)
         except BaseException as error:
             errors.append(error)
-        told.set()
-
-    def send_slowly(call: LoopCall[None]) -> None:
-        send(call)
-        assert not began.is_set() or told.wait(20)
 
     thread = LoopThread("test", "thing")
     thread.open()
     waiting = threading.Thread(target=wait)
     waiting.start()
     assert began.wait(20)
-    monkeypatch.setattr(LoopCall, "send", send_slowly)
     assert thread.close()
     waiting.join(20)
     (error,) = errors
@@ -111,28 +104,6 @@ def test_no_call_is_lost_between_many_threads_and_a_close() -> None:
         for caller in callers:
             caller.join(20)
         assert len(ended) == 4
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_second_close_that_arrives_as_the_first_stops_the_loop_leaves_no_coroutine(monkeypatch) -> None:
-    """A signal that interrupts a close between what it sends and what it notes lets the next one send again."""
-    thread = LoopThread("test", "thing")
-    again: list[LoopCall[bool]] = []
-    wind_up = thread._wind_up
-
-    async def wind_up_and_send(timeout_seconds: float) -> bool:
-        ended = await wind_up(timeout_seconds)  # what stops the loop is next; what is sent now begins after it
-        again.append(LoopCall(thread.loop, lambda: wind_up(timeout_seconds), thread._calls))
-        again[0].send()
-        return ended
-
-    monkeypatch.setattr(thread, "_wind_up", wind_up_and_send)
-    thread.open()
-    assert thread.close()
-    assert again[0].ended.cancelled()
-    task = again[0]._task
-    assert task is not None
-    assert task.cancelled()
 
 
 class Interruption(Exception):

@@ -15,7 +15,6 @@ from support_arguments import Call, some_job, some_keys, wrong_calls
 from support_protections_calls import without_checked_calls
 from support_stack import PLAIN, Engine, fs, parts_of, shared_fs, stack_file, whole
 
-from kvtier.control.failed_plane import FailedPlane
 from kvtier.engines.engine_memory.blocking import BlockingTier
 from kvtier.engines.engine_memory.memory import PagedMemory
 from kvtier.engines.engine_memory.options import EngineMemoryOptions, read_options
@@ -113,7 +112,6 @@ async def test_a_tier_stack_takes_no_harm_from_any_argument(tmp_path):
                 refused += 1
             except BaseException as error:
                 raise AssertionError(f"{call} raised {error!r}") from error
-            assert not isinstance(stack._assembled.plane, FailedPlane), call
             assert stack.stats().errors == 0, call
         for reason in (None, 3, ["x"]):
             with pytest.raises(UsageError):
@@ -143,7 +141,6 @@ def test_an_engine_stack_takes_no_harm_from_any_argument(tmp_path):
                 refused += 1
             except BaseException as error:
                 raise AssertionError(f"{call} raised {error!r}") from error
-            assert not isinstance(stack._assembled.plane, FailedPlane), call
             assert stack.stats().errors == 0, call
         assert refused > 1000
         stack.check_integrity()
@@ -201,7 +198,7 @@ async def test_without_the_checks_one_call_ends_the_plane_for_good(tmp_path, mon
         engine.compute(whole(OURS))
         await stack.store(OURS, gpu_blocks=range(4))
         stack.hint(Retain(OURS, "300", "x"))
-        assert isinstance(stack._assembled.plane, FailedPlane)
+        assert stack.stats().errors == 1
         assert not (await stack.load(OURS, gpu_blocks=range(8, 12))).ok
 
 

@@ -426,12 +426,12 @@ def test_what_a_policy_raises_in_the_stack_s_thread_fails_the_control_plane(tmp_
     stack, _ = engine_stack(engine, 16, fs(tmp_path / "r", policy="reuse"))
 
     def fail() -> None:
-        raise MemoryError("in a policy")
+        raise ArithmeticError("in a policy")
 
     with stack:
         journal = stack._assembled.plane.control.models.journal
         journal.add(fail)
-        assert store(stack, engine, whole(names[:8], 0)) == ["stored"] * 8
+        store(stack, engine, whole(names[:8], 0))  # stored, unless the plane has failed by then
         wait_until(lambda: journal._error)
         stack.begin_request(RequestId("a"), names)
         assert stack.lookup(names[:8]) == [LookupResult.MISS] * 8

@@ -101,18 +101,16 @@ def test_a_synchronous_engine_says_hints_and_steps(tmp_path):
 
 async def test_a_stack_whose_control_plane_has_failed_refuses_hints(tmp_path, monkeypatch, caplog):
     engine = Engine(PLAIN, BLOCKS)
-    async with running(stack_file(PLAIN, 24), engine) as stack:
+    async with TierStack(parts_of(stack_file(PLAIN, 24), engine)) as stack:
         await store(stack, engine, whole(AGENT))
 
         def broken(*_: object) -> None:
-            raise MemoryError
+            raise ArithmeticError
 
         monkeypatch.setattr(stack._assembled.plane.hints.retention, "retain", broken)
         assert stack.hint(Retain(AGENT, 300.0)) == HintResult(0, {HintRefusal.STOPPED: 6})
         assert "the control plane has failed" in caplog.text
         assert stack.hint(Release()) == HintResult()
-        monkeypatch.undo()
-        stack._assembled.plane = stack._failed._failed  # what it had is whole: only the call was broken
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvtier.errors import IntegrityError
 from kvtier.stack.core import GRACE_SECONDS, StackCore
 
 
@@ -13,15 +14,17 @@ from kvtier.stack.core import GRACE_SECONDS, StackCore
 def stack():
     """What a look for overdue jobs reads: jobs by deadline, the copies under way, and what it failed with."""
     copies: set[int] = set()
-    core = SimpleNamespace(_jobs={}, _overdue=set(), _copies_then=set(), _overdue_at=0.0, _failed=None, errors=[])
+    core = SimpleNamespace(_jobs={}, _overdue=set(), _copies_then=set(), _overdue_at=0.0, _failed=False, errors=[])
     core._assembled = SimpleNamespace(dispatcher=SimpleNamespace(copies=lambda: set(copies)), plane=object())
-    core._fail = core.errors.append
 
     def look(now: float, jobs: set[int], under_way: set[int]) -> int:
         core._jobs = {number: SimpleNamespace(deadline=float(number)) for number in jobs}
         copies.clear()
         copies.update(under_way)
-        StackCore._look_for_overdue(core, now)
+        try:
+            StackCore._look_for_overdue(core, now)
+        except IntegrityError as error:
+            core.errors.append(error)
         return len(core.errors)
 
     core.look = look

@@ -108,9 +108,9 @@ class ControlPlane(Recipient):
         self._promotions = Promotions(self.control, self._demotions)
         self.choice = LoadOrCompute(self._promotions, limits.block_seconds)
         self._factor = factor
-        self._reservations = Reservations(self._promotions, limits.reservation_seconds, limits.lease_seconds)
+        self.reservations = Reservations(self._promotions, limits.reservation_seconds, limits.lease_seconds)
         self.hints = Hints(self.control, self._demotions, self._promotions, limits)
-        self._admission = RowAdmission(self.control, self._demotions, self._reservations, limits.patience_seconds)
+        self._admission = RowAdmission(self.control, self._demotions, self.reservations, limits.patience_seconds)
         self._ages = itertools.count(1)
         self._open = OpenJobs()
         self._limits = limits
@@ -163,7 +163,7 @@ class ControlPlane(Recipient):
                 self.hints.loaded(job)
             load = LoadRequest(self._promotions, job, now, next(self._ages))
             self._open.add(load)
-            reservation = None if request_id is None else self._reservations.by_request.get(request_id)
+            reservation = None if request_id is None else self.reservations.by_request.get(request_id)
             if reservation is not None:
                 load.brought = reservation.brought
             if not load.take_rows(now):
@@ -190,7 +190,7 @@ class ControlPlane(Recipient):
         """Bring keys into rows and lease them to a request. Pump afterwards. May be called again with more keys."""
         if now >= self._tick_at:
             self._tick(now)
-        reservation = self._reservations.extend(request_id, keys, next(self._ages))
+        reservation = self.reservations.extend(request_id, keys, next(self._ages))
         self._admission.add(reservation)
         self._admission.serve(now)
         return reservation
@@ -201,14 +201,14 @@ class ControlPlane(Recipient):
 
     def reservation(self, request_id: RequestId) -> Reservation | None:
         """What a request asked for and got so far, in O(1)."""
-        return self._reservations.by_request.get(request_id)
+        return self.reservations.by_request.get(request_id)
 
     def end_request(self, request_id: RequestId, now: float) -> None:
         """The request no longer needs its leases (loaded, finished, aborted)."""
-        reservation = self._reservations.by_request.get(request_id)
+        reservation = self.reservations.by_request.get(request_id)
         if reservation is not None:
             self._admission.remove(reservation)
-            self._reservations.end(request_id)
+            self.reservations.end(request_id)
 
     # -- what the data plane tells -------------------------------------------------------------------------------
 
@@ -264,8 +264,8 @@ class ControlPlane(Recipient):
             jobs.expire(now)
         if now >= control.reclaim_at:
             control.reclaim(now)
-        if self._reservations.by_request:
-            self._reservations.lapse(now)
+        if self.reservations.by_request:
+            self.reservations.lapse(now)
         if self.hints.said:
             self.hints.advance(now)
         if now >= self.hints.retention.expires_at:
@@ -303,8 +303,8 @@ class ControlPlane(Recipient):
         times = [self._open.expires_at, self.control.reclaim_at, self._admission.wake_at]
         for lower in self.control.lowers:
             times.append(lower.send_at)
-        if self._reservations.by_request:
-            times.append(self._reservations.next_time())
+        if self.reservations.by_request:
+            times.append(self.reservations.next_time())
         if self.hints.said:
             times.append(self.hints.next_at())
         for time in times:
@@ -342,7 +342,7 @@ class ControlPlane(Recipient):
 
     def _stop_all(self, reason: DropReason) -> None:
         self._open.stop_all(reason)
-        self._reservations.reset()
+        self.reservations.reset()
         self._admission.drop_reservations()
 
     def flush(self, now: float) -> None:
@@ -443,6 +443,15 @@ class ControlPlane(Recipient):
 
     def counters(self, position: int) -> TierCounters:
         return self.control.counters(position)
+
+    def give_up(self) -> None:
+        """Nothing here is used after a step that raised: reservations are misses, events say that all was removed."""
+        for reservation in list(self.reservations.by_request.values()):
+            reservation.fail()
+        lowers = [(lower.spec, lower.owned) for lower in self.control.lowers if lower.owned and not lower.held_back]
+        for spec, tier in [(self.control.cpu_spec, self.control.cpu), *lowers]:
+            for removed, keys in [*tier.take_changes(), (True, list(tier.directory))]:
+                self.events.record(spec, keys, removed)
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every slot sum, free list, directory and counter agrees."""

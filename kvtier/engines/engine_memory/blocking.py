@@ -55,13 +55,7 @@ class BlockingTier(EngineMemoryTier):
             if self._shut:
                 return [False] * len(keys)
             self._receive()
-            try:
-                return self.plane.find(keys, time.monotonic())
-            except BaseException as error:
-                self._fail(error)
-                return [False] * len(keys)
-            finally:
-                self._send()
+            return self._decide(lambda: self.plane.find(keys, time.monotonic()))
 
     def store(self, keys: Sequence[OffloadKey], places: Sequence[int], seconds: float) -> list[BlockOutcome]:
         """Store blocks, given in prefix order. One outcome for each: PRESENT where it is here already."""

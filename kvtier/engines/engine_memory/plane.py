@@ -315,7 +315,7 @@ class EngineMemoryPlane(Recipient):
         self.give_up(now)
         for part in (*self._jobs.running.values(), *self._jobs.late_jobs.values()):
             part.current = False
-        self._jobs.epoch += 1
+        self.next_epoch()
         self._leases.release_all()
         self.lower.index.reset()
         return self._jobs.epoch
@@ -384,6 +384,10 @@ class EngineMemoryPlane(Recipient):
     def take_changes(self) -> list[tuple[bool, list[OffloadKey]]]:
         """(removed, keys) of what became reachable here or ceased to be, in order."""
         return self.lower.index.take_changes()
+
+    def next_epoch(self) -> None:
+        """Count a reset."""
+        self._jobs.epoch += 1
 
     @property
     def epoch(self) -> int:

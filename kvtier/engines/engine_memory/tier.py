@@ -14,10 +14,11 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -27,16 +28,16 @@ from kvtier.aio.weak_call import weak_call
 from kvtier.control.jobs import TierJob
 from kvtier.control.plane.deliveries import Arrival, PresenceQuery
 from kvtier.control.tiers.lower_tier import LowerTier
-from kvtier.engines.engine_memory.failed_plane import FailedEngineMemoryPlane
 from kvtier.engines.engine_memory.memory import EngineMemory
 from kvtier.engines.engine_memory.options import EngineMemoryOptions
 from kvtier.engines.engine_memory.plane import LOADS, STORES, EngineMemoryPlane, PlaneLimits
-from kvtier.engines.engine_memory.staging import Frames, StagedTier, StagingRows
+from kvtier.engines.engine_memory.staging import CopyPermits, Frames, StagedTier, StagingRows
 from kvtier.engines.engine_memory.transfers import EngineTransfer
 from kvtier.errors import ConfigError, ResourceError, UsageError
 from kvtier.stack.assembly import StackSettings, open_tier, resolve_alignment
 from kvtier.stack.dispatcher import Dispatcher, TierQueue
 from kvtier.stack.distinct_folders import check_folders
+from kvtier.stack.guard import Answers, Guarded, guard_step
 from kvtier.stack.lookups import Lookups
 from kvtier.stack.setups import tier_spec
 from kvtier.stack.shutdown import CloseReport, close_each
@@ -48,9 +49,11 @@ from kvtier.tier.registry import discover
 from kvtier.tier.shared_epoch import fresh_epoch
 from kvtier.types.checks import check_keys, check_text, check_timeout, check_types
 from kvtier.types.geometry import Geometry, KVLayout, TensorRef
-from kvtier.types.jobs import JobKind
+from kvtier.types.jobs import DropReason, JobKind, dropped
 from kvtier.types.keys import OffloadKey
 from kvtier.types.namespace import Namespace
+
+T = TypeVar("T")
 
 GRACE_SECONDS = 1.0
 PART_BLOCKS = 128
@@ -58,7 +61,7 @@ PINNED_SHARE = 2
 """One part in this many of the engine's blocks may be kept by stores that take long."""
 
 
-class EngineMemoryTier:
+class EngineMemoryTier(Guarded):
     """A tier that is bounded, verified and recovered after a restart, below the memory of an engine.
 
     Safe to call from several threads; a lock is held for decisions, never for I/O. Only the constructor, `drain`,
@@ -83,7 +86,6 @@ class EngineMemoryTier:
         self._log = log
         self._operator = OperatorLog(log, time.monotonic)
         self._watch = TierWatch(self._operator, time.monotonic)
-        self._errors = 0
         self._given_up = 0
         self._lock = threading.RLock()
         self._shut = False
@@ -121,7 +123,6 @@ class EngineMemoryTier:
         self._opened = await open_tier(self._staged, context, settings)
         try:
             self.plane = self._control(geometry, frames, queue_frames)
-            self._failed = FailedEngineMemoryPlane(self.plane, self._jobs)
         except BaseException:
             await self._staged.close()
             raise
@@ -130,7 +131,7 @@ class EngineMemoryTier:
         if self._options.stats_socket:
             self._socket = StatsSocket(self._options.stats_socket, _stats_of(self))
             await self._socket.open()
-        self._look_at_tier()
+        self._watch.look([self.plane.lower])
         self._log.info(
             "%s: blocks of %s bytes, staged through %d frames of %d bytes",
             self._name,
@@ -162,11 +163,7 @@ class EngineMemoryTier:
         with self._lock:
             if self._shut:
                 return LookupResult.MISS
-            try:
-                return self.plane.lookup(key, request_id, time.monotonic())
-            except BaseException as error:
-                self._fail(error)
-                return LookupResult.MISS
+            return self._step(lambda: self.plane.lookup(key, request_id, time.monotonic()))
 
     def lease(self, keys: Sequence[OffloadKey]) -> None:
         """Keep blocks that are here until `release`, or for `lease_seconds`; those that are not stay misses."""
@@ -202,26 +199,24 @@ class EngineMemoryTier:
 
     def end_step(self) -> None:
         """The step's loads were submitted: its hits need not be kept any longer."""
-        self._decide(self.plane.end_step)
+        self._decide(lambda: self.plane.end_step())  # noqa: PLW0108 - after a failure it is another plane
 
-    def _decide(self, step: Callable[[], object]) -> None:
+    def _decide(self, call: Callable[[], T]) -> T:
         """A step of the plane, and what follows from it."""
         with self._lock:
-            try:
-                step()
-            except BaseException as error:
-                self._fail(error)
-            self._send()
+            return self._step(call, True)
 
-    def _send(self) -> None:
-        try:
+    @guard_step
+    def _step(self, call: Callable[[], T], sends: bool = False) -> T:
+        """Call the plane, which `call` reads when it is called. Call with the lock held."""
+        answer = call()
+        if sends:
             jobs, queries = self.plane.take_jobs(), self.plane.take_queries()
             if self._shut:
                 self.plane.give_up(time.monotonic())
             elif (jobs or queries) and self.thread.alive:  # else `_receive` gives up what is in flight
                 self.thread.call_soon(self._start, jobs, queries)
-        except BaseException as error:  # such as of a loop that has ended just now
-            self._fail(error)
+        return answer
 
     def _start(self, jobs: Sequence[TierJob], queries: Sequence[PresenceQuery]) -> None:
         """In the loop: begin what was decided."""
@@ -249,62 +244,36 @@ class EngineMemoryTier:
         """The engine's jobs that ended since the last call, each once."""
         with self._lock:
             self._receive()
-            try:
-                ended = self.plane.take_ended()
-            except BaseException as error:
-                self._fail(error)
-                ended = self.plane.take_ended()
+            ended = self._step(lambda: self.plane.take_ended())  # noqa: PLW0108 - as in `end_step`
             for transfer in ended:
                 self._jobs.pop(transfer.job_id, None)
             return ended
 
+    @guard_step
     def _receive(self) -> None:
+        """Record what arrived. Call with the lock held."""
         if self._shut:
             return
         now = time.monotonic()
         while self._inbox:
-            try:
-                self.plane.deliver(self._inbox.popleft(), now)
-            except BaseException as error:
-                self._fail(error)
-        try:
-            if self.plane.busy and not self.thread.alive:
-                self._log.error("%s: the thread that moves blocks has ended", self._name)
-                self.plane.give_up(now)
-            self.plane.relieve(now)
-        except BaseException as error:
-            self._fail(error)
+            self.plane.deliver(self._inbox.popleft(), now)
+        if self.plane.busy and not self.thread.alive:
+            self._log.error("%s: the thread that moves blocks has ended", self._name)
+            self.plane.give_up(now)
+        self.plane.relieve(now)
         if self._watch.due:
-            self._look_at_tier()
-
-    def _look_at_tier(self) -> None:
-        """Say in the log what has become of the tier. What a handler of the log raises costs no request anything."""
-        try:
             self._watch.look([self.plane.lower])
-        except Exception:
-            self._errors += 1
-            self._log.exception("%s: its state could not be said", self._name)
 
-    def _fail(self, error: BaseException) -> None:
-        """An exception left the plane half-way through a step: one that finds nothing takes its place.
-
-        Call in an except clause. Raises again what ends a program, such as KeyboardInterrupt.
-        """
-        first, self.plane = self.plane is not self._failed, self._failed
-        self._errors += 1
+    def _give_up(self, error: BaseException) -> None:
+        failed = self.plane
+        self.plane = answers_of(failed, self._jobs, self._staged.permits)
         self._log.critical(
             "%s has failed: every job ends, and nothing is found here any more", self._name, exc_info=error
         )
-        try:
-            if first:
-                self._failed.take_over()
-            if self.thread.alive:
-                self.thread.call_soon(self._dispatcher.stop)
-        except Exception:  # no job begins without the plane, and those in flight may touch the engine's memory no more
-            self._errors += 1
-            self._log.exception("%s: what was in flight could not be stopped", self._name)
-        if not isinstance(error, Exception):
-            raise error
+        with suppress(RuntimeError):  # the loop has ended
+            self.thread.call_soon(self._dispatcher.stop)
+        if failed.lower.owned is not None:
+            failed.lower.index.changes.append((True, list(failed.lower.owned.directory)))
 
     # -- ending --------------------------------------------------------------------------------------------------
 
@@ -316,7 +285,7 @@ class EngineMemoryTier:
                 arrived.wait(left)
                 arrived.clear()
         with self._lock:
-            given_up = self.plane.give_up(time.monotonic())
+            given_up = self._step(lambda: self.plane.give_up(time.monotonic()))
         self._given_up += given_up
         if given_up:
             self._log.warning("%s: %d blocks in flight were given up", self._name, given_up)
@@ -333,11 +302,7 @@ class EngineMemoryTier:
         """
         check_timeout(timeout_seconds)
         with self._lock:
-            try:
-                epoch = self.plane.reset(time.monotonic())
-            except BaseException as error:
-                self._fail(error)
-                epoch = self.plane.reset(time.monotonic())
+            epoch = self._step(lambda: self.plane.reset(time.monotonic()))
         backend = self._staged.backend
         if self._shut or not isinstance(backend, Resettable):
             return
@@ -396,8 +361,48 @@ class EngineMemoryTier:
     def stats(self) -> StackStats:
         """Figures since the tier was opened; also after closing."""
         figures = lower_stats(self.plane.lower, self._queues, time.monotonic())
-        errors = self._errors + self._dispatcher.errors + self._lookups.errors
+        errors = self._errors + self._dispatcher.errors + self._watch.errors
         return StackStats({self._name: figures}, self.plane.backlog, errors=errors)
+
+
+def answers_of(failed: EngineMemoryPlane, jobs: Mapping[int, EngineTransfer], permits: CopyPermits) -> Any:
+    """The answers in the place of a plane that has failed: nothing is found, and no copy touches the engine's memory.
+
+    `jobs` are the engine's jobs that were not returned to it. Blocks that had ended keep their outcomes.
+    """
+
+    def give_up(now: float) -> int:
+        for permit in list(permits.values()):
+            permit.shut()
+        return 0
+
+    def take_ended() -> list[EngineTransfer]:
+        give_up(0.0)
+        for transfer in jobs.values():
+            for part in transfer.parts:
+                part.permit.shut()
+            transfer.complete(range(len(transfer.keys)), dropped(DropReason.TIER_DOWN))
+            transfer.ended = True
+        return list(jobs.values())
+
+    def reset(now: float) -> int:
+        """What is on the disk is to be made unreachable all the same."""
+        failed.next_epoch()
+        return failed.epoch
+
+    return Answers(
+        {
+            "lookup": lambda key, request_id, now: LookupResult.MISS,
+            "find": lambda keys, now: [False] * len(keys),
+            "take_ended": take_ended,
+            "take_changes": failed.take_changes,
+            "give_up": give_up,
+            "reset": reset,
+            "lower": failed.lower,
+            "busy": False,
+            "backlog": 0,
+        }
+    )
 
 
 def _stats_of(tier: EngineMemoryTier) -> Callable[[], StackStats | None]:

@@ -21,6 +21,7 @@ from kvtier.stack.watching.tier_health import breakers, breakers_text, tier_stat
 from kvtier.tier.contract import Clock
 
 LOGGER = __name__
+logger = logging.getLogger(__name__)
 LINES_MAX = 6
 WINDOW_SECONDS = 60.0
 _PLAIN = re.compile(r"[\w./:+-]+")
@@ -100,7 +101,8 @@ class TierWatch:
 
     What the log leaves out is made up for by a later look: what is now is compared with what was written last. A
     half-open breaker is no change: the tier is used again when its probe succeeds. `due`: a look may find something,
-    because a tier is not as it should be, or something of it has failed since the last one.
+    because a tier is not as it should be, or something of it has failed since the last one. `errors` counts the looks
+    that raised, as out of a handler of the log: that costs no request anything.
     """
 
     def __init__(self, log: OperatorLog, clock: Clock) -> None:
@@ -110,12 +112,20 @@ class TierWatch:
         self._written: dict[str, BreakerState] = {}
         self._down_since: dict[str, float] = {}
         self.due = True
+        self.errors = 0
 
     def _failure(self) -> None:
         self.due = True
 
     def look(self, lowers: Sequence[LowerTier], reason: str = "") -> None:
-        """Say what has changed. `reason` is why tiers are held back."""
+        """Write what has changed. `reason` is why tiers are held back."""
+        try:
+            self._look_at_each(lowers, reason)
+        except Exception:
+            self.errors += 1
+            logger.exception("the state of the tiers could not be logged")
+
+    def _look_at_each(self, lowers: Sequence[LowerTier], reason: str) -> None:
         self.due = False
         for lower in lowers:
             for breaker in breakers(lower).values():

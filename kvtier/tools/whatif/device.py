@@ -93,7 +93,7 @@ class Device:
         """Queue a job, and begin what the bound allows."""
         queued = QueuedJob(job, job.num_blocks * self._geometry.row_bytes, self._time.now)
         self.queue.waiting(job.kind).append(queued)
-        self.queue.traffic[job.kind].queue(queued)
+        self.queue.traffic[job.kind].queued_bytes += queued.size
         self._waiting[job.job_id] = queued
         if job.deadline is not None:
             self._time.call_at(job.deadline, partial(self._on_deadline, job))
