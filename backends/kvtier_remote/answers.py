@@ -15,7 +15,7 @@ NUMBER_MAX = 1 << 62
 """No server has more bytes, names or events."""
 _DIGITS_MAX = 19
 _UNREADABLE = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
-"""What code and client libraries raise that take apart an answer of another kind than they expect."""
+"""Exceptions of code and client libraries that take apart an answer of another kind than they expect."""
 _log = logging.getLogger("kvtier.remote")
 _seen: set[tuple[str, str, int | None]] = set()
 """Places in the code where an answer could not be read, each of which is logged once."""
@@ -30,7 +30,7 @@ def bad_answer() -> OSError:
 def reading_answers() -> Iterator[None]:
     """Around what takes answers apart. Whatever is wrong with one raises OSError (EBADMSG).
 
-    The log names the place in the code once, for a defect of ours raises the same errors.
+    The log names the place in the code once, for a defect of this code raises the same errors.
     """
     try:
         yield
@@ -58,14 +58,14 @@ def digits(text: str) -> int:
 
 
 def bytes_of(answer: object, most: int) -> bytes:
-    """A string of at most so many bytes. Raises OSError for anything else."""
+    """A string of at most `most` bytes. Raises OSError for anything else."""
     if not isinstance(answer, bytes | bytearray) or len(answer) > most:
         raise bad_answer()
     return bytes(answer)
 
 
 def items_of(answer: object, least: int, most: int) -> Sequence[Any]:
-    """A list of so many items. Raises OSError for anything else."""
+    """A list of `least` to `most` items. Raises OSError for anything else."""
     if not isinstance(answer, list | tuple) or not least <= len(answer) <= most:
         raise bad_answer()
     return answer

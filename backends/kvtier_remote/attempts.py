@@ -1,4 +1,4 @@
-"""Calls of a transport as a tier makes them: so many at once, and again where that may help."""
+"""Calls of a transport as a tier makes them: a bounded number at once, and again where that may help."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from kvtier_remote.call_limit import CallLimit, RequestShare
 OVERLOADED = (errno.EBUSY, errno.ETIMEDOUT)
 """After these fewer calls are made at once."""
 REPEATED = (errno.EBUSY, errno.ECONNRESET)
-"""What was refused for now, or cut. A block is the same bytes whenever it is read or written, so that a request can be
-repeated that may have reached the server. What has timed out is not: it would cost a job that time once more."""
+"""Errors of calls that were refused for now, or cut. A block is the same bytes whenever it is read or written, so that
+a request can be repeated that may have reached the server. What has timed out is not: it would cost a job that time
+once more."""
 _PAUSES_SECONDS = (0.05, 0.2)
 _ONE_IN = 10
 _AT_ONCE = 10
 T = TypeVar("T")
 Call = Callable[[Sequence[T]], Awaitable[list[BlockOutcome]]]
 Refusal = Callable[[float], BlockOutcome | None]
-"""Why nothing may begin so many seconds from now; None if it may."""
+"""The reason why nothing may begin that many seconds from now; None if it may."""
 
 
 class Attempts:

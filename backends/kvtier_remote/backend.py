@@ -8,7 +8,7 @@ import logging
 import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +20,7 @@ from kvtier.tier.block_age import age_limit, next_generation
 from kvtier.tier.block_envelope import Mismatch
 from kvtier.tier.contract import LoadStore, LookupResult, Opened, Rows, TierContext
 from kvtier.tier.job_run import JobRun, check_job
+from kvtier.tier.shared_epoch import INCARNATION_BYTES, Marker, SharedEpoch
 from kvtier.types.jobs import (
     CANCELLED,
     CORRUPT,
@@ -37,16 +38,13 @@ from kvtier.types.jobs import (
 )
 from kvtier.types.keys import REMOTE, Medium, OffloadKey, key_group
 from kvtier_remote.attempts import Attempts
+from kvtier_remote.background import EvictionWatch, LeaseKeeper
 from kvtier_remote.call_limit import CallLimit
-from kvtier_remote.epochs import Epochs
-from kvtier_remote.eviction_watch import EvictionWatch
 from kvtier_remote.hedged_get import HedgedGets
-from kvtier_remote.lease import LeaseKeeper
-from kvtier_remote.moving_block import MovingBlock
 from kvtier_remote.names import BlockNames
 from kvtier_remote.options import RemoteOptions
-from kvtier_remote.transport import Describes, HasThreads, Place, Spreads, Transport, Value
-from kvtier_remote.value import KEY_BYTES_MAX, Headers, header_bytes, value_bytes_max
+from kvtier_remote.transport import ReportsLateness, Sharded, StoresManifest, Transport, Value, ValueRef
+from kvtier_remote.value import KEY_BYTES_MAX, Headers, RemoteBlock, header_bytes, value_bytes_max
 from kvtier_remote.write_budget import ServerBudget
 
 _log = logging.getLogger("kvtier.remote")
@@ -54,7 +52,7 @@ _RESULTS = {True: LookupResult.HIT, False: LookupResult.MISS, None: LookupResult
 
 
 @dataclass(slots=True, eq=False)
-class Move:
+class RemoteJob:
     """A job in progress. `stopped` is the outcome of whatever has not begun yet, once there is one."""
 
     run: JobRun
@@ -76,7 +74,7 @@ class RemoteBackend(LoadStore):
     `counters` counts what happened by place and reason: `mismatch.<field>` for loads refused by verification
     (`payload_bytes`: of another length; `generation`: older than `max_age`), `errno.<name>` for failed requests,
     `reset.failed` (the server did not take an epoch), `lease.failed`, `lookup.failed`, `close.stuck`, `defect`; those
-    of `Attempts`, `EvictionWatch`, `HedgedGets` and `WriteBudget`.
+    of `Attempts`, `EvictionWatch`, `HedgedGets` and `ServerBudget`.
     """
 
     medium: ClassVar[Medium] = REMOTE
@@ -92,7 +90,7 @@ class RemoteBackend(LoadStore):
         self._memory = memoryview(b"")
         self._namespace = b""
         self._names: BlockNames
-        self._epochs: Epochs
+        self._epoch: SharedEpoch
         self._attempts: Attempts
         self._hedged: HedgedGets | None = None
         self._evictions: EvictionWatch | None = None
@@ -128,32 +126,32 @@ class RemoteBackend(LoadStore):
         self._context, self._rows, self._namespace = context, rows, context.namespace.digest()
         self._memory = rows.view.reshape(-1).data
         self._hedged = HedgedGets(context.clock, self.counters) if self._transport.hedges else None
-        self._names = BlockNames(self._transport.spelling, self.options.prefix, self._namespace)
+        self._names = BlockNames(self._transport.name_format, self.options.prefix, self._namespace)
         notes = await self._open_budget()
         facts = await self._transport.open()
-        lateness = self._transport.lateness if isinstance(self._transport, HasThreads) else None
+        lateness = self._transport.lateness if isinstance(self._transport, ReportsLateness) else None
         limit = CallLimit(self._transport.concurrency, facts.flight_bytes, lateness)
         self._attempts = Attempts(limit, self.counters)
-        self._epochs = Epochs(self._transport, self._names.marker, self.counters)
+        self._epoch = SharedEpoch(self._read_marker, self._swap_marker, INCARNATION_BYTES)
         try:
-            is_new = await self._epochs.begin(context.new_epoch or 0)
+            is_new = await self._epoch.begin(context.new_epoch or 0)
         except OSError as error:
             if error.errno == errno.EACCES:
                 reason = f"the server does not let this user read and write {self._names.marker}"
                 raise ConfigError(reason, self.options.RIGHTS_KEY) from error
             raise ResourceError(f"the epoch of the namespace cannot be read ({error.strerror})") from error
         notes += await self._describe(context.namespace.manifest())
-        self._lease = LeaseKeeper(self._transport, self._epochs, self._names, self.counters)
+        self._lease = LeaseKeeper(self._transport, self._epoch, self._names, self.counters)
         await self._lease.begin(facts.capacity_bytes)
         self._evictions = EvictionWatch(self._transport, context.clock, self.counters)
         await self._evictions.begin()
         self._ready = True
-        epoch = self._epochs.now
+        epoch = self._epoch.now
         return Opened(facts.capacity_bytes, epoch=epoch, is_new_epoch=is_new, mode="remote", notes=facts.notes + notes)
 
     async def _describe(self, manifest: str) -> tuple[str, ...]:
         """Keep the namespace's readable manifest beside its blocks. Returns a note if that is not possible."""
-        if not isinstance(self._transport, Describes):
+        if not isinstance(self._transport, StoresManifest):
             return ()
         try:
             await self._transport.describe(self._names.manifest, manifest)
@@ -212,7 +210,7 @@ class RemoteBackend(LoadStore):
         if self._closing or not known:
             return [LookupResult.MISS] * len(keys)
         try:
-            with self._attempts.limit.question():
+            with self._attempts.limit.lookup_priority():
                 found = await self._transport.present(self._places(known))
         except OSError:
             self.counters["lookup.failed"] += 1
@@ -225,13 +223,13 @@ class RemoteBackend(LoadStore):
         """See `StatesEpoch`."""
         self._check_open()
         try:
-            return await self._epochs.state(epoch)
+            return await self._epoch.state(epoch)
         except OSError as error:
-            raise ResourceError(f"the epoch of the namespace cannot be raised ({error.strerror})") from error
+            raise self._epoch_error(error) from error
 
     def leave_epoch(self) -> None:
         """See `StatesEpoch`."""
-        self._epochs.leave()
+        self._epoch.leave()
 
     async def reset(self, epoch: int) -> None:
         """Raise the namespace's epoch on the server before this returns. Raises ResourceError if that failed; then it
@@ -242,16 +240,29 @@ class RemoteBackend(LoadStore):
         self._check_open()
         if self._closing:
             raise UsageError("this tier is not open")
-        await self._epochs.reset(epoch)
+        try:
+            await self._epoch.reset(epoch)
+        except OSError as error:
+            raise self._epoch_error(error) from error
         if self._lease is not None:
             self._lease.marker_changed()
+
+    def _read_marker(self) -> Awaitable[Marker | None]:
+        return self._transport.read_marker(self._names.marker)
+
+    def _swap_marker(self, held: Marker | None, marker: Marker) -> Awaitable[Marker | None]:
+        return self._transport.swap_marker(self._names.marker, held, marker)
+
+    def _epoch_error(self, error: OSError) -> ResourceError:
+        self.counters["reset.failed"] += 1
+        return ResourceError(f"the epoch cannot be raised on the server ({error.strerror})")
 
     def _known(self, key: OffloadKey) -> bool:
         return key_group(key) < self._context.geometry.num_groups and len(key) <= KEY_BYTES_MAX
 
-    def _places(self, keys: Sequence[OffloadKey]) -> list[Place]:
-        name, size_of = self._names.namer(self._epochs.marker(self._epochs.now)), self._context.geometry.aligned_bytes
-        return [Place(name(key), header_bytes(key), size_of(key_group(key))) for key in keys]
+    def _places(self, keys: Sequence[OffloadKey]) -> list[ValueRef]:
+        name, size_of = self._names.namer(self._epoch.marker(self._epoch.now)), self._context.geometry.aligned_bytes
+        return [ValueRef(name(key), header_bytes(key), size_of(key_group(key))) for key in keys]
 
     # -- jobs ----------------------------------------------------------------------------------------------------
 
@@ -259,8 +270,8 @@ class RemoteBackend(LoadStore):
         """Write the job's blocks; one outcome for each (see the class). Returns once no request uses its rows."""
         self._check_open()
         started = self._context.clock()
-        refusal = self._refusal(job) or await self._epochs.refusal(job.epoch)
-        if refusal is None and job.epoch < self._epochs.now:
+        refusal = self._refusal(job) or await self._epoch_refusal(job.epoch)
+        if refusal is None and job.epoch < self._epoch.now:
             refusal = dropped(DropReason.RESET)
         return await self._run(job, JobKind.STORE, refusal, started)
 
@@ -268,11 +279,23 @@ class RemoteBackend(LoadStore):
         """Read and verify the job's blocks; one outcome for each (see the class). Returns once no request uses their
         rows. The bytes of a row count only after LOADED."""
         self._check_open()
-        refusal = self._refusal(job) or (MISSING if job.epoch < self._epochs.now else None)
+        refusal = self._refusal(job) or (MISSING if job.epoch < self._epoch.now else None)
         return await self._run(job, JobKind.LOAD, refusal, self._context.clock())
 
+    async def _epoch_refusal(self, epoch: int) -> BlockOutcome | None:
+        """The reason why nothing can be stored under an epoch now: its marker could not be raised. None if it has been.
+
+        Other tiers of a stack may be ahead of this one's marker; their epoch is the stack's, and holds here too.
+        """
+        try:
+            await self._epoch.reset(epoch)
+        except OSError as error:
+            self.counters["reset.failed"] += 1
+            return failed(error.errno or 0)
+        return None
+
     def _refusal(self, job: TransferJob, seconds: float = 0.0) -> BlockOutcome | None:
-        """Why no further block of a job begins so many seconds from now."""
+        """The reason why no further block of a job begins that many seconds from now."""
         if self._closing:
             return dropped(DropReason.CLOSING)
         return LATE if job.deadline is not None and self._context.clock() + seconds > job.deadline else None
@@ -283,7 +306,7 @@ class RemoteBackend(LoadStore):
             return JobResult.uniform(job, refusal)
         if self._evictions is not None:
             self._evictions.poll()
-        move = Move(JobRun(job, kind, asyncio.get_running_loop()))
+        move = RemoteJob(JobRun(job, kind, asyncio.get_running_loop()))
         moving = asyncio.gather(*(self._move_batch(move, batch) for batch in self._batches(self._blocks(move.run))))
         self._moving.add(moving)
         moving.add_done_callback(self._moving.discard)
@@ -294,10 +317,10 @@ class RemoteBackend(LoadStore):
         await shielded_wait(moving, stop)
         return move.run.result(self._context.clock() - started)
 
-    def _blocks(self, run: JobRun) -> Iterator[MovingBlock]:
+    def _blocks(self, run: JobRun) -> Iterator[RemoteBlock]:
         """A job's blocks, without those whose key is too long. Raises UsageError for a key of another group."""
         storing, row_bytes = run.kind is JobKind.STORE, self._rows.row_bytes
-        marker = self._epochs.marker(run.job.epoch)
+        marker = self._epoch.marker(run.job.epoch)
         headers, name = Headers(self._namespace, marker), self._names.namer(marker)
         for number, group in enumerate(run.groups):
             size = self._context.geometry.aligned_bytes(group.group)
@@ -311,27 +334,27 @@ class RemoteBackend(LoadStore):
                 front = b""
                 if storing:
                     front = headers.encoded(key, size, self._next_generation(), self._rows.checksum(row))
-                value = Value(Place(name(key), header_bytes(key), size), payload, front)
-                yield MovingBlock(number, position, row, value, key, headers)
+                value = Value(ValueRef(name(key), header_bytes(key), size), payload, front)
+                yield RemoteBlock(number, position, row, value, key, headers)
 
     def _next_generation(self) -> int:
         """Comparable between hosts as well as their clocks are."""
         self._generation = next_generation(self._generation, self._wall_ns())
         return self._generation
 
-    def _batches(self, blocks: Iterator[MovingBlock]) -> Iterator[list[MovingBlock]]:
+    def _batches(self, blocks: Iterator[RemoteBlock]) -> Iterator[list[RemoteBlock]]:
         """Blocks by calls: each has those of one server, as many as the transport takes."""
-        if not isinstance(self._transport, Spreads):
+        if not isinstance(self._transport, Sharded):
             yield from self._of_one_server(blocks)
             return
-        by_server: dict[str, list[MovingBlock]] = {}
+        by_server: dict[str, list[RemoteBlock]] = {}
         for block in blocks:
             by_server.setdefault(self._transport.server_of(block.value.place), []).append(block)
         for some in by_server.values():
             yield from self._of_one_server(some)
 
-    def _of_one_server(self, blocks: Iterable[MovingBlock]) -> Iterator[list[MovingBlock]]:
-        batch: list[MovingBlock] = []
+    def _of_one_server(self, blocks: Iterable[RemoteBlock]) -> Iterator[list[RemoteBlock]]:
+        batch: list[RemoteBlock] = []
         size = 0
         for block in blocks:
             length = block.value.place.payload_bytes
@@ -343,7 +366,7 @@ class RemoteBackend(LoadStore):
         if batch:
             yield batch
 
-    async def _move_batch(self, move: Move, batch: Sequence[MovingBlock]) -> None:
+    async def _move_batch(self, move: RemoteJob, batch: Sequence[RemoteBlock]) -> None:
         """Move blocks by one call; each ends with an outcome, whatever happens."""
         call = self._put if move.run.kind is JobKind.STORE else self._get
         payload_bytes = sum(block.value.place.payload_bytes for block in batch)
@@ -362,10 +385,10 @@ class RemoteBackend(LoadStore):
         if self._lease is not None and move.run.kind is JobKind.STORE:
             self._lease.stored(payload_bytes)
 
-    def _move_refusal(self, move: Move, seconds: float) -> BlockOutcome | None:
+    def _move_refusal(self, move: RemoteJob, seconds: float) -> BlockOutcome | None:
         return move.stopped or self._refusal(move.run.job, seconds)
 
-    async def _put(self, batch: Sequence[MovingBlock]) -> list[BlockOutcome]:
+    async def _put(self, batch: Sequence[RemoteBlock]) -> list[BlockOutcome]:
         values = [block.value for block in batch]
         if self._budget is None:
             return await self._transport.put(values)
@@ -374,7 +397,7 @@ class RemoteBackend(LoadStore):
         outcomes = await self._transport.put(values[:within]) if within else []
         return [*outcomes, *[dropped(DropReason.WRITE_BUDGET)] * (len(batch) - within)]
 
-    async def _get(self, batch: Sequence[MovingBlock]) -> list[BlockOutcome]:
+    async def _get(self, batch: Sequence[RemoteBlock]) -> list[BlockOutcome]:
         if self._hedged is None:
             outcomes = await self._transport.get([block.value for block in batch], self._verifier(batch))
         else:
@@ -391,10 +414,10 @@ class RemoteBackend(LoadStore):
                 self._rows.set_checksum(block.row, block.found)
         return outcomes
 
-    def _begin_get(self, block: MovingBlock) -> asyncio.Future[list[BlockOutcome]]:
+    def _begin_get(self, block: RemoteBlock) -> asyncio.Future[list[BlockOutcome]]:
         return asyncio.ensure_future(self._transport.get([block.value], self._verifier([block])))
 
-    def _verifier(self, batch: Sequence[MovingBlock]) -> Callable[[int, memoryview], BlockOutcome]:
+    def _verifier(self, batch: Sequence[RemoteBlock]) -> Callable[[int, memoryview], BlockOutcome]:
         ages = age_limit(self.options.max_age, self._wall_ns())
 
         def check(position: int, page: memoryview) -> BlockOutcome:

@@ -1,4 +1,4 @@
-"""Answers of HTTP servers: one deadline for all of a request, so many bytes at most, and from no other host."""
+"""Answers of HTTP servers: one deadline for all of a request, a limit of bytes, and from no other host."""
 
 from __future__ import annotations
 
@@ -71,32 +71,17 @@ class TimedHTTP(http.client.HTTPConnection):
         self.sock: Any = _TimedSocket(self.sock, self._deadline)
 
 
-class _TimedHTTPS(http.client.HTTPSConnection):
+class _TimedHTTPS(TimedHTTP, http.client.HTTPSConnection):
     """The same over TLS."""
 
-    def __init__(self, host: str, *, deadline: Deadline, **more: Any) -> None:
-        super().__init__(host, **more)
-        self._deadline = deadline
 
-    def connect(self) -> None:
-        self.timeout = max(_LEAST_SECONDS, self._deadline.left_seconds)
-        super().connect()
-        self.sock: Any = _TimedSocket(self.sock, self._deadline)
-
-
-class _OpenHTTP(urllib.request.HTTPHandler):
-    def __init__(self, deadline: Deadline) -> None:
-        super().__init__()
-        self._deadline = deadline
-
-    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(partial(TimedHTTP, deadline=self._deadline), req)
-
-
-class _OpenHTTPS(urllib.request.HTTPSHandler):
+class _TimedOpener(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
     def __init__(self, deadline: Deadline, trust: ssl.SSLContext) -> None:
         super().__init__()
         self._deadline, self._trust = deadline, trust
+
+    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(partial(TimedHTTP, deadline=self._deadline), req)
 
     def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
         return self.do_open(partial(_TimedHTTPS, deadline=self._deadline), req, context=self._trust)
@@ -113,7 +98,7 @@ def get(address: str, seconds: float, most_bytes: int, trust: ssl.SSLContext) ->
     """The body at an address, through the proxy of the environment where there is one. Raises OSError, HTTPError for
     another status than 200."""
     deadline = Deadline(seconds)
-    opener = urllib.request.build_opener(_OpenHTTP(deadline), _OpenHTTPS(deadline, trust), _NoRedirects())
+    opener = urllib.request.build_opener(_TimedOpener(deadline, trust), _NoRedirects())
     try:
         with opener.open(address, timeout=seconds) as answer:
             return bytes_of(answer.read(most_bytes + 1), most_bytes)

@@ -10,17 +10,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 HELD_SECONDS = 0.05
-ASKED_SECONDS = 1.0
+LOOKUP_WINDOW_SECONDS = 1.0
 SHARE_WHILE_ASKED = 2
 """For so long after a question half of the bytes may be in flight: they are what a question waits for."""
 TIMES_WHILE_LATE = 3
-"""So many times the bytes may be in flight while calls wait for a thread that is busy in Python. They wait together
+"""Factor of the bytes in flight while calls wait for a thread that is busy in Python. They wait together
 then, above all those that a thread takes up after another without the event loop. Otherwise they only cost CPU time."""
 _LATE_SHARE_OF_INTERVAL = 1 / 4
 _WEIGHT_OF_ONE = 1 / 16
 
 
-class Lateness:
+class CompletionDelay:
     """The delay from the end of a call on a thread to its turn of the event loop, on average over the last calls.
 
     A loop that waits for its turn of the interpreter gets it after a switch interval; a loop that does not learns of an
@@ -31,7 +31,7 @@ class Lateness:
         self.seconds = 0.0
 
     def learn(self, seconds: float) -> None:
-        """So long after a call the loop knew of its end."""
+        """Add the delay after one call."""
         self.seconds += (seconds - self.seconds) * _WEIGHT_OF_ONE
 
     @property
@@ -51,10 +51,10 @@ class CallLimit:
     begun before it was halved last do not halve it again: they say nothing of the new one.
     """
 
-    def __init__(self, most: int, most_bytes: int = sys.maxsize, lateness: Lateness | None = None) -> None:
+    def __init__(self, most: int, most_bytes: int = sys.maxsize, lateness: CompletionDelay | None = None) -> None:
         self.most = most
         self.most_bytes = most_bytes
-        self._lateness = lateness or Lateness()
+        self._lateness = lateness or CompletionDelay()
         self.limit = float(most)
         self._under_way = self._bytes_under_way = 0
         self._held: asyncio.TimerHandle | None = None
@@ -73,10 +73,10 @@ class CallLimit:
         return self._begun
 
     @contextmanager
-    def question(self) -> Iterator[None]:
+    def lookup_priority(self) -> Iterator[None]:
         """While a question is pending."""
         loop = asyncio.get_running_loop()
-        self._asked_until = loop.time() + ASKED_SECONDS
+        self._asked_until = loop.time() + LOOKUP_WINDOW_SECONDS
         if self._held is not None or self.most_bytes == sys.maxsize:
             yield
             return
@@ -132,7 +132,7 @@ class CallLimit:
         return True
 
     def end(self, num_bytes: int = 0) -> None:
-        """A call of so many bytes has ended; the next ones begin."""
+        """A call of these bytes has ended; the next ones begin."""
         self._under_way -= 1
         self._bytes_under_way -= num_bytes
         self._begin_waiting()

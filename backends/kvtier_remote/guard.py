@@ -14,13 +14,13 @@ from kvtier.tier.shared_epoch import EPOCH_CEILING
 from kvtier.types.jobs import BlockOutcome, failed
 from kvtier_remote.answers import bad_answer, items_of, number, reading_answers
 from kvtier_remote.options import RemoteOptions
-from kvtier_remote.transport import Facts, Marker, Value
+from kvtier_remote.transport import Marker, TransportInfo, Value
 
 _INCARNATION_BYTES = 8
 K = TypeVar("K")
 Call = Callable[..., Awaitable[Any]]
 Check = Callable[[Any, Sequence[Any]], Any]
-"""What a call returned, and what it was given; returns what is passed on. Raises OSError."""
+"""A check of a call's result, given that and the call's arguments; returns what is passed on. Raises OSError."""
 
 
 def guarded(kind: type[K]) -> type[K]:
@@ -74,7 +74,7 @@ def _moving(call: Call) -> Call:
 
 def _opening(call: Call) -> Call:
     @wraps(call)
-    async def open(transport: Any) -> Facts:
+    async def open(transport: Any) -> TransportInfo:
         seconds = _options_of(transport).open_seconds
         try:
             with reading_answers():
@@ -88,7 +88,7 @@ def _opening(call: Call) -> Call:
     return open
 
 
-def _facts(facts: Facts, given: Sequence[Any]) -> Facts:
+def _facts(facts: TransportInfo, given: Sequence[Any]) -> TransportInfo:
     number(facts.capacity_bytes)
     return facts
 

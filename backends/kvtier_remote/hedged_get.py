@@ -14,7 +14,7 @@ from kvtier.aio.shielded_wait import shielded_wait, wait_done
 from kvtier.tier.contract import Clock
 from kvtier.types.jobs import BlockOutcome, BlockStatus
 from kvtier_remote.call_limit import RequestShare
-from kvtier_remote.moving_block import MovingBlock
+from kvtier_remote.value import RemoteBlock
 
 _SECONDS_LEAST = 0.05
 _WINDOW_SECONDS = 60.0
@@ -50,7 +50,7 @@ class Durations:
 
 
 Reading = asyncio.Future[list[BlockOutcome]]
-Get = Callable[[MovingBlock], Reading]
+Get = Callable[[RemoteBlock], Reading]
 """Begins to read and verify one block. When it is cancelled, the block's memory is soon no longer in use."""
 
 
@@ -79,7 +79,7 @@ class HedgedGets:
         self._share = RequestShare(_ONE_IN, _AT_ONCE)
         self._threads = DaemonPool("kvtier-hedge", 1)
 
-    async def get(self, get: Get, block: MovingBlock) -> BlockOutcome:
+    async def get(self, get: Get, block: RemoteBlock) -> BlockOutcome:
         """The outcome of a block, once no request uses its row. Not to be cancelled."""
         begun = self._clock()
         self._share.count(1)
@@ -91,7 +91,7 @@ class HedgedGets:
             self._durations.add(self._clock() - begun)
         return outcome
 
-    async def _hedged(self, get: Get, block: MovingBlock, first: Reading) -> BlockOutcome:
+    async def _hedged(self, get: Get, block: RemoteBlock, first: Reading) -> BlockOutcome:
         self._counters["hedged"] += 1
         memory = np.empty(len(block.value.payload), np.uint8)
         spare = replace(block, value=block.value._replace(payload=memory.data))

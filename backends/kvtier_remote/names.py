@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from kvtier.tier.block_envelope import VERSION_SUFFIX, version_suffix
 from kvtier.types.keys import OffloadKey
-from kvtier_remote.transport import Marker, Spelling
+from kvtier_remote.transport import Marker, NameFormat
 
 _NAMESPACE_BYTES = 8
 _KEY_BYTES = 20
@@ -49,10 +49,10 @@ def namespace_of(digits: str) -> bytes | None:
 class StoreNames:
     """The names below one prefix: what those of blocks and of markers begin with, and what the others are."""
 
-    def __init__(self, spelling: Spelling, prefix: str) -> None:
-        self._spelling = spelling
+    def __init__(self, name_format: NameFormat, prefix: str) -> None:
+        self._name_format = name_format
         self.blocks, self.markers, self.leases, self._manifests = (
-            spelling.separator.join((prefix, kind, "")) for kind in ("b", "m", "l", "manifests")
+            name_format.separator.join((prefix, kind, "")) for kind in ("b", "m", "l", "manifests")
         )
 
     def marker(self, namespace: bytes) -> str:
@@ -75,7 +75,7 @@ class StoreNames:
         match = _BLOCK.search(name)
         if match is None:
             return None
-        separator, fan_out = self._spelling
+        separator, fan_out = self._name_format
         folder = match[4][:fan_out] + separator if fan_out else ""
         if name != self.blocks + folder + match[0]:
             return None
@@ -86,10 +86,10 @@ class StoreNames:
 class BlockNames:
     """The names of one namespace."""
 
-    def __init__(self, spelling: Spelling, prefix: str, namespace: bytes) -> None:
-        names = StoreNames(spelling, prefix)
+    def __init__(self, name_format: NameFormat, prefix: str, namespace: bytes) -> None:
+        names = StoreNames(name_format, prefix)
         self.marker, self.manifest = names.marker(namespace), names.manifest(namespace)
-        self._spelling = spelling
+        self._name_format = name_format
         self._head = names.blocks
         self._namespace = f"{namespace[:_NAMESPACE_BYTES].hex()}."
         self._leases = names.leases
@@ -100,7 +100,7 @@ class BlockNames:
 
     def namer(self, marker: Marker) -> Callable[[OffloadKey], str]:
         """A function that spells the names of blocks under a marker."""
-        separator, fan_out = self._spelling
+        separator, fan_out = self._name_format
         suffix, head = version_suffix(), self._head
         middle = f"{self._namespace}{marker.incarnation.hex()}{marker.epoch:08x}."
 

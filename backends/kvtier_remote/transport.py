@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from kvtier.tier.shared_epoch import Marker as Marker
 from kvtier.types.jobs import BlockOutcome
-from kvtier_remote.call_limit import Lateness
+from kvtier_remote.call_limit import CompletionDelay
 
 
-class Spelling(NamedTuple):
+class NameFormat(NamedTuple):
     """The form of an engine's names. So many first digits of a key are a part of their own, before the rest:
     an object store spreads its load by how names begin."""
 
@@ -23,7 +24,7 @@ class Spelling(NamedTuple):
     fan_out: int = 0
 
 
-class Place(NamedTuple):
+class ValueRef(NamedTuple):
     """The place of a value, and its size: `header_bytes` and `payload_bytes` are known before it is read."""
 
     name: str
@@ -34,35 +35,21 @@ class Place(NamedTuple):
 class Value(NamedTuple):
     """A value to write, or room to read one into. `payload` is memory of a row; `header` is empty for a read."""
 
-    place: Place
+    place: ValueRef
     payload: memoryview
     header: bytes = b""
 
 
-LINEAGE_BYTES = 4
 MANIFEST_BYTES_MAX = 16 << 10
 
 
-class Marker(NamedTuple):
-    """The epoch of a namespace. A lost marker is made anew with another `incarnation`, 8 random bytes; names contain
-    both, so nothing that was stored under the lost one is found."""
-
-    incarnation: bytes
-    epoch: int
-
-    @property
-    def lineage(self) -> bytes:
-        """The part of the incarnation that resets leave as it is."""
-        return self.incarnation[:LINEAGE_BYTES]
-
-
 @dataclass(frozen=True, slots=True)
-class Facts:
+class TransportInfo:
     """The facts of an open transport. `capacity_bytes` is what the server keeps at most; `notes` are for people to
     read.
 
     `flight_bytes`: payload bytes in flight at once, at most, where more of them would only wait in the server; several
-    times as many while the calls of a transport that `HasThreads` wait for this process.
+    times as many while the calls of a transport that `ReportsLateness` wait for this process.
     """
 
     capacity_bytes: int
@@ -90,7 +77,7 @@ class Transport(Protocol):
     """
 
     @property
-    def spelling(self) -> Spelling:
+    def name_format(self) -> NameFormat:
         """The form of the names it is given."""
 
     @property
@@ -111,10 +98,10 @@ class Transport(Protocol):
         cancelled `get` raises CancelledError once its memory is no longer in use, and that is soon. `batch_blocks` is 1
         then."""
 
-    async def open(self) -> Facts:
+    async def open(self) -> TransportInfo:
         """Connect. Raises ConfigError with the key to correct, or ResourceError; `close` releases what was taken."""
 
-    async def present(self, places: Sequence[Place]) -> Sequence[bool | None]:
+    async def present(self, places: Sequence[ValueRef]) -> Sequence[bool | None]:
         """True for each value that is there with the right length. Of several servers some may not answer: None for
         the values that they have. OSError if none does."""
 
@@ -124,7 +111,7 @@ class Transport(Protocol):
     async def put(self, values: Sequence[Value]) -> list[BlockOutcome]:
         """Write values, each over the one of its name."""
 
-    async def remove(self, places: Sequence[Place]) -> None:
+    async def remove(self, places: Sequence[ValueRef]) -> None:
         """Remove values; those that are not there are none of its business."""
 
     async def read_marker(self, name: str) -> Marker | None:
@@ -142,25 +129,25 @@ class Transport(Protocol):
 
 
 @runtime_checkable
-class Spreads(Protocol):
+class Sharded(Protocol):
     """A transport over several servers, each of which has some of the names. The values of one `get` or `put` are those
     of one server, so that another one, which does not answer, costs them nothing."""
 
-    def server_of(self, place: Place) -> str:
+    def server_of(self, place: ValueRef) -> str:
         """An id of the server that has a value."""
 
 
 @runtime_checkable
-class HasThreads(Protocol):
+class ReportsLateness(Protocol):
     """A transport that makes its calls on threads, so that they may wait for this process and not for the server."""
 
     @property
-    def lateness(self) -> Lateness:
+    def lateness(self) -> CompletionDelay:
         """The delay of the event loop after the ends of calls."""
 
 
 @runtime_checkable
-class Describes(Protocol):
+class StoresManifest(Protocol):
     """A transport that keeps a readable text beside the values, for people and for `kvtier du`."""
 
     async def describe(self, name: str, text: str) -> None:
@@ -172,7 +159,7 @@ class KeepsLeases(Protocol):
     """A transport that keeps a note on the server that a marker is in use, which ends by itself."""
 
     lease_seconds: float
-    """How long it stays after it was written."""
+    """Seconds that it stays after it was written."""
 
     async def keep_lease(self, marker: str, lease: str) -> None:
         """Write the note of this name, and use the marker, so that a server that evicts by use keeps it. Raises

@@ -1,5 +1,7 @@
 """A value: the block envelope of the core in front of a payload, and the verification of every load."""
 
+from dataclasses import dataclass
+
 from kvtier.tier.block_age import NO_AGE_LIMIT, AgeLimit
 from kvtier.tier.block_envelope import (
     COUNTER_LIMIT,
@@ -15,7 +17,7 @@ from kvtier.tier.block_envelope import (
 from kvtier.tier.checksum import SHORT_BYTES, seal
 from kvtier.types.geometry import Geometry
 from kvtier.types.keys import GroupIndex, OffloadKey, key_group
-from kvtier_remote.transport import Marker
+from kvtier_remote.transport import Marker, Value
 
 _HEADER_UNIT = 64
 KEY_BYTES_MAX = 4096
@@ -75,3 +77,16 @@ class Headers:
         if isinstance(found, bytes) and not ages.allows(generation):
             return Mismatch.GENERATION
         return found
+
+
+@dataclass(slots=True, eq=False)
+class RemoteBlock:
+    """A block of a job. `found` is what a load has verified: the payload's checksum, or what differs."""
+
+    group: int
+    position: int
+    row: int
+    value: Value
+    key: OffloadKey
+    headers: Headers
+    found: Mismatch | bytes = Mismatch.PAYLOAD_BYTES

@@ -35,7 +35,6 @@ from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 from kvtier.types.jobs import LOADED, STORED, JobResult, TransferJob
 from kvtier.types.keys import CPU, GroupIndex, Medium, make_key
 from kvtier.types.namespace import Namespace
-from kvtier_remote import epochs as remote_epochs
 from kvtier_remote.transport import Marker
 from simulator.loop import VirtualLoop
 from simulator.tiers import SimulatedCPUOptions, SimulatedGPU
@@ -157,7 +156,7 @@ class SeedRun:
     def _seeded(self) -> Iterator[None]:
         rng = Random(f"numbers of {self.seed}")
         chosen = SimpleNamespace(randbits=rng.getrandbits, token_bytes=rng.randbytes)
-        with mock.patch.object(shared_epoch, "secrets", chosen), mock.patch.object(remote_epochs, "secrets", chosen):
+        with mock.patch.object(shared_epoch, "secrets", chosen):
             yield
 
     async def _live(self) -> None:

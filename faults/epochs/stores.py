@@ -1,6 +1,6 @@
 """What outlives a host: servers, a shared folder and the hosts' own disks, in memory.
 
-Over them run the tiers' own `Epochs` and `Epoch`, and the superblock's own table, encoded and decoded each time.
+Over them run the tiers' own `SharedEpoch`, and the superblock's own table, encoded and decoded each time.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from kvtier.types.keys import OffloadKey
 from kvtier_fs.format.superblock import MAX_NAMESPACES, Superblock, decode_superblock, encode_superblock
 from kvtier_fs.format.tree_records import decode_epoch, encode_epoch
 from kvtier_fs.local.opening import first_epoch
-from kvtier_fs.shared.epochs import Epoch
+from kvtier_fs.shared.epochs import FolderEpoch
 from kvtier_remote.backend import RemoteBackend
 from kvtier_remote.options import RemoteOptions
-from kvtier_remote.transport import Facts, Marker, Place, Spelling, Value, Verify
+from kvtier_remote.transport import Marker, NameFormat, TransportInfo, Value, ValueRef, Verify
 from kvtier_remote.valkey.transport import marker_of
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class Server:
 class ServerTransport:
     """A connection to a server: calls happen at once."""
 
-    spelling: ClassVar[Spelling] = Spelling()
+    name_format: ClassVar[NameFormat] = NameFormat()
     batch_blocks: ClassVar[int] = 64
     batch_bytes: ClassVar[int] = 1 << 20
     concurrency: ClassVar[int] = 4
@@ -72,13 +72,13 @@ class ServerTransport:
             raise DOWN
         return self._server
 
-    async def open(self) -> Facts:
-        return Facts(1 << 30)
+    async def open(self) -> TransportInfo:
+        return TransportInfo(1 << 30)
 
     async def close(self, timeout_seconds: float) -> int:
         return 0
 
-    async def present(self, places: Sequence[Place]) -> list[bool]:
+    async def present(self, places: Sequence[ValueRef]) -> list[bool]:
         return [place.name in self._reach().values for place in places]
 
     async def get(self, values: Sequence[Value], verify: Verify) -> list[BlockOutcome]:
@@ -97,7 +97,7 @@ class ServerTransport:
         self._server.values.update({value.place.name: value.header + bytes(value.payload) for value in values})
         return [STORED] * len(values)
 
-    async def remove(self, places: Sequence[Place]) -> None:
+    async def remove(self, places: Sequence[ValueRef]) -> None:
         for place in places:
             self._reach().values.pop(place.name, None)
 
@@ -156,6 +156,9 @@ class Folder:
     def has_lost_epoch(self, namespace: bytes) -> bool:
         return namespace in self.files and self.epoch(namespace) is None
 
+    def durable_epoch(self, namespace: bytes) -> int | None:
+        return self.epoch(namespace)
+
     def swap_epoch(self, namespace: bytes, held: int | None, epoch: int, temporary: str) -> int | None:
         if self.epoch(namespace) == held:
             self.files[namespace] = encode_epoch(namespace, epoch)
@@ -163,7 +166,7 @@ class Folder:
 
 
 class _FolderRoot:
-    """What `Epoch` needs of a shared root."""
+    """What `FolderEpoch` needs of a shared root."""
 
     def __init__(self, folder: Folder) -> None:
         self.folder = folder
@@ -197,11 +200,11 @@ class FolderTier(SharedMemoryTier):
     def __init__(self, folder: Folder) -> None:
         super().__init__(FolderOptions(hit_hint_seconds=1e-3, miss_hint_seconds=1e-3), folder.storage)  # type: ignore[arg-type]
         self._root: Any = _FolderRoot(folder)
-        self._epoch: Epoch
+        self._epoch: FolderEpoch
 
     async def open(self, context: TierContext) -> Opened:
         opened = await super().open(context)
-        self._epoch = Epoch(self._root, context.namespace.digest())
+        self._epoch = FolderEpoch(self._root, context.namespace.digest())
         is_new = await self._epoch.begin(context.new_epoch or 0)
         return replace(opened, epoch=self._epoch.now, is_new_epoch=is_new)
 

@@ -131,7 +131,7 @@ def without_epoch_of_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files from before a reset count as well."""
     _verify_without(monkeypatch, "epoch")
 
-    async def on_disk(self: epochs.Epoch, epoch: int, storing: bool) -> int:
+    async def on_disk(self: epochs.FolderEpoch, epoch: int, storing: bool) -> int:
         return epoch
 
     def look(self: presence.Presence, wanted: Sequence[block_file.ExpectedBlock | None], epoch: int) -> list[bool]:
@@ -144,7 +144,7 @@ def without_epoch_of_files(monkeypatch: pytest.MonkeyPatch) -> None:
                 return wanted.header._replace(epoch=there.epoch)
         return wanted.header
 
-    monkeypatch.setattr(epochs.Epoch, "on_disk", on_disk)
+    monkeypatch.setattr(epochs.FolderEpoch, "on_disk", on_disk)
     monkeypatch.setattr(presence.Presence, "probe", look)
 
 

@@ -24,12 +24,12 @@ from support_valkey import valkey_server
 
 from kvtier.errors import KVTierError
 from kvtier_remote import answers, bounded_http, guard
-from kvtier_remote.lane import Lane
+from kvtier_remote.client_threads import ClientThreads
 from kvtier_remote.mooncake import marker_object
 from kvtier_remote.objects import library as objects_library
 from kvtier_remote.objects.library import store_of
 from kvtier_remote.objects.transport import ObjectTransport
-from kvtier_remote.transport import Marker, Place, Value
+from kvtier_remote.transport import Marker, Value, ValueRef
 from kvtier_remote.valkey import cluster_nodes, server_facts, transport
 from kvtier_remote.valkey.cluster_nodes import SLOTS, ClusterNodes
 from kvtier_remote.valkey.transport import ValkeyTransport
@@ -173,7 +173,7 @@ def body_read_beyond_its_size() -> bool:
 
 async def _got(one: ObjectTransport) -> None:
     one._store = one._connect()
-    place = Place("kvtier/b/x", 192, 5000)
+    place = ValueRef("kvtier/b/x", 192, 5000)
     await one.get([Value(place, memoryview(bytearray(5000)))], lambda position, header: pytest.fail("it is no value"))
     await one.close(5.0)
 
@@ -181,11 +181,11 @@ async def _got(one: ObjectTransport) -> None:
 def without_closing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection whose request was not answered is kept."""
 
-    def give_back(self: Lane[Any], number: int, client: Any) -> None:
+    def give_back(self: ClientThreads[Any], number: int, client: Any) -> None:
         with self._lock:
             self._idle.append((number, client))
 
-    monkeypatch.setattr(Lane, "_give_back", give_back)
+    monkeypatch.setattr(ClientThreads, "_give_back", give_back)
 
 
 def value_kept_after_its_request() -> bool:
@@ -205,7 +205,9 @@ def value_kept_after_its_request() -> bool:
 
         async def life() -> bool:
             await one.open()
-            await one.get([Value(Place("kvtier:b:x", 192, 5000), memoryview(bytearray(5000)))], lambda at, header: None)  # type: ignore[arg-type, return-value]
+            await one.get(
+                [Value(ValueRef("kvtier:b:x", 192, 5000), memoryview(bytearray(5000)))], lambda at, header: None
+            )  # type: ignore[arg-type, return-value]
             await asyncio.sleep(_WAIT_SECONDS)
             before = sent
             await asyncio.sleep(_WAIT_SECONDS)

@@ -11,7 +11,6 @@ from kvtier.tier import shared_epoch
 from kvtier_fs.format import superblock, tree_records
 from kvtier_fs.local import opening
 from kvtier_fs.shared import epochs as folder_epochs
-from kvtier_remote import epochs as remote_epochs
 from kvtier_remote.transport import Marker
 from kvtier_remote.valkey import transport as valkey_transport
 
@@ -25,42 +24,41 @@ def without_numbers_of_openings(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose_epoch(stated: Sequence[int], on_disks: int) -> int:
         return max(*stated, on_disks)
 
-    for module in (joining, folder_epochs, remote_epochs, opening):
+    for module in (joining, folder_epochs, shared_epoch, opening):
         monkeypatch.setattr(module, "fresh_epoch", fresh_epoch)
     monkeypatch.setattr(joining, "choose_epoch", choose_epoch)
-    for module in (folder_epochs, remote_epochs):
-        monkeypatch.setattr(module, "line_of", lambda epoch: 0)
+    monkeypatch.setattr(shared_epoch, "line_of", lambda epoch: 0)
 
 
 def without_own_bytes_of_resets(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reset counts in the incarnation that is there, and takes whatever has its number for the same count."""
 
-    def following(self: remote_epochs.Epochs, held: Marker | None, epoch: int) -> Marker:
+    def following(self: shared_epoch.SharedEpoch, held: Marker | None, epoch: int) -> Marker:
         return Marker(self._incarnation, epoch) if held is None else held._replace(epoch=max(held.epoch + 1, epoch))
 
-    def is_next(self: remote_epochs.Epochs, held: Marker, epoch: int) -> bool:
+    def is_next(self: shared_epoch.SharedEpoch, held: Marker, epoch: int) -> bool:
         return held.epoch == epoch
 
-    monkeypatch.setattr(remote_epochs.Epochs, "_following", following)
-    monkeypatch.setattr(remote_epochs.Epochs, "_is_next", is_next)
+    monkeypatch.setattr(shared_epoch.SharedEpoch, "_following", following)
+    monkeypatch.setattr(shared_epoch.SharedEpoch, "_is_next", is_next)
 
 
 def without_forgetting_of_lost_markers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A marker that is gone is written again at the number that this process has come to, and a new one begins at 0."""
 
-    def following(self: remote_epochs.Epochs, held: Marker | None, epoch: int) -> Marker:
+    def following(self: shared_epoch.SharedEpoch, held: Marker | None, epoch: int) -> Marker:
         return followed(self, held, epoch) if held is not None else self.marker(epoch)
 
-    followed = remote_epochs.Epochs._following
-    monkeypatch.setattr(remote_epochs.Epochs, "_following", following)
+    followed = shared_epoch.SharedEpoch._following
+    monkeypatch.setattr(shared_epoch.SharedEpoch, "_following", following)
     monkeypatch.setattr(joining, "fresh_epoch", lambda above=0: above)
 
 
 def without_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
     """What states an epoch is one, however large, and a superblock is written whatever it states."""
-    for module in (shared_epoch, remote_epochs, tree_records, valkey_transport):
+    for module in (shared_epoch, tree_records, valkey_transport):
         monkeypatch.setattr(module, "EPOCH_CEILING", 1 << 64)
-    for module in (joining, folder_epochs, remote_epochs, opening, superblock):
+    for module in (joining, shared_epoch, opening, superblock):
         monkeypatch.setattr(module, "is_usable", lambda epoch: True, raising=False)
     monkeypatch.setattr(superblock.Superblock, "possible", property(lambda self: True))
     monkeypatch.setattr(superblock, "_decode_copy", _decode_possible_copy)

@@ -1,4 +1,4 @@
-"""One block's file: written under a temporary name, verified when it is read. Blocking, for the root's threads."""
+"""A block's file: written under a temporary name, verified when it is read. Blocking, for the root's threads."""
 
 import errno
 import os
@@ -23,7 +23,7 @@ from kvtier_fs.shared.folder import GONE, TreeFolder, vanished
 from kvtier_fs.shared.paths import BlockPlace, occupied
 
 _NO_FILE = (*GONE, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV)
-"""Those, and what it is called when something that is no plain file came in between stat and open."""
+"""The errors above, and those of a place where something that is no plain file came in between stat and open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def open_block(
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What verification found: the payload's checksum, or the first thing that differs."""
+    """Result of a verification: the payload's checksum, or the first thing that differs."""
 
     found: Mismatch | bytes
     front: bytes
@@ -132,7 +132,7 @@ def header_now(leaf_fd: int, wanted: ExpectedBlock) -> SlotHeader | MismatchedFi
 
 
 def _wrong(leaf_fd: int, wanted: ExpectedBlock, status: os.stat_result) -> MismatchedFile:
-    """What is not even a plain file of the right length. What cannot be read is no block of another version."""
+    """A file that is not even a plain one of the right length. What cannot be read is no block of another version."""
     front = b""
     if stat.S_ISREG(status.st_mode):
         with suppress(OSError):
@@ -176,7 +176,7 @@ class Temporary(OwnedFile):
 
 
 class Published(Enum):
-    """What became of a temporary that should become a block."""
+    """Outcomes of a temporary that should become a block."""
 
     NAMED = "named"
     """It is the block now."""

@@ -1,4 +1,4 @@
-"""What happens to one block of a job: the steps of a store and of a load, each ending in an outcome.
+"""Steps of one block of a job: those of a store and of a load, each ending in an outcome.
 
 Steps are never cancelled. A block whose job no longer waits for it (late, cancelled) is abandoned: it ends between two
 steps and removes its temporary. Once I/O may use its row, the job waits for its end.
@@ -6,7 +6,6 @@ steps and removes its temporary. Once I/O may use its row, the job waits for its
 
 import asyncio
 import errno
-import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -45,14 +44,12 @@ from kvtier_fs.shared.bucket import Bucket
 from kvtier_fs.shared.folder import GONE, LockBusy
 from kvtier_fs.shared.root import SharedRoot, TransferLimit
 
-_log = logging.getLogger("kvtier.fs")
 _FULL = dropped(DropReason.DISK_FULL)
-_DEFECT = failed(errno.EIO)
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One block of a job. `touching`: I/O may use its row. `abandoned`: its job has an outcome for it already.
+    """A block of a job. `touching`: I/O may use its row. `abandoned`: its job has an outcome for it already.
 
     Its steps release `file`, which they have open, or have made, or are about to, and `page`, the number of the header
     page it holds (-1: none), whatever is raised.
@@ -90,22 +87,15 @@ class BlockSteps:
         self._counters: Counter[str] = root.counters
 
     async def run(self, block: Block, current: asyncio.Future[int | None]) -> None:
-        """Run all steps of a block; it always ends with an outcome. `current`: the epoch that the root states now."""
-        try:
-            async with self._gate(block).permits:
-                if not block.abandoned:
-                    outcome = await self._moved(block, current)
-                    await self._release(block)
-                    block.end(outcome)
-        except Exception:
-            # The task's boundary: without an outcome the job would wait for this block for ever.
+        """Run all steps of a block, which ends with an outcome. `current`: the epoch that the root states now."""
+        async with self._gate(block).permits:
+            if block.abandoned:
+                return
             try:
-                await self._release(block)
-                _log.exception("%s: a block could not be moved", self._root.path)
-                self._counters["defect"] += 1
+                outcome = await self._moved(block, current)
             finally:
-                block.touching = False
-                block.run.fail_rest(block.group, (block.position,), _DEFECT)
+                await self._release(block)
+            block.end(outcome)
 
     def _gate(self, block: Block) -> TransferLimit:
         return self._root.stores if block.run.kind is JobKind.STORE else self._root.loads

@@ -1,4 +1,4 @@
-"""One bucket: a folder with a share of the capacity, an account of what it holds, and the order of eviction.
+"""A bucket: a folder with a share of the capacity, an account of what it holds, and the order of eviction.
 
 Everything that changes the account runs on the root's threads and holds the bucket's lock. Renaming a temporary needs
 no lock, because it does not change the account.
@@ -160,7 +160,7 @@ class Bucket(BucketUsage):
                 self.forget_account()
 
     def make_room(self, need: int) -> bool:
-        """Evict the oldest blocks, for so many bytes. False if there was nothing to evict. Raises OSError."""
+        """Evict the oldest blocks, for `need` bytes. False if there was nothing to evict. Raises OSError."""
         before, used = self._evicted, self.used()
         if not self.known:
             need += DISK_BLOCK_BYTES  # for the account itself, for which there is no room either
@@ -179,7 +179,7 @@ class Bucket(BucketUsage):
     def remove(self, wanted: ExpectedBlock, wrong: MismatchedFile) -> bool:
         """Remove a file that was found wrong, if it is still the same. Raises OSError.
 
-        What was charged for it may differ from what it took, so the account is removed too: the next store counts anew.
+        What was charged may differ from what it took, so the account is removed too: the next store counts again.
         """
         with self._folder.leaf(wanted.place.bucket, wanted.place.leaf) as leaf:
             removed = remove_if(leaf, wanted.place.name, wrong)
@@ -188,7 +188,7 @@ class Bucket(BucketUsage):
         return removed
 
     def sweep(self) -> None:
-        """Count the bucket anew, and remove the temporaries whose lease has expired. Raises OSError."""
+        """Count the bucket again, and remove the temporaries whose lease has expired. Raises OSError."""
         self.count()
 
     def sweep_after_death(self) -> None:

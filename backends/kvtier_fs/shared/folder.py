@@ -297,19 +297,19 @@ class TreeFolder(GuardedFolder):
         Returns what it states now, durable when this returns. BUSY, with nothing done, if another process holds the
         lock. Raises OSError.
         """
-        stated = self._stated_epoch(namespace)
+        stated = self.durable_epoch(namespace)
         if stated != held:
             return stated
         return with_lock(self.epochs_fd, lambda: self._swap(namespace, held, epoch, temporary))
 
     def _swap(self, namespace: bytes, held: int | None, epoch: int, temporary: str) -> int | None:
-        stated = self._stated_epoch(namespace)
+        stated = self.durable_epoch(namespace)
         if stated != held:
             return stated
         self.publish(self.epochs_fd, namespace.hex(), encode_epoch(namespace, epoch), temporary)
         return epoch
 
-    def _stated_epoch(self, namespace: bytes) -> int | None:
+    def durable_epoch(self, namespace: bytes) -> int | None:
         """The epoch on the disk, durable when this returns."""
         stated = self.epoch(namespace)
         os.fsync(self.epochs_fd)  # the process that wrote it may not have flushed the folder yet

@@ -44,7 +44,7 @@ def this_process() -> Holder:
 
 
 def _started(pid: int) -> int | None:
-    """When a process began, in ticks since boot; None if there is none, or if it has ended and was not reaped yet.
+    """The time a process began, in ticks since boot; None if there is none, or if it has ended and was not reaped yet.
 
     A process whose first thread has ended still exists while another thread is in a system call that cannot be
     interrupted.

@@ -1,4 +1,4 @@
-"""Where a block's file lies: arithmetic over digests, no I/O.
+"""The place of a block's file: arithmetic over digests, no I/O.
 
 Names are hex digits, and the version of the envelope unless it is 1: releases with different ones share a root.
 """
@@ -25,7 +25,7 @@ _FILES_WANTED = 64
 ROOT_BYTES = 128 << 10
 """Set aside for the small files of a root, which lie in no bucket."""
 _ENTRY_BYTES = 128
-"""What a name may cost its folder: ext4 keeps folders half full at worst and never shrinks them."""
+"""Bytes that a name may cost its folder: ext4 keeps folders half full at worst and never shrinks them."""
 
 
 class BlockPlace(NamedTuple):
@@ -37,7 +37,7 @@ class BlockPlace(NamedTuple):
 
 
 def place_of(tree: Tree, namespace: bytes, key: bytes) -> BlockPlace:
-    """Where a key of a namespace lies; the same in every process and on every host."""
+    """The place of a key of a namespace; the same in every process and on every host."""
     name = hashlib.sha256(namespace + key).hexdigest()[:_DIGITS]
     return BlockPlace(int(name[:4], 16) % tree.buckets, name[4 : 4 + tree.fan_out], name + version_suffix())
 
@@ -68,7 +68,7 @@ def choose_fan_out(files: int) -> int:
 
 
 def choose_buckets(capacity_bytes: int, largest_bytes: int) -> int:
-    """How many buckets a new root gets: a power of two, so that each holds some dozens of the largest files."""
+    """The number of buckets of a new root: a power of two, so that each holds some dozens of the largest files."""
     buckets = 1
     while buckets < BUCKETS_MAX and (capacity_bytes - ROOT_BYTES) // (2 * buckets) >= _FILES_WANTED * largest_bytes:
         buckets *= 2

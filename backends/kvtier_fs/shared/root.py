@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from kvtier.aio.daemon_pool import DaemonPool
-from kvtier.aio.shielded_wait import wait_done
 from kvtier_fs.format.tree_records import Tree
 from kvtier_fs.io.contract import IOEngine
 from kvtier_fs.io.full_transfer import FullTransferIO
@@ -39,7 +38,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class FilesHooks:
-    """What a simulator or a fault test replaces, and the times the layout keeps, in seconds.
+    """Parts that a simulator or a fault test replaces, and times of the layout in seconds.
 
     `engine` None: chosen by the options. `wall` gives the times that order evictions over all hosts. A store waits
     `lock_seconds` while others have its bucket; recency is written at most once in `touch_seconds`; a lease lasts
@@ -66,7 +65,7 @@ class TransferLimit:
 
 
 class SharedRoot:
-    """One root that other processes and hosts use at the same time."""
+    """A root that other processes and hosts use at the same time."""
 
     def __init__(self, path: str, options: SharedFSOptions, hooks: FilesHooks, counters: Counter[str]) -> None:
         name = f"kvtier-fs-{os.path.basename(path)}"
@@ -94,27 +93,47 @@ class SharedRoot:
         self._full_until = float("-inf")
         self._in_vain = 0
         self._after_death: dict[str, set[int]] = {}
+        self._is_left = False
 
     async def call(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a file call on the root's threads. Raises what it raises. It has ended then, but after a cancellation."""
         future = self.files.submit(fn, *args, **kwargs)
-        try:
-            self._calls.add(future)
-            future.add_done_callback(self._calls.discard)
-            return await asyncio.wrap_future(future)
-        except Exception:
-            if not future.done():  # the waiting failed, such as without memory for it
-                await wait_done(asyncio.wrap_future(future))
-            self._calls.discard(future)
-            raise
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
+        return await asyncio.wrap_future(future)
 
-    async def calls_ended(self) -> None:
+    async def _wait_for_calls(self) -> None:
         """Wait until no file call is in flight, cancelled ones included."""
         while calls := [asyncio.wrap_future(call) for call in list(self._calls) if not call.cancelled()]:
             ended, _ = await asyncio.wait(calls)
             for call in ended:
                 if not call.cancelled():
                     call.exception()  # retrieved, so that asyncio does not log it: it belongs to the caller
+
+    async def close(self, timeout_seconds: float) -> int:
+        """Remove the lease, close every file, end the threads. No block moves any more. Returns how many threads are
+        stuck at the deadline; then another call goes on."""
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                if not self._is_left:
+                    await self._leave(timeout_seconds / 2)
+        except TimeoutError:
+            return 1  # every thread is stuck in a file call
+        return await self.io_threads.close(timeout_seconds) + await self.files.close(timeout_seconds)
+
+    async def _leave(self, clear_seconds: float) -> None:
+        await self.clear(clear_seconds)
+        await self._wait_for_calls()  # what they write is swept as soon as it has no lease
+        leased, self.leased = self.leased, False
+        try:
+            if leased:
+                await self.call(self.leases.remove, self.lease)
+        except OSError as error:
+            _log.info("%s: not closed in order (%s)", self.path, error)
+            self.counters["close.unclean"] += 1
+        await self._wait_for_calls()  # a folder must not be closed under a call that works in it
+        await self.call(self.folder.leave)
+        self._is_left = True
 
     def temporary(self) -> str:
         """A unique name for a temporary; it holds the lease of this process."""
@@ -191,7 +210,7 @@ class SharedRoot:
                             await self.with_bucket(bucket, lambda: None)
 
     async def make_room(self, number: int, need: int) -> bool:
-        """The disk is full: evict blocks of so many bytes from a bucket or, if it has none, from another.
+        """The disk is full: evict blocks of `need` bytes from a bucket or, if it has none, from another.
 
         False if there are none, or if evictions made no room lately.
         """
@@ -296,18 +315,12 @@ class SharedRoot:
                         os.unlink(name, dir_fd=folder_fd)
 
     async def keep_lease(self) -> None:
-        """Renew the lease and sweep until cancelled, whatever is raised: without it others remove what is written."""
-        beat_seconds = self.hooks.lease_seconds / 6
+        """Renew the lease and sweep until cancelled: without it others remove what is written."""
         while True:
-            try:
-                await self.sweep()
-                for _ in range(5):
-                    await asyncio.sleep(beat_seconds)
-                    await self._beat()
-            except Exception:
-                _log.exception("%s: the lease was not renewed, and is tried again", self.path)
-                self.counters["defect"] += 1
-                await asyncio.sleep(beat_seconds)
+            await self.sweep()
+            for _ in range(5):
+                await asyncio.sleep(self.hooks.lease_seconds / 6)
+                await self._beat()
 
     async def _beat(self) -> None:
         try:

@@ -1,6 +1,7 @@
 """Type `shared_fs`: one file a block in one folder that many processes and hosts share."""
 
 import asyncio
+import errno
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
@@ -8,7 +9,7 @@ from functools import partial
 from typing import ClassVar
 
 from kvtier.aio.shielded_wait import shielded_wait
-from kvtier.errors import UsageError
+from kvtier.errors import RootError, UsageError
 from kvtier.options import TierOptions
 from kvtier.tier.block_age import NO_AGE_LIMIT, AgeLimit, age_limit, next_generation
 from kvtier.tier.block_envelope import SlotHeader, max_key_bytes
@@ -16,7 +17,7 @@ from kvtier.tier.contract import LookupResult, Opened, Rows, TierContext
 from kvtier.tier.job_run import JobRun, check_job
 from kvtier.tier.registry import DryRun
 from kvtier.types.geometry import Geometry
-from kvtier.types.jobs import CANCELLED, LATE, DropReason, JobKind, JobResult, TransferJob, dropped
+from kvtier.types.jobs import CANCELLED, LATE, DropReason, JobKind, JobResult, TransferJob, dropped, failed
 from kvtier.types.keys import OffloadKey, key_group
 from kvtier_fs.options import SharedFSOptions
 from kvtier_fs.roots.engines import mode
@@ -24,17 +25,17 @@ from kvtier_fs.roots.root_tier import RootTier
 from kvtier_fs.shared import opening, presence
 from kvtier_fs.shared.block_file import ExpectedBlock
 from kvtier_fs.shared.block_steps import Block, BlockSteps
-from kvtier_fs.shared.closing import SharedRootCloser
-from kvtier_fs.shared.epochs import Epoch
+from kvtier_fs.shared.epochs import FolderEpoch
 from kvtier_fs.shared.paths import place_of
 from kvtier_fs.shared.root import FilesHooks, SharedRoot
 
 _log = logging.getLogger("kvtier.fs")
 _NANOSECONDS = 1_000_000_000
+_DEFECT = failed(errno.EIO)
 _PRUNE_SECONDS = 60.0
 _PRUNES_IN_AN_AGE = 16
 _SHRINK_SECONDS = 10.0
-"""So long an opening waits for the eviction of what is over the capacity."""
+"""Seconds that an opening waits for the eviction of what is over the capacity."""
 
 
 class SharedFSBackend(RootTier):
@@ -59,18 +60,18 @@ class SharedFSBackend(RootTier):
         super().__init__(options)
         self._hooks = hooks or FilesHooks()
         self._root: SharedRoot | None = None
-        self._end: SharedRootCloser | None = None
         self._background: set[asyncio.Task[None]] = set()
         self._moving: dict[asyncio.Task[None], Block] = {}
         self._steps: BlockSteps
         self._rows: Rows
         self._memory = memoryview(b"")
-        self._epoch: Epoch
+        self._epoch: FolderEpoch
         self._generation = 0
         self._presence: presence.Presence
 
     def dry_run(self, geometry: Geometry, probe: bool) -> DryRun:
-        """What the tier would be if it were opened now. Probes the root only if asked to; leaves nothing behind."""
+        """Describes the tier as it would be if it were opened now. Probes the root only if asked to; leaves nothing
+        behind."""
         return opening.dry_run(self.options, geometry, probe)
 
     async def _open(self, context: TierContext, rows: Rows) -> Opened:
@@ -85,7 +86,7 @@ class SharedFSBackend(RootTier):
         stored = await opening.enter_root(root, self.options)
         await opening.join_root(root, stored, self.options, context.geometry)
         namespace = self._namespace
-        self._epoch = Epoch(root, namespace)
+        self._epoch = FolderEpoch(root, namespace)
         is_new = await self._epoch.begin(context.new_epoch or 0)
         note = await opening.describe(root, namespace, context.namespace.manifest())
         shrunk = await self._shrink(root)
@@ -119,13 +120,15 @@ class SharedFSBackend(RootTier):
 
     def _in_background(self, work: Callable[[], Coroutine[None, None, None]]) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.create_task(work())
-        try:
-            self._background.add(task)
-            task.add_done_callback(self._background.discard)
-            return task
-        except Exception:
-            task.cancel()
-            raise
+        self._background.add(task)
+        task.add_done_callback(self._on_background_end)
+        return task
+
+    def _on_background_end(self, ended: asyncio.Task[None]) -> None:
+        self._background.discard(ended)
+        if not ended.cancelled() and (error := ended.exception()) is not None:
+            _log.error("%s: work in the background ended", self.options.root, exc_info=error)
+            self.counters["defect"] += 1
 
     async def _keep_young(self, root: SharedRoot, max_age: int) -> None:
         """Remove blocks of this namespace that are too old, from time to time until cancelled."""
@@ -155,9 +158,12 @@ class SharedFSBackend(RootTier):
     def _known(self, key: OffloadKey) -> bool:
         return key_group(key) < self._context.geometry.num_groups and len(key) <= self._key_bytes_max
 
+    def _wall_ns(self) -> int:
+        return int(self._hooks.wall() * _NANOSECONDS)
+
     def _ages(self) -> AgeLimit:
         """The generations that are young enough now."""
-        return age_limit(self.options.max_age, int(self._hooks.wall() * _NANOSECONDS))
+        return age_limit(self.options.max_age, self._wall_ns())
 
     def _wanted(
         self, key: OffloadKey, epoch: int, generation: int = 0, digest: bytes = b"", ages: AgeLimit = NO_AGE_LIMIT
@@ -198,7 +204,16 @@ class SharedFSBackend(RootTier):
         for block in blocks:
             task = asyncio.create_task(self._steps.run(block, current))
             self._moving[task] = block
-            task.add_done_callback(lambda ended: self._moving.pop(ended, None))
+            task.add_done_callback(self._on_block_end)
+
+    def _on_block_end(self, ended: asyncio.Task[None]) -> None:
+        """End the block of steps that ended. Those that raised because of a defect reported no outcome."""
+        block = self._moving.pop(ended)
+        if not ended.cancelled() and (error := ended.exception()) is not None:
+            _log.error("%s: a block could not be moved", self.options.root, exc_info=error)
+            self.counters["defect"] += 1
+            block.touching = False
+            block.end(_DEFECT)
 
     async def _wait(self, run: JobRun, blocks: Sequence[Block], seconds: float | None) -> None:
         """Wait for a job's blocks; past its deadline only for those whose rows are in use."""
@@ -227,16 +242,16 @@ class SharedFSBackend(RootTier):
 
     def _next_generation(self) -> int:
         """Comparable between hosts as well as their clocks are."""
-        self._generation = next_generation(self._generation, int(self._hooks.wall() * _NANOSECONDS))
+        self._generation = next_generation(self._generation, self._wall_ns())
         return self._generation
 
     async def state_epoch(self, epoch: int) -> int:
         """See `StatesEpoch`. Durable when this returns."""
-        root = self._open_root()
+        self._open_root()
         try:
             return await self._epoch.state(epoch)
         except OSError as error:
-            raise root.folder.refusal(error) from error
+            raise self._epoch_error(error) from error
 
     def leave_epoch(self) -> None:
         """See `StatesEpoch`."""
@@ -251,8 +266,14 @@ class SharedFSBackend(RootTier):
         root = self._open_root()
         if self._closing:
             raise UsageError("this tier is not open")
-        await self._epoch.reset(epoch)
+        try:
+            await self._epoch.reset(epoch)
+        except OSError as error:
+            raise self._epoch_error(error) from error
         self._in_background(partial(presence.prune, root, self._namespace, epoch))
+
+    def _epoch_error(self, error: OSError) -> RootError:
+        return RootError(self.options.root, f"the epoch cannot be written ({error.strerror})")
 
     async def sweep(self) -> None:
         """Remove what ended processes left, now; it is also done from time to time."""
@@ -263,13 +284,13 @@ class SharedFSBackend(RootTier):
         root, timeout = self._root, self.options.close_timeout_seconds
         if root is None:
             return
-        for task in list(self._background):
+        for task in self._background:
             task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
+        if self._background:
+            await asyncio.wait(self._background)
         stuck = await self._drain(root, timeout)
         if not stuck:
-            self._end = self._end or SharedRootCloser(root)
-            stuck = await self._end.within(timeout)
+            stuck = await root.close(timeout)
         self.counters["close.stuck"] = stuck
         if stuck:
             _log.warning("%s: I/O is stuck; files stay open until it ends", root.path)

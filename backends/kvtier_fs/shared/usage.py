@@ -29,7 +29,7 @@ _VICTIMS_SHARE = 4
 
 @dataclass(frozen=True, slots=True)
 class BucketRules:
-    """What holds for every bucket of a root. `leases` judges the lease that a temporary names (None: none has
+    """Rules of every bucket of a root. `leases` judges the lease that a temporary names (None: none has
     expired); `wall` is the time that orders evictions; recency is written at most once in `touch_seconds`."""
 
     budget_bytes: int
@@ -69,7 +69,7 @@ class Victim(NamedTuple):
 
 
 class BucketUsage:
-    """What one bucket holds, as this process counted it. `victims`: the oldest blocks of the last count. `known`: it
+    """Content of one bucket, as this process counted it. `victims`: the oldest blocks of the last count. `known`: it
     was counted by this process, and stated since."""
 
     def __init__(self, folder: TreeFolder, number: int, rules: BucketRules) -> None:
@@ -127,7 +127,8 @@ class BucketUsage:
         return decode_account(data, self._folder.tree, self._number)
 
     def tally(self, victims_share: int = _VICTIMS_SHARE) -> int:
-        """Bytes of disk of everything, as it lies there now; one in so many blocks becomes a victim. Raises OSError."""
+        """Bytes of disk of everything, as it lies there now; one in `victims_share` blocks becomes a victim. Raises
+        OSError."""
         used, temporaries = self._count_small(self._folder.bucket(self._number))
         found: list[Victim] = []
         for leaf in self.leaves():

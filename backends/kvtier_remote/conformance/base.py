@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 from kvtier.testing.trace import leaving_no_trace, run_in_loop
 from kvtier_remote.conformance.client import Client
-from kvtier_remote.transport import Place, Transport
+from kvtier_remote.transport import Transport, ValueRef
 
 P = ParamSpec("P")
 Suite = TypeVar("Suite", bound="TransportBase")
@@ -84,7 +84,7 @@ class TransportBase(ABC):
         finally:
             assert await one.close(CLOSE_SECONDS) == 0, "calls are stuck"
 
-    def places(self, client: Client, per_size: int = 2) -> list[Place]:
+    def places(self, client: Client, per_size: int = 2) -> list[ValueRef]:
         """Places of every size."""
         numbers = count()
         return [client.place(next(numbers), size) for size in self.sizes for _ in range(per_size)]

@@ -30,13 +30,13 @@ class FrozenServerTests(TransportBase):
                 started = time.monotonic()
                 read = client.transport.get(rooms, lambda *_: LOADED)
                 written = client.transport.put([client.value(place, 1) for place in places])
-                asked = [call() for call in questions(client, places)]
+                asked = [asyncio.ensure_future(call()) for call in questions(client, places)]
                 async with asyncio.timeout(self.call_seconds):
                     moved = asyncio.gather(read, written)
-                    errors = await asyncio.gather(*asked, return_exceptions=True)
+                    await asyncio.wait(asked)
                     outcomes = [outcome for found in await moved for outcome in found]
                 assert {outcome.status for outcome in outcomes} == {BlockStatus.FAILED}, outcomes
-                assert all(isinstance(error, OSError) for error in errors), errors
+                assert all(isinstance(one.exception(), OSError) for one in asked), asked
                 for room in rooms:
                     room.payload[:] = bytes([SENTINEL]) * len(room.payload)
                 print(f"the calls took {time.monotonic() - started:.1f} s")
@@ -76,7 +76,7 @@ class FrozenServerTests(TransportBase):
                 reading = asyncio.create_task(client.transport.get([room], lambda *_: LOADED))
                 await turns(number)
                 reading.cancel()
-                await asyncio.gather(reading, return_exceptions=True)
+                await asyncio.wait([reading])
                 room.payload[:] = bytes([SENTINEL]) * len(room.payload)
             assert await client.get([place]) == [LOADED]
             assert all(set(bytes(room.payload)) == {SENTINEL} for room in rooms), "memory was written later"

@@ -83,7 +83,8 @@ class ConnectionTests(TransportBase):
                 outcomes = [
                     outcome for calls in (puts, gets) for found in await asyncio.gather(*calls) for outcome in found
                 ]
-                await asyncio.gather(asked, return_exceptions=True)
+                await asyncio.wait([asked])
+            assert asked.exception() is None or isinstance(asked.exception(), OSError)
             assert len(outcomes) == 2 * len(places)
             assert CORRUPT not in outcomes
 

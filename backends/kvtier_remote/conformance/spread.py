@@ -11,7 +11,7 @@ import pytest
 from kvtier.types.jobs import LOADED, MISSING, STORED, BlockStatus
 from kvtier_remote.conformance.base import TransportBase, in_loop
 from kvtier_remote.conformance.client import Client
-from kvtier_remote.transport import Place, Spreads
+from kvtier_remote.transport import Sharded, ValueRef
 
 _ROUNDS = 4
 _VALUES = 48
@@ -26,7 +26,7 @@ class SpreadServersTests(TransportBase):
         if silence is None:
             pytest.skip("this engine has no servers that can be silenced one by one")
         async with self.client(tmp_path, self.make_hurried(tmp_path)) as client:
-            assert isinstance(client.transport, Spreads), "values of different servers go in one call"
+            assert isinstance(client.transport, Sharded), "values of different servers go in one call"
             places = [client.place(number, (5000, 300 << 10)[number % 2]) for number in range(_VALUES)]
             for server in _by_server(client, places):
                 await client.put(server)
@@ -42,15 +42,17 @@ class SpreadServersTests(TransportBase):
             assert list(await client.transport.present(places)) == [True] * len(places)
 
 
-def _by_server(client: Client, places: Sequence[Place]) -> list[list[Place]]:
-    assert isinstance(client.transport, Spreads)
-    found: dict[str, list[Place]] = {}
+def _by_server(client: Client, places: Sequence[ValueRef]) -> list[list[ValueRef]]:
+    assert isinstance(client.transport, Sharded)
+    found: dict[str, list[ValueRef]] = {}
     for place in places:
         found.setdefault(client.transport.server_of(place), []).append(place)
     return list(found.values())
 
 
-async def _round(client: Client, places: Sequence[Place], groups: Sequence[list[Place]], lost: list[Place]) -> None:
+async def _round(
+    client: Client, places: Sequence[ValueRef], groups: Sequence[list[ValueRef]], lost: list[ValueRef]
+) -> None:
     """A lookup of all, then loads and stores of each server at once."""
     presence = dict(zip(places, await client.transport.present(places), strict=True))
     live = [group for group in groups if group is not lost]
@@ -66,7 +68,7 @@ async def _round(client: Client, places: Sequence[Place], groups: Sequence[list[
     assert all(outcomes == [STORED] for group, outcomes in zip(groups, written, strict=True) if group is not lost)
 
 
-async def _well_again(client: Client, places: Sequence[Place]) -> None:
+async def _well_again(client: Client, places: Sequence[ValueRef]) -> None:
     """Until each value is loaded or missing, and all of them were stored."""
     while not {*await client.read(places)} <= {LOADED, MISSING}:  # noqa: ASYNC110 - nothing says when
         await asyncio.sleep(0.05)

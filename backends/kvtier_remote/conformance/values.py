@@ -11,7 +11,7 @@ from kvtier.testing.trace import turns
 from kvtier.types.jobs import CORRUPT, LOADED, MISSING, STORED
 from kvtier_remote.conformance.base import TransportBase, in_loop
 from kvtier_remote.conformance.client import SENTINEL, Client, content
-from kvtier_remote.transport import Place
+from kvtier_remote.transport import ValueRef
 
 
 class ValueTests(TransportBase):
@@ -163,7 +163,7 @@ class ValueTests(TransportBase):
                 asked = asyncio.create_task(client.transport.present(places))
                 await turns(number)
                 asked.cancel()
-                await asyncio.gather(asked, return_exceptions=True)
+                await asyncio.wait([asked])
             assert await client.transport.present(places) == [True] * len(places)
 
     @in_loop
@@ -172,7 +172,7 @@ class ValueTests(TransportBase):
         print(f"seed {seed}")
         rng = random.Random(seed)
         async with self.client(tmp_path) as client:
-            held: dict[Place, int] = {}
+            held: dict[ValueRef, int] = {}
             places = [client.place(i, rng.choice(self.sizes[:4])) for i in range(12)]
             for step in range(80):
                 some = rng.sample(places, rng.randint(1, len(places)))

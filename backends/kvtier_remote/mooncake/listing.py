@@ -32,7 +32,7 @@ class MooncakeListing:
         if options.admin is None:
             raise ConfigError("a pool is listed by its master's HTTP port; name that, such as master:9003", "admin")
         self._address = f"mooncake://{options.master}/{options.prefix}"
-        self._names = StoreNames(MooncakeTransport.spelling, options.prefix)
+        self._names = StoreNames(MooncakeTransport.name_format, options.prefix)
         self._http = MasterHTTP(options.admin, options.request_timeout_seconds)
         self._client = ClientProcess(options, max(options.staging, MANIFEST_BYTES_MAX))
         try:

@@ -6,7 +6,7 @@ all who find it write that state over the marker, where that still holds what th
 that puts an older state back harms nothing: a reader follows the claims from there.
 
 One thing is not closed. Between the client's last look at the marker and its write, which are two requests, the marker
-may be lost and made anew; the write brings the lost one's incarnation back then.
+may be lost and made again; the write brings the lost one's incarnation back then.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from kvtier_remote.transport import Marker
 
 SIZE = 64
 MEMORY_BYTES = 2 * SIZE
-"""What a client that raises markers needs: room for two states."""
+"""Memory of a client that raises markers: room for two states."""
 _ATTEMPTS = 100
 _REREADS = 8
 _PAUSE_SECONDS = 0.003
-"""What another client has begun to write is missing until it is complete, and cannot be created."""
+"""A value that another client has begun to write is missing until it is complete, and cannot be created."""
 
 
 @dataclass(frozen=True, slots=True)

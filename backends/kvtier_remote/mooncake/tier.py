@@ -1,5 +1,8 @@
 """Type `mooncake`: blocks in a pool of memory that many hosts lend to each other."""
 
+import os
+import secrets
+import time
 from typing import ClassVar
 
 from kvtier.errors import ConfigError
@@ -9,11 +12,13 @@ from kvtier.tier.registry import DryRun
 from kvtier.types.geometry import Geometry
 from kvtier_remote.backend import RemoteBackend
 from kvtier_remote.mooncake.client_process import INSTALL, ClientProcess, installed
-from kvtier_remote.mooncake.marker_object import MEMORY_BYTES
+from kvtier_remote.mooncake.marker_object import MEMORY_BYTES, SIZE
 from kvtier_remote.mooncake.options import MooncakeOptions
-from kvtier_remote.mooncake.pool_trial import try_pool
+from kvtier_remote.mooncake.outcomes import MISSING_CODES, NO_SPACE, errno_of
 from kvtier_remote.mooncake.transport import SIZE_NOTE, UNKNOWN_BYTES, MooncakeTransport, pool_facts
-from kvtier_remote.transport import Facts, Transport
+from kvtier_remote.transport import Transport, TransportInfo
+
+_PAUSE_SECONDS = 0.05
 
 
 class MooncakeBackend(RemoteBackend):
@@ -38,7 +43,7 @@ class MooncakeBackend(RemoteBackend):
 
     def dry_run(self, geometry: Geometry, probe: bool) -> DryRun:
         """The facts of the tier if it were opened now. Connects only to probe, and leaves nothing behind."""
-        facts = Facts(UNKNOWN_BYTES, (SIZE_NOTE,))
+        facts = TransportInfo(UNKNOWN_BYTES, (SIZE_NOTE,))
         try:
             self._check_staging(geometry)
             if probe:
@@ -54,3 +59,36 @@ class MooncakeBackend(RemoteBackend):
         missing = () if installed() else (f"this tier {INSTALL}",)
         capacity = None if facts.capacity_bytes == UNKNOWN_BYTES else facts.capacity_bytes
         return DryRun(capacity, mode="remote", notes=(*facts.notes, *missing))
+
+
+def try_pool(connection: ClientProcess, options: MooncakeOptions) -> None:
+    """Write a value of a few bytes, read and remove it. Raises ConfigError with the option to look at."""
+    name = f"{options.prefix}:b:probe.{secrets.token_hex(8)}"
+    try:
+        _judge(options, "takes no value", _written(connection, name, options.request_timeout_seconds))
+        (length,) = connection.ask("get", [name], [0], [SIZE])
+        (removed,) = connection.ask("remove", [name])
+    except OSError as error:
+        raise ConfigError(f"{options.master}: {error.strerror or 'does not answer'}", options.suspect_key) from None
+    _judge(options, "does not give a value back", length)
+    _judge(options, "removes no value", removed)
+
+
+def _written(connection: ClientProcess, name: str, seconds: float) -> int:
+    """The library's code; a pool that is full makes room in a moment."""
+    deadline = time.monotonic() + seconds
+    while True:
+        (code,) = connection.ask("put", [name], [0], [SIZE])
+        if code != NO_SPACE or time.monotonic() > deadline:
+            return code
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _judge(options: MooncakeOptions, what: str, code: int) -> None:
+    """Raises ConfigError for a code that is an error, unless another process that checks has removed the value."""
+    if code >= 0 or code in MISSING_CODES:
+        return
+    if code == NO_SPACE:
+        raise ConfigError(f"{options.master}: the pool has no memory; has a store's process joined it?", "master")
+    reason = f"the pool {what} ({os.strerror(errno_of(code))}, code {code} of the library)"
+    raise ConfigError(f"{options.master}: {reason}", options.suspect_key)

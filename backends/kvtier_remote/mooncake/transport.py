@@ -10,14 +10,14 @@ from typing import ClassVar
 import numpy as np
 
 from kvtier.types.jobs import CORRUPT, STORED, BlockOutcome, failed
+from kvtier_remote.client_threads import ClientThreads
 from kvtier_remote.guard import guarded
-from kvtier_remote.lane import Lane
 from kvtier_remote.mooncake.client_process import ClientProcess
 from kvtier_remote.mooncake.marker_object import MEMORY_BYTES, read_marker, swap_marker
 from kvtier_remote.mooncake.master_http import MasterHTTP
 from kvtier_remote.mooncake.options import BATCH_BLOCKS, CONNECTIONS, MooncakeOptions
 from kvtier_remote.mooncake.outcomes import MISSING_CODES, errno_of, os_error, outcome_of
-from kvtier_remote.transport import MANIFEST_BYTES_MAX, Facts, Marker, Place, Spelling, Value, Verify
+from kvtier_remote.transport import MANIFEST_BYTES_MAX, Marker, NameFormat, TransportInfo, Value, ValueRef, Verify
 
 UNKNOWN_BYTES = 1 << 62
 _ALIGNMENT = 64
@@ -31,7 +31,7 @@ class MooncakeTransport:
     """No row is ever named to the library: blocks are copied to and from memory of the client's own, so that what it
     writes late is written there."""
 
-    spelling: ClassVar[Spelling] = Spelling()
+    name_format: ClassVar[NameFormat] = NameFormat()
     batch_blocks: ClassVar[int] = BATCH_BLOCKS
     concurrency: ClassVar[int] = CONNECTIONS
     hedges: ClassVar[bool] = False
@@ -43,7 +43,7 @@ class MooncakeTransport:
         self._transfers = self._lane("kvtier-mooncake", CONNECTIONS, self._staging_bytes)
         self._questions = self._lane("kvtier-mooncake-lookup", 1, max(MEMORY_BYTES, MANIFEST_BYTES_MAX))
 
-    def _lane(self, name: str, size: int, memory_bytes: int) -> Lane[ClientProcess]:
+    def _lane(self, name: str, size: int, memory_bytes: int) -> ClientThreads[ClientProcess]:
         def connect() -> ClientProcess:
             connection = ClientProcess(self._options, memory_bytes)
             try:
@@ -53,9 +53,9 @@ class MooncakeTransport:
                 raise
             return connection
 
-        return Lane(name, size, connect, connect)
+        return ClientThreads(name, size, connect, connect)
 
-    async def open(self) -> Facts:
+    async def open(self) -> TransportInfo:
         """Start the processes and connect. Raises ConfigError with the key of the option that is wrong."""
         await self._questions.open()
         await self._transfers.open()
@@ -65,7 +65,7 @@ class MooncakeTransport:
         """End the processes after their requests. Returns how many threads are stuck; none is longer than a request."""
         return await self._transfers.close(timeout_seconds) + await self._questions.close(timeout_seconds)
 
-    async def present(self, places: Sequence[Place]) -> Sequence[bool | None]:
+    async def present(self, places: Sequence[ValueRef]) -> Sequence[bool | None]:
         """True for each value that has a complete replica of the right length, as the master knows it."""
         return await self._questions.run(lambda connection: _present(connection, places))
 
@@ -85,7 +85,7 @@ class MooncakeTransport:
         except OSError as error:
             return [failed(error.errno or errno.EIO)] * len(values)
 
-    async def remove(self, places: Sequence[Place]) -> None:
+    async def remove(self, places: Sequence[ValueRef]) -> None:
         """Remove values, also those that are being read."""
         names = [place.name for place in places]
         codes = await self._questions.run(lambda connection: connection.ask("remove", names))
@@ -139,14 +139,14 @@ class MooncakeTransport:
         return offsets, sizes
 
 
-def pool_facts(options: MooncakeOptions) -> Facts:
+def pool_facts(options: MooncakeOptions) -> TransportInfo:
     """The size of the pool, if the master's HTTP port tells it. Blocking."""
     if options.admin is None:
-        return Facts(UNKNOWN_BYTES, (SIZE_NOTE,))
+        return TransportInfo(UNKNOWN_BYTES, (SIZE_NOTE,))
     try:
-        return Facts(MasterHTTP(options.admin, options.request_timeout_seconds).pool_bytes(), (EVICTS_NOTE,))
+        return TransportInfo(MasterHTTP(options.admin, options.request_timeout_seconds).pool_bytes(), (EVICTS_NOTE,))
     except OSError as error:
-        return Facts(UNKNOWN_BYTES, (f"{SIZE_NOTE}; {options.admin}: {error.strerror or 'does not answer'}",))
+        return TransportInfo(UNKNOWN_BYTES, (f"{SIZE_NOTE}; {options.admin}: {error.strerror or 'does not answer'}",))
 
 
 def _describe(connection: ClientProcess, name: str, text: bytes) -> None:
@@ -160,7 +160,7 @@ def _describe(connection: ClientProcess, name: str, text: bytes) -> None:
         raise os_error(code)
 
 
-def _present(connection: ClientProcess, places: Sequence[Place]) -> list[bool]:
+def _present(connection: ClientProcess, places: Sequence[ValueRef]) -> list[bool]:
     found = []
     for start in range(0, len(places), _NAMES_IN_A_QUESTION):
         some = places[start : start + _NAMES_IN_A_QUESTION]

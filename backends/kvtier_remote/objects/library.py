@@ -38,7 +38,7 @@ _ERRNO_OF_STATUS = {
     507: errno.ENOSPC,
 }
 _TEXT_MAX = 1 << 16
-"""So much of an error's text is looked at: the rest is what the server says."""
+"""The part of an error's text that is read: the rest is what the server says."""
 _NO_PROXY = "http://127.0.0.1:0"
 """A port that nothing listens on."""
 _CREDENTIALS_HOSTS = (
@@ -49,7 +49,7 @@ _CREDENTIALS_HOSTS = (
     "googleapis.com",
     "microsoftonline.com",
 )
-"""Where the library looks for credentials of its own."""
+"""Hosts where the library finds credentials of its own."""
 _CUT = ("IncompleteMessage", "UnexpectedEof", "ConnectionReset")
 _NO_ROOM = ("QuotaExceeded", "StorageFull", "InsufficientStorage")
 
@@ -138,7 +138,7 @@ def outcome_of(error: BaseException) -> BlockOutcome:
 
 
 def refusal(options: ObjectOptions, error: BaseException) -> ConfigError:
-    """Why a store cannot be used, with the option to look at."""
+    """The reason why a store cannot be used, with the option to look at."""
     text, number = str(error)[:_TEXT_MAX], errno_of(error)
     place = f"{options.bucket_name}: "
     if "AuthorizationHeaderMalformed" in text or "PermanentRedirect" in text or "bucket region" in text:

@@ -22,7 +22,7 @@ NOT_READ = "the lifecycle rule was not read"
 
 
 class Rule(NamedTuple):
-    """A rule that removes objects with a prefix so many days after they were written."""
+    """A rule that removes objects with a prefix a number of days after they were written."""
 
     prefix: str
     days: int

@@ -32,7 +32,7 @@ class ObjectListing:
     def __init__(self, options: ObjectOptions, store: Store) -> None:
         self._address = f"{options.type}://{options.bucket_name}/{options.prefix}"
         self._type = options.type
-        self._names = StoreNames(ObjectTransport.spelling, options.prefix)
+        self._names = StoreNames(ObjectTransport.name_format, options.prefix)
         self._store = store
         self._threads = ThreadPoolExecutor(_READS_AT_ONCE, thread_name_prefix="kvtier-objects-inspect")
 
@@ -104,7 +104,7 @@ class ObjectListing:
             yield from self._threads.map(lambda part: self._get(*part), parts)
 
     def _get(self, path: str, most_bytes: int) -> memoryview | None:
-        """An object, of a longer one so many bytes and one more."""
+        """The first `most_bytes` of an object, and one more of a longer one."""
 
         def request() -> memoryview | None:
             try:

@@ -21,7 +21,8 @@ def _endpoint(text: str) -> str:
 
 Endpoint = Annotated[str, AfterValidator(_endpoint)]
 RENEW_SECONDS = 60.0
-"""How often files of credentials are read again, so that credentials that expire are replaced while a tier is open."""
+"""Interval at which files of credentials are read again, so that credentials that expire are replaced while a tier is
+open."""
 _LIBRARY_AHEAD_SECONDS = 300.0
 """The library asks for new credentials so long before those it has expire."""
 Default = Literal["default"]
@@ -42,7 +43,7 @@ class ObjectOptions(RemoteOptions):
     BUCKET_KEY: ClassVar[str] = "bucket"
     """The option that names what holds the objects."""
     SCHEMES: ClassVar[tuple[str, ...]] = ()
-    """What addresses of its stores begin with."""
+    """The schemes of its stores' addresses."""
 
     endpoint: Endpoint | None = Field(
         default=None, description="address of the service, such as https://rgw.kv:7480; the provider's own when absent"
@@ -112,7 +113,7 @@ class ObjectOptions(RemoteOptions):
         return self
 
 
-def _read_anew_at() -> datetime:
+def _expires_at() -> datetime:
     """The end of a key from a file, as the library takes it."""
     return datetime.now(UTC) + timedelta(seconds=_LIBRARY_AHEAD_SECONDS + RENEW_SECONDS)
 
@@ -126,11 +127,11 @@ class S3Keys(Options):
     secret_key_file: AbsolutePath = Field(description="file that holds the secret access key")
 
     def read(self) -> dict[str, Any]:
-        """The access key as the library takes it, to be read anew after `RENEW_SECONDS`. Raises ConfigError."""
+        """The access key as the library takes it, to be read again after `RENEW_SECONDS`. Raises ConfigError."""
         return {
             "access_key_id": read_secret(self.access_key_file, "credentials.access_key_file"),
             "secret_access_key": read_secret(self.secret_key_file, "credentials.secret_key_file"),
-            "expires_at": _read_anew_at(),
+            "expires_at": _expires_at(),
         }
 
 
@@ -226,9 +227,9 @@ class AzureKey(Options):
     account_key_file: AbsolutePath = Field(description="file that holds the storage account's key")
 
     def read(self) -> dict[str, Any]:
-        """The key as the library takes it, to be read anew after `RENEW_SECONDS`. Raises ConfigError."""
+        """The key as the library takes it, to be read again after `RENEW_SECONDS`. Raises ConfigError."""
         key = read_secret(self.account_key_file, "credentials.account_key_file")
-        return {"access_key": key, "expires_at": _read_anew_at()}
+        return {"access_key": key, "expires_at": _expires_at()}
 
 
 class AzureOptions(ObjectOptions):

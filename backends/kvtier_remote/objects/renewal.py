@@ -1,4 +1,4 @@
-"""Renewal: an object that is loaded in the second half of its life is copied onto itself, and its life starts anew."""
+"""Renewal: an object that is loaded in the second half of its life is copied onto itself, and its life starts again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvtier.tier.block_envelope import decode_slot_header
 from kvtier_remote.answers import reading_answers
 from kvtier_remote.objects.library import Store, library, store_of
 from kvtier_remote.objects.options import ObjectOptions, S3Options
-from kvtier_remote.transport import Place
+from kvtier_remote.transport import ValueRef
 
 _DAY_NS = 86_400 * 10**9
 _AT_ONCE = 4
@@ -34,7 +34,7 @@ class Renewals:
     """Few copies in flight at once; what finds no place is renewed when it is loaded again.
 
     The header says when a block was stored first, so young ones cost nothing. An old one may have been renewed since:
-    the service says when. A copy counts as so many bytes written, and each object is looked at once in half a life.
+    the service says when. A copy counts as bytes written, and each object is looked at once in half a life.
 
     `counters`: `renewed`, `renew.failed`.
     """
@@ -50,7 +50,7 @@ class Renewals:
         self._tasks: set[asyncio.Task[None]] = set()
         self._store: Store = None
 
-    def loaded(self, place: Place, header: memoryview) -> None:
+    def loaded(self, place: ValueRef, header: memoryview) -> None:
         """An object was loaded; it is renewed later if need be."""
         now, stated = self._hooks.wall_ns(), decode_slot_header(header)
         if stated is None or now - stated.generation < self._half_life_ns or len(self._tasks) >= _AT_ONCE:
@@ -65,7 +65,7 @@ class Renewals:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _renew(self, place: Place, now_ns: int) -> None:
+    async def _renew(self, place: ValueRef, now_ns: int) -> None:
         try:
             with self._in_flight(), reading_answers():
                 async with asyncio.timeout(self._options.request_timeout_seconds):
@@ -73,7 +73,7 @@ class Renewals:
         except (OSError, library().exceptions.BaseError):
             self._hooks.counters["renew.failed"] += 1
 
-    async def _copy(self, place: Place, now_ns: int) -> None:
+    async def _copy(self, place: ValueRef, now_ns: int) -> None:
         if self._store is None:
             headers = _REPLACING if isinstance(self._options, S3Options) else {}
             self._store = store_of(self._options, headers)

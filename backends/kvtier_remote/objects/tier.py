@@ -30,7 +30,7 @@ class ObjectBackend(RemoteBackend):
         return RenewalHooks(self._wall_ns, self._may_write, self.counters) if self.options.renew else None
 
     async def _may_write(self, size: int) -> bool:
-        """True if the write budget, where there is one, gave so many bytes."""
+        """True if the write budget, where there is one, has room for these bytes."""
         return self._budget is None or await self._budget.take([size]) == 1
 
     def _connect(self) -> Store:

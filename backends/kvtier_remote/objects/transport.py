@@ -22,7 +22,7 @@ from kvtier_remote.objects.bound import look_into
 from kvtier_remote.objects.library import Store, library, os_error, outcome_of
 from kvtier_remote.objects.options import ObjectOptions
 from kvtier_remote.objects.renewal import RenewalHooks, Renewals
-from kvtier_remote.transport import Facts, Marker, Place, Spelling, Value, Verify
+from kvtier_remote.transport import Marker, NameFormat, TransportInfo, Value, ValueRef, Verify
 
 _MARKER = re.compile(r"([0-9]{20})\.([0-9a-f]{16})")
 _COPYING_THREADS = 2
@@ -40,7 +40,7 @@ class ObjectTransport:
     The library has no bound on its requests and takes its time limits once for each attempt, so both are kept here.
     """
 
-    spelling: ClassVar[Spelling] = Spelling("/", 2)
+    name_format: ClassVar[NameFormat] = NameFormat("/", 2)
     batch_blocks: ClassVar[int] = 1
     batch_bytes: ClassVar[int] = 1
     hedges: ClassVar[bool] = True
@@ -62,7 +62,7 @@ class ObjectTransport:
         self.concurrency = options.requests
         self._renewals = None if renewing is None else Renewals(options, renewing, self._call)
 
-    async def open(self) -> Facts:
+    async def open(self) -> TransportInfo:
         """Look into the bucket once. Raises ConfigError with the key of the option that is wrong."""
         self._store = await self._copies.run(self._connect)
         return await self._copies.run(look_into, self._store, self._options)
@@ -110,7 +110,7 @@ class ObjectTransport:
 
     # -- blocks --------------------------------------------------------------------------------------------------
 
-    async def present(self, places: Sequence[Place]) -> Sequence[bool | None]:
+    async def present(self, places: Sequence[ValueRef]) -> Sequence[bool | None]:
         """True for each object that is there with the right length. All of a question end within the time of one
         request."""
         try:
@@ -123,7 +123,7 @@ class ObjectTransport:
             raise os_error(error) from None
         return [one.result() for one in asked]
 
-    async def _has(self, place: Place) -> bool:
+    async def _has(self, place: ValueRef) -> bool:
         async with self._questions:
             try:
                 found = await library().head_async(self._store, place.name)
@@ -156,8 +156,8 @@ class ObjectTransport:
         return outcome
 
     async def _read(self, name: str, size: int) -> memoryview | None:
-        """The bytes of an object; None if it has not so many. One byte more is asked for, which comes if the object is
-        too long; the rest of a body without an end is not read."""
+        """The bytes of an object; None if it has another length. One byte more is asked for, which comes if the object
+        is too long; the rest of a body without an end is not read."""
         answer = await library().get_async(self._store, name, options={"range": (0, size + 1)})
         async for read in answer.stream(min_chunk_size=size + 1):
             return memoryview(read) if len(read) == size else None
@@ -180,16 +180,11 @@ class ObjectTransport:
             await _released(payload)
         return STORED
 
-    async def remove(self, places: Sequence[Place]) -> None:
+    async def remove(self, places: Sequence[ValueRef]) -> None:
         """Remove objects, many in a request where the service can. Some services stop at one that is not there; then
         each is removed on its own."""
-        names = [place.name for place in places]
-        try:
-            with self._call():
-                async with self._request():
-                    await self._delete(names)
-        except (OSError, library().exceptions.BaseError) as error:
-            raise os_error(error) from None
+        async with self._question():
+            await self._delete([place.name for place in places])
 
     async def _delete(self, names: list[str]) -> None:
         try:
@@ -200,14 +195,11 @@ class ObjectTransport:
 
     async def describe(self, name: str, text: str) -> None:
         """Put it if there is none. The lifecycle rule names blocks only, so it stays."""
-        try:
-            async with self._request():
-                try:
-                    await library().head_async(self._store, name)
-                except FileNotFoundError:
-                    await library().put_async(self._store, name, text.encode(), use_multipart=False)
-        except (OSError, library().exceptions.BaseError) as error:
-            raise os_error(error) from None
+        async with self._question():
+            try:
+                await library().head_async(self._store, name)
+            except FileNotFoundError:
+                await library().put_async(self._store, name, text.encode(), use_multipart=False)
 
     # -- markers -------------------------------------------------------------------------------------------------
 
@@ -228,9 +220,8 @@ class ObjectTransport:
         there = min(found, key=precedence, default=None)
         if there != held:
             return await self.read_marker(name)
-        with self._with_os_errors():
-            async with self._request():
-                await library().put_async(self._store, path_of(name, marker), b"", use_multipart=False)
+        async with self._question():
+            await library().put_async(self._store, path_of(name, marker), b"", use_multipart=False)
         await self._forget(name, [one for one in found if one != marker])
         found = await (self._markers(name) if held is not None else self._markers_later(name))
         return min(found, key=precedence, default=None)
@@ -244,8 +235,8 @@ class ObjectTransport:
         still does then."""
         paths = [path_of(name, one) for one in islice(markers, _NAMES_IN_A_REQUEST)]
         if paths:
-            with suppress(OSError), self._with_os_errors():
-                async with self._request():
+            with suppress(OSError):
+                async with self._question():
                     await self._delete(paths)
 
     async def _markers(self, name: str) -> dict[Marker, datetime]:
@@ -272,11 +263,17 @@ class ObjectTransport:
         except (OSError, library().exceptions.BaseError) as error:
             raise os_error(error) from None
 
-    async def keep_lease(self, marker: str, lease: str) -> None:
-        """Write an empty object; its age says how long it holds. A bucket evicts no marker."""
+    @asynccontextmanager
+    async def _question(self) -> AsyncIterator[None]:
+        """Around requests that end in the time of one, whose errors are OSErrors."""
         with self._with_os_errors():
             async with self._request():
-                await library().put_async(self._store, lease, b"", use_multipart=False)
+                yield
+
+    async def keep_lease(self, marker: str, lease: str) -> None:
+        """Write an empty object; its age says how long it holds. A bucket evicts no marker."""
+        async with self._question():
+            await library().put_async(self._store, lease, b"", use_multipart=False)
 
 
 def _age(found: Mapping[Marker, datetime]) -> float:

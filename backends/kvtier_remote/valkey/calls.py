@@ -9,15 +9,15 @@ from typing import NamedTuple, TypeVar
 
 from kvtier.types.jobs import CORRUPT, MISSING, STORED, BlockOutcome
 from kvtier_remote.answers import Deadline, bad_answer, items_of, number
-from kvtier_remote.transport import Place, Value, Verify
+from kvtier_remote.transport import Value, ValueRef, Verify
 from kvtier_remote.valkey.glide import Glide, batch_of, library, os_error, outcome_of
 
 SPLIT_BYTES = 256 << 10
 """Payloads from this size on are kept under two names. A header in front of a power of two would cost a quarter more of
 the server's memory, which is allocated in classes of sizes, and a copy of the payload on both ways."""
 FRONT_BYTES = 1024
-"""So much of a split payload is kept with the header, so that the rest and what the server puts in front of it fit into
-a power of two; the rest goes straight between the row and the library."""
+"""Bytes of a split payload that are kept with the header, so that the rest and what the server puts in front of it fit
+into a power of two; the rest goes straight between the row and the library."""
 _NAMES_IN_A_QUESTION = 1024
 _OK = (b"OK", "OK")
 _TOO_LONG = "exceeds buffer capacity"
@@ -32,7 +32,7 @@ class Part(NamedTuple):
     size: int
 
 
-def parts_of(place: Place) -> tuple[Part, ...]:
+def parts_of(place: ValueRef) -> tuple[Part, ...]:
     """The names of a value and the lengths under them. Both of a split value hash to one slot of a cluster."""
     name, header_bytes, payload_bytes = place
     if payload_bytes < SPLIT_BYTES:
@@ -87,7 +87,7 @@ def asked(connection: Connection, request: Callable[[Glide], T]) -> T:
 
 
 def lengths_of(connection: Connection, names: Sequence[str], seconds: float = math.inf) -> list[int]:
-    """The length under each name, 0 if there is nothing of ours. Raises OSError, also for what takes longer."""
+    """The length under each name, 0 if there is no value. Raises OSError, also for what takes longer."""
     deadline = Deadline(seconds)
     found, rest = list[int](), iter(names)
     while some := list(islice(rest, _NAMES_IN_A_QUESTION)):

@@ -14,12 +14,12 @@ from kvtier_remote.valkey.glide import Glide, library
 
 SLOTS = 16384
 PAUSE_SECONDS = 5.0
-"""How long a node is left alone before it is tried again."""
+"""Seconds that a node is left alone before it is tried again."""
 _FAILED_CALLS = 2
-"""So many in a row: the first may have been under way when a connection broke."""
+"""Number of calls in a row: the first may have been under way when a connection broke."""
 _ONLY = ""
 _NODES_MAX = 1000
-"""So many primaries a cluster has at most, by its authors' recommendation."""
+"""Primaries that a cluster has at most, by its authors' recommendation."""
 _ID_BYTES_MAX = 64
 
 

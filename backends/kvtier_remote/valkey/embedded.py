@@ -42,7 +42,7 @@ class EmbeddedServer:
         self._settings = {**fixed, **settings}
         self._process: subprocess.Popen[bytes] | None = None
         self.port = 0
-        """Where it listens: chosen at the first start, and kept."""
+        """Its port, chosen at the first start, and kept."""
         self._bus = 0
 
     @property
@@ -111,7 +111,7 @@ def embedded_server(folder: Path, settings: Mapping[str, str], program: Path | N
 
 
 def settings_for(blocks: int, row_bytes: int) -> dict[str, str]:
-    """Settings of a server that holds about so many blocks and then evicts the one that was not used for longest.
+    """Settings of a server that holds about this number of blocks and then evicts the least recently used one.
 
     Beside the payload a block takes its names and its header; connections have buffers, which the bound counts too.
     """

@@ -18,12 +18,12 @@ from kvtier_remote.valkey.options import ValkeyOptions
 
 INSTALL = "needs the package valkey-glide-sync; pip install 'kvtier[valkey]'"
 PATIENT_SECONDS = 3.0
-"""What a connection gets that was not made in time, to find out why."""
+"""Time for a connection that was not made in time, to find out why."""
 _COMMAND = re.compile(r"PermissionDenied.*'([a-z|]{1,32})' command")
 _UNKNOWN = re.compile(r"unknown command '([A-Za-z]{1,32})'")
 _DENIED = ("NOAUTH", "WRONGPASS", "NOPERM", "PermissionDenied")
 _NODE_GONE = ("Moved:", "ClusterDown")
-"""What is said of names whose node cannot be reached, or that no node has."""
+"""Errors about names whose node cannot be reached, or that no node has."""
 Glide = Any
 """The module `glide_sync`, or a client of it."""
 
@@ -124,7 +124,7 @@ def _client_over(options: ValkeyOptions, servers: Sequence[str]) -> Glide:
 @cache
 def _client_class(base: Glide, process: int) -> Glide:
     """The library's client, without what it does in a forked child: there each client that was not closed connects
-    anew, and waits for a server that is gone. A stack is not used in a child."""
+    again, and waits for a server that is gone. A stack is not used in a child."""
 
     def connect(client: Glide) -> None:
         if os.getpid() == process:
@@ -145,8 +145,8 @@ def _tls(options: ValkeyOptions) -> Glide | None:
 
 
 def _refusal(options: ValkeyOptions, text: str) -> ConfigError:
-    """Why no client could be made, with the option to look at. The library's own text often says no more than that it
-    took too long, so the servers are tried without it."""
+    """The reason why no client could be made, with the option to correct. The library's own text often states no more
+    than that it took too long, so the servers are tried without it."""
     servers = ", ".join(options.servers)
     if "No primary node" in text:
         return ConfigError(f"{servers}: only replicas, which take no writes; name their primary too", "servers")

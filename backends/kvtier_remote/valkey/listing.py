@@ -47,7 +47,7 @@ class ValkeyListing:
     def __init__(self, options: ValkeyOptions) -> None:
         """Connect. Raises ConfigError with the option to correct."""
         self._address = f"valkey://{','.join(options.servers)}/{options.prefix}"
-        self._names = StoreNames(ValkeyTransport.spelling, options.prefix)
+        self._names = StoreNames(ValkeyTransport.name_format, options.prefix)
         self._client: Glide | None = connected(options)
         glide = library()
         self._cluster = isinstance(self._client, glide.GlideClusterClient)
@@ -109,7 +109,7 @@ class ValkeyListing:
 
     def _measured(self, found: Sequence[_Found]) -> Iterator[Listed]:
         """Lengths, memory and headers, in one call. A value of two parts is listed once, at its first part. What is no
-        string is no block of ours, whatever its name."""
+        string is no block, whatever its name."""
         if not found:
             return
         batch = batch_of(self._client)
@@ -198,7 +198,7 @@ def _page(answer: Sequence[Any]) -> tuple[Any, list[bytes]]:
 
 
 def _strings(answers: object, count: int) -> list[Any]:
-    """So many answers about strings; None for what is none. Raises OSError."""
+    """The answers about that many strings; None for what is none. Raises OSError."""
     return [_of_string(answer) for answer in items_of(answers, count, count)]
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from kvtier.errors import ConfigError
 from kvtier_remote.answers import NUMBER_MAX, Deadline, bytes_of, digits, items_of, reading_answers
-from kvtier_remote.transport import Facts
+from kvtier_remote.transport import TransportInfo
 from kvtier_remote.valkey.cluster_nodes import ClusterNodes, of_slot, read_slots
 from kvtier_remote.valkey.glide import Glide, batch_of, connected, errno_of, library, os_error, unknown_command
 from kvtier_remote.valkey.options import ValkeyOptions
@@ -22,10 +22,10 @@ _CODE = re.compile(r"[A-Z]{3,32}")
 _POLICY = re.compile(r"[a-z-]{1,32}")
 _INFO_BYTES_MAX = 1 << 20
 _NAMES_TRIED = 1 << 18
-"""So many names fall on each node that has a slot, but for one of a million."""
+"""Names of which some fall on each node that has a slot, but for one of a million."""
 
 
-def look_at(options: ValkeyOptions, nodes: ClusterNodes) -> Facts:
+def look_at(options: ValkeyOptions, nodes: ClusterNodes) -> TransportInfo:
     """The bounds of the server, or of all primaries of a cluster, and whether the user may do what a tier does. Stores
     nothing. `nodes` learns what there are. Blocking. Raises ConfigError with the option that is wrong.
 
@@ -40,7 +40,7 @@ def look_at(options: ValkeyOptions, nodes: ClusterNodes) -> Facts:
         raise _silent(error) from None
 
 
-def _look_at(options: ValkeyOptions, nodes: ClusterNodes, deadline: Deadline) -> Facts:
+def _look_at(options: ValkeyOptions, nodes: ClusterNodes, deadline: Deadline) -> TransportInfo:
     with _client_of(options) as client:
         nodes.learn(read_slots(client))
         answers = {node: _memory(client, slot, deadline) for node, slot in nodes.slots.items()}
@@ -52,7 +52,7 @@ def _look_at(options: ValkeyOptions, nodes: ClusterNodes, deadline: Deadline) ->
     notes = dict.fromkeys(note for one in found.values() for note in one.notes)
     if gone := len(answers) - len(found):
         notes[f"{gone} of {len(answers)} nodes do not answer; what they have is missing"] = None
-    return Facts(sum(one.capacity_bytes for one in found.values()), tuple(notes), FLIGHT_BYTES * len(answers))
+    return TransportInfo(sum(one.capacity_bytes for one in found.values()), tuple(notes), FLIGHT_BYTES * len(answers))
 
 
 @contextmanager
@@ -150,7 +150,7 @@ def _refuse(trial: _Trial, text: str) -> None:
         raise ConfigError(f"the server refuses {command} ({code[0] if code else 'without a reason'})", "servers")
 
 
-def facts_of(info: Mapping[str, str], options: ValkeyOptions) -> Facts:
+def facts_of(info: Mapping[str, str], options: ValkeyOptions) -> TransportInfo:
     """The facts in the section `memory` of INFO. Raises ConfigError for a server without a bound, and for one that
     evicts nothing of what is stored here; OSError for what is no number."""
     bound, policy = digits(info.get("maxmemory", "0")), info.get("maxmemory_policy", "")
@@ -161,9 +161,9 @@ def facts_of(info: Mapping[str, str], options: ValkeyOptions) -> Facts:
         raise ConfigError(reason, "expire")
     if bound:
         note = "maxmemory-policy is noeviction: once the server is full nothing more is stored"
-        return Facts(bound, (note,) if policy == "noeviction" else ())
+        return TransportInfo(bound, (note,) if policy == "noeviction" else ())
     if not options.allow_unbounded:
         reason = "the server has no maxmemory and grows until its machine is full; set maxmemory, or write true here"
         raise ConfigError(reason, "allow_unbounded")
     memory = digits(info.get("total_system_memory", "0")) or NUMBER_MAX
-    return Facts(memory, ("the server has no maxmemory and grows until its machine is full",))
+    return TransportInfo(memory, ("the server has no maxmemory and grows until its machine is full",))

@@ -14,10 +14,10 @@ from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.tier.shared_epoch import EPOCH_CEILING
 from kvtier.types.jobs import BlockOutcome, DropReason, dropped
 from kvtier_remote.answers import bytes_of, digits
-from kvtier_remote.call_limit import Lateness
+from kvtier_remote.call_limit import CompletionDelay
+from kvtier_remote.client_threads import ClientThreads
 from kvtier_remote.guard import guarded
-from kvtier_remote.lane import Lane
-from kvtier_remote.transport import Facts, Marker, Place, Spelling, Value, Verify
+from kvtier_remote.transport import Marker, NameFormat, TransportInfo, Value, ValueRef, Verify
 from kvtier_remote.valkey.calls import Connection, asked, get, lengths_of, parts_of, put, sizes_of
 from kvtier_remote.valkey.cluster_nodes import ClusterNodes, of_slot, read_slots
 from kvtier_remote.valkey.glide import Glide, connected, connected_again, library, outcome_of
@@ -46,8 +46,8 @@ class Shard(NamedTuple):
     """Threads and clients for some nodes of a cluster, or for the one server. Transfers and lookups have threads of
     their own, so that a question does not wait behind blocks."""
 
-    transfers: Lane[Connection]
-    questions: Lane[Connection]
+    transfers: ClientThreads[Connection]
+    questions: ClientThreads[Connection]
 
     def renew(self) -> None:
         """Replace all clients before their next calls."""
@@ -64,7 +64,7 @@ class ValkeyTransport:
     call. Beside the work it is tried again.
     """
 
-    spelling: ClassVar[Spelling] = Spelling()
+    name_format: ClassVar[NameFormat] = NameFormat()
     batch_blocks: ClassVar[int] = 64
     batch_bytes: ClassVar[int] = 3 << 20
     hedges: ClassVar[bool] = False
@@ -74,7 +74,7 @@ class ValkeyTransport:
         self._options = options
         self.concurrency = 2 * options.connections
         self._nodes = ClusterNodes()
-        self.lateness = Lateness()
+        self.lateness = CompletionDelay()
         self._shards: list[Shard] = []
         self._looking = DaemonPool("kvtier-valkey-look", 1)
         self._trial: asyncio.Task[None] | None = None
@@ -86,7 +86,7 @@ class ValkeyTransport:
     def _reconnect(self) -> Connection:
         return Connection(connected_again(self._options))
 
-    async def open(self) -> Facts:
+    async def open(self) -> TransportInfo:
         """Connect. Raises ConfigError with the key of the option that is wrong, or that the server's bounds need."""
         facts = await self._looking.run(look_at, self._options, self._nodes)
         connections = self._options.connections
@@ -98,8 +98,8 @@ class ValkeyTransport:
         return facts
 
     def _shard(self, connections: int) -> Shard:
-        transfers = Lane("kvtier-valkey", connections, self._connect, self._reconnect, self.lateness)
-        return Shard(transfers, Lane("kvtier-valkey-lookup", 1, self._connect, self._reconnect))
+        transfers = ClientThreads("kvtier-valkey", connections, self._connect, self._reconnect, self.lateness)
+        return Shard(transfers, ClientThreads("kvtier-valkey-lookup", 1, self._connect, self._reconnect))
 
     async def close(self, timeout_seconds: float) -> int:
         """Disconnect after the requests in flight, each of which ends within its own time. Returns what is stuck."""
@@ -113,7 +113,7 @@ class ValkeyTransport:
 
     # -- nodes ---------------------------------------------------------------------------------------------------
 
-    def server_of(self, place: Place) -> str:
+    def server_of(self, place: ValueRef) -> str:
         """The node of a cluster that has a value."""
         return self._nodes.node_of(place.name)
 
@@ -164,10 +164,10 @@ class ValkeyTransport:
 
     # -- blocks --------------------------------------------------------------------------------------------------
 
-    async def present(self, places: Sequence[Place]) -> Sequence[bool | None]:
+    async def present(self, places: Sequence[ValueRef]) -> Sequence[bool | None]:
         """True for each value whose names are all there with the right lengths. Payloads are not read."""
         self._poll()
-        by_node: dict[str, list[Place]] = {}
+        by_node: dict[str, list[ValueRef]] = {}
         for place in places:
             by_node.setdefault(self.server_of(place), []).append(place)
         nodes = [node for node in by_node if self._closed or not self._nodes.is_down(node)]
@@ -175,13 +175,13 @@ class ValkeyTransport:
         errors = [answer for answer in answers if isinstance(answer, OSError)]
         if errors and len(errors) == len(by_node):
             raise errors[0]
-        found: dict[Place, bool | None] = dict.fromkeys(places, False)
+        found: dict[ValueRef, bool | None] = dict.fromkeys(places, False)
         for node, answer in zip(nodes, answers, strict=True):
             some = by_node[node]
             found.update(dict.fromkeys(some) if isinstance(answer, OSError) else zip(some, answer, strict=True))
         return [found[place] for place in places]
 
-    async def _present(self, node: str, places: Sequence[Place]) -> list[bool] | OSError:
+    async def _present(self, node: str, places: Sequence[ValueRef]) -> list[bool] | OSError:
         """The presence of values of one node, or why it is not known."""
         parts = [parts_of(place) for place in places]
         names = [part.name for some in parts for part in some]
@@ -223,7 +223,7 @@ class ValkeyTransport:
             self._judge(node, any(outcome.errno not in _UNANSWERED_ERRORS for outcome in outcomes))
         return outcomes
 
-    async def remove(self, places: Sequence[Place]) -> None:
+    async def remove(self, places: Sequence[ValueRef]) -> None:
         """Unlink the names of values."""
         by_node = self._nodes.by_node([part.name for place in places for part in parts_of(place)])
         for node, names in by_node.items():

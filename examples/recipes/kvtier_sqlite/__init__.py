@@ -12,9 +12,9 @@ from kvtier.errors import ConfigError
 from kvtier.options import ByteSize, TierOptions
 from kvtier.types.jobs import CORRUPT, MISSING, STORED, BlockOutcome, DropReason, dropped, failed
 from kvtier_remote.backend import RemoteBackend
-from kvtier_remote.lane import Lane
+from kvtier_remote.client_threads import ClientThreads
 from kvtier_remote.options import AbsolutePath, RemoteOptions
-from kvtier_remote.transport import Facts, Marker, Place, Spelling, Transport, Value, Verify
+from kvtier_remote.transport import Marker, NameFormat, Transport, TransportInfo, Value, ValueRef, Verify
 
 PAGE_BYTES = 4096
 TABLES = """
@@ -92,11 +92,11 @@ class Connection:
         value.payload[:] = payload
         return verify(position, memoryview(header))
 
-    def present(self, places: Sequence[Place]) -> list[bool]:
+    def present(self, places: Sequence[ValueRef]) -> list[bool]:
         sizes = "SELECT name, length(header), length(payload) FROM blocks WHERE name = ?"
         return [self.execute(sizes, place[:1]) == [place] for place in places]
 
-    def remove(self, places: Sequence[Place]) -> None:
+    def remove(self, places: Sequence[ValueRef]) -> None:
         for place in places:
             self.execute("DELETE FROM blocks WHERE name = ?", place[:1])
 
@@ -110,7 +110,7 @@ class Connection:
 class SqliteTransport:
     """Two threads for blocks, and one for questions, so that these do not wait."""
 
-    spelling: ClassVar[Spelling] = Spelling()
+    name_format: ClassVar[NameFormat] = NameFormat()
     batch_blocks: ClassVar[int] = 8
     batch_bytes: ClassVar[int] = 8 << 20
     concurrency: ClassVar[int] = 4
@@ -119,13 +119,13 @@ class SqliteTransport:
     def __init__(self, options: SqliteOptions) -> None:
         self._options = options
         connect = partial(Connection, options)
-        self._transfers = Lane("sqlite", 2, connect, connect)
-        self._questions = Lane("sqlite-lookup", 1, connect, connect)
+        self._transfers = ClientThreads("sqlite", 2, connect, connect)
+        self._questions = ClientThreads("sqlite-lookup", 1, connect, connect)
 
-    async def open(self) -> Facts:
+    async def open(self) -> TransportInfo:
         await self._questions.open()
         await self._transfers.open()
-        return Facts(self._options.capacity, ("once the file is full nothing more is stored",))
+        return TransportInfo(self._options.capacity, ("once the file is full nothing more is stored",))
 
     async def close(self, timeout_seconds: float) -> int:
         return await self._transfers.close(timeout_seconds) + await self._questions.close(timeout_seconds)
@@ -142,10 +142,10 @@ class SqliteTransport:
         except OSError as error:
             return [failed(error.errno or 0)] * len(values)
 
-    async def present(self, places: Sequence[Place]) -> list[bool]:
+    async def present(self, places: Sequence[ValueRef]) -> list[bool]:
         return await self._questions.run(lambda connection: connection.present(places))
 
-    async def remove(self, places: Sequence[Place]) -> None:
+    async def remove(self, places: Sequence[ValueRef]) -> None:
         await self._transfers.run(lambda connection: connection.remove(places))
 
     async def read_marker(self, name: str) -> Marker | None:

@@ -20,10 +20,10 @@ from kvtier.types.jobs import CORRUPT, LOADED, MISSING, STORED, BlockOutcome, Bl
 from kvtier.types.keys import GroupIndex
 from kvtier_remote import call_limit
 from kvtier_remote.backend import RemoteBackend
-from kvtier_remote.call_limit import CallLimit, Lateness, RequestShare
+from kvtier_remote.call_limit import CallLimit, CompletionDelay, RequestShare
 from kvtier_remote.hedged_get import Durations
 from kvtier_remote.options import RemoteOptions
-from kvtier_remote.transport import Facts, Marker, Place, Spelling, Value, Verify
+from kvtier_remote.transport import Marker, NameFormat, TransportInfo, Value, ValueRef, Verify
 
 BUSY, CUT, LATE_ANSWER = (failed(number) for number in (errno.EBUSY, errno.ECONNRESET, errno.ETIMEDOUT))
 KEYS = make_keys(40)
@@ -38,7 +38,7 @@ def done(kind: str) -> None:
 class MemoryTransport:
     """Values in memory, a call for each. `answer` decides what becomes of a request."""
 
-    spelling: ClassVar[Spelling] = Spelling()
+    name_format: ClassVar[NameFormat] = NameFormat()
     batch_blocks = 1
     batch_bytes = 1
     concurrency = 8
@@ -52,8 +52,8 @@ class MemoryTransport:
         self.calls: list[str] = []
         self.cancelled = 0
 
-    async def open(self) -> Facts:
-        return Facts(1 << 40, flight_bytes=self.flight_bytes)
+    async def open(self) -> TransportInfo:
+        return TransportInfo(1 << 40, flight_bytes=self.flight_bytes)
 
     async def close(self, timeout_seconds: float) -> int:
         return 0
@@ -64,10 +64,10 @@ class MemoryTransport:
     async def swap_marker(self, name: str, held: Marker | None, marker: Marker) -> Marker | None:
         return marker
 
-    async def present(self, places: Sequence[Place]) -> list[bool]:
+    async def present(self, places: Sequence[ValueRef]) -> list[bool]:
         return [place.name in self.values for place in places]
 
-    async def remove(self, places: Sequence[Place]) -> None:
+    async def remove(self, places: Sequence[ValueRef]) -> None:
         for place in places:
             self.values.pop(place.name, None)
 
@@ -178,7 +178,7 @@ class LateTransport(MemoryTransport):
 
     def __init__(self, hedges: bool) -> None:
         super().__init__(hedges)
-        self.lateness = Lateness()
+        self.lateness = CompletionDelay()
         self.lateness.learn(60.0)
 
 
@@ -194,7 +194,7 @@ async def test_more_bytes_are_in_flight_while_calls_wait_for_this_process(tmp_pa
 
 
 async def test_the_bytes_in_flight_follow_the_lateness_of_calls():
-    lateness = Lateness()
+    lateness = CompletionDelay()
     limit = CallLimit(16, 2, lateness)
     await limit.begin(2)
     waiting = [asyncio.create_task(limit.begin(2)) for _ in range(6)]
@@ -210,7 +210,7 @@ async def test_the_bytes_in_flight_follow_the_lateness_of_calls():
 
 
 def test_a_single_late_call_is_no_busy_process():
-    lateness, interval = Lateness(), sys.getswitchinterval()
+    lateness, interval = CompletionDelay(), sys.getswitchinterval()
     lateness.learn(2 * interval)
     assert not lateness.late
     for _ in range(8):
@@ -269,9 +269,9 @@ async def test_a_large_call_that_is_cancelled_lets_smaller_ones_begin():
 
 async def test_no_call_begins_while_a_question_is_pending_and_all_do_after_it():
     limit = CallLimit(16, 18)
-    with limit.question():
+    with limit.lookup_priority():
         waiting = [asyncio.create_task(limit.begin(2)) for _ in range(3)]
-        with limit.question():
+        with limit.lookup_priority():
             await asyncio.sleep(0)
             assert not any(one.done() for one in waiting)
         await asyncio.sleep(0)
@@ -281,11 +281,11 @@ async def test_no_call_begins_while_a_question_is_pending_and_all_do_after_it():
 
 
 async def test_after_a_question_half_of_the_bytes_are_in_flight(monkeypatch):
-    monkeypatch.setattr(call_limit, "ASKED_SECONDS", 1000.0)
+    monkeypatch.setattr(call_limit, "LOOKUP_WINDOW_SECONDS", 1000.0)
     limit = CallLimit(16, 4)
     await limit.begin(2)
     await asyncio.wait_for(limit.begin(2), 10)
-    with limit.question():
+    with limit.lookup_priority():
         pass
     waiting = asyncio.create_task(limit.begin(1))
     await asyncio.sleep(0)
@@ -299,9 +299,9 @@ async def test_after_a_question_half_of_the_bytes_are_in_flight(monkeypatch):
 async def test_a_question_holds_nothing_back_for_longer_than_its_time(monkeypatch):
     monkeypatch.setattr(call_limit, "HELD_SECONDS", 0.0)
     limit = CallLimit(16, 18)
-    with limit.question():
+    with limit.lookup_priority():
         await asyncio.wait_for(limit.begin(2), 10)
-    with limit.question():
+    with limit.lookup_priority():
         waiting = asyncio.create_task(limit.begin(2))
     await asyncio.wait_for(waiting, 10)
 
@@ -309,7 +309,7 @@ async def test_a_question_holds_nothing_back_for_longer_than_its_time(monkeypatc
 async def test_questions_hold_nothing_back_where_bytes_are_not_bounded(monkeypatch):
     monkeypatch.setattr(call_limit, "HELD_SECONDS", 1000.0)
     limit = CallLimit(16)
-    with limit.question():
+    with limit.lookup_priority():
         await asyncio.wait_for(limit.begin(2), 10)
 
 
@@ -320,7 +320,7 @@ async def test_a_tier_holds_its_calls_back_while_it_asks(tmp_path):
         driver.tier._attempts.limit.most_bytes = 1 << 20
         present = suite.transport.present
 
-        async def slow(places: Sequence[Place]) -> list[bool]:
+        async def slow(places: Sequence[ValueRef]) -> list[bool]:
             asked.set()
             await answered.wait()
             assert suite.transport.calls == []

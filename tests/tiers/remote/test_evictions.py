@@ -12,8 +12,8 @@ import pytest
 from support_stack import PLAIN, Engine, keys, running, stack_file, store, until, whole
 from support_valkey import Server, stack_tier, valkey_cluster, valkey_server
 
+from kvtier_remote.background import EVICTED, PAUSE_SECONDS, EvictionWatch
 from kvtier_remote.conformance.client import Client
-from kvtier_remote.eviction_watch import EVICTED, PAUSE_SECONDS, EvictionWatch
 from kvtier_remote.valkey.embedded import START_SECONDS
 from kvtier_remote.valkey.transport import ValkeyTransport
 
@@ -106,7 +106,7 @@ async def test_a_server_that_cannot_tell_is_not_asked() -> None:
 
 
 async def test_a_stack_shows_what_its_server_evicts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier_remote.eviction_watch.PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("kvtier_remote.background.PAUSE_SECONDS", 0.0)
     engine = Engine(PLAIN, 16)
     with valkey_server() as server:
         async with running(stack_file(PLAIN, 16, stack_tier(server)), engine) as stack:

@@ -13,7 +13,7 @@ from support_valkey import Blocks, Server, valkey_server
 
 from kvtier.errors import ResourceError
 from kvtier.testing.conformance import make_keys
-from kvtier_remote import lease
+from kvtier_remote import background
 from kvtier_remote.objects.listing import ObjectListing
 from kvtier_remote.objects.transport import ObjectTransport
 from kvtier_remote.transport import Marker
@@ -29,7 +29,7 @@ def folder(tmp_path):
 async def test_the_marker_is_used_while_so_much_is_stored_as_a_server_holds(tmp_path, monkeypatch, keeps):
     """So one that evicts by use evicts everything else before it."""
     if not keeps:
-        monkeypatch.setattr(lease.LeaseKeeper, "stored", lambda self, payload_bytes: None)
+        monkeypatch.setattr(background.LeaseKeeper, "stored", lambda self, payload_bytes: None)
     with valkey_server(maxmemory="24mb") as server:
         async with Blocks(server).opened(tmp_path) as driver:
             before = uses(server)
@@ -68,7 +68,7 @@ async def test_gc_spares_what_an_open_process_finds(server, tmp_path, monkeypatc
 
 async def test_a_bucket_says_which_markers_are_in_use(folder, tmp_path):
     async with support_objects.Blocks(folder).opened(tmp_path) as driver:
-        digest, epochs = driver.tier._namespace[:8], driver.tier._epochs
+        digest, epochs = driver.tier._namespace[:8], driver.tier._epoch
         held = await driver.tier._transport.read_marker(driver.tier._names.marker)
         listing = ObjectListing(driver.tier.options, folder.store)
         assert listing.leases() == {(digest, held)} == {(digest, epochs.marker(0))}
@@ -90,7 +90,7 @@ async def test_a_bucket_keeps_one_marker_however_often_it_is_reset(folder, tmp_p
         assert driver.opened.epoch == 2999
         for epoch in range(3000, 3004):
             await driver.tier.reset(epoch)
-        assert await driver.tier._transport.read_marker(name) == driver.tier._epochs.marker(3003)
+        assert await driver.tier._transport.read_marker(name) == driver.tier._epoch.marker(3003)
     left = len([one for one in support_objects.names(folder.store) if one.startswith(name)])
     assert (left, forgets) in ((1, True), (3004, False))
 

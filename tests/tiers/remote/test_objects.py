@@ -27,7 +27,7 @@ from kvtier.types.jobs import MISSING, BlockStatus, DropReason
 from kvtier_remote.objects import renewal, transport
 from kvtier_remote.objects.library import errno_of, outcome_of
 from kvtier_remote.objects.tier import ObjectBackend
-from kvtier_remote.transport import Marker, Place, Value
+from kvtier_remote.transport import Marker, Value, ValueRef
 
 BLOCK = re.compile(r"kvtier/b/([0-9a-f]{2})/[0-9a-f]{16}\.[0-9a-f]{24}\.\1[0-9a-f]{38}")
 MARKER = re.compile(r"kvtier/m/[0-9a-f]{16}/([0-9]{20})\.[0-9a-f]{16}")
@@ -250,7 +250,7 @@ async def test_a_put_that_was_given_up_returns_when_the_library_no_longer_has_th
     one, library = slow
     row = bytearray(1000)
     with memoryview(row) as payload:
-        (outcome,) = await one.put([Value(Place("kvtier/b/x", 10, 1000), payload, bytes(10))])
+        (outcome,) = await one.put([Value(ValueRef("kvtier/b/x", 10, 1000), payload, bytes(10))])
     assert outcome.errno == errno.ETIMEDOUT
     with pytest.raises(ValueError, match="released"):
         library.held.raw()
@@ -258,7 +258,7 @@ async def test_a_put_that_was_given_up_returns_when_the_library_no_longer_has_th
 
 async def test_no_more_lookups_are_in_flight_than_the_options_say(slow):
     one, library = slow
-    places = [Place(f"kvtier/b/{i}", 10, 1000) for i in range(20)]
+    places = [ValueRef(f"kvtier/b/{i}", 10, 1000) for i in range(20)]
     assert [*await asyncio.gather(one.present(places), one.present(places))] == [[False] * 20] * 2
     assert library.most_at_once == 3
 
@@ -266,7 +266,7 @@ async def test_no_more_lookups_are_in_flight_than_the_options_say(slow):
 @pytest.mark.parametrize("slow", [1.0], indirect=True)
 async def test_a_request_that_was_stuck_when_the_transport_closed_takes_its_threads_along(slow):
     one, library = slow
-    value = Value(Place("kvtier/b/x", 10, 1000), memoryview(bytearray(1000)), bytes(10))
+    value = Value(ValueRef("kvtier/b/x", 10, 1000), memoryview(bytearray(1000)), bytes(10))
     putting = asyncio.create_task(one.put([value]))
     await until(lambda: library.held is not None)
     assert await one.close(0.0) == 1
@@ -279,7 +279,7 @@ async def test_a_request_of_a_closed_transport_fails(folder):
     one = LocalTransport(tier.options, tier._connect)
     await one.open()
     assert await one.close(5) == 0
-    value = Value(Place("kvtier/b/x", 10, 10), memoryview(bytearray(10)), bytes(10))
+    value = Value(ValueRef("kvtier/b/x", 10, 10), memoryview(bytearray(10)), bytes(10))
     assert [outcome.errno for outcome in await one.put([value])] == [errno.ENOTCONN]
     with pytest.raises(OSError, match="closed"):
         await one.present([value.place])

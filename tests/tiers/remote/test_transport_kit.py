@@ -14,7 +14,7 @@ import pytest
 
 from kvtier.types.jobs import CORRUPT, MISSING, STORED, BlockOutcome, failed
 from kvtier_remote.conformance import TransportTests
-from kvtier_remote.transport import Facts, Marker, Place, Spelling, Value, Verify
+from kvtier_remote.transport import Marker, NameFormat, TransportInfo, Value, ValueRef, Verify
 
 GONE = OSError(errno.ENOTCONN, "closed")
 
@@ -32,7 +32,7 @@ class Memory:
 class MemoryTransport:
     """A sound transport: everything happens at once, on the event loop."""
 
-    spelling = Spelling()
+    name_format = NameFormat()
     batch_blocks = 4
     batch_bytes = 4 << 20
     concurrency = 3
@@ -42,9 +42,9 @@ class MemoryTransport:
         self.memory = memory
         self.open_now = False
 
-    async def open(self) -> Facts:
+    async def open(self) -> TransportInfo:
         self.open_now = True
-        return Facts(1 << 30)
+        return TransportInfo(1 << 30)
 
     async def close(self, timeout_seconds: float) -> int:
         self.open_now = False
@@ -57,11 +57,11 @@ class MemoryTransport:
         if self.memory.frozen:
             raise OSError(errno.ETIMEDOUT, "the server does not answer")
 
-    async def present(self, places: Sequence[Place]) -> list[bool]:
+    async def present(self, places: Sequence[ValueRef]) -> list[bool]:
         await self._reach()
         return [self._held(place)[1] == place[1:] for place in places]
 
-    def _held(self, place: Place) -> tuple[tuple[bytes, bytes], tuple[int, int]]:
+    def _held(self, place: ValueRef) -> tuple[tuple[bytes, bytes], tuple[int, int]]:
         header, payload = self.memory.values.get(place.name, (b"", b""))
         return (header, payload), (len(header), len(payload))
 
@@ -93,7 +93,7 @@ class MemoryTransport:
     def _put(self, value: Value) -> None:
         self.memory.values[value.place.name] = bytes(value.header), bytes(value.payload)
 
-    async def remove(self, places: Sequence[Place]) -> None:
+    async def remove(self, places: Sequence[ValueRef]) -> None:
         await self._reach()
         for place in places:
             self.memory.values.pop(place.name, None)
@@ -112,10 +112,10 @@ class MemoryTransport:
 class SpreadMemory(MemoryTransport):
     """Two servers, the second of which may be silent."""
 
-    def server_of(self, place: Place) -> str:
+    def server_of(self, place: ValueRef) -> str:
         return ("first", "second")[sum(place.name.encode()) % 2]
 
-    def _silent(self, place: Place) -> bool:
+    def _silent(self, place: ValueRef) -> bool:
         return self.memory.silent == self.server_of(place)
 
     async def present(self, places):

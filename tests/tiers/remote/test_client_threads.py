@@ -1,4 +1,4 @@
-"""A lane tells how late the event loop learns of the ends of calls."""
+"""Client threads measure how late the event loop learns of the ends of calls."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvtier_remote import lane
-from kvtier_remote.call_limit import Lateness
-from kvtier_remote.lane import Lane
+from kvtier_remote import client_threads
+from kvtier_remote.call_limit import CompletionDelay
+from kvtier_remote.client_threads import ClientThreads
 
 
 class Client:
@@ -25,10 +25,10 @@ def refuse(_: Client) -> None:
 
 async def test_it_learns_how_late_the_ends_of_calls_are_known(monkeypatch: Any) -> None:
     times = iter([100.0, 103.0, 200.0, 201.0])
-    lateness = Lateness()
-    one = Lane("lane", 1, Client, lateness=lateness)
+    lateness = CompletionDelay()
+    one = ClientThreads("lane", 1, Client, lateness=lateness)
     await one.open()
-    monkeypatch.setattr(lane, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    monkeypatch.setattr(client_threads, "time", SimpleNamespace(monotonic=lambda: next(times)))
     assert await one.run(lambda _: "answer") == "answer"
     after_one = lateness.seconds
     assert 0 < after_one < 3.0
@@ -39,8 +39,8 @@ async def test_it_learns_how_late_the_ends_of_calls_are_known(monkeypatch: Any) 
 
 
 async def test_a_call_that_was_not_made_says_nothing() -> None:
-    lateness = Lateness()
-    one = Lane("lane", 1, Client, lateness=lateness)
+    lateness = CompletionDelay()
+    one = ClientThreads("lane", 1, Client, lateness=lateness)
     await one.open()
     assert await one.close(10.0) == 0
     with pytest.raises(OSError, match="closed"):

@@ -1,4 +1,4 @@
-"""A note on the server that a namespace's marker is in use, renewed while the tier is open."""
+"""Questions and notes of a tier beside its jobs: a lease of the marker, and how many names a server has evicted."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import asyncio
 from collections import Counter
 from contextlib import suppress
 
-from kvtier_remote.epochs import Epochs
+from kvtier.tier.contract import Clock
+from kvtier.tier.shared_epoch import SharedEpoch
 from kvtier_remote.names import BlockNames
-from kvtier_remote.transport import KeepsLeases, Transport
+from kvtier_remote.transport import CountsEvictions, KeepsLeases, Transport
 
 RENEWALS = 6
 """Renewals in the time that a lease lasts."""
 TURNOVERS = 64
 """Renewals while as many bytes as the server holds are stored: a server that evicts by use keeps the marker then."""
+PAUSE_SECONDS = 5.0
+EVICTED = "server.evicted"
 
 
 class LeaseKeeper:
@@ -25,9 +28,9 @@ class LeaseKeeper:
     none.
     """
 
-    def __init__(self, transport: Transport, epochs: Epochs, names: BlockNames, counters: Counter[str]) -> None:
+    def __init__(self, transport: Transport, epoch: SharedEpoch, names: BlockNames, counters: Counter[str]) -> None:
         self._transport = transport if isinstance(transport, KeepsLeases) else None
-        self._epochs = epochs
+        self._epoch = epoch
         self._names = names
         self._counters = counters
         self._every_bytes = 0
@@ -43,7 +46,7 @@ class LeaseKeeper:
             self._task = asyncio.create_task(self._keep())
 
     def stored(self, payload_bytes: int) -> None:
-        """So many bytes were stored. Call in the loop."""
+        """Count stored bytes. Call in the loop."""
         self._stored_bytes += payload_bytes
         if self._stored_bytes >= self._every_bytes:
             self._stored_bytes = 0
@@ -71,7 +74,51 @@ class LeaseKeeper:
     async def _renew(self) -> None:
         assert self._transport is not None
         try:
-            lease = self._names.lease(self._epochs.marker(self._epochs.now))
+            lease = self._names.lease(self._epoch.marker(self._epoch.now))
             await self._transport.keep_lease(self._names.marker, lease)
         except OSError:
             self._counters["lease.failed"] += 1
+
+
+class EvictionWatch:
+    """Counts in `server.evicted` what the server has evicted since `begin`, of all clients.
+
+    A server evicts only while clients store, so it is asked when this tier has work, and at most once in
+    `PAUSE_SECONDS`. A transport that cannot tell is never asked, and then there is no such counter.
+    """
+
+    def __init__(self, transport: Transport, clock: Clock, counters: Counter[str]) -> None:
+        self._transport = transport if isinstance(transport, CountsEvictions) else None
+        self._clock = clock
+        self._counters = counters
+        self._seen: int | None = None
+        self._next_at = 0.0
+        self._question: asyncio.Task[None] | None = None
+
+    async def begin(self) -> None:
+        """Take what the server says now as the beginning."""
+        if self._transport is not None:
+            self._counters[EVICTED] = 0
+            await self._count()
+
+    def poll(self) -> None:
+        """Ask in the background, if it is time for that. Call in the loop."""
+        if self._transport is None or self._clock() < self._next_at:
+            return
+        if self._question is None or self._question.done():
+            self._question = asyncio.create_task(self._count())
+
+    async def close(self) -> None:
+        """Give up the answer to a question that is open."""
+        if self._question is not None:
+            self._question.cancel()
+            await asyncio.wait([self._question])
+
+    async def _count(self) -> None:
+        assert self._transport is not None
+        self._next_at = self._clock() + PAUSE_SECONDS
+        with suppress(OSError):  # a server that does not answer shows in the blocks' own errors
+            evicted = await self._transport.evicted()
+            if self._seen is not None:  # fewer than before: it has been started again
+                self._counters[EVICTED] += evicted - self._seen if evicted >= self._seen else evicted
+            self._seen = evicted

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from kvtier.aio.daemon_pool import DaemonPool, PoolClosed
-from kvtier_remote.call_limit import Lateness
+from kvtier_remote.call_limit import CompletionDelay
 
 
 class Connected(Protocol):
@@ -27,7 +27,7 @@ Client = TypeVar("Client", bound=Connected)
 T = TypeVar("T")
 
 
-class Lane(Generic[Client]):
+class ClientThreads(Generic[Client]):
     """`size` threads and as many clients, which `connect` makes on those threads. A client is closed by the thread that
     has it in use when the lane closes, or while no thread has.
 
@@ -43,7 +43,7 @@ class Lane(Generic[Client]):
         size: int,
         connect: Callable[[], Client],
         reconnect: Callable[[], Client] | None = None,
-        lateness: Lateness | None = None,
+        lateness: CompletionDelay | None = None,
     ) -> None:
         self._pool = DaemonPool(name, size)
         self._size = size
@@ -53,14 +53,15 @@ class Lane(Generic[Client]):
         self._lock = threading.Lock()
         self._idle: list[tuple[int, Client | None]] = []
         self._closed = False
-        self._lateness = lateness or Lateness()
+        self._lateness = lateness or CompletionDelay()
 
     async def open(self) -> None:
         """Connect every client. Raises what `connect` raises, once all attempts have ended."""
-        attempts = [self._pool.run(self._make) for _ in range(self._size)]
-        for error in await asyncio.gather(*attempts, return_exceptions=True):
-            if error is not None:
-                raise error
+        attempts = [asyncio.ensure_future(self._pool.run(self._make)) for _ in range(self._size)]
+        await asyncio.wait(attempts)
+        errors = [attempt.exception() for attempt in attempts]
+        for error in filter(None, errors):
+            raise error
 
     def _make(self) -> None:
         self._give_back(self._round, self._connect())
