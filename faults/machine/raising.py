@@ -16,7 +16,7 @@ from typing import Any
 ASKS = ("CALL", "BUILD", "BINARY", "STORE_SUBSCR", "GET_", "FOR_ITER", "MAKE_", "IMPORT", "FORMAT", "LIST_", "DICT_",
         "SET_", "MAP_", "SEND", "COMPARE", "CONTAINS", "UNPACK")  # fmt: skip
 """Beginnings of the names of instructions that may ask for memory, or call what does."""
-RELEASES = ("os.close(", "close(", "close_quietly(", "share_with_children(", "self.api.io_uring_queue_exit(")
+RELEASES = ("os.close(", "close(", "close_quietly(", "share_with_children(", "calls.queue_exit(")
 """Beginnings of lines that only give something back to the system, which takes no memory."""
 
 Place = tuple[str, str, int]

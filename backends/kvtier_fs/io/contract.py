@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
@@ -13,6 +14,14 @@ MAX_BUFFERS = 64
 """Buffers of one request, at most."""
 
 
+def places_of(buffers: Sequence[memoryview]) -> array[int]:
+    """The addresses and lengths of writable buffers in turn: a `struct iovec` of the kernel for each."""
+    words = array("Q")
+    for buffer in buffers:
+        words.extend((ctypes.addressof(ctypes.c_char.from_buffer(buffer)), buffer.nbytes))
+    return words
+
+
 class IOKind(Enum):
     READ = "read"
     WRITE = "write"
@@ -22,9 +31,9 @@ class IORequest:
     """One vectored read or write at an offset of an open file.
 
     `done(request, result)` is called once, on the event loop: bytes moved (0 at a file's end) or a negative errno.
-    Until then the engine holds `buffers`, also when their job no longer waits. `places` are their addresses and lengths
-    in turn, as 64-bit words, for an engine that passes them to the kernel; None where it has to find out. `retries`
-    counts how often an interrupted request was submitted again.
+    Until then the engine holds `buffers`, also when their job no longer waits. `places` are those of the buffers for an
+    engine that passes them to the kernel (see `places_of`); None where it has to make them. `retries` counts how often
+    an interrupted request was submitted again.
     """
 
     __slots__ = ("buffers", "done", "fd", "kind", "length", "offset", "places", "retries")

@@ -1,5 +1,5 @@
-"""System calls the standard library lacks, through the C library: fallocate, renameat2, statfs, statx, io_uring, and
-the attributes of files, by ioctl."""
+"""System calls the standard library lacks, through the C library: fallocate, renameat2, statfs, statx, and the
+attributes of files, by ioctl."""
 
 import ctypes
 import errno
@@ -16,8 +16,6 @@ _STATX_DIOALIGN = 0x2000
 _STATX_BYTES = 256
 _DIO_ALIGNS_AT = 0x98
 _STATFS_BYTES = 256
-_IO_URING_REGISTER = 427
-_REGISTER_IOWQ_MAX_WORKERS = 19
 _NO_SUPPORT = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 _GET_FLAGS, _SET_FLAGS = 0x80086601, 0x40086602
@@ -51,18 +49,6 @@ NETWORK_MAGICS = {
 @cache
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
-
-
-def add_ring_workers(ring_fd: int, count: int) -> None:
-    """Allow `count` more kernel threads for requests that have to wait, on top of what this thread's rings may have.
-
-    All rings of a thread share these threads, a few at first: requests stuck on one disk would take all of them, and
-    those for a healthy disk would wait for ever. Nothing happens where the kernel does not know how (before 5.15).
-    """
-    limits = (ctypes.c_uint * 2)(0, 0)  # zeros: only tell what they are
-    if not _libc().syscall(_IO_URING_REGISTER, ring_fd, _REGISTER_IOWQ_MAX_WORKERS, limits, 2):
-        limits[0], limits[1] = limits[0] + count, 0
-        _libc().syscall(_IO_URING_REGISTER, ring_fd, _REGISTER_IOWQ_MAX_WORKERS, limits, 2)
 
 
 def fallocate(fd: int, offset: int, length: int) -> bool:

@@ -1,16 +1,16 @@
-"""The engine for Linux with io_uring, on the `liburing` package: one ring for each root, watched by the event loop.
+"""The engine for Linux with io_uring, on the library in the `liburing` package: one ring for each root.
 
-Submitting and waiting hold the GIL in that package, so nothing here waits: an eventfd tells the loop that completions
-are there, and each turn of the loop submits some.
+Nothing here waits: an eventfd wakes the event loop when completions are there, and each turn of it submits some.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
-import importlib
+import importlib.util
 import os
 import select
+import struct
 import subprocess
 import sys
 import time
@@ -18,109 +18,156 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from kvtier.aio.eventfd import EventFD
 from kvtier.aio.loop_budget import TimeBudget
 from kvtier.errors import ResourceError, UsageError
-from kvtier_fs.io.contract import IOKind, IORequest
-from kvtier_fs.io.iovec import Vector
+from kvtier_fs.io.contract import IOKind, IORequest, places_of
 from kvtier_fs.io.loop_engine import Ended, LoopEngine
-from kvtier_fs.io.syscalls import add_ring_workers
 
 _SUBMIT_BYTES = 4 << 20
 _PROBE_SECONDS = 1.0
 _CHILD_SECONDS = 10.0
 _RETRY_SECONDS = 0.001
-_NOTHING = (1 << 64) - 1
+
+_ENTRY = struct.Struct("=BBHiQQIIQ24x")
+"""The kernel's `struct io_uring_sqe`: operation, two more, file, offset, address, length, one more, number."""
+_COMPLETION = struct.Struct("=Qi4x")
+"""The kernel's `struct io_uring_cqe`: number, result."""
+_NOP, _READV, _WRITEV = 0, 1, 2
+_NO_NUMBER = (1 << 64) - 1
 """The number of an entry that was made to do nothing."""
+_POINTER, _INT, _UINT = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint
+_CALLS: dict[str, tuple[Any, ...]] = {
+    "queue_init": (_INT, _UINT, _POINTER, _UINT),
+    "queue_exit": (None, _POINTER),
+    "register_eventfd": (_INT, _POINTER, _INT),
+    "register_iowq_max_workers": (_INT, _POINTER, _POINTER),
+    "get_sqe": (_POINTER, _POINTER),
+    "submit": (_INT, _POINTER),
+    "cq_ready": (_UINT, _POINTER),
+    "cq_advance": (None, _POINTER, _UINT),
+}
+"""The functions of liburing that are used: what each returns, then its arguments."""
+
+
+class _RingMemory(ctypes.Structure):
+    """`struct io_uring` of liburing's header, whose fields programs read: here where entries and completions lie."""
+
+    _fields_ = [
+        *(("of_entries", _POINTER * 7), ("entries", _POINTER), ("of_entries_too", _POINTER * 3)),
+        *(("entries_mask", _UINT), ("entries_count", _UINT), ("no_entries", _POINTER)),
+        *(("of_completions", _POINTER * 6), ("completions", _POINTER), ("of_completions_too", _POINTER * 2)),
+        *(("completions_mask", _UINT), ("completions_count", _UINT), ("no_completions", _POINTER)),
+        ("of_ring", _POINTER * 100),  # more than there is: 3
+    ]
+
+
+def _library_path() -> str:
+    """Where the package keeps its library. Raises ResourceError without a package; imports nothing."""
+    found = importlib.util.find_spec("liburing")
+    if found is None or not found.submodule_search_locations:
+        raise ResourceError("the liburing package is not installed")
+    return os.path.join(found.submodule_search_locations[0], "liburing.so")
+
+
+@cache
+def _liburing() -> SimpleNamespace:
+    """The C functions of liburing, which the package's library exports. Raises ResourceError if it does not.
+
+    The package's own Python calls take an `Iovec`, which keeps its buffers for ever and about 190 bytes a request
+    (2026.3.30: it has no traverse and no release). Like those, these hold the GIL: they are shorter than taking it.
+    """
+    try:
+        library = ctypes.PyDLL(_library_path())
+        calls = {name: getattr(library, f"io_uring_{name}") for name in _CALLS}
+    except (OSError, AttributeError) as error:
+        raise ResourceError(f"the liburing package has no C functions ({error})") from error
+    for name, (result, *arguments) in _CALLS.items():
+        calls[name].restype, calls[name].argtypes = result, arguments
+    return SimpleNamespace(**calls)
 
 
 class _Ring:
-    """A ring that signals its completions through an eventfd."""
+    """A ring that signals its completions through an eventfd. Entries and completions are in memory of the kernel."""
 
-    def __init__(self, api: Any, ring: Any) -> None:
-        self.api = api
-        self.ring = ring
-        self.cqe = api.Cqe()
-        self.vectors: list[Vector] = []
+    def __init__(self, depth: int, event: EventFD) -> None:
+        """Raises ResourceError, saying why, where the kernel or the package offers no ring."""
+        self._calls = calls = _liburing()
+        self._memory = memory = _RingMemory()
+        self._at = at = ctypes.addressof(memory)
+        if code := calls.queue_init(depth, at, 0):
+            raise ResourceError(f"the kernel offers no io_uring ({os.strerror(-code)})")
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            if code := calls.register_eventfd(at, event.fd):
+                raise ResourceError(f"io_uring refuses an eventfd ({os.strerror(-code)})")
+            if not depth <= memory.entries_count == memory.entries_mask + 1 <= memory.completions_mask + 1:
+                raise ResourceError("the liburing package lays its rings out in an unknown way")
+            self._entries = _memory(memory.entries, memory.entries_count * _ENTRY.size)
+            self._completions = _memory(memory.completions, memory.completions_count * _COMPLETION.size)
+            self._next_completion = 0
+            self._add_workers(depth)
+            undo.pop_all()
 
-    @staticmethod
-    def open(depth: int, event: EventFD) -> _Ring:
-        """Create a ring. Raises ResourceError, saying why, where the kernel or the package does not offer one."""
-        try:
-            api: Any = importlib.import_module("liburing")
-        except (ImportError, OSError) as error:
-            raise ResourceError(f"the liburing package does not import ({error})") from error
-        ring = api.Ring()
-        try:
-            api.io_uring_queue_init(depth, ring)
-        except OSError as error:
-            raise ResourceError(f"the kernel offers no io_uring ({error.strerror})") from error
-        try:
-            opened = _Ring(api, ring)
-            opened.vectors = [Vector(api.Iovec) for _ in range(depth)]
-            add_ring_workers(ring.ring_fd, depth)
-            api.io_uring_register_eventfd(ring, event.fd)
-        except OSError as error:
-            api.io_uring_queue_exit(ring)
-            raise ResourceError(f"io_uring refuses an eventfd ({error.strerror})") from error
-        except BaseException:
-            api.io_uring_queue_exit(ring)
-            raise
-        return opened
+    def _add_workers(self, count: int) -> None:
+        """Allow `count` more kernel threads for requests that have to wait, beside those of this thread's other rings.
 
-    def vector(self, request: IORequest) -> Vector:
-        """A vector that names a request's buffers, to give back when it has ended."""
-        vector = self.vectors.pop() if self.vectors else Vector(self.api.Iovec)
-        vector.point(request.buffers, request.places)
-        return vector
+        All rings of a thread share these threads, a few at first: requests stuck on one disk would take all of them,
+        and those for a healthy disk would wait for ever. Nothing happens where the kernel cannot do it (before 5.15).
+        """
+        limits = (_UINT * 2)(0, 0)  # zeros: only read what they are
+        at = ctypes.addressof(limits)
+        if not self._calls.register_iowq_max_workers(self._at, at):
+            limits[0], limits[1] = limits[0] + count, 0
+            self._calls.register_iowq_max_workers(self._at, at)
 
-    def prepare(self, request: IORequest, vector: Vector, number: int) -> bool:
-        """Put a request into the ring. False if the ring is full. If it raises, the ring has nothing of the request."""
-        entry = self.api.io_uring_get_sqe(self.ring)
+    def prepare(self, request: IORequest, number: int) -> bool:
+        """Put a request into the ring. False if the ring is full. If it raises, the ring has nothing of the request.
+
+        The kernel reads `request.places`, so the request must live until it ends.
+        """
+        places = request.places = request.places or places_of(request.buffers)
+        address, words = places.buffer_info()
+        operation = _READV if request.kind is IOKind.READ else _WRITEV
+        entry = self._calls.get_sqe(self._at)
         if entry is None:
             return False
+        entries, at = self._entries, entry - self._memory.entries
         try:
-            if request.kind is IOKind.READ:
-                self.api.io_uring_prep_readv(entry, request.fd, vector.iovec, request.offset)
-            else:
-                self.api.io_uring_prep_writev(entry, request.fd, vector.iovec, request.offset)
-            entry.user_data = number
+            _ENTRY.pack_into(entries, at, operation, 0, 0, request.fd, request.offset, address, words >> 1, 0, number)
         except BaseException:
-            self.api.io_uring_prep_nop(entry)
-            entry.user_data = _NOTHING
+            _ENTRY.pack_into(entries, at, _NOP, 0, 0, -1, 0, 0, 0, 0, _NO_NUMBER)
             raise
         return True
 
     def submit(self) -> bool:
-        """Tell the kernel. False if it wants to be asked again later."""
-        try:
-            self.api.io_uring_submit(self.ring)
-        except OSError:
-            return False
-        return True
+        """Hand what was prepared to the kernel. False if it is to be tried again later."""
+        return bool(self._calls.submit(self._at) >= 0)
 
-    def ready(self) -> int:
-        return int(self.api.io_uring_cq_ready(self.ring))
+    def ended(self, most: int) -> list[tuple[int, int]]:
+        """Number and result of requests that ended, again and again until `advance` is called."""
+        first, mask, completions = self._next_completion, self._memory.completions_mask, self._completions
+        numbers = range(first, first + min(most, self._calls.cq_ready(self._at)))
+        read, size = _COMPLETION.unpack_from, _COMPLETION.size
+        return [read(completions, (number & mask) * size) for number in numbers]
 
-    def look(self) -> tuple[int, int]:
-        """The next completion: its number and its result. Only when `ready` says there is one. Call `advance` then."""
-        self.api.io_uring_peek_cqe(self.ring, self.cqe)
-        entry = self.cqe[0]
-        number = int(entry.user_data)
-        try:
-            result = int(entry.res)
-        except OSError as error:
-            result = -(error.errno or 1)
-        return number, result
-
-    def advance(self) -> None:
-        """The completion that was looked at is done with."""
-        self.api.io_uring_cq_advance(self.ring, 1)
+    def advance(self, count: int) -> None:
+        """Give the places of the first `count` completions back to the kernel."""
+        self._next_completion += count
+        self._calls.cq_advance(self._at, count)
 
     def close(self) -> None:
-        self.api.io_uring_queue_exit(self.ring)
+        """Unmap the ring's memory. Nothing else may be called afterwards."""
+        calls = self._calls
+        del self._calls
+        calls.queue_exit(self._at)
+
+
+def _memory(at: int, size: int) -> memoryview:
+    return memoryview((ctypes.c_char * size).from_address(at)).cast("B")
 
 
 def probe_uring() -> str:
@@ -136,7 +183,7 @@ def probe_uring() -> str:
         try:
             opened.callback((event := EventFD()).close)
             opened.callback(os.close, fd := os.memfd_create("kvtier-probe", os.MFD_CLOEXEC))
-            opened.callback((ring := _Ring.open(4, event)).close)
+            opened.callback((ring := _Ring(4, event)).close)
         except OSError as error:
             return f"there is no file to try io_uring out on ({error.strerror})"
         except ResourceError as error:
@@ -148,16 +195,19 @@ def _try_out(ring: _Ring, event: EventFD, fd: int) -> str:
     written, read = memoryview(bytearray(b"kvtier" * 64)), memoryview(bytearray(384))
     for kind, buffer in ((IOKind.WRITE, written), (IOKind.READ, read)):
         request = IORequest(kind, fd, 0, [buffer], lambda request, result: None)
-        kept = ring.vector(request)
-        if not ring.prepare(request, kept, 1) or not ring.submit():
+        if not ring.prepare(request, 1) or not ring.submit():
             return "io_uring takes no request"
         _wait_readable(event.fd)
         event.clear()
-        if not ring.ready() or ring.look() != (1, len(buffer)):
+        ended = ring.ended(1)
+        ring.advance(len(ended))
+        if ended != [(1, len(buffer))]:
             return "io_uring does not complete a request"
-        ring.advance()
-        ring.vectors.append(kept)
     return "" if read == written else "io_uring moves wrong bytes"
+
+
+_TRIAL = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).io_uring_queue_init(1, ctypes.create_string_buffer(1024), 0)"
+"""A program that makes a ring with the library it is given."""
 
 
 @cache
@@ -169,15 +219,16 @@ def _unsafe_package() -> str:
     """
     if _has_avx512():
         return ""
-    code = f"import sys; sys.path[:] = {sys.path!r}; import liburing as l; r = l.Ring(); l.io_uring_queue_init(1, r)"
     try:
         tried = subprocess.run(
-            [sys.executable or "python3", "-I", "-c", code],
+            [sys.executable or "python3", "-I", "-c", _TRIAL, _library_path()],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=_CHILD_SECONDS,
             check=False,
         )
+    except ResourceError as error:
+        return str(error)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         return f"the liburing package could not be tried in a process of its own ({type(error).__name__})"
     return "the liburing package does not run on this processor" if tried.returncode < 0 else ""
@@ -212,7 +263,7 @@ class UringEngine(LoopEngine):
         self.depth = depth
         self._ring: _Ring | None = None
         self._queue: deque[IORequest] = deque()
-        self._kernel: dict[int, tuple[IORequest, Vector]] = {}
+        self._kernel: dict[int, IORequest] = {}
         self._next = 0
         self._kept = False
         self._unsubmitted = False
@@ -222,7 +273,7 @@ class UringEngine(LoopEngine):
         super().open()
         assert self._event is not None
         try:
-            self._ring = _Ring.open(self.depth, self._event)
+            self._ring = _Ring(self.depth, self._event)
         except BaseException:
             self._stop_listening()
             raise
@@ -273,17 +324,15 @@ class UringEngine(LoopEngine):
         batch_bytes = 0
         while self._queue and len(self._kernel) < self.depth and batch_bytes < _SUBMIT_BYTES:
             request, number = self._queue[0], self._next
-            kept = ring.vector(request)
-            self._kernel[number] = (request, kept)  # before the ring has it: the kernel may use its buffers then
+            self._kernel[number] = request  # before the ring has it: the kernel may use its buffers then
             try:
                 self._next += 1
-                taken = ring.prepare(request, kept, number)
+                taken = ring.prepare(request, number)
             except BaseException:
                 del self._kernel[number]
                 raise
             if not taken:
                 del self._kernel[number]
-                ring.vectors.append(kept)
                 return
             self._queue.popleft()
             batch_bytes += request.length
@@ -299,13 +348,12 @@ class UringEngine(LoopEngine):
     def _take(self, most: int) -> list[Ended]:
         ring, ended = self._ring, list[Ended]()
         if ring is not None:
-            for _ in range(min(ring.ready(), most)):
-                number, result = ring.look()
-                held = self._kernel.pop(number, None)
-                ring.advance()
-                if held is not None:
-                    ring.vectors.append(held[1])
-                    ended.append((held[0], result))
+            seen = ring.ended(most)
+            for number, result in seen:
+                request = self._kernel.pop(number, None)
+                if request is not None:
+                    ended.append((request, result))
+            ring.advance(len(seen))
             self._keep(bool(self._kernel))
         return ended
 
