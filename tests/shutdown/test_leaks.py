@@ -21,8 +21,7 @@ from kvtier.stack import EngineStack, TierStack
 from kvtier.types.jobs import GPUGroup, JobKind
 
 WARM_LIVES = 20
-BYTES_PER_LIFE_MAX = {"threads": 500, "io_uring": 20_000}
-"""io_uring: the liburing package never frees a ring's I/O vectors, some 400 bytes each."""
+BYTES_PER_LIFE_MAX = 500
 
 
 async def tier_life(rng: random.Random, root, engine: Engine, io_engine: str) -> None:
@@ -81,7 +80,7 @@ async def check_flat(count: int, seed: int, root, io_engine: str) -> None:
     finally:
         tracemalloc.stop()
     print(f"{count} lives, {(end - start) / count:.0f} bytes each")
-    assert end - start < count * BYTES_PER_LIFE_MAX[io_engine] + 100_000
+    assert end - start < count * BYTES_PER_LIFE_MAX + 100_000
 
 
 @pytest.mark.parametrize("io_engine", IO_ENGINES)
