@@ -5,6 +5,7 @@ stores on a server. It is an entry point of the group `kvtier.inspectors`, named
 that serves imports it. It may be the backend's own class.
 """
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,6 +14,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from kvtier.errors import ConfigError, RootError
 from kvtier.options import TierOptions
 from kvtier.tier.registry import Installed
+
+_TEXT_MAX = 64
 
 
 class Access(StrEnum):
@@ -72,6 +75,20 @@ class Finding(NamedTuple):
     reason: str
     where: str
     repaired: bool = False
+
+
+def leftover(state: BlockState, where: str) -> Finding:
+    """The finding for a block that can no longer be loaded."""
+    return Finding(FindingKind(state.value), state.value, where)
+
+
+def read_manifest(text: str | bytes) -> tuple[str | None, str | None]:
+    """Model and tag of a namespace's manifest, which is for people: None for what is no manifest, never an error."""
+    try:
+        fields = json.loads(text)
+        return str(fields["model"])[:_TEXT_MAX], str(fields["tag"])[:_TEXT_MAX]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None, None
 
 
 class StoredBlock(NamedTuple):
@@ -145,11 +162,11 @@ class StoreAbout:
     identity: str
     slots: int | None
     regions: int
-    region_bytes: int
-    session: int | None
-    clean: bool | None
-    owner: str
-    namespaces: tuple[StoredNamespace, ...]
+    region_bytes: int = 0
+    session: int | None = None
+    clean: bool | None = None
+    owner: str = ""
+    namespaces: tuple[StoredNamespace, ...] = ()
     notes: tuple[str, ...] = ()
     parts: str = "regions"
 

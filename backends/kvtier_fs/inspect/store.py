@@ -1,6 +1,5 @@
 """One store under inspection, whatever its layout: how it is opened, listed, checked, repaired and pruned."""
 
-import json
 import os
 import re
 from abc import ABC, abstractmethod
@@ -22,6 +21,8 @@ from kvtier.tier.inspection import (
     StoreAbout,
     StoredBlock,
     StoredNamespace,
+    leftover,
+    read_manifest,
 )
 from kvtier_fs.format.superblock import FORMAT_VERSION, decode_superblock, foreign_version
 from kvtier_fs.format.tree_records import FILES_VERSION, decode_tree
@@ -31,17 +32,10 @@ from kvtier_fs.roots.sidecar_files import manifest_name
 from kvtier_fs.shared.folder import EPOCHS_NAME, names_in, read_small
 from kvtier_fs.shared.paths import BUCKET_NAME
 
-_LEFTOVERS = {
-    BlockState.OLD: FindingKind.OLD,
-    BlockState.ORPHANED: FindingKind.ORPHANED,
-    BlockState.FOREIGN: FindingKind.FOREIGN,
-}
-"""How a check names blocks that can no longer be loaded."""
 _THREADS = 4
 _AHEAD = 2 * _THREADS
 _NAME_MAX = 64
 _MANIFEST_BYTES_MAX = 256 << 10
-_TEXT_MAX = 64
 _SLAB_NAME = re.compile(r"slab-[0-9]{5,9}")
 
 T = TypeVar("T")
@@ -197,7 +191,7 @@ class StoreInspection(ABC, Generic[F, R]):
         state = one.judged.state
         if fault or state is None:
             return Finding(FindingKind.CORRUPT, fault, self._place_in_words(one), repaired)
-        return Finding(_LEFTOVERS[state], state.value, self._place_in_words(one))
+        return leftover(state, self._place_in_words(one))
 
     def holds_files(self) -> bool:
         """True if the folder holds a root of layout `files`, of whatever version, or damaged.
@@ -219,15 +213,15 @@ class StoreInspection(ABC, Generic[F, R]):
         return any(name == EPOCHS_NAME or BUCKET_NAME.match(name) for name in names)
 
     def with_manifest(self, namespace: StoredNamespace) -> StoredNamespace:
-        """A namespace with what its manifest says. That is for people only, so nothing here ever fails."""
+        """A namespace with what its manifest states, if there is one."""
         try:
             with plain_file(self.folder.fd, manifest_name(namespace.digest)) as fd:
-                fields, written = json.loads(os.pread(fd, _MANIFEST_BYTES_MAX, 0)), os.fstat(fd).st_mtime
-            known = replace(namespace, model=str(fields["model"])[:_TEXT_MAX], tag=str(fields["tag"])[:_TEXT_MAX])
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+                (model, tag), written = read_manifest(os.pread(fd, _MANIFEST_BYTES_MAX, 0)), os.fstat(fd).st_mtime
+        except OSError:
             return namespace
         # Each session writes it. A shared root has no sessions: there it is written once.
-        return known if namespace.session is None else replace(known, opened_at=written)
+        opened_at = written if model is not None and namespace.session is not None else namespace.opened_at
+        return replace(namespace, model=model, tag=tag, opened_at=opened_at)
 
     def _described(self, layout: str, identity: bytes, regions: int, notes: Iterable[str]) -> StoreAbout:
         """What both layouts state of a store that was opened."""
@@ -237,9 +231,6 @@ class StoreInspection(ABC, Generic[F, R]):
             identity=identity.hex(),
             slots=sum(run.slots for part in self._parts() for run in self.runs(part)),
             regions=regions,
-            region_bytes=0,
-            session=None,
-            clean=None,
             owner=self.owner,
             namespaces=self._namespaces(),
             notes=tuple(notes),

@@ -89,12 +89,12 @@ class RootCloser:
             self._counters["close.unclean"] += 1
             return
         try:
-            await root.write_snapshot(queue.side.layout.snapshot_bytes)
-        except Exception as error:
-            _log.info("%s: no snapshot (%s)", root.path, error)
-            self._counters["close.no_snapshot"] += 1
-        try:
+            try:
+                await root.write_snapshot(queue.side.layout.snapshot_bytes)
+            except OSError as error:
+                _log.info("%s: no snapshot (%s)", root.path, error)
+                self._counters["close.no_snapshot"] += 1
             await root.write_superblock(replace(root.superblock, clean=True))
         except Exception as error:  # whatever it is: the folder must be left, or it stays locked
-            _log.info("%s: not marked as closed in order (%s)", root.path, error)
+            _log.info("%s: not closed in order (%s)", root.path, error)
             self._counters["close.unclean"] += 1

@@ -9,23 +9,25 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from kvtier.errors import RootBusyError, RootDamagedError
+from kvtier.errors import GeometryError, ResourceError, RootBusyError, RootDamagedError, RootError
 from kvtier.tier.checksum import SHORT_BYTES
+from kvtier.tier.contract import SlotSpace
 from kvtier.tier.memory_limits import MemoryLimits, SystemLimits
+from kvtier.tier.registry import DryRun
 from kvtier.tier.shared_epoch import fresh_epoch, is_usable
+from kvtier.types.geometry import Geometry
 from kvtier_fs.format.region_header import RegionPlan, manifests_bytes, snapshot_bytes
 from kvtier_fs.format.slot_map import Owner, SlotMap
 from kvtier_fs.format.snapshot import Snapshot, decode_snapshot
 from kvtier_fs.format.superblock import UUID_BYTES, Superblock
 from kvtier_fs.io.contract import IOEngine
 from kvtier_fs.io.probe import DirectProbe
-from kvtier_fs.io.thread_pools import RootPools
 from kvtier_fs.local.folder import SlabFolder
-from kvtier_fs.local.layout import Layout, Session
-from kvtier_fs.local.root import Root
+from kvtier_fs.local.layout import Layout, Session, check_index, lay_out
+from kvtier_fs.local.root import Root, RootPools
 from kvtier_fs.local.shrinking import plan_to_read
 from kvtier_fs.options import FSOptions
-from kvtier_fs.roots import sidecar_files
+from kvtier_fs.roots import disk, sidecar_files
 from kvtier_fs.roots.disk import probe_disk
 
 OWNER_POLL_SECONDS = 0.1
@@ -181,3 +183,56 @@ async def describe(root: Root, session: Session) -> str:
     except OSError as error:
         return f"{root.path}: the readable manifest could not be written ({error.strerror})"
     return ""
+
+
+# -- without opening -------------------------------------------------------------------------------------------------
+
+
+def dry_run(options: FSOptions, geometry: Geometry, probe: bool) -> DryRun:
+    """Space and mode of a tier that is not opened, and what would go wrong, for `kvtier check`.
+
+    Without `probe` it is arithmetic over the options alone. With it each root is probed, briefly and blocking: nothing
+    is created, nothing is written but a nameless file.
+    """
+    problems: list[str] = []
+    notes: list[str] = []
+    roots = []
+    for path in options.roots:
+        root = _unopened(path, options)
+        roots.append(root)
+        if probe:
+            try:
+                notes += _probe(root, options)
+            except RootError as error:
+                problems.append(str(error))
+    space = None
+    try:
+        layout = lay_out(roots, options, geometry)
+        space = SlotSpace(layout.plan.region_bytes, (layout.plan.regions,) * len(roots), layout.slot_bytes)
+        notes += layout.notes
+        if probe:
+            check_index(layout, len(roots), SystemLimits())
+    except (GeometryError, ResourceError) as error:
+        problems.append(str(error))
+    direct = all(root.probe.direct for root in roots) if probe else None
+    return replace(disk.dry_run("slab", options, direct, notes, problems), space=space)
+
+
+def _unopened(path: str, options: FSOptions) -> Root:
+    """A root without a lock, whose threads never start."""
+    folder = SlabFolder(path, options.model_copy(update={"create": False}))
+    return Root(folder, RootPools.of(path, 1), DirectProbe(False))
+
+
+def _probe(root: Root, options: FSOptions) -> list[str]:
+    """Probe one root. Returns notes; raises RootError for what would keep it from opening."""
+    stored, root.probe, notes = disk.dry_probe(root.folder, options, lambda: _read_superblock(root))
+    root.stored = stored
+    return notes
+
+
+def _read_superblock(root: Root) -> Superblock | None:
+    with suppress(FileNotFoundError):
+        if owner := root.folder.live_owner():
+            raise RootBusyError(root.path, owner)
+    return root.folder.known_superblock(root.folder.read_superblock())

@@ -87,7 +87,7 @@ class RootQueue:
     def enqueue(self, share: RootShare) -> None:
         """Take a share of a job on, until `forget`; its blocks begin when there is room, the first before this returns.
 
-        In a queue that has failed they end as failed.
+        In a queue that has failed they end as failed. If it raises, the queue has failed.
         """
         self._shares.add(share)
         if self._io.failed:
@@ -101,7 +101,8 @@ class RootQueue:
             else:
                 self._call_fill()
         except Exception:
-            self._fail_step()
+            self.fail()
+            raise
 
     def end_unknown(self, share: RootShare) -> None:
         """End a share that was never taken on."""
@@ -283,11 +284,8 @@ class RootQueue:
         try:
             step(*args)
         except Exception:
-            self._fail_step()
-
-    def _fail_step(self) -> None:
-        self.fail()
-        _log.exception("%s: a step was left half done", self.root.path)
+            self.fail()
+            _log.exception("%s: a step was left half done", self.root.path)
 
     @property
     def failed(self) -> bool:

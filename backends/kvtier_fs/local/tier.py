@@ -19,7 +19,6 @@ from kvtier_fs.local import layout, opening
 from kvtier_fs.local.block_batches import RootShare, TierSide
 from kvtier_fs.local.closing import RootCloser
 from kvtier_fs.local.directory import recovered
-from kvtier_fs.local.dry_run import dry_run
 from kvtier_fs.local.layout import Session
 from kvtier_fs.local.leftovers import remove_leftovers
 from kvtier_fs.local.opening import Hooks, side_by_side
@@ -60,7 +59,7 @@ class FSBackend(RootTier):
 
     def dry_run(self, geometry: Geometry, probe: bool) -> DryRun:
         """What the tier would be if it were opened now. Probes the roots only if asked to; leaves nothing behind."""
-        return dry_run(self.options, geometry, probe)
+        return opening.dry_run(self.options, geometry, probe)
 
     async def _open(self, context: TierContext, rows: Rows) -> Opened:
         """Take the roots, begin a session in each, rebuild the directory from the headers on disk."""
@@ -238,9 +237,7 @@ class FSBackend(RootTier):
         self._router = None
         timeout = self.options.close_timeout_seconds
         self.counters["close.stuck"] = 0
-        for error in await asyncio.gather(*(self._end(root, timeout) for root in self._ends), return_exceptions=True):
-            if error is not None:
-                raise error
+        await side_by_side(self._end(root, timeout) for root in self._ends)
 
     async def _end(self, root: Root, timeout: float) -> None:
         """Close a root within a time. What is stuck, or raised, is left to the next `close`."""

@@ -12,7 +12,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -233,18 +233,18 @@ class GuardedFolder(ABC):
         with self._guard:
             self._check_not_left()
             fd = self.open_file(LOCK_NAME, os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT)
-            try:
+            with ExitStack() as undo:
+                undo.callback(os.close, fd)
+                undo.callback(share_with_children, fd)
                 keep_from_children(fd)
-                fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+                try:
+                    fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+                except OSError as error:
+                    if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                        return False
+                    raise RootError(self.path, f"the file system cannot lock files ({error.strerror})") from error
                 self._lock_fd, self._lock_pid = fd, os.getpid()
-            except Exception as error:
-                share_with_children(fd)
-                os.close(fd)
-                if not isinstance(error, OSError):
-                    raise
-                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                    return False
-                raise RootError(self.path, f"the file system cannot lock files ({error.strerror})") from error
+                undo.pop_all()
             return True
 
     def keeps_lock(self) -> bool:

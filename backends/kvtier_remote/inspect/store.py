@@ -1,6 +1,5 @@
 """A store on a server for `kvtier fsck`, `ls`, `du` and `gc`: read, repaired and pruned beside its users."""
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -19,14 +18,14 @@ from kvtier.tier.inspection import (
     StoreAbout,
     StoredBlock,
     StoredNamespace,
+    leftover,
+    read_manifest,
 )
 from kvtier_remote.inspect.judge import fault_of
 from kvtier_remote.inspect.listing import About, Listed, Listing
 from kvtier_remote.names import BlockName
 from kvtier_remote.transport import Marker
 
-_LEFTOVERS = {BlockState.OLD: FindingKind.OLD, BlockState.ORPHANED: FindingKind.ORPHANED}
-_TEXT_MAX = 64
 _NANOSECONDS = 1_000_000_000
 _SHARED = "others may store and remove while this is read; what changes meanwhile may be missed, or counted twice"
 
@@ -58,10 +57,6 @@ class RemoteInspection:
             identity="",
             slots=None,
             regions=facts.regions,
-            region_bytes=0,
-            session=None,
-            clean=None,
-            owner="",
             namespaces=self._namespaces(),
             notes=(_SHARED,),
             parts=facts.parts,
@@ -161,7 +156,7 @@ class RemoteInspection:
     def _namespaces(self) -> tuple[StoredNamespace, ...]:
         manifests = self._listing.manifests(self._markers)
         return tuple(
-            StoredNamespace(digest, marker.epoch, None, None, *_described(manifests.get(digest, "")))
+            StoredNamespace(digest, marker.epoch, None, None, *read_manifest(manifests.get(digest, "")))
             for digest, marker in sorted(self._markers.items())
         )
 
@@ -173,16 +168,7 @@ def _is_other_version(one: Listed) -> bool:
 def _leftover(one: Listed, block: StoredBlock | None) -> Finding:
     if block is None:
         return Finding(FindingKind.UNKNOWN_FILE, "name", one.shown)
-    return Finding(_LEFTOVERS[block.state], block.state.value, one.shown)
-
-
-def _described(manifest: str) -> tuple[str | None, str | None]:
-    """Model and tag of a manifest. That is for people only, so nothing here ever fails."""
-    try:
-        fields = json.loads(manifest)
-        return str(fields["model"])[:_TEXT_MAX], str(fields["tag"])[:_TEXT_MAX]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return None, None
+    return leftover(block.state, one.shown)
 
 
 @dataclass(frozen=True, slots=True)
