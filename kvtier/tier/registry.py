@@ -62,7 +62,7 @@ class EmbedsServer(Protocol):
         """
 
 
-def distribution(entry_point: EntryPoint) -> str:
+def _distribution(entry_point: EntryPoint) -> str:
     """Who installed an entry point, for an error."""
     return f"{entry_point.dist.name} {entry_point.dist.version}" if entry_point.dist else "an unnamed distribution"
 
@@ -78,14 +78,19 @@ class Installed(ABC, Generic[T]):
 
     GROUP: ClassVar[str]
     KIND: ClassVar[str]
+    OPTION: ClassVar[str] = ""
+    """The option that names one, for errors."""
 
     def __init__(self, points: Iterable[EntryPoint]) -> None:
         self._points = tuple(points)
 
     @classmethod
     def find(cls) -> Self:
-        """The backends of this environment. The search reads the metadata of every installed distribution and takes
-        longer than opening a small stack. It is repeated only after `sys.path` has changed."""
+        """The objects of this environment.
+
+        The search reads the metadata of every installed distribution and takes longer than opening a small stack. It is
+        repeated only after `sys.path` has changed.
+        """
         return cls(_installed(cls.GROUP, tuple(sys.path)))
 
     @property
@@ -102,24 +107,28 @@ class Installed(ABC, Generic[T]):
         points = [point for point in self._points if point.name == name]
         if not points:
             known = ", ".join(self.names) or "none is installed"
-            raise ConfigError(f"no {self.KIND} is called {name!r}{suggest(name, self.names)} (known: {known})")
+            raise ConfigError(
+                f"no {self.KIND} is called {name!r}{suggest(name, self.names)} (known: {known})", self.OPTION
+            )
         if len(points) > 1:
-            owners = " and ".join(sorted(map(distribution, points)))
-            raise ConfigError(f"the {self.KIND} {name!r} is claimed by {owners}; uninstall all but one")
+            owners = " and ".join(sorted(map(_distribution, points)))
+            raise ConfigError(f"the {self.KIND} {name!r} is claimed by {owners}; uninstall all but one", self.OPTION)
         return self._load(points[0])
 
     def _load(self, point: EntryPoint) -> T:
-        # The version is read from a file, so the owner is named in errors alone.
         try:
             loaded: T = point.load()
         except Exception as error:
             # Foreign code runs at import and may raise anything; whatever it is, the distribution is what to mend.
-            owner, reason = f"the {self.KIND} {point.name!r} of {distribution(point)}", " ".join(str(error).split())
-            raise ConfigError(f"{owner} cannot be loaded: {type(error).__name__}: {reason}; reinstall it") from error
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise ConfigError(f"{self._owner(point)} cannot be loaded: {reason}; reinstall it", self.OPTION) from error
         if fault := self._contract_fault(loaded):
-            owner = f"the {self.KIND} {point.name!r} of {distribution(point)}"
-            raise ConfigError(f"{owner} does not keep the contract: {point.value} {fault}")
+            raise ConfigError(f"{self._owner(point)} does not keep the contract: {point.value} {fault}", self.OPTION)
         return loaded
+
+    def _owner(self, point: EntryPoint) -> str:
+        """The object in an error. The version is read from a file, so this is for errors alone."""
+        return f"the {self.KIND} {point.name!r} of {_distribution(point)}"
 
     @staticmethod
     @abstractmethod

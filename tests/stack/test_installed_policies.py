@@ -16,7 +16,7 @@ from kvtier.config import open_engine_stack, parse_stack
 from kvtier.errors import ConfigError
 from kvtier.policy import ARC, POLICIES, RequestPolicy
 from kvtier.stack import EngineStack
-from kvtier.stack.learned.installed_policies import GROUP, find_policy
+from kvtier.stack.learned.installed_policies import Policies, find_policy
 from kvtier.types.geometry import KVLayout
 from kvtier.types.keys import OffloadKey, RequestId, make_key
 
@@ -31,7 +31,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 
     def add(points: dict[str, str]) -> None:
         site = tmp_path / f"site{next(numbers)}"
-        add_distribution(site, f"{site.name}-policies", points, group=GROUP)
+        add_distribution(site, f"{site.name}-policies", points, group=Policies.GROUP)
         monkeypatch.setattr(sys, "path", [str(site), *sys.path])
 
     return add

@@ -54,7 +54,7 @@ _CALLS: dict[str, tuple[Any, ...]] = {
 
 
 class _RingMemory(ctypes.Structure):
-    """`struct io_uring` of liburing's header, whose fields programs read: here where entries and completions lie."""
+    """`struct io_uring` of liburing's header, whose fields programs read: where entries and completions lie."""
 
     _fields_ = [
         *(("of_entries", _POINTER * 7), ("entries", _POINTER), ("of_entries_too", _POINTER * 3)),
