@@ -60,7 +60,7 @@ class SharedFSBackend(RootTier):
         super().__init__(options)
         self._hooks = hooks or FilesHooks()
         self._root: SharedRoot | None = None
-        self._background: set[asyncio.Task[None]] = set()
+        self._background: dict[asyncio.Task[None], None] = {}  # in the order they began, as they are cancelled
         self._moving: dict[asyncio.Task[None], Block] = {}
         self._steps: BlockSteps
         self._rows: Rows
@@ -120,12 +120,12 @@ class SharedFSBackend(RootTier):
 
     def _in_background(self, work: Callable[[], Coroutine[None, None, None]]) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.create_task(work())
-        self._background.add(task)
+        self._background[task] = None
         task.add_done_callback(self._on_background_end)
         return task
 
     def _on_background_end(self, ended: asyncio.Task[None]) -> None:
-        self._background.discard(ended)
+        self._background.pop(ended, None)
         if not ended.cancelled() and (error := ended.exception()) is not None:
             _log.error("%s: work in the background ended", self.options.root, exc_info=error)
             self.counters["defect"] += 1
