@@ -27,8 +27,8 @@ WARM_LIVES = 12
 JOBS_FOR_AN_OPEN = 100
 JOBS_AT_ONCE = 1000
 TASKS = 8
-BYTES_PER_LIFE_MAX = {"threads": 4_000, "io_uring": 40_000}
-"""Growth of resident memory, the median of batches. io_uring: the liburing package frees no I/O vector of a ring."""
+BYTES_PER_LIFE_MAX = 4_000
+"""Growth of resident memory, the median of batches."""
 BYTES_PER_JOB_MAX = 16
 FAULTS = (
     (0.01, IOFault(IOFaultKind.ERROR)),
@@ -102,8 +102,8 @@ async def opens(budget: Any, tally: Any) -> None:
         tally.notes[f"resident growth of a life, p50 bytes, {engine}"] = per_life
         tally.notes[f"resident growth in all, KiB, {engine}"] = grown.total >> 10
         if grown.batches >= 10:
-            tally.leaks += per_life > BYTES_PER_LIFE_MAX[engine]
-            tally.expect(per_life <= BYTES_PER_LIFE_MAX[engine], f"a life over {engine} costs {per_life} bytes")
+            tally.leaks += per_life > BYTES_PER_LIFE_MAX
+            tally.expect(per_life <= BYTES_PER_LIFE_MAX, f"a life over {engine} costs {per_life} bytes")
 
 
 async def jobs(budget: Any, tally: Any) -> None:
