@@ -20,17 +20,9 @@ from math import inf
 from typing import ClassVar
 
 from kvtier.policy.base import RequestModel, RequestPolicy
-from kvtier.policy.reuse.lru_guard import Use
 from kvtier.policy.reuse.order import Entry, EvictionOrder
 from kvtier.policy.reuse.pending_blocks import PendingBlocks, PendingRun
-from kvtier.policy.reuse.prediction.classes import (
-    OUTPUT_LEVELS,
-    USES_MAX,
-    class_of,
-    first_use_of,
-    new_level,
-    output_level,
-)
+from kvtier.policy.reuse.prediction.classes import class_of, first_use_of, new_level, output_level
 from kvtier.policy.reuse.prediction.model import ReuseModel
 from kvtier.policy.reuse.prediction.segments import NONE
 from kvtier.policy.reuse.tree import LONE, UNTRACKED, TierTree
@@ -140,7 +132,8 @@ class Reuse(RequestPolicy):
         for group in range(self._groups):
             use = self._open.pop((request_id, group), None)
             if use is not None and output_tokens is not None:
-                self._learn_output(use, output_tokens)
+                for seg in self._tree.segments.set_output(use.path, use.time, output_level(output_tokens)):
+                    self._order.offer(seg)
 
     def advance(self, time: float) -> None:
         pass
@@ -167,26 +160,13 @@ class Reuse(RequestPolicy):
 
     def _use(self, path: Sequence[int], level: int) -> float:
         """Use these segments now. Returns the gap since the last use of the deepest, negative if there is none."""
-        segments, model, gap, above, last = self._tree.segments, self._model, -1.0, NONE, NONE
-        touched, uses, kind, counts, now = (
-            segments.touched, segments.uses, segments.kind, segments.counts, model.now,
-        )  # fmt: skip
-        found_uses, lengths, held, offer = list[Use](), segments.length, segments.held, self._order.offer
+        segments, order, now = self._tree.segments, self._order, self._model.now
+        kind, touched, lengths, held = segments.kind, segments.touched, segments.length, segments.held
+        uses = [(kind[seg], now - touched[seg], lengths[seg], held[seg]) for seg in path]
+        gap = segments.use(path, level, now, self._model.count_ended)
         for seg in path:
-            gap = now - touched[seg]
-            found_uses.append((kind[seg], gap, lengths[seg], held[seg]))
-            model.count_ended(segments, seg, gap)
-            count = uses[seg]
-            if count < USES_MAX:
-                count = uses[seg] = count + 1
-            found = kind[seg] = class_of(count, gap, level)
-            touched[seg] = now
-            counts[seg] = 1
-            if found == last:
-                counts[above] = 0
-            above, last = seg, found
-            offer(seg)
-        self._order.guard.on_use(found_uses)
+            order.offer(seg)
+        order.guard.on_use(uses)
         return gap
 
     def _expect(self, path: Sequence[int], keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
@@ -205,13 +185,6 @@ class Reuse(RequestPolicy):
                         self._pending.add(seg, position, keys[position:upto])
                     position = upto
             parent, position = seg, end
-
-    def _learn_output(self, use: OpenUse, output_tokens: int) -> None:
-        level, segments = output_level(output_tokens), self._tree.segments
-        for seg in use.path:
-            if segments.touched[seg] == use.time and not segments.kind[seg] % OUTPUT_LEVELS:
-                segments.kind[seg] += level
-                self._order.offer(seg)
 
     # -- slots ---------------------------------------------------------------------------------------------------
 

@@ -10,14 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvtier.policy.reuse.prediction.classes import (
-    OUTPUT_LEVELS,
-    USES_MAX,
-    class_of,
-    first_use_of,
-    new_level,
-    output_level,
-)
+from kvtier.policy.reuse.prediction.classes import class_of, first_use_of, new_level, output_level
 from kvtier.policy.reuse.prediction.segments import NONE, Segments
 from kvtier.types.keys import GroupIndex, OffloadKey, RequestId
 
@@ -76,7 +69,7 @@ class Prompts:
         segs, ends = self._walk(keys)
         known = ends[-1] if ends else 0
         level = new_level(len(keys) - known)
-        gap = self._use(segs, level, now)
+        gap = self.segments.use(segs, level, now, self._ended)
         if known < len(keys):
             segs.append(self._add(known, keys[known:], class_of(1, gap, level), now))
             ends.append(len(keys))
@@ -110,14 +103,10 @@ class Prompts:
 
     def end_request(self, name: RequestId, output_tokens: int | None) -> None:
         """End a request, with its tokens of output unless None."""
-        prompts, segments = self._open.pop(name, []), self.segments
-        if output_tokens is None:
-            return
-        level = output_level(output_tokens)
-        for prompt in prompts:
-            for seg in prompt.segs:
-                if segments.touched[seg] == prompt.time and not segments.kind[seg] % OUTPUT_LEVELS:
-                    segments.kind[seg] += level
+        prompts = self._open.pop(name, [])
+        if output_tokens is not None:
+            for prompt in prompts:
+                self.segments.set_output(prompt.segs, prompt.time, output_level(output_tokens))
 
     def find(self, key: OffloadKey) -> tuple[Prompt, int] | None:
         """The latest prompt that has this block, and the block's position in it; None if it was too long ago."""
@@ -160,21 +149,6 @@ class Prompts:
             if found is None or seg not in found[0].segs[bisect_right(found[0].ends, found[1]) :][:1]:
                 return max(1, count)
         return len(keys)
-
-    def _use(self, segs: Sequence[int], level: int, now: float) -> float:
-        """Use these segments now. Returns the gap since the last use of the deepest, negative if there is none."""
-        segments, gap, above = self.segments, -1.0, NONE
-        for seg in segs:
-            gap = now - segments.touched[seg]
-            self._ended(segments, seg, gap)
-            uses = segments.uses[seg] = min(USES_MAX, segments.uses[seg] + 1)
-            kind = segments.kind[seg] = class_of(uses, gap, level)
-            segments.touched[seg] = now
-            segments.counts[seg] = 1
-            if above != NONE and kind == segments.kind[above]:
-                segments.counts[above] = 0
-            above = seg
-        return gap
 
     def _add(self, first: int, keys: Sequence[OffloadKey], kind: int, now: float) -> int:
         segments = self.segments

@@ -9,13 +9,13 @@ ghosts after them, or their id is needed.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-from kvtier.policy.reuse.prediction.classes import LEFT
+from kvtier.policy.reuse.prediction.classes import LEFT, OUTPUT_LEVELS, USES_MAX, class_of
 from kvtier.policy.slot_lists import SlotLists
 from kvtier.types.arrays import IntArray
 from kvtier.types.keys import OffloadKey
@@ -65,6 +65,40 @@ class Segments:
         used = np.flatnonzero((lengths > 0) & (np.frombuffer(self.counts, np.uint8, self.used) > 0))
         kinds = np.frombuffer(self.kind, np.uint16, self.used)[used].astype(np.int64)
         return kinds, now - np.frombuffer(self.touched, np.float64, self.used)[used]
+
+    # -- uses ----------------------------------------------------------------------------------------------------
+
+    def use(
+        self, path: Sequence[int], level: int, now: float, count_ended: Callable[[Segments, int, float], None]
+    ) -> float:
+        """Use these segments, from the root on. Returns the gap since the last use of the deepest, -1 if there is none.
+
+        `level`: that of the new blocks of the request. `count_ended` is called for each life that ends here.
+        """
+        touched, uses, kind, counts = self.touched, self.uses, self.kind, self.counts
+        gap, above, last = -1.0, NONE, NONE
+        for seg in path:
+            gap = now - touched[seg]
+            count_ended(self, seg, gap)
+            count = uses[seg]
+            if count < USES_MAX:
+                count = uses[seg] = count + 1
+            found = kind[seg] = class_of(count, gap, level)
+            touched[seg] = now
+            counts[seg] = 1
+            if found == last:
+                counts[above] = 0
+            above, last = seg, found
+        return gap
+
+    def set_output(self, path: Sequence[int], time: float, level: int) -> list[int]:
+        """Set the level of output of the request that used these segments then; returns those that changed."""
+        changed = list[int]()
+        for seg in path:
+            if self.touched[seg] == time and not self.kind[seg] % OUTPUT_LEVELS:
+                self.kind[seg] += level
+                changed.append(seg)
+        return changed
 
     # -- by fingerprint ------------------------------------------------------------------------------------------
 
