@@ -14,6 +14,7 @@ from pathlib import Path
 
 from . import attacks
 from .attack import Attack, Tally
+from .machine import warm
 
 PROJECT = Path(__file__).parents[1]
 LONG_IS_TIMES = 100
@@ -55,7 +56,7 @@ def run(attack: Attack, count: int, seed: int, folder: Path | None, *, long: boo
         work.mkdir()
         command = [sys.executable, "-m", "faults.one", attack.name, str(count), str(seed), str(work), str(answer)]
         try:
-            done = subprocess.run(
+            done = warm.run(
                 [*command, *(["--long"] if long else [])],
                 cwd=PROJECT, timeout=limit, check=False, capture_output=True, text=True,
             )  # fmt: skip

@@ -12,7 +12,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -36,6 +35,7 @@ from kvtier_fs.shared.leases import Leases, this_process
 from simulator.records import Lie, Record, lies
 
 from ..attack import Budget, Tally
+from ..machine import warm
 from .records import files_records, slab_records
 from .stored import LAYOUTS, held
 from .watched import TookLong, Watch, contained, open_below, peak, peak_reset
@@ -196,7 +196,7 @@ class Liar:
         arguments = rng.choice(TOOLS)
         with self.step(f"CLI {arguments[0]}", CLI_SECONDS):
             command = [sys.executable, "-c", _CLI, *map(str, self._command(arguments))]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            done = warm.run(command, capture_output=True, text=True, check=False)
             if done.returncode not in (0, 1, 2) or "Traceback" in done.stderr:
                 self.wrong(f"status {done.returncode}: {done.stderr[-400:]}")
         self.tally.notes["runs of the command line"] += 1

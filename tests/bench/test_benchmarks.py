@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support_counts import count
 from support_paths import PROJECT
 from support_servers import needs_server
 
+from faults.machine import warm
 from faults.remote.objects import without_ceph
 from faults.remote.pool import without_mooncake
 from kvtier_gpu.engines import native_copy
@@ -25,7 +26,13 @@ NEEDS = {
     "remote_pool": (without_mooncake, "Mooncake", (pytest.mark.remote, pytest.mark.mooncake)),
 }
 """Benchmarks that need a server that pip does not bring: what says why it is absent, its name, its marks."""
-BENCHMARKS = [pytest.param(name, marks=NEEDS[name][2] if name in NEEDS else ()) for name in NAMES]
+QUICK = ("fs", "lookup", "path")
+"""Benchmarks that run in a quick run too."""
+BENCHMARKS = [
+    pytest.param(name, marks=(pytest.mark.full, *(NEEDS[name][2] if name in NEEDS else ())))
+    for name in NAMES
+    if name in QUICK or count(1, 0)
+]
 Record = dict[str, Any]
 CALLS_MAX = {
     "store to disk": 461,
@@ -48,7 +55,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Record]:
         if name not in records:
             file = tmp_path_factory.mktemp(name) / "record.json"
             command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--json", str(file)]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+            done = warm.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
             assert done.returncode == 0, done.stdout + done.stderr
             records[name] = json.loads(file.read_text())
         return records[name]
@@ -72,7 +79,7 @@ def test_a_benchmark_runs_at_a_toy_size_and_leaves_a_record(name: str, record: C
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_benchmark_without_a_toy_size_says_how_it_is_used(name: str) -> None:
     command = [sys.executable, "-m", f"benchmarks.{name}", "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = warm.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"python -m benchmarks.{name}" in SOURCES[name]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 from support_paths import PROJECT
 
+from faults.machine import warm
 from kvtier.config import StackOptions, build_tiers, load_stack, parse_stack
 from kvtier.config.layout import read_layout
 from kvtier.config.plan import plan_stack
@@ -60,7 +60,7 @@ def test_the_examples_shown_in_the_documentation_run(tmp_path: Path) -> None:
     for text in (block for document in runnable for block in blocks(document, "python")):
         script.write_text(text)
         command = [sys.executable, "-W", "error", script]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        done = warm.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, text + done.stdout + done.stderr
 
 

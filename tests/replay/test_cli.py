@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 from support_replay import run
 
+from faults.machine import warm
 from kvtier.cli import main
 from kvtier.stack import TierStack
 from kvtier.tools.replay.run import Replay
@@ -209,7 +210,7 @@ def test_an_interrupted_run_leaves_nothing_behind(tmp_path: Path, temporary_fold
     script = f"{heed}; from kvtier.cli import main; main()"
     args = [sys.executable, "-c", script, "replay", "--requests", "4000"]
     environment = {**os.environ, "TMPDIR": str(temporary_folder)}
-    with subprocess.Popen(args, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with warm.Popen(args, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         while process.poll() is None and not list(temporary_folder.glob("*/fs/slab*")):
             pass
         process.send_signal(sent)

@@ -15,6 +15,8 @@ from click.testing import Result
 from support_paths import PROJECT
 from support_replay import run
 
+from faults.machine import warm
+
 EXAMPLE = str(PROJECT / "configs" / "valkey.yaml")
 FLEET = str(PROJECT / "configs" / "gpu-cpu-fs-valkey-s3.yaml")
 pytestmark = pytest.mark.usefixtures("temporary_folder")
@@ -99,7 +101,7 @@ def test_the_server_ends_with_the_replay_however_that_ends(temporary_folder: Pat
     args = [sys.executable, "-c", script, "replay", EXAMPLE, "--server", "embedded", "--requests", "4000"]
     environment = {**os.environ, "TMPDIR": str(temporary_folder)}
     silent = subprocess.DEVNULL
-    with subprocess.Popen(args, env=environment, stdout=silent, stderr=silent) as process:
+    with warm.Popen(args, env=environment, stdout=silent, stderr=silent) as process:
         while not list(temporary_folder.glob("*/fs/slab*")):  # opened after the server has answered
             assert process.poll() is None
         servers = children(process.pid)

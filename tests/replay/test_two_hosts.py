@@ -10,6 +10,8 @@ from typing import Any
 
 from support_valkey import Server, valkey_server
 
+from faults.machine import warm
+
 SIZES = ("--block-bytes", "4KiB", "--requests", "60", "--cpu-blocks", "100", "--fs-blocks", "200")
 RUN_SECONDS = 240
 
@@ -30,7 +32,7 @@ class Host:
         )
         command = [sys.executable, "-c", "from kvtier.cli import main; main()", "replay", str(stack), *SIZES]
         piped = subprocess.PIPE
-        self._process = subprocess.Popen([*command, "--json", self._figures], stdout=piped, stderr=piped, text=True)
+        self._process = warm.Popen([*command, "--json", self._figures], stdout=piped, stderr=piped, text=True)
 
     def figures(self) -> dict[str, Any]:
         """What the replay reports. Every byte that it loaded was right."""

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from support_freezing_disk import FROZEN_FILE
 from support_paths import PROJECT, SUPPORT
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvtier_remote.valkey.embedded import free_ports
 
@@ -45,6 +44,8 @@ FLAGS = (
 
 def make_model(folder: Path, vocab_size: int = 1024) -> Path:
     """A small Llama with random weights, the same each time."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # here, because it takes seconds
+
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocab_size, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,10 +15,8 @@ TRIES = 10
 
 
 @pytest.fixture(scope="module")
-def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
-    server = Lives(tmp_path_factory.mktemp("lives"))
-    yield server
-    server.close()
+def lives(tmp_path_factory: pytest.TempPathFactory) -> Lives:
+    return Lives(tmp_path_factory.mktemp("lives"))
 
 
 @pytest.mark.parametrize("io_engine", IO_ENGINES)

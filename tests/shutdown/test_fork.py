@@ -25,10 +25,8 @@ from kvtier_fs.local.folder import SlabFolder
 
 
 @pytest.fixture(scope="module")
-def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
-    server = Lives(tmp_path_factory.mktemp("lives"))
-    yield server
-    server.close()
+def lives(tmp_path_factory: pytest.TempPathFactory) -> Lives:
+    return Lives(tmp_path_factory.mktemp("lives"))
 
 
 USES = {

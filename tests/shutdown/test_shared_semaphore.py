@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import mmap
 import signal
-import subprocess
 import sys
 import threading
 
 import numpy as np
 import pytest
 
+from faults.machine import warm
 from kvtier.aio.shared_semaphore import SEMAPHORE_BYTES, SharedSemaphore
 
 ANSWERS = """
@@ -34,7 +34,7 @@ def test_questions_to_another_process_are_answered_one_by_one(tmp_path):
     with place.open("r+b") as file:
         memory = np.frombuffer(mmap.mmap(file.fileno(), mmap.PAGESIZE), np.uint8)
     asked, answered = SharedSemaphore(memory[:SEMAPHORE_BYTES]), SharedSemaphore(memory[64:96], new=True)
-    with subprocess.Popen([sys.executable, "-c", ANSWERS, str(place)]) as other:
+    with warm.Popen([sys.executable, "-c", ANSWERS, str(place)]) as other:
         answered.wait()
         for number in range(100):
             asked.post()

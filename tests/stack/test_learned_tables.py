@@ -18,6 +18,7 @@ import torch
 from click.testing import CliRunner
 from support_logs import complaints
 
+from faults.machine import warm
 from kvtier.cli import main
 from kvtier.config import open_engine_stack, open_stack, parse_stack
 from kvtier.config.model import StackConfig
@@ -138,7 +139,7 @@ def test_a_killed_process_leaves_the_tables_that_it_saved_last(tmp_path: Path) -
     command = [sys.executable, "-c", LIVES_ON, str(root)]
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     path_saved = model_path(root, "reuse")
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}) as child:
+    with warm.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}) as child:
         try:
             assert child.stdout is not None
             assert child.stdout.readline() == b"served\n"

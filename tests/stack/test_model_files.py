@@ -19,6 +19,7 @@ from support_following import FollowingLRU, Notes
 from support_logs import complaints
 from support_paths import SUPPORT
 
+from faults.machine import warm
 from kvtier.cli import main
 from kvtier.config import open_engine_stack, open_stack, parse_stack
 from kvtier.config.model import StackConfig
@@ -220,7 +221,7 @@ def test_a_process_that_is_killed_leaves_the_old_file_or_the_new_one(tmp_path: P
     write(tmp_path, "notes", b"0 " * 200_000)
     for _ in range(5):
         command = [sys.executable, "-c", WRITES_FOREVER, str(tmp_path)]
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=SUPPORT)
+        child = warm.Popen(command, stdout=subprocess.PIPE, cwd=SUPPORT)
         assert child.stdout is not None
         child.stdout.readline()
         seen = model_path(tmp_path, "notes").stat().st_mtime_ns

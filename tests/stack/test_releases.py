@@ -15,6 +15,8 @@ import pytest
 from support_paths import SUPPORT
 from support_valkey import Server, stack_tier, valkey_server
 
+from faults.machine import warm
+
 BEFORE = "31f3a23"
 ROOT = SUPPORT.parent.parent
 
@@ -47,7 +49,8 @@ class Process:
     def __init__(self, tree: Path, stack_file: str) -> None:
         self.tree = tree
         environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(tree), str(tree / "backends")))}
-        self.child = subprocess.Popen(
+        start = warm.Popen if tree == ROOT else subprocess.Popen
+        self.child = start(
             [sys.executable, SUPPORT / "support_release_host.py"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

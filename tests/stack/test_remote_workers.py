@@ -20,6 +20,7 @@ from support_gpu import MmapRows, context, job, make_worker, naive_copy, naive_w
 from support_gpu_worker import NUM_BLOCKS, TWO_WORKERS
 from support_paths import SUPPORT
 
+from faults.machine import warm
 from kvtier.errors import ConfigError, KVTierError, ResourceError, UsageError
 from kvtier.stack.workers import protocol
 from kvtier.stack.workers.remote_worker import WorkerLink, WorkerLinkOptions, serve_worker
@@ -130,7 +131,7 @@ def worker_processes(file: int) -> AsyncIterator[list[tuple[WorkerLink, subproce
     for index in range(TWO_WORKERS.world_size):
         link, far = linked(index)
         command = [sys.executable, str(WORKER), str(far.fileno()), str(file), str(index), str(NUM_ROWS)]
-        started.append((link, subprocess.Popen(command, pass_fds=(far.fileno(), file))))
+        started.append((link, warm.Popen(command, pass_fds=(far.fileno(), file))))
         far.close()
     try:
         yield started

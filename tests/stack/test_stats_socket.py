@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 from support_stack import PLAIN, Engine, fs, keys, parts_of, stack_file, store, until, whole
 
+from faults.machine import warm
 from kvtier.errors import ResourceError
 from kvtier.stack import EngineStack, StackParts, StackStats, TierStack, TierStats
 from kvtier.stack.watching import socket_file as files
@@ -206,7 +207,7 @@ async def test_a_stack_that_is_gone_answers_nothing(path: str) -> None:
 
 def test_the_socket_of_a_killed_process_is_replaced_although_a_child_of_it_lives(path: str) -> None:
     command = [sys.executable, "-c", OTHER_PROCESS, path]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+    with warm.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"closed in the child\n"
         with pytest.raises(ResourceError, match="is the socket of another stack that runs"):

@@ -183,17 +183,14 @@ def asyncio_cancel(budget: Any, tally: Any) -> Any:
 
 def _loops_closed(budget: Any, tally: Any, count: int) -> None:
     lives = Lives(budget.folder)
-    try:
-        for number in range(count):
-            root = budget.folder / f"loop-{number}"
-            ended = lives.live("loop_closed", root, "threads", "exit")
-            tally.hangs += ended.status is None
-            tally.expect(ended.status == 3, f"a loop was closed under transfers: {ended}")
-            tally.notes["transfers under way when the loop closed"] += ended.said[0]["running"] if ended.said else 0
-            tally.notes["blocks compared"] += asyncio.run(_reopened(tally, root))
-            tally.iterations += 1
-    finally:
-        lives.close()
+    for number in range(count):
+        root = budget.folder / f"loop-{number}"
+        ended = lives.live("loop_closed", root, "threads", "exit")
+        tally.hangs += ended.status is None
+        tally.expect(ended.status == 3, f"a loop was closed under transfers: {ended}")
+        tally.notes["transfers under way when the loop closed"] += ended.said[0]["running"] if ended.said else 0
+        tally.notes["blocks compared"] += asyncio.run(_reopened(tally, root))
+        tally.iterations += 1
 
 
 async def _reopened(tally: Any, root: Path) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 from support_files import FilesTier, open_files, options
 from support_fs import keys
 
+from faults.machine import warm
 from kvtier.types.jobs import LOADED, MISSING, PRESENT, STORED, DropReason, dropped
 
 CAPACITY = 6 << 20
@@ -93,7 +94,7 @@ class ForkServer:
     def __init__(self, root: Path) -> None:
         command = [sys.executable, __file__, "fork", str(root)]
         self.child = 0
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = warm.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def start(self, argument: object) -> int:
         """A new process that works on an argument. Returns its pid once it has submitted I/O."""

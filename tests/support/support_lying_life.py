@@ -9,12 +9,13 @@ import asyncio
 import json
 import os
 import resource
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from faults.machine import warm
 
 CALLS_SECONDS = 1.0
 """`request_timeout_seconds` of these tiers; a job has four times as much, an opening forty times."""
@@ -41,7 +42,7 @@ def life_over(options: Any) -> Ended:
     }
     from support_lying_http import KEYS
 
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, __file__, json.dumps(given)],
         capture_output=True,
         text=True,

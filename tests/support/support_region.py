@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from faults.machine import warm
 from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier_cpu import RegionSpec, Sharing
 
@@ -43,7 +44,7 @@ class Peer:
     """A process that opens regions on request. `ask` sends one request, `answer` waits for its reply."""
 
     def __init__(self) -> None:
-        self.process = subprocess.Popen([sys.executable, str(PEER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.process = warm.Popen([sys.executable, str(PEER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def ask(self, do: str, **request: Any) -> Peer:
         assert self.process.stdin is not None

@@ -17,6 +17,7 @@ from support_paths import PROJECT
 from support_shutdown_lives import BLOCKS, LAYOUT, NAMES, parts
 from support_stack import Engine, until, whole
 
+from faults.machine import warm
 from kvtier.stack import TierStack
 from kvtier.types.jobs import JobKind
 from kvtier_fs.io.uring import probe_uring
@@ -40,37 +41,33 @@ class Ended:
 
 
 class Lives:
-    """A fork server: every life is a fresh process that opened nothing yet, and ends as real ones do."""
+    """Lives, each in a fresh process that opened nothing yet and ends as real ones do."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._count = 0
         self._names = folder / "names"
         self._names.touch()
-        self._server = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("support_shutdown_lives.py")), str(self._names)],
-            env=os.environ | {"PYTHONPATH": str(PROJECT)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
 
     def begin(self, life: str, root: Path, io_engine: str = "threads", how: str = "", seconds: float = 60.0) -> Path:
         """Start a life; returns the file that its words go to."""
         self._count += 1
+        script = Path(__file__).with_name("support_shutdown_lives.py")
+        command = [sys.executable, script, self._names, life, root, io_engine, how]
         out, err = (self._folder / f"{self._count}.{name}" for name in ("out", "err"))
-        out.touch()
-        err.touch()
-        request = {"life": life, "root": str(root), "io_engine": io_engine, "how": how, "seconds": seconds}
-        assert self._server.stdin is not None
-        self._server.stdin.write(json.dumps(request | {"out": str(out), "err": str(err)}) + "\n")
-        self._server.stdin.flush()
+        with out.open("w") as stdout, err.open("w") as stderr:
+            self._process = warm.Popen(command, whole_end=True, cwd=PROJECT, stdout=stdout, stderr=stderr)
+        self._seconds = seconds
         return out
 
     def end(self) -> Ended:
         """Wait for the life that was begun."""
-        assert self._server.stdout is not None
-        status = json.loads(self._server.stdout.readline())["status"]
+        status: int | None = None
+        try:
+            status = self._process.wait(self._seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         out, err = (self._folder / f"{self._count}.{name}" for name in ("out", "err"))
         return Ended(status, words(out), err.read_text())
 
@@ -82,9 +79,6 @@ class Lives:
     def names_left(self) -> list[str]:
         """The names in shared memory that a life has made, and that exist now."""
         return [name for name in self._names.read_text().splitlines() if os.path.lexists(name)]
-
-    def close(self) -> None:
-        self._server.communicate(timeout=60)
 
 
 def quiet(stderr: str) -> bool:

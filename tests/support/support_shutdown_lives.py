@@ -1,19 +1,15 @@
-"""A process that forks a fresh one for every request and lets it live one life to its very end, interpreter and all.
+"""Lives of processes with open stacks: `python support_shutdown_lives.py NAMES LIFE ROOT IO_ENGINE HOW`.
 
-Requests are JSON lines on stdin: the life's name, its arguments, files for its stdout and stderr, a deadline. Answers
-are JSON lines on stdout: the exit status as `waitpid` tells it, or that it hung and was killed. The argument is a file
-that gets a line for each name that a life makes in shared memory.
+NAMES is a file that gets a line for each name that the life makes in shared memory.
 """
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import os
 import signal
 import sys
-import threading
 import time
 import warnings
 from functools import partial
@@ -257,44 +253,12 @@ LIVES = {
 }
 
 
-# -- the server -------------------------------------------------------------------------------------------------
-
-
-def _wait(pid: int, seconds: float) -> int | None:
-    """The exit status, or None if the process had to be killed at the deadline."""
-    alarm = threading.Timer(seconds, os.kill, (pid, signal.SIGKILL))
-    alarm.start()
-    began = time.monotonic()
-    _, status = os.waitpid(pid, 0)
-    alarm.cancel()
-    return None if time.monotonic() - began >= seconds else os.waitstatus_to_exitcode(status)
-
-
 def _record(names: Path, name: str) -> None:
     with names.open("a") as file:
         file.write(f"{name}\n")
 
 
-def serve() -> dict[str, Any] | None:
-    """Fork a process for each request; returns a request in that process, and None in the server when stdin ends."""
-    while line := sys.stdin.readline():
-        request = json.loads(line)
-        pid = os.fork()
-        if not pid:
-            for fd, path in ((1, request["out"]), (2, request["err"])):
-                file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-                os.dup2(file, fd)
-                os.close(file)
-            return request
-        say(status=_wait(pid, request["seconds"]))
-    return None
-
-
 if __name__ == "__main__":
-    record_names(partial(_record, Path(sys.argv[1])))
-    parts(cache(), "/nowhere", "threads")  # what is imported when first used is imported once, not in every life
-    gc.collect()
-    gc.freeze()  # each life would walk these objects at its end, and copy their pages: half a second of CPU time
-    asked = serve()
-    if asked is not None:
-        LIVES[asked["life"]](asked["root"], asked["io_engine"], asked["how"])
+    names, life, *arguments = sys.argv[1:]
+    record_names(partial(_record, Path(names)))
+    LIVES[life](*arguments)

@@ -20,6 +20,7 @@ from typing import Any
 
 from support_stack import Engine, keys, statuses, whole
 
+from faults.machine import warm
 from kvtier.config import build_tiers, parse_stack, stack_parts
 from kvtier.stack import TierStack
 from kvtier.stack.assembly import resolve_alignment
@@ -54,7 +55,7 @@ class Process:
     def __init__(self, role: dict[str, Any], sockets: Sequence[socket.socket]) -> None:
         self._out = b""
         fds = [sock.fileno() for sock in sockets]
-        self.process = subprocess.Popen(
+        self.process = warm.Popen(
             [sys.executable, str(Path(__file__)), json.dumps(role | {"fds": fds})],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -21,6 +21,7 @@ from support_files import options as files_options
 from support_fs import Tier, keys, layout, open_tier, options, slot_place
 from support_shutdown import run_in_child
 
+from faults.machine import warm
 from kvtier.cli import main
 from kvtier.tier.block_envelope import SlotHeader, decode_slot_header, encode_slot_header
 from kvtier.types.jobs import LOADED, STORED, BlockOutcome
@@ -252,7 +253,7 @@ def shared_elsewhere(path: Path, capacity: int = 8 << 20) -> Iterator[subprocess
     For each line with a number it stores 32 blocks from there on, and says how many are there then.
     """
     command = [sys.executable, "-c", _SHARER, str(path), os.path.dirname(__file__), str(capacity)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sharer:
+    with warm.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sharer:
         assert sharer.stdout is not None
         assert sharer.stdout.readline() == "open\n"
         yield sharer
@@ -277,7 +278,7 @@ asyncio.run(main())
 def owned_elsewhere(path: Path) -> Iterator[int]:
     """A root with 4 blocks that another process has open; yields its process id."""
     command = [sys.executable, "-c", _OWNER, str(path), os.path.dirname(__file__)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+    with warm.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         assert owner.stdout.readline() == "open\n"
         yield owner.pid

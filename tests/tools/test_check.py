@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 from support_backends import STANDARD, add_distribution
 from support_tools import tool_as_ordinary_user
 
+from faults.machine import warm
 from kvtier.cli import main
 from kvtier.options import count_text, size_text
 
@@ -200,9 +201,7 @@ async def own():
     await tier.close()
 asyncio.run(own())
 """
-    owner = subprocess.Popen(
-        [sys.executable, "-c", code, root], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    owner = warm.Popen([sys.executable, "-c", code, root], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with owner:
         assert owner.stdout is not None
         assert owner.stdout.readline() == "open\n"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support_tools import write
 
+from faults.machine import warm
 from kvtier.cli import COMMANDS
 
 PAGES = ["--layout", "full:page=4KiB,block=16"]
@@ -113,7 +114,7 @@ def found(place: Path) -> dict[str, dict[str, Any]]:
     """What each run did with each output. One process makes all of them: each would load torch again."""
     paths = [os.path.dirname(__file__) + "/../support", *sys.path]
     command = [sys.executable, "-c", DRIVER, str(place), json.dumps(RUNS), json.dumps(list(OUTPUTS)), *paths]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
+    done = warm.run(command, check=False, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     runs: dict[str, dict[str, Any]] = json.loads(done.stdout)
     return runs

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from support_tools import refusal, tool, tool_json
 
+from faults.machine import warm
 from kvtier.cli import temporary_folders
 from kvtier.cli.temporary_folders import LOCK_NAME, abandoned_folders, remove_abandoned, temporary_folder
 from kvtier.tools.bench.scratch import folder_beside
@@ -48,7 +49,7 @@ def running(place: Path, at_work: str, *arguments: str | Path) -> Iterator[subpr
     """A real tool in a process of its own, from the moment that there is what it makes in its temporary folder."""
     script = "from kvtier.cli import main; main()"
     command = [sys.executable, "-c", script, *map(str, arguments)]
-    with subprocess.Popen(command, env={**os.environ, "TMPDIR": str(place)}, stdout=subprocess.DEVNULL) as process:
+    with warm.Popen(command, env={**os.environ, "TMPDIR": str(place)}, stdout=subprocess.DEVNULL) as process:
         try:
             while not list(place.glob(at_work)):
                 assert process.poll() is None
@@ -93,7 +94,7 @@ def test_gc_removes_what_a_killed_measurement_left_beside_a_root(tmp_path: Path,
     stack.write_text(STACK.format(root=root))
     kill = "import os, signal; from kvtier_fs import FSBackend; FSBackend.close = lambda _: os.kill(os.getpid(), 9)"
     script = f"{kill}; from kvtier.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", script, "bench", stack, *BENCH], check=False, capture_output=True)
+    done = warm.run([sys.executable, "-c", script, "bench", stack, *BENCH], check=False, capture_output=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     (left,) = tmp_path.glob(".kvtier-bench-*")
     assert list(left.glob("root/slab*"))
@@ -118,7 +119,7 @@ def test_a_process_that_was_forked_keeps_the_folder_of_a_killed_one(place: Path)
         "    time.sleep(600)\n"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", script, str(place)], **pipes) as process:  # type: ignore[call-overload]
+    with warm.Popen([sys.executable, "-c", script, str(place)], **pipes) as process:  # type: ignore[call-overload]
         assert process.stdout.read(4) == b"made"
         process.kill()
         process.wait()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from faults.machine import warm
 from kvtier.errors import ConfigError
 from kvtier.options import RecordOptions
 from kvtier.traces import recorder as module
@@ -184,7 +185,7 @@ while True:
 
 
 def test_what_was_written_is_read_after_kill_9(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE) as process:
+    with warm.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         written = [int(process.stdout.readline()) for _ in range(40)][-1]
         process.send_signal(signal.SIGKILL)

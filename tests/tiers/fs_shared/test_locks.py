@@ -15,6 +15,7 @@ from support_files import account_is_true, block_files, bucket_locked, open_file
 from support_fs import flat, keys
 from support_paths import SUPPORT
 
+from faults.machine import warm
 from kvtier.errors import RootError
 from kvtier.types.jobs import CORRUPT, LATE, LOADED, PRESENT, STORED, DropReason, JobKind, dropped
 from kvtier_fs.shared.bucket import Bucket
@@ -30,7 +31,7 @@ BACKLOG = dropped(DropReason.BACKLOG)
 def peer(*arguments: object):
     """Another process; killed at the end."""
     command = [sys.executable, str(PEER), *map(str, arguments)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with warm.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process
         finally:

@@ -14,6 +14,8 @@ import pytest
 from support_files import block_files, disk_bytes, temporaries
 from support_paths import SUPPORT
 
+from faults.machine import warm
+
 PEER = SUPPORT / "support_files_stack.py"
 CAPACITY = 3 << 20
 FILE_BYTES = 8192
@@ -45,9 +47,7 @@ class Peer:
 def peers(root: Path, count: int, capacity: int = CAPACITY):
     """Some stacks on one root, each in a process of its own; they must end in order."""
     command = [sys.executable, "-W", "error", str(PEER), str(root), str(capacity)]
-    processes = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(count)
-    ]
+    processes = [warm.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(count)]
     try:
         yield [Peer(process) for process in processes]
         for process in processes:

@@ -16,11 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from support_counts import examples
 from support_valkey import Blocks, Server
 
+from faults.machine import warm
 from kvtier.aio.boot_clock import BootClock, read_boot_clock
 from kvtier.errors import ConfigError
 from kvtier.testing.conformance import make_keys
@@ -236,7 +238,7 @@ async def test_a_disk_that_hangs_delays_nothing_and_allows_no_more_than_was_char
     assert machine.most_in_a_day() <= PER_DAY
 
 
-@settings(deadline=None, max_examples=80)
+@examples(80)
 @given(
     steps=st.lists(
         st.one_of(
@@ -322,7 +324,7 @@ def test_a_process_that_is_killed_again_and_again_never_gains(tmp_path):
     begun, spent = time.clock_gettime_ns(time.CLOCK_BOOTTIME), 0
     for number in range(8):
         command = [sys.executable, "-c", SPENDER, str(path), str(per_day)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        with warm.Popen(command, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == b"ready\n"
             for _ in range(10 * number + 1):
