@@ -14,7 +14,8 @@ from .suite import PROJECT, all_attacks
 
 def main(name: str, count: str, seed: str, folder: str, answer: str, *flags: str) -> None:
     """Run the attack and write its tally to the file `answer`, whole or not at all."""
-    warm.prepare()
+    if warm.is_warm():
+        warm.start()
     sys.path.insert(0, str(PROJECT / "tests" / "support"))
     warnings.simplefilter("error")
     attack = all_attacks()[name]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import random
 import shutil
 import signal
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+from support_counts import choose_full_counts, count
 from support_programs import asked_for
 from support_servers import REQUIRED
 
@@ -46,13 +49,19 @@ def pytest_configure(config: pytest.Config) -> None:
         # A shell starts background jobs with SIGINT ignored, and processes inherit that: tests
         # of Ctrl-C would wait without end.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if asked_for(config):
+        choose_full_counts()
     if "remote" in asked_for(config):
         os.environ[REQUIRED] = "required"
     if config.getoption("--hypothesis-profile", default=None) is None:
         settings.load_profile("long" if "long" in asked_for(config) else "normal")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if "dial" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.full)
     off = [mark for mark in ("long", "cloud") if mark not in asked_for(config)]
     kept = [item for item in items if not any(item.get_closest_marker(mark) for mark in off)]
     for item in kept:
@@ -61,6 +70,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=[*set(items).difference(kept)])
         items[:] = kept
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Set the collected tests and what they import aside: each search for lost objects would walk all of it. Start the
+    warm process of tests that fork from one, so that none of them finds a descriptor more than it began with."""
+    gc.collect()
+    gc.freeze()
+    if session.items and not session.config.option.collectonly and "faults.machine.warm" in sys.modules:
+        sys.modules["faults.machine.warm"].start()
+
+
+@pytest.fixture
+def dial() -> Callable[[int, int], int]:
+    """The count of a test that gains by more of the same: the first argument with `-m full`, else the second."""
+    return count
 
 
 @pytest.fixture(scope="session")

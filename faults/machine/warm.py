@@ -125,10 +125,14 @@ def _server() -> _Server:
     return _servers[0]
 
 
-def prepare() -> None:
-    """Fork a warm process of this one's own, where this is one and has no threads yet: later it may have some."""
-    if _here.is_warm:
-        _server()
+def is_warm() -> bool:
+    """Whether this process was forked from a warm one."""
+    return bool(_here.is_warm)
+
+
+def start() -> None:
+    """Start the warm process of this one before the first is needed: later this one may have threads."""
+    _server()
 
 
 # ---- in the warm process

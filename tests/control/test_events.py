@@ -6,9 +6,10 @@ import dataclasses
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support_control import ROW_BYTES, World, below, cpu_setup, fs_setup, key, shared_setup
+from support_counts import examples
 
 from kvtier.control.plane.control_plane import ControlLimits
 from kvtier.control.tiers.slot_table import READY
@@ -45,7 +46,7 @@ class Listener:
             assert self.reachable.get(plan.medium, set()) == ready
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     seed=st.integers(0, 2**32),
     rows=st.integers(1, 10),

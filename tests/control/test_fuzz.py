@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support_control import ROW_BYTES, World, cpu_setup, fs_setup, key, shared_setup
+from support_counts import examples
 
 from kvtier.control.jobs import TierJob
 from kvtier.control.plane.control_plane import ControlLimits
@@ -178,7 +179,7 @@ class Engine:
         world.check()
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.integers(0, 2**48))
 @example(348)  # a full disk left one slot of a size: two rows took it from each other without end
 @example(1876)
@@ -208,7 +209,7 @@ class LimitedEngine(Engine):
         self.world.pass_time(3600.0)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.integers(0, 2**48))
 def test_whatever_happens_within_a_write_budget(seed):
     engine = LimitedEngine(seed)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support_control import ROW_BYTES, World, cpu_setup, fs_setup, key, shared_setup
+from support_counts import machine
 
 from kvtier.control.plane.control_plane import ControlLimits
 from kvtier.types.hints import Demote, Pin, Prefetch, Release, Retain
@@ -155,5 +155,4 @@ class Machine(RuleBasedStateMachine):
         assert world.plane.control.cpu.table.evictable == counts[3], "a ready row is still held"
 
 
-Machine.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
-TestControlPlane = Machine.TestCase
+TestControlPlane = machine(Machine.TestCase, 200, 50)

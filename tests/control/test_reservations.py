@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support_control import World, cpu_setup, fs_setup, key
+from support_counts import examples
 
 from kvtier.control.plane.control_plane import ControlLimits
 from kvtier.types.jobs import JobKind
@@ -94,7 +95,7 @@ def served(world: World, name: str, keys: list) -> None:
     assert world.statuses(job.job_id) == ["loaded"] * len(keys)
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(
     rows=st.integers(1, 24),
     requests=st.lists(st.tuples(st.integers(1, 16), st.integers(0, 6), st.integers(0, 3)), min_size=1, max_size=12),

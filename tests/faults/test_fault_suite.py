@@ -1,4 +1,4 @@
-"""Every attack of the fault suite at its normal count; `python -m faults --long` runs the long ones."""
+"""Every attack of the fault suite at its quick or normal count; `python -m faults --long` runs the long ones."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from support_counts import count
 from support_servers import needs_server
 
 import simulator
@@ -28,13 +29,34 @@ LONG_ALONE = (
     *("fork over s3", "fork over mooncake", "fork over redis TLS", "azure emulator", "write budget of s3"),
 )
 """Attacks whose normal count is no part of the test run: see docs/faults.md."""
+QUICK = {
+    "lying records": 600,
+    "bit flips": 700,
+    "kill -9 slab": 80,
+    "kill -9 files": 80,
+    "late writes": 20,
+    "btrfs": 1,
+    "XFS with reflinks": 1,
+    "disk full": 1,
+    "no inodes": 1,
+    "stale snapshot": 4,
+    "asyncio cancel": 16,
+    "leaks and soak": 8,
+    "simulated world": 70,
+    "simulated shared root": 20,
+    "hosts on valkey": 4,
+}
+"""Counts of a quick run, where these are not the normal ones."""
 SERVERS = {without_ceph: "Ceph", without_mooncake: "Mooncake", without_tls: "Redis", without_azurite: "Azurite"}
 """Attacks that lack one of these are tests of the lane of servers."""
 
 
 def marks_of(attack: Attack) -> list[pytest.MarkDecorator]:
-    limit = pytest.mark.timeout(attack.minutes * 60 + START_SECONDS)
-    marks = [limit, pytest.mark.long] if attack.name in LONG_ALONE else [limit]
+    marks = [pytest.mark.timeout(attack.minutes * 60 + START_SECONDS)]
+    if attack.name in LONG_ALONE:
+        marks.append(pytest.mark.long)
+    if attack.name in QUICK:
+        marks.append(pytest.mark.full)
     if attack.missing is without_mooncake:
         marks.append(pytest.mark.mooncake)
     if attack.missing is without_azurite:
@@ -46,8 +68,9 @@ def marks_of(attack: Attack) -> list[pytest.MarkDecorator]:
     "attack", [pytest.param(attack, id=name, marks=marks_of(attack)) for name, attack in all_attacks().items()]
 )
 def test_every_promise_holds_under(attack: Attack, seed: int, tmp_path):
-    print(f"replay alone: python -m faults --only {attack.name!r} --count {attack.normal} --seed {seed}")
-    result = run(attack, attack.normal, seed, tmp_path, long=False)
+    times = count(attack.normal, QUICK.get(attack.name, attack.normal))
+    print(f"replay alone: python -m faults --only {attack.name!r} --count {times} --seed {seed}")
+    result = run(attack, times, seed, tmp_path, long=False)
     if result.missing is not None and attack.missing in SERVERS:
         needs_server(SERVERS[attack.missing], result.missing)
     elif result.missing is not None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support_counts import machine
 
 from kvtier.errors import UsageError
 from kvtier.planner import StoreMode, StorePlanner
@@ -251,5 +251,4 @@ class ServingLoop(RuleBasedStateMachine):
         assert not self.planner._requests
 
 
-TestServingLoop = ServingLoop.TestCase
-TestServingLoop.settings = settings(max_examples=200, stateful_step_count=50, deadline=None, print_blob=True)
+TestServingLoop = machine(ServingLoop.TestCase, 200, 50)

@@ -6,8 +6,9 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support_counts import examples
 
 from kvtier.errors import UsageError
 from kvtier.planner import blocks_to_load, hit_limit, plan_load, prefix_unit, usable_prefix
@@ -176,7 +177,7 @@ def valid(layout: KVLayout, present: list[list[bool]], length: int) -> bool:
     return True
 
 
-@settings(max_examples=600, deadline=None, print_blob=True)
+@examples(600)
 @given(layouts, st.data(), st.integers(0, 150))
 def test_the_usable_prefix_is_the_longest_valid_length(layout, data, num_tokens):
     present = [
@@ -188,7 +189,7 @@ def test_the_usable_prefix_is_the_longest_valid_length(layout, data, num_tokens)
     assert usable_prefix(layout, asked, num_tokens) == longest
 
 
-@settings(max_examples=400, deadline=None, print_blob=True)
+@examples(400)
 @given(layouts, st.integers(0, 4), st.integers(0, 300))
 def test_a_load_brings_exactly_the_needed_gpu_blocks_that_are_not_there(layout, units, computed_tokens):
     length = units * prefix_unit(layout)

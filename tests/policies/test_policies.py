@@ -8,9 +8,9 @@ from collections import OrderedDict
 from typing import ClassVar
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support_counts import machine
 
 from kvtier.errors import ConfigError, IntegrityError
 from kvtier.policy import ARC, LRU, POLICIES, make_policy
@@ -478,11 +478,8 @@ class ARCMachine(PolicyMachine):
     model = ARCModel
 
 
-_settings = settings(max_examples=150, stateful_step_count=60, deadline=None, print_blob=True)
-TestLRUAgainstItsModel = PolicyMachine.TestCase
-TestLRUAgainstItsModel.settings = _settings
-TestARCAgainstItsModel = ARCMachine.TestCase
-TestARCAgainstItsModel.settings = _settings
+TestLRUAgainstItsModel = machine(PolicyMachine.TestCase, 150, 60)
+TestARCAgainstItsModel = machine(ARCMachine.TestCase, 150, 60)
 
 
 def paper_arc(requests: list[int], c: int):

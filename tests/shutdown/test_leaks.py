@@ -84,8 +84,8 @@ async def check_flat(count: int, seed: int, root, io_engine: str) -> None:
 
 
 @pytest.mark.parametrize("io_engine", IO_ENGINES)
-async def test_lives_leave_nothing_behind(tmp_path, seed, io_engine):
-    await check_flat(80, seed, tmp_path / "r", io_engine)
+async def test_lives_leave_nothing_behind(tmp_path, seed, io_engine, dial):
+    await check_flat(dial(80, 25), seed, tmp_path / "r", io_engine)
 
 
 @pytest.mark.long

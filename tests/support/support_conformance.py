@@ -7,10 +7,12 @@ import fcntl
 import os
 import sys
 import threading
+from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+from support_paths import PROJECT
 from support_stack import PLAIN, Engine, disk_tier, keys, load, parts_of, stack_file, store, whole
 
 from kvtier.errors import KVTierError
@@ -20,6 +22,7 @@ from kvtier.types.jobs import BlockStatus
 from kvtier_fs import FSBackend, FSOptions, SharedFSBackend, SharedFSOptions
 from kvtier_fs.testing import FaultyIO
 
+PRODUCT = (f"{PROJECT}/kvtier/", f"{PROJECT}/backends/")
 MISSES = {BlockStatus.MISSING, BlockStatus.LATE}
 TRANSFERS = ("pread", "pwrite")
 FALLIBLE = (
@@ -132,11 +135,30 @@ class Scenario:
         return statuses.count(BlockStatus.LOADED)
 
 
-class FailingCalls:
-    """Counts the file calls of a backend's modules; the N-th fails with an errno, or moves half of its bytes."""
+Stack = tuple[str, ...]
+"""The name of a file call, and the lines of the product that led to it."""
 
-    def __init__(self, number: int = 0, errno: int = 0) -> None:
-        self.number, self.errno = number, errno
+
+def stack_of(name: str) -> Stack:
+    """The stack of the file call of this name that is being made."""
+    lines, frame = [name], sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(PRODUCT):
+            lines.append(f"{file}:{frame.f_lineno}")
+        frame = frame.f_back
+    return tuple(lines)
+
+
+class FailingCalls:
+    """Counts the file calls of a backend's modules, and their stacks.
+
+    The N-th call, or the first one with a given stack, fails with an errno or moves half of its bytes.
+    """
+
+    def __init__(self, number: int = 0, errno: int = 0, stack: Stack | None = None) -> None:
+        self.number, self.errno, self.stack = number, errno, stack
+        self.stacks: Counter[Stack] = Counter()
         self.count = 0
         self.struck = ""
         self._lock = threading.Lock()
@@ -169,9 +191,11 @@ class FailingCalls:
 
     def _wrap(self, name: str, call):
         def wrapped(*args, **kwargs):
+            stack = stack_of(name)
             with self._lock:
                 self.count += 1
-                strikes = self.count == self.number
+                self.stacks[stack] += 1
+                strikes = self.count == self.number or (stack == self.stack and self.stacks[stack] == 1)
             if not strikes:
                 return call(*args, **kwargs)
             self.struck = f"{name} (call {self.count})"

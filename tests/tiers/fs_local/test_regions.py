@@ -5,8 +5,9 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support_counts import examples
 
 from kvtier.errors import GeometryError
 from kvtier_fs.format.region_header import (
@@ -33,7 +34,7 @@ demands = st.builds(
 )
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(demands, st.none() | st.integers(1, 1 << 28))
 def test_a_plan_holds_the_bound_and_serves_every_size_or_names_the_bytes_needed(demand, region_bytes):
     if region_bytes is None and demand.share * demand.roots < demand.bytes_needed:
@@ -51,7 +52,7 @@ def test_a_plan_holds_the_bound_and_serves_every_size_or_names_the_bytes_needed(
     assert plan.stride % demand.header_bytes == 0
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(demands)
 def test_the_bytes_named_are_enough_and_not_a_root_more(demand):
     enough = RegionDemand(demand.bytes_needed // demand.roots, demand.roots, demand.slot_sizes, demand.header_bytes)
@@ -61,7 +62,7 @@ def test_the_bytes_named_are_enough_and_not_a_root_more(demand):
         choose_plan(too_little)
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(demands, st.data())
 def test_slots_never_overlap_nor_leave_their_region(demand, data):
     try:

@@ -7,8 +7,9 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support_counts import examples
 from support_gpu import MmapRows, Worker, context, job, make_worker, naive_copy, transfer
 from support_gpu_cases import NUM_BLOCKS, NUM_ROWS, Case, cases, check_stamps, total
 
@@ -32,7 +33,7 @@ async def both_ways(case: Case, rows: MmapRows, workers: list[Worker], threads: 
     return results
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(cases(), st.integers(1, 3))
 def test_every_byte_lands_where_it_belongs_and_no_other_byte_changes(case: Case, threads: int) -> None:
     geometry, rng = case.geometry, np.random.default_rng(case.seed)

@@ -8,8 +8,9 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support_counts import examples
 from support_cuda import ANY_ORDER, IN_STREAM_ORDER, FakeCuda
 from support_cuda_tier import BLOCKS, GEOMETRY, PAGE, ROWS, Stand, compute, opened, small
 from support_gpu import MmapRows, job, make_worker, naive_copy, transfer
@@ -23,7 +24,7 @@ from kvtier_gpu.engines.copy_paths import CopyPath
 PATHS = st.sampled_from([path.value for path in CopyPath])
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(cases(), PATHS, st.integers(1, 6), st.integers(1, 5000), st.booleans())
 def test_every_byte_lands_where_it_belongs_and_no_other_byte_changes(
     case: Case, copies: str, descriptors: int, staging_bytes: int, urgent: bool
