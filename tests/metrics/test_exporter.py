@@ -26,7 +26,7 @@ from kvtier.metrics import DEFINITIONS
 from kvtier.metrics.exporter import StackCollector, metrics_server
 from kvtier.stack import EngineStack, StackStats, TierStats
 from kvtier.stack.traffic import TransferStats
-from kvtier.tools.top.sources import source_of
+from kvtier.tools.top import read
 
 
 def fetch(port: int, accept: str) -> tuple[str, str]:
@@ -155,8 +155,8 @@ def test_scrapes_and_readers_of_the_socket_add_no_call_to_the_engines_thread(sho
         while time.monotonic() < until:  # a step does more from time to time
             before.add(calls_of(stack.step))
         for _ in range(3):
-            for read in (lambda: fetch(port, PLAIN_ONLY), lambda: source_of(path).read()):
-                reader = threading.Thread(target=read)
+            for read_once in (lambda: fetch(port, PLAIN_ONLY), lambda: asyncio.run(read(path))):
+                reader = threading.Thread(target=read_once)
                 reader.start()
                 while reader.is_alive():
                     during.add(calls_of(stack.step))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import http.server
 import json
+import math
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -21,16 +23,13 @@ from kvtier.cli import main
 from kvtier.control.tiers.breaker import BreakerState
 from kvtier.control.tiers.histogram import HistogramFigures
 from kvtier.errors import ResourceError
-from kvtier.metrics import metric_families
 from kvtier.metrics.exporter import StackCollector, metrics_server
 from kvtier.stack import EngineStack, StackStats, TierStats
 from kvtier.stack.traffic import TransferStats
 from kvtier.stack.watching.stats import BreakerStats
-from kvtier.tools.top import sources
-from kvtier.tools.top.readings import StackReading, from_samples
-from kvtier.tools.top.rows import restarted, snapshot
-from kvtier.tools.top.screen import SORTS
-from kvtier.tools.top.view import View
+from kvtier.tools import top as source
+from kvtier.tools.commands.top import SORTS, View
+from kvtier.tools.top import StackReading, from_document, from_page, is_restart, snapshot
 
 MIB = 1 << 20
 
@@ -52,22 +51,15 @@ def figures(cpu: dict[str, object] | None = None, disk: dict[str, object] | None
     return StackStats(tiers, backlog=7)
 
 
-def reading(stats: StackStats, seconds: float = 0.0, process: object = 1) -> StackReading:
-    by_figure = {metric.figure: samples for metric, samples in metric_families(stats).items()}
-    states = {name: tier.breaker for name, tier in stats.tiers.items()}
-    return StackReading(seconds, dict.fromkeys(stats.tiers, ""), by_figure, states, process)
+def reading(stats: StackStats, seconds: float = 0.0, process: int = 1) -> StackReading:
+    document = {"seconds": seconds, "process": process, "opened_at": 1.0, "written_today_bytes": {}}
+    return from_document(json.dumps({**document, "stats": asdict(stats)}).encode())
 
 
 def page(stats: StackStats) -> str:
     registry = CollectorRegistry()
     registry.register(StackCollector(lambda: stats))
     return generate_latest(registry).decode()
-
-
-def read_page(text: str) -> StackReading:
-    found, samples = sources._parse(text)
-    assert found
-    return from_samples(samples, 0.0)
 
 
 @pytest.fixture
@@ -98,18 +90,19 @@ def test_rates_are_between_two_readings_and_counts_since_the_start_or_a_reset() 
         {"dropped": {"backlog": 4, "disk_full": 19, "no_slot": 2}, "failed": 5},
     )
     now = reading(later, 12.0)
-    cpu, disk = snapshot(now, before).tiers
-    assert (cpu.load_bytes_per_second, cpu.evictions_per_second, cpu.hit_share) == (2 * MIB, 3, 0.7)
-    assert (disk.drops_per_second, disk.top_drop_reason, disk.errors, disk.hit_share) == (6, "disk_full", 5, 0.1)
-    cpu, disk = snapshot(now, before, base=before).tiers
-    assert (cpu.hit_share, disk.errors) == (1.0, 3)
-    assert snapshot(now).tiers[0].load_bytes_per_second is None
-    assert snapshot(now, now).tiers[0].load_bytes_per_second is None, "no time has passed"
+    cpu, disk = snapshot(now, before)["tiers"]
+    assert (cpu["load_bytes_per_second"], cpu["evictions_per_second"], cpu["hit_share"]) == (2 * MIB, 3, 0.7)
+    assert (disk["drops_per_second"], disk["top_drop_reason"]) == (6, "disk_full")
+    assert (disk["errors"], disk["hit_share"]) == (5, 0.1)
+    cpu, disk = snapshot(now, before, base=before)["tiers"]
+    assert (cpu["hit_share"], disk["errors"]) == (1.0, 3)
+    assert snapshot(now)["tiers"][0]["load_bytes_per_second"] is None
+    assert snapshot(now, now)["tiers"][0]["load_bytes_per_second"] is None, "no time has passed"
 
 
 def test_the_state_is_that_of_the_worst_breaker() -> None:
     states = ["closed", "load half_open, store closed", "held_back", "open: I/O is stuck", "load open, store half_open"]
-    found = [snapshot(reading(figures({"breaker": each}))).tiers[0].state for each in states]
+    found = [snapshot(reading(figures({"breaker": each})))["tiers"][0]["state"] for each in states]
     assert found == ["closed", "half_open", "held_back", "open", "open"]
 
 
@@ -130,39 +123,37 @@ def test_a_page_and_a_socket_show_the_same_state(load: str, store: str, shown: s
     }
     words = load if load == store else f"load {load}, store {store}"
     stats = figures(disk={"breakers": breakers, "breaker": words, "joined": int(load != "held_back")})
-    found = reading(stats) if where == "socket" else read_page(page(stats))
-    assert snapshot(found).tiers[1].state == shown
+    found = reading(stats) if where == "socket" else from_page(page(stats))
+    assert snapshot(found)["tiers"][1]["state"] == shown
 
 
 def test_a_page_says_that_a_tier_is_down_whose_breakers_are_closed() -> None:
     closed = {"load": BreakerStats("closed", {each.value: 0 for each in BreakerState})}
     stuck = figures(disk={"breakers": closed, "breaker": "open: I/O is stuck"})
-    assert snapshot(read_page(page(stuck))).tiers[1].state == "down"
+    assert snapshot(from_page(page(stuck)))["tiers"][1]["state"] == "down"
 
 
 def test_quantiles_are_of_the_loads_since_the_reset() -> None:
     before = reading(figures({"transfers": {"load": transfers(0, 50, 50)}}))
     now = reading(figures({"transfers": {"load": transfers(98, 52, 50, in_flight=5), "store": transfers(0, 9, 0)}}))
-    (cpu, disk) = snapshot(now, base=before).tiers
-    assert (cpu.load_p50_seconds, cpu.load_p99_seconds) == (0.001, 0.01)
-    assert (cpu.in_flight_bytes, cpu.queued_bytes) == (5, 10)
-    assert (disk.load_p50_seconds, disk.in_flight_bytes) == (None, None)
-    assert snapshot(now).largest_queued_bytes == 7
-    document = snapshot(reading(figures({"transfers": {"load": transfers(0, 0, 1)}}))).to_json()
-    assert document["tiers"][0]["load_p50_seconds"] is None, "beyond all buckets"
-    json.dumps(document, allow_nan=False)
+    (cpu, disk) = snapshot(now, base=before)["tiers"]
+    assert (cpu["load_p50_seconds"], cpu["load_p99_seconds"]) == (0.001, 0.01)
+    assert (cpu["in_flight_bytes"], cpu["queued_bytes"]) == (5, 10)
+    assert (disk["load_p50_seconds"], disk["in_flight_bytes"]) == (None, None)
+    assert snapshot(now)["largest_queued_bytes"] == 7
+    (cpu, _) = snapshot(reading(figures({"transfers": {"load": transfers(0, 0, 1)}})))["tiers"]
+    assert cpu["load_p50_seconds"] == math.inf, "beyond all buckets"
 
 
 @pytest.mark.parametrize("change", [{"process": 2}, {"stats": figures({"load_bytes": 0})}])
 def test_counters_that_begin_anew_give_no_negative_rate(change: dict[str, object]) -> None:
     now = reading(**({"stats": figures(), "seconds": 5.0} | change))  # type: ignore[arg-type]
     before = reading(figures(), 4.0)
-    assert restarted(before, now)
-    assert not restarted(before, reading(figures(), 5.0))
-    view = View("here")
-    view.take(before)
-    view.press("r")
-    view.take(now)
+    assert is_restart(before, now)
+    assert not is_restart(before, reading(figures(), 5.0))
+    view = View("here", before)
+    view.on_key("r")
+    view.on_reading(now)
     shown = text(view)
     assert "since reset" not in shown
     assert "-0" not in shown
@@ -170,17 +161,12 @@ def test_counters_that_begin_anew_give_no_negative_rate(change: dict[str, object
 
 def test_a_page_says_what_a_socket_says() -> None:
     stats = figures({"transfers": {"load": transfers(1, 2, 3, in_flight=4)}, "dropped": {"no_slot": 3}})
-    found = read_page(page(stats))
+    found = from_page(page(stats))
     expected = reading(stats)
-    for figure, samples in expected.figures.items():
+    for tier, samples in expected.figures.items():
         for labels, value in samples.items():
-            if isinstance(value, HistogramFigures):
-                histogram_found = found.histogram(figure, *labels)
-                assert histogram_found is not None
-                assert (histogram_found.bounds, histogram_found.counts) == (value.bounds, value.counts)
-            else:
-                assert found.value(figure, *labels) == value, (figure, labels)
-    states = [row.state for row in snapshot(found).tiers]
+            assert found.figures[tier][labels] == value, (tier, labels)
+    states = [row["state"] for row in snapshot(found)["tiers"]]
     assert states == ["up", "down"]
 
 
@@ -190,16 +176,16 @@ def test_stacks_of_one_page_are_told_apart_by_the_labels_in_which_they_differ() 
         labels = f'engine="{engine}",model_name="m",tier="cpu"'
         lines += [f"kvtier_looked_up_blocks_total{{{labels}}} {looked_up}", f"kvtier_missed_blocks_total{{{labels}}} 5"]
         lines += [f'kvtier_backlog_blocks{{engine="{engine}",model_name="m"}} 2']
-    found = snapshot(read_page("\n".join(lines) + "\n"))
-    assert {row.tier: row.hit_share for row in found.tiers} == {"0/cpu": 0.5, "1/cpu": 0.875}
-    assert found.backlog_blocks == 4
-    one = read_page("\n".join(lines[:3]) + "\n")
-    assert list(one.tiers) == ["cpu"]
+    found = snapshot(from_page("\n".join(lines) + "\n"))
+    assert {row["tier"]: row["hit_share"] for row in found["tiers"]} == {"0/cpu": 0.5, "1/cpu": 0.875}
+    assert found["backlog_blocks"] == 4
+    one = from_page("\n".join(lines[:3]) + "\n")
+    assert [row["tier"] for row in snapshot(one)["tiers"]] == ["cpu"]
 
 
 def test_a_page_without_a_value_yet_is_an_empty_table() -> None:
-    found = read_page("# HELP kvtier_used_bytes Bytes.\n# TYPE kvtier_used_bytes gauge\n")
-    assert snapshot(found).tiers == ()
+    found = from_page("# HELP kvtier_used_bytes Bytes.\n# TYPE kvtier_used_bytes gauge\n")
+    assert snapshot(found)["tiers"] == []
 
 
 # -- the screen --------------------------------------------------------------------------------------------------------
@@ -208,7 +194,7 @@ def test_a_page_without_a_value_yet_is_an_empty_table() -> None:
 def text(view: View, width: int = 80) -> str:
     console = Console(width=width, height=50, file=None, record=True, quiet=False)
     with console.capture() as captured:
-        console.print(view.render(width))
+        console.print(view.render())
     return captured.get()
 
 
@@ -216,15 +202,17 @@ def text(view: View, width: int = 80) -> str:
 def test_the_screen_fits_its_width(width: int) -> None:
     large = {"used_bytes": 1_999 << 30, "capacity_bytes": 15 << 40, "store_bytes": 900 << 40, "failed": 123_456}
     slow = {"load": TransferStats(histogram(0, 0, 9), histogram(0, 0, 0), 1 << 40, 1 << 40, {})}
-    view = View("http://a-host-with-a-name:8000/metrics")
-    view.take(reading(figures(disk=large | {"transfers": slow, "breaker": "half_open"}), 1.0))
+    view = View(
+        "http://a-host-with-a-name:8000/metrics",
+        reading(figures(disk=large | {"transfers": slow, "breaker": "half_open"}), 1.0),
+    )
     grown = {
         "load_bytes": 30_000 * MIB,
         "store_bytes": (901 << 40),
         "evictions": 99_999,
         "dropped": {"disk_full": 99_999},
     }
-    view.take(reading(figures(disk=large | grown | {"transfers": slow, "breaker": "half_open"}), 2.0))
+    view.on_reading(reading(figures(disk=large | grown | {"transfers": slow, "breaker": "half_open"}), 2.0))
     shown = text(view, width)
     assert max(map(len, shown.splitlines())) <= width
     for word in ("half_open", "disk_full", "123456", ">max", "30000", "99999"):
@@ -232,51 +220,47 @@ def test_the_screen_fits_its_width(width: int) -> None:
     assert "…" not in shown, shown
 
 
-def test_keys_sort_freeze_reset_and_quit() -> None:
-    view = View("here")
-    view.take(reading(figures(), 1.0))
+def test_keys_sort_freeze_and_reset() -> None:
+    view = View("here", reading(figures(), 1.0))
     for sort in [*list(SORTS)[1:], "stack"]:
-        view.press("s")
+        view.on_key("s")
         assert f"by {sort}" in text(view)
-    view.press("f")
+    view.on_key("f")
     frozen = text(view)
-    view.take(reading(figures(disk={"failed": 777}), 2.0))
+    view.on_reading(reading(figures(disk={"failed": 777}), 2.0))
     assert text(view) == frozen
-    view.press("f")
+    view.on_key("f")
     assert "777" in text(view)
-    view.press("r")
+    view.on_key("r")
     assert "777" not in text(view)
-    view.press("x")
-    assert not view.quitting
-    view.press("q")
-    assert view.quitting
+    shown = text(view)
+    view.on_key("x")
+    assert text(view) == shown
 
 
 def test_sorting_moves_tiers() -> None:
-    view = View("here")
-    view.take(reading(figures()))
+    view = View("here", reading(figures()))
     while view.sort != "errors":
-        view.press("s")
+        view.on_key("s")
     shown = text(view)
     assert shown.index("disk") < shown.index("cpu")
 
 
 def test_what_was_read_last_stays_while_the_source_is_lost() -> None:
-    view = View("here")
-    view.take(reading(figures(), 1.0))
-    view.lose("here: Connection refused")
+    view = View("here", reading(figures(), 1.0))
+    view.on_loss("here: Connection refused")
     assert "LOST, trying again: here: Connection refused" in text(view)
     assert "disk" in text(view)
-    view.press("r")
-    view.take(reading(figures({"load_bytes": 90 * MIB}, {"failed": 5}), 9.0))
+    view.on_key("r")
+    view.on_reading(reading(figures({"load_bytes": 90 * MIB}, {"failed": 5}), 9.0))
     shown = text(view)
     assert "LOST" not in shown
     assert "since reset" in shown
-    (cpu,) = (line.split() for line in shown.splitlines() if "3M/4M" in line)
-    assert cpu[-3:] == ["-", "-", "-"], "no rate spans the gap"
-    view.take(reading(figures({"load_bytes": 92 * MIB}), 10.0))
-    (cpu,) = (line.split() for line in text(view).splitlines() if "3M/4M" in line)
-    assert cpu[-3:] == ["2", "0", "-"]
+    (load, _, evicted, _) = next(line.split()[-4:] for line in shown.splitlines() if line.startswith(" cpu"))
+    assert (load, evicted) == ("-", "-"), "no rate spans the gap"
+    view.on_reading(reading(figures({"load_bytes": 92 * MIB}), 10.0))
+    (load, _, evicted, _) = next(line.split()[-4:] for line in text(view).splitlines() if line.startswith(" cpu"))
+    assert (load, evicted) == ("2", "0")
 
 
 def test_ages_and_what_was_written_to_devices() -> None:
@@ -284,8 +268,7 @@ def test_ages_and_what_was_written_to_devices() -> None:
     rows = [figures({"coldest_seconds": age, "written_bytes": 0}, {"written_bytes": 9 * MIB}) for age in ages]
     shown = []
     for stats in rows:
-        view = View("here")
-        view.take(reading(stats))
+        view = View("here", reading(stats))
         shown.append(text(view, 140))
     found = [line.split()[-1] for each in shown for line in each.splitlines() if "3M/4M" in line]
     assert found == ["0s", "59.4s", "1m", "1.5h", "3d", "300d"]
@@ -340,7 +323,7 @@ def test_a_socket_of_something_else_is_one_line(path: str, answer: bytes) -> Non
 
 
 def test_a_socket_that_says_nothing_is_not_waited_for(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(source, "TIMEOUT_SECONDS", 0.5)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path)
         server.listen(0)
@@ -384,7 +367,7 @@ def web_server(status: int, answer: bytes) -> Iterator[str]:
 def test_a_page_that_is_none_is_one_line(
     status: int, answer: bytes, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "BYTES_MAX", 1000)
+    monkeypatch.setattr(source, "BYTES_MAX", 1000)
     with web_server(status, answer) as url:
         assert refused(url) == f"error: {url}: {reason}"
     assert refused(url) == f"error: {url}: Connection refused"
@@ -412,8 +395,8 @@ def test_options_that_do_not_go_together_are_one_line(path: str, arguments: list
 
 def test_a_page_that_is_broken_in_a_sample_of_kvtier_is_no_page() -> None:
     broken: list[Callable[[], object]] = [
-        lambda: sources._parse('kvtier_used_bytes{tier="cpu} 3\n'),
-        lambda: sources._parse('kvtier_used_bytes{tier="cpu"} many\n'),
+        lambda: source.from_page('kvtier_used_bytes{tier="cpu} 3\n'),
+        lambda: source.from_page('kvtier_used_bytes{tier="cpu"} many\n'),
     ]
     for parse in broken:
         with pytest.raises((ValueError, KeyError, IndexError, ResourceError)):

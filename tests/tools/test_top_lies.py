@@ -30,7 +30,7 @@ from support_tools import tool
 
 from kvtier.metrics.exporter import StackCollector
 from kvtier.stack import EngineStack
-from kvtier.tools.top import sources
+from kvtier.tools import top
 
 STEERS = "\x1b]0;pwned\x07\x1b[2J\x9b31m\u202e\r\n\x00"
 VALUES: list[Any] = [float("nan"), float("inf"), float("-inf"), -1, -0.5, 1e308, 5e-324, 10**400, 1 << 70, True]
@@ -304,7 +304,7 @@ def test_a_page_without_an_end_or_of_endless_lines_is_one_line(monkeypatch: pyte
     for page in (b"kvtier_a 1\n" * (1 << 19), b"kvtier_a{" + b'b="c",' * (1 << 17) + b"} 1\n", b"a" * (17 << 20)):
         with page_saying(page) as address:
             assert "more than" in holds(address, status=2)
-    monkeypatch.setattr(sources, "TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(top, "TIMEOUT_SECONDS", 0.5)
     ending = threading.Event()
 
     def drip(peer: socket.socket, head: bytes) -> None:

@@ -1,19 +1,157 @@
-"""`kvtier top`: a running stack, live."""
+"""`kvtier top`: a running stack, live: one table, two lines a tier, the lines below it, and the keys."""
 
+import asyncio
 import json
-import time
+import os
+import signal
+import sys
+import termios
+import tty
+from collections.abc import Callable
+from math import inf
 
 import click
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
 
-from kvtier.errors import UsageError
+from kvtier.cli.tables import bar, table
+from kvtier.errors import KVTierError, UsageError
+from kvtier.options import size_text
 from kvtier.tools.commands.run_report import run_to_end
-from kvtier.tools.top.rows import restarted, snapshot
-from kvtier.tools.top.screen import screen
-from kvtier.tools.top.session import watch
-from kvtier.tools.top.sources import Source, source_of
+from kvtier.tools.top import Figures, StackReading, is_restart, read, snapshot
 
 VERSION = 1
+KEYS = "q quit  s sort  f freeze  r reset"
+SORTS = {"stack": "", "hits": "hit_share", "load": "load_bytes_per_second", "store": "store_bytes_per_second"}
+SORTS |= {"used": "used_bytes", "dropped": "drops_per_second", "errors": "errors"}
+"""Figures by which the tiers may be sorted; `stack` is their own order, from the CPU down."""
+_FIRST = ("tier", "", "hits", "load", "in flight", "evicted/s", "errors")
+_SECOND = ("state", "used", "p50/p99", "store", "queued", "dropped/s", "coldest")
+_UNITS = "load, store: MiB/s   p50/p99: ms of a load   hits: of all blocks looked up"
+_AGE_UNITS = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
+
+
+def _shown(text: Callable[[float], str]) -> Callable[[float | None], str]:
+    return lambda value: "-" if value is None else text(value)
+
+
+_percent = _shown("{:.0%}".format)
+_number = _shown(lambda value: f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.1f}")
+_mib = _shown(lambda value: _number(value / (1 << 20)))
+_size = _shown(lambda value: size_text(int(value)).replace(" ", "").replace("iB", ""))
+_milliseconds = _shown(lambda value: ">max" if value == inf else f"{value * 1000:g}")
+
+
+@_shown
+def _age(value: float) -> str:
+    name, seconds = next((unit for unit in _AGE_UNITS if value >= unit[1]), ("s", 1))
+    return f"{_number(round(value / seconds, 1))}{name}"
+
+
+def _cells(row: Figures) -> list[str]:
+    used = (row["used_bytes"] or 0) / row["capacity_bytes"] if row["capacity_bytes"] else 0.0
+    return [
+        f"{row['tier']}\n{row['state']}",
+        f"{bar(used)}\n{_size(row['used_bytes'])}/{_size(row['capacity_bytes'])}",
+        f"{_percent(row['hit_share'])}\n{_milliseconds(row['load_p50_seconds'])}/{_milliseconds(row['load_p99_seconds'])}",
+        f"{_mib(row['load_bytes_per_second'])}\n{_mib(row['store_bytes_per_second'])}",
+        f"{_size(row['in_flight_bytes'])}\n{_size(row['queued_bytes'])}",
+        f"{_number(row['evictions_per_second'])}\n{_number(row['drops_per_second'])} {row['top_drop_reason'] or ''}",
+        f"{_number(row['errors'])}\n{_age(row['coldest_seconds'])}",
+    ]
+
+
+def screen(found: Figures, sort: str = "stack") -> RenderableType:
+    """The table of all tiers and the lines below it, in 80 columns."""
+    rows = sorted(found["tiers"], key=lambda row: -(row.get(SORTS[sort]) or 0))
+    tiers = table([*map("\n".join, zip(_FIRST, _SECOND, strict=True))], map(_cells, rows), words=(0, 1))
+    tiers.show_lines = True
+    today = f"{_size(found['written_today_bytes'])} today, " if found["written_today_bytes"] is not None else ""
+    backlog, largest = _number(found["backlog_blocks"]), _size(found["largest_queued_bytes"])
+    below = f"backlog {backlog} blocks   largest waiting job {largest}\nwritten below the CPU tier {today}"
+    below += f"{_size(found['written_bytes'])} since the start"
+    return Group(tiers, Text(below, no_wrap=True), Text(_UNITS, style="dim", no_wrap=True))
+
+
+class View:
+    """The state of a live screen. It takes readings and keys, and has no terminal and no clock."""
+
+    def __init__(self, address: str, first: StackReading) -> None:
+        self.sort = "stack"
+        self._address = address
+        self._lost = ""
+        self._now = first
+        self._before: StackReading | None = None
+        self._base: StackReading | None = None
+        self._frozen: Figures | None = None
+
+    def on_reading(self, reading: StackReading) -> None:
+        """After a restart of the source counts are since its start. No rate spans a gap."""
+        restart = is_restart(self._now, reading)
+        self._before = None if restart or self._lost else self._now
+        self._base = None if restart else self._base
+        self._lost, self._now = "", reading
+
+    def on_loss(self, reason: str) -> None:
+        """The source cannot be read. The last reading stays on the screen."""
+        self._lost = reason
+
+    def on_key(self, key: str) -> None:
+        """A key of the screen; others than those of `KEYS` do nothing."""
+        if key == "s":
+            self.sort = (*SORTS, "stack")[[*SORTS].index(self.sort) + 1]
+        elif key in ("f", " "):
+            self._frozen = None if self._frozen else snapshot(self._now, self._before, self._base)
+        elif key == "r":
+            self._base = self._now
+
+    def render(self) -> RenderableType:
+        """The whole screen."""
+        state = f"by {self.sort}{', FROZEN' if self._frozen else ''}{', since reset' if self._base else ''}"
+        head = Text(f"kvtier top  {self._address}", style="bold", no_wrap=True, overflow="ellipsis")
+        lost = [Text(f"LOST, trying again: {self._lost}", style="bold red")] if self._lost else []
+        keys = Text(f"{KEYS}  |  {state}", style="dim", no_wrap=True)
+        figures = self._frozen or snapshot(self._now, self._before, self._base)
+        return Group(head, *lost, screen(figures, self.sort), keys)
+
+
+async def watch(address: str, interval_seconds: float) -> None:
+    """Show a source until the key `q`. A source that is lost is tried until it is back.
+
+    Raises UsageError without a terminal, and as `read` where the first reading fails.
+    """
+    view = View(address, await read(address))
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UsageError("there is no terminal to draw on: use --once")
+    loop, keyboard = asyncio.get_running_loop(), sys.stdin.fileno()
+    keys: asyncio.Queue[str] = asyncio.Queue()
+
+    async def read_on() -> None:
+        while True:
+            await asyncio.sleep(interval_seconds)
+            try:
+                view.on_reading(await read(address))
+            except KVTierError as error:
+                view.on_loss(str(error))
+            keys.put_nowait("")
+
+    before = termios.tcgetattr(keyboard)
+    tty.setcbreak(keyboard)  # each key comes at once, and is not shown
+    loop.add_reader(keyboard, lambda: keys.put_nowait(os.read(keyboard, 1).decode(errors="ignore")))
+    loop.add_signal_handler(signal.SIGWINCH, keys.put_nowait, "")
+    try:
+        with Live(screen=True, auto_refresh=False) as live:
+            async with asyncio.TaskGroup() as tasks:
+                reading = tasks.create_task(read_on())
+                key = ""
+                while key != "q":
+                    view.on_key(key)
+                    live.update(view.render(), refresh=True)
+                    key = await keys.get()
+                reading.cancel()
+    finally:
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
 
 
 @click.command(short_help="Show a running stack, live.")
@@ -36,25 +174,19 @@ def top(address: str, interval: float, once: bool, as_json: bool) -> None:
         raise UsageError("--json goes with --once")
     if not once and interval == 0:
         raise UsageError("--interval 0 goes with --once")
-    source = source_of(address)
-    if once:
-        _print(source, interval, as_json)
-    else:
-        run_to_end(watch(source, source.read(), interval))
+    run_to_end(_print(address, interval, as_json) if once else watch(address, interval))
 
 
-def _print(source: Source, interval: float, as_json: bool) -> None:
+async def _print(address: str, interval: float, as_json: bool) -> None:
     """Read twice, for the rates, and print."""
-    before, now = None, source.read()
+    before, now = None, await read(address)
     if interval:
-        time.sleep(interval)
-        before, now = now, source.read()
-        before = None if restarted(before, now) else before
-    found = snapshot(now, before)
-    if as_json:
-        click.echo(
-            json.dumps({"command": "top", "version": VERSION, "source": source.name, **found.to_json()}, indent=2)
-        )
-    else:
-        console = Console()
-        console.print(screen(found, console.width))
+        await asyncio.sleep(interval)
+        before, now = now, await read(address)
+    found = snapshot(now, None if before is None or is_restart(before, now) else before)
+    if not as_json:
+        Console().print(screen(found))
+        return
+    for row in found["tiers"]:  # JSON has no infinity
+        row |= {figure: None for figure, value in row.items() if value == inf}
+    click.echo(json.dumps({"command": "top", "version": VERSION, "source": address, **found}, indent=2))
