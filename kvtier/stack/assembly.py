@@ -40,7 +40,6 @@ from kvtier.tier.contract import (
     Resettable,
     TierContext,
 )
-from kvtier.traces.recorder import Recorder
 from kvtier.types.geometry import Geometry, KVLayout, stack_alignment
 from kvtier.types.keys import CPU, GPU
 from kvtier.types.namespace import Namespace
@@ -48,6 +47,8 @@ from kvtier.types.namespace import Namespace
 if TYPE_CHECKING:
     import torch
     from opentelemetry.trace import Tracer
+
+    from kvtier.traces.recorder import Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -346,6 +347,8 @@ def _recorder(parts: StackParts) -> Recorder | None:
     """A recorder that has begun, of requests in offloaded blocks of the first group."""
     if parts.record is None:
         return None
+    from kvtier.traces.recorder import Recorder
+
     recorder = Recorder(parts.record, parts.namespace.layout.tokens_per_offloaded_block(0))
     recorder.open()
     return recorder

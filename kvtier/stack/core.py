@@ -32,7 +32,6 @@ from kvtier.stack.request_calls import RequestCalls
 from kvtier.stack.shutdown import CloseReport
 from kvtier.stack.watching.operator_log import OperatorLog, TierWatch
 from kvtier.stack.watching.stats import StackStats, collect
-from kvtier.stack.watching.stats_socket import StatsSocket
 from kvtier.tier.contract import Clock
 from kvtier.tier.shared_epoch import fresh_epoch
 from kvtier.types.checks import check_info, check_keys, check_text, check_timeout, check_types, check_whole
@@ -349,6 +348,8 @@ class StackCore(RequestCalls):
     async def _open_stats_socket(self, assembled: OpenStack) -> None:
         """Serve the figures if a path is given. The socket does not keep a stack alive that its program forgot."""
         if self._parts.stats_socket:
+            from kvtier.stack.watching.stats_socket import StatsSocket
+
             stack = weakref.ref(self)
             served = StatsSocket(self._parts.stats_socket, lambda: one.stats() if (one := stack()) else None)
             assembled.stats_socket = served

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvtier.control.plane.control_plane import ControlPlane
 from kvtier.stack.dispatcher import Dispatcher, TierQueue
 from kvtier.stack.joining import Joining
 from kvtier.stack.learned.model_files import ModelFiles
 from kvtier.tier.contract import FencesCopies, LoadStore
-from kvtier.traces.recorder import Recorder
 from kvtier.types.geometry import Geometry
+
+if TYPE_CHECKING:
+    from kvtier.traces.recorder import Recorder
 
 
 class Served(Protocol):

@@ -12,6 +12,7 @@ from support_counts import count
 from support_paths import PROJECT
 from support_servers import needs_server
 
+from benchmarks.loaded import POLICIES, measure
 from faults.machine import warm
 from faults.remote.objects import without_ceph
 from faults.remote.pool import without_mooncake
@@ -44,6 +45,10 @@ CALLS_MAX = {
 """Calls of a trip of one block, where copies are compiled: 1.15 of what is measured, so that a helper has room."""
 CALLS_OF_PYTHON_COPY = 14
 """So many more where they are not."""
+
+
+LINES_MAX = 32_500
+"""Lines of kvtier that a serving stack loads; the aim is 25,000."""
 
 
 @pytest.fixture(scope="module")
@@ -109,3 +114,20 @@ def test_the_way_of_a_block_does_not_become_longer(trip: str, record: Callable[[
     (calls,) = (row["calls_min"] for row in record("path")["results"] if (row["blocks"], row["what"]) == (1, trip))
     copies = 0 if trip.startswith("lookup") or native_copy.load() else CALLS_OF_PYTHON_COPY
     assert calls <= CALLS_MAX[trip] + copies
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_serving_stack_loads_no_more_code(policy: str) -> None:
+    """Neither tools, engines and the doubles of tests, nor other tiers than the stack has."""
+    found = measure(policy)
+    print(f"{policy}: {len(found)} modules, {sum(found.values())} lines")
+    assert sum(found.values()) <= LINES_MAX
+    rooms = {".".join(name.split(".")[:2]) for name in found}
+    assert not rooms & {
+        "kvtier.tools",
+        "kvtier.engines",
+        "kvtier.testing",
+        "kvtier.traces",
+        "kvtier.cli",
+        "kvtier_remote",
+    }
