@@ -117,6 +117,8 @@ def _reason(error: Exception) -> str:
     if isinstance(error, urllib.error.HTTPError):
         error.close()
         return f"the server answers {error.code}"
+    if isinstance(error, BlockingIOError):
+        return "it accepts no connection"
     words = getattr(error, "reason", error)
     return printable(" ".join(str(getattr(words, "strerror", None) or words).split())[:REASON_MAX])
 

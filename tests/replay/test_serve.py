@@ -15,7 +15,7 @@ from kvtier.errors import ConfigError
 from kvtier.planner import StoreMode
 from kvtier.tools.replay.engine import EngineCache
 from kvtier.tools.replay.run import Replay
-from kvtier.tools.replay.serve import Counts, ServeOptions, Server
+from kvtier.tools.replay.serve import Counts, ReplayLoop, ServeOptions
 from kvtier.tools.replay.setup import ReplayOptions, make_layout
 from kvtier.tools.replay.workload import make_workload
 from kvtier.traces.requests import KeyChain, Request, group_keys
@@ -44,7 +44,7 @@ class Bench:
     ) -> None:
         self.engine = EngineCache(layout, gpu_blocks, "cpu", mode)
         self.stack = FakeStack(layout, self.engine.tensors)
-        self.server = Server(self.engine, self.stack, ServeOptions(**options))
+        self.server = ReplayLoop(self.engine, self.stack, ServeOptions(**options))
 
     def serve(self, *requests: Request) -> Counts:
         counts = asyncio.run(self.server.run(iter(requests)))

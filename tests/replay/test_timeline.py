@@ -18,8 +18,8 @@ from kvtier.tools.replay.timeline import (
     SLOWEST_KEPT,
     SPANS_MAX,
     STALL_SECONDS,
-    Moment,
     RequestPath,
+    StackSnapshot,
     Timeline,
 )
 from kvtier.tools.whatif.virtual_time import VirtualTime
@@ -35,8 +35,8 @@ class Run:
         self.timeline = Timeline(lambda: self.at, "virtual", samples_max, requests_max)
         self.timeline.begin(self.moment)
 
-    def moment(self) -> Moment:
-        return Moment({"fs": self.tier}, self.backlog)
+    def moment(self) -> StackSnapshot:
+        return StackSnapshot({"fs": self.tier}, self.backlog)
 
     def look(self, seconds: float, **figures: Any) -> None:
         """So much later a look at the tier with these figures."""
@@ -154,13 +154,13 @@ def test_a_run_without_a_look_has_one_interval() -> None:
 
 
 def test_watching_ends_when_all_is_served_and_written() -> None:
-    time, moments = VirtualTime(), [Moment({"fs": TierStats()}, 0)]
+    time, moments = VirtualTime(), [StackSnapshot({"fs": TierStats()}, 0)]
     timeline = Timeline(lambda: time.now, "virtual")
     timeline.begin(lambda: moments[0])
     time.spawn(timeline.watch(time.sleep))
-    moments[0] = Moment({}, 3)
+    moments[0] = StackSnapshot({}, 3)
     time.call_at(5.0, timeline.all_served)
-    time.call_at(9.0, lambda: moments.__setitem__(0, Moment({}, 0)))
+    time.call_at(9.0, lambda: moments.__setitem__(0, StackSnapshot({}, 0)))
     time.run()
     assert 9.0 <= time.now <= 9.0 + timeline.interval
 
@@ -168,7 +168,7 @@ def test_watching_ends_when_all_is_served_and_written() -> None:
 def test_watching_ends_when_nothing_more_is_written() -> None:
     time = VirtualTime()
     timeline = Timeline(lambda: time.now, "virtual")
-    timeline.begin(lambda: Moment({}, 3))
+    timeline.begin(lambda: StackSnapshot({}, 3))
     time.spawn(timeline.watch(time.sleep))
     time.call_at(5.0, timeline.all_served)
     time.run()

@@ -22,7 +22,7 @@ from support_tools import refusal, tool, tool_json
 from faults.machine import warm
 from kvtier.cli import temporary_folders
 from kvtier.cli.temporary_folders import LOCK_NAME, abandoned_folders, remove_abandoned, temporary_folder
-from kvtier.tools.bench.scratch import folder_beside
+from kvtier.tools.bench.run import folder_beside
 
 PREFIX = "kvtier-replay-"
 REPLAY = ("replay", "--requests", "100000", "--block-bytes", "4KiB")

@@ -272,7 +272,7 @@ def test_ages_and_what_was_written_to_devices() -> None:
         shown.append(text(view, 140))
     found = [line.split()[-1] for each in shown for line in each.splitlines() if "3M/4M" in line]
     assert found == ["0s", "59.4s", "1m", "1.5h", "3d", "300d"]
-    assert "written below the CPU tier 9M since the start" in shown[0]
+    assert "written below the CPU tier 0B today, 9M since the start" in shown[0]
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -361,7 +361,7 @@ def web_server(status: int, answer: bytes) -> Iterator[str]:
         (200, b"<html><body>Hello, {world</body></html>\n", "it is no page of metrics"),
         (200, b"up 1\n", "there are no metrics of kvtier on this page"),
         (200, b"", "there are no metrics of kvtier on this page"),
-        (200, bytes(2000), "the page has more than 0 MiB"),
+        (200, bytes(2000), "it has more than 0 MiB"),
     ],
 )
 def test_a_page_that_is_none_is_one_line(

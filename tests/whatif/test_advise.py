@@ -19,8 +19,8 @@ from kvtier.errors import ConfigError
 from kvtier.policy import Reuse
 from kvtier.tools.whatif.advise import block_bytes_of, read_prices
 from kvtier.tools.whatif.miss_ratio import Curve, StackDistances, lru_curve
-from kvtier.tools.whatif.shadow import shadow_rates
-from kvtier.tools.whatif.worth import GIB, Costs, Prices, Sizes, Worth
+from kvtier.tools.whatif.policy_replay import shadow_rates
+from kvtier.tools.whatif.savings import GIB, Costs, Prices, Savings, Sizes
 from kvtier.traces.read import read_trace
 from kvtier.traces.requests import RequestSource
 from kvtier.types.keys import RequestId
@@ -111,10 +111,10 @@ def test_a_curve_of_nothing_is_empty() -> None:
     assert (curve.working_set, curve.hits(100), curve.hit_rate(100), curve.knee()) == (0, 0, 0.0, 0)
 
 
-def worth(disk_seconds: float = 0.5) -> Worth:
+def worth(disk_seconds: float = 0.5) -> Savings:
     """A GiB a block; the first 10 blocks hit 5 each, the next 90 one each."""
     cumulative = np.concatenate([[0], np.full(10, 5), np.full(90, 1)]).cumsum()
-    return Worth(Curve(1000, 100, 16000, 16, cumulative), Costs(1.0, 0.25, disk_seconds, GIB))
+    return Savings(Curve(1000, 100, 16000, 16, cumulative), Costs(1.0, 0.25, disk_seconds, GIB))
 
 
 def test_a_hit_saves_its_prefill_less_its_load() -> None:

@@ -16,7 +16,7 @@ from support_paths import TRACES
 from kvtier.cli import main
 from kvtier.errors import ConfigError
 from kvtier.tools.replay.run import Replay
-from kvtier.tools.replay.serve import Server
+from kvtier.tools.replay.serve import ReplayLoop
 from kvtier.tools.replay.setup import ReplayOptions
 from kvtier.tools.whatif.report import shortages
 from kvtier.tools.whatif.service import ASSUMED, read_calibration
@@ -107,13 +107,13 @@ def write_conversations(path: Path, seed: int, requests: int) -> Path:
 def where(monkeypatch: pytest.MonkeyPatch) -> Iterator[Where]:
     """In which tier each block of each request is when it is looked up."""
     seen: Where = []
-    look_up = Server._lookup
+    look_up = ReplayLoop._lookup
 
-    async def recording(self: Server, work: object) -> None:
+    async def recording(self: ReplayLoop, work: object) -> None:
         await look_up(self, work)  # type: ignore[arg-type]
         seen.append([list(group) for group in work.where])  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(Server, "_lookup", recording)
+    monkeypatch.setattr(ReplayLoop, "_lookup", recording)
     return seen
 
 

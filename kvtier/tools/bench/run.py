@@ -1,13 +1,15 @@
 """The whole measurement of a stack file: the copies at the layout's block size, then every root at several sizes."""
 
+import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from kvtier.cli.temporary_folders import temporary_folder
 from kvtier.config import StackConfig, build_tiers, find_tier
-from kvtier.errors import ResourceError, UsageError
+from kvtier.errors import ConfigError, ResourceError, UsageError
 from kvtier.options import LowerTierOptions, TierOptions
 from kvtier.stack.assembly import resolve_alignment
 from kvtier.tier.contract import LoadStore, Opened, ProvidesRows, Rows, TierContext
@@ -16,11 +18,12 @@ from kvtier.tools.bench.copies import Blocks, measure_copies, measure_memcpy
 from kvtier.tools.bench.load_generator import Timing
 from kvtier.tools.bench.lower_tier import LowerTierBench
 from kvtier.tools.bench.results import Figure, TierFigures
-from kvtier.tools.bench.scratch import folder_beside
 from kvtier.types.geometry import Geometry, KVLayout, round_up
 from kvtier.types.keys import CPU, GPU
 from kvtier.types.namespace import Namespace
 
+PREFIX = ".kvtier-bench-"
+"""Of temporary space on the file system of a root, which no tier reads and which is removed afterwards."""
 INFLIGHT_BYTES = 64 << 20
 CAPACITY_FIXED_BYTES = 4 << 20
 CAPACITY_SHARE = 1.1
@@ -156,3 +159,32 @@ def _rows(cpu: LoadStore) -> Rows:
     if not isinstance(cpu, ProvidesRows):
         raise UsageError("the cpu tier provides no rows")
     return cpu.rows
+
+
+@contextmanager
+def folder_beside(root: str) -> Iterator[str]:
+    """A path for a temporary root on the file system of `root`. It does not exist yet, and its content is removed.
+
+    It lies in a new folder beside the root, or inside the root where that is a mount or its parent cannot be written.
+    What a killed tool left there is removed first. Raises ConfigError if there is no place to write.
+    """
+    parent = _parent_for(root)
+    with ExitStack() as temporary:
+        try:
+            folder = temporary.enter_context(temporary_folder(PREFIX, parent))
+        except OSError as error:
+            raise ConfigError(f"{parent}: no temporary folder can be made there: {error.strerror}") from error
+        yield os.path.join(folder, "root")
+
+
+def _parent_for(root: str) -> str:
+    parent = os.path.dirname(root)
+    try:
+        beside = os.stat(parent).st_dev
+    except OSError as error:
+        raise ConfigError(f"{root} cannot be reached: {parent}: {error.strerror}; mount the disk") from error
+    try:
+        here = os.stat(root).st_dev
+    except OSError:
+        return parent
+    return parent if here == beside and os.access(parent, os.W_OK | os.X_OK) else root

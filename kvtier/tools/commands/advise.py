@@ -7,13 +7,19 @@ import click
 from kvtier.cli.progress import progress
 from kvtier.config.layout import DEFAULT_LAYOUT, read_layout
 from kvtier.stack.learned.installed_policies import find_policy
-from kvtier.tools.commands.run_report import html_file_option, json_file_option, report, size
-from kvtier.tools.commands.trace_times import note_times, time_unit_option
+from kvtier.tools.commands.run_report import (
+    html_file_option,
+    json_file_option,
+    note_times,
+    report,
+    size,
+    time_unit_option,
+)
 from kvtier.tools.whatif.advise import PURCHASES, Advice, block_bytes_of, costs_of, read_prices
 from kvtier.tools.whatif.miss_ratio import lru_curve
+from kvtier.tools.whatif.policy_replay import shadow_rates, shadow_sizes
+from kvtier.tools.whatif.savings import Savings, Sizes
 from kvtier.tools.whatif.service import PREFILL_TOKENS_PER_SECOND
-from kvtier.tools.whatif.shadow import shadow_rates, shadow_sizes
-from kvtier.tools.whatif.worth import Sizes, Worth
 from kvtier.traces.read import TimeUnit, read_trace
 
 
@@ -86,7 +92,7 @@ def advise(
             name: dict(zip(sizes, shadow_rates(source, kind, sizes, advance), strict=True))
             for name, kind in kinds.items()
         }
-    worth = Worth(curve, costs_of(source.block_tokens, block_bytes, prefill, calibration))
+    worth = Savings(curve, costs_of(source.block_tokens, block_bytes, prefill, calibration))
     settings: dict[str, object] = {
         "source": source.name,
         "source_seconds": source.seconds,

@@ -1,16 +1,21 @@
 """`kvtier record`: what a trace holds, and an anonymised copy of one."""
 
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import click
+from rich.console import Console
 
 from kvtier.cli.progress import progress
 from kvtier.errors import ConfigError
-from kvtier.tools.commands.run_report import json_file_option, report
-from kvtier.tools.commands.trace_times import note_times, time_unit_option
-from kvtier.tools.traces.convert import convert
-from kvtier.tools.traces.summary import summarize
+from kvtier.options import count_text
+from kvtier.tools.commands.run_report import json_file_option, note_times, report, time_unit_option
 from kvtier.traces.read import TimeUnit, read_trace
+from kvtier.traces.requests import KeyChain, RequestSource
+from kvtier.traces.write import RecordedRequest, TraceFile, TraceLines, read_salt
 
 
 @click.command(short_help="Show what a trace holds, or write it anonymised.")
@@ -58,3 +63,109 @@ def record(
     with progress(source.name, source.num_requests) as advance:
         found = summarize(source, advance)
     report(found, json_file)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSummary:
+    """Figures of a trace.
+
+    `reused_blocks` are those of each prompt's longest prefix that earlier prompts had: what a cache without bound hits.
+    `seconds` lie between the first and the last request; 0 where no times are known.
+    """
+
+    name: str
+    requests: int
+    sessions: int
+    seconds: float
+    prompt_tokens: int
+    output_tokens: int
+    block_tokens: int
+    longest_blocks: int
+    block_references: int
+    distinct_blocks: int
+    single_use_blocks: int
+    reused_blocks: int
+
+    @property
+    def ok(self) -> bool:
+        return True
+
+    @property
+    def reuse(self) -> float:
+        """The share of block references that a cache without bound hits."""
+        return self.reused_blocks / self.block_references if self.block_references else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Every figure by name."""
+        return asdict(self) | {"reuse": round(self.reuse, 4)}
+
+    def show(self, console: Console) -> None:
+        """Print the figures, a line for each."""
+        once = self.single_use_blocks / self.distinct_blocks if self.distinct_blocks else 0.0
+        rows = {
+            "requests": f"{count_text(self.requests)} in {self.seconds:,.0f} s",
+            "sessions": count_text(self.sessions) if self.sessions else "not in the trace",
+            "tokens": f"{count_text(self.prompt_tokens)} of prompts, {count_text(self.output_tokens)} of outputs",
+            "blocks": f"{count_text(self.block_references)} of {self.block_tokens} tokens, "
+            f"{count_text(self.distinct_blocks)} distinct, {once:.1%} of them used once",
+            "longest prompt": f"{count_text(self.longest_blocks)} blocks",
+            "reuse": f"{self.reuse:.1%} of the blocks are in a prefix that came before",
+        }
+        for name, text in {"trace": self.name, **rows}.items():
+            console.print(f"{name:<15} {text}", soft_wrap=True, markup=False, highlight=False)
+
+
+def summarize(source: RequestSource, progress: Callable[[], None] = lambda: None) -> TraceSummary:
+    """Read a trace once and add it up. Takes about 150 bytes of memory for each distinct block."""
+    chain, seen, sessions = KeyChain(), Counter[bytes](), set[str]()
+    prompt_tokens = output_tokens = reused = 0
+    for request in source.requests():
+        digests = chain.digests(request)[: request.prompt_blocks]
+        reused += next((at for at, digest in enumerate(digests) if digest not in seen), len(digests))
+        seen.update(digests)
+        sessions.add(request.session)
+        prompt_tokens += request.prompt_tokens
+        output_tokens += request.output_tokens
+        progress()
+    return TraceSummary(
+        source.name,
+        source.num_requests,
+        len(sessions - {""}),
+        source.seconds or 0.0,
+        prompt_tokens,
+        output_tokens,
+        source.block_tokens,
+        source.longest_blocks,
+        seen.total(),
+        len(seen),
+        sum(count == 1 for count in seen.values()),
+        reused,
+    )
+
+
+def convert(
+    source: RequestSource, path: Path, salt_file: Path | None = None, progress: Callable[[], None] = lambda: None
+) -> None:
+    """Write the prompts of a trace to a new file, in their order: times from 0, lengths, and salted hashes as ids.
+
+    Ids that are local to a session become global. Raises ConfigError for a file that cannot be written.
+    """
+    try:
+        lines = TraceLines(read_salt(salt_file), source.block_tokens, epoch=0.0)
+        file = TraceFile(path)
+        try:
+            _copy(source, lines, file, progress)
+        finally:
+            file.close()
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}", "--out") from None
+
+
+def _copy(source: RequestSource, lines: TraceLines, file: TraceFile, progress: Callable[[], None]) -> None:
+    chain = KeyChain()
+    first = min(request.arrived or 0.0 for request in source.requests())
+    for request in source.requests():
+        keys = chain.digests(request)[: request.prompt_blocks]
+        arrived = (request.arrived or 0.0) - first
+        file.add(lines.line(RecordedRequest(arrived, keys, request.prompt_tokens, request.output_tokens)))
+        progress()

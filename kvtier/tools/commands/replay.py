@@ -11,12 +11,13 @@ from kvtier.tools.commands.run_report import (
     backlog_option,
     html_file_option,
     json_file_option,
+    note_times,
     report,
     run_to_end,
     size,
     store_mode_option,
+    time_unit_option,
 )
-from kvtier.tools.commands.trace_times import note_times, time_unit_option
 from kvtier.tools.replay.run import Replay
 from kvtier.tools.replay.setup import ReplayOptions
 from kvtier.tools.replay.timeline import Timeline

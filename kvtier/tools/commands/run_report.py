@@ -1,5 +1,5 @@
-"""What commands that run for a while share: options, sizes as arguments, files for the figures, an orderly end on a
-signal."""
+"""The common part of commands that run for a while: options, sizes, the times of a trace, files for the figures, an
+orderly end on a signal."""
 
 import asyncio
 import json
@@ -15,6 +15,13 @@ from rich.console import Console
 from kvtier.errors import ConfigError
 from kvtier.options import parse_size
 from kvtier.tools.whatif.page import check_plotly
+from kvtier.traces.read import PER_SECOND
+from kvtier.traces.requests import RequestSource
+
+SLOWEST_PER_SECOND, FASTEST_PER_SECOND = 1 / 60, 50.0
+"""Rates of requests beyond which a trace is rather read in a wrong unit: units differ by a factor of a thousand."""
+FEWEST_REQUESTS = 10
+_SIZES = (("days", 86400), ("hours", 3600), ("minutes", 60))
 
 T = TypeVar("T")
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -116,3 +123,28 @@ backlog_option = click.option(
     metavar="N",
     help="Blocks that may be queued or in flight to lower tiers when the next request begins.",
 )
+time_unit_option = click.option(
+    "--time-unit",
+    type=click.Choice(list(PER_SECOND)),
+    help="Unit of the trace's times. [default: ms of `timestamp`, s of `t`]",
+)
+
+
+def note_times(source: RequestSource) -> None:
+    """Print on stderr over which time the requests came, if that is known, and whether that is unlikely."""
+    if source.seconds is None:
+        return
+    click.echo(f"note: {source.name}: {source.num_requests:,} requests over {_span_text(source.seconds)}", err=True)
+    if source.num_requests < FEWEST_REQUESTS or not source.seconds:
+        return
+    rate = source.num_requests / source.seconds
+    if not SLOWEST_PER_SECOND <= rate <= FASTEST_PER_SECOND:
+        reason = f"{rate:.3g} requests a second are unlikely; if its times are in another unit, give --time-unit"
+        click.echo(f"warning: {source.name}: {reason}", err=True)
+
+
+def _span_text(seconds: float) -> str:
+    for name, size in _SIZES:
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {name}"
+    return f"{seconds:.3g} s"

@@ -11,11 +11,12 @@ from kvtier.tools.commands.run_report import (
     backlog_option,
     html_file_option,
     json_file_option,
+    note_times,
     report,
     size,
     store_mode_option,
+    time_unit_option,
 )
-from kvtier.tools.commands.trace_times import note_times, time_unit_option
 from kvtier.tools.replay.setup import ReplayOptions
 from kvtier.tools.whatif.report import SimulationReport
 from kvtier.tools.whatif.service import PREFILL_TOKENS_PER_SECOND

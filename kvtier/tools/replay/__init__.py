@@ -7,7 +7,7 @@ pool       GPU blocks with reference counts, and the prefix cache over them
 engine     KV tensors, and a pool, a store planner and the content for each group
 serve      the loop
 timeline   a run over time, for a page
-watched_server  the loop with a timeline
+watched_loop  the loop with a timeline
 run        one whole replay
 report     the result: counts, table, JSON
 """

@@ -13,20 +13,22 @@ from kvtier.errors import ConfigError
 from kvtier.planner import StoreMode
 from kvtier.stack import TierStack, TierStats
 from kvtier.stack.assembly import resolve_alignment
+from kvtier.tier.registry import EmbedsServer
 from kvtier.tools.replay.content import WrongPage, find_owners
 from kvtier.tools.replay.engine import EngineBlocks, EngineCache, choose_device
 from kvtier.tools.replay.report import ReplayReport
-from kvtier.tools.replay.serve import DRAIN_SECONDS, Counts, ServeOptions, Server
-from kvtier.tools.replay.servers import with_servers
+from kvtier.tools.replay.serve import DRAIN_SECONDS, Counts, ReplayLoop, ServeOptions
 from kvtier.tools.replay.setup import ReplayOptions, fit, make_layout, make_source, make_stack, read_config
-from kvtier.tools.replay.timeline import Moment, Timeline
-from kvtier.tools.replay.watched_server import WatchedServer, watching
+from kvtier.tools.replay.timeline import StackSnapshot, Timeline
+from kvtier.tools.replay.watched_loop import WatchedLoop, watching
 from kvtier.traces.requests import KeyChain, RequestSource, group_keys
 from kvtier.types.geometry import Geometry, KVLayout
-from kvtier.types.keys import CPU, GPU, Medium, OffloadKey
+from kvtier.types.keys import CPU, GPU, REMOTE, Medium, OffloadKey
 
 POOL_MARGIN_BLOCKS = 16
 STORE_BLOCKS = 256
+SERVER_BLOCKS = 16384
+SERVER_BYTES_MAX = 4 << 30
 
 MakeStack = Callable[[StackConfig, KVLayout, Sequence[torch.Tensor]], AbstractAsyncContextManager[TierStack]]
 """How a replay gets its stack; tests hand in others."""
@@ -68,18 +70,18 @@ class Replay:
         async with self._make_stack(config, layout, engine.tensors) as stack:
             recovered = sum(tier.slots.get("ready", 0) for tier in stack.stats().tiers.values())
             options = serve_options(config, self._options, geometry)
-            server = WatchedServer(timeline, engine, stack, options) if timeline else Server(engine, stack, options)
+            loop = WatchedLoop(timeline, engine, stack, options) if timeline else ReplayLoop(engine, stack, options)
 
-            def figures() -> Moment:
+            def figures() -> StackSnapshot:
                 stats = stack.stats()
-                return Moment(
-                    all_tiers(options.gpu_name, stats.tiers, engine, server.counts, f"{engine.device} tensors"),
+                return StackSnapshot(
+                    all_tiers(options.gpu_name, stats.tiers, engine, loop.counts, f"{engine.device} tensors"),
                     stats.backlog,
                 )
 
             with self._metrics(stack):
                 async with watching(timeline, figures):
-                    counts = await server.run(self.source.requests(), progress)
+                    counts = await loop.run(self.source.requests(), progress)
                     await stack.drain(DRAIN_SECONDS)
             final = figures()
             seconds = time.monotonic() - start
@@ -189,3 +191,37 @@ def all_tiers(
         mode=mode,
     )
     return {gpu: of_gpu} | {name: tier for name, tier in tiers.items() if name != gpu}
+
+
+@contextmanager
+def with_servers(
+    config: StackConfig, options: ReplayOptions, geometry: Geometry, scratch: Path
+) -> Iterator[StackConfig]:
+    """The stack with an embedded server below each tier on one, until the end of the block; the stack as it
+    is where the options ask for none.
+
+    Raises ConfigError for a stack without such a tier, for one whose server cannot be embedded, and where the server is
+    not installed.
+    """
+    if options.server is None:
+        if options.server_blocks is not None:
+            raise ConfigError("goes with --server embedded only", "--server-blocks")
+        yield config
+        return
+    row = geometry.row_bytes
+    blocks = options.server_blocks or max(64, min(SERVER_BLOCKS, SERVER_BYTES_MAX // row))
+    remote = [(i, tier) for i, tier in enumerate(build_tiers(config)) if tier.medium == REMOTE]
+    if not remote:
+        raise ConfigError("the stack has no tier on a server", "--server")
+    tiers = list(config.tiers)
+    with ExitStack() as servers:
+        for i, tier in remote:
+            if not isinstance(tier, EmbedsServer):
+                raise ConfigError(f"a tier of type {tiers[i].type} cannot be given a server of its own", "--server")
+            folder = scratch / f"server-{i}"
+            folder.mkdir()
+            try:
+                tiers[i] = servers.enter_context(tier.embedded(folder, blocks, row))
+            except ConfigError as error:
+                raise error.below("--server") from None
+        yield config.model_copy(update={"tiers": tuple(tiers)})

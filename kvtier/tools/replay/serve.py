@@ -110,7 +110,7 @@ class Counts:
 
 
 @dataclass(slots=True, eq=False)
-class Work:
+class ActiveRequest:
     """One request in flight; every list has one entry for each group, every position counts GPU blocks.
 
     `keys` are the GPU blocks' keys, `offload` the offloaded blocks', `in_stack` and `where` the stack's answers for
@@ -135,7 +135,7 @@ class Work:
         return Pages([keys[position] for position in positions.tolist()], self.tables[group][positions])
 
 
-class Server:
+class ReplayLoop:
     """Serves requests over one engine's blocks and one stack. Counts are in `counts`.
 
     `prefill` computes what is missing of a prompt. With a `freed` of its own `serve` needs no event loop of asyncio.
@@ -186,19 +186,28 @@ class Server:
         if self._engine.planners[0].mode is StoreMode.LAZY:
             await self._store_coldest(len(work.keys[0]))
         self._announce(work)
+        self._on_phase(work, "prepare")
         await self._lookup(work)
+        self._on_phase(work, "lookup")
         async with self._blocks(work):
+            self._on_phase(work, "gpu_blocks")
             self._check_hits(work)
+            self._on_phase(work, "verify")
             await self._load(work)
             await self._compute(work)
+            self._on_phase(work, "compute")
             await self._wait_for_demotions()
             await self._store(work)
+            self._on_phase(work, "store")
         self._stack.touch(self._touched(work))
         self._stack.end_request(work.request_id, output_tokens=request.output_tokens)
         self.counts.requests += 1
         self.counts.prompt_tokens += request.prompt_tokens
 
-    def _begin(self, request: Request) -> Work:
+    def _on_phase(self, work: ActiveRequest, phase: str) -> None:
+        """The phase of `timeline.PHASES` has ended, which a `WatchedLoop` notes."""
+
+    def _begin(self, request: Request) -> ActiveRequest:
         """Hash the request."""
         digests = self._chain.digests(request)
         if len(digests) > self._engine.pools[0].num_blocks:
@@ -207,15 +216,15 @@ class Server:
         self._begun += 1
         keys = [group_keys(digests, group) for group in range(len(self._groups))]
         offload = [offload_keys(of_group, self._factor) for of_group in keys]
-        return Work(RequestId(str(self._begun)), request, keys, offload)
+        return ActiveRequest(RequestId(str(self._begun)), request, keys, offload)
 
-    def _announce(self, work: Work) -> None:
+    def _announce(self, work: ActiveRequest) -> None:
         """Name the blocks of the prompt. Policies that follow requests take the time of the trace for theirs."""
         request, whole = work.request, work.request.prompt_blocks // self._factor
         keys = [key for offload in work.offload for key in offload[:whole]]
         self._stack.begin_request(work.request_id, keys, time=request.arrived, info=request.info)
 
-    async def _lookup(self, work: Work) -> None:
+    async def _lookup(self, work: ActiveRequest) -> None:
         """Look up every block of the request, and count what the stack has."""
         for offload in work.offload:
             work.in_stack.append([result in LOADABLE for result in await self._stack.lookup(offload)])
@@ -225,7 +234,7 @@ class Server:
         self.counts.block_hits += held.index(False) if False in held else len(held)
 
     @asynccontextmanager
-    async def _blocks(self, work: Work) -> AsyncIterator[None]:
+    async def _blocks(self, work: ActiveRequest) -> AsyncIterator[None]:
         """Take all the GPU blocks a request needs. A request that cannot have them all takes none and waits. It does
         not wait forever: the pool has room for any one request."""
         async with self._freed:
@@ -238,7 +247,7 @@ class Server:
             async with self._freed:
                 self._freed.notify_all()
 
-    def _claim(self, work: Work) -> bool:
+    def _claim(self, work: ActiveRequest) -> bool:
         """Choose the usable prefix and take GPU blocks; False, and nothing taken, if the pool is too full now."""
         self._choose_prefix(work)
         work.tables, work.missing = [], []
@@ -260,7 +269,7 @@ class Server:
             work.missing.append(missing)
         return True
 
-    def _choose_prefix(self, work: Work) -> None:
+    def _choose_prefix(self, work: ActiveRequest) -> None:
         """The prefix the GPU holds, then the longer one that it and the stack hold together."""
         cached = zip(self._engine.pools, work.keys, strict=True)
         on_gpu = [[pool.find(key) is not None for key in keys] for pool, keys in cached]
@@ -269,11 +278,11 @@ class Server:
         present = [[True] * whole + in_stack[whole:] for in_stack in work.in_stack]
         work.length = max(work.computed, self._usable_blocks(self._layout, present, work))
 
-    def _usable_blocks(self, layout: KVLayout, present: list[list[bool]], work: Work) -> int:
+    def _usable_blocks(self, layout: KVLayout, present: list[list[bool]], work: ActiveRequest) -> int:
         """The longest prefix, in GPU blocks, that is valid in every group."""
         return usable_prefix(layout, present, work.request.prompt_tokens) // self._block_tokens
 
-    def _check_hits(self, work: Work) -> None:
+    def _check_hits(self, work: ActiveRequest) -> None:
         """Compare the blocks hit on the GPU: nothing may have written over them since they were filled."""
         for group, table in enumerate(work.tables):
             hit = np.flatnonzero((table != NO_BLOCK) & ~work.missing[group])
@@ -282,7 +291,7 @@ class Server:
             self._note_wrong(wrong, len({page.gpu_block for page in wrong}))
         self._count_hits(self._options.gpu_name, work.computed)
 
-    async def _load(self, work: Work) -> None:
+    async def _load(self, work: ActiveRequest) -> None:
         """Load what the stack has of the prefix, compare it, and leave `missing` what did not come whole."""
         if work.length == work.computed:
             return
@@ -291,10 +300,12 @@ class Server:
         transfers = [load.transfer(work.offload[load.group]) for load in loads]
         self.counts.longest_load = max(self.counts.longest_load, *(len(load.positions) for load in loads))
         result = await self._stack.load(self._stack.job(JobKind.LOAD, transfers))
+        self._on_phase(work, "load")
         for load, outcomes in zip(loads, result.outcomes, strict=True):
             self._take(work, load, outcomes)
+        self._on_phase(work, "verify")
 
-    def _take(self, work: Work, load: GroupLoad, outcomes: Sequence[BlockOutcome]) -> None:
+    def _take(self, work: ActiveRequest, load: GroupLoad, outcomes: Sequence[BlockOutcome]) -> None:
         """Compare loaded GPU blocks before use. A wrong one counts, and is computed like one that did not come."""
         group, counts, where = load.group, self.counts, work.where[load.group]
         came = np.array([outcome.status is BlockStatus.LOADED for outcome in outcomes], dtype=np.bool_)
@@ -319,7 +330,7 @@ class Server:
             for row in (good // self._factor).tolist():
                 self._count_hits(where[row] or self._options.cpu_name, 1)
 
-    async def _compute(self, work: Work) -> None:
+    async def _compute(self, work: ActiveRequest) -> None:
         """Fill what is missing, as the model would have."""
         if self._prefill is not None:
             present = int(np.argmax(work.missing[0])) if work.missing[0].any() else len(work.missing[0])
@@ -331,7 +342,7 @@ class Server:
             self._publish(work, group, positions)
             self.counts.computed += len(positions)
 
-    async def _store(self, work: Work) -> None:
+    async def _store(self, work: ActiveRequest) -> None:
         """Name the whole blocks that the stack lacks to the planners, and store what they choose now."""
         for group, planner in enumerate(self._engine.planners):
             offload, where = work.offload[group], work.where[group]
@@ -381,7 +392,7 @@ class Server:
         self.counts.stored += stored
         self.counts.dropped += len(statuses) - stored - statuses.count(BlockStatus.PRESENT)
 
-    def _touched(self, work: Work) -> list[OffloadKey]:
+    def _touched(self, work: ActiveRequest) -> list[OffloadKey]:
         """The offload keys the request used, in prefix order, the groups side by side."""
         used = [
             (row, group)
@@ -391,7 +402,7 @@ class Server:
         ]
         return [work.offload[group][row] for row, group in sorted(used)]
 
-    def _publish(self, work: Work, group: int, positions: IntArray) -> None:
+    def _publish(self, work: ActiveRequest, group: int, positions: IntArray) -> None:
         pool, keys, table = self._engine.pools[group], work.keys[group], work.tables[group]
         for position in positions.tolist():
             pool.publish(int(table[position]), keys[position])

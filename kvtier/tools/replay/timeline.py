@@ -33,7 +33,7 @@ FAULTS = ("failed", "corrupt", "missing", "late")
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class StackSnapshot:
     """Figures of a stack now: every tier from the GPU down since the start, and the blocks on their way to
     lower tiers."""
 
@@ -97,7 +97,7 @@ class _Sample:
     """Figures since the start, at the end of an interval."""
 
     seconds: float
-    reading: Moment
+    reading: StackSnapshot
     requests: int
     tokens: dict[str, int]
     phases: dict[str, float]
@@ -130,10 +130,10 @@ class Timeline:
         self._name = name
         self._clock = clock
         self._all_served = False
-        self._final = Moment({}, 0)
+        self._final = StackSnapshot({}, 0)
         self._samples_max = samples_max
         self._started = clock()
-        self._read: Callable[[], Moment] = lambda: Moment({}, 0)
+        self._read: Callable[[], StackSnapshot] = lambda: StackSnapshot({}, 0)
         self._samples: list[_Sample] = []
         self._looked = 0.0
         self._due = self.interval
@@ -152,7 +152,7 @@ class Timeline:
         """A moment of the clock in seconds since the run began."""
         return at - self._started
 
-    def begin(self, read: Callable[[], Moment]) -> None:
+    def begin(self, read: Callable[[], StackSnapshot]) -> None:
         """The run begins now; `read` says the figures at any time."""
         self._read = read
         self._started = self._clock()
@@ -171,7 +171,7 @@ class Timeline:
         """No further request comes: `watch` may end."""
         self._all_served = True
 
-    def end(self, final: Moment, at: float) -> None:
+    def end(self, final: StackSnapshot, at: float) -> None:
         """The run ended at this second with these figures, or when it was looked at last."""
         self._final = final
         self._looked = max(self._looked, at)
@@ -194,7 +194,7 @@ class Timeline:
             self._phases[phase] = self._phases.get(phase, 0.0) + seconds
         self._paths.add(path)
 
-    def _keep(self, now: float, reading: Moment) -> None:
+    def _keep(self, now: float, reading: StackSnapshot) -> None:
         self._samples.append(_Sample(now, reading, self._requests, dict(self._tokens), dict(self._phases)))
         if len(self._samples) > self._samples_max:
             del self._samples[-2::-2]

@@ -9,8 +9,8 @@ engine_time   when requests come, and their first tokens
 simulate      one whole simulation
 report        its result: variants side by side
 miss_ratio    the exact curve of LRU from stack distances
-shadow        a policy in a tier of a size, on metadata alone
-worth         prefill seconds saved, and where money saves most
+policy_replay a policy in a tier of a size, on metadata alone
+savings       prefill seconds saved, and where money saves most
 advise        the advice: curve, worth, purchases
 charts        rows of series over one axis, drawn by plotly
 page          pages for a browser

@@ -20,8 +20,8 @@ from kvtier.options import size_text
 from kvtier.tools.whatif.charts import Series, chart_of
 from kvtier.tools.whatif.miss_ratio import Curve
 from kvtier.tools.whatif.page import Part, Table, page
+from kvtier.tools.whatif.savings import GIB, Costs, Prices, Purchase, Savings, Sizes, table_sizes
 from kvtier.tools.whatif.service import Calibration, read_calibration
-from kvtier.tools.whatif.worth import GIB, Costs, Prices, Purchase, Sizes, Worth, table_sizes
 from kvtier.types.geometry import Geometry, KVLayout
 from kvtier.types.keys import CPU, FS
 
@@ -71,7 +71,7 @@ def costs_of(
 class Advice:
     """The curve of a trace and what follows from it. `shadows` are hit rates by policy and size in blocks."""
 
-    worth: Worth
+    worth: Savings
     have: Sizes
     purchases: Sequence[Purchase]
     settings: dict[str, object]

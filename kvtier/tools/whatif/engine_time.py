@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvtier.errors import ConfigError
-from kvtier.tools.replay.serve import Server
+from kvtier.tools.replay.serve import ReplayLoop
 from kvtier.tools.whatif.virtual_time import VirtualCondition, VirtualTime
 from kvtier.traces.requests import Request
 
@@ -26,7 +26,7 @@ class FirstTokens:
 
 
 class EngineTime:
-    """Runs requests through a server: one after another, or as they came. `prefill` is for that server."""
+    """Runs requests through a loop: one after another, or as they came. `prefill` is for that loop."""
 
     def __init__(self, time: VirtualTime, tokens_per_second: float) -> None:
         self.first_tokens = FirstTokens()
@@ -55,12 +55,12 @@ class EngineTime:
         await self._time.sleep(self._free_at - self._time.now)
         self.first_tokens.seconds.append(self._time.now - self._arrived.pop(request))
 
-    async def one_by_one(self, server: Server, requests: Iterator[Request], progress: Callable[[], None]) -> None:
+    async def one_by_one(self, loop: ReplayLoop, requests: Iterator[Request], progress: Callable[[], None]) -> None:
         """Each request comes when the one before has ended."""
         for request in requests:
             self._free_at_computing_all = self._time.now
             self._arrive(request)
-            await server.serve(request)
+            await loop.serve(request)
             progress()
 
     async def as_they_came(self, requests: Iterator[Request]) -> None:
@@ -77,11 +77,11 @@ class EngineTime:
         self._all_came = True
         self._came.notify_all()
 
-    async def worker(self, server: Server, progress: Callable[[], None]) -> None:
+    async def worker(self, loop: ReplayLoop, progress: Callable[[], None]) -> None:
         """Serve one request at a time until no more will come."""
         while self._waiting or not self._all_came:
             if not self._waiting:
                 await self._came.wait()
                 continue
-            await server.serve(self._waiting.popleft())
+            await loop.serve(self._waiting.popleft())
             progress()

@@ -21,10 +21,10 @@ from kvtier.tier.registry import DryRun, DryRuns
 from kvtier.tools.replay.content import Pages, WrongPage
 from kvtier.tools.replay.engine import EngineBlocks
 from kvtier.tools.replay.run import all_tiers, gpu_pool_blocks, serve_options
-from kvtier.tools.replay.serve import DRAIN_SECONDS, Counts, Server
+from kvtier.tools.replay.serve import DRAIN_SECONDS, Counts, ReplayLoop
 from kvtier.tools.replay.setup import ReplayOptions, make_layout, make_source
-from kvtier.tools.replay.timeline import REQUESTS_MAX, SAMPLES_MAX, Moment, Timeline
-from kvtier.tools.replay.watched_server import WatchedServer
+from kvtier.tools.replay.timeline import REQUESTS_MAX, SAMPLES_MAX, StackSnapshot, Timeline
+from kvtier.tools.replay.watched_loop import WatchedLoop
 from kvtier.tools.whatif.device import Device, SharedStore, Waits
 from kvtier.tools.whatif.engine_time import EngineTime, FirstTokens
 from kvtier.tools.whatif.service import PREFILL_TOKENS_PER_SECOND, Calibration, Service, read_calibration
@@ -148,10 +148,10 @@ class Simulation:
         if self.options.arrivals == "trace":
             served = replace(served, backlog=NO_FLOW_CONTROL)
         parts = (blocks, stack, served, VirtualCondition(virtual), engine.prefill)
-        server = WatchedServer(timeline, *parts, engine.arrived) if timeline else Server(*parts)
+        loop = WatchedLoop(timeline, *parts, engine.arrived) if timeline else ReplayLoop(*parts)
 
-        def figures() -> Moment:
-            return Moment(all_tiers(served.gpu_name, stack.stats(), blocks, server.counts), stack.plane.backlog)
+        def figures() -> StackSnapshot:
+            return StackSnapshot(all_tiers(served.gpu_name, stack.stats(), blocks, loop.counts), stack.plane.backlog)
 
         if timeline is not None:
             timeline.begin(figures)
@@ -161,17 +161,17 @@ class Simulation:
         def step() -> None:
             nonlocal ended
             ended = virtual.now
-            if timeline is not None and server.counts.requests == self.source.num_requests:
+            if timeline is not None and loop.counts.requests == self.source.num_requests:
                 timeline.all_served()
             progress()
 
-        self._serve(virtual, engine, server, stack, step)
+        self._serve(virtual, engine, loop, stack, step)
         if timeline is not None:
             timeline.end(figures(), ended)
         names = [index.name for index in stack.plane.control.indexes]
         return Simulated(
             changes,
-            server.counts,
+            loop.counts,
             stack.stats(),
             {name: device.waits for name, device in zip(names, stack.devices, strict=True)},
             {name: device.service for name, device in zip(names, stack.devices, strict=True)},
@@ -183,12 +183,12 @@ class Simulation:
         )
 
     def _serve(
-        self, virtual: VirtualTime, engine: EngineTime, server: Server, stack: VirtualStack, step: Callable[[], None]
+        self, virtual: VirtualTime, engine: EngineTime, loop: ReplayLoop, stack: VirtualStack, step: Callable[[], None]
     ) -> None:
         """Serve the whole trace, in virtual time."""
 
         async def one_by_one() -> None:
-            await engine.one_by_one(server, self.source.requests(), step)
+            await engine.one_by_one(loop, self.source.requests(), step)
             await stack.drain(DRAIN_SECONDS)
 
         if self.options.arrivals == "serial":
@@ -196,7 +196,7 @@ class Simulation:
         else:
             virtual.spawn(engine.as_they_came(self.source.requests()))
             for _ in range(self.options.replay.concurrency):
-                virtual.spawn(engine.worker(server, step))
+                virtual.spawn(engine.worker(loop, step))
         virtual.run()
         stack.check_ended()
 

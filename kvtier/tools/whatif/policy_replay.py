@@ -24,7 +24,7 @@ from kvtier.types.requests import NO_INFO
 OUTPUT_TOKENS_PER_SECOND = 50.0
 
 
-class ShadowTier:
+class PolicyReplay:
     """A tier of `num_blocks` blocks. `hits` and `references` count blocks."""
 
     def __init__(self, num_blocks: int, policy: str | type[EvictionPolicy]) -> None:
@@ -85,7 +85,7 @@ def shadow_rates(
     progress: Callable[[], None] = lambda: None,
 ) -> list[float]:
     """The hit rate of the policy in a tier of each size."""
-    tiers, chain = [ShadowTier(size, policy) for size in sizes], KeyChain()
+    tiers, chain = [PolicyReplay(size, policy) for size in sizes], KeyChain()
     for number, request in enumerate(source.requests()):
         whole = min(request.prompt_blocks, request.prompt_tokens // source.block_tokens)
         keys = group_keys(chain.digests(request)[:whole], 0)

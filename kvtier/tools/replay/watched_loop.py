@@ -8,15 +8,17 @@ from contextlib import asynccontextmanager
 
 from kvtier.planner import GroupLoad
 from kvtier.tools.replay.engine import EngineBlocks
-from kvtier.tools.replay.serve import Condition, Prefill, ServedStack, ServeOptions, Server, Work
-from kvtier.tools.replay.timeline import COMPUTED, Moment, RequestPath, Timeline
+from kvtier.tools.replay.serve import ActiveRequest, Condition, Prefill, ReplayLoop, ServedStack, ServeOptions
+from kvtier.tools.replay.timeline import COMPUTED, RequestPath, StackSnapshot, Timeline
 from kvtier.traces.requests import Request
 from kvtier.types.jobs import BlockOutcome, BlockStatus
 
 
-class WatchedServer(Server):
-    """A `Server` that gives the path of each request to a timeline. `arrived` says when a request came, in seconds of
-    the timeline's clock; without it, it came when it began."""
+class WatchedLoop(ReplayLoop):
+    """A `ReplayLoop` that gives the path of each request to a timeline.
+
+    `arrived` is when a request came, in seconds of the timeline's clock; without it, that is when it began.
+    """
 
     def __init__(
         self,
@@ -44,47 +46,20 @@ class WatchedServer(Server):
         path.end_phase("write_back", timeline.now)
         timeline.served(self._paths.pop(request))
 
-    def _end_phase(self, work: Work, phase: str) -> RequestPath:
-        path = self._paths[work.request]
-        path.end_phase(phase, self._timeline.now)
-        return path
+    def _on_phase(self, work: ActiveRequest, phase: str) -> None:
+        if phase == "compute":
+            self._add_parts(work)
+        self._paths[work.request].end_phase(phase, self._timeline.now)
 
-    def _announce(self, work: Work) -> None:
-        super()._announce(work)
-        self._end_phase(work, "prepare")
-
-    async def _lookup(self, work: Work) -> None:
-        await super()._lookup(work)
-        self._end_phase(work, "lookup")
-
-    def _check_hits(self, work: Work) -> None:
-        self._end_phase(work, "gpu_blocks")
-        super()._check_hits(work)
-        self._end_phase(work, "verify")
-
-    async def _load(self, work: Work) -> None:
-        await super()._load(work)
-        self._end_phase(work, "load")
-
-    def _take(self, work: Work, load: GroupLoad, outcomes: Sequence[BlockOutcome]) -> None:
-        path, where = self._end_phase(work, "load"), work.where[load.group]
+    def _take(self, work: ActiveRequest, load: GroupLoad, outcomes: Sequence[BlockOutcome]) -> None:
+        path, where = self._paths[work.request], work.where[load.group]
         for row, outcome in zip(load.positions.tolist(), outcomes, strict=True):
             if outcome.status is not BlockStatus.LOADED:
                 tier = where[row] or self._options.cpu_name
                 path.failed[tier] = path.failed.get(tier, 0) + 1
         super()._take(work, load, outcomes)
-        self._end_phase(work, "verify")
 
-    async def _compute(self, work: Work) -> None:
-        self._add_parts(work)
-        await super()._compute(work)
-        self._end_phase(work, "compute")
-
-    async def _store(self, work: Work) -> None:
-        await super()._store(work)
-        self._end_phase(work, "store")
-
-    def _add_parts(self, work: Work) -> None:
+    def _add_parts(self, work: ActiveRequest) -> None:
         """Where each block of the prompt came from; the rest is computed."""
         path, where, tokens = self._paths[work.request], work.where[0], self._block_tokens
         missing = work.missing[0][: work.length].tolist()
@@ -100,7 +75,7 @@ class WatchedServer(Server):
 
 
 @asynccontextmanager
-async def watching(timeline: Timeline | None, figures: Callable[[], Moment]) -> AsyncIterator[None]:
+async def watching(timeline: Timeline | None, figures: Callable[[], StackSnapshot]) -> AsyncIterator[None]:
     """The timeline looks at the figures in real time until the end of the block; nothing without one."""
     if timeline is None:
         yield

@@ -61,7 +61,7 @@ class Purchase:
     seconds_gained: float
 
 
-class Worth:
+class Savings:
     """What sizes are worth over a trace of this curve."""
 
     def __init__(self, curve: Curve, costs: Costs) -> None:

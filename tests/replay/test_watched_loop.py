@@ -13,10 +13,10 @@ from kvtier.planner import StoreMode
 from kvtier.stack import TierStats
 from kvtier.tools.replay.engine import EngineCache
 from kvtier.tools.replay.run import Replay
-from kvtier.tools.replay.serve import Counts, ServeOptions, Server
+from kvtier.tools.replay.serve import Counts, ReplayLoop, ServeOptions
 from kvtier.tools.replay.setup import ReplayOptions, make_layout
-from kvtier.tools.replay.timeline import COMPUTED, Moment, Timeline
-from kvtier.tools.replay.watched_server import WatchedServer, watching
+from kvtier.tools.replay.timeline import COMPUTED, StackSnapshot, Timeline
+from kvtier.tools.replay.watched_loop import WatchedLoop, watching
 from kvtier.tools.replay.workload import make_workload
 from kvtier.types.keys import OffloadKey
 
@@ -45,7 +45,7 @@ def served(workload: str, mode: StoreMode, prepare: Prepare, timeline: Timeline 
     stack = FakeStack(layout, engine.tensors)
     prepare(stack)
     chosen = ServeOptions(concurrency=2)
-    server = Server(engine, stack, chosen) if timeline is None else WatchedServer(timeline, engine, stack, chosen)
+    server = ReplayLoop(engine, stack, chosen) if timeline is None else WatchedLoop(timeline, engine, stack, chosen)
     return asyncio.run(server.run(source.requests())), stack
 
 
@@ -58,7 +58,7 @@ def test_parts_of_prompts_add_up_to_the_counts(workload: str, mode: StoreMode, p
     counts, stack = served(workload, mode, prepare, timeline)
     alone, _ = served(workload, mode, prepare, None)
     assert (counts.hit_tokens, counts.loaded, counts.stored) == (alone.hit_tokens, alone.loaded, alone.stored)
-    timeline.end(Moment({"gpu": TierStats(), **stack.stats().tiers}, 0), 1.0)
+    timeline.end(StackSnapshot({"gpu": TierStats(), **stack.stats().tiers}, 0), 1.0)
     found = timeline.to_json()
     sums = {name: sum(steps) for name, steps in found["tokens"].items()}
     assert {name: count for name, count in sums.items() if name != COMPUTED} == counts.hit_tokens
@@ -76,7 +76,7 @@ def test_a_replay_without_a_timeline_is_not_watched(monkeypatch: pytest.MonkeyPa
     def refuse(self: object, *args: object) -> None:
         raise AssertionError("watched")
 
-    monkeypatch.setattr(WatchedServer, "__init__", refuse)
+    monkeypatch.setattr(WatchedLoop, "__init__", refuse)
     monkeypatch.setattr(Timeline, "begin", refuse)
     replay = Replay(ReplayOptions(requests=3, block_bytes=128), lambda config, layout, kv: FakeStack(layout, kv))  # type: ignore[arg-type,return-value]
     assert asyncio.run(replay.run()).counts.requests == 3
@@ -85,7 +85,7 @@ def test_a_replay_without_a_timeline_is_not_watched(monkeypatch: pytest.MonkeyPa
 def test_what_goes_wrong_while_watching_ends_the_replay() -> None:
     timeline = Timeline(lambda: 0.0, "real")
 
-    def figures() -> Moment:
+    def figures() -> StackSnapshot:
         raise ValueError("no figures")
 
     async def watched() -> None:
