@@ -16,7 +16,7 @@ from kvtier.tier.checksum import BODY_AT, seal
 
 _TOKEN = re.compile(r"(\d*)([a-zA-Z])")
 _NESTED = 100_000
-JSON_LIES = (
+FORGED_JSON = (
     "0", "-1", "1e999", "-1e999", "NaN", "Infinity", "-Infinity", "1.5", "-0.0", "9223372036854775807",
     "9223372036854775808", "18446744073709551616", "9" * 400, "9" * 5000, "null", "true", "false", '""', '"1"',
     '"\\ud800"', '"\\u0000"', '"' + "x" * 3000 + '"', "[]", "{}", "[" * 200 + "]" * 200, "[" * _NESTED,
@@ -45,7 +45,7 @@ def fields_of(form: struct.Struct, at: int, name: str = "") -> list[Field]:
     return found
 
 
-def lying_number(rng: Random, size: int) -> int:
+def forged_number(rng: Random, size: int) -> int:
     """A number of so many bytes: near a limit, near a power of two, or any."""
     bits = 8 * size
     chosen = rng.choice(("limit", "power", "power", "any", "small"))
@@ -79,7 +79,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Lie:
+class ForgedRecord:
     """A record as it is to be written. `forged`: more than numbers of it were changed."""
 
     record: Record
@@ -87,19 +87,19 @@ class Lie:
     forged: bool
 
 
-def lie(rng: Random, record: Record, data: bytes, peers: Sequence[bytes]) -> Lie:
+def forge_record(rng: Random, record: Record, data: bytes, peers: Sequence[bytes]) -> ForgedRecord:
     """Another content of a record whose bytes are `data`, its checksum made to hold. `peers`: records of its kind."""
     if not record.magic:
-        return Lie(record, _lying_text(rng, data.decode()).encode("utf-8", "surrogatepass"), True)
+        return ForgedRecord(record, _forged_text(rng, data.decode()).encode("utf-8", "surrogatepass"), True)
     if not record.fields:
-        text = _lying_text(rng, data[BODY_AT:].decode()).encode("utf-8", "surrogatepass")
-        return Lie(record, seal(record.magic, text), True)
+        text = _forged_text(rng, data[BODY_AT:].decode()).encode("utf-8", "surrogatepass")
+        return ForgedRecord(record, seal(record.magic, text), True)
     page, forged = bytearray(data), False
     how = rng.choices(("fields", "peer's field", "peer", "noise", "length"), (14, 2, 1, 1, 2 * record.whole_file))[0]
     if how == "fields":
         for field in rng.sample(record.fields, min(len(record.fields), rng.choice((1, 1, 1, 2, 3)))):
             forged |= not field.number
-            _set(page, field, _lying_bytes(rng, field))
+            _set(page, field, _forged_bytes(rng, field))
     elif how == "peer's field":
         field = rng.choice(record.fields)
         other = rng.choice(peers)
@@ -113,43 +113,45 @@ def lie(rng: Random, record: Record, data: bytes, peers: Sequence[bytes]) -> Lie
     else:
         forged, cut = True, rng.choice((0, 1, 7, 16, 96, 111, rng.randrange(len(page))))
         page = page[: BODY_AT + cut] if rng.random() < 0.8 else page + bytes(rng.randrange(1, 9000))
-    return Lie(record, seal(record.magic, bytes(page[BODY_AT:])), forged)
+    return ForgedRecord(record, seal(record.magic, bytes(page[BODY_AT:])), forged)
 
 
 def _set(page: bytearray, field: Field, value: bytes) -> None:
     page[field.at : field.at + len(value)] = value
 
 
-def _lying_bytes(rng: Random, field: Field) -> bytes:
+def _forged_bytes(rng: Random, field: Field) -> bytes:
     if field.number:
-        return lying_number(rng, field.size).to_bytes(field.size, "little")
+        return forged_number(rng, field.size).to_bytes(field.size, "little")
     return rng.choice((bytes(field.size), b"\xff" * field.size, rng.randbytes(field.size)))
 
 
-def _lying_text(rng: Random, text: str) -> str:
+def _forged_text(rng: Random, text: str) -> str:
     """A JSON text with one value replaced, or cut, or something else altogether."""
     how = rng.choice(("value", "value", "value", "value", "cut", "whole", "name"))
     if how == "cut":
         return text[: rng.randrange(len(text) + 1)]
     if how == "whole":
-        return rng.choice(JSON_LIES)
+        return rng.choice(FORGED_JSON)
     document = json.loads(text)
     name = rng.choice(list(document))
     if how == "name":
         del document[name]
         return json.dumps(document)
     marked = json.dumps(document | {name: "<the lie>"})
-    return marked.replace('"<the lie>"', rng.choice(JSON_LIES))
+    return marked.replace('"<the lie>"', rng.choice(FORGED_JSON))
 
 
-def lies(rng: Random, records: Sequence[Record], files: Callable[[str], bytes], count: int) -> Iterator[Lie]:
-    """So many records of a store, each with a lie. Some kinds of record lie and others do not: what one of them says
-    must not always keep another from being read."""
+def forge_records(
+    rng: Random, records: Sequence[Record], files: Callable[[str], bytes], count: int
+) -> Iterator[ForgedRecord]:
+    """Forged records of a store. Some kinds are forged and others are not, so that a forged one does not always keep
+    another from being read."""
     by_kind: dict[str, list[Record]] = {}
     for record in records:
         by_kind.setdefault(record.kind, []).append(record)
-    lying = rng.sample(sorted(by_kind), rng.randrange(1, len(by_kind) + 1))
-    for kind in rng.choices(lying, k=count):
+    forged_kinds = rng.sample(sorted(by_kind), rng.randrange(1, len(by_kind) + 1))
+    for kind in rng.choices(forged_kinds, k=count):
         record = rng.choice(by_kind[kind])
         peers = [one.of(files(one.file)) for one in by_kind[kind][:8] if one.length == record.length]
-        yield lie(rng, record, record.of(files(record.file)), peers or [record.of(files(record.file))])
+        yield forge_record(rng, record, record.of(files(record.file)), peers or [record.of(files(record.file))])

@@ -32,7 +32,7 @@ from kvtier.types.keys import OffloadKey
 from kvtier.types.namespace import Namespace
 from kvtier_fs import SharedFSBackend
 from kvtier_fs.shared.leases import Leases, this_process
-from simulator.records import Lie, Record, lies
+from simulator.records import ForgedRecord, Record, forge_records
 
 from ..attack import Budget, Tally
 from ..machine import warm
@@ -287,7 +287,7 @@ class Liar:
         """Roots with so many lies, each told once. Tools look at one of the roots."""
         self.template.restore()
         self.root = rng.choice(self.roots)
-        told = list(lies(rng, self.template.records, self.template.files.__getitem__, count))
+        told = list(forge_records(rng, self.template.records, self.template.files.__getitem__, count))
         forged = any(lie.forged and lie.record.kind in ("slot header", "block's header") for lie in told)
         kinds = Counter(lie.record.kind for lie in told)
         later = rng.choice((0, 0, rng.randrange(count + 1)))
@@ -310,7 +310,7 @@ class Liar:
             self.run_tool(["fsck"])
         self.check_released()
 
-    def _tell_later(self, rng: random.Random, told: list[Lie]) -> None:
+    def _tell_later(self, rng: random.Random, told: list[ForgedRecord]) -> None:
         """Tell lies to a stack that is open, where what they are about is still there."""
         for lie in told:
             with suppress(FileNotFoundError):

@@ -259,10 +259,10 @@ class FaultyBackend(LoadStore):
     async def _move(self, plan: FaultPlan, number: int, job: TransferJob, kind: JobKind) -> JobResult:
         move = self.inner.load if kind is JobKind.LOAD else self.inner.store
         spoiled = [[plan.of_block(number, kind, key) for key in group.keys] for group in job.groups]
-        struck = [fault for faults in spoiled for fault in faults if fault is not None]
-        if not struck:
+        injected = [fault for faults in spoiled for fault in faults if fault is not None]
+        if not injected:
             return await move(job)
-        self.injected.update(str(fault.kind) for fault in struck)
+        self.injected.update(str(fault.kind) for fault in injected)
         good = [[i for i, fault in enumerate(faults) if fault is None] for faults in spoiled]
         groups = tuple(_select(group, positions) for group, positions in zip(job.groups, good, strict=True))
         result = await move(replace(job, groups=groups))

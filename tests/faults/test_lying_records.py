@@ -23,7 +23,7 @@ from kvtier.tier.checksum import seal, unseal
 from kvtier_fs.format import region_header, snapshot, superblock, tree_records
 from kvtier_fs.format.superblock import Superblock
 from kvtier_fs.format.tree_records import Tree
-from simulator.records import Field, Record, fields_of, lie, lying_number
+from simulator.records import Field, Record, fields_of, forge_record, forged_number
 
 LAYOUTS = ("slab", "files")
 RECORDS = 240
@@ -59,7 +59,7 @@ def test_lies_are_sealed_and_most_differ(seed):
     rng = Random(seed)
     data = seal(b"KVTIERXX", bytes(range(40)), 128)
     record = Record("x", "file", 0, 128, b"KVTIERXX", tuple(fields_of(Struct("<I16sQ"), 24)), True)
-    told = [lie(rng, record, data, [data]).data for _ in range(500)]
+    told = [forge_record(rng, record, data, [data]).data for _ in range(500)]
     assert all(unseal(b"KVTIERXX", one) is not None for one in told)
     assert len(set(told)) > 100
 
@@ -67,7 +67,7 @@ def test_lies_are_sealed_and_most_differ(seed):
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_numbers_reach_the_limits_of_their_size(size, seed):
     rng = Random(seed)
-    numbers = {lying_number(rng, size) for _ in range(5000)}
+    numbers = {forged_number(rng, size) for _ in range(5000)}
     bits = 8 * size
     assert {0, 1, 2**bits - 1, 2 ** (bits - 1), 2 ** (bits - 1) - 1, 2 ** (bits - 2)} <= numbers
     assert max(numbers) < 2**bits

@@ -22,7 +22,7 @@ from kvtier.stack.learned.budget_records import BudgetRecord
 from kvtier.stack.learned.model_files import MAGIC, ModelFiles, decode, encode, model_path
 from kvtier.tier.checksum import BODY_AT, seal
 from kvtier_remote.write_budget import BudgetFile, ServerBudget
-from simulator.records import Field, Record, lie
+from simulator.records import Field, Record, forge_record
 
 PER_DAY = 1 << 40
 HOUR_NS = 3600 * 10**9
@@ -77,7 +77,7 @@ def test_a_number_of_bytes_that_nobody_wrote_is_refused(count: int) -> None:
 
 def test_records_that_lie_are_refused_or_used(seed: int) -> None:
     rng, data = Random(seed), honest_record()
-    outcomes = Counter(use(lie(rng, WRITES, data, [data]).data) for _ in range(400))
+    outcomes = Counter(use(forge_record(rng, WRITES, data, [data]).data) for _ in range(400))
     assert outcomes["refused"] > 50
     assert outcomes["used"] > 50
 
