@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvtier.config.load import build_tiers, load_stack
 from kvtier.config.model import StackConfig
 from kvtier.errors import ConfigError, UsageError
-from kvtier.stack import EngineStack, StackParts, StackSettings, TierStack
+from kvtier.stack import StackParts, StackSettings
 from kvtier.tier.contract import LoadStore
 from kvtier.tier.registry import Backends, discover
 from kvtier.types.geometry import KVLayout
@@ -19,6 +19,8 @@ from kvtier.types.namespace import Namespace
 
 if TYPE_CHECKING:
     import torch
+
+    from kvtier.stack import EngineStack, TierStack
 
 
 def stack_parts(
@@ -87,6 +89,8 @@ def open_stack(
     page). A Namespace in place of `layout` holds more than the model's name: weights, dtype, hash algorithm. `workers`
     copy in other processes in place of `tensors`; `engine_id` names the shared region for them, random when empty.
     """
+    from kvtier.stack import TierStack
+
     return TierStack(stack_parts(stack, layout, tensors, workers, engine_id=engine_id, model=model))
 
 
@@ -100,4 +104,6 @@ def open_engine_stack(
     engine_id: str = "",
 ) -> EngineStack:
     """A stack for a synchronous engine, for `with`: the arguments are those of `open_stack`."""
+    from kvtier.stack import EngineStack
+
     return EngineStack(stack_parts(stack, layout, tensors, workers, engine_id=engine_id, model=model))
