@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from operator import attrgetter
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -26,6 +27,7 @@ from kvtier_cpu.region.populate import private_works
 from kvtier_cpu.region.shared_region import RegionSpec, SharedRegion, Sharing
 from kvtier_cpu.row_sealing import RowHashing, intact_rows, seal_rows
 
+TRANSFER_OF, IS_OK = attrgetter("transfer"), attrgetter("ok")
 POOL_THREADS = 2
 POOL_CLOSE_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
@@ -243,7 +245,7 @@ class CPUBackend(LoadStore):
             transfer, of_group = selection.transfer, outcomes[selection.index]
             copied += len(transfer.keys)
             stamped = region.stamped(transfer.rows, transfer.generations).tolist()
-            good = [outcome.ok for outcome in reported]
+            good = list(map(IS_OK, reported))
             for position, outcome, ok, whole in zip(selection.positions, reported, good, stamped, strict=True):
                 of_group[position] = outcome if not ok else STORED if whole else UNSTAMPED
             kept = np.array(good) & stamped
@@ -252,7 +254,10 @@ class CPUBackend(LoadStore):
             bytes_moved += len(rows) * geometry.kv_bytes_per_offloaded_block(transfer.group)
             sealing.append(self._hashing.each(seal_rows, region, transfer.group, rows))
         self.counters.partial_blocks += sum(map(len, outcomes)) - copied
-        await _all(sealing)
+        if len(sealing) == 1:  # without a task of its own
+            await sealing[0]
+        else:
+            await asyncio.gather(*sealing)
         return JobResult(job.job_id, tuple(map(tuple, outcomes)), bytes_moved, context.clock() - started)
 
     async def _load(self, context: TierContext, region: SharedRegion, job: TransferJob) -> JobResult:
@@ -291,10 +296,14 @@ class CPUBackend(LoadStore):
         """Have all workers copy at once. For each selection one outcome for each block, the worst over the workers."""
         if not selections:
             return []
-        groups = tuple([selection.transfer for selection in selections])
+        groups = tuple(map(TRANSFER_OF, selections))
         part = job if groups == job.groups else replace(job, groups=groups)
+        if len(workers) == 1:
+            answer = await _answer(workers[0].load(part) if call == "load" else workers[0].store(part))
+            return list(self._report(part, answer))
         calls = [worker.load(part) if call == "load" else worker.store(part) for worker in workers]
-        reports = [self._report(part, answer) for answer in await _answers(calls)]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        reports = [self._report(part, answer) for answer in answers]
         return [worst(of_workers) for of_workers in zip(*reports, strict=True)]
 
     def _report(self, part: TransferJob, answer: JobResult | BaseException) -> tuple[tuple[BlockOutcome, ...], ...]:
@@ -355,25 +364,14 @@ class CPUBackend(LoadStore):
         )
 
 
-async def _answers(calls: Sequence[Coroutine[Any, Any, JobResult]]) -> Sequence[JobResult | BaseException]:
-    """The results or exceptions of calls that run at once; a single one without a task of its own."""
-    if len(calls) > 1:
-        answers: list[JobResult | BaseException] = await asyncio.gather(*calls, return_exceptions=True)
-        return answers
+async def _answer(call: Coroutine[Any, Any, JobResult]) -> JobResult | BaseException:
+    """The result or exception of a single worker's call, without a task of its own."""
     try:
-        return [await calls[0]]
+        return await call
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise  # this transfer was cancelled, not the worker's call alone
-        return [error]
+        return error
     except Exception as error:
-        return [error]
-
-
-async def _all(work: Sequence[Coroutine[Any, Any, object]]) -> None:
-    """Await all of these at once; a single one without a task of its own."""
-    if len(work) == 1:
-        await work[0]
-    else:
-        await asyncio.gather(*work)
+        return error

@@ -15,6 +15,7 @@ from kvtier.types.values import job_value
 
 UNSTAMPED = failed(errno.EIO)
 """Every worker reported success, but not every stamp is there: the row is a miss."""
+PARTIAL = dropped(DropReason.PARTIAL)
 
 _BY_SEVERITY = (
     BlockStatus.LOADED,
@@ -68,7 +69,7 @@ def select_whole(job: TransferJob, num_groups: int, factor: int) -> tuple[Outcom
 
     The outcome of the others is dropped(PARTIAL). Raises UsageError for a job that is not one of the CPU tier's.
     """
-    outcomes, selections = select_all(job, num_groups, dropped(DropReason.PARTIAL))
+    outcomes, selections = select_all(job, num_groups, PARTIAL)
     whole = []
     for selection in selections:
         runs, count = selection.transfer.runs, len(selection.positions)
@@ -104,8 +105,6 @@ def select_all(
 
 def worst(reports: Sequence[Sequence[BlockOutcome]]) -> Sequence[BlockOutcome]:
     """For each block the gravest outcome that a worker reported; of equally grave ones the first."""
-    if len(reports) == 1:
-        return reports[0]
     return [max(outcomes, key=_severity) for outcomes in zip(*reports, strict=True)]
 
 

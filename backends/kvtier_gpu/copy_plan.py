@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +24,8 @@ from kvtier.types.geometry import Geometry
 from kvtier.types.jobs import GPUGroup, TransferJob
 from kvtier.types.values import job_value
 from kvtier_gpu.kv_tensors import KVTensor
+
+BLOCKS_OF = attrgetter("gpu_blocks")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,13 +119,16 @@ def plan_job(job: TransferJob, tables: Sequence[GroupTable], shape: RegionShape,
     Raises UsageError, a defect of the caller, for an unknown group, a job of a lower tier, a row, a GPU block
     or a sub-block out of range, a row named twice, or (towards the GPU) a GPU block named twice in a group.
     """
-    transfers = job.gpu_groups
-    groups = tuple([_plan_group(transfer, tables, shape, to_gpu) for transfer in transfers])
-    nbytes = sum([len(pages.gpu_blocks) * pages.table.page_bytes for pages in groups])
-    rows = np.concatenate([transfer.rows for transfer in transfers], dtype=np.int64) if transfers else NO_IDS
+    groups, in_rows, nbytes = [], [NO_IDS], 0
+    for transfer in job.gpu_groups:
+        pages = _plan_group(transfer, tables, shape, to_gpu)
+        groups.append(pages)
+        in_rows.append(transfer.rows)
+        nbytes += len(pages.gpu_blocks) * pages.table.page_bytes
+    rows = np.concatenate(in_rows, dtype=np.int64)
     if len(set(rows.tolist())) != len(rows):
         raise UsageError(f"job {job.job_id} names a row twice")
-    return CopyPlan(groups, rows, nbytes, shape.row_bytes)
+    return CopyPlan(tuple(groups), rows, nbytes, shape.row_bytes)
 
 
 def rows_of(part: Sequence[GroupPages], row_bytes: int) -> IntArray:
@@ -161,7 +168,7 @@ def _plan_group(transfer: GPUGroup, tables: Sequence[GroupTable], shape: RegionS
 def split(plan: CopyPlan, max_bytes: int) -> list[tuple[GroupPages, ...]]:
     """Split a plan into parts of about `max_bytes` bytes, at least one page each; every page is in exactly one part."""
     if plan.nbytes <= max_bytes:
-        whole = tuple(pages for pages in plan.groups if len(pages.gpu_blocks))
+        whole = tuple(compress(plan.groups, map(len, map(BLOCKS_OF, plan.groups))))
         return [whole] if whole else []
     parts: list[list[GroupPages]] = []
     room = 0

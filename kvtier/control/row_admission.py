@@ -27,31 +27,25 @@ NEVER = 1 << 62
 """An age that no request reaches."""
 
 
-class Ages:
+class Ages(list[int]):
     """Ages of requests in order, each once. Every call takes O(log n) steps and one move of memory."""
-
-    def __init__(self) -> None:
-        self.in_order: list[int] = []
-
-    def __bool__(self) -> bool:
-        return bool(self.in_order)
 
     def add(self, age: int) -> None:
         """One more, if it is not here."""
-        at = bisect_left(self.in_order, age)
-        if at == len(self.in_order) or self.in_order[at] != age:
-            self.in_order.insert(at, age)
+        at = bisect_left(self, age)
+        if at == len(self) or self[at] != age:
+            self.insert(at, age)
 
     def discard(self, age: int) -> None:
         """One less, if it is here."""
-        at = bisect_left(self.in_order, age)
-        if at < len(self.in_order) and self.in_order[at] == age:
-            del self.in_order[at]
+        at = bisect_left(self, age)
+        if at < len(self) and self[at] == age:
+            del self[at]
 
     def after(self, age: int) -> int:
         """The first that is above this one, or `NEVER`."""
-        at = bisect_right(self.in_order, age)
-        return self.in_order[at] if at < len(self.in_order) else NEVER
+        at = bisect_right(self, age)
+        return self[at] if at < len(self) else NEVER
 
 
 class WaitingLoads:
@@ -65,23 +59,20 @@ class WaitingLoads:
     def __init__(self, promotions: Promotions) -> None:
         self._promotions = promotions
         self._control = promotions.control
-        self._due = Ages()
+        self.due = Ages()
         self._in_root: dict[tuple[int, int], Ages] = {}
-        self._waiting: dict[int, Ages | None] = {}
+        self.waiting: dict[int, Ages | None] = {}
         self._health: list[object] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._due or self._waiting)
 
     def add(self, age: int) -> None:
         """A load is due: it is new, or one of its transfers has ended."""
         self._end_wait(age)
-        self._due.add(age)
+        self.due.add(age)
 
     def remove(self, age: int) -> None:
         """A load is looked at now, or has ended."""
         self._end_wait(age)
-        self._due.discard(age)
+        self.due.discard(age)
 
     def wait(self, load: LoadRequest, now: float) -> None:
         """Nothing can be done for a load at the moment."""
@@ -90,27 +81,27 @@ class WaitingLoads:
         if not load.full:
             lower = self._promotions.source(key, load.tried.get(load.todo[0], 0), now)
             if lower is None:
-                self._due.add(load.age)
+                self.due.add(load.age)
                 return
             root = lower.roots.of(*lower.index.slots((key,))) if lower.roots.several else 0
             place = self._in_root.setdefault((lower.position, root), Ages())
             place.add(load.age)
-        self._waiting[load.age] = place
+        self.waiting[load.age] = place
         self._control.awaited.add(key, load.age)
 
     def _end_wait(self, age: int) -> None:
-        if age in self._waiting:
-            place = self._waiting.pop(age)
+        if age in self.waiting:
+            place = self.waiting.pop(age)
             self._control.awaited.discard(age)
             if place is not None:
                 place.discard(age)
 
     def next(self, last: int, now: float) -> int:
         """The oldest load above the age `last` that is to be looked at, or `NEVER`."""
-        if self._waiting:
+        if self.waiting:
             self._look_at_tiers(now)
-        first = self._due.after(last)
-        if self._waiting:
+        first = self.due.after(last)
+        if self.waiting:
             quota = self._promotions.quota(now)
             short = bool(quota) and not self._control.cpu.available  # the oldest may make rows free for itself
             for (position, root), ages in self._in_root.items():
@@ -126,7 +117,7 @@ class WaitingLoads:
                 health.append([late > 0 for late in lower.roots.late])
         if health != self._health:
             self._health = health
-            for age in list(self._waiting):
+            for age in list(self.waiting):
                 self.add(age)
         for age in self._control.awaited.take_changed():
             self.add(age)
@@ -181,7 +172,8 @@ class RowAdmission:
                 self._loads.remove(age)
         elif isinstance(request, StoreRequest):
             del self._stores[age]
-            self._stores_waiting.discard(age)
+            if self._stores_waiting:
+                self._stores_waiting.discard(age)
         elif self._requests.pop(age, None) is not None:
             self._reserving.discard(age)
             self._reservations_due.discard(age)
@@ -209,7 +201,9 @@ class RowAdmission:
     @property
     def wanting(self) -> bool:
         """True if a load or a reservation lacks blocks that are not on their way yet."""
-        return bool(self._loads) or any(self._requests[age].todo for age in self._reservations_due.in_order)
+        return bool(self._loads.due or self._loads.waiting) or any(
+            self._requests[age].todo for age in self._reservations_due
+        )
 
     def drop_reservations(self) -> None:
         """After a reset, or closing: only loads are left."""
@@ -228,7 +222,7 @@ class RowAdmission:
         if self.control.cpu.table.counts[RETIRED] == self.control.num_rows:
             self._send_away()
         blocked = None
-        if self._loads or self._reserving:
+        if self._loads.due or self._loads.waiting or self._reserving:
             blocked = self._serve_oldest(now)
             for reservation in self._revoked:
                 self.add(reservation)
@@ -254,9 +248,7 @@ class RowAdmission:
                 self.changed_below(keys)
         age, unserved, wanting = 0, False, False
         while True:
-            age = min(
-                self._loads.next(age, now) if self._loads else NEVER, self._next_reservation(age, unserved, wanting)
-            )
+            age = min(self._loads.next(age, now), self._next_reservation(age, unserved, wanting))
             if age == NEVER:
                 return None
             request = self._requests[age]

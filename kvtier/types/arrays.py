@@ -33,12 +33,6 @@ def distinct(values: IntArray) -> IntArray:
 
 NO_IDS: IntArray = int_array(())
 
-
-def no_ids() -> IntArray:
-    """The empty array, as a default of fields."""
-    return NO_IDS
-
-
 FEW = 64
 """Up to so many numbers, a list of them is read faster than an array."""
 

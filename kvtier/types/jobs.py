@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import attrgetter
 
 from kvtier.errors import UsageError
-from kvtier.types.arrays import IntArray, no_ids
+from kvtier.types.arrays import NO_IDS, IntArray
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.keys import GroupIndex, JobId, OffloadKey
 from kvtier.types.values import job_value
@@ -106,6 +107,10 @@ def failed(errno: int) -> BlockOutcome:
     return BlockOutcome(BlockStatus.FAILED, None, errno)
 
 
+KEYS_OF = attrgetter("keys")
+"""The keys of a group; a loop over groups calls no function of Python for it."""
+
+
 @job_value
 class GPUGroup:
     """Blocks of one group in a job between GPU blocks and CPU rows: an engine's job, or a job of the CPU tier.
@@ -117,8 +122,8 @@ class GPUGroup:
     group: GroupIndex
     keys: tuple[OffloadKey, ...]
     runs: GPURuns
-    rows: IntArray = field(default_factory=no_ids)
-    generations: IntArray = field(default_factory=no_ids)
+    rows: IntArray = field(default_factory=NO_IDS.view)
+    generations: IntArray = field(default_factory=NO_IDS.view)
 
 
 @job_value
@@ -165,10 +170,7 @@ class TransferJob:
     @property
     def num_blocks(self) -> int:
         """Offloaded blocks of all groups."""
-        total = 0
-        for group in self.groups:
-            total += len(group.keys)
-        return total
+        return sum(map(len, map(KEYS_OF, self.groups)))
 
     @property
     def gpu_groups(self) -> tuple[GPUGroup, ...]:
@@ -210,10 +212,7 @@ class JobResult:
 
     def fits(self, job: TransferJob) -> bool:
         """True when there is one outcome for each block of the job."""
-        lengths = []
-        for group in job.groups:
-            lengths.append(len(group.keys))
-        return list(map(len, self.outcomes)) == lengths
+        return list(map(len, self.outcomes)) == list(map(len, map(KEYS_OF, job.groups)))
 
     @staticmethod
     def uniform(job: TransferJob, outcome: BlockOutcome) -> JobResult:

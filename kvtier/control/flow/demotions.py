@@ -22,7 +22,7 @@ from kvtier.control.jobs import CPU_TIER
 from kvtier.control.state import ControlState
 from kvtier.control.tiers.breaker import BreakerState
 from kvtier.control.tiers.lower_tier import LowerTier
-from kvtier.types.jobs import DropReason, JobKind, JobResult, SkipReason
+from kvtier.types.jobs import STORED, DropReason, JobKind, JobResult, SkipReason
 from kvtier.types.keys import OffloadKey
 
 JOB_BLOCKS = 128
@@ -52,19 +52,6 @@ class Demotions:
         """Lower tiers were taken in."""
         self._on_evict_bits = sum(lower.bit for lower in self.control.lowers if lower.on_evict)
         self.admits_all = all(lower.admits_all for lower in self.control.lowers)
-
-    @property
-    def in_flight(self) -> int:
-        """Rows queued for or in flight to lower tiers, those of late transfers included."""
-        rows = 0
-        for lower in self.control.lowers:
-            rows += len(lower.queue) + lower.stores_in_flight
-        return rows
-
-    @property
-    def backlog(self) -> int:
-        """Rows that may still reach lower tiers; those of late transfers were given up for good."""
-        return self.in_flight - self.late
 
     @property
     def cleaning(self) -> bool:
@@ -115,7 +102,8 @@ class Demotions:
 
     def _needed(self, lower: LowerTier, rows: Sequence[int], now: float) -> Sequence[int]:
         """Those of the rows whose blocks the tier does not have."""
-        index, keys = lower.index, self._keys(rows)
+        index, names = lower.index, self.control.cpu.table.keys
+        keys: list[OffloadKey] = list(map(names.__getitem__, rows))  # type: ignore[arg-type]  # they hold blocks
         if index.needs_all(keys, now):
             return rows
         needed = [row for row, key in zip(rows, keys, strict=True) if index.needs(key, now)]
@@ -213,8 +201,11 @@ class Demotions:
     def plan(self, now: float) -> None:
         """Emit the demotions that may start now: queued rows, and cold dirty rows where free rows are short."""
         for lower in self.control.lowers:
-            allowed = lower.may_store(now)
-            if not lower.on_evict and not lower.queue:
+            queued = lower.on_evict or lower.queue
+            if not queued and lower.store_breaker.state is BreakerState.CLOSED is lower.room_breaker.state:
+                continue
+            allowed = lower.may_store(now)  # also where nothing is queued: an open breaker becomes half-open by time
+            if not queued:
                 continue
             if not allowed:
                 if lower.refusal is not None:
@@ -305,7 +296,7 @@ class Demotions:
 
     def _send(self, lower: LowerTier, rows: list[int], now: float) -> bool:
         """Emit demotion jobs, one for each root; False when the lower tier has no slot at all for now."""
-        if over := self._rejected.over_budget(lower, rows, now):
+        if lower.budgeted is not None and (over := self._rejected.over_budget(lower, rows, now)):
             self._drop(lower, over, DropReason.WRITE_BUDGET)
             return len(over) == len(rows) or self._send(lower, [row for row in rows if row not in over], now)
         keys = self._keys(rows)
@@ -317,14 +308,17 @@ class Demotions:
         ):
             rows = self._rejected.bypass(lower, rows, set(unwanted))
             return not rows or self._send(lower, rows, now)
-        if lower.disk_full and not any(self.dirty.retried[row] & lower.bit for row in rows):
+        if lower.owned.placement.full.regions and not any(self.dirty.retried[row] & lower.bit for row in rows):
             lower.owned.placement.try_full_disks(now)
-        limits = lower.roots.limits(len(keys))
+        limits = lower.roots.limits(len(keys)) if lower.roots.several else None
         slots = lower.owned.reserve(keys, limits)
         if len(slots) < len(rows):
             self._put_off(lower, rows[len(slots) :], limited=limits is not None)
-        for at in lower.roots.split(slots) if slots else ():
-            self._emit(DemotionJob(self, lower, pick(keys, at), pick(rows, at), pick(slots, at)), now)
+        if slots and not lower.roots.several:
+            self._emit(DemotionJob(self, lower, keys[: len(slots)], rows[: len(slots)], slots), now)
+        elif slots:
+            for at in lower.roots.split(slots):
+                self._emit(DemotionJob(self, lower, pick(keys, at), pick(rows, at), pick(slots, at)), now)
         return bool(slots)
 
     def _put_off(self, lower: LowerTier, rows: list[int], limited: bool) -> None:
@@ -389,7 +383,8 @@ class DemotionJob(LowerTransfer):
         outcomes = self.outcomes_of(result)
         current = self.resets == self.demotions.control.resets
         self.stored = self.finish_store(outcomes, result.bytes_moved, now, current)
-        lost = [i for i, outcome in enumerate(outcomes) if not outcome.ok]
+        whole = outcomes.count(STORED) == len(outcomes)
+        lost = [] if whole else [i for i, outcome in enumerate(outcomes) if not outcome.ok]
         full = [i for i in lost if outcomes[i].reason is DropReason.DISK_FULL] if lost else lost
         again = self.demotions.disk_full(self, full, now) if full else set()
         for i in lost:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import TypeVar
 
 from kvtier.control.jobs import JobOwner
-from kvtier.control.tiers.breaker import Breaker, BreakerState
+from kvtier.control.tiers.breaker import BreakerState
 from kvtier.control.tiers.lower_tier import LowerTier
 from kvtier.types.jobs import STORED, BlockOutcome, BlockStatus, JobKind, JobResult, RegionFormat, RowGroup, SkipReason
 from kvtier.types.keys import OffloadKey, by_group
 
 T = TypeVar("T")
+
+STATUS_OF = attrgetter("status")
 
 REFUSED = (BlockStatus.CORRUPT, BlockStatus.FAILED, BlockStatus.MISSING)
 """Outcomes of a load of an entry that is not to be tried again."""
@@ -33,11 +36,12 @@ class LowerTransfer(JobOwner):
         self.keys = keys
         self.rows = rows
         self.slots = slots
-        self.root = lower.roots.of(slots[0]) if slots else 0
+        self.root = lower.roots.of(slots[0]) if slots and lower.roots.several else 0
+        self._breaker = lower.store_breaker if kind is JobKind.STORE else lower.load_breaker
         self.generations: Sequence[int] = ()
         self.formats: tuple[RegionFormat, ...] = ()
         if lower.owned is not None:
-            self.generations = pick(lower.owned.table.generation, slots)
+            self.generations = list(map(lower.owned.table.generation.__getitem__, slots))
             if kind is JobKind.STORE:
                 self.formats = lower.owned.placement.formats_for(slots)
         self._by_group = by_group(keys)
@@ -54,10 +58,6 @@ class LowerTransfer(JobOwner):
             result.append(RowGroup(group, tuple(pick(self.keys, at)), pick(self.rows, at), *places))
         return tuple(result)
 
-    @property
-    def _breaker(self) -> Breaker:
-        return self.lower.store_breaker if self.kind is JobKind.STORE else self.lower.load_breaker
-
     def begin(self) -> None:
         """The tier's job is about to be sent."""
         lower = self.lower
@@ -67,12 +67,12 @@ class LowerTransfer(JobOwner):
         else:
             lower.index.pin(self.slots)
         lower.rows_in_flight += len(self.keys)
-        lower.roots.begin(self.root, len(self.keys))
+        lower.roots.held[self.root] += len(self.keys)
 
     def release(self) -> None:
         """The transfer no longer holds its rows."""
         self.lower.rows_in_flight -= len(self.keys)
-        self.lower.roots.end(self.root, len(self.keys))
+        self.lower.roots.held[self.root] -= len(self.keys)
 
     def outcomes_of(self, result: JobResult) -> list[BlockOutcome]:
         """What became of each block, in the order of `keys`."""
@@ -110,7 +110,8 @@ class LowerTransfer(JobOwner):
         Returns (slot, generation) of what was stored in an owned tier.
         """
         lower = self.lower
-        good = [i for i, outcome in enumerate(outcomes) if outcome.ok]
+        whole = outcomes.count(STORED) == len(outcomes)
+        good = range(len(outcomes)) if whole else [i for i, outcome in enumerate(outcomes) if outcome.ok]
         present = len(good) - outcomes.count(STORED)
         if present:
             lower.counters.skip(SkipReason.ALREADY_THERE, present)
@@ -122,14 +123,16 @@ class LowerTransfer(JobOwner):
             for i in good if current else ():
                 lower.index.learn(self.keys[i], True, now)
             return []
-        stored = pick(self.slots, good)
+        stored, generations = (
+            (self.slots, self.generations) if whole else (pick(self.slots, good), pick(self.generations, good))
+        )
         lower.counters.written_bytes += lower.owned.placement.slot_bytes(stored)
         lower.owned.commit(stored)
         if len(good) < len(outcomes):
             lower.owned.abort([slot for slot, outcome in zip(self.slots, outcomes, strict=True) if not outcome.ok])
         if stored and self.formats:
             lower.owned.placement.complete_formats(self.formats)
-        return list(zip(stored, pick(self.generations, good), strict=True))
+        return list(zip(stored, generations, strict=True))
 
     def _judge(self, outcomes: Sequence[BlockOutcome], now: float) -> None:
         """Record a job's end in a breaker: errors, and lateness before it began, count against the tier.
@@ -137,7 +140,7 @@ class LowerTransfer(JobOwner):
         A job that was cancelled as a whole says nothing, so a probe that was cancelled has failed.
         """
         breaker = self._breaker
-        statuses = {outcome.status for outcome in outcomes}
+        statuses = set(map(STATUS_OF, outcomes))
         if not statuses.isdisjoint((BlockStatus.FAILED, BlockStatus.LATE)):
             breaker.failed(now)
         elif statuses != {BlockStatus.CANCELLED}:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -68,7 +69,7 @@ class StoreRequest(EngineJob, FillWaiter):
         control = self.control
         if not self.demotions.admits_all:
             self._use_again(now)  # before room is counted: it pins rows
-        if not control.cpu.skips_bypass(len(self.todo)):
+        if control.cpu.request_policy is not None and not control.cpu.skips_bypass(len(self.todo)):
             self._bypass(now)
         room = control.cpu.available
         if room and self._advance_all_new(room):
@@ -138,17 +139,19 @@ class StoreRequest(EngineJob, FillWaiter):
             control.awaited.on_change(keys)
         self.in_copy.update(indices)
         transfers = self.transfers(indices, rows)
-        control.emit(CPU_TIER, JobKind.STORE, transfers, self.job.deadline, FillJob(self, indices, rows))
+        control.emit(
+            CPU_TIER, JobKind.STORE, transfers, self.job.deadline, FillJob(self, indices, rows, control.resets)
+        )
 
 
+@dataclass(slots=True, eq=False)
 class FillJob(JobOwner):
     """GPU blocks to filling rows for one store."""
 
-    def __init__(self, request: StoreRequest, indices: Sequence[int], rows: list[int]) -> None:
-        self.request = request
-        self.indices = indices
-        self.rows = rows
-        self.resets = request.control.resets
+    request: StoreRequest
+    indices: Sequence[int]
+    rows: list[int]
+    resets: int
 
     def finish(self, result: JobResult, now: float) -> None:
         request, control = self.request, self.request.control

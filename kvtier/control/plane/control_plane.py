@@ -402,8 +402,10 @@ class ControlPlane(Recipient):
         control = self.control
         for lower in control.lowers:
             if lower.index.changes:
-                for removed, keys in lower.index.take_changes():
-                    self._admission.changed_below(keys)
+                changes, lower.index.changes = lower.index.changes, []
+                for removed, keys in changes:
+                    if control.awaited.ages:
+                        control.awaited.on_change(keys)
                     self.events.record(lower.spec, keys, removed)
                     if removed:
                         self._demotions.evicted_below(lower, keys)
@@ -411,7 +413,8 @@ class ControlPlane(Recipient):
                     elif self.hints.said and self.hints.retention and lower.owned is not None:
                         self.hints.retention.stored_below(lower.owned, keys)
         if control.cpu.changes:
-            for removed, keys in control.cpu.take_changes():
+            changes, control.cpu.changes = control.cpu.changes, []
+            for removed, keys in changes:
                 self.events.record(control.cpu_spec, keys, removed)
                 if removed and self.hints.said:
                     self.hints.prefetches.evicted(keys)
@@ -421,12 +424,15 @@ class ControlPlane(Recipient):
     @property
     def backlog(self) -> int:
         """Blocks that may still reach lower tiers; those that are late were given up."""
-        return self._demotions.backlog
+        rows = -self._demotions.late
+        for lower in self.control.lowers:
+            rows += len(lower.queue) + lower.stores_in_flight
+        return rows
 
     @property
     def in_flight(self) -> int:
         """Blocks queued for or in flight to lower tiers, late ones included."""
-        return self._demotions.in_flight
+        return self.backlog + self._demotions.late
 
     @property
     def dirty_rows(self) -> int:

@@ -80,7 +80,7 @@ class OpenJobs:
 
     def end(self, ages: list[int], now: float) -> list[LoadRequest | StoreRequest]:
         """Take out and return the loads and stores of these ages, which have ended: loads first, the oldest first."""
-        ended = [self._by_age.pop(age) for age in ages]
+        ended = list(map(self._by_age.pop, ages))
         if len(ended) > 1:
             ended.sort(key=_loads_first)
         for request in ended:

@@ -235,14 +235,6 @@ class Roots:
             parts[self.of(slot)].append(i)
         return [part for part in parts if part]
 
-    def begin(self, root: int, count: int) -> None:
-        """A transfer holds rows."""
-        self.held[root] += count
-
-    def end(self, root: int, count: int) -> None:
-        """A transfer no longer holds its rows."""
-        self.held[root] -= count
-
     def begin_late(self, root: int, count: int) -> None:
         """A transfer is late."""
         self.late[root] += count

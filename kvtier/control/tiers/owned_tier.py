@@ -231,9 +231,8 @@ class OwnedTier(TierIndex):
         """FILLING -> READY; ends the fill's hold. The last slot becomes the most recent. Slots quarantined meanwhile
         (by a reset) are freed instead."""
         state, pins, names = self.table.state, self.table.pins, self.table.keys
-        late = [slot for slot in slots if state[slot] != FILLING]
-        if late:
-            self.unpin(late)
+        if any(map(FILLING.__ne__, map(state.__getitem__, slots))):
+            self.unpin([slot for slot in slots if state[slot] != FILLING])
             slots = [slot for slot in slots if state[slot] == FILLING]
         free_now, last, tick = 0, self.uses.last, self.uses.time.tick
         for slot in slots:
@@ -391,7 +390,9 @@ class OwnedTier(TierIndex):
 
     def _note_peak(self) -> None:
         placement = self.placement
-        used = placement.used_bytes if placement.one_size else placement.taken_bytes
+        counts = self.table.counts
+        filled = counts[FILLING] + counts[READY] + counts[QUARANTINED]
+        used = filled * placement.sizes[0] if placement.one_size else placement.taken_bytes
         if used > self.peak_bytes:
             self.peak_bytes = used
 
