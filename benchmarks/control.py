@@ -22,6 +22,7 @@ import numpy as np
 
 from benchmarks.options import JSON_FILE
 from kvtier.control.plane.control_plane import ControlPlane
+from kvtier.control.settings import StackSettings
 from kvtier.control.tiers.lower_tier import TierSpec
 from kvtier.control.tiers.owned_tier import OwnedTier
 from kvtier.tier.contract import Opened, SlotSpace
@@ -50,7 +51,7 @@ def owned(slots: int, policy: str) -> OwnedTier:
 def plane(rows: int, slots: int, policy: str) -> ControlPlane:
     cpu = TierSpec("cpu", CPU, Opened(rows * ROW_BYTES, SlotSpace(rows * ROW_BYTES, (1,), (ROW_BYTES,))), policy)
     fs = TierSpec("fs", FS, Opened(slots * ROW_BYTES, SlotSpace(slots * ROW_BYTES, (1,), (ROW_BYTES,))), policy)
-    return ControlPlane(cpu, [fs] if slots else [])
+    return ControlPlane(cpu, [fs] if slots else [], settings=StackSettings(gather_seconds=0.0))
 
 
 def store(control: ControlPlane, job_id: int, batch: list[OffloadKey], runs: GPURuns, now: float) -> None:

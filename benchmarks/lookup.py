@@ -24,6 +24,7 @@ from benchmarks.options import JSON_FILE, VLLM_PYTHON
 from benchmarks.peer import Peer, PeerFailed, prefix_of, rate
 from benchmarks.report import ABSENT, Report, median, paired_ratio, table
 from kvtier.control.plane.control_plane import ControlPlane
+from kvtier.control.settings import StackSettings
 from kvtier.control.tiers.lower_tier import TierSpec
 from kvtier.tier.contract import LookupResult, Opened, Recovered, SlotSpace
 from kvtier.types.gpu_runs import GPURuns
@@ -48,7 +49,7 @@ class Plane:
         slots = np.arange(resident, dtype=np.int64)
         recovered = Recovered(self.keys, slots, slots + 1, (RegionFormat(0, ROW_BYTES, 1),))
         fs = TierSpec("fs", FS, Opened(resident * ROW_BYTES, space, recovered))
-        self._on_disk = ControlPlane(_cpu(64), [fs])
+        self._on_disk = ControlPlane(_cpu(64), [fs], settings=StackSettings(gather_seconds=0.0))
 
     def _fresh(self, count: int) -> list[OffloadKey]:
         return [make_key(self._random.randbytes(32), 0) for _ in range(count)]

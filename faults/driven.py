@@ -141,7 +141,9 @@ class Engine:
         self._results: dict[JobId, JobResult] = {}
         self._served = 0
         self._lower = parts.tiers[-1].options.label
-        self.policy = parts.tiers[0].options.eviction_policy()
+        options = parts.tiers[0].options
+        assert isinstance(options, CPUOptions)
+        self.policy = options.policy
 
     def __enter__(self) -> Self:
         self.stack.open()
@@ -314,7 +316,10 @@ def engine_over(
     memory = Memory(REQUEST_BLOCKS, page_bytes)
     cpu = CPUBackend(CPUOptions(type="cpu", cpu_bytes_to_use=rows * page_bytes, huge_pages=False, policy=policy))
     seconds = StackSettings(
-        load_seconds=load_seconds, store_seconds=1.0, close_seconds=CLOSE_SECONDS, tier_close_seconds=20.0
+        load_timeout_seconds=load_seconds,
+        store_timeout_seconds=1.0,
+        close_timeout_seconds=CLOSE_SECONDS,
+        tier_close_seconds=20.0,
     )
     parts = StackParts([cpu, tier], Namespace(layout, model="fault"), workers=[memory], settings=seconds)
     return Engine(parts, memory, seed, sessions)

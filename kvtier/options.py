@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, TypeVar, runtime_checkable
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
@@ -141,6 +141,9 @@ class TierOptions(Options):
     CAPACITY_KEY: ClassVar[str] = ""
     """The name of the option that bounds the tier's bytes; empty for a tier without a bound of its own."""
 
+    SIZED_BY_CAPACITY: ClassVar[tuple[str, ...]] = ()
+    """The names of options that are chosen again for another capacity."""
+
     type: str
     name: str = Field(
         default="",
@@ -154,20 +157,12 @@ class TierOptions(Options):
         """The tier's name in tables, metrics, logs and errors."""
         return self.name or self.type
 
-    @property
-    def folders(self) -> tuple[str, ...]:
-        """The folders that the tier keeps its blocks in; none if it keeps them elsewhere."""
-        return ()
-
-    def in_folders(self, folders: Sequence[str]) -> Self:
-        """The same tier in other folders. Raises ConfigError for a tier that keeps its blocks in none."""
-        raise ConfigError(f"a tier of type {self.type} keeps its blocks in no folder")
-
     def with_capacity(self, num_bytes: int) -> Self:
         """The same tier with room for so many bytes; sizes that were chosen for another capacity are chosen anew."""
         if not self.CAPACITY_KEY:
             raise ConfigError(f"a tier of type {self.type} has no capacity of its own")
-        return self.model_copy(update={self.CAPACITY_KEY: num_bytes})
+        chosen = {name: type(self).model_fields[name].get_default() for name in self.SIZED_BY_CAPACITY}
+        return self.model_copy(update={self.CAPACITY_KEY: num_bytes, **chosen})
 
     @property
     def capacity_bytes(self) -> int | None:
@@ -180,34 +175,89 @@ class TierOptions(Options):
         known = {name: value for name, value in values.items() if name in type(self).model_fields}
         return self.model_copy(update=known)
 
-    def share(self, index: int, count: int) -> Self:
-        """The options of engine `index` of `count` that are started from one stack file on one host.
 
-        Together they stay within the bounds of the file, and no two use the same place. Here: nothing to share.
-        """
-        if not 0 <= index < count:
-            raise ValueError(f"there is no engine {index} among {count}")
-        return self
+@runtime_checkable
+class SharesHost(Protocol):
+    """Options of a tier of which each engine started from one stack file on one host gets a part of its own."""
+
+    def share(self, index: int, count: int) -> Self:
+        """The options of engine `index` of `count`: together within the bounds of the file, no two in one place."""
+        ...
+
+
+@runtime_checkable
+class FitsEngine(Protocol):
+    """Options that change below a serving engine whose processes copy the blocks themselves."""
 
     def for_engine(self, restart_seconds: float) -> Self:
-        """The options of the tier below a serving engine whose processes copy the blocks themselves.
+        """The options there. An engine that restarts overlaps with itself for up to `restart_seconds`.
 
-        An engine that restarts overlaps with itself for up to `restart_seconds`. Raises ConfigError for an option that
-        does not go with such an engine. Here: nothing changes.
+        Raises ConfigError for an option that does not go with such an engine.
         """
-        return self
+        ...
 
-    def eviction_policy(self) -> str:
-        """The policy that evicts from the tier's slots; the default for tiers that offer no choice."""
-        return "lru"
 
-    def retained_bytes_max(self, capacity_bytes: int) -> int:
-        """Bytes that hints may retain in the tier when it has this capacity; none unless it offers that."""
-        return 0
+@runtime_checkable
+class HasFolders(Protocol):
+    """Options of a tier that keeps its blocks in folders."""
 
-    def watermark_rows(self, num_rows: int) -> int:
-        """The number of a CPU tier's rows that background demotion keeps free or clean; none unless it offers that."""
-        return 0
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The folders, at least one."""
+        ...
+
+    def in_folders(self, folders: Sequence[str]) -> Self:
+        """The same tier in other folders."""
+        ...
+
+
+@runtime_checkable
+class EvictsBlocks(Protocol):
+    """Options of a tier whose blocks the stack evicts: by which policy, and how much hints may retain."""
+
+    policy: str
+    retained_max: float
+
+
+@runtime_checkable
+class KeepsRowsFree(Protocol):
+    """Options of a CPU tier: the share of its rows that background demotion keeps free."""
+
+    free_watermark: float
+
+
+@runtime_checkable
+class LimitsWrites(Protocol):
+    """Options of a tier that may be written so many bytes in a day; None: any number."""
+
+    write_bytes_per_day: int | None
+
+
+OptionsT = TypeVar("OptionsT", bound=TierOptions)
+
+
+def share_of(options: OptionsT, index: int, count: int) -> OptionsT:
+    """The options of engine `index` of `count` that are started from one stack file on one host."""
+    if not 0 <= index < count:
+        raise ValueError(f"there is no engine {index} among {count}")
+    if isinstance(options, SharesHost):
+        shared: Any = options
+        options = shared.share(index, count)
+    return options
+
+
+def folders_of(options: TierOptions) -> tuple[str, ...]:
+    """The folders that a tier keeps its blocks in; none if it keeps them elsewhere."""
+    return options.folders if isinstance(options, HasFolders) else ()
+
+
+def in_folders(options: OptionsT, folders: Sequence[str]) -> OptionsT:
+    """The same tier in other folders. Raises ConfigError for a tier that keeps its blocks in none."""
+    if not isinstance(options, HasFolders):
+        raise ConfigError(f"a tier of type {options.type} keeps its blocks in no folder")
+    kept: Any = options
+    placed: OptionsT = kept.in_folders(folders)
+    return placed
 
 
 class RecordOptions(Options):
@@ -263,12 +313,6 @@ class LowerTierOptions(TierOptions):
     )
 
     @property
-    def daily_writes(self) -> int | None:
-        """The tier's `write_bytes_per_day`, if it has that option."""
-        found: int | None = getattr(self, "write_bytes_per_day", None)
-        return found
-
-    @property
     def admission_bytes(self) -> int:
         """Memory that `admit` takes, whatever is stored."""
         return {"always": 0, "second_use": ADMISSION_BYTES, "predicted": PREDICTED_BYTES}[self.admit]
@@ -310,11 +354,3 @@ class OwnedTierOptions(LowerTierOptions):
         if self.index_bytes_max is None:
             return None
         return max(0, self.index_bytes_max - self.admission_bytes) // INDEX_BYTES_PER_SLOT
-
-    def eviction_policy(self) -> str:
-        """The `policy` of the file."""
-        return self.policy
-
-    def retained_bytes_max(self, capacity_bytes: int) -> int:
-        """The `retained_max` of the file."""
-        return quota_bytes(self.retained_max, capacity_bytes)

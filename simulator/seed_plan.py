@@ -86,10 +86,10 @@ def draw_seed_plan(rng: Random, disk_layout: str = "slab") -> SeedPlan:
     else:
         fs |= {"type": "fs", "roots": roots, "region_bytes": region}
     settings = StackSettings(
-        load_seconds=rng.choice((0.05, 1.0, 10.0)),
-        store_seconds=rng.choice((0.05, 1.0, 10.0)),
-        lookup_seconds=1.0,
-        close_seconds=rng.choice((0.1, 2.0, 10.0)),
+        load_timeout_seconds=rng.choice((0.05, 1.0, 10.0)),
+        store_timeout_seconds=rng.choice((0.05, 1.0, 10.0)),
+        lookup_timeout_seconds=1.0,
+        close_timeout_seconds=rng.choice((0.1, 2.0, 10.0)),
         tier_close_seconds=60.0,
         events_max=rng.choice((0, 1000)),
     )

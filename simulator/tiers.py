@@ -77,18 +77,8 @@ class SimulatedCPUOptions(TierOptions):
     rows: int = 8
     policy: PolicyName = "lru"
     free_watermark: float = 0.0
-
-    def eviction_policy(self) -> str:
-        """The plan's policy."""
-        return self.policy
-
-    def retained_bytes_max(self, capacity_bytes: int) -> int:
-        """All of it: the control plane leaves rows for others."""
-        return capacity_bytes
-
-    def watermark_rows(self, num_rows: int) -> int:
-        """The plan's share of the rows."""
-        return int(self.free_watermark * num_rows)
+    retained_max: float = 1.0
+    """All of it: the control plane leaves rows for others."""
 
 
 class SimulatedCPU(LoadStore):

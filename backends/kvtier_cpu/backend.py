@@ -16,7 +16,7 @@ from pydantic import Field
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.errors import ConfigError, GeometryError, IntegrityError, KVTierError, ResourceError, UsageError
-from kvtier.options import ByteSize, PolicyName, Quota, TierOptions, quota_bytes, quota_share
+from kvtier.options import ByteSize, PolicyName, Quota, TierOptions, quota_share
 from kvtier.tier.contract import LoadStore, Opened, SharedRows, SlotSpace, TierContext
 from kvtier.types.geometry import Geometry
 from kvtier.types.jobs import CANCELLED, LOADED, STORED, BlockOutcome, JobResult, TransferJob, failed
@@ -65,7 +65,6 @@ class CPUOptions(TierOptions):
 
     def share(self, index: int, count: int) -> Self:
         """An equal part of the memory."""
-        super().share(index, count)
         quota = quota_share(self.retained_max, count)
         return self.model_copy(update={"cpu_bytes_to_use": self.cpu_bytes_to_use // count, "retained_max": quota})
 
@@ -74,18 +73,6 @@ class CPUOptions(TierOptions):
         if self.verify_loads:
             raise ConfigError("the engine cannot take back a hit; leave verify_loads out", "stack.tiers.verify_loads")
         return self.model_copy(update={"shared": "named"})
-
-    def eviction_policy(self) -> str:
-        """The `policy` of the file."""
-        return self.policy
-
-    def retained_bytes_max(self, capacity_bytes: int) -> int:
-        """The `retained_max` of the file."""
-        return quota_bytes(self.retained_max, capacity_bytes)
-
-    def watermark_rows(self, num_rows: int) -> int:
-        """The share `free_watermark` of the rows."""
-        return int(self.free_watermark * num_rows)
 
 
 @dataclass(slots=True)

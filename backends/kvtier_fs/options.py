@@ -37,6 +37,7 @@ class RootOptions(LowerTierOptions):
     """The options that both filesystem tiers have."""
 
     CAPACITY_KEY = "capacity"
+    SIZED_BY_CAPACITY = ("region_bytes", "index_bytes_max")
 
     capacity: ByteSize = Field(description="bytes of all roots together, everything counted")
     io_engine: Literal["auto", "io_uring", "threads"] = Field(
@@ -101,12 +102,8 @@ class FSOptions(RootOptions, OwnedTierOptions):
         self._sources, self._engines = tuple(sources), engines
         return self
 
-    def with_capacity(self, num_bytes: int) -> Self:
-        return super().with_capacity(num_bytes).model_copy(update={"region_bytes": None, "index_bytes_max": None})
-
     def share(self, index: int, count: int) -> Self:
         """A folder beside each root and an equal part of the capacity: a root belongs to one process."""
-        super().share(index, count)
         if count == 1:
             return self
         roots = [f"{root}-{index}" for root in self.roots]

@@ -81,7 +81,6 @@ class RemoteOptions(SharedTierOptions):
 
     def share(self, index: int, count: int) -> Self:
         """A state folder for each: a write budget belongs to one process."""
-        super().share(index, count)
         if count == 1 or self.state_folder is None:
             return self
         return self.model_copy(update={"state_folder": f"{self.state_folder}-{index}"})

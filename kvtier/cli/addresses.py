@@ -11,7 +11,7 @@ import click
 from kvtier.config.load import load_stack, validate
 from kvtier.config.strict_yaml import Value, parse_text
 from kvtier.errors import ConfigError, UsageError
-from kvtier.options import TierOptions
+from kvtier.options import TierOptions, folders_of
 from kvtier.tier.inspection import Access, Inspection, Inspectors, InspectsServers, find_server, find_store
 from kvtier.tier.registry import discover
 
@@ -39,7 +39,7 @@ class StoreAddress:
             raise UsageError("--option is for the address of a server; a folder and a stack file need none")
         if self.stack is not None:
             options = self._tier(self.stack)
-            if options.folders:
+            if folders_of(options):
                 return find_store(_one_folder(options), access, inspectors)
         elif "://" in self.root:
             options = self._at_address(inspectors)
@@ -74,9 +74,10 @@ class StoreAddress:
 
 
 def _one_folder(options: TierOptions) -> str:
-    if len(options.folders) > 1:
-        raise ConfigError(f"has several folders; give one of them: {', '.join(options.folders)}", options.label)
-    return options.folders[0]
+    folders = folders_of(options)
+    if len(folders) > 1:
+        raise ConfigError(f"has several folders; give one of them: {', '.join(folders)}", options.label)
+    return folders[0]
 
 
 def store_arguments(command: Callable[..., None]) -> Callable[..., None]:

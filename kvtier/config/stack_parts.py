@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 from kvtier.config.load import build_tiers, load_stack
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     import torch
 
     from kvtier.stack import EngineStack, TierStack
+
+SETTINGS = [field.name for field in fields(StackSettings)]
+"""A setting that is a key of a stack file has the name of the key."""
 
 
 def stack_parts(
@@ -44,20 +47,8 @@ def stack_parts(
     if tensors is not None and tiers[0].medium != GPU:
         gpu = backends.get("gpu")
         tiers.insert(0, gpu(gpu.Options(type="gpu")))
-    prefill = config.prefill_tokens_per_second
-    settings = StackSettings(
-        open_seconds=config.open_timeout_seconds,
-        load_seconds=config.load_timeout_seconds,
-        store_seconds=config.store_timeout_seconds,
-        lookup_seconds=config.lookup_timeout_seconds,
-        close_seconds=config.close_timeout_seconds,
-        prefill_tokens_per_second=0.0 if prefill == "measured" else prefill,
-        measures_prefill=prefill == "measured",
-        curves=config.curves,
-        retained_sets_max=config.hints.retained_sets,
-        retain_seconds_max=config.hints.retain_time,
-        prefetch_blocks_max=config.hints.prefetch_blocks,
-    )
+    given = {name: getattr(config, name) for name in SETTINGS if name in StackConfig.model_fields}
+    settings = StackSettings(**given, **dict(config.hints))
     parts = StackParts(tiers, namespace, tensors, workers, engine_id, settings)
     return replace(parts, record=config.record, state_dir=config.state_dir, stats_socket=config.stats_socket)
 

@@ -7,25 +7,38 @@ import logging
 import math
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtier.aio.shielded_wait import wait_done
-from kvtier.control.plane.control_plane import ControlLimits, ControlPlane
+from kvtier.control.plane.control_plane import ControlPlane
 from kvtier.control.plane.deliveries import Arrival, PresenceAnswers, PresenceQuery
+from kvtier.control.settings import StackSettings
 from kvtier.control.tiers.lower_tier import LowerTier, TierSpec
+from kvtier.control.tiers.shared_tier import ASKED_AT_ONCE
 from kvtier.errors import ConfigError, ResourceError, RootDamagedError, UsageError
-from kvtier.options import MAX_LOWER_TIERS, RecordOptions
+from kvtier.options import (
+    MAX_LOWER_TIERS,
+    EvictsBlocks,
+    KeepsRowsFree,
+    LimitsWrites,
+    LowerTierOptions,
+    RecordOptions,
+    SharedTierOptions,
+    TierOptions,
+    folders_of,
+    quota_bytes,
+)
 from kvtier.policy import RequestModels
 from kvtier.stack.dispatcher import Dispatcher, TierQueue, bytes_by_rows
 from kvtier.stack.distinct_folders import check_folders
 from kvtier.stack.job_spans import JobSpans
 from kvtier.stack.joining import Joining, LowerTiers
 from kvtier.stack.learned.budget_records import budget_records
+from kvtier.stack.learned.installed_policies import find_policy
 from kvtier.stack.learned.model_files import ModelFiles
 from kvtier.stack.open_stack import OpenStack
-from kvtier.stack.setups import chains, inflight_bytes, tier_spec
 from kvtier.stack.shutdown import close_each
 from kvtier.stack.watching.operator_log import LOGGER
 from kvtier.tier.contract import (
@@ -40,8 +53,9 @@ from kvtier.tier.contract import (
     Resettable,
     TierContext,
 )
-from kvtier.types.geometry import Geometry, KVLayout, stack_alignment
-from kvtier.types.keys import CPU, GPU
+from kvtier.traces.recorder import Recorder
+from kvtier.types.geometry import Geometry, GroupKind, KVLayout, stack_alignment
+from kvtier.types.keys import CPU, GPU, GroupIndex
 from kvtier.types.namespace import Namespace
 
 if TYPE_CHECKING:
@@ -54,38 +68,9 @@ logger = logging.getLogger(__name__)
 
 
 T = TypeVar("T")
+UNBOUNDED_BYTES = 1 << 62
 _closing_late: set[asyncio.Task[None]] = set()
 """Keeps tasks from being collected that close tiers which opened too late."""
-
-
-@dataclass(frozen=True, slots=True)
-class StackSettings(ControlLimits):
-    """Deadlines of a stack, in seconds, and the limits of its control plane.
-
-    A load that passes its deadline ends with what it has; a store that finds no row by its deadline is dropped;
-    closing drains lower tiers for at most `close_seconds` and then gives each tier `tier_close_seconds` to end its
-    I/O. Opening gives each tier `open_seconds`, in which the CPU tier may have to fill a large region with pages.
-    Opening waits at most `identity_seconds` for `StackParts.refine`, and goes on without the lower tiers then.
-    `watermark_rows` is that of the CPU tier's options, whatever is given here, and `block_seconds` follows from
-    `prefill_tokens_per_second`, the speed at which the engine computes a prompt; 0: not known. With `measures_prefill`
-    it is that of the prompts given to `StackCore.prompt_computed`.
-    """
-
-    open_seconds: float = 300.0
-    identity_seconds: float = 5.0
-    load_seconds: float = 30.0
-    store_seconds: float = 10.0
-    lookup_seconds: float = 1.0
-    prefill_tokens_per_second: float = 0.0
-    measures_prefill: bool = False
-    close_seconds: float = 10.0
-    tier_close_seconds: float = 60.0
-    gather_seconds: float = 0.05
-
-    @property
-    def chooses(self) -> bool:
-        """True if what a tier would load later than the engine computes it is a miss."""
-        return self.measures_prefill or self.prefill_tokens_per_second > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +102,7 @@ class StackParts:
     kv_caches: Sequence[torch.Tensor] | None = None
     workers: Sequence[LoadStore] = ()
     engine_id: str = ""
-    settings: StackSettings = StackSettings()
+    settings: StackSettings = field(default_factory=StackSettings)
     refine: Callable[[Namespace, Sequence[str]], Awaitable[Namespace]] | None = None
     measure: Callable[[KVLayout, Sequence[str]], KVLayout] | None = None
     record: RecordOptions | None = None
@@ -201,7 +186,7 @@ async def _within(
         work.close()
         raise
     try:
-        await asyncio.wait((call,), timeout=settings.open_seconds)
+        await asyncio.wait((call,), timeout=settings.open_timeout_seconds)
     except BaseException:
         call.cancel()
         await wait_done(call, settings.tier_close_seconds)
@@ -210,7 +195,7 @@ async def _within(
     if not call.done():
         call.cancel()
         call.add_done_callback(when_late)
-        raise ResourceError(f"tier {tier.options.label} did not {what} within {settings.open_seconds:g} s")
+        raise ResourceError(f"tier {tier.options.label} did not {what} within {settings.open_timeout_seconds:g} s")
     return call.result()
 
 
@@ -249,7 +234,7 @@ async def assemble(parts: StackParts, clock: Clock, deliver: Callable[[Sequence[
     to_close: list[LoadStore] = []
     try:
         keyed = [(f"tiers[{index}]", tier.options) for index, tier in enumerate(parts.tiers)]
-        await check_folders(keyed, parts.settings.open_seconds)
+        await check_folders(keyed, parts.settings.open_timeout_seconds)
         return await _assemble(parts, clock, deliver, to_close)
     except BaseException:
         rest = [worker for worker in parts.workers if worker not in to_close]
@@ -276,7 +261,7 @@ async def _assemble(
             raise
 
     def spec(tier: LoadStore, opened: Opened) -> TierSpec:
-        return tier_spec(tier, opened, geometry, parts.settings.lookup_seconds)
+        return tier_spec(tier, opened, geometry, parts.settings.lookup_timeout_seconds)
 
     cpu_opened = await opened_with(cpu, workers=copiers)
     if not isinstance(cpu, ProvidesRows):
@@ -297,8 +282,8 @@ async def _assemble(
         specs = await below.open(refining.result() if refining is not None else namespace)
     else:
         specs = [replace(spec(lower, Opened(0)), held_back=True) for lower in lowers]
-    limits = control_limits(parts, cpu.options.watermark_rows(rows.num_rows))
-    plane = ControlPlane(spec(cpu, cpu_opened), specs, geometry.factor, limits, chains(geometry))
+    completed = complete_settings(parts, watermark_rows(cpu.options, rows.num_rows))
+    plane = ControlPlane(spec(cpu, cpu_opened), specs, geometry.factor, completed, chains(geometry))
     models = plane.control.models
     joining = None if known or refining is None else Joining(below, refining, rows.num_rows, models, deliver)
     queues = [TierQueue(tier, inflight_bytes(tier)) for tier in (cpu, *lowers)]
@@ -323,20 +308,84 @@ async def _lower_spec(
         return replace(spec(lower, Opened(0)), held_back=True)
 
 
+def inflight_bytes(tier: LoadStore) -> int:
+    """Bytes of transfers that may be in flight to a tier at once."""
+    options = tier.options
+    return options.inflight_bytes if isinstance(options, LowerTierOptions) else UNBOUNDED_BYTES
+
+
+def tier_spec(tier: LoadStore, opened: Opened, geometry: Geometry, lookup_seconds: float) -> TierSpec:
+    """What the control plane must know of a tier that offers what is `opened`."""
+    options = tier.options
+    evicts = options if isinstance(options, EvictsBlocks) else None
+    eviction = "lru" if evicts is None else evicts.policy
+    policy, token_bytes = find_policy(eviction), _token_bytes(opened, geometry)
+    spec = TierSpec(
+        options.label,
+        tier.medium,
+        opened,
+        policy,
+        token_bytes=token_bytes,
+        kind=options.type,
+        eviction=eviction,
+        retained_bytes_max=0 if evicts is None else quota_bytes(evicts.retained_max, opened.capacity_bytes),
+    )
+    if not isinstance(options, LowerTierOptions):
+        return spec
+    spec = replace(
+        spec,
+        write_policy=options.write_policy,
+        inflight_blocks=max(1, options.inflight_bytes // geometry.row_bytes),
+        timeout_seconds=options.job_timeout_seconds,
+        lookup_timeout_seconds=lookup_seconds,
+        admit=options.admit,
+        write_bytes_per_day=options.write_bytes_per_day if isinstance(options, LimitsWrites) else None,
+        block_bytes=max(opened.space.slot_bytes) if opened.space is not None else geometry.row_bytes,
+    )
+    probed_from = 0 if tier.PROBE_PREFIX else ASKED_AT_ONCE
+    return replace(with_hints(spec, options, chains(geometry)), probed_from=probed_from)
+
+
+def _token_bytes(opened: Opened, geometry: Geometry) -> float:
+    """The bytes that the blocks of every group take up for one of their tokens."""
+    groups = range(geometry.num_groups)
+    sizes = opened.space.slot_bytes if opened.space is not None else list(map(geometry.aligned_bytes, groups))
+    return sum(sizes[group] / geometry.tokens_per_offloaded_block(group) for group in groups)
+
+
+def with_hints(
+    spec: TierSpec, options: LowerTierOptions, probed_groups: frozenset[GroupIndex] = frozenset()
+) -> TierSpec:
+    """The spec with how long is believed what a shared tier holds, and how that is found out."""
+    if not isinstance(options, SharedTierOptions):
+        return spec
+    hit, miss = options.hit_hint_seconds, options.miss_hint_seconds
+    return replace(spec, hit_hint_seconds=hit, miss_hint_seconds=miss, probed_groups=probed_groups)
+
+
+def chains(geometry: Geometry) -> frozenset[GroupIndex]:
+    """The groups of which every block needs all those before it: the others keep a window of a prompt, or its end."""
+    kinds = enumerate(group.kind for group in geometry.layout.groups)
+    return frozenset(GroupIndex(index) for index, kind in kinds if kind is GroupKind.FULL)
+
+
 def to_fence(copiers: Sequence[LoadStore]) -> list[FencesCopies]:
     """Those of these open tiers before which each job is to be fenced."""
     return [copier for copier in copiers if isinstance(copier, FencesCopies) and copier.beside_engine]
 
 
-def control_limits(parts: StackParts, watermark_rows: int) -> StackSettings:
+def watermark_rows(options: TierOptions, num_rows: int) -> int:
+    """How many of a CPU tier's rows background demotion keeps free or clean."""
+    return int(options.free_watermark * num_rows) if isinstance(options, KeepsRowsFree) else 0
+
+
+def complete_settings(parts: StackParts, watermark_rows: int) -> StackSettings:
     """The settings with what follows from the tiers and the layout."""
-    return replace(parts.settings, watermark_rows=watermark_rows, block_seconds=_block_seconds(parts))
-
-
-def _block_seconds(parts: StackParts) -> float:
-    """How long the engine takes to compute an offloaded block of the first group."""
     speed = parts.settings.prefill_tokens_per_second
-    return parts.namespace.layout.tokens_per_offloaded_block(0) / speed if speed else math.inf
+    block_seconds = math.inf
+    if not isinstance(speed, str) and speed:
+        block_seconds = parts.namespace.layout.tokens_per_offloaded_block(0) / speed
+    return replace(parts.settings, watermark_rows=watermark_rows, block_seconds=block_seconds)
 
 
 def _spans(parts: StackParts, clock: Clock) -> JobSpans | None:
@@ -358,10 +407,11 @@ def model_files(
     parts: StackParts, lowers: Sequence[LoadStore], models: RequestModels, limited: Sequence[LowerTier]
 ) -> ModelFiles | None:
     """Where models and what was written are kept; None without a place, and where nothing is learned."""
-    folders, own = [folder for lower in lowers for folder in lower.options.folders], parts.state_dir
+    folders, own = [folder for lower in lowers for folder in folders_of(lower.options)], parts.state_dir
     if not list(models) or not (own or folders):
         return None
-    return ModelFiles(Path(own or folders[0]), models, bool(own), budget_records(limited), parts.settings.close_seconds)
+    seconds = parts.settings.close_timeout_seconds
+    return ModelFiles(Path(own or folders[0]), models, bool(own), budget_records(limited), seconds)
 
 
 def _worker_notes(parts: StackParts, cpu: LoadStore) -> list[str]:

@@ -99,7 +99,9 @@ class StackCore(RequestCalls):
         if timeout_seconds is not None:
             check_timeout(timeout_seconds)
         else:
-            timeout_seconds = self._settings.load_seconds if kind is JobKind.LOAD else self._settings.store_seconds
+            settings = self._settings
+            loads = kind is JobKind.LOAD
+            timeout_seconds = settings.load_timeout_seconds if loads else settings.store_timeout_seconds
         job_id = JobId(self._next_job)
         self._next_job += 1
         return TransferJob(job_id, kind, tuple(groups), self._clock() + timeout_seconds)

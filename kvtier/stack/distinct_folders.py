@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.errors import ConfigError, ResourceError
-from kvtier.options import TierOptions
+from kvtier.options import TierOptions, folders_of
 
 Keyed = tuple[str, TierOptions]
 """The path of a tier's key, as `tiers[1]`, and the tier's options."""
@@ -17,7 +17,7 @@ Keyed = tuple[str, TierOptions]
 async def check_folders(tiers: Sequence[Keyed], seconds: float) -> None:
     """Look at the folders on a thread. Raises ConfigError that names two keys of one folder, ResourceError when a
     file system does not answer in time."""
-    if sum(len(options.folders) for _, options in tiers) < 2:
+    if sum(len(folders_of(options)) for _, options in tiers) < 2:
         return
     pool = DaemonPool("kvtier-folders", 1)
     try:
@@ -43,7 +43,7 @@ def folder_problems(tiers: Sequence[Keyed], look: bool = True) -> list[ConfigErr
     found: dict[object, str] = {}
     problems: list[ConfigError] = []
     for at, options in tiers:
-        for folder in options.folders:
+        for folder in folders_of(options):
             key = ".".join(filter(None, (at, _key(options, folder))))
             place = _place(folder) if look else folder
             if place in found:

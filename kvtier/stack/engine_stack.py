@@ -84,7 +84,7 @@ class EngineStack(StackCore):
         self._owner.claim()
         self._thread = LoopThread("kvtier-stack", "stack", at_exit=weak_call(self._close_at_exit))
         settings, tiers = self._settings, len(self._parts.tiers) + len(self._parts.workers)
-        seconds = (2 * settings.open_seconds + settings.tier_close_seconds) * tiers + settings.identity_seconds
+        seconds = (2 * settings.open_timeout_seconds + settings.tier_close_seconds) * tiers + settings.identity_seconds
         try:
             self._thread.open()
             self._run(self._assemble, seconds + CLOSE_GRACE_SECONDS)
@@ -118,7 +118,7 @@ class EngineStack(StackCore):
         returns, unless the report counts unfinished jobs. Ctrl-C ends the draining and is raised once every tier is
         closed; after an interruption at another moment call `close` again. In a forked child it does nothing.
         """
-        return self._close(self._settings.close_seconds)
+        return self._close(self._settings.close_timeout_seconds)
 
     def _close(self, drain_seconds: float) -> CloseReport:
         assembled, report = self._assembled, self.close_report

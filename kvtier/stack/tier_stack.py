@@ -83,7 +83,7 @@ class TierStack(StackCore, LoadStore):
         """
         try:
             self._closing = self._closing or self._assembled is not None
-            await self._close(self._settings.close_seconds)
+            await self._close(self._settings.close_timeout_seconds)
         finally:
             if self._loop_end is not None:
                 await self._loop_end.aclose()
@@ -221,7 +221,7 @@ class TierStack(StackCore, LoadStore):
 
         So does what a tier would load later than the engine computes it, see `worth_loading`.
         """
-        deadline = self._clock() + self._settings.lookup_seconds
+        deadline = self._clock() + self._settings.lookup_timeout_seconds
         self._opened()
         if info is not None:
             check_info(info)

@@ -155,7 +155,7 @@ async def test_a_stack_lives_with_every_fault_at_once(tmp_path, seed, lower, cap
     """Every load is right or a miss, every job ends, the sums hold, and something is found all the same."""
     engine, names = Engine(PLAIN, 32), keys(24)
     entry = fs(tmp_path / "r", capacity="512KiB", job_timeout_seconds=0.05, region_bytes="64KiB")
-    parts = parts_of(stack_file(PLAIN, 8, entry), engine, load_seconds=5.0)
+    parts = parts_of(stack_file(PLAIN, 8, entry), engine, load_timeout_seconds=5.0)
     io, storage = FaultyIO(seeded(seed, IO_STORM)), MemoryStorage()
     memory = MemoryOptions(job_timeout_seconds=0.05)
     inner = {

@@ -6,9 +6,8 @@ import random
 from dataclasses import replace
 
 import pytest
-from support_control import World, below, cpu_setup, fs_setup, key, key_number, shared_setup
+from support_control import World, below, cpu_setup, fs_setup, key, key_number, plane_settings, shared_setup
 
-from kvtier.control.plane.control_plane import ControlLimits
 from kvtier.control.tiers.lower_tier import TierSpec
 from kvtier.control.tiers.slot_table import FREE, QUARANTINED, READY
 from kvtier.types.jobs import CORRUPT, STORED, DropReason, JobKind, dropped, failed
@@ -76,7 +75,7 @@ def test_what_another_host_stored_meanwhile_is_not_sent_any_more():
 
 
 def test_a_store_waits_for_rows_that_are_being_written_below_but_only_until_its_patience_ends():
-    world = World(cpu_setup(4), [fs_setup(16)], limits=ControlLimits(patience_seconds=2.0))
+    world = World(cpu_setup(4), [fs_setup(16)], limits=plane_settings(patience_seconds=2.0))
     world.store(1, 2, 3, 4)
     world.run_tier(0)
     waiting = world.store(5, 6)
@@ -214,7 +213,7 @@ def test_when_an_on_evict_tier_lets_its_copy_go_the_row_owes_itself_again():
 
 def test_on_evict_loses_nothing_as_long_as_the_lower_tier_has_room(seed):
     rng = random.Random(seed)
-    world = World(cpu_setup(12), [fs_setup(256, write_policy="on_evict")], limits=ControlLimits(watermark_rows=1))
+    world = World(cpu_setup(12), [fs_setup(256, write_policy="on_evict")], limits=plane_settings(watermark_rows=1))
     known = 0
     for _ in range(150):
         if known < 200 and rng.random() < 0.6:
@@ -235,7 +234,7 @@ def test_on_evict_loses_nothing_as_long_as_the_lower_tier_has_room(seed):
 
 def test_a_lower_tier_smaller_than_the_watermark_is_not_written_for_ever():
     world = World(
-        cpu_setup(16), [fs_setup(4, regions=1, write_policy="on_evict")], limits=ControlLimits(watermark_rows=12)
+        cpu_setup(16), [fs_setup(4, regions=1, write_policy="on_evict")], limits=plane_settings(watermark_rows=12)
     )
     world.store(*range(8))
     world.store(*range(8, 16))
@@ -244,7 +243,7 @@ def test_a_lower_tier_smaller_than_the_watermark_is_not_written_for_ever():
 
 
 def test_the_watermark_keeps_rows_clean_before_anybody_needs_them():
-    world = World(cpu_setup(16), [fs_setup(64, write_policy="on_evict")], limits=ControlLimits(watermark_rows=4))
+    world = World(cpu_setup(16), [fs_setup(64, write_policy="on_evict")], limits=plane_settings(watermark_rows=4))
     for start in range(0, 48, 4):
         job = world.store(*range(start, start + 4))
         world.run_all()
@@ -274,7 +273,7 @@ def test_with_the_tier_down_on_evict_rows_go_without_at_once_and_as_many_as_are_
 
 @pytest.mark.parametrize("write_policy", ["write_through", "on_evict"])
 def test_in_flight_and_quarantined_a_tier_holds_at_most_a_quarter_of_the_rows(write_policy):
-    world = World(cpu_setup(16), [fs_setup(64, write_policy=write_policy)], limits=ControlLimits(watermark_rows=16))
+    world = World(cpu_setup(16), [fs_setup(64, write_policy=write_policy)], limits=plane_settings(watermark_rows=16))
     world.store(*range(12))
     world.run_tier(0)
     assert world.held_below(1) == 4
@@ -468,7 +467,7 @@ def test_how_many_jobs_are_kept_in_order_is_bounded():
 def test_a_row_is_sent_only_to_the_tier_it_owes_itself_to():
     """The first tier looks for cold rows while rows it has already still owe themselves to a slow second tier."""
     lowers = [fs_setup(16, write_policy="on_evict"), second_fs(16, inflight_blocks=1)]
-    world = World(cpu_setup(8), lowers, limits=ControlLimits(watermark_rows=8))
+    world = World(cpu_setup(8), lowers, limits=plane_settings(watermark_rows=8))
     world.store(1, 2, 3, 4, 5, 6)
     world.run_tier(0)
     sent = []

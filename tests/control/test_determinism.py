@@ -10,10 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from support_control import ROW_BYTES, World, cpu_setup, fs_setup, key, shared_setup
+from support_control import ROW_BYTES, World, cpu_setup, fs_setup, key, plane_settings, shared_setup
 from support_paths import PROJECT, SUPPORT
 
-from kvtier.control.plane.control_plane import ControlLimits
 from kvtier.types.jobs import GPUGroup, JobKind
 from kvtier.types.keys import RequestId
 
@@ -61,7 +60,7 @@ def trace(seed: int, steps: int = 300) -> list[str]:
         ),
         shared_setup(hint_seconds=3.0, admit=rng.choice(["always", "second_use"])),
     ]
-    world = Recorder(cpu_setup(14, policy, groups=2), lowers, limits=ControlLimits(watermark_rows=2))
+    world = Recorder(cpu_setup(14, policy, groups=2), lowers, limits=plane_settings(watermark_rows=2))
     for _ in range(steps):
         blocks = [key(rng.randrange(40), rng.randrange(2)) for _ in range(rng.randint(1, 9))]
         match rng.choice(

@@ -8,10 +8,9 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support_control import ROW_BYTES, World, below, cpu_setup, fs_setup, key, shared_setup
+from support_control import ROW_BYTES, World, below, cpu_setup, fs_setup, key, plane_settings, shared_setup
 from support_counts import examples
 
-from kvtier.control.plane.control_plane import ControlLimits
 from kvtier.control.tiers.slot_table import READY
 from kvtier.tier.contract import Recovered
 from kvtier.types.arrays import int_array
@@ -62,7 +61,7 @@ def test_replaying_the_events_gives_exactly_what_is_reachable_at_every_step(seed
         "hybrid": [fs_setup(slots, 4, (ROW_BYTES, 3 * ROW_BYTES), policy=policy)],
         "with shared": [fs_setup(slots, policy=policy), shared_setup(hint_seconds=1.0)],
     }[kind]
-    world = World(cpu_setup(rows, policy, groups=2), lowers, limits=ControlLimits(watermark_rows=rng.randrange(3)))
+    world = World(cpu_setup(rows, policy, groups=2), lowers, limits=plane_settings(watermark_rows=rng.randrange(3)))
     listener = Listener(world)
     for _ in range(80):
         blocks = [key(rng.randrange(20), rng.randrange(2)) for _ in range(rng.randint(1, 6))]
@@ -187,7 +186,7 @@ def test_blocks_that_never_became_whole_are_never_mentioned():
 
 @pytest.mark.parametrize("most", [0, 3])
 def test_events_that_nobody_takes_are_bounded_and_counted(most):
-    world = World(cpu_setup(1), [], limits=ControlLimits(events_max=most))
+    world = World(cpu_setup(1), [], limits=plane_settings(events_max=most))
     for number in range(10):
         world.store(number)
         world.run_all()
@@ -250,7 +249,7 @@ def test_lower_tiers_that_are_held_back_for_good_are_told_as_removed_and_the_cpu
 
 
 def test_nothing_is_announced_where_no_events_are_kept():
-    world = World(cpu_setup(2), [], limits=ControlLimits(events_max=0))
+    world = World(cpu_setup(2), [], limits=plane_settings(events_max=0))
     world.store(1)
     world.run_all()
     world.plane.announce([key(1)], world.now)

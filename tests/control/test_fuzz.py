@@ -8,11 +8,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support_control import ROW_BYTES, World, cpu_setup, fs_setup, key, shared_setup
+from support_control import ROW_BYTES, World, cpu_setup, fs_setup, key, plane_settings, shared_setup
 from support_counts import examples
 
 from kvtier.control.jobs import TierJob
-from kvtier.control.plane.control_plane import ControlLimits
 from kvtier.control.tiers.lower_tier import TierSpec
 from kvtier.control.tiers.slot_table import FILLING, QUARANTINED, READY
 from kvtier.types.hints import Demote, KVHint, Pin, Prefetch, Release, Retain
@@ -72,15 +71,15 @@ class Engine:
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
-        limits = ControlLimits(
+        limits = plane_settings(
             watermark_rows=rng.randrange(4),
             reservation_seconds=rng.choice([0.5, 5.0]),
             lease_seconds=rng.choice([0.5, 5.0]),
             patience_seconds=rng.choice([0.0, 0.3, 5.0]),
             gather_seconds=rng.choice([0.0, 0.3, 5.0]),
-            retained_sets_max=rng.choice([1, 3]),
-            retain_seconds_max=rng.choice([1.0, 50.0]),
-            prefetch_blocks_max=rng.choice([4, 100]),
+            retained_sets=rng.choice([1, 3]),
+            retain_time=rng.choice([1.0, 50.0]),
+            prefetch_blocks=rng.choice([4, 100]),
         )
         cpu = cpu_setup(rng.choice([1, 2, 5, 9, 17]), rng.choice(["lru", "arc", "reuse"]), groups=2)
         cpu = replace(cpu, retained_bytes_max=rng.choice([0, 3 * ROW_BYTES, 1 << 20]))
@@ -202,7 +201,7 @@ class LimitedEngine(Engine):
         ]
         lowers[0] = replace(lowers[0], write_policy="on_evict")
         cpu = replace(control.cpu_spec, opened=cpu_setup(control.num_rows, groups=2).opened)
-        self.world = World(cpu, lowers, rng.choice([1, 3]), ControlLimits(watermark_rows=rng.randrange(4)))
+        self.world = World(cpu, lowers, rng.choice([1, 3]), plane_settings(watermark_rows=rng.randrange(4)))
         self.announced = True
         self.world.submit(STORE, self.blocks())
         self.world.run_all()  # its budget counts as used by then

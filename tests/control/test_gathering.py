@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from support_control import World, cpu_setup, fs_setup, key
+from support_control import World, cpu_setup, fs_setup, key, plane_settings
 
 from kvtier.control.flow.demotions import GATHER_BLOCKS
-from kvtier.control.plane.control_plane import ControlLimits
 from kvtier.control.tiers.breaker import BreakerState
 from kvtier.types.jobs import JobKind, failed
 from kvtier.types.keys import RequestId
@@ -16,7 +15,7 @@ GATHER_SECONDS = 2.0
 
 
 def gathering(rows: int = 256, watermark_rows: int = 0, **more: object) -> World:
-    limits = ControlLimits(watermark_rows=watermark_rows, gather_seconds=GATHER_SECONDS)
+    limits = plane_settings(watermark_rows=watermark_rows, gather_seconds=GATHER_SECONDS)
     return World(cpu_setup(rows), [fs_setup(512, **more)], limits=limits)
 
 
@@ -127,7 +126,7 @@ def test_what_a_full_root_put_off_is_not_gathered_again():
 
 @pytest.mark.parametrize("seconds", [0.0, GATHER_SECONDS])
 def test_a_breaker_with_nothing_to_store_is_half_open_after_its_pause(seconds):
-    world = World(cpu_setup(64), [fs_setup(64)], limits=ControlLimits(gather_seconds=seconds))
+    world = World(cpu_setup(64), [fs_setup(64)], limits=plane_settings(gather_seconds=seconds))
     breaker = world.plane.control.lowers[0].store_breaker
     for number in range(breaker.threshold):
         store(world, number)

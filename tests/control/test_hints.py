@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support_control import ROW_BYTES, World, cpu_setup, fs_setup, key, shared_setup
+from support_control import ROW_BYTES, World, cpu_setup, fs_setup, key, plane_settings, shared_setup
 
 from kvtier.control.hints import prefetches, retention
-from kvtier.control.plane.control_plane import ControlLimits
 from kvtier.control.tiers.lower_tier import TierSpec
 from kvtier.errors import UsageError
 from kvtier.types.hints import Demote, HintRefusal, HintResult, KVHint, Pin, Prefetch, Release, Retain
@@ -155,7 +154,7 @@ def test_several_sessions_retain_a_block_until_the_last_of_them_lets_it_go():
 
 
 def test_a_set_is_kept_until_the_latest_of_its_calls_lapses_but_no_longer_than_a_set_may():
-    limits = ControlLimits(retain_seconds_max=100.0)
+    limits = plane_settings(retain_time=100.0)
     world = World(allowed(cpu_setup(8), 4), [], limits=limits)
     stored(world, 1, 2, 3)
     hint(world, Retain(keys(1, 2), 50.0, "a"))
@@ -179,7 +178,7 @@ def test_seconds_that_are_none_are_an_error_of_the_caller(seconds):
 
 def test_sets_and_blocks_of_sets_are_bounded(monkeypatch):
     monkeypatch.setattr(retention, "CLAIMS_MAX", 3)
-    world = World(allowed(cpu_setup(16), 12), [], limits=ControlLimits(retained_sets_max=2))
+    world = World(allowed(cpu_setup(16), 12), [], limits=plane_settings(retained_sets=2))
     stored(world, 1, 2, 3, 4)
     assert hint(world, Retain(keys(1, 2), 60.0, "a")).ok
     assert hint(world, Retain(keys(1, 2), 60.0, "b")) == HintResult(1, refused(too_many=1))
@@ -190,7 +189,7 @@ def test_sets_and_blocks_of_sets_are_bounded(monkeypatch):
 
 
 def test_a_set_of_nothing_is_none():
-    world = World(allowed(cpu_setup(16), 12), [], limits=ControlLimits(retained_sets_max=1))
+    world = World(allowed(cpu_setup(16), 12), [], limits=plane_settings(retained_sets=1))
     assert hint(world, Retain(keys(7), 60.0, "a")) == HintResult(0, refused(not_found=1))
     assert hint(world, Retain([], 60.0, "b")) == HintResult()
     assert world.plane.hints.retention.num_sets == 0
@@ -369,7 +368,7 @@ def test_prefetched_blocks_that_nobody_loads_take_a_quarter_of_the_rows_at_most(
 
 
 def test_blocks_that_wait_to_be_brought_up_are_bounded():
-    world = World(cpu_setup(8), [fs_setup(64)], limits=ControlLimits(prefetch_blocks_max=5))
+    world = World(cpu_setup(8), [fs_setup(64)], limits=plane_settings(prefetch_blocks=5))
     for start in (1, 5, 1000, 1004):
         stored(world, *range(start, start + 4))
     assert hint(world, Prefetch(keys(1, 2, 3, 1004))) == HintResult(4)

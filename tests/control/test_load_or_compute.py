@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
-from support_control import World, cpu_setup, fs_setup, key, shared_setup
+from support_control import World, cpu_setup, fs_setup, key, plane_settings, shared_setup
 
 from kvtier.control.flow.load_or_compute import PROBE_BLOCKS, PROBE_SECONDS, PROBE_SHARE, PROMPTS
-from kvtier.control.plane.control_plane import ControlLimits
 from kvtier.control.tiers.lower_tier import TierSpec
 from kvtier.types.jobs import JobKind
 from kvtier.types.keys import OffloadKey
@@ -22,7 +21,7 @@ def keys(*numbers: int) -> list[OffloadKey]:
 
 def world_with(*lowers: TierSpec, block_seconds: float = BLOCK_SECONDS) -> World:
     """Blocks 1 to 48 are below, and 101 to 164 in the rows."""
-    world = World(cpu_setup(64), list(lowers), 1, ControlLimits(block_seconds=block_seconds))
+    world = World(cpu_setup(64), list(lowers), 1, plane_settings(block_seconds=block_seconds))
     for numbers in (range(1, 49), range(101, 165)):
         world.store(*numbers)
         world.run_all()

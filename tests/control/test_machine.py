@@ -6,10 +6,9 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support_control import ROW_BYTES, World, cpu_setup, fs_setup, key, shared_setup
+from support_control import ROW_BYTES, World, cpu_setup, fs_setup, key, plane_settings, shared_setup
 from support_counts import machine
 
-from kvtier.control.plane.control_plane import ControlLimits
 from kvtier.types.hints import Demote, Pin, Prefetch, Release, Retain
 from kvtier.types.jobs import JobKind
 from kvtier.types.keys import GroupIndex, RequestId
@@ -46,7 +45,7 @@ class Machine(RuleBasedStateMachine):
         quota = {"retained_bytes_max": 3 * ROW_BYTES}
         lowers = [replace(setup, admit=admit, probed_groups=probed, **quota) for setup in lowers]
         cpu = replace(cpu_setup(rows, policy, groups=2), **quota)
-        self.world = World(cpu, lowers, limits=ControlLimits(watermark_rows=watermark, retained_sets_max=2))
+        self.world = World(cpu, lowers, limits=plane_settings(watermark_rows=watermark, retained_sets=2))
         self.requests = 0
 
     @rule(blocks=GROUPS, timeout=st.sampled_from([None, 1.0, 100.0]))

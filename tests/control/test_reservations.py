@@ -6,10 +6,9 @@ import random
 
 from hypothesis import given
 from hypothesis import strategies as st
-from support_control import World, cpu_setup, fs_setup, key
+from support_control import World, cpu_setup, fs_setup, key, plane_settings
 from support_counts import examples
 
-from kvtier.control.plane.control_plane import ControlLimits
 from kvtier.types.jobs import JobKind
 from kvtier.types.keys import RequestId
 
@@ -67,7 +66,7 @@ def run(world: World, engine: Engine, rng: random.Random, fault_every: int = 0) 
 
 def resident(rows: int, slots: int, keys: list, policy: str = "lru") -> World:
     """A world whose keys all lie in the lower tier and none in the CPU tier."""
-    limits = ControlLimits(reservation_seconds=5.0, lease_seconds=5.0)
+    limits = plane_settings(reservation_seconds=5.0, lease_seconds=5.0)
     world = World(cpu_setup(rows, policy, groups=2), [fs_setup(slots, 4, (4096, 4096))], limits=limits)
     chunk = max(1, rows // 4)
     for start in range(0, len(keys), chunk):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from support_control import World, cpu_setup, fs_setup, key, key_number
+from support_control import World, cpu_setup, fs_setup, key, key_number, plane_settings
 
-from kvtier.control.plane.control_plane import ControlLimits
 from kvtier.control.tiers.slot_table import FREE, QUARANTINED, READY
 from kvtier.errors import IntegrityError, UsageError
 from kvtier.policy import LRU
@@ -433,7 +432,7 @@ def test_a_cancelled_store_waits_for_its_copy_and_keeps_what_arrived():
 
 def test_a_waiting_store_costs_no_walk_over_its_blocks():
     """While there is no row it looks at one block a step, however long it is."""
-    world = World(cpu_setup(4), [], limits=ControlLimits(patience_seconds=1e9))
+    world = World(cpu_setup(4), [], limits=plane_settings(patience_seconds=1e9))
     world.store(*range(4))
     world.store(*range(100, 400))
     looked: list[bytes] = []

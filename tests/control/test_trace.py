@@ -9,10 +9,10 @@ import json
 
 import numpy as np
 import pytest
-from support_control import cpu_setup
+from support_control import cpu_setup, plane_settings
 from support_paths import TRACES
 
-from kvtier.control.plane.control_plane import ControlLimits, ControlPlane
+from kvtier.control.plane.control_plane import ControlPlane
 from kvtier.tier.contract import LookupResult
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import LOADED, STORED, GPUGroup, JobKind, JobResult, TransferJob
@@ -36,7 +36,7 @@ class Driver:
     """An engine whose copies take no time; all its jobs name GPU blocks 0, 1, 2, ..."""
 
     def __init__(self, rows: int, policy: str) -> None:
-        self.plane = ControlPlane(cpu_setup(rows, policy), [], limits=ControlLimits(events_max=0))
+        self.plane = ControlPlane(cpu_setup(rows, policy), [], settings=plane_settings(events_max=0))
         self.runs: dict[int, GPURuns] = {}
         self.jobs = 0
 

@@ -20,7 +20,7 @@ from support_valkey import valkey_server
 from kvtier.engines.engine_memory import tier as module
 from kvtier.engines.engine_memory.blocking import BlockingTier
 from kvtier.engines.engine_memory.memory import PagedMemory
-from kvtier.engines.engine_memory.options import EngineMemoryOptions, read_options
+from kvtier.engines.engine_memory.options import EngineMemoryOptions, engine_part, read_options
 from kvtier.engines.engine_memory.plane import EngineMemoryPlane
 from kvtier.errors import ConfigError
 from kvtier.stack.watching.stats_socket import stats_from_json
@@ -311,8 +311,9 @@ def test_figures_are_served_to_kvtier_top(opened, tmp_path):
     assert stats_from_json(found).tiers["fs"].stored == 1
     tier.close()
     assert not path.exists()
-    assert tier._options.share(1, 2).stats_socket == f"{path}-1"
-    assert tier._options.share(1, 2).roots == [f"{tmp_path / 'kv'}-1"]
+    part = engine_part(tier._options, 1, 2)
+    assert part.stats_socket == f"{path}-1"
+    assert part.roots == [f"{tmp_path / 'kv'}-1"]
 
 
 def test_calls_after_closing_are_misses(opened):

@@ -63,7 +63,7 @@ class Frozen(MemoryTier):
 
 def test_a_tier_that_opens_too_late_is_an_error_and_is_closed_then(monkeypatch):
     monkeypatch.setattr(module, "discover", lambda: SimpleNamespace(get=lambda name: Frozen))
-    monkeypatch.setattr(module, "StackSettings", partial(StackSettings, open_seconds=0.05))
+    monkeypatch.setattr(module, "StackSettings", partial(StackSettings, open_timeout_seconds=0.05))
     memory = PagedMemory.of_rows(memoryview(np.zeros((8, ROW), dtype=np.uint8)), 1)
     try:
         with pytest.raises(ResourceError, match=r"tier below did not open within 0\.05 s"):

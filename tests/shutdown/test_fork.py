@@ -85,7 +85,7 @@ def store_all(stack: EngineStack) -> None:
 @pytest.mark.parametrize("way", ["_exit", "multiprocessing"])
 def test_a_child_can_neither_use_nor_harm_its_parents_stack(tmp_path, io_engine, way):
     engine = cache()
-    with EngineStack(parts(engine, str(tmp_path / "r"), io_engine, close_seconds=60.0)) as stack:
+    with EngineStack(parts(engine, str(tmp_path / "r"), io_engine, close_timeout_seconds=60.0)) as stack:
         store_all(stack)
 
         def child() -> None:

@@ -21,7 +21,7 @@ from simulator.seed_run import run_seed
 
 def over_memory(engine: Engine, rows: int, **options: object):
     config = stack_file(PLAIN, rows, {"type": "memory", **options}, backends=backends())
-    parts = parts_of(config, engine, backends(), close_seconds=2.0)
+    parts = parts_of(config, engine, backends(), close_timeout_seconds=2.0)
     tier = parts.tiers[-1]
     assert isinstance(tier, MemoryTier)
     return parts, tier

@@ -244,7 +244,7 @@ async def test_repeated_errors_open_the_breaker_and_a_success_closes_it():
 
 async def test_closing_over_a_hung_tier_ends_and_says_what_was_lost(caplog):
     engine = Engine(PLAIN, 64)
-    parts, tier = stack_over_memory(engine, settings={"close_seconds": 0.3, "tier_close_seconds": 0.2})
+    parts, tier = stack_over_memory(engine, settings={"close_timeout_seconds": 0.3, "tier_close_seconds": 0.2})
     async with asyncio.timeout(10):
         async with opened(parts) as stack:
             tier.hold(STORE)
@@ -261,7 +261,7 @@ async def test_closing_over_a_hung_tier_ends_and_says_what_was_lost(caplog):
 
 async def test_closing_over_a_tier_that_drops_what_is_under_way_counts_it(caplog):
     engine = Engine(PLAIN, 64)
-    parts, tier = stack_over_memory(engine, settings={"close_seconds": 0.1})
+    parts, tier = stack_over_memory(engine, settings={"close_timeout_seconds": 0.1})
 
     async def give_up() -> None:
         tier.spoil = lambda kind, key: failed(errno.EIO)
@@ -278,7 +278,7 @@ async def test_closing_over_a_tier_that_drops_what_is_under_way_counts_it(caplog
 
 async def test_what_ends_well_while_tiers_close_is_not_counted_as_lost():
     engine = Engine(PLAIN, 64)
-    parts, tier = stack_over_memory(engine, settings={"close_seconds": 0.1})
+    parts, tier = stack_over_memory(engine, settings={"close_timeout_seconds": 0.1})
 
     async def finish() -> None:
         tier.let_go()

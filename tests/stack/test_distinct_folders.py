@@ -103,6 +103,6 @@ def test_a_file_system_that_does_not_answer_ends_the_opening(place: Path, monkey
     config = stack_file(PLAIN, 8, placed(place, fs(Path(DISK), Path(OTHER))))
     try:
         with pytest.raises(ResourceError, match=r"could not be compared within 0\.5 s"):
-            EngineStack(parts_of(config, Engine(PLAIN, 8), open_seconds=0.5)).open()
+            EngineStack(parts_of(config, Engine(PLAIN, 8), open_timeout_seconds=0.5)).open()
     finally:
         answer.set()

@@ -299,7 +299,7 @@ def test_a_reset_is_durable_when_it_returns(tmp_path):
 
 def test_closing_says_what_it_cost():
     engine = Engine(PLAIN, 64)
-    stack, (tier,) = engine_stack(engine, 16, {"type": "memory"}, close_seconds=0.2)
+    stack, (tier,) = engine_stack(engine, 16, {"type": "memory"}, close_timeout_seconds=0.2)
     with stack:
         stack._thread.call_soon(tier.hold, STORE)
         assert store(stack, engine, whole(keys(12))) == ["stored"] * 12
@@ -311,7 +311,7 @@ def test_closing_says_what_it_cost():
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
 def test_a_tier_that_would_end_its_thread_ends_only_its_job(error):
     engine = Engine(PLAIN, 64)
-    stack, (tier,) = engine_stack(engine, 16, {"type": "memory"}, close_seconds=0.2)
+    stack, (tier,) = engine_stack(engine, 16, {"type": "memory"}, close_timeout_seconds=0.2)
 
     async def leave(job: TransferJob) -> JobResult:
         raise error
@@ -329,7 +329,7 @@ def test_a_tier_that_would_end_its_thread_ends_only_its_job(error):
 
 def test_what_ends_well_while_closing_is_not_lost():
     engine = Engine(PLAIN, 64)
-    stack, (tier,) = engine_stack(engine, 16, {"type": "memory"}, close_seconds=0.05)
+    stack, (tier,) = engine_stack(engine, 16, {"type": "memory"}, close_timeout_seconds=0.05)
 
     async def finish() -> None:
         tier.let_go()

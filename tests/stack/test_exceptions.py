@@ -50,7 +50,7 @@ STEPS = [
 @pytest.mark.parametrize(("owner", "name"), STEPS)
 async def test_every_job_ends_when_one_step_raises(owner, name, monkeypatch, caplog):
     engine = Engine(PLAIN, 64)
-    parts, _ = stack_over_memory(engine, settings={"load_seconds": 3.0, "store_seconds": 3.0})
+    parts, _ = stack_over_memory(engine, settings={"load_timeout_seconds": 3.0, "store_timeout_seconds": 3.0})
     async with TierStack(parts) as stack:
         await store(stack, engine, whole(keys(8)))
         groups = [whole(keys(8, start=100 * i), 20 * i) for i in range(3)]
@@ -78,7 +78,7 @@ async def test_every_job_ends_when_one_step_raises(owner, name, monkeypatch, cap
 @pytest.mark.parametrize(("owner", "name"), STEPS)
 def test_every_job_of_an_engine_ends_when_one_step_raises(owner, name, monkeypatch):
     engine = Engine(PLAIN, 64)
-    stack, _ = engine_stack(engine, 32, {"type": "memory"}, load_seconds=3.0, store_seconds=3.0)
+    stack, _ = engine_stack(engine, 32, {"type": "memory"}, load_timeout_seconds=3.0, store_timeout_seconds=3.0)
     with stack:
         first = stack.job(STORE, [whole(keys(8))])
         engine.compute(whole(keys(8)))
@@ -219,7 +219,7 @@ async def test_closing_that_was_interrupted_is_done_by_the_next_close(monkeypatc
 async def test_lookups_that_are_never_answered_do_not_pile_up(monkeypatch):
     engine = Engine(PLAIN, 64)
     config = stack_file(PLAIN, 16, {"type": "shared"}, backends=backends())
-    parts = parts_of(config, engine, backends(), lookup_seconds=0.01)
+    parts = parts_of(config, engine, backends(), lookup_timeout_seconds=0.01)
     monkeypatch.setattr("kvtier.stack.lookups.LOOKUPS_MAX", 4)
     async with opened(parts) as stack:
         never: Callable[[Any], Any] = lambda names: asyncio.Event().wait()  # noqa: E731

@@ -218,7 +218,7 @@ async def test_closing_puts_on_disk_whatever_the_cpu_tier_holds(tmp_path, write_
 
 async def test_what_could_not_be_drained_is_in_the_report_block_for_block(tmp_path, caplog):
     engine, names = Engine(PLAIN, 128), keys(100)
-    async with running(stack_file(PLAIN, 128, fs(tmp_path / "r")), engine, close_seconds=0.0) as stack:
+    async with running(stack_file(PLAIN, 128, fs(tmp_path / "r")), engine, close_timeout_seconds=0.0) as stack:
         assert statuses(await store(stack, engine, whole(names))) == ["stored"] * 100
     lost = stack.close_report.dropped_blocks
     async with running(stack_file(PLAIN, 128, fs(tmp_path / "r")), engine) as stack:

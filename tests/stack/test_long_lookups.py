@@ -36,7 +36,7 @@ def holds(tier: SharedTier, names: list[bytes]) -> None:
 @pytest.mark.parametrize("stored", [0, 1, 31_250, BLOCKS])
 async def test_a_prompt_of_62500_blocks_is_found_by_few_keys_and_with_few_calls(stored):
     engine = Engine(PLAIN, 16)
-    parts, tier = over_shared(engine, lookup_seconds=30.0)
+    parts, tier = over_shared(engine, lookup_timeout_seconds=30.0)
     names = keys(BLOCKS)
     holds(tier, names[:stored])
     calls = 0
@@ -57,7 +57,7 @@ async def test_a_prompt_of_62500_blocks_is_found_by_few_keys_and_with_few_calls(
 
 
 async def test_a_prompt_of_few_blocks_is_asked_for_whole_so_holes_are_known():
-    parts, tier = over_shared(Engine(PLAIN, 16), lookup_seconds=30.0)
+    parts, tier = over_shared(Engine(PLAIN, 16), lookup_timeout_seconds=30.0)
     names = keys(1000)
     holds(tier, names[::2])
     async with TierStack(parts) as stack:
@@ -83,7 +83,7 @@ def test_an_engine_that_looks_up_step_by_step_finds_the_same():
 
 async def test_a_lookup_that_waits_is_not_repeated_for_answers_to_others(monkeypatch):
     """Many lookups at once: each looks again when something was answered that it waits for."""
-    parts, tier = over_shared(Engine(PLAIN, 16), lookup_seconds=30.0)
+    parts, tier = over_shared(Engine(PLAIN, 16), lookup_timeout_seconds=30.0)
     async with TierStack(parts) as stack:
         looked = 0
         look = stack._look
@@ -105,7 +105,7 @@ async def test_a_lookup_that_waits_is_not_repeated_for_answers_to_others(monkeyp
 
 
 async def test_a_lookup_that_waits_ends_with_a_reset():
-    parts, tier = over_shared(Engine(PLAIN, 16), lookup_seconds=30.0)
+    parts, tier = over_shared(Engine(PLAIN, 16), lookup_timeout_seconds=30.0)
     async with TierStack(parts) as stack:
         names = keys(2000)
         holds(tier, names)

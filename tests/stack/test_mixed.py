@@ -101,7 +101,7 @@ class Client:
 
 
 async def live(config, engine: Engine, rng: random.Random, steps: int) -> set[str]:
-    seconds = {"close_seconds": rng.choice([0.0, 0.05, 10.0]), "reservation_seconds": 1.0, "lease_seconds": 1.0}
+    seconds = {"close_timeout_seconds": rng.choice([0.0, 0.05, 10.0]), "reservation_seconds": 1.0, "lease_seconds": 1.0}
     async with running(config, engine, **seconds) as stack:
         clients = [Client(stack, engine, number, rng) for number in range(CLIENTS)]
         async with asyncio.timeout(120):

@@ -34,7 +34,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[OffloadKey]:
 
 def host(folder: Path, engine: Engine):
     """A stack with eight rows above a bucket of its own kind."""
-    parts = parts_of(stack_file(PLAIN, 8), engine, lookup_seconds=40.0)
+    parts = parts_of(stack_file(PLAIN, 8), engine, lookup_timeout_seconds=40.0)
     return opened(dataclasses.replace(parts, tiers=[*parts.tiers, Folder(folder).tier(prefix="team")]))
 
 

@@ -47,7 +47,7 @@ class Frozen(Watched):
 
 def parts() -> StackParts:
     config = stack_file(PLAIN, 8, {"type": "memory", "name": "below"}, backends=backends())
-    return parts_of(config, Engine(PLAIN, 8), backends(), open_seconds=0.2, tier_close_seconds=1.0)
+    return parts_of(config, Engine(PLAIN, 8), backends(), open_timeout_seconds=0.2, tier_close_seconds=1.0)
 
 
 @pytest.mark.parametrize(("position", "name"), [(0, "gpu"), (1, "cpu"), (2, "below")])

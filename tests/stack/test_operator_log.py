@@ -133,7 +133,7 @@ def test_a_reset_says_whether_it_is_durable(face, caplog):
 def test_what_closing_lost_is_a_warning(face, caplog):
     engine = Engine(PLAIN, 64)
     parts = parts_of(
-        stack_file(PLAIN, 32, {"type": "memory"}, backends=backends()), engine, backends(), close_seconds=0.0
+        stack_file(PLAIN, 32, {"type": "memory"}, backends=backends()), engine, backends(), close_timeout_seconds=0.0
     )
     with face(parts, engine) as stack:
         parts.tiers[-1].spoil = lambda kind, key: failed(errno.EIO)

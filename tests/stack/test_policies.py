@@ -215,7 +215,7 @@ async def test_a_shared_tier_is_asked_and_what_another_engine_stored_is_loaded()
 
 async def test_a_shared_tier_that_does_not_answer_in_time_is_a_miss():
     engine = Engine(PLAIN, 64)
-    parts, (tier,) = stack_with(engine, 8, {"type": "shared"}, lookup_seconds=0.1)
+    parts, (tier,) = stack_with(engine, 8, {"type": "shared"}, lookup_timeout_seconds=0.1)
     async with opened(parts) as stack:
         tier.answers.clear()
         async with asyncio.timeout(20):
@@ -226,7 +226,7 @@ async def test_a_shared_tier_that_does_not_answer_in_time_is_a_miss():
 
 async def test_a_shared_tier_may_take_as_long_as_the_stack_file_allows():
     engine = Engine(PLAIN, 64)
-    parts, (tier,) = stack_with(engine, 8, {"type": "shared"}, lookup_seconds=30.0)
+    parts, (tier,) = stack_with(engine, 8, {"type": "shared"}, lookup_timeout_seconds=30.0)
     tier.answer_with = lambda key: LookupResult.HIT
     async with opened(parts) as stack:
         tier.answers.clear()
@@ -243,7 +243,7 @@ async def test_a_shared_tier_may_take_as_long_as_the_stack_file_allows():
 @pytest.mark.parametrize("fault", ["retry", "raise", "short"])
 async def test_answers_that_are_none_become_misses(fault, caplog):
     engine = Engine(PLAIN, 64)
-    parts, (tier,) = stack_with(engine, 8, {"type": "shared"}, lookup_seconds=0.2)
+    parts, (tier,) = stack_with(engine, 8, {"type": "shared"}, lookup_timeout_seconds=0.2)
 
     async def broken(names):
         if fault == "raise":

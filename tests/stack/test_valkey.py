@@ -122,7 +122,7 @@ async def test_opening_over_no_server_is_one_line_with_the_path_of_the_key() -> 
 async def test_how_long_is_believed_what_the_server_holds_stands_in_the_file(server):
     engine, names = Engine(PLAIN, 8), keys(4)
     entry = stack_tier(server, hit_hint_seconds=0.001, miss_hint_seconds=3600)
-    async with running(stack_file(PLAIN, 8, entry), engine, lookup_seconds=40.0) as one:
+    async with running(stack_file(PLAIN, 8, entry), engine, lookup_timeout_seconds=40.0) as one:
         assert await hits(one, names) == 0
         async with host(server, engine) as other:
             await stored(other, engine, names)

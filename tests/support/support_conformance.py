@@ -83,7 +83,7 @@ class Scenario:
     async def _session(self, io: FaultyIO | None, life) -> None:
         engine = Engine(PLAIN, 2 * self.size.keys)
         config = stack_file(PLAIN, self.size.rows, disk_tier(self.layout, self.root, **getattr(self.size, self.layout)))
-        parts = parts_of(config, engine, load_seconds=5.0, close_seconds=5.0)
+        parts = parts_of(config, engine, load_timeout_seconds=5.0, close_timeout_seconds=5.0)
         lower = tier_of(self.layout, parts.tiers[-1].options, io)
         stack = TierStack(dataclasses.replace(parts, tiers=[*parts.tiers[:-1], lower]))
         await stack.open()

@@ -7,10 +7,12 @@ places are watched: nobody else may write what it reads or touch what it writes.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvtier.control.jobs import TierJob
-from kvtier.control.plane.control_plane import ControlLimits, ControlPlane
+from kvtier.control.plane.control_plane import ControlPlane
 from kvtier.control.plane.deliveries import PresenceQuery
+from kvtier.control.settings import StackSettings
 from kvtier.control.tiers.lower_tier import TierSpec
 from kvtier.tier.contract import LookupResult, Opened, SlotSpace
 from kvtier.types.gpu_runs import GPURuns
@@ -59,6 +61,11 @@ def shared_setup(hint_seconds: float | None = None, **more: object) -> TierSpec:
     return TierSpec("shared", Medium("SHARED"), Opened(1 << 30, None), **more)  # type: ignore[arg-type]
 
 
+def plane_settings(**more: Any) -> StackSettings:
+    """Settings of a plane in which no row waits for others before it is written back, unless that is given."""
+    return StackSettings(**{"gather_seconds": 0.0} | more)
+
+
 @dataclass
 class Watch:
     """Who reads and who writes a place right now."""
@@ -85,9 +92,9 @@ class World:
     """Drives one control plane. `bytes_at[(place, id)]` is what a place holds."""
 
     def __init__(
-        self, cpu: TierSpec, lowers: list[TierSpec], factor: int = 1, limits: ControlLimits | None = None
+        self, cpu: TierSpec, lowers: list[TierSpec], factor: int = 1, limits: StackSettings | None = None
     ) -> None:
-        self.plane = ControlPlane(cpu, lowers, factor, limits)
+        self.plane = ControlPlane(cpu, lowers, factor, limits or plane_settings())
         self.factor = factor
         self.names = ["cpu", *(plan.name for plan in lowers)]
         self.shared = {i for i, plan in enumerate(lowers, start=1) if plan.opened.space is None}

@@ -16,7 +16,7 @@ def host(
 ) -> AbstractAsyncContextManager[TierStack]:
     """A stack of a host of its own: a small CPU tier, a small disk if it has one, and the tier that is shared."""
     disk = [fs(folder, capacity="256KiB", region_bytes="64KiB")] if folder else []
-    return running(stack_file(PLAIN, rows, *disk, shared), engine, lookup_seconds=40.0)
+    return running(stack_file(PLAIN, rows, *disk, shared), engine, lookup_timeout_seconds=40.0)
 
 
 async def stored(stack: TierStack, engine: Engine, names: list[OffloadKey]) -> None:

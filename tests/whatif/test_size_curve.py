@@ -11,7 +11,8 @@ import torch
 from support_control import ROW_BYTES, World, cpu_setup, fs_setup, key, shared_setup
 
 from kvtier.config import open_engine_stack, parse_stack
-from kvtier.control.plane.control_plane import ControlLimits, ControlPlane
+from kvtier.control.plane.control_plane import ControlPlane
+from kvtier.control.settings import StackSettings
 from kvtier.control.tiers.size_curve import BLOCKS_MAX, INTERVAL_LEAST, SIZES, SizeCurve, interval_of
 from kvtier.metrics import metric_families
 from kvtier.tier.contract import SlotSpace
@@ -22,7 +23,7 @@ from kvtier.types.geometry import KVLayout
 from kvtier.types.keys import OffloadKey, RequestId
 from kvtier.types.requests import NO_INFO
 
-CURVES = ControlLimits(curves=True)
+CURVES = StackSettings(curves=True, gather_seconds=0.0)
 
 
 def conversations(seed: int, requests: int) -> RequestSource:

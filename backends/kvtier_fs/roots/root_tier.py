@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.errors import ResourceError, UsageError
-from kvtier.options import TierOptions
+from kvtier.options import TierOptions, folders_of
 from kvtier.tier.contract import LoadStore, Opened, Rows, TierContext
 from kvtier.types.jobs import JobKind, JobResult, TransferJob, failed
 from kvtier.types.keys import FS, Medium
@@ -51,7 +51,7 @@ class RootTier(LoadStore):
         threads = DaemonPool("kvtier-fs-probe", 2)
         try:
             loop = asyncio.get_running_loop()
-            probes = [loop.run_in_executor(threads, probe_path, root) for root in self.options.folders]
+            probes = [loop.run_in_executor(threads, probe_path, root) for root in folders_of(self.options)]
             return max(await asyncio.gather(*probes))
         except OSError as error:
             raise ResourceError(f"the disks of the roots cannot be probed ({error.strerror})") from error

@@ -13,6 +13,7 @@ from kvtier.control.flow.promotions import Promotions
 from kvtier.control.hints.early_demotions import EarlyDemotions
 from kvtier.control.hints.prefetches import Prefetches
 from kvtier.control.hints.retention import Retention
+from kvtier.control.settings import StackSettings
 from kvtier.control.state import ControlState
 from kvtier.errors import UsageError
 from kvtier.types.hints import Demote, HintRefusal, HintResult, KVHint, Pin, Prefetch, Release, Retain
@@ -66,32 +67,21 @@ class WaitingHint:
         return taken
 
 
-@dataclass(frozen=True, slots=True)
-class HintLimits:
-    """Bounds of all hints together, beside the quota of each tier.
-
-    `retained_sets_max` sessions may retain or pin blocks, none of them for longer than `retain_seconds_max`;
-    `prefetch_blocks_max` blocks may wait to be brought up.
-    """
-
-    retained_sets_max: int = 1024
-    retain_seconds_max: float = 3600.0
-    prefetch_blocks_max: int = 8192
-
-
 class Hints:
     """Follows hints, as far as bounds and quotas allow. `refused` counts blocks by the hint and the reason.
 
     `said`: some hint was said. Before that there is nothing to do, and a stack without hints pays for nothing.
     """
 
-    def __init__(self, control: ControlState, demotions: Demotions, promotions: Promotions, limits: HintLimits) -> None:
+    def __init__(
+        self, control: ControlState, demotions: Demotions, promotions: Promotions, settings: StackSettings
+    ) -> None:
         self._control = control
         self._demotions = demotions
-        self._limits = limits
+        self._retain_time = settings.retain_time
         self.said = False
-        self.retention = Retention(control, limits.retained_sets_max)
-        self.prefetches = Prefetches(promotions, limits.prefetch_blocks_max)
+        self.retention = Retention(control, settings.retained_sets)
+        self.prefetches = Prefetches(promotions, settings.prefetch_blocks)
         self.demotions = EarlyDemotions(control, demotions)
         self._left = BLOCKS_AT_ONCE
         self._waiting: deque[WaitingHint] = deque()
@@ -112,7 +102,7 @@ class Hints:
         if isinstance(hint, Retain | Pin):
             if not 0 < hint.seconds < math.inf:
                 raise UsageError(f"blocks are retained for a number of seconds above 0, not for {hint.seconds}")
-            until = now + min(hint.seconds, self._limits.retain_seconds_max)
+            until = now + min(hint.seconds, self._retain_time)
         keys = list(dict.fromkeys(islice(hint.keys, BLOCKS_MAX)))
         over = max(0, len(hint.keys) - BLOCKS_MAX)
         if self._demotions.closing:

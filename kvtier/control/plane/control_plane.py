@@ -10,14 +10,13 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvtier.control.flow.demotions import Demotions
 from kvtier.control.flow.load_or_compute import LoadOrCompute
 from kvtier.control.flow.loads import CopyJob, LoadRequest
 from kvtier.control.flow.promotions import Promotions
 from kvtier.control.flow.stores import StoreRequest
-from kvtier.control.hints import HintLimits, Hints
+from kvtier.control.hints.following import Hints
 from kvtier.control.jobs import TierJob
 from kvtier.control.plane.deliveries import JoiningTiers, PresenceQuery, Recipient
 from kvtier.control.plane.lookups import look_up
@@ -25,6 +24,7 @@ from kvtier.control.plane.open_jobs import OpenJobs
 from kvtier.control.request_tracker import RequestTracker
 from kvtier.control.reservations import Reservation, Reservations
 from kvtier.control.row_admission import RowAdmission
+from kvtier.control.settings import StackSettings
 from kvtier.control.state import ControlState
 from kvtier.control.tiers.lower_tier import TierCounters, TierSpec
 from kvtier.control.tiers.slot_table import READY
@@ -34,30 +34,6 @@ from kvtier.types.hints import HintResult, KVHint
 from kvtier.types.jobs import CANCELLED, DropReason, JobKind, JobResult, TransferJob, dropped
 from kvtier.types.keys import GroupIndex, JobId, OffloadKey, RequestId
 from kvtier.types.requests import RequestInfo
-
-
-@dataclass(frozen=True, slots=True)
-class ControlLimits(HintLimits):
-    """Limits of the control plane, beside those of each tier and those of hints.
-
-    `watermark_rows` rows are kept free or clean by background demotion; `reservation_seconds` is how long the oldest
-    reservation may wait; `lease_seconds` how long a reported hit is kept for an engine that does not load it.
-    `patience_seconds` is how long a store waits for rows that are to be written below, and a load or a reservation
-    for those that an `on_evict` tier is to have, before they take them anyway. `gather_seconds` is how long the
-    write-back of a row may wait for more rows, so that one job takes those of several engine steps.
-    `events_max` bounds the events kept for `take_events`; 0 records none. `block_seconds` is how long the engine takes
-    to compute an offloaded block, for `LoadOrCompute`; without it everything found is worth a load. With `curves` it is
-    counted what owned tiers of other sizes would hit (`SizeCurve`).
-    """
-
-    watermark_rows: int = 0
-    reservation_seconds: float = 10.0
-    lease_seconds: float = 10.0
-    patience_seconds: float = 1.0
-    gather_seconds: float = 0.0
-    events_max: int = 65536
-    block_seconds: float = math.inf
-    curves: bool = False
 
 
 class EventLog:
@@ -88,8 +64,8 @@ class EventLog:
 class ControlPlane(Recipient):
     """Everything that decides. See the module's docstring for how to drive it.
 
-    `uses` (`RequestTracker`, with `chains`) takes in requests where a policy follows them, and with `limits.curves`. No
-    other call uses its `info`.
+    `uses` (`RequestTracker`, with `chains`) takes in requests where a policy follows them, and with `settings.curves`.
+    No other call uses its `info`.
     """
 
     def __init__(
@@ -97,25 +73,24 @@ class ControlPlane(Recipient):
         cpu: TierSpec,
         lowers: Sequence[TierSpec],
         factor: int = 1,
-        limits: ControlLimits | None = None,
+        settings: StackSettings | None = None,
         chains: frozenset[GroupIndex] | None = None,
     ) -> None:
-        limits = limits or ControlLimits()
+        settings = settings or StackSettings()
         self.control = ControlState(cpu, lowers)
-        followed = limits.curves or list(self.control.models)
-        self.uses = RequestTracker(self.control, chains, limits.curves) if followed else None
-        self._demotions = Demotions(self.control, limits.watermark_rows, limits.gather_seconds)
+        followed = settings.curves or list(self.control.models)
+        self.uses = RequestTracker(self.control, chains, settings.curves) if followed else None
+        self._demotions = Demotions(self.control, settings.watermark_rows, settings.gather_seconds)
         self._promotions = Promotions(self.control, self._demotions)
-        self.choice = LoadOrCompute(self._promotions, limits.block_seconds)
+        self.choice = LoadOrCompute(self._promotions, settings.block_seconds)
         self._factor = factor
-        self.reservations = Reservations(self._promotions, limits.reservation_seconds, limits.lease_seconds)
-        self.hints = Hints(self.control, self._demotions, self._promotions, limits)
-        self._admission = RowAdmission(self.control, self._demotions, self.reservations, limits.patience_seconds)
+        self.reservations = Reservations(self._promotions, settings.reservation_seconds, settings.lease_seconds)
+        self.hints = Hints(self.control, self._demotions, self._promotions, settings)
+        self._admission = RowAdmission(self.control, self._demotions, self.reservations, settings.patience_seconds)
         self._ages = itertools.count(1)
         self._open = OpenJobs()
-        self._limits = limits
         self._pumped_at = self._tick_at = -math.inf
-        self.events = EventLog(limits.events_max)
+        self.events = EventLog(settings.events_max)
         self._collect_changes()
 
     # -- looking up ----------------------------------------------------------------------------------------------

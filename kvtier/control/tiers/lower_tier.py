@@ -28,6 +28,7 @@ from kvtier.types.keys import GroupIndex, Medium, OffloadKey
 
 MAX_HINTS = 1 << 20
 """Keys of a shared tier about which something is believed, at most."""
+WORST_FIRST = (BreakerState.HELD_BACK, BreakerState.OPEN, BreakerState.HALF_OPEN)
 ORDER_JOBS = 16
 """Stores of one tier that are kept in the order they were sent."""
 SPEED_WEIGHT = 0.5
@@ -330,6 +331,30 @@ class LowerTier:
     def stuck(self) -> bool:
         """True while late transfers hold all the rows this tier may hold: until one ends it counts as down."""
         return self.rows_late >= self.rows_max
+
+    @property
+    def breakers(self) -> dict[str, Breaker]:
+        """The breakers by what they refuse: `load`, `store`, and `lookup` of a shared tier."""
+        found = {"load": self.load_breaker, "store": self.store_breaker}
+        if isinstance(self.index, SharedTier) and not self.held_back:
+            found["lookup"] = self.index.lookup_breaker
+        return found
+
+    @property
+    def health(self) -> BreakerState:
+        """The worst of the breakers: held back, open, half-open, closed. I/O that is stuck counts as open."""
+        if self.stuck and not self.held_back:
+            return BreakerState.OPEN
+        states = {breaker.state for breaker in self.breakers.values()}
+        return next((state for state in WORST_FIRST if state in states), BreakerState.CLOSED)
+
+    @property
+    def health_text(self) -> str:
+        """The state of all breakers, or that of each: `load closed, store closed, lookup open`."""
+        if self.stuck and not self.held_back:
+            return f"{BreakerState.OPEN}: I/O is stuck"
+        states = {what: breaker.state.value for what, breaker in self.breakers.items()}
+        return states["load"] if len(set(states.values())) == 1 else ", ".join(map(" ".join, states.items()))
 
     def may_load(self, now: float) -> bool:
         """True if the tier may be asked for blocks, as far as its health goes."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import Field, create_model
 
 from kvtier.config.load import validate
 from kvtier.errors import ConfigError
-from kvtier.options import ByteSize, LowerTierOptions, Seconds
+from kvtier.options import ByteSize, FitsEngine, LowerTierOptions, Seconds, share_of
 from kvtier.tier.registry import discover
 
 RESTART_SECONDS = 30.0
@@ -40,15 +40,16 @@ class EngineMemoryOptions(LowerTierOptions):
         description="absolute path of a Unix socket that serves figures to kvtier top; none when left out",
     )
 
-    def share(self, index: int, count: int) -> Self:
-        """A socket of its own for each engine."""
-        shared = super().share(index, count)
-        if count == 1 or not self.stats_socket:
-            return shared
-        return shared.model_copy(update={"stats_socket": f"{self.stats_socket}-{index}"})
-
 
 OptionsT = TypeVar("OptionsT", bound=EngineMemoryOptions)
+
+
+def engine_part(options: OptionsT, index: int, count: int) -> OptionsT:
+    """The options of engine `index` of `count`: its share of the tier, and a socket of its own."""
+    shared = share_of(options, index, count)
+    if count == 1 or not options.stats_socket:
+        return shared
+    return shared.model_copy(update={"stats_socket": f"{options.stats_socket}-{index}"})
 
 
 @cache
@@ -77,4 +78,7 @@ def read_options(own: type[OptionsT], backend: str, keys: Mapping[str, Any], at:
         raise ConfigError(HANDS_DOWN, f"{at}.write_policy")
     if options.admit != "always":
         raise ConfigError(SAYS_NO_USES, f"{at}.admit")
-    return options.for_engine(RESTART_SECONDS)
+    if isinstance(options, FitsEngine):
+        fitted: Any = options
+        options = fitted.for_engine(RESTART_SECONDS)
+    return options

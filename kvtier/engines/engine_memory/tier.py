@@ -34,12 +34,11 @@ from kvtier.engines.engine_memory.plane import LOADS, STORES, EngineMemoryPlane,
 from kvtier.engines.engine_memory.staging import CopyPermits, Frames, StagedTier, StagingRows
 from kvtier.engines.engine_memory.transfers import EngineTransfer
 from kvtier.errors import ConfigError, ResourceError, UsageError
-from kvtier.stack.assembly import StackSettings, open_tier, resolve_alignment
+from kvtier.stack.assembly import StackSettings, open_tier, resolve_alignment, tier_spec
 from kvtier.stack.dispatcher import Dispatcher, TierQueue
 from kvtier.stack.distinct_folders import check_folders
 from kvtier.stack.guard import Answers, Guarded, guard_step
 from kvtier.stack.lookups import Lookups
-from kvtier.stack.setups import tier_spec
 from kvtier.stack.shutdown import CloseReport, close_each
 from kvtier.stack.watching.operator_log import OperatorLog, TierWatch
 from kvtier.stack.watching.stats import StackStats, lower_stats
@@ -106,7 +105,7 @@ class EngineMemoryTier(Guarded):
 
     async def _open(self, namespace: Namespace) -> None:
         settings = StackSettings()
-        await check_folders([("", self._staged.options)], settings.open_seconds)
+        await check_folders([("", self._staged.options)], settings.open_timeout_seconds)
         alignment = await resolve_alignment([self._staged.backend], settings)
         geometry = memory_geometry(namespace.layout, self._memory, alignment)
         frames = Frames(geometry)
@@ -142,7 +141,7 @@ class EngineMemoryTier(Guarded):
 
     def _control(self, geometry: Geometry, frames: Frames, queue_frames: int) -> EngineMemoryPlane:
         opened, settings = self._opened, StackSettings()
-        spec = tier_spec(self._staged.backend, opened, geometry, settings.lookup_seconds)
+        spec = tier_spec(self._staged.backend, opened, geometry, settings.lookup_timeout_seconds)
         spec = replace(spec, name=self._name, by_root=False)
         # Several jobs fit side by side, so that copies and I/O overlap.
         limits = PlaneLimits(

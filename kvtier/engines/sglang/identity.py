@@ -9,6 +9,7 @@ from typing import Any
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from sglang.srt.runtime_context import get_memory, get_parallel
 
+from kvtier.engines.engine_memory.options import engine_part
 from kvtier.engines.sglang.compat import RELEASE
 from kvtier.engines.sglang.options import AT, HiCacheOptions
 from kvtier.engines.sglang.pools import HostPool
@@ -90,7 +91,7 @@ def rank_options(config: HiCacheStorageConfig, options: HiCacheOptions) -> HiCac
     ):
         size = max(size, 1)
         index, count = index * size + min(rank, size - 1), count * size
-    return options.share(index, count)
+    return engine_part(options, index, count)
 
 
 def _width(name: str) -> int:

@@ -12,7 +12,7 @@ from kvtier.engines.engine_release import UNTESTED_KEY
 from kvtier.engines.vllm.compat import engine_version, expedites_loads
 from kvtier.engines.vllm.engine_config import continues_after_prefix, engine_config, engine_share
 from kvtier.errors import ConfigError
-from kvtier.options import TierOptions
+from kvtier.options import FitsEngine, TierOptions, share_of
 from kvtier.tier.registry import discover
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 from kvtier.types.keys import GPU, GROUP_BYTES, OffloadKey
@@ -139,7 +139,8 @@ def _for_engine(config: StackConfig, engine: int, engines: int) -> StackConfig:
     """The stack without its gpu tier, whose copies vLLM's workers make, and with this engine's share of the others."""
     backends = discover()
     lower = [options for options in config.tiers if backends.get(options.type).medium != GPU]
-    tiers = tuple(options.for_engine(RESTART_SECONDS).share(engine, engines) for options in lower)
+    fitted = [each.for_engine(RESTART_SECONDS) if isinstance(each, FitsEngine) else each for each in lower]
+    tiers = tuple(share_of(options, engine, engines) for options in fitted)
     close_seconds = min(config.close_timeout_seconds, CLOSE_SECONDS)
     update: dict[str, object] = {"tiers": tiers, "close_timeout_seconds": close_seconds}
     update["record"] = config.record and config.record.share(engine, engines)

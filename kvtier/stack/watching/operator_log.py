@@ -17,7 +17,6 @@ from typing import Any
 from kvtier.control.tiers.breaker import BreakerState
 from kvtier.control.tiers.lower_tier import LowerTier, TierSpec
 from kvtier.stack.shutdown import CloseReport
-from kvtier.stack.watching.tier_health import breakers, breakers_text, tier_state
 from kvtier.tier.contract import Clock
 
 LOGGER = __name__
@@ -128,9 +127,9 @@ class TierWatch:
     def _look_at_each(self, lowers: Sequence[LowerTier], reason: str) -> None:
         self.due = False
         for lower in lowers:
-            for breaker in breakers(lower).values():
+            for breaker in lower.breakers.values():
                 breaker.on_failure = self._failure
-            state = tier_state(lower)
+            state = lower.health
             self._look(lower, state, reason)
             if not (state is self._written.get(lower.name) is BreakerState.CLOSED):
                 self.due = True
@@ -167,7 +166,7 @@ class TierWatch:
             lower.name,
             logging.WARNING,
             tier=lower.name,
-            breakers=breakers_text(lower),
+            breakers=lower.health_text,
             failed_blocks=counters.failed,
             corrupt_blocks=counters.corrupt,
             late_blocks=counters.late,

@@ -10,7 +10,7 @@ from functools import cache
 from importlib import metadata
 from typing import Any
 
-from kvtier.control.hints import Hints
+from kvtier.control.hints.following import Hints
 from kvtier.control.state import ControlState
 from kvtier.control.tiers.breaker import Breaker
 from kvtier.control.tiers.histogram import HistogramFigures
@@ -21,7 +21,6 @@ from kvtier.control.tiers.slot_table import SlotState
 from kvtier.stack.dispatcher import TierQueue
 from kvtier.stack.open_stack import OpenStack
 from kvtier.stack.traffic import QueuedJob, TransferStats, transfer_stats
-from kvtier.stack.watching.tier_health import breakers, breakers_text
 from kvtier.tier.contract import Opened
 from kvtier.types.jobs import JobKind
 
@@ -244,9 +243,9 @@ def lower_stats(lower: LowerTier, queues: Sequence[TierQueue], now: float) -> Ti
     spec = lower.spec
     return replace(
         figures,
-        breaker=breakers_text(lower),
+        breaker=lower.health_text,
         joined=int(not lower.held_back),
-        breakers={what: _breaker_stats(breaker) for what, breaker in breakers(lower).items()},
+        breakers={what: _breaker_stats(breaker) for what, breaker in lower.breakers.items()},
         token_bytes=spec.token_bytes,
         kind=spec.kind,
         policy=spec.eviction if lower.owned is not None else "",

@@ -10,7 +10,7 @@ from typing import Any
 from kvtier.cli.temporary_folders import temporary_folder
 from kvtier.config import StackConfig, build_tiers, find_tier
 from kvtier.errors import ConfigError, ResourceError, UsageError
-from kvtier.options import LowerTierOptions, TierOptions
+from kvtier.options import LowerTierOptions, TierOptions, folders_of, in_folders
 from kvtier.stack.assembly import resolve_alignment
 from kvtier.tier.contract import LoadStore, Opened, ProvidesRows, Rows, TierContext
 from kvtier.tier.registry import discover
@@ -67,7 +67,7 @@ class Bench:
             medium = self._backends.get(options.type).medium
             if medium in (GPU, CPU):
                 continue
-            if not options.folders:
+            if not folders_of(options):
                 reason = "it keeps its blocks in no folder that a place of its own could be made beside"
                 found.append(TierFigures(options.label, medium, skipped=reason))
             for place, roots in _places(options).items():
@@ -109,7 +109,7 @@ class Bench:
         cpu = self._cpu(num_rows * size)
         async with AsyncExitStack() as closing:
             places = [closing.enter_context(folder_beside(root)) for root in roots]
-            tier = self._backends.get(options.type)(options.in_folders(places).with_capacity(capacity))
+            tier = self._backends.get(options.type)(in_folders(options, places).with_capacity(capacity))
             await _open(cpu, geometry, closing)
             opened = await _open(tier, geometry, closing, found, rows=_rows(cpu))
             bench = LowerTierBench(tier, opened, _rows(cpu), bounds.seed, found)
@@ -150,7 +150,7 @@ def _bytes_per_token(geometry: Geometry) -> float:
 
 def _places(options: TierOptions) -> dict[str, Sequence[str]]:
     """The roots that are measured together, by name: each root alone, then all of them."""
-    roots = options.folders
+    roots = folders_of(options)
     alone: dict[str, Sequence[str]] = {root: (root,) for root in roots}
     return alone | ({f"{len(roots)} roots together": roots} if len(roots) > 1 else {})
 

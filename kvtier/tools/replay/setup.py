@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from kvtier.config import StackConfig, find_tier, load_stack, open_stack, parse_stack
 from kvtier.config.plan import plan_tier
 from kvtier.errors import ConfigError
-from kvtier.options import TierOptions
+from kvtier.options import TierOptions, folders_of, in_folders
 from kvtier.stack import TierStack
 from kvtier.stack.learned.installed_policies import find_policy
 from kvtier.tier.registry import discover
@@ -119,11 +119,11 @@ def read_config(options: ReplayOptions, scratch: Path) -> StackConfig:
     config = parse_stack(DEFAULT_STACK) if options.stack is None else load_stack(options.stack)
     config = config.model_copy(update={"record": None})
     if options.temporary:
-        placed = [tier.in_folders([str(scratch / tier.label)]) if tier.folders else tier for tier in config.tiers]
+        placed = [in_folders(tier, [str(scratch / tier.label)]) if folders_of(tier) else tier for tier in config.tiers]
         config = config.model_copy(update={"tiers": tuple(placed)})
     root = options.fs_root
     if root is not None:
-        config = _change(config, FS, "--fs-root", lambda tier: tier.in_folders([str(root.absolute())]))
+        config = _change(config, FS, "--fs-root", lambda tier: in_folders(tier, [str(root.absolute())]))
     if options.policy is not None:
         try:
             find_policy(options.policy)

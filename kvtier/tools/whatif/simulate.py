@@ -13,9 +13,8 @@ from kvtier.config.plan import plan_tier
 from kvtier.control.plane.control_plane import ControlPlane
 from kvtier.planner import StoreMode
 from kvtier.stack import TierStats
-from kvtier.stack.assembly import control_limits
+from kvtier.stack.assembly import chains, complete_settings, inflight_bytes, tier_spec, watermark_rows
 from kvtier.stack.dispatcher import TierQueue
-from kvtier.stack.setups import chains, inflight_bytes, tier_spec
 from kvtier.tier.contract import LoadStore, Opened, SlotSpace
 from kvtier.tier.registry import DryRun, DryRuns
 from kvtier.tools.replay.content import Pages, WrongPage
@@ -206,11 +205,12 @@ def make_stack(config: StackConfig, geometry: Geometry, calibration: Calibration
     from opening."""
     parts = stack_parts(config, geometry.layout)
     tiers = [tier for tier in parts.tiers if tier.medium != GPU]
-    specs = [tier_spec(tier, _opened(tier, geometry), geometry, parts.settings.lookup_seconds) for tier in tiers]
+    seconds = parts.settings.lookup_timeout_seconds
+    specs = [tier_spec(tier, _opened(tier, geometry), geometry, seconds) for tier in tiers]
     rows = specs[0].opened.space
     assert rows is not None
-    limits = control_limits(parts, tiers[0].options.watermark_rows(rows.num_slot_ids))
-    plane = ControlPlane(specs[0], specs[1:], geometry.factor, limits, chains(geometry))
+    completed = complete_settings(parts, watermark_rows(tiers[0].options, rows.num_slot_ids))
+    plane = ControlPlane(specs[0], specs[1:], geometry.factor, completed, chains(geometry))
     devices = []
     for tier, spec in zip(tiers, specs, strict=True):
         service = calibration.service(spec.name, tier.medium, geometry.row_bytes)

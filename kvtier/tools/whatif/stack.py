@@ -44,7 +44,7 @@ class VirtualStack:
     async def lookup(self, keys: Sequence[OffloadKey]) -> Sequence[LookupResult]:
         """Presence of each key, as `TierStack.lookup` has it: waits for shared tiers' answers until the deadline, and
         what would be loaded later than computed is a miss."""
-        deadline = self._time.now + self._settings.lookup_seconds
+        deadline = self._time.now + self._settings.lookup_timeout_seconds
         results = self._look(keys)
         while LookupResult.RETRY in results and self._time.now < deadline:
             await self._wait_progress(deadline)
@@ -89,7 +89,7 @@ class VirtualStack:
 
     def job(self, kind: JobKind, groups: Sequence[GPUGroup]) -> TransferJob:
         """A job with a fresh id and the stack's own deadline for its kind."""
-        seconds = self._settings.load_seconds if kind is JobKind.LOAD else self._settings.store_seconds
+        seconds = self._settings.load_timeout_seconds if kind is JobKind.LOAD else self._settings.store_timeout_seconds
         job_id = JobId(self._next_job)
         self._next_job += 1
         return TransferJob(job_id, kind, tuple(groups), self._time.now + seconds)

@@ -31,6 +31,7 @@ from kvtier.errors import (
     RootError,
     UsageError,
 )
+from kvtier.options import share_of
 from kvtier.testing.trace import leaving_no_trace
 from kvtier.tier.contract import AnswersLookups, ProbesAlignment, Resettable, TierContext
 from kvtier.tier.registry import DryRuns
@@ -224,9 +225,9 @@ def test_engines_of_one_file_get_a_folder_and_a_part_each(tmp_path):
     assert len({root for part in parts for root in part.roots}) == 3
     assert whole.share(0, 1) == whole
     shared = SharedFSOptions(root=str(tmp_path / "root"), capacity=10 * MIB)
-    assert shared.share(1, 2) == shared
+    assert share_of(shared, 1, 2) == shared
     with pytest.raises(ValueError, match="no engine 3 among 3"):
-        whole.share(3, 3)
+        share_of(whole, 3, 3)
 
 
 async def test_several_roots_share_blocks_and_a_missing_one_takes_only_its_own(tmp_path):

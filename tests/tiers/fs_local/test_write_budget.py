@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from kvtier.options import LimitsWrites
 from kvtier_fs.options import FSOptions
 
 PLACE = {"roots": ["/mnt/a"], "capacity": "1GiB"}
@@ -18,6 +19,7 @@ def test_a_budget_needs_the_admission_that_keeps_to_it(admit: str) -> None:
 
 def test_engines_of_one_file_share_it() -> None:
     options = FSOptions.model_validate(PLACE | {"admit": "predicted", "write_bytes_per_day": "1GiB"})
-    assert options.daily_writes == 1 << 30
+    assert isinstance(options, LimitsWrites)
+    assert options.write_bytes_per_day == 1 << 30
     assert [options.share(index, 4).write_bytes_per_day for index in range(4)] == [1 << 28] * 4
-    assert FSOptions.model_validate(PLACE).share(0, 4).daily_writes is None
+    assert FSOptions.model_validate(PLACE).share(0, 4).write_bytes_per_day is None

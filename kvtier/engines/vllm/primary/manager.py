@@ -89,7 +89,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         copiers = [EngineCopies() for _ in range(layout.world_size)]
         parts = stack_parts(plan.stack, plan.namespace, workers=copiers)
         events_max = parts.settings.events_max if config.enable_kv_cache_events else 0
-        settings = dataclasses.replace(parts.settings, store_seconds=STORE_SECONDS, events_max=events_max)
+        settings = dataclasses.replace(parts.settings, store_timeout_seconds=STORE_SECONDS, events_max=events_max)
         parts = dataclasses.replace(parts, engine_id=plan.engine_id, settings=settings, operator_log=LOGGER)
         self._confirmation = Confirmation()
         named = partial(refine, confirmation=self._confirmation)

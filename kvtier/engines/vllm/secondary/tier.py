@@ -23,6 +23,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from vllm.v1.kv_offload.tiering.base import TransferJob as VLLMJob
 
 from kvtier.engines.engine_memory.memory import PagedMemory
+from kvtier.engines.engine_memory.options import engine_part
 from kvtier.engines.engine_memory.tier import EngineMemoryTier
 from kvtier.engines.engine_memory.transfers import EngineTransfer
 from kvtier.engines.vllm.adapters import content_in_keys
@@ -67,7 +68,7 @@ class KVTierFs(SecondaryTierManager):  # type: ignore[misc]
         config = offloading_spec.config
         require_tested(config.extra_config)
         known = engine_config(config.engine_id)
-        options = secondary_options(keys, tier_type, self.backend).share(*engine_share(config.parallel, known))
+        options = engine_part(secondary_options(keys, tier_type, self.backend), *engine_share(config.parallel, known))
         self._keeps_blocks = continues_after_prefix(known)
         if not self._keeps_blocks:
             _log.warning(WHOLE_PROMPTS)
