@@ -125,7 +125,7 @@ def quota_bytes(quota: float, capacity_bytes: int) -> int:
 
 
 def quota_share(quota: float, count: int) -> int | float:
-    """The quota of one of so many engines that divide the tier among them."""
+    """The quota of one of `count` engines that divide the tier among them."""
     return quota // count if isinstance(quota, int) else quota
 
 
@@ -158,7 +158,7 @@ class TierOptions(Options):
         return self.name or self.type
 
     def with_capacity(self, num_bytes: int) -> Self:
-        """The same tier with room for so many bytes; sizes that were chosen for another capacity are chosen anew."""
+        """The same tier with room for this number of bytes; sizes that follow from the capacity are chosen again."""
         if not self.CAPACITY_KEY:
             raise ConfigError(f"a tier of type {self.type} has no capacity of its own")
         chosen = {name: type(self).model_fields[name].get_default() for name in self.SIZED_BY_CAPACITY}
@@ -228,7 +228,7 @@ class KeepsRowsFree(Protocol):
 
 @runtime_checkable
 class LimitsWrites(Protocol):
-    """Options of a tier that may be written so many bytes in a day; None: any number."""
+    """Options of a tier that may be written a number of bytes in a day; None: any number."""
 
     write_bytes_per_day: int | None
 

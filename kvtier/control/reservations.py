@@ -20,7 +20,7 @@ from kvtier.control.flow.row_request import RowRequest
 from kvtier.types.keys import OffloadKey, RequestId
 
 STALE_MIN = 64
-"""So many times of reservations that have ended may be kept, whatever the number of those that have not."""
+"""Times of reservations that have ended, of which this number may be kept however few are open."""
 
 
 class KeyState(StrEnum):
@@ -31,7 +31,7 @@ class KeyState(StrEnum):
 
 
 class Reservation(RowRequest):
-    """What one request asked for, key by key, and the rows leased to it. `open` keys are WANTED or FILLING.
+    """The keys that a request reserves, and the rows leased to it. `open` keys are WANTED or FILLING.
 
     `brought`: the position of the lower tier that brought a key up for it. They are hits once they are loaded.
     """
@@ -97,7 +97,7 @@ class Reservation(RowRequest):
         return 0 if cpu.available or not quota else len(self.todo)
 
     def truncate(self) -> None:
-        """What is still wanted is a miss for the lifetime of the request."""
+        """The keys that are still wanted are misses for the lifetime of the request."""
         for index in self.todo:
             self._miss(index)
         self.todo.clear()
@@ -131,7 +131,7 @@ class Reservation(RowRequest):
 
     @property
     def changes_at(self) -> float:
-        """When something changes by time alone: the lease lapses, or the turn ends."""
+        """The time at which something changes by time alone: the lease lapses, or the turn ends."""
         if self.ended:
             return math.inf
         if self.leased_until < math.inf or self.oldest_since is None:
@@ -218,7 +218,7 @@ class Reservations:
                 self.end(reservation.request_id)
 
     def next_time(self) -> float:
-        """When something here changes by time alone, after the last `lapse`; infinite if nothing does."""
+        """The time at which something here changes by time alone, after the last `lapse`; infinite if nothing does."""
         while self._times and self._times[0][2].changes_at != self._times[0][0]:
             heappop(self._times)
         return self._times[0][0] if self._times else math.inf

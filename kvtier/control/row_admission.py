@@ -31,13 +31,13 @@ class Ages(list[int]):
     """Ages of requests in order, each once. Every call takes O(log n) steps and one move of memory."""
 
     def add(self, age: int) -> None:
-        """One more, if it is not here."""
+        """Add an age, if it is not here."""
         at = bisect_left(self, age)
         if at == len(self) or self[at] != age:
             self.insert(at, age)
 
     def discard(self, age: int) -> None:
-        """One less, if it is here."""
+        """Remove an age, if it is here."""
         at = bisect_left(self, age)
         if at < len(self) and self[at] == age:
             del self[at]
@@ -279,7 +279,7 @@ class RowAdmission:
         return (self._reservations_due if unserved else self._reserving).after(last)
 
     def _serve_one(self, request: RowRequest, now: float) -> int:
-        """How many rows the request could use and did not get."""
+        """The number of rows that the request could use and did not get."""
         while request.todo:
             before = len(request.todo)
             short = request.advance(now)

@@ -33,7 +33,7 @@ class StackSettings:
     what owned tiers of other sizes would hit (`SizeCurve`).
 
     `retained_sets` sessions may retain or pin blocks, none of them for longer than `retain_time`; `prefetch_blocks`
-    blocks may wait to be brought up.
+    blocks may wait to be promoted.
     """
 
     open_timeout_seconds: float = 300.0

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtier.aio.shielded_wait import wait_done
+from kvtier.control.jobs import Arrival, PresenceAnswers, PresenceQuery
 from kvtier.control.plane.control_plane import ControlPlane
-from kvtier.control.plane.deliveries import Arrival, PresenceAnswers, PresenceQuery
 from kvtier.control.settings import StackSettings
 from kvtier.control.tiers.lower_tier import LowerTier, TierSpec
 from kvtier.control.tiers.shared_tier import ASKED_AT_ONCE
@@ -75,7 +75,7 @@ _closing_late: set[asyncio.Task[None]] = set()
 
 @dataclass(frozen=True, slots=True)
 class StackParts:
-    """What an embedder hands over: tiers from the top down, the namespace, and the KV cache tensors or the workers.
+    """Parts of a stack to open: tiers from the top down, the namespace, and the KV cache tensors or the workers.
 
     `refine` completes the namespace of the lower tiers by what the workers in other processes said of themselves when
     they mapped the CPU tier's region; it raises ConfigError where they contradict each other. If it takes longer than
@@ -113,7 +113,7 @@ class StackParts:
 
 
 def order_problems(media: Sequence[str]) -> list[ConfigError]:
-    """What is wrong with the order of a stack's tiers, given from the top down."""
+    """Problems of the order of a stack's tiers, given from the top down."""
     problems: list[ConfigError] = []
     for index, medium in enumerate(media):
         at = f"tiers[{index}]"
@@ -297,7 +297,7 @@ async def _assemble(
 async def _lower_spec(
     lower: LoadStore, opening: Coroutine[Any, Any, Opened], spec: Callable[[LoadStore, Opened], TierSpec]
 ) -> TierSpec:
-    """What a lower tier opened with. One whose root is damaged is held back: the engine is worth more than that tier.
+    """The spec of a lower tier that is being opened. A tier whose root is damaged is held back, and the stack opens.
 
     Raises what the opening raises, and ConfigError as `_checked`.
     """
@@ -315,7 +315,7 @@ def inflight_bytes(tier: LoadStore) -> int:
 
 
 def tier_spec(tier: LoadStore, opened: Opened, geometry: Geometry, lookup_seconds: float) -> TierSpec:
-    """What the control plane must know of a tier that offers what is `opened`."""
+    """The spec of a tier that opened with this."""
     options = tier.options
     evicts = options if isinstance(options, EvictsBlocks) else None
     eviction = "lru" if evicts is None else evicts.policy
@@ -370,12 +370,12 @@ def chains(geometry: Geometry) -> frozenset[GroupIndex]:
 
 
 def to_fence(copiers: Sequence[LoadStore]) -> list[FencesCopies]:
-    """Those of these open tiers before which each job is to be fenced."""
+    """The open tiers among these before which each job is to be fenced."""
     return [copier for copier in copiers if isinstance(copier, FencesCopies) and copier.beside_engine]
 
 
 def watermark_rows(options: TierOptions, num_rows: int) -> int:
-    """How many of a CPU tier's rows background demotion keeps free or clean."""
+    """The number of a CPU tier's rows that background demotion keeps free or clean."""
     return int(options.free_watermark * num_rows) if isinstance(options, KeepsRowsFree) else 0
 
 
@@ -406,7 +406,7 @@ def _recorder(parts: StackParts) -> Recorder | None:
 def model_files(
     parts: StackParts, lowers: Sequence[LoadStore], models: RequestModels, limited: Sequence[LowerTier]
 ) -> ModelFiles | None:
-    """Where models and what was written are kept; None without a place, and where nothing is learned."""
+    """The files of models and of what was written; None without a place for them, and without a model."""
     folders, own = [folder for lower in lowers for folder in folders_of(lower.options)], parts.state_dir
     if not list(models) or not (own or folders):
         return None
@@ -415,7 +415,7 @@ def model_files(
 
 
 def _worker_notes(parts: StackParts, cpu: LoadStore) -> list[str]:
-    """What the workers said of themselves, where that is asked for. Raises ConfigError if they cannot say it."""
+    """The notes that the workers left in the region, where they are needed. Raises ConfigError if they cannot."""
     if parts.refine is None and parts.measure is None:
         return []
     if not isinstance(cpu, JoinsRows):

@@ -17,8 +17,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence, Sized
 from functools import partial
 
 from kvtier.aio.process_guard import ProcessGuard
-from kvtier.control.jobs import TierJob
-from kvtier.control.plane.deliveries import Arrival, PresenceQuery
+from kvtier.control.jobs import Arrival, PresenceQuery, TierJob
 from kvtier.control.reservations import Reservation
 from kvtier.errors import IntegrityError, UsageError
 from kvtier.stack import shutdown

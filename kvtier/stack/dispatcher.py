@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvtier.control.jobs import TierJob
-from kvtier.control.plane.deliveries import Delivery, DeliveryKind
+from kvtier.control.jobs import Delivery, DeliveryKind, TierJob
 from kvtier.errors import IntegrityError
 from kvtier.stack.duplicates import store_absent
 from kvtier.stack.guard import Guarded, guard_step

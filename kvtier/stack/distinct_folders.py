@@ -1,4 +1,4 @@
-"""One rule for the folders of a stack: each belongs to one tier, whatever links and mounts lead there."""
+"""The rule for the folders of a stack: each belongs to one tier, whatever links and mounts lead there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What another host has stored is not written again: one lookup for a whole job, in tiers where that costs less."""
+"""Blocks that another host has stored are not written again: a lookup for a whole job, where that costs less."""
 
 from __future__ import annotations
 

@@ -28,8 +28,7 @@ from kvtier.aio.loop_thread import LoopThread
 from kvtier.aio.loop_waker import LoopWaker
 from kvtier.aio.process_guard import ProcessGuard
 from kvtier.aio.weak_call import weak_call
-from kvtier.control.jobs import CPU_TIER, TierJob
-from kvtier.control.plane.deliveries import Arrival, PresenceQuery
+from kvtier.control.jobs import CPU_TIER, Arrival, PresenceQuery, TierJob
 from kvtier.errors import IntegrityError, ResourceError, UsageError
 from kvtier.stack import shutdown
 from kvtier.stack.assembly import StackParts

@@ -1,4 +1,4 @@
-"""Whether an engine's job makes sense in a layout, before anything of it is begun."""
+"""Checks of an engine's job against the layout, before anything of it begins."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtier.types.checks import check_keys, check_number, check_types, check_who
 from kvtier.types.geometry import Geometry
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import GPUGroup, JobKind, TransferJob
-from kvtier.types.keys import make_key
+from kvtier.types.keys import GROUP_BYTES
 
 
 def check_job(job: TransferJob, geometry: Geometry) -> None:
@@ -22,8 +22,9 @@ def check_job(job: TransferJob, geometry: Geometry) -> None:
 
     Nothing below checks that again, but the bounds of memory and disks: a GPU block beyond the tensors fails its job.
     """
-    check_types("a job", (job, TransferJob))
-    check_types("a job", (job.kind, JobKind), (job.groups, tuple | list))
+    if type(job) is not TransferJob or type(job.kind) is not JobKind or type(job.groups) is not tuple:
+        check_types("a job", (job, TransferJob))
+        check_types("a job", (job.kind, JobKind), (job.groups, tuple | list))
     if type(job.job_id) is not int or job.job_id < 0:
         check_whole("a job's id", job.job_id)
     if job.deadline is not None and not (type(job.deadline) is float and math.isfinite(job.deadline)):
@@ -45,13 +46,14 @@ def check_pairs(groups: object, num_groups: int) -> None:
 
 def _check_group(group: GPUGroup, geometry: Geometry) -> None:
     runs = group.runs
-    check_types("a GPUGroup", (group.group, int), (group.keys, tuple | list), (runs, GPURuns))
+    if type(group.group) is not int or type(group.keys) is not tuple or type(runs) is not GPURuns:
+        check_types("a GPUGroup", (group.group, int), (group.keys, tuple | list), (runs, GPURuns))
     for ids in (runs.blocks, runs.firsts, runs.counts, runs.gpu_blocks):
         if type(ids) is not np.ndarray or ids.dtype != np.int64 or ids.ndim != 1:
             raise UsageError("the numbers of GPURuns are one-dimensional arrays of int64")
     if not 0 <= group.group < geometry.num_groups:
         raise UsageError(f"there is no group {group.group} among {geometry.num_groups}")
-    suffix = make_key(b"", group.group)
+    suffix = group.group.to_bytes(GROUP_BYTES, "big")
     if not {bytes}.issuperset(map(type, group.keys)):
         check_keys(group.keys, geometry.num_groups)
     if not all(map(methodcaller("endswith", suffix), group.keys)):

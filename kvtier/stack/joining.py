@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvtier.aio.shielded_wait import wait_done
-from kvtier.control.plane.deliveries import Arrival, JoiningTiers
+from kvtier.control.jobs import Arrival, JoiningTiers
 from kvtier.control.tiers.lower_tier import TierSpec, lower_tiers
 from kvtier.errors import KVTierError, ResourceError
 from kvtier.policy import RequestModels

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from kvtier.control.plane.deliveries import Arrival, PresenceQuery
+from kvtier.control.jobs import Arrival, PresenceQuery
 from kvtier.stack.assembly import look_up
 from kvtier.tier.contract import LoadStore
 

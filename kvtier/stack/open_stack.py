@@ -1,4 +1,4 @@
-"""What an open stack consists of."""
+"""The parts of an open stack."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Served(Protocol):
-    """What serves the stack's figures beside it."""
+    """A server of the stack's figures beside it."""
 
     async def close(self) -> asyncio.CancelledError | None:
         """Serve nothing any more. Returns the cancellation that came meanwhile."""
@@ -47,7 +47,7 @@ class OpenStack:
 
     @property
     def num_closings(self) -> int:
-        """How many tiers are closed at most, one after another; writing what was learned, and the end of opening those
-        that join, count too."""
+        """The number of tiers that are closed at most, one after another. Writing models, and ending the opening of
+        tiers that join, count too."""
         joining = len(self.queues) if self.joining is not None else 0
         return len(self.to_close) + joining + (self.models is not None)

@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 
 from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.control.flow.load_or_compute import answers
-from kvtier.control.plane.deliveries import Arrival, Delivery, PresenceAnswers
+from kvtier.control.jobs import Arrival, Delivery, PresenceAnswers
 from kvtier.errors import UsageError
 from kvtier.options import TierOptions
 from kvtier.stack import shutdown

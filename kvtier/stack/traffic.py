@@ -1,4 +1,4 @@
-"""What is counted of one tier's transfers in one direction."""
+"""Counts of a tier's transfers in one direction."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Traffic:
         return self.busy_seconds + (max(0.0, now - self.busy_since) if self._begun else 0.0)
 
     def oldest_seconds(self, now: float) -> float:
-        """How long the oldest job in flight has been so. From any thread: `list` of a dict is one step."""
+        """The age of the oldest job in flight. From any thread: `list` of a dict is one step."""
         begun = list(self._begun.values())
         return max(0.0, now - begun[0]) if begun else 0.0
 

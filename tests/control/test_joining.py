@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support_control import World, below, cpu_setup, fs_setup, key, key_number, shared_setup
 
-from kvtier.control.plane.deliveries import JoiningTiers
+from kvtier.control.jobs import JoiningTiers
 from kvtier.control.reservations import KeyState
 from kvtier.control.tiers.lower_tier import TierSpec, lower_tiers
 from kvtier.tier.contract import LookupResult, Opened, Recovered

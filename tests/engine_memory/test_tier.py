@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier.control.plane.deliveries import PresenceQuery
+from kvtier.control.jobs import PresenceQuery
 from kvtier.engines.engine_memory import tier as module
 from kvtier.engines.engine_memory.memory import PagedMemory
 from kvtier.engines.engine_memory.options import EngineMemoryOptions

@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvtier.control.jobs import TierJob
+from kvtier.control.jobs import PresenceQuery, TierJob
 from kvtier.control.plane.control_plane import ControlPlane
-from kvtier.control.plane.deliveries import PresenceQuery
 from kvtier.control.settings import StackSettings
 from kvtier.control.tiers.lower_tier import TierSpec
 from kvtier.tier.contract import LookupResult, Opened, SlotSpace

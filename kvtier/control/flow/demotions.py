@@ -78,7 +78,7 @@ class Demotions:
                 self._offer(lower, rows, source != CPU_TIER, now)
 
     def used(self, rows: Sequence[int], now: float) -> None:
-        """What these rows hold was loaded, or stored once more: tiers that did not admit it decide anew.
+        """The blocks of these rows were loaded, or stored once more: tiers that did not admit them decide again.
 
         Call unless `admits_all`. The order of the rows is as in `row_ready`.
         """
@@ -101,7 +101,7 @@ class Demotions:
                 self._mark(lower, self._rejected.rows_to_write(lower, row, used_again, now))
 
     def _needed(self, lower: LowerTier, rows: Sequence[int], now: float) -> Sequence[int]:
-        """Those of the rows whose blocks the tier does not have."""
+        """The rows whose blocks the tier does not have."""
         index, names = lower.index, self.control.cpu.table.keys
         keys: list[OffloadKey] = list(map(names.__getitem__, rows))  # type: ignore[arg-type]  # they hold blocks
         if index.needs_all(keys, now):
@@ -236,7 +236,7 @@ class Demotions:
         self.plan(now)
 
     def _room(self, lower: LowerTier) -> int:
-        """How many more blocks may be in flight to this tier: within its share of the rows and its own limit."""
+        """The number of blocks that may yet go to this tier: within its share of the rows and its own limit."""
         room = min(lower.rows_max - lower.rows_in_flight, lower.spec.inflight_blocks - lower.stores_in_flight)
         return min(room, lower.roots.room) if lower.roots.several else room
 
@@ -368,7 +368,7 @@ class Demotions:
 
 
 class DemotionJob(LowerTransfer):
-    """One store into a lower tier: pinned rows, filling slots."""
+    """A store into a lower tier: pinned rows, filling slots."""
 
     def __init__(
         self, demotions: Demotions, lower: LowerTier, keys: list[OffloadKey], rows: list[int], slots: Sequence[int]

@@ -16,7 +16,7 @@ from kvtier.types.keys import OffloadKey
 
 
 class EngineJob:
-    """One job of an engine: a flat list of blocks over its groups, an outcome for each, what is left to do.
+    """A job of an engine: a flat list of blocks over its groups, an outcome for each, what is left to do.
 
     `todo` holds the flat indices not started yet, in prefix order, `in_copy` those whose copy is in flight. A request
     ends when every block has an outcome. `age` orders the requests.

@@ -43,8 +43,8 @@ class LoadOrCompute:
         self._block_seconds = min(self._computed)
 
     def worth_loading(self, keys: Sequence[OffloadKey], now: float) -> int:
-        """How many of the keys of a request, given in prefix order, are worth a load: those before the first one in a
-        tier that would take longer than computing what it has. Counts what is not."""
+        """The number of a request's keys, in prefix order, that are worth a load: those before the first one in a tier
+        that would take longer than computing its blocks. Counts the others."""
         if self._block_seconds == math.inf:  # it is not known
             return len(keys)
         end = len(keys)
@@ -98,7 +98,7 @@ class _NoWaiter(FillWaiter):
     """No request waits for the fill."""
 
     def filled(self, index: int, row: int | None, position: int, now: float) -> None:
-        """What it was for is in the tier's speed by then."""
+        """Nothing: the load is in the tier's speed by then."""
 
 
 _NO_WAITER = _NoWaiter()

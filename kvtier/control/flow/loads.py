@@ -30,7 +30,7 @@ from kvtier.types.keys import OffloadKey
 
 
 class LoadRequest(EngineJob, RowRequest):
-    """One load: which blocks are being promoted, copied, and which tiers were tried in vain.
+    """A load: the blocks that are being promoted and copied, and the tiers that failed for each.
 
     `brought` has the position of the lower tier that brought a block up for this request, be it before the load, for
     its reservation. All others were in rows.

@@ -1,4 +1,4 @@
-"""One job of a lower tier, as the control plane keeps it until its I/O has ended."""
+"""A job of a lower tier, as the control plane keeps it until its I/O has ended."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class LowerTransfer(JobOwner):
         self.lower.roots.held[self.root] -= len(self.keys)
 
     def outcomes_of(self, result: JobResult) -> list[BlockOutcome]:
-        """What became of each block, in the order of `keys`."""
+        """The outcome of each block, in the order of `keys`."""
         outcomes = list(chain.from_iterable(result.outcomes))
         if len(self._by_group) == 1:
             return outcomes

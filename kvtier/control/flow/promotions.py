@@ -26,7 +26,7 @@ class PromotionRequest:
 
 
 class PromotionQuota:
-    """How many blocks each lower tier may be asked for now, and each of its roots where it has several.
+    """The blocks that may be loaded from each lower tier now, and from each of its roots where it has several.
 
     `waits`: some block found no room in its root although its tier has some.
     """
@@ -76,7 +76,7 @@ class Promotions:
         return None
 
     def quota(self, now: float, most: int | None = None) -> PromotionQuota:
-        """How many blocks each lower tier may be asked for now, and no more than `most` of each if that is given; one
+        """The blocks that may be loaded from each lower tier now, and no more than `most` of each if that is given; one
         job's worth from a tier that is being probed."""
         rooms = []
         for lower in self.control.lowers:
@@ -125,7 +125,7 @@ class Promotions:
 
 
 class PromotionJob(LowerTransfer):
-    """One load from a lower tier: filling rows, pinned slots."""
+    """A load from a lower tier: filling rows, pinned slots."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class PromotionJob(LowerTransfer):
             self.control.fill_ended([row for row in self.rows if row in failed], False, self.lower.position, now)
 
     def late(self, now: float) -> None:
-        """What waited goes on without; the entry stays, the rows wait for their I/O."""
+        """Waiting requests go on without these blocks; the entry stays, the rows wait for their I/O."""
         super().late(now)
         self.lower.speed.ended(len(self.keys), self.sent_at, now)
         self.control.cpu.quarantine(self.rows)

@@ -1,4 +1,4 @@
-"""What loads and reservations have in common: they bring keys into rows, from the tiers that have them."""
+"""Base of loads and reservations: they bring keys into rows, from the tiers that have them."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ BYPASSED = dropped(DropReason.BYPASSED)
 
 
 class StoreRequest(EngineJob, FillWaiter):
-    """One store: which blocks wait for a row, are being copied, or wait for another store of the same key.
+    """A store: the blocks that wait for a row, are being copied, or wait for another store of the same key.
 
     A key that is filling is not stored again: a second store of it waits for that fill.
     """
@@ -207,7 +207,7 @@ class FillJob(JobOwner):
 
 
 def unwanted(control: ControlState, keys: Sequence[OffloadKey], now: float) -> set[OffloadKey]:
-    """Those of these distinct keys in prefix order, none in the CPU tier, that neither it nor a tier below would keep.
+    """The keys, distinct and in prefix order, that neither the CPU tier, which has none, nor a tier below would keep.
 
     A lower tier that has a block already does not need it, and one without such a policy takes every block.
     """

@@ -1,4 +1,4 @@
-"""What the control plane does with hints: see `kvtier.types.hints` for what each asks for."""
+"""Hints as the control plane follows them; `kvtier.types.hints` has their meaning."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ REST_SECONDS = 0.001
 
 @dataclass(slots=True, eq=False)
 class WaitingHint:
-    """What a hint asks for the blocks that no step has looked at yet; what is retained is retained until a time."""
+    """The part of a hint whose blocks no step has processed yet; blocks are retained until a time."""
 
     hint: Retain | Pin | Demote
     keys: list[OffloadKey]
@@ -152,7 +152,7 @@ class Hints:
                 self._waiting.popleft()
 
     def _drop_waiting(self, session: str | None = None, reason: HintRefusal | None = None) -> None:
-        """What waits to be retained for a session is not, or nothing that waits is followed, for that reason."""
+        """Drop, for this reason, the waiting hints of a session that retain, or all that wait."""
         kept: deque[WaitingHint] = deque()
         for waiting in self._waiting:
             left = len(waiting.keys) - waiting.done
@@ -199,11 +199,11 @@ class Hints:
 
     @property
     def busy(self) -> bool:
-        """True if blocks wait to be looked at, or to be brought up."""
+        """True if blocks wait to be looked at, or to be promoted."""
         return bool(self._waiting) or self.prefetches.busy
 
     def next_at(self) -> float:
-        """When something changes by time alone; infinite if nothing does."""
+        """The time at which something changes by time alone; infinite if nothing does."""
         soon = self._advanced_at + REST_SECONDS if self._waiting else math.inf
         return min(self.retention.expires_at, self.prefetches.next_at(), soon)
 
@@ -220,7 +220,7 @@ class Hints:
         self.stop()
 
     def stop(self) -> None:
-        """Nothing more is retained, brought up or given up early; what is retained stays so."""
+        """Nothing more is retained, promoted or given up early; what is retained stays so."""
         self._drop_waiting(reason=HintRefusal.STOPPED)
         self.prefetches.stop()
         self.demotions.stop()

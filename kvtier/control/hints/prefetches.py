@@ -1,4 +1,4 @@
-"""Blocks that are brought up before they are asked for: after all that is asked for, and a bounded number at once."""
+"""Blocks that are promoted before they are asked for: after all that is asked for, and a bounded number at once."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ IN_FLIGHT_MAX = 32
 """Blocks on their way up at once, at most: a load that comes meanwhile waits behind no more of one tier."""
 REST_SECONDS = 0.001
 WAIT_SECONDS = 30.0
-"""What has not been brought up by then is not wanted any more."""
+"""What has not been promoted by then is not wanted any more."""
 PART_BLOCKS = 64
 """A hint of more blocks is several requests."""
 LOOKED_AT_ONCE = 256
 """Blocks that one step looks at, at most."""
 FRESH_SECONDS = 60.0
-"""For so long a block that was brought up and not used counts against the rows that prefetches may take."""
+"""For so long a block that was promoted and not used counts against the rows that prefetches may take."""
 
 
 class PrefetchRequest(RowRequest):
@@ -66,10 +66,10 @@ class PrefetchRequest(RowRequest):
 
 
 class Prefetches:
-    """All prefetches, the oldest first. `waiting` are the blocks that have yet to be brought up, each once.
+    """All prefetches, the oldest first. `waiting` are the blocks that have yet to be promoted, each once.
 
-    Of the blocks that were brought up, `used` were loaded by then and `unused` were evicted, or not loaded in
-    `FRESH_SECONDS`; `missing` were in no tier, `late` were not brought up in time.
+    Of the blocks that were promoted, `used` were loaded by then and `unused` were evicted, or not loaded in
+    `FRESH_SECONDS`; `missing` were in no tier, `late` were not promoted in time.
     """
 
     def __init__(self, promotions: Promotions, waiting_max: int) -> None:
@@ -89,7 +89,7 @@ class Prefetches:
         return len(self._wanted) + self.filling
 
     def __bool__(self) -> bool:
-        """True if anything waits, or was brought up and not used yet."""
+        """True if anything waits, or was promoted and not used yet."""
         return bool(self._wanted or self.filling or self._fresh)
 
     @property
@@ -117,7 +117,7 @@ class Prefetches:
         return count
 
     def room(self, now: float) -> int:
-        """How many blocks more may be on their way now."""
+        """The number of blocks that may yet be on their way now."""
         taken = len(self._fresh) + self.filling
         cpu = self.promotions.control.cpu
         return min(IN_FLIGHT_MAX - self.filling, self.rows_max - taken, cpu.available)
@@ -146,13 +146,13 @@ class Prefetches:
             self.unused += 1
 
     def _give_up(self, request: PrefetchRequest) -> None:
-        """What a request has not brought up by now is late."""
+        """Blocks that a request has not promoted by now are late."""
         self.late += len(request.todo)
         self.forget(request.keys[index] for index in request.todo)
         request.todo.clear()
 
     def next_at(self) -> float:
-        """When something changes by time alone; soon, if one step was not enough for what is due."""
+        """The time at which something changes by time alone; soon, if one step was not enough for what is due."""
         times = [request.deadline for request in islice(self._requests, 1)]
         if self._fresh:
             times.append(next(iter(self._fresh.values())) + FRESH_SECONDS)
@@ -170,7 +170,7 @@ class Prefetches:
         self._requests.move_to_end(request, last=False)
 
     def arrived(self, key: OffloadKey, now: float) -> None:
-        """A block was brought up."""
+        """A block was promoted."""
         self.brought += 1
         self._fresh.pop(key, None)
         self._fresh[key] = now
@@ -188,7 +188,7 @@ class Prefetches:
                 self.unused += 1
 
     def stop(self) -> None:
-        """Nothing more is brought up; what is on its way arrives."""
+        """Nothing more is promoted; what is on its way arrives."""
         for request in self._requests:
             request.todo.clear()
         self._requests.clear()

@@ -1,4 +1,4 @@
-"""Which blocks are retained: in sets with a deadline, each block in one tier, within that tier's quota.
+"""Retained blocks: in sets with a deadline, each block in one tier, within that tier's quota.
 
 A block is retained where it is: in a lower tier that has it, else in the CPU tier, and moves to a lower tier once that
 has it too. A pinned block is retained in the CPU tier. It counts in the quota of its tier from the moment it is
@@ -56,7 +56,7 @@ class Retention:
 
     @property
     def num_sets(self) -> int:
-        """How many sets there are."""
+        """The number of sets."""
         return len(self._sets)
 
     def __bool__(self) -> bool:
@@ -64,7 +64,7 @@ class Retention:
         return bool(self._sets)
 
     def keys_of(self, session: str, most: int) -> list[OffloadKey]:
-        """What a session retains and pins, in the order in which it was asked for, up to so many of each."""
+        """The keys that a session retains and pins, in the order of its hints, up to a number of each."""
         keys = [each.keys for pinned in (False, True) if (each := self._sets.get((session, pinned))) is not None]
         return list(dict.fromkeys(chain.from_iterable(islice(each, most) for each in keys)))
 

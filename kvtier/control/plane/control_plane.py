@@ -10,17 +10,17 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
 
 from kvtier.control.flow.demotions import Demotions
+from kvtier.control.flow.engine_job import EngineJob
 from kvtier.control.flow.load_or_compute import LoadOrCompute
 from kvtier.control.flow.loads import CopyJob, LoadRequest
 from kvtier.control.flow.promotions import Promotions
 from kvtier.control.flow.stores import StoreRequest
 from kvtier.control.hints.following import Hints
-from kvtier.control.jobs import TierJob
-from kvtier.control.plane.deliveries import JoiningTiers, PresenceQuery, Recipient
+from kvtier.control.jobs import JoiningTiers, PresenceQuery, Recipient, TierJob
 from kvtier.control.plane.lookups import look_up
-from kvtier.control.plane.open_jobs import OpenJobs
 from kvtier.control.request_tracker import RequestTracker
 from kvtier.control.reservations import Reservation, Reservations
 from kvtier.control.row_admission import RowAdmission
@@ -28,16 +28,107 @@ from kvtier.control.settings import StackSettings
 from kvtier.control.state import ControlState
 from kvtier.control.tiers.lower_tier import TierCounters, TierSpec
 from kvtier.control.tiers.slot_table import READY
+from kvtier.errors import UsageError
 from kvtier.tier.contract import LookupResult
 from kvtier.types.events import OffloadingEvent
 from kvtier.types.hints import HintResult, KVHint
-from kvtier.types.jobs import CANCELLED, DropReason, JobKind, JobResult, TransferJob, dropped
+from kvtier.types.jobs import CANCELLED, LATE, BlockOutcome, DropReason, JobKind, JobResult, TransferJob, dropped
 from kvtier.types.keys import GroupIndex, JobId, OffloadKey, RequestId
 from kvtier.types.requests import RequestInfo
 
+STALE_MIN = 64
+"""Deadlines of jobs that have ended, of which this number may be kept however few jobs are open."""
+
+
+class OpenJobs:
+    """`loads` and `stores` have not ended; `ended` have, and their results were not taken.
+
+    `expires_at` is the first deadline of those that have not ended and were not stopped, infinite without one.
+    """
+
+    def __init__(self) -> None:
+        self.loads: dict[JobId, LoadRequest] = {}
+        self.stores: dict[JobId, StoreRequest] = {}
+        self.ended: list[LoadRequest | StoreRequest] = []
+        self.expires_at = math.inf
+        self._by_age: dict[int, LoadRequest | StoreRequest] = {}
+        self._deadlines: list[tuple[float, int, LoadRequest | StoreRequest]] = []
+
+    def begin(self, job: TransferJob) -> None:
+        """A job is submitted; `add` follows. Raises UsageError if its id is one of `loads` or `stores`."""
+        if job.job_id in self.loads or job.job_id in self.stores:
+            raise UsageError(f"job {job.job_id} is in flight already")
+        if job.deadline is not None and job.deadline < self.expires_at:
+            self.expires_at = job.deadline
+
+    def add(self, request: LoadRequest | StoreRequest) -> None:
+        """A job that began."""
+        if isinstance(request, LoadRequest):
+            self.loads[request.job.job_id] = request
+        else:
+            self.stores[request.job.job_id] = request
+        self._by_age[request.age] = request
+        if request.job.deadline is not None:
+            heappush(self._deadlines, (request.job.deadline, request.age, request))
+
+    def stop(self, job_id: JobId, outcome: BlockOutcome) -> None:
+        """Begin no more copies for a job, if it has not ended: what it lacks has this outcome."""
+        request = self.loads.get(job_id) or self.stores.get(job_id)
+        if request is not None:
+            request.stop(outcome)
+            self.expires_at = self._first_deadline()
+
+    def stop_all(self, reason: DropReason) -> None:
+        """Begin no more copies: stores are dropped for this reason, loads cancelled."""
+        for store in self.stores.values():
+            store.stop(dropped(reason))
+        for load in self.loads.values():
+            load.stop(CANCELLED)
+        self.expires_at = math.inf
+
+    def expire(self, now: float) -> None:
+        """Stop the jobs whose deadlines have passed, loads first, the oldest first."""
+        due = []
+        while self._first_deadline() <= now:
+            due.append(heappop(self._deadlines)[2])
+        for request in sorted(due, key=_loads_first):
+            request.stop(dropped(DropReason.NO_ROW) if isinstance(request, StoreRequest) else LATE)
+        self.expires_at = self._first_deadline()
+
+    def _first_deadline(self) -> float:
+        """The first deadline of a job that has not ended and was not stopped."""
+        deadlines = self._deadlines
+        while deadlines and (deadlines[0][2].stopping is not None or not deadlines[0][2].open):
+            heappop(deadlines)
+        return deadlines[0][0] if deadlines else math.inf
+
+    def end(self, ages: list[int], now: float) -> list[LoadRequest | StoreRequest]:
+        """Take out and return the loads and stores of these ages, which have ended: loads first, the oldest first."""
+        ended = list(map(self._by_age.pop, ages))
+        if len(ended) > 1:
+            ended.sort(key=_loads_first)
+        for request in ended:
+            request.ended = now
+            del (self.loads if isinstance(request, LoadRequest) else self.stores)[request.job.job_id]
+        self.ended += ended
+        if len(self._deadlines) > STALE_MIN + 2 * len(self._by_age):
+            self._deadlines = [each for each in self._deadlines if each[1] in self._by_age]
+            heapify(self._deadlines)
+        self.expires_at = self._first_deadline()
+        return ended
+
+    def take_results(self) -> list[JobResult]:
+        """The results of the jobs that have ended, each once."""
+        ended, self.ended = self.ended, []
+        return list(map(EngineJob.result, ended))
+
+
+def _loads_first(request: LoadRequest | StoreRequest) -> tuple[bool, int]:
+    return isinstance(request, StoreRequest), request.age
+
 
 class EventLog:
-    """What became reachable in a tier or ceased to be, in order, until it is taken.
+    """Blocks that became reachable in a tier or ceased to be, in order, until they are taken.
 
     At most `events_max` events are kept, none if that is 0: then the oldest is discarded, and its keys count as `lost`.
     """
@@ -110,7 +201,7 @@ class ControlPlane(Recipient):
         return [next((index.name for index in indexes if index.presence(key, now)), None) for key in keys]
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """One request used these keys, given in prefix order. Recorded leaf to root, so that no parent ages first."""
+        """A request used these keys, given in prefix order. Recorded leaf to root, so that no parent ages first."""
         for tier in self.control.owned_tiers:
             if tier.request_policy is not None and self.uses is not None and self.uses.counted:
                 continue
@@ -175,7 +266,7 @@ class ControlPlane(Recipient):
         return self.hints.follow(hint, now)
 
     def reservation(self, request_id: RequestId) -> Reservation | None:
-        """What a request asked for and got so far, in O(1)."""
+        """The reservation of a request, in O(1)."""
         return self.reservations.by_request.get(request_id)
 
     def end_request(self, request_id: RequestId, now: float) -> None:
@@ -354,7 +445,7 @@ class ControlPlane(Recipient):
         return queries
 
     def take_events(self) -> list[OffloadingEvent]:
-        """What became reachable or ceased to be, in order, each once."""
+        """Blocks that became reachable or ceased to be, in order, each once."""
         return self.events.take()
 
     def announce(self, keys: Sequence[OffloadKey], now: float) -> None:

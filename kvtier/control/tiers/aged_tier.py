@@ -69,7 +69,7 @@ class AgedTier(OwnedTier):
         return super().needs(key, now)
 
     def needs_all(self, keys: Sequence[OffloadKey], now: float) -> bool:
-        """As `needs`, for each of the keys."""
+        """True if `needs` is, for each of the keys."""
         return super().needs_all(keys, now) or all(self.needs(key, now) for key in keys)
 
     def ready(self, key: OffloadKey) -> int | None:
@@ -81,7 +81,7 @@ class AgedTier(OwnedTier):
         return None
 
     def discard(self, slot: int, generation: int) -> bool:
-        """As in every tier. That a block was refused because it is too old is no error of its place."""
+        """Drop the entry, as in every tier. A block that is too old is no error of its place."""
         if not self.has(slot, generation) or self._ages.limit().allows(generation):
             return super().discard(slot, generation)
         self._expire((slot,))

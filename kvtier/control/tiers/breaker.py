@@ -35,7 +35,7 @@ class Breaker:
 
     @property
     def opened(self) -> int:
-        """How often it opened."""
+        """The number of times it opened."""
         return self.entered[BreakerState.OPEN]
 
     def _enter(self, state: BreakerState) -> None:

@@ -17,7 +17,7 @@ DURATION_BOUNDS = (
 
 @dataclass(frozen=True, slots=True)
 class HistogramFigures:
-    """What a histogram has counted: `counts[i]` values up to `bounds[i]` and above the bound before it, the last one
+    """The counts of a histogram: `counts[i]` values up to `bounds[i]` and above the bound before it, the last one
     beyond all bounds; `sums[i]` is their sum."""
 
     bounds: tuple[float, ...]
@@ -26,7 +26,7 @@ class HistogramFigures:
 
     @property
     def count(self) -> int:
-        """How many values there were."""
+        """The number of values."""
         return sum(self.counts)
 
     @property
@@ -45,7 +45,7 @@ class HistogramFigures:
                 yield from repeat(min(max(mean, least), most), new)
 
     def minus(self, before: HistogramFigures) -> HistogramFigures:
-        """What was counted after `before`, which has the same bounds."""
+        """The counts after `before`, which has the same bounds."""
         counts = (now - then for now, then in zip(self.counts, before.counts, strict=True))
         sums = (now - then for now, then in zip(self.sums, before.sums, strict=True))
         return HistogramFigures(self.bounds, tuple(counts), tuple(sums))
@@ -80,7 +80,7 @@ class Histogram:
         self._sums[bucket] += count * value
 
     def figures(self) -> HistogramFigures:
-        """What was counted so far."""
+        """The counts until now."""
         return HistogramFigures(self._bounds, tuple(self._counts), tuple(self._sums))
 
 

@@ -32,12 +32,12 @@ WORST_FIRST = (BreakerState.HELD_BACK, BreakerState.OPEN, BreakerState.HALF_OPEN
 ORDER_JOBS = 16
 """Stores of one tier that are kept in the order they were sent."""
 SPEED_WEIGHT = 0.5
-"""How much of what was known counts beside one more job."""
+"""The weight of earlier jobs beside one more."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierSpec:
-    """What the control plane must know of one tier: its name and medium, what it offers, and its limits.
+    """A tier as the control plane needs it: its name and medium, what it opened with, and its limits.
 
     `inflight_blocks` bounds blocks of transfers in flight; `timeout_seconds` is the deadline of one transfer. Where
     transfers are not `by_root`, each may reach several roots, and a late one counts against all of them. A tier that is
@@ -144,14 +144,14 @@ class LoadSpeed:
         self._last = math.inf
 
     def ended(self, blocks: int, sent_at: float, now: float) -> None:
-        """A load of so many blocks was sent and has ended, or is late."""
+        """A load of this number of blocks was sent and has ended, or is late."""
         each = max(0.0, now - max(sent_at, self._ended_at)) / blocks
         self._seconds = self._seconds * SPEED_WEIGHT + min(each, self._last) * blocks
         self._blocks = self._blocks * SPEED_WEIGHT + blocks
         self._ended_at, self._last = now, each
 
     def seconds(self, blocks: int) -> float:
-        """How long so many blocks will take, those in flight included; 0 while nothing is known."""
+        """The time for this number of blocks, those in flight included; 0 before any load has ended."""
         return blocks * self._seconds / self._blocks if self._blocks else 0.0
 
 
@@ -212,12 +212,12 @@ class Roots:
         return self.several and not all(self.late)
 
     def rooms(self) -> list[int]:
-        """How many more rows transfers of each root may hold."""
+        """The rows that transfers of each root may yet hold."""
         return [0 if late else self.share - held for late, held in zip(self.late, self.held, strict=True)]
 
     @property
     def room(self) -> int:
-        """How many more rows transfers of all roots may hold."""
+        """The rows that transfers of all roots may yet hold."""
         return sum(self.rooms())
 
     def limits(self, count: int) -> list[int] | None:
@@ -313,7 +313,7 @@ class LowerTier:
         self.store_breaker.hold_back()
 
     def evicted(self, keys: Sequence[OffloadKey]) -> None:
-        """The tier has these blocks no more."""
+        """The tier evicted these blocks."""
         if self.admission is not None:
             self.admission.on_evict(keys)
 
@@ -405,7 +405,7 @@ class LowerTier:
 
 
 def _shared_tier(spec: TierSpec) -> SharedTier:
-    """What is believed about the keys of a shared tier."""
+    """The index of a shared tier."""
     seconds = (spec.hit_hint_seconds, spec.miss_hint_seconds, spec.lookup_timeout_seconds)
     if spec.probed_groups:
         tier = ProbedTier(spec.name, *seconds, MAX_HINTS, spec.probed_groups)

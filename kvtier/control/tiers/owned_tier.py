@@ -1,4 +1,4 @@
-"""One owned tier: which keys are where, which slots are free, filling, ready or quarantined, and who goes first."""
+"""An owned tier: the places of keys, the states of slots, and the order of eviction."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class OwnedTier(TierIndex):
         return self.request_policy is None or count < self.request_policy.bypass_min_blocks
 
     def bypassed(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Those of the keys, given in prefix order, that are worth less than what they would evict.
+        """The keys, given in prefix order, that are worth less than what they would evict.
 
         None of the keys may be in the directory. Empty where the policy does not follow requests, for few blocks, and
         while there is room.

@@ -1,4 +1,4 @@
-"""Where a new block goes: regions formatted with slots of one size, free slots by size, roots taken in turn.
+"""Placement of new blocks: regions formatted with slots of one size, free slots by size, roots taken in turn.
 
 A size without a free slot takes a region that was never formatted; then what other namespaces left, the oldest first;
 else it evicts within its own regions, unless a region of another size is colder as a whole than all of its own: then
@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
-from kvtier.control.tiers.other_namespaces import ForeignLayer, ForeignSlots, take_out
 from kvtier.control.tiers.slot_table import ABSENT, FILLING, FREE, QUARANTINED, READY, RETIRED, SlotTable
 from kvtier.errors import IntegrityError
 from kvtier.tier.contract import ForeignBlocks, SlotSpace
@@ -64,6 +63,62 @@ class FullDisks:
                         yield size, root, stack
 
 
+class ForeignLayer:
+    """Free slots by size, and unformatted regions, with blocks of one other namespace: they are used last."""
+
+    __slots__ = ("regions", "slots")
+
+    def __init__(self, slots: Sequence[Sequence[int]], regions: Sequence[int]) -> None:
+        self.slots = [array("q", reversed(of_size)) for of_size in slots]
+        self.regions = list(reversed(regions))
+
+
+class ForeignSlots:
+    """The layers of other namespaces, the oldest first, as they are overwritten. `counts`: all their slots by size."""
+
+    def __init__(self, num_sizes: int) -> None:
+        self.counts = [0] * num_sizes
+        self.layers: list[ForeignLayer] = []
+
+    @property
+    def has_regions(self) -> bool:
+        """True while a region of a size that this layout does not use is left."""
+        return any(layer.regions for layer in self.layers)
+
+    def add(self, layer: ForeignLayer) -> None:
+        """Add a namespace, younger than those before."""
+        self.layers.append(layer)
+        for size, slots in enumerate(layer.slots):
+            self.counts[size] += len(slots)
+
+    def next(self, size: int, count: int) -> tuple[list[int], int | None]:
+        """Up to `count` slots to overwrite next for a size, or a region to format; empty when none is left."""
+        for layer in self.layers:
+            stack = layer.slots[size]
+            if stack:
+                taken = stack[-count:]
+                del stack[-count:]
+                self.counts[size] -= len(taken)
+                return taken.tolist()[::-1], None
+            if layer.regions:
+                return [], layer.regions.pop()
+        return [], None
+
+    def drop(self, size: int, slots: Collection[int]) -> int:
+        """Forget slots whose region is formatted for another size. Returns how many there were."""
+        dropped = sum(take_out(layer.slots[size], slots) for layer in self.layers)
+        self.counts[size] -= dropped
+        return dropped
+
+
+def take_out(stack: array[int], slots: Collection[int]) -> int:
+    """Remove those of the slots that are on the stack; returns how many these were."""
+    kept = array("q", [slot for slot in stack if slot not in slots])
+    removed = len(stack) - len(kept)
+    stack[:] = kept
+    return removed
+
+
 class Placement:
     """Free slots and regions of one owned tier."""
 
@@ -103,7 +158,7 @@ class Placement:
 
     @property
     def fewest_slots(self) -> int:
-        """How many slots the size with the fewest has or can still get, without those whose disk is full."""
+        """The slots that the size with the fewest has or can yet get, without those whose disk is full."""
         left = sum(len(self._left(root)) for root in range(len(self._unformatted)))
         each = enumerate(zip(self.region_count, self.slots_in_region, strict=True))
         return min(((n + left) * slots - self.full.count(size) for size, (n, slots) in each if n + left), default=0)
@@ -196,8 +251,8 @@ class Placement:
         return taken
 
     def take_within(self, size: int, count: int, limits: list[int]) -> list[int]:
-        """As `take`, but at most `limits[r]` slots of root r, which uses these up; takes nothing that holds blocks of
-        other namespaces."""
+        """Slots as from `take`, at most `limits[r]` of root r, which are used up; none that hold blocks of other
+        namespaces."""
         stacks: list[array[int]] = self._free[size]
         taken: list[int] = []
         for _ in range(count):

@@ -29,7 +29,7 @@ SEARCHED_KEYS_MAX = 1 << 20
 
 @dataclass(slots=True, eq=False)
 class ChainSearch:
-    """How much of one chain is there: something from `begin` to `end`. It was asked for the keys at `asked`.
+    """The part of a chain that is there: its end is from `begin` to `end`. The keys at `asked` were looked up.
 
     After `until` what it rests on may have changed: then everything is looked at once more.
     """
@@ -110,7 +110,7 @@ class ProbedTier(SharedTier):
         return search
 
     def _go_on(self, search: ChainSearch, now: float) -> list[bool | None]:
-        """What was answered narrows a search. Elsewhere nothing was asked."""
+        """Narrow the searches by the answers."""
         chain, begin, end = search.chain, search.begin, search.end
         for at in search.asked:
             there = self.presence(chain[at], now) if begin <= at < end else None
@@ -157,13 +157,13 @@ class ProbedTier(SharedTier):
             self._searched_keys -= len(search.chain)
 
     def _believe_all(self, keys: Sequence[OffloadKey], until: float, now: float) -> None:
-        """Those of the keys of which nothing is known are there, until then."""
+        """Record the keys without a hint as there, until then."""
         hints, hint = self._hints, (True, until)
         hints.update({key: hint for key in keys if key not in hints or hints[key][1] <= now})
         self._trim()
 
     def _deadline(self, last: OffloadKey, now: float) -> float:
-        """When the lookups for the chain that ends with this key end.
+        """The time at which the lookups for the chain that ends with this key end.
 
         They begin now, unless they did a short while ago: those of a request that was given up are over.
         """

@@ -65,11 +65,11 @@ class RetainedSlots:
         self.slots[slot] = None
 
     def others(self, slots: Sequence[int]) -> Sequence[int]:
-        """Those of some ready slots that the policy orders."""
+        """The ready slots among these that the policy orders."""
         return [slot for slot in slots if slot not in self.slots] if self.slots else slots
 
     def lost(self, slots: Sequence[int]) -> Sequence[int]:
-        """What these ready slots hold is gone. Returns those that the policy orders."""
+        """The blocks of these ready slots are gone. Returns the slots that the policy orders."""
         kept = [slot for slot in slots if slot in self.slots] if self.slots else ()
         if not kept:
             return slots

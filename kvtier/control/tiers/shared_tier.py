@@ -16,7 +16,7 @@ ASKED_AT_ONCE = 1024
 
 
 class SharedTier(TierIndex):
-    """What is believed about keys of a shared tier. A hint expires; a key without one is unknown until asked for.
+    """Hints about the keys of a shared tier. A hint expires; a key without one is unknown until it is looked up.
 
     That a key is there is believed for `hit_hint_seconds`, that it is not for `miss_hint_seconds`: others store too.
     A key that is not answered for by its deadline counts as absent until that hint expires. The deadline runs from

@@ -88,7 +88,7 @@ class SlotTable:
         self.next_generation = max(self.next_generation, max(generations, default=0) + 1)
 
     def pin(self, slots: Iterable[int]) -> None:
-        """One more pin on each of these filling or ready slots."""
+        """Add a pin to each of these filling or ready slots."""
         pins, state, taken = self.pins, self.state, 0
         for slot in slots:
             held = pins[slot]
@@ -98,7 +98,7 @@ class SlotTable:
         self.evictable -= taken
 
     def unpin(self, slots: Iterable[int]) -> list[int]:
-        """One pin less on each; returns the quarantined slots whose last pin this was."""
+        """Remove a pin from each; returns the quarantined slots whose last pin this was."""
         pins, state, freed = self.pins, self.state, 0
         ended = []
         for slot in slots:

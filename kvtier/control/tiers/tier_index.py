@@ -1,4 +1,4 @@
-"""What the control plane knows of the blocks in one tier: the same questions for owned tiers and for shared ones."""
+"""The index of the blocks in a tier: the same questions for owned tiers and for shared ones."""
 
 from collections.abc import Sequence
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.aio.weak_call import weak_call
-from kvtier.control.plane.deliveries import Arrival
+from kvtier.control.jobs import Arrival
 from kvtier.engines.engine_memory.memory import EngineMemory
 from kvtier.engines.engine_memory.options import EngineMemoryOptions
 from kvtier.engines.engine_memory.tier import EngineMemoryTier

@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvtier.control.jobs import JobTable, TierJob
-from kvtier.control.plane.deliveries import PresenceQuery, Recipient
+from kvtier.control.jobs import JobTable, PresenceQuery, Recipient, TierJob
 from kvtier.control.tiers.aged_tier import AgedTier
 from kvtier.control.tiers.breaker import BreakerState
 from kvtier.control.tiers.lower_tier import LowerTier

@@ -25,8 +25,7 @@ import numpy as np
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.loop_thread import LoopThread
 from kvtier.aio.weak_call import weak_call
-from kvtier.control.jobs import TierJob
-from kvtier.control.plane.deliveries import Arrival, PresenceQuery
+from kvtier.control.jobs import Arrival, PresenceQuery, TierJob
 from kvtier.control.tiers.lower_tier import LowerTier
 from kvtier.engines.engine_memory.memory import EngineMemory
 from kvtier.engines.engine_memory.options import EngineMemoryOptions

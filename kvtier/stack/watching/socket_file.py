@@ -141,7 +141,7 @@ class _borrowed:
 
 
 def _identity(path: str) -> bytes:
-    """Which socket file is at the path, in a few words; empty if there is nothing there."""
+    """The identity of the socket file at the path; empty if there is none."""
     try:
         found = os.stat(path, follow_symlinks=False)
     except FileNotFoundError:

@@ -35,7 +35,7 @@ class BreakerStats:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """One tier since the stack opened.
+    """A tier since the stack opened.
 
     `looked_up` counts blocks that were looked up here because no tier above has them, and `missed` those of them that
     are not here either; a lookup counts once it is answered. `hits` counts blocks loaded for requests, each once, here
@@ -108,7 +108,7 @@ class TierStats:
 
     @property
     def promoted(self) -> int | None:
-        """Blocks that were brought up from here to the CPU tier; None for that tier itself."""
+        """Blocks that were promoted from here to the CPU tier; None for that tier itself."""
         return self.loaded if self.breakers else None
 
     @property
@@ -123,7 +123,7 @@ class TierStats:
 
     @property
     def used_tokens(self) -> int | None:
-        """As `capacity_tokens`, of what is used."""
+        """The tokens of `used_bytes`, counted as for `capacity_tokens`."""
         return int(self.used_bytes / self.token_bytes) if self.token_bytes and self.slots else None
 
     @property
@@ -151,11 +151,11 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class HintStats:
-    """What became of hints since the stack opened.
+    """Outcomes of hints since the stack opened.
 
     `retained_sets` sessions retain or pin blocks now. `refused` counts blocks by the hint and the reason. Of the blocks
-    `prefetched`, that are those brought up, `prefetched_used` were loaded and `prefetched_unused` were not; others are
-    still fresh. `prefetch_missed` blocks were not brought up: `missing` in every tier, or not in time (`late`).
+    `prefetched`, that are those promoted, `prefetched_used` were loaded and `prefetched_unused` were not; others are
+    still fresh. `prefetch_missed` blocks were not promoted: `missing` in every tier, or not in time (`late`).
     `demoted_early` rows were given up for a hint.
     """
 
@@ -215,7 +215,7 @@ def collect(assembled: OpenStack, now: float, errors: int) -> StackStats:
 
 
 def hint_stats(hints: Hints) -> HintStats:
-    """What became of hints until now."""
+    """Outcomes of hints until now."""
     brought, refused = hints.prefetches, dict[str, dict[str, int]]()
     for (hint, reason), count in dict(hints.refused).items():
         refused.setdefault(hint, {})[reason] = count
@@ -317,6 +317,6 @@ def _breaker_stats(breaker: Breaker) -> BreakerStats:
 
 
 def _events(queues: Sequence[TierQueue]) -> dict[str, int]:
-    """What the tier behind these queues counted itself, in `counters` by place and reason, if it does."""
+    """The counts of the tier behind these queues, in `counters` by place and reason, if it has any."""
     counters = getattr(queues[0].tier, "counters", None) if queues else None
     return dict(counters) if isinstance(counters, Counter) else {}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvtier.control.plane.deliveries import Delivery, DeliveryKind, PresenceAnswers, PresenceQuery
+from kvtier.control.jobs import Delivery, DeliveryKind, PresenceAnswers, PresenceQuery
 from kvtier.stack.dispatcher import TierQueue
 from kvtier.stack.traffic import QueuedJob
 from kvtier.tier.contract import LookupResult

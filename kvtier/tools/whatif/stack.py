@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtier.control.flow.load_or_compute import answers
+from kvtier.control.jobs import Delivery, PresenceAnswers
 from kvtier.control.plane.control_plane import ControlPlane
-from kvtier.control.plane.deliveries import Delivery, PresenceAnswers
 from kvtier.errors import IntegrityError
 from kvtier.stack import StackSettings, TierStats
 from kvtier.stack.watching.stats import cpu_stats, lower_stats
