@@ -23,7 +23,7 @@ from kvtier.stack.guard import Guarded, guard_step
 from kvtier.stack.job_spans import JobSpans
 from kvtier.stack.traffic import QueuedJob, Traffic
 from kvtier.tier.contract import Clock, LoadStore
-from kvtier.types.jobs import CANCELLED, DropReason, JobKind, JobResult, TransferJob, dropped, failed
+from kvtier.types.jobs import CANCELLED, KEYS_OF, DropReason, JobKind, JobResult, TransferJob, dropped, failed
 from kvtier.types.keys import JobId
 
 logger = logging.getLogger(__name__)
@@ -287,7 +287,7 @@ class Dispatcher(Guarded):
 
 def bytes_by_rows(row_bytes: int) -> Callable[[TransferJob], int]:
     """What a job takes where each of its blocks has a row."""
-    return lambda job: job.num_blocks * row_bytes
+    return lambda job: sum(map(len, map(KEYS_OF, job.groups))) * row_bytes
 
 
 def _look_for_deadlines(dispatcher: weakref.ref[Dispatcher], queue: TierQueue) -> None:

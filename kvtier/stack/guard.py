@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from kvtier.control.jobs import TierJob
+from kvtier.control.jobs import PresenceQuery, TierJob
 from kvtier.control.plane.control_plane import ControlPlane
-from kvtier.control.plane.deliveries import PresenceQuery
 from kvtier.control.reservations import Reservation
 from kvtier.errors import IntegrityError, UsageError
 from kvtier.tier.contract import LookupResult

@@ -34,8 +34,11 @@ class JobRun:
         self.kind = kind
         self._loop = loop
         self.finished: asyncio.Future[None] = loop.create_future()
-        self._outcomes: list[list[BlockOutcome | None]] = [[None] * len(group.keys) for group in job.groups]
-        self._left = job.num_blocks
+        self._outcomes: list[list[BlockOutcome | None]] = []
+        self._left = 0
+        for group in self.groups:
+            self._outcomes.append([None] * len(group.keys))
+            self._left += len(group.keys)
         self.bytes_moved = 0
         if not self._left:
             self.finished.set_result(None)

@@ -110,11 +110,11 @@ class RootShare:
         keys = list(map(transfer.keys.__getitem__, positions))
         generations = list(map(transfer.generations.__getitem__, positions))
         memory, row_bytes, shared, group = side.memory, side.row_bytes, self._shared, int(transfer.group)
-        payloads = [memory[row * row_bytes : row * row_bytes + length] for row in rows]
-        fixed = [
-            shared + PACK_OWN(region, index, region_generation, slot_bytes, length, generation, group, len(key), 0)
-            for index, generation, key in zip(indices, generations, keys, strict=True)
-        ]
+        payloads, fixed = [], []
+        for row, index, generation, key in zip(rows, indices, generations, keys, strict=True):
+            own = PACK_OWN(region, index, region_generation, slot_bytes, length, generation, group, len(key), 0)
+            fixed.append(shared + own)
+            payloads.append(memory[row * row_bytes : row * row_bytes + length])
         start = self._root.plan.slot_offset(region, 0, slot_bytes)
         return Batch(
             self.run, self.number, region, region_generation, fd, start, slot_bytes,

@@ -216,6 +216,8 @@ class RootQueue:
             pieces = split(total, self._header_bytes)
             batch.pieces, batch.errors = [len(pieces)] * count, [0] * count
             return [self._piece(batch, i, i + 1, part) for i in range(count) for part in pieces]
+        if count == 1:
+            return [self._piece(batch, 0, 1)]
         most = min(JOINED_MAX, (JOINED_BYTES if under_way < self._engine.depth else REQUEST_BYTES) // total)
         if not under_way and count * total > JOINED_BYTES:
             most = min(most, -(-count // REQUESTS_ALONE))
@@ -249,7 +251,7 @@ class RootQueue:
             raise
 
     def _piece_ended(self, piece: _Piece, result: int) -> None:
-        error = self._io.shortfall(piece, result)
+        error = self._io.shortfall(piece, result) if result != piece.length else 0
         if error is None:
             return
         batch, first, last = piece.batch, piece.first, piece.last

@@ -155,8 +155,8 @@ class EventLog:
 class ControlPlane(Recipient):
     """Everything that decides. See the module's docstring for how to drive it.
 
-    `uses` (`RequestTracker`, with `chains`) takes in requests where a policy follows them, and with `settings.curves`.
-    No other call uses its `info`.
+    `uses` (`RequestTracker`, with `chains`) is there where a policy follows requests, and with `settings.curves`. No
+    other call uses its `info`.
     """
 
     def __init__(
