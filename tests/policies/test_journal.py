@@ -11,7 +11,7 @@ import pytest
 from support_journal import second_thread
 
 from kvtier.policy.reuse.journal import ENTRIES_MAX, PIECE, Journal
-from kvtier.tools.whatif.shadow import ShadowTier
+from kvtier.tools.whatif.policy_replay import PolicyReplay
 from kvtier.traces.requests import Request
 from kvtier.types.keys import OffloadKey, RequestId, make_key
 
@@ -29,7 +29,7 @@ def chain(rng: random.Random) -> list[OffloadKey]:
 
 def play(between: Callable[[Journal], None] = lambda journal: None) -> tuple[int, int, list[OffloadKey], list[int]]:
     """Requests over a tier; `between` comes after each. Hits, evictions, what it has, and the order of its slots."""
-    rng, tier = random.Random(7), ShadowTier(BLOCKS, "reuse")
+    rng, tier = random.Random(7), PolicyReplay(BLOCKS, "reuse")
     control = tier._control
     for number in range(REQUESTS):
         keys = chain(rng)
