@@ -17,6 +17,7 @@ from support_shutdown import ENDS, IO_ENGINES, Lives, own_traceback, run_in_chil
 from support_shutdown_lives import BLOCKS, NAMES, cache, parts
 from support_stack import Engine, statuses, whole
 
+from faults.machine import warm
 from kvtier.errors import RootBusyError, UsageError
 from kvtier.stack import EngineStack, TierStack
 from kvtier.types.jobs import JobKind
@@ -248,7 +249,7 @@ if not child:
 print(child, flush=True)
 time.sleep(60)
 """
-    process = subprocess.Popen([sys.executable, "-W", "ignore", "-c", owner], stdout=subprocess.PIPE, text=True)
+    process = warm.Popen([sys.executable, "-W", "ignore", "-c", owner], stdout=subprocess.PIPE, text=True)
     child = int(process.stdout.readline())
     try:
         with pytest.raises(RootBusyError):

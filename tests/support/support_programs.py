@@ -12,7 +12,8 @@ import pytest
 def asked_for(config: pytest.Config) -> set[str]:
     """The words of `-m` without a `not` before them: `-m long` and `-m "long and not gpu"` both ask for the long runs,
     neither for those of clouds."""
-    return set(re.findall(r"\w+", re.sub(r"\bnot\s+\w+", "", config.getoption("-m") or "")))
+    words = re.findall(r"\w+", re.sub(r"\bnot\s+\w+", "", config.getoption("-m") or ""))
+    return set(words) - {"and", "or"}
 
 
 def absent(request: pytest.FixtureRequest, mark: str, reason: str) -> NoReturn:
