@@ -149,7 +149,7 @@ def patched_modules(places: Iterable[Opening], system: SimulatedSystem) -> Itera
         "os": system,
         "fcntl": SimpleNamespace(flock=system.flock, **locks),
         "time": clock,
-        "secrets": SimpleNamespace(randbits=system.rng.getrandbits),
+        "secrets": SimpleNamespace(randbits=system.rng.getrandbits, token_bytes=system.rng.randbytes),
         "socket": SimpleNamespace(gethostname=lambda: "simulated"),
         "aio": _aiofiles(system),
         "open": system.open_object,

@@ -37,7 +37,6 @@ class RootOptions(LowerTierOptions):
     """The options that both filesystem tiers have."""
 
     CAPACITY_KEY = "capacity"
-    SIZED_BY_CAPACITY = ("region_bytes", "index_bytes_max")
 
     capacity: ByteSize = Field(description="bytes of all roots together, everything counted")
     io_engine: Literal["auto", "io_uring", "threads"] = Field(
@@ -57,6 +56,8 @@ class RootOptions(LowerTierOptions):
 
 class FSOptions(RootOptions, OwnedTierOptions):
     """Type `fs`: one or more folders on local disks, each of one process at a time."""
+
+    SIZED_BY_CAPACITY = ("region_bytes", "index_bytes_max")
 
     type: Literal["fs"] = "fs"
     roots: Annotated[list[RootPath], Field(min_length=1, max_length=64)] = Field(

@@ -90,9 +90,16 @@ class _Server:
                 path = [entry for entry in sys.path if entry != ""]
                 code = _CODE.format(path=path, fd=theirs.fileno())
                 command = [sys.executable, "-c", code]
-                self._process = subprocess.Popen(
+                process = subprocess.Popen(
                     command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
                 )
+                atexit.register(self._end, process)
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        if self.owner == os.getpid():
+            self._socket.shutdown(socket.SHUT_RDWR)  # also where a forked child holds the other descriptor still
+            self._socket.close()
+            process.wait()
 
     def _fork(self, theirs: socket.socket) -> None:
         if not os.fork():

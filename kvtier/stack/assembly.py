@@ -53,7 +53,6 @@ from kvtier.tier.contract import (
     Resettable,
     TierContext,
 )
-from kvtier.traces.recorder import Recorder
 from kvtier.types.geometry import Geometry, GroupKind, KVLayout, stack_alignment
 from kvtier.types.keys import CPU, GPU, GroupIndex
 from kvtier.types.namespace import Namespace

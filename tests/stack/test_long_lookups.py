@@ -67,7 +67,7 @@ async def test_a_prompt_of_few_blocks_is_asked_for_whole_so_holes_are_known():
 
 
 def test_an_engine_that_looks_up_step_by_step_finds_the_same():
-    parts, tier = over_shared(Engine(PLAIN, 16), lookup_seconds=30.0)
+    parts, tier = over_shared(Engine(PLAIN, 16), lookup_timeout_seconds=30.0)
     names = keys(BLOCKS)
     holds(tier, names[:20_000])
     with EngineStack(parts) as stack:

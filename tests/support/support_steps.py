@@ -163,7 +163,7 @@ class Face:
 
     def parts(self) -> Any:
         config = stack_file(PLAIN, 2 * BLOCKS, fs(self.root, capacity=1 << 20))
-        times = {"load_seconds": 5.0, "store_seconds": 5.0, "close_seconds": 5.0}
+        times = {"load_timeout_seconds": 5.0, "store_timeout_seconds": 5.0, "close_timeout_seconds": 5.0}
         return parts_of(config, self.engine, **times)
 
     @staticmethod
