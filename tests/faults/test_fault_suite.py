@@ -32,8 +32,8 @@ LONG_ALONE = (
 QUICK = {
     "lying records": 600,
     "bit flips": 700,
-    "kill -9 slab": 80,
-    "kill -9 files": 80,
+    "kill -9 slab": 50,
+    "kill -9 files": 50,
     "late writes": 20,
     "btrfs": 1,
     "XFS with reflinks": 1,

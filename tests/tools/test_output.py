@@ -136,10 +136,14 @@ def test_a_command_ends_with_its_status_and_no_traceback(run: str, output: str, 
 
 
 def process(place: Path, *words: str, stdout: Any = subprocess.PIPE, **more: Any) -> subprocess.CompletedProcess[str]:
-    """A command as an operator runs it, whose last output is written when the interpreter ends."""
+    """A command as an operator runs it, whose last output is written when the interpreter ends. One with an environment
+    or errors of its own needs an interpreter that starts with them."""
     code = "from kvtier.cli import main; main(prog_name='kvtier')"
+    command = [sys.executable, "-c", code, *words]
     kept = {"stderr": subprocess.PIPE, "text": True, "cwd": place, "timeout": 60} | more
-    return subprocess.run([sys.executable, "-c", code, *words], check=False, stdout=stdout, **kept)
+    if more:
+        return subprocess.run(command, check=False, stdout=stdout, **kept)
+    return warm.run(command, whole_end=True, check=False, stdout=stdout, **kept)
 
 
 @pytest.mark.parametrize("words", [["check", "--schema"], ["ls", "root"], ["--help"]], ids=" ".join)
