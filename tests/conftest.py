@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
-from _pytest.assertion import rewrite
 from hypothesis import HealthCheck, settings
 from support_counts import choose_full_counts, count
 from support_programs import asked_for
@@ -56,19 +55,6 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[REQUIRED] = "required"
     if config.getoption("--hypothesis-profile", default=None) is None:
         settings.load_profile("long" if "long" in asked_for(config) else "normal")
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """Have each of several processes that collect all tests rewrite its share of their assertions, not all of them."""
-    config, worker = session.config, getattr(session.config, "workerinput", None)
-    if worker is None or sys.dont_write_bytecode or config.args != config.getini("testpaths"):
-        return
-    number, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
-    for path in sorted((config.rootpath / "tests").rglob("test_*.py"))[number::count]:
-        cached = rewrite.get_cache_dir(path) / f"{path.stem}{rewrite.PYC_TAIL}"
-        if rewrite._read_pyc(path, cached) is None and rewrite.try_makedirs(cached.parent):
-            stat, code = rewrite._rewrite_test(path, config)
-            rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, stat, cached)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
