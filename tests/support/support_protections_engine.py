@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.options import TierOptions
-
 
 def without_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each engine of a launch has the whole bounds of the stack file, in folders of its own."""
@@ -15,7 +13,6 @@ def without_shares(monkeypatch: pytest.MonkeyPatch) -> None:
         return self.model_copy(update={"roots": [f"{root}-{index}" for root in self.roots]}) if count > 1 else self
 
     monkeypatch.setattr(FSOptions, "share", whole)
-    monkeypatch.setattr(TierOptions, "share", lambda self, index, count: self)
 
 
 def without_the_question_for_continuation(monkeypatch: pytest.MonkeyPatch) -> None:
