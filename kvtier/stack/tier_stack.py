@@ -226,6 +226,7 @@ class TierStack(StackCore, LoadStore):
         if info is not None:
             check_info(info)
         results = self._look(keys, info)
+        self._progress.set()
         asked = frozenset(keys) if LookupResult.RETRY in results else frozenset()
         while LookupResult.RETRY in results and self._clock() < deadline:
             await self._wait_answer(asked, deadline)
@@ -297,6 +298,7 @@ class TierStack(StackCore, LoadStore):
     def _advance(self) -> None:
         """Send what the plane decided, and wake the calls that wait for it."""
         self._decided(pumps=False)
+        self._progress.set()
         if self._looking:
             self._wake_lookups(None)
 
@@ -321,7 +323,8 @@ class TierStack(StackCore, LoadStore):
             timer = self._timer = None
         if timer is None and deadline is not None:
             self._timer = self._loop.call_at(deadline, self._on_timer)
-        self._progress.set()
+        if pumps:  # else two calls that wait for progress would wake each other without end
+            self._progress.set()
 
     def _stop_dispatcher(self) -> None:
         assert self._assembled is not None

@@ -109,3 +109,9 @@ def test_a_job_that_waits_for_a_copy_is_not_lost_by_the_copies_of_others():
 def test_no_tier_answers_a_lookup_of_a_new_epoch_by_its_old_one():
     """The reset of a tier began a turn of the loop after a lookup that was sent later."""
     assert not run_seed(28753182770000073, "files").violations
+
+
+@pytest.mark.parametrize(("seed", "layout"), [(20058103670000048, "slab"), (30559790510000017, "files")])
+def test_two_calls_that_wait_for_progress_do_not_wake_each_other_without_end(seed, layout):
+    """`drain` and `close` at once ran in turns until the close timed out."""
+    assert not run_seed(seed, layout).violations
