@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import os
 import random
@@ -73,10 +72,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Set the collected tests and what they import aside: each search for lost objects would walk all of it. Start the
-    warm process of tests that fork from one, so that none of them finds a descriptor more than it began with."""
-    gc.collect()
-    gc.freeze()
+    """Start the warm process of tests that fork from one, so that none of them finds a descriptor more than it began
+    with."""
     if session.items and not session.config.option.collectonly and "faults.machine.warm" in sys.modules:
         sys.modules["faults.machine.warm"].start()
 
