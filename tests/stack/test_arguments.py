@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from support_arguments import Call, some_job, some_keys, wrong_calls
 from support_protections_calls import without_checked_calls
-from support_stack import PLAIN, Engine, fs, parts_of, shared_fs, stack_file, whole
+from support_stack import PLAIN, Engine, fs, parts_of, run_jobs, shared_fs, stack_file, whole
 
 from kvtier.engines.engine_memory.blocking import BlockingTier
 from kvtier.engines.engine_memory.memory import PagedMemory
@@ -24,7 +24,7 @@ from kvtier.stack import EngineStack, TierStack
 from kvtier.types.arrays import int_array
 from kvtier.types.geometry import GroupLayout, KVLayout
 from kvtier.types.hints import Retain
-from kvtier.types.jobs import LOADED, STORED, JobKind, JobResult
+from kvtier.types.jobs import LOADED, STORED, JobKind
 from kvtier.types.keys import JobId, block_keys
 from kvtier.types.namespace import Namespace
 from kvtier.types.requests import RequestInfo
@@ -145,21 +145,16 @@ def test_an_engine_stack_takes_no_harm_from_any_argument(tmp_path):
         assert refused > 1000
         stack.check_integrity()
         engine.compute(whole(OURS))
-        while True:  # what earlier calls began may still take rows
-            results = [ended(stack, stack.submit_store(OURS, gpu_blocks=range(4)))]
-            results += [ended(stack, stack.submit_load(OURS, gpu_blocks=range(8, 12)))]
-            if all(result.ok for result in results):
-                break
+
+        def ends_well(job_id: JobId) -> bool:
+            return run_jobs(stack, job_id)[job_id].ok
+
+        while not (  # what earlier calls began may still take rows
+            ends_well(stack.submit_store(OURS, gpu_blocks=range(4)))
+            and ends_well(stack.submit_load(OURS, gpu_blocks=range(8, 12)))
+        ):
+            pass
         assert not engine.wrong(whole(OURS, 8))
-
-
-def ended(stack: EngineStack, job_id: JobId) -> JobResult:
-    """Step until a job has ended."""
-    while True:
-        stack.wait(5.0)
-        for result in stack.step():
-            if result.job_id == job_id:
-                return result
 
 
 def test_a_tier_below_an_engines_memory_takes_no_harm_from_any_argument(tmp_path):

@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from support_stack import PLAIN, Engine, fs, keys, parts_of, stack_file, statuses, whole
+from support_stack import PLAIN, Engine, fs, keys, parts_of, run_jobs, stack_file, statuses, whole
 from support_stack_tiers import LOAD, STORE, backends
 
 from kvtier.control.reservations import Reservation
@@ -15,7 +15,7 @@ from kvtier.errors import RootError, UsageError
 from kvtier.stack import CloseReport, EngineStack
 from kvtier.tier.contract import LookupResult
 from kvtier.types.jobs import JobResult, TransferJob
-from kvtier.types.keys import JobId, RequestId
+from kvtier.types.keys import RequestId
 
 
 def engine_stack(engine: Engine, rows: int, *lowers: dict[str, object], **settings: float):
@@ -24,30 +24,17 @@ def engine_stack(engine: Engine, rows: int, *lowers: dict[str, object], **settin
     return EngineStack(parts), parts.tiers[2:]
 
 
-def run(stack: EngineStack, *jobs: JobId, seconds: float = 20.0) -> dict[JobId, JobResult]:
-    """Step as an idle engine does until these jobs have ended."""
-    results: dict[JobId, JobResult] = {}
-    until = time.monotonic() + seconds
-    while set(jobs) - set(results):
-        assert time.monotonic() < until, "the jobs did not end in time"
-        for result in stack.step():
-            results[result.job_id] = result
-        if set(jobs) - set(results):
-            stack.wait(0.5)
-    return results
-
-
 def store(stack: EngineStack, engine: Engine, one) -> list[str]:
     engine.compute(one)
     job = stack.job(STORE, [one])
     stack.submit(job)
-    return statuses(run(stack, job.job_id)[job.job_id])
+    return statuses(run_jobs(stack, job.job_id)[job.job_id])
 
 
 def load(stack: EngineStack, engine: Engine, one, request: str | None = None) -> list[str]:
     job = stack.job(LOAD, [one])
     stack.submit(job, RequestId(request) if request else None)
-    result = run(stack, job.job_id)[job.job_id]
+    result = run_jobs(stack, job.job_id)[job.job_id]
     assert not engine.wrong(one, result.outcomes[0])
     return statuses(result)
 
@@ -164,7 +151,7 @@ def test_no_call_of_an_engine_step_waits_for_the_loop():
         engine.compute(whole(names))
         job = stack.job(STORE, [whole(names)])
         stack.submit(job)
-        run(stack, job.job_id)
+        run_jobs(stack, job.job_id)
         assert frozen.entered.wait(20.0)
         request = RequestId("r")
         assert stack.lookup(names) == [LookupResult.HIT] * 4
@@ -188,7 +175,7 @@ def test_no_call_of_an_engine_step_waits_for_the_loop():
         assert stack.geometry.row_bytes == 4096
         stack.check_integrity()
         frozen.thaw()
-        results = run(stack, loading.job_id, storing.job_id)
+        results = run_jobs(stack, loading.job_id, storing.job_id)
         assert statuses(results[loading.job_id]) == ["loaded"] * 4
         assert not engine.wrong(whole(names, 8))
 
@@ -256,7 +243,7 @@ def test_cancelled_jobs_still_have_results(tmp_path):
             results |= {result.job_id: result for result in stack.step()}
             stack.cancel(job.job_id)
             jobs.add(job.job_id)
-        results |= run(stack, *(jobs - set(results)))
+        results |= run_jobs(stack, *(jobs - set(results)))
         assert set(results) == jobs
         for result in results.values():
             assert set(statuses(result)) <= {"loaded", "cancelled"}

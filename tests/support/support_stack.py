@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,8 +21,11 @@ from kvtier.types.arrays import int_array
 from kvtier.types.geometry import Geometry, GroupKind, GroupLayout, KVLayout, TensorRef
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import BlockOutcome, GPUGroup, JobKind, JobResult
-from kvtier.types.keys import OffloadKey, key_group, make_key
+from kvtier.types.keys import JobId, OffloadKey, key_group, make_key
 from kvtier.types.namespace import Namespace
+
+if TYPE_CHECKING:
+    from kvtier.stack import EngineStack
 
 PAGE = 4096
 JUNK = 0xEE
@@ -208,6 +213,19 @@ async def load(stack: TierStack, engine: Engine, *groups: GPUGroup, **more: floa
     for one, outcomes in zip(groups, result.outcomes, strict=True):
         assert not engine.wrong(one, outcomes)
     return result
+
+
+def run_jobs(stack: EngineStack, *jobs: JobId, seconds: float = 20.0) -> dict[JobId, JobResult]:
+    """Step as an idle engine does until these jobs have ended."""
+    results: dict[JobId, JobResult] = {}
+    until = time.monotonic() + seconds
+    while set(jobs) - set(results):
+        assert time.monotonic() < until, "the jobs did not end in time"
+        for result in stack.step():
+            results[result.job_id] = result
+        if set(jobs) - set(results):
+            stack.wait(0.5)
+    return results
 
 
 def held(stack: TierStack) -> dict[str, dict[str, int]]:

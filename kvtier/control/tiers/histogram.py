@@ -44,12 +44,6 @@ class HistogramFigures:
                 most = self.bounds[bucket] if bucket < len(self.bounds) else math.inf
                 yield from repeat(min(max(mean, least), most), new)
 
-    def minus(self, before: HistogramFigures) -> HistogramFigures:
-        """The counts after `before`, which has the same bounds."""
-        counts = (now - then for now, then in zip(self.counts, before.counts, strict=True))
-        sums = (now - then for now, then in zip(self.sums, before.sums, strict=True))
-        return HistogramFigures(self.bounds, tuple(counts), tuple(sums))
-
     def quantile(self, share: float) -> float | None:
         """The bound of the bucket that holds this share of the values, 0 to 1; None without values.
 
