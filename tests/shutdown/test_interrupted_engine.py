@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support_stack import PLAIN, Engine, fs, keys, whole
+from support_stack import PLAIN, Engine, fs, keys, run_jobs, whole
 from support_stack_tiers import LOAD
 from support_steps import FACES, lives
 
 from kvtier.aio.loop_thread import LoopThread
 from kvtier.control.plane.control_plane import ControlPlane
 from kvtier.stack import CloseReport, EngineStack
-from tests.stack.test_engine import engine_stack, run
+from tests.stack.test_engine import engine_stack
 from tests.stack.test_engine import store as store_blocks
 from tests.stack.test_life import as_it_was
 
@@ -150,7 +150,7 @@ def test_a_step_that_is_interrupted_ends_its_jobs_and_serves_nothing_wrong(name,
         monkeypatch.setattr(ControlPlane, name, interrupted)
         with pytest.raises(KeyboardInterrupt):
             step_until_raised(stack)
-        result = run(stack, job.job_id, seconds=ENDS_SECONDS)[job.job_id]
+        result = run_jobs(stack, job.job_id, seconds=ENDS_SECONDS)[job.job_id]
         assert not engine.wrong(whole(keys(8), 8), result.outcomes[0])
         assert stack.locate(keys(8)) == [None] * 8
         assert stack.stats().errors

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support_stack import PLAIN, Engine, keys, opened, parts_of, stack_file, statuses, store, whole
+from support_stack import PLAIN, Engine, keys, opened, parts_of, run_jobs, stack_file, statuses, store, whole
 from support_stack_tiers import LOAD, STORE, backends
 
 from kvtier.control.plane.control_plane import ControlPlane
@@ -19,7 +19,7 @@ from kvtier.stack.dispatcher import Dispatcher, Traffic
 from kvtier.stack.lookups import Lookups
 from kvtier.tier.contract import LookupResult
 from tests.stack.test_deadlines import only_below, stack_over_memory
-from tests.stack.test_engine import drain, engine_stack, run
+from tests.stack.test_engine import drain, engine_stack
 from tests.stack.test_life import as_it_was
 
 ENDS_SECONDS = 10.0
@@ -83,12 +83,12 @@ def test_every_job_of_an_engine_ends_when_one_step_raises(owner, name, monkeypat
         first = stack.job(STORE, [whole(keys(8))])
         engine.compute(whole(keys(8)))
         stack.submit(first)
-        run(stack, first.job_id)
+        run_jobs(stack, first.job_id)
         raised = once(monkeypatch, owner, name)
         jobs = [stack.job(LOAD, [whole(keys(8))]), stack.job(STORE, [whole(keys(8, start=100), 20)])]
         for job in jobs:
             stack.submit(job)
-        results = run(stack, *(job.job_id for job in jobs), seconds=ENDS_SECONDS)
+        results = run_jobs(stack, *(job.job_id for job in jobs), seconds=ENDS_SECONDS)
         assert raised
         assert not engine.wrong(whole(keys(8)), results[jobs[0].job_id].outcomes[0])
         assert stack.stats().errors
@@ -115,11 +115,11 @@ def test_a_job_that_the_control_plane_of_an_engine_lost_ends_after_its_deadline(
         engine.compute(whole(keys(4)))
         first = stack.job(STORE, [whole(keys(4))])
         stack.submit(first)
-        run(stack, first.job_id)
+        run_jobs(stack, first.job_id)
         monkeypatch.setattr(ControlPlane, "finish", lambda *args: None)
         job = stack.job(LOAD, [whole(keys(4))], timeout_seconds=0.2)
         stack.submit(job)
-        assert statuses(run(stack, job.job_id, seconds=ENDS_SECONDS)[job.job_id]) == ["missing"] * 4
+        assert statuses(run_jobs(stack, job.job_id, seconds=ENDS_SECONDS)[job.job_id]) == ["missing"] * 4
         with pytest.raises(IntegrityError):
             stack.check_integrity()
 
