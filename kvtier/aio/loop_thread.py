@@ -76,12 +76,15 @@ class LoopThread:
         """Begin a coroutine and return at once. Raises UsageError after `close` and in a forked child."""
         self._owner.check()
         call = LoopCall(self.loop, work, self._calls)
+        self._send(call)
+        return call
+
+    def _send(self, call: LoopCall[Any]) -> None:
         with self._submitting:
             if self._closing:
                 raise UsageError(f"the {self._what} is closed")
             self._calls.add(call)
             self.loop.call_soon_threadsafe(call.begin)
-        return call
 
     def run(self, work: Callable[[], Coroutine[Any, Any, T]], timeout_seconds: float | None = None) -> T:
         """The coroutine's result, or what it raised; TimeoutError once the time is over.
@@ -91,13 +94,16 @@ class LoopThread:
         coroutine; never waits for a loop that has gone.
         """
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        call = self.start(work)
+        self._owner.check()
+        call = LoopCall(self.loop, work, self._calls)
         try:
+            self._send(call)
             if not call.wait(deadline):
                 raise TimeoutError
         except BaseException:
-            call.cancel()
-            call.wait_through(deadline)
+            if call in self._calls:  # it was sent and has not ended
+                call.cancel()
+                call.wait_through(deadline)
             raise
         if self._closing and call.ended.cancelled():
             raise UsageError(f"the {self._what} was closed before the call ended")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support_stack import PLAIN, Engine, fs, keys, run_jobs, whole
 from support_stack_tiers import LOAD
-from support_steps import FACES, lives
+from support_steps import FACES, StepFault, lives
 
 from kvtier.aio.loop_thread import LoopThread
 from kvtier.control.plane.control_plane import ControlPlane
@@ -128,6 +128,14 @@ def test_ctrl_c_inside_a_step_ends_in_a_clean_close(face, tmp_path):
     print(f"seed {seed}: lives({face!r}, folder, {seed}, {LIVES}, KeyboardInterrupt)")
     found = lives(face, tmp_path, seed, LIVES, KeyboardInterrupt)
     assert found.struck > LIVES // 2
+
+
+def test_ctrl_c_while_a_tier_drains_closes_it_all_the_same(tmp_path):
+    face = FACES["EngineMemoryTier"](tmp_path)
+    fault = StepFault(face.packages)
+    with fault.installed(), pytest.raises(KeyboardInterrupt):
+        face.live(random.Random(1), fault, ("EngineMemoryPlane.give_up", 1), KeyboardInterrupt)
+    face.check_closed()
 
 
 @pytest.mark.parametrize("name", ["deliver", "pump", "take_jobs", "take_finished"])

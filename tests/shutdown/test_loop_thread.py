@@ -43,6 +43,36 @@ def test_a_coroutine_that_would_end_the_loop_ends_alone(error: type[BaseExceptio
     assert waiting.ended.cancelled()
 
 
+def test_a_call_that_is_interrupted_as_soon_as_it_is_sent_ends_before_the_interruption_is_raised(monkeypatch) -> None:
+    """Its buffers are in use until then, and its thread may be faster than the caller's next line."""
+    thread = LoopThread("test", "thing")
+    thread.open()
+    began, steps = threading.Event(), []
+
+    async def work() -> None:
+        try:
+            began.set()
+            await forever()
+        finally:
+            for _ in range(20):
+                await asyncio.sleep(0)
+            steps.append("ended")
+
+    usual = thread.loop.call_soon_threadsafe
+
+    def interrupted(*args: object) -> None:
+        usual(*args)
+        monkeypatch.undo()
+        assert began.wait(20)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(thread.loop, "call_soon_threadsafe", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        thread.run(work)
+    assert steps == ["ended"]
+    assert thread.close()
+
+
 def test_a_call_that_closing_ends_says_so() -> None:
     began = threading.Event()
     errors: list[BaseException] = []

@@ -321,8 +321,10 @@ class EngineMemoryTier(Guarded):
         """
         if not self._shut and not self.thread.elsewhere:
             began = time.monotonic()
-            self.drain()
-            self._release()
+            try:
+                self.drain()
+            finally:
+                self._release()
             report = CloseReport(self._given_up, len(self._queues[LOADS].running) + len(self._queues[STORES].running))
             self._operator.closed(report, began)
 
