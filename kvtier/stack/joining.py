@@ -73,9 +73,11 @@ class LowerTiers:
         that number once more.
         """
         shared = [tier for tier in self.tiers if isinstance(tier, StatesEpoch)]
-        found: dict[LoadStore, TierSpec] = {
-            tier: await self.open_one(tier, namespace, fresh_epoch()) for tier in shared
-        }
+        found: dict[LoadStore, TierSpec] = {}
+        epoch = fresh_epoch()
+        for tier in shared:  # empty ones state one number then, also where hosts open at once
+            found[tier] = await self.open_one(tier, namespace, epoch)
+            epoch = found[tier].opened.epoch or epoch
         stated = [spec.opened for spec in found.values()]
         known = [opened.epoch for opened in stated if not opened.is_new_epoch] or [opened.epoch for opened in stated]
         new_epoch = max(known, default=None)
