@@ -17,7 +17,7 @@ from rich.console import Console
 
 from kvtier.cli.tables import table as text_table
 from kvtier.tools.bench.load_generator import percentile
-from kvtier.tools.bench.report import machine
+from kvtier.tools.bench.results import machine
 
 __all__ = ["ABSENT", "GIB", "Report", "figure", "median", "paired_ratio", "percentile", "table", "versions"]
 

@@ -12,10 +12,9 @@ from rich.markup import escape
 
 from kvtier.cli.tables import table
 from kvtier.config.layout import DEFAULT_LAYOUT, read_layout
-from kvtier.config.load import build_tiers, load_stack
+from kvtier.config.load import build_tiers, load_stack, stack_schema
 from kvtier.config.plan import GroupPlan, StackPlan, TierPlan, plan_stack
 from kvtier.config.problems import raise_all
-from kvtier.config.schema import stack_schema
 from kvtier.errors import ConfigError, ResourceError, UsageError
 from kvtier.options import count_text, size_text
 from kvtier.tier.contract import LoadStore, ProbesAlignment

@@ -1,9 +1,16 @@
 """Stack files: strict YAML, validated options, and the stack they describe; only this room makes one from a file."""
 
-from kvtier.config.load import build_tiers, find_tier, load_stack, parse_stack
+from kvtier.config.load import (
+    build_tiers,
+    find_tier,
+    load_stack,
+    open_engine_stack,
+    open_stack,
+    parse_stack,
+    stack_parts,
+    stack_schema,
+)
 from kvtier.config.model import StackConfig, StackOptions
-from kvtier.config.schema import stack_schema
-from kvtier.config.stack_parts import open_engine_stack, open_stack, stack_parts
 
 __all__ = ["build_tiers", "find_tier", "load_stack", "parse_stack"]
 __all__ += ["StackConfig", "StackOptions"]

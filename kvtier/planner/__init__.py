@@ -3,8 +3,16 @@
 Pure and synchronous; an engine's loop calls it and hands the transfers it plans to the stack.
 """
 
-from kvtier.planner.loads import GroupLoad, blocks_to_load, plan_load
-from kvtier.planner.prefix import Presence, hit_limit, prefix_unit, usable_prefix, usable_prefixes
+from kvtier.planner.prefix import (
+    GroupLoad,
+    Presence,
+    blocks_to_load,
+    hit_limit,
+    plan_load,
+    prefix_unit,
+    usable_prefix,
+    usable_prefixes,
+)
 from kvtier.planner.stores import StoreMode, StorePlan, StorePlanner
 
 __all__ = ["GroupLoad", "blocks_to_load", "plan_load"]

@@ -1,4 +1,4 @@
-"""Planning stores in an engine's own loop: what to store when, never twice, and never from a block that was reused.
+"""Plans of stores for an engine's own loop: what to store when, never twice, and never from a block that was reused.
 
 A serving loop calls the planner at these points::
 
@@ -15,17 +15,69 @@ The loop is the same in both modes; the mode decides whether `computed` or `abou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 from itertools import count, islice
 from operator import eq
+from typing import Generic, TypeVar
 
-from kvtier.errors import UsageError
-from kvtier.planner.place_index import PlaceIndex
+from kvtier.errors import IntegrityError, UsageError
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import BlockOutcome, GPUGroup
 from kvtier.types.keys import GroupIndex, OffloadKey, RequestId
+
+P = TypeVar("P", bound=Hashable)
+T = TypeVar("T", bound=Hashable)
+
+
+class PlaceIndex(Generic[P, T]):
+    """The things at each place, in the order they were added. A place counts while there is at least one thing.
+
+    As a fence, the places are the ids of GPU blocks that must not be reused, and the things are the stores that need
+    them. Two GPU blocks with one hash are two places, and the end of one store leaves the fence of the other.
+    """
+
+    __slots__ = ("_things",)
+
+    def __init__(self) -> None:
+        self._things: dict[P, dict[T, None]] = {}
+
+    def add(self, places: Iterable[P], thing: T) -> None:
+        """Add a thing at each of its places. IntegrityError if it is at one of them already."""
+        for place in places:
+            things = self._things.setdefault(place, {})
+            if thing in things:
+                raise IntegrityError(f"the same thing was added twice at {place}")
+            things[thing] = None
+
+    def remove(self, places: Iterable[P], thing: T) -> None:
+        """Remove a thing from each of its places. IntegrityError if it is not at one of them."""
+        for place in places:
+            things = self._things.get(place, {})
+            if thing not in things:
+                raise IntegrityError(f"what was removed is not at {place}")
+            del things[thing]
+            if not things:
+                del self._things[place]
+
+    def at(self, place: P) -> Collection[T]:
+        """The things at a place, in the order they were added; empty if there are none."""
+        return self._things.get(place, ())
+
+    def pop(self, place: P) -> Collection[T]:
+        """Remove and return the things at one place; they stay at their others."""
+        return self._things.pop(place, ())
+
+    def __iter__(self) -> Iterator[P]:
+        return iter(self._things)
+
+    def __contains__(self, place: P) -> bool:
+        return place in self._things
+
+    def __len__(self) -> int:
+        """Places with at least one thing, each counted once."""
+        return len(self._things)
 
 
 class StoreMode(StrEnum):

@@ -182,7 +182,7 @@ def _values_of_stacks(samples: Iterable[Any]) -> Iterator[Value]:
 
 
 def _by_tier(values: Iterable[Value]) -> dict[str, dict[tuple[str, ...], float]]:
-    """What may be shown of the values: short printable labels, and sound values. The others are not known then."""
+    """Figures by tier of the values that may be shown: short printable labels, and sound values."""
     found: dict[str, dict[tuple[str, ...], float]] = {}
     for tier, labels, value in values:
         if 0 <= value <= VALUE_MAX:

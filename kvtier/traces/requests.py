@@ -9,7 +9,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import xxhash
 
 from kvtier.types.arrays import IntArray
@@ -71,7 +70,7 @@ class KeyChain:
         digests: list[bytes] = []
         if name in self._remembered:
             ids, known = self._remembered.pop(name)
-            digests = known[: _common_prefix(ids, request.ids)]
+            digests = known[: common_prefix(ids, request.ids)]
         parent = digests[-1] if digests else xxhash.xxh3_128_digest(request.root.encode(errors="surrogateescape"))
         raw = request.ids[len(digests) :].astype(">i8").tobytes()
         for start in range(0, len(raw), 8):
@@ -93,7 +92,8 @@ def offload_keys(keys: Sequence[OffloadKey], factor: int) -> tuple[OffloadKey, .
     return tuple(keys[factor - 1 :: factor])
 
 
-def _common_prefix(left: IntArray, right: IntArray) -> int:
+def common_prefix(left: IntArray, right: IntArray) -> int:
+    """The number of first ids that agree."""
     size = min(len(left), len(right))
-    differs = np.flatnonzero(left[:size] != right[:size])
-    return int(differs[0]) if len(differs) else size
+    differs = left[:size] != right[:size]
+    return int(differs.argmax()) if differs.any() else size

@@ -16,7 +16,7 @@ from kvtier.cli import main
 from kvtier.cli.tables import BAR_CELLS, bar
 from kvtier.errors import ConfigError
 from kvtier.stack import EngineStack
-from kvtier.tools.bench.report import machine
+from kvtier.tools.bench.results import machine
 from kvtier.tools.bench.run import PREFIX, folder_beside
 from kvtier.types.jobs import MISSING, JobKind, JobResult, TransferJob
 from kvtier.types.keys import OffloadKey

@@ -6,7 +6,7 @@ import pytest
 
 from kvtier.errors import IntegrityError, UsageError
 from kvtier.planner import StoreMode, StorePlanner
-from kvtier.planner.place_index import PlaceIndex
+from kvtier.planner.stores import PlaceIndex
 from kvtier.types.jobs import STORED
 from kvtier.types.keys import RequestId, make_key
 

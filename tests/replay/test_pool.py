@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvtier.errors import IntegrityError
-from kvtier.tools.replay.pool import BlockPool
+from kvtier.tools.replay.engine import BlockPool
 from kvtier.types.keys import OffloadKey, make_key
 
 SIZE = 6

@@ -15,8 +15,7 @@ from kvtier.tools.replay.engine import EngineCache
 from kvtier.tools.replay.run import Replay
 from kvtier.tools.replay.serve import Counts, ReplayLoop, ServeOptions
 from kvtier.tools.replay.setup import ReplayOptions, make_layout
-from kvtier.tools.replay.timeline import COMPUTED, StackSnapshot, Timeline
-from kvtier.tools.replay.watched_loop import WatchedLoop, watching
+from kvtier.tools.replay.timeline import COMPUTED, StackSnapshot, Timeline, WatchedLoop, watching
 from kvtier.tools.replay.workload import make_workload
 from kvtier.types.keys import OffloadKey
 

@@ -17,10 +17,9 @@ from kvtier.cli import main
 from kvtier.config.layout import DEFAULT_LAYOUT, read_layout
 from kvtier.errors import ConfigError
 from kvtier.policy import Reuse
-from kvtier.tools.whatif.advise import block_bytes_of, read_prices
+from kvtier.tools.whatif.advise import GIB, Costs, Prices, Savings, Sizes, block_bytes_of, read_prices
 from kvtier.tools.whatif.miss_ratio import Curve, StackDistances, lru_curve
 from kvtier.tools.whatif.policy_replay import shadow_rates
-from kvtier.tools.whatif.savings import GIB, Costs, Prices, Savings, Sizes
 from kvtier.traces.read import read_trace
 from kvtier.traces.requests import RequestSource
 from kvtier.types.keys import RequestId

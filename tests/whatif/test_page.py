@@ -18,8 +18,7 @@ from support_faulty_replay import watched_replay
 from support_programs import needs
 
 from kvtier.cli import main
-from kvtier.tools.whatif.charts import Series, chart_of
-from kvtier.tools.whatif.page import page
+from kvtier.tools.whatif.page import Series, chart_of, page
 from kvtier.tools.whatif.run_page import PHASE_NAMES
 
 OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-dev-shm-usage")

@@ -4,8 +4,7 @@ run             one whole measurement, in temporary space on the file system of 
 copies          the GPU and the CPU tier
 lower_tier      a tier below them
 load_generator  drives jobs and takes the time
-results         the figures
-report          figures as tables and JSON
+results         the figures, as tables and JSON
 
 `python -m benchmarks.*` reports the machine, percentiles and tables by the same code.
 """

@@ -27,7 +27,7 @@ class Blocks:
     """
 
     def __init__(self, geometry: Geometry, num_bytes: int, device: str, seed: int) -> None:
-        """As many blocks of each group as `num_bytes` of rows hold, at least one."""
+        """Makes as many blocks of each group as `num_bytes` of rows hold, at least one."""
         self.geometry = geometry
         self.per_group = max(1, num_bytes // geometry.row_bytes // geometry.num_groups)
         self.num_rows = self.per_group * geometry.num_groups

@@ -1,4 +1,4 @@
-"""Driving jobs at a tier and taking the time: a number of jobs at once for some time, with every outcome checked."""
+"""Jobs at a tier and their times: a number of jobs at once for some time, with every outcome checked."""
 
 import asyncio
 import math
@@ -92,7 +92,7 @@ async def drive(move: Move, jobs: Sequence[TransferJob], timing: Timing, lanes: 
 
 
 def refused(results: Iterable[JobResult]) -> int:
-    """How many blocks were corrupt. Raises ResourceError, naming the outcomes, if any failed in another way."""
+    """Number of corrupt blocks. Raises ResourceError, naming the outcomes, if any failed in another way."""
     outcomes = Counter(chain.from_iterable(chain.from_iterable(result.outcomes for result in results)))
     corrupt = sum(count for outcome, count in outcomes.items() if outcome.status is BlockStatus.CORRUPT)
     bad = {outcome: count for outcome, count in outcomes.items() if not outcome.ok}

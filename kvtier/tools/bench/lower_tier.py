@@ -84,7 +84,7 @@ class LowerTierBench:
             self._rows.set_checksum(row, checksum(memoryview(self._rows.view[row])))
 
     def _content(self) -> BlockContent:
-        """What rows must hold. Made anew for each use: a region that is referred to cannot be closed."""
+        """Content of the rows. Made again for each use: a region that is referred to cannot be closed."""
         return BlockContent(GroupLayout.of_pages(self._rows.row_bytes), [torch.from_numpy(self._rows.view)])
 
     def _pages(self, passes: dict[int, int]) -> Pages:

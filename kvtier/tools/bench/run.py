@@ -32,7 +32,7 @@ SLOT_EXTRA_BYTES = 8192
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How much is measured: `seconds` of each figure, `num_bytes` of each tier at a time, other block sizes (bytes).
+    """Extent of a measurement: `seconds` of each figure, `num_bytes` of each tier at a time, other block sizes (bytes).
 
     `device` is where the KV tensors are, `seed` what the blocks' content comes from.
     """
@@ -99,7 +99,7 @@ class Bench:
     async def _lower(
         self, options: TierOptions, roots: Sequence[str], size: int, whole: Geometry, found: TierFigures
     ) -> None:
-        """One tier at one block size, in temporary places beside these roots and on a separate region of rows."""
+        """Measure a tier at one block size, in temporary places beside these roots and on a separate region of rows."""
         bounds = self._bounds
         geometry = Geometry(KVLayout.of_pages(size), whole.alignment)
         num_rows = max(1, bounds.num_bytes // size)
@@ -143,7 +143,7 @@ async def _open(
 
 
 def _bytes_per_token(geometry: Geometry) -> float:
-    """What a lower tier moves for one token of the layout, all groups together."""
+    """Bytes that a lower tier moves for one token of the layout, all groups together."""
     groups = range(geometry.num_groups)
     return sum(geometry.aligned_bytes(group) / geometry.tokens_per_offloaded_block(group) for group in groups)
 

@@ -15,10 +15,9 @@ from kvtier.tools.commands.run_report import (
     size,
     time_unit_option,
 )
-from kvtier.tools.whatif.advise import PURCHASES, Advice, block_bytes_of, costs_of, read_prices
+from kvtier.tools.whatif.advise import PURCHASES, Advice, Savings, Sizes, block_bytes_of, costs_of, read_prices
 from kvtier.tools.whatif.miss_ratio import lru_curve
 from kvtier.tools.whatif.policy_replay import shadow_rates, shadow_sizes
-from kvtier.tools.whatif.savings import Savings, Sizes
 from kvtier.tools.whatif.service import PREFILL_TOKENS_PER_SECOND
 from kvtier.traces.read import TimeUnit, read_trace
 

@@ -10,7 +10,7 @@ from kvtier.cli.progress import progress
 from kvtier.config import load_stack
 from kvtier.config.layout import DEFAULT_LAYOUT, read_layout
 from kvtier.errors import ConfigError
-from kvtier.tools.bench.report import BenchReport
+from kvtier.tools.bench.results import BenchReport
 from kvtier.tools.bench.run import Bench, Bounds
 from kvtier.tools.commands.run_report import json_file_option, report, run_to_end, size
 from kvtier.tools.replay.engine import choose_device

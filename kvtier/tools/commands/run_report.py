@@ -28,7 +28,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 class Figures(Protocol):
-    """What a run found: a table, a record, and whether every byte was right."""
+    """Findings of a run: a table, a record, and whether every byte was right."""
 
     @property
     def ok(self) -> bool: ...

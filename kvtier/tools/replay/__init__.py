@@ -3,11 +3,9 @@
 setup      from options to a source of requests, a layout and a stack
 workload   generated multi-turn workloads
 content    the expected content of each block, a function of its key
-pool       GPU blocks with reference counts, and the prefix cache over them
-engine     KV tensors, and a pool, a store planner and the content for each group
+engine     KV tensors, and a pool of blocks, a store planner and the content for each group
 serve      the loop
-timeline   a run over time, for a page
-watched_loop  the loop with a timeline
+timeline   a run over time, for a page, and the loop that makes it
 run        one whole replay
 report     the result: counts, table, JSON
 """

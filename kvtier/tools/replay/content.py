@@ -30,10 +30,10 @@ Words = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class WrongPage:
-    """One page that does not hold the content of its key.
+    """A page that does not hold the content of its key.
 
-    `first_byte` is the first wrong byte's offset in the page, `wrong_bytes` how many are wrong in all. `origin` tells
-    whose content most of the page is (see `find_owners`); None if no key fits.
+    `first_byte` is the first wrong byte's offset in the page, `wrong_bytes` how many are wrong in all. `origin` names
+    the owner of most of the page (see `find_owners`); None if no key fits.
     """
 
     key: OffloadKey
@@ -139,7 +139,7 @@ def origin_of(page: npt.NDArray[np.uint8]) -> int | None:
 
 
 def find_owners(origins: Iterable[int], keys: Iterable[OffloadKey], parts: int) -> dict[int, OffloadKey]:
-    """Which of the keys each origin belongs to, in one of `parts` tensor references. Stops when all are found."""
+    """The key that each origin belongs to, in one of `parts` tensor references. Stops when all are found."""
     missing = set(origins)
     found: dict[int, OffloadKey] = {}
     for key in keys:

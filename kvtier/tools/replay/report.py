@@ -100,7 +100,7 @@ class ReplayReport:
         return dict.fromkeys([*self.tiers, *self.counts.hit_tokens])
 
     def rows(self) -> Iterator[tuple[str, ...]]:
-        """One row of text for each tier, with the columns COLUMNS."""
+        """A row of text for each tier, with the columns COLUMNS."""
         for name, tier in self.tiers.items():
             tokens = self.counts.hit_tokens.get(name, 0)
             yield (

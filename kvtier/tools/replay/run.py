@@ -1,4 +1,4 @@
-"""One whole replay: set up, serve, tear down, report."""
+"""A whole replay: set up, serve, tear down, report."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,8 +19,7 @@ from kvtier.tools.replay.engine import EngineBlocks, EngineCache, choose_device
 from kvtier.tools.replay.report import ReplayReport
 from kvtier.tools.replay.serve import DRAIN_SECONDS, Counts, ReplayLoop, ServeOptions
 from kvtier.tools.replay.setup import ReplayOptions, fit, make_layout, make_source, make_stack, read_config
-from kvtier.tools.replay.timeline import StackSnapshot, Timeline
-from kvtier.tools.replay.watched_loop import WatchedLoop, watching
+from kvtier.tools.replay.timeline import StackSnapshot, Timeline, WatchedLoop, watching
 from kvtier.traces.requests import KeyChain, RequestSource, group_keys
 from kvtier.types.geometry import Geometry, KVLayout
 from kvtier.types.keys import CPU, GPU, REMOTE, Medium, OffloadKey
@@ -108,7 +107,7 @@ class Replay:
             yield
 
     def _describe(self, wrong: Sequence[WrongPage], layout: KVLayout) -> Iterator[str]:
-        """One line for each wrong page, with the key whose content it holds if that is a key of this replay."""
+        """A line for each wrong page, with the key whose content it holds if that is a key of this replay."""
         parts = max(len(group.refs) for group in layout.groups)
         owners = find_owners({page.origin for page in wrong if page.origin is not None}, self._keys(layout), parts)
         for page in wrong:

@@ -43,7 +43,7 @@ Prefill = Callable[[Request, int], Awaitable[None]]
 
 
 class ServedStack(Protocol):
-    """What the loop calls of a stack: a `TierStack`, or one in virtual time."""
+    """Calls of a stack that the loop needs: a `TierStack`, or one in virtual time."""
 
     async def lookup(self, keys: Sequence[OffloadKey]) -> Sequence[LookupResult]: ...
     def locate(self, keys: Sequence[OffloadKey]) -> list[str | None]: ...
@@ -59,7 +59,7 @@ class ServedStack(Protocol):
 
 
 class Condition(AbstractAsyncContextManager[None], Protocol):
-    """What the loop calls of an `asyncio.Condition`, which another scheduler may replace."""
+    """Calls of an `asyncio.Condition` that the loop needs; another scheduler may replace it."""
 
     async def wait(self) -> object: ...
     def notify_all(self) -> None: ...
@@ -67,8 +67,8 @@ class Condition(AbstractAsyncContextManager[None], Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """How requests are driven: how many at once, how many demotions may be queued or in flight when the next request
-    begins, how many blocks one store names.
+    """Options of the loop: how many requests are served at once, how many demotions may be queued or in flight when the
+    next request begins, how many blocks one store names.
 
     Hits in the loop's own cache are counted under `gpu_name`, hits of blocks still on their way into a tier under
     `cpu_name`.
@@ -83,7 +83,7 @@ class ServeOptions:
 
 @dataclass(slots=True)
 class Counts:
-    """What happened. `hit_tokens` by tier; `stored`, `loaded`, `verified` and `mismatched` in offloaded blocks, and
+    """Counts of a run: `hit_tokens` by tier; `stored`, `loaded`, `verified` and `mismatched` in offloaded blocks, and
     `earlier`: those loaded that were in the stack before this loop began.
 
     `gpu_verified` counts GPU blocks that were hit in place and compared too. `block_references` and `block_hits` leave
@@ -111,7 +111,7 @@ class Counts:
 
 @dataclass(slots=True, eq=False)
 class ActiveRequest:
-    """One request in flight; every list has one entry for each group, every position counts GPU blocks.
+    """A request in flight; every list has one entry for each group, every position counts GPU blocks.
 
     `keys` are the GPU blocks' keys, `offload` the offloaded blocks', `in_stack` and `where` the stack's answers for
     those. The first `computed` blocks were hit on the GPU, those up to `length` in the stack. `tables` hold GPU block
@@ -371,7 +371,7 @@ class ReplayLoop:
         await self._stack.drain(DRAIN_SECONDS, self._options.backlog)
 
     async def _store_plans(self, plans: Sequence[tuple[StorePlanner, StorePlan]]) -> None:
-        """One job for a plan of each group. The planners are given the outcomes, or None."""
+        """Store a plan of each group in one job. The planners are given the outcomes, or None."""
         groups = [group for _, plan in plans for group in plan.groups]
         outcomes: Sequence[Sequence[BlockOutcome]] = ()
         try:

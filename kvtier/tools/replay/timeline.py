@@ -1,5 +1,5 @@
-"""A run over time, for a page: what every tier did in each interval, spans in which one was not well, and the way of
-some requests.
+"""A run over time, for a page: the work of every tier in each interval, spans in which one stood still, and the paths
+of some requests.
 
 Memory is bounded, whatever the run's length: figures are counted since the start, so when there are too many samples
 every second one is left out and the interval doubles, and nothing is lost from the sums. Of requests every n-th is
@@ -8,14 +8,27 @@ kept, and the slowest ones.
 
 from __future__ import annotations
 
+import asyncio
 import heapq
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvtier.planner import GroupLoad
 from kvtier.stack import TierStats
-from kvtier.tools.replay.serve import DRAIN_SECONDS
-from kvtier.types.jobs import SkipReason
+from kvtier.tools.replay.engine import EngineBlocks
+from kvtier.tools.replay.serve import (
+    DRAIN_SECONDS,
+    ActiveRequest,
+    Condition,
+    Prefill,
+    ReplayLoop,
+    ServedStack,
+    ServeOptions,
+)
+from kvtier.traces.requests import Request
+from kvtier.types.jobs import BlockOutcome, BlockStatus, SkipReason
 
 SAMPLES_MAX = 200
 REQUESTS_MAX = 1500
@@ -24,7 +37,7 @@ SPANS_MAX = 500
 PARTS_MAX = 64
 INTERVAL_SECONDS = 0.02
 LOOKS = 4
-"""Looks in an interval: a span is noticed so much sooner than a sample is kept."""
+"""Looks in an interval: a span is noticed this many times sooner than a sample is kept."""
 STALL_SECONDS = 0.5
 COMPUTED = "computed"
 PHASES = ("queued", "prepare", "lookup", "gpu_blocks", "load", "verify", "compute", "store", "write_back")
@@ -43,7 +56,7 @@ class StackSnapshot:
 
 @dataclass(slots=True)
 class RequestPath:
-    """One request: where each part of its prompt came from, in order, and how long it was in each phase.
+    """Path of a request: where each part of its prompt came from, in order, and how long it was in each phase.
 
     Times are seconds since the run began. `failed` are blocks that a tier was to load and did not. After PARTS_MAX
     parts the rest of the prompt is in the last of its source.
@@ -58,7 +71,7 @@ class RequestPath:
     failed: dict[str, int] = field(default_factory=dict)
 
     def end_phase(self, phase: str, now: float) -> None:
-        """What has passed since the phase before belongs to this one."""
+        """Add the time since the phase before to this one."""
         self.phases[phase] = self.phases.get(phase, 0.0) + now - self.since
         self.since = now
 
@@ -105,7 +118,7 @@ class _Sample:
 
 @dataclass(slots=True)
 class _Progress:
-    """One direction of a tier at the last look, and since when no transfer ended while one was in flight."""
+    """Progress of one direction of a tier, and since when no transfer ended while one was in flight."""
 
     moved_bytes: int = 0
     busy_seconds: float = 0.0
@@ -121,7 +134,7 @@ class _Progress:
 
 
 class Timeline:
-    """What `watch` sees of a run. `clock` is of seconds from any start; `name` says of which: `real` or `virtual`."""
+    """Samples of a run by `watch`. `clock` counts seconds from any start; `name` is `real` or `virtual`."""
 
     def __init__(
         self, clock: Callable[[], float], name: str, samples_max: int = SAMPLES_MAX, requests_max: int = REQUESTS_MAX
@@ -237,7 +250,7 @@ class Timeline:
 
 
 def _tier(name: str, samples: Sequence[_Sample]) -> dict[str, Any]:
-    """One tier over time; of losses and faults those that there were."""
+    """A tier over time; of losses and faults those that there were."""
     found = [sample.reading.tiers.get(name, TierStats()) for sample in samples]
     losses = [_losses(stats) for stats in found]
     return {
@@ -259,7 +272,7 @@ def _losses(stats: TierStats) -> dict[str, int]:
 
 
 def _steps(values: Iterable[Any]) -> list[Any]:
-    """What was added in each interval to figures that are counted since the start."""
+    """Growth in each interval of figures that are counted since the start."""
     before, steps = 0, []
     for value in values:
         steps.append(value - before)
@@ -277,7 +290,7 @@ class _Paths:
         self._slowest: list[tuple[float, int, RequestPath]] = []
 
     def add(self, path: RequestPath) -> None:
-        """One more, in any order of their numbers."""
+        """Add a path, in any order of their numbers."""
         if not path.number % self.every:
             self._regular.append(path)
             if len(self._regular) > self._requests_max:
@@ -296,7 +309,7 @@ class _Paths:
 
 
 class _Spans:
-    """When a tier was not well: a breaker that was not closed, transfers of which none ended."""
+    """Spans of time in which a breaker of a tier was not closed, or no transfer of it ended."""
 
     def __init__(self) -> None:
         self.left_out = 0
@@ -305,7 +318,7 @@ class _Spans:
         self._progress: dict[tuple[str, str], _Progress] = {}
 
     def follow(self, tiers: Mapping[str, TierStats], before: float, now: float) -> None:
-        """What there is now, after the look before."""
+        """Record the spans that there are now, after the look before."""
         there: dict[tuple[str, str], float] = {}
         for name, stats in tiers.items():
             for breaker in _not_closed(stats.breaker):
@@ -345,3 +358,80 @@ def _not_closed(breakers: str) -> list[str]:
 
 def _span(span: tuple[str, str], begin: float, end: float) -> dict[str, Any]:
     return {"tier": span[0], "what": span[1], "begin": round(begin, 6), "end": round(end, 6)}
+
+
+class WatchedLoop(ReplayLoop):
+    """A `ReplayLoop` that gives the path of each request to a timeline.
+
+    `arrived` is when a request came, in seconds of the timeline's clock; without it, that is when it began.
+    """
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        engine: EngineBlocks,
+        stack: ServedStack,
+        options: ServeOptions,
+        freed: Condition | None = None,
+        prefill: Prefill | None = None,
+        arrived: Callable[[Request], float] | None = None,
+    ) -> None:
+        super().__init__(engine, stack, options, freed, prefill)
+        self._timeline = timeline
+        self._arrived = arrived
+        self._paths: dict[Request, RequestPath] = {}
+
+    async def serve(self, request: Request) -> None:
+        timeline = self._timeline
+        came = timeline.now if self._arrived is None else timeline.since_start(self._arrived(request))
+        path = RequestPath(self._begun + 1, came, request.prompt_tokens, came)
+        if self._arrived is not None:
+            path.end_phase("queued", timeline.now)
+        self._paths[request] = path
+        await super().serve(request)
+        path.end_phase("write_back", timeline.now)
+        timeline.served(self._paths.pop(request))
+
+    def _on_phase(self, work: ActiveRequest, phase: str) -> None:
+        if phase == "compute":
+            self._add_parts(work)
+        self._paths[work.request].end_phase(phase, self._timeline.now)
+
+    def _take(self, work: ActiveRequest, load: GroupLoad, outcomes: Sequence[BlockOutcome]) -> None:
+        path, where = self._paths[work.request], work.where[load.group]
+        for row, outcome in zip(load.positions.tolist(), outcomes, strict=True):
+            if outcome.status is not BlockStatus.LOADED:
+                tier = where[row] or self._options.cpu_name
+                path.failed[tier] = path.failed.get(tier, 0) + 1
+        super()._take(work, load, outcomes)
+
+    def _add_parts(self, work: ActiveRequest) -> None:
+        """Record where each block of the prompt came from; the rest is computed."""
+        path, where, tokens = self._paths[work.request], work.where[0], self._block_tokens
+        missing = work.missing[0][: work.length].tolist()
+        for position, lacks in enumerate(missing):
+            if position < work.computed:
+                path.add(self._options.gpu_name, tokens)
+            elif lacks:
+                path.add(COMPUTED, tokens)
+            else:
+                path.add(where[position // self._factor] or self._options.cpu_name, tokens)
+        if work.request.prompt_tokens > work.length * tokens:
+            path.add(COMPUTED, work.request.prompt_tokens - work.length * tokens)
+
+
+@asynccontextmanager
+async def watching(timeline: Timeline | None, figures: Callable[[], StackSnapshot]) -> AsyncIterator[None]:
+    """The timeline looks at the figures in real time until the end of the block; nothing without one."""
+    if timeline is None:
+        yield
+        return
+    timeline.begin(figures)
+    task = asyncio.create_task(timeline.watch(asyncio.sleep))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+    if not task.cancelled():
+        task.result()

@@ -1,4 +1,4 @@
-"""Generated multi-turn workloads: sessions that grow turn by turn over shared system prompts.
+"""Workloads of many turns, generated: sessions that grow turn by turn over shared system prompts.
 
 Everything follows from a profile and a seed. Some of a session's turns come right after one another and are served
 from the GPU; others come back after many other sessions and are found further down.
@@ -103,7 +103,7 @@ def _generate(profile: Profile, seed: int, num_requests: int) -> Iterator[Reques
 
 
 class _Session:
-    """One conversation: its tokens so far, and an id for each block they fill."""
+    """A conversation: its tokens so far, and an id for each block they fill."""
 
     def __init__(self, number: int, profile: Profile, rng: random.Random) -> None:
         """A new session over one of the shared system prompts; whole blocks of it are shared."""

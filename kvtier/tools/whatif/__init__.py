@@ -1,18 +1,14 @@
-"""What-if answers from a trace: simulating a stack in virtual time, and curves that say what more memory brings.
+"""Forecasts from a trace: a stack simulated in virtual time, and curves of what more memory brings.
 
 virtual_time  events and coroutines without a clock
 service       how long a tier takes, calibrated by `kvtier bench --json` or by stated defaults
-device        one tier's queue and device in virtual time
-stack         a stack in virtual time: the control plane over such tiers
+stack         a stack in virtual time: the control plane over tiers with a queue and a speed
 variants      `--set`: a grid of changes to a stack file
-engine_time   when requests come, and their first tokens
-simulate      one whole simulation
+simulate      a whole simulation: when requests come, and their first tokens
 report        its result: variants side by side
 miss_ratio    the exact curve of LRU from stack distances
 policy_replay a policy in a tier of a size, on metadata alone
-savings       prefill seconds saved, and where money saves most
-advise        the advice: curve, worth, purchases
-charts        rows of series over one axis, drawn by plotly
-page          pages for a browser
+advise        the advice: curve, prefill seconds saved, where money saves most
+page          pages for a browser, and their charts
 run_page      the page of a run: tiers over time, and the path of a request
 """

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.traces.requests import Request, RequestSource
+from kvtier.traces.requests import Request, RequestSource, common_prefix
 from kvtier.types.arrays import IntArray
 
 PLACES_LEAST = 1 << 10
@@ -33,7 +33,7 @@ class _Segment:
 
 
 class _Places:
-    """Blocks by place in the order of recency. Places are given out once, and anew when they run out."""
+    """Blocks by place in the order of recency. Places are given out once, and numbered again when they run out."""
 
     def __init__(self) -> None:
         self._tree = [0] * (PLACES_LEAST + 1)
@@ -106,7 +106,7 @@ class Curve:
     cumulative: npt.NDArray[np.int64]
 
     def hits(self, blocks: int) -> int:
-        """Blocks hit by a tier of so many."""
+        """Blocks hit by a tier of this many blocks."""
         return int(self.cumulative[min(blocks, len(self.cumulative) - 1)])
 
     def hit_rate(self, blocks: int) -> float:
@@ -132,7 +132,7 @@ class StackDistances:
         self._references = self._prompt_tokens = self._distinct = 0
 
     def use(self, request: Request) -> None:
-        """One request uses the whole blocks of its prompt."""
+        """Record that a request uses the whole blocks of its prompt."""
         whole = min(request.prompt_blocks, request.prompt_tokens // self._block_tokens)
         self._references += request.prompt_blocks
         self._prompt_tokens += request.prompt_tokens
@@ -177,13 +177,6 @@ class StackDistances:
         np.add.at(steps, above + blocks + 1, -1)
         cumulative = np.cumsum(np.cumsum(steps))[: size + 1]
         return Curve(self._references, size, self._prompt_tokens, self._block_tokens, cumulative)
-
-
-def common_prefix(left: IntArray, right: IntArray) -> int:
-    """How many of the first ids agree."""
-    size = min(len(left), len(right))
-    differs = left[:size] != right[:size]
-    return int(differs.argmax()) if differs.any() else size
 
 
 def lru_curve(source: RequestSource, progress: Callable[[], None] = lambda: None) -> Curve:

@@ -1,8 +1,8 @@
 """A shadow: one tier of a size under a policy, over a trace, on metadata alone. It is the index of a running tier.
 
 As in a stack: a request's hits are used, its other blocks are placed in one batch, and then all of it is used from leaf
-to root. Only whole blocks of the prompt are placed. A policy that follows requests is given them; the length of an
-output is known to it when that many tokens have been generated.
+to root. Only whole blocks of the prompt are placed. A request-aware policy is given them, and the
+length of an output once that many tokens have been generated.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PolicyReplay:
         return self.hits / self.references if self.references else 0.0
 
     def use(self, request_id: RequestId, request: Request, keys: Sequence[OffloadKey]) -> None:
-        """One request, with the keys of the whole blocks of its prompt."""
+        """Serve a request, with the keys of the whole blocks of its prompt."""
         if self._uses is not None:
             self._end_until(math.inf if request.arrived is None else request.arrived)
             self._uses.begin(request_id, keys, 0.0, request.arrived, request.info or NO_INFO)

@@ -13,8 +13,7 @@ from rich.markup import escape
 from kvtier.cli.tables import bar, table
 from kvtier.options import size_text
 from kvtier.tools.replay.report import tier_json
-from kvtier.tools.whatif.charts import Series, chart_of
-from kvtier.tools.whatif.page import Part, Section, Table, page
+from kvtier.tools.whatif.page import Part, Section, Series, Table, chart_of, page
 from kvtier.tools.whatif.run_page import run_parts
 from kvtier.tools.whatif.service import describe
 from kvtier.tools.whatif.simulate import Simulated
@@ -111,7 +110,7 @@ def title(variant: Simulated) -> str:
 
 
 def shortages(variant: Simulated) -> list[str]:
-    """Where the stack was short: one line for each tier whose jobs waited, were late, or whose blocks were dropped."""
+    """Shortages of the stack: a line for each tier whose jobs waited or were late, or whose blocks were dropped."""
     found = []
     for name, tier in variant.tiers.items():
         waits, parts = variant.waits[name], []
@@ -129,7 +128,7 @@ def shortages(variant: Simulated) -> list[str]:
 
 
 def variant_json(variant: Simulated) -> dict[str, Any]:
-    """One variant for programs."""
+    """A variant for programs."""
     counts, times = variant.counts, variant.first_tokens
     return {
         "changes": dict(variant.changes),

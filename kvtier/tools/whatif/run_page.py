@@ -16,12 +16,11 @@ from rich.console import Console
 from kvtier.options import size_text
 from kvtier.tools.replay.report import COLUMNS, ReplayReport
 from kvtier.tools.replay.timeline import COMPUTED, PHASES, Timeline
-from kvtier.tools.whatif.charts import COLOURS, GREY, Chart, ChartRow, Series, colours_of
-from kvtier.tools.whatif.page import Part, RequestView, Table, page
+from kvtier.tools.whatif.page import COLOURS, GREY, Chart, ChartRow, Part, RequestView, Series, Table, colours_of, page
 
 MIB = 1 << 20
 NEAR_FULL = 0.25
-"""The bound of a tier is drawn where so much of it was used."""
+"""The bound of a tier is drawn where this share of it was used."""
 PHASE_NAMES = {"gpu_blocks": "wait for GPU blocks", "write_back": "wait for write-back", "queued": "wait for its turn"}
 PHASE_COLOURS = {
     "queued": "#882255",
@@ -126,7 +125,7 @@ class _Drawing:
         return Series(name, self.middles, values, "bar", colour, self.widths, hover)
 
     def _held(self) -> Iterable[ChartRow]:
-        """One row for each tier of which is known what it holds."""
+        """A row for each tier whose used bytes are known."""
         for name, tier in self.run["tiers"].items():
             used, bound = tier["used_bytes"], tier["capacity_bytes"]
             if not any(used):
@@ -265,7 +264,7 @@ class _Drawing:
 
 
 def _time_unit(seconds: float) -> tuple[float, str]:
-    """What to multiply seconds with, and the unit, so that the longest is read well."""
+    """Factor of seconds, and its unit, in which the longest is read well."""
     return (1.0, "s") if seconds >= 10 else (1e3, "ms")
 
 

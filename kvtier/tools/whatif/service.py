@@ -1,4 +1,4 @@
-"""How long a tier takes for a job: a latency and a bandwidth for each direction, measured or assumed."""
+"""Speed of a tier: a latency and a bandwidth for each direction, measured or assumed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PREFILL_TOKENS_PER_SECOND = 10_000.0
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """One direction of a tier: jobs share `bytes_per_second`, and each takes `latency_seconds` more."""
+    """Direction of a tier: jobs share `bytes_per_second`, and each takes `latency_seconds` more."""
 
     latency_seconds: float
     bytes_per_second: float
@@ -58,7 +58,7 @@ class _Measured(BaseModel):
 
 
 class MeasuredFigure(_Measured):
-    """One line of a tier in the figures of `kvtier bench --json`."""
+    """A line of a tier in the figures of `kvtier bench --json`."""
 
     move: str
     block_bytes: int | None = None
@@ -102,7 +102,7 @@ class Calibration(_Measured):
 
 
 def read_calibration(path: Path | None) -> Calibration:
-    """What `kvtier bench --json` wrote; nothing measured without a file. Raises ConfigError for another file."""
+    """Read figures of `kvtier bench --json`; nothing measured without a file. Raises ConfigError for another file."""
     if path is None:
         return Calibration()
     try:
@@ -119,7 +119,7 @@ def read_calibration(path: Path | None) -> Calibration:
 
 
 def describe(services: Sequence[tuple[str, Service]]) -> str:
-    """One line for people: what each tier was taken to do."""
+    """A line for people: the speed assumed or measured of each tier."""
     return "; ".join(
         f"{name} {service.source}: load {_rate_text(service.load)}, store {_rate_text(service.store)}"
         for name, service in services

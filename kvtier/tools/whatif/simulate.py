@@ -1,16 +1,18 @@
-"""One simulation: a trace over a stack in virtual time."""
+"""A simulation: a trace over a stack in virtual time, and an engine that computes one prompt after another."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from kvtier.config import StackConfig, load_stack, stack_parts
 from kvtier.config.plan import plan_tier
 from kvtier.control.plane.control_plane import ControlPlane
+from kvtier.errors import ConfigError
 from kvtier.planner import StoreMode
 from kvtier.stack import TierStats
 from kvtier.stack.assembly import chains, complete_settings, inflight_bytes, tier_spec, watermark_rows
@@ -22,16 +24,90 @@ from kvtier.tools.replay.engine import EngineBlocks
 from kvtier.tools.replay.run import all_tiers, gpu_pool_blocks, serve_options
 from kvtier.tools.replay.serve import DRAIN_SECONDS, Counts, ReplayLoop
 from kvtier.tools.replay.setup import ReplayOptions, make_layout, make_source
-from kvtier.tools.replay.timeline import REQUESTS_MAX, SAMPLES_MAX, StackSnapshot, Timeline
-from kvtier.tools.replay.watched_loop import WatchedLoop
-from kvtier.tools.whatif.device import Device, SharedStore, Waits
-from kvtier.tools.whatif.engine_time import EngineTime, FirstTokens
+from kvtier.tools.replay.timeline import REQUESTS_MAX, SAMPLES_MAX, StackSnapshot, Timeline, WatchedLoop
 from kvtier.tools.whatif.service import PREFILL_TOKENS_PER_SECOND, Calibration, Service, read_calibration
-from kvtier.tools.whatif.stack import VirtualStack
+from kvtier.tools.whatif.stack import Device, SharedStore, VirtualStack, Waits
 from kvtier.tools.whatif.variants import Changes, apply
 from kvtier.tools.whatif.virtual_time import VirtualCondition, VirtualTime
+from kvtier.traces.requests import Request
 from kvtier.types.geometry import Geometry, stack_alignment
 from kvtier.types.keys import CPU, GPU
+
+
+@dataclass(slots=True)
+class FirstTokens:
+    """Seconds from the arrival of each request to its first token, and what they were if every prompt were computed."""
+
+    seconds: list[float] = field(default_factory=list)
+    computing: list[float] = field(default_factory=list)
+
+    @property
+    def saved(self) -> float:
+        """Seconds saved in all; negative where loading took longer than computing."""
+        return sum(self.computing) - sum(self.seconds)
+
+
+class EngineTime:
+    """Runs requests through a loop: one after another, or as they came. `prefill` is for that loop."""
+
+    def __init__(self, time: VirtualTime, tokens_per_second: float) -> None:
+        self.first_tokens = FirstTokens()
+        self._time = time
+        self._rate = tokens_per_second
+        self._free_at = 0.0
+        self._free_at_computing_all = 0.0
+        self._arrived: dict[Request, float] = {}
+        self._waiting: deque[Request] = deque()
+        self._came = VirtualCondition(time)
+        self._all_came = False
+
+    def _arrive(self, request: Request) -> None:
+        now = self._arrived[request] = self._time.now
+        begins = max(now, self._free_at_computing_all)
+        self._free_at_computing_all = begins + request.prompt_tokens / self._rate
+        self.first_tokens.computing.append(self._free_at_computing_all - now)
+
+    def arrived(self, request: Request) -> float:
+        """Time at which a request came that has no first token yet."""
+        return self._arrived[request]
+
+    async def prefill(self, request: Request, tokens: int) -> None:
+        """Compute these tokens of a prompt, after the prompts before it."""
+        self._free_at = max(self._time.now, self._free_at) + tokens / self._rate
+        await self._time.sleep(self._free_at - self._time.now)
+        self.first_tokens.seconds.append(self._time.now - self._arrived.pop(request))
+
+    async def one_by_one(self, loop: ReplayLoop, requests: Iterator[Request], progress: Callable[[], None]) -> None:
+        """Each request comes when the one before has ended."""
+        for request in requests:
+            self._free_at_computing_all = self._time.now
+            self._arrive(request)
+            await loop.serve(request)
+            progress()
+
+    async def as_they_came(self, requests: Iterator[Request]) -> None:
+        """Requests come at the times of the trace, made not to go back, and wait for a `worker`."""
+        first: float | None = None
+        for request in requests:
+            if request.arrived is None:
+                raise ConfigError("the trace says no times", "--arrivals")
+            first = request.arrived if first is None else first
+            await self._time.sleep(request.arrived - first - self._time.now)
+            self._arrive(request)
+            self._waiting.append(request)
+            self._came.notify_all()
+        self._all_came = True
+        self._came.notify_all()
+
+    async def worker(self, loop: ReplayLoop, progress: Callable[[], None]) -> None:
+        """Serve one request at a time until no more will come."""
+        while self._waiting or not self._all_came:
+            if not self._waiting:
+                await self._came.wait()
+                continue
+            await loop.serve(self._waiting.popleft())
+            progress()
+
 
 NO_FLOW_CONTROL = 1 << 62
 """Blocks that may be on their way to lower tiers where nothing waits for them."""
@@ -65,7 +141,7 @@ class _NoContent:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Simulated:
-    """What one variant of a stack did."""
+    """Figures of one variant of a stack."""
 
     changes: Changes
     counts: Counts
@@ -134,7 +210,7 @@ class Simulation:
     def _run(
         self, changes: Changes, planned: tuple[StackConfig, Geometry], progress: Callable[[], None], share: int
     ) -> Simulated:
-        """One variant; with a `share` it is watched, with one part in so many of a timeline's samples and requests."""
+        """Run a variant. With a `share` it is watched, with one part in that many of a timeline's samples."""
         started, virtual, (config, geometry) = time.perf_counter(), VirtualTime(), planned
         timeline = None
         if share:
@@ -224,7 +300,7 @@ def make_stack(config: StackConfig, geometry: Geometry, calibration: Calibration
 
 
 def _opened(tier: LoadStore, geometry: Geometry) -> Opened:
-    """What the tier would offer, empty, as its dry run says; of a CPU tier its budget in rows."""
+    """Facts of the tier as if it were open and empty, by its dry run; of a CPU tier its budget in rows."""
     plan, problems = plan_tier(tier, geometry, geometry.alignment, probe=False, at=tier.options.label)
     for problem in problems:
         raise problem

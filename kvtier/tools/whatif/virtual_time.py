@@ -1,6 +1,6 @@
 """Virtual time: callbacks in the order of their times, and coroutines that wait for them. No clock, no threads.
 
-Everything is deterministic: what is due at the same time runs in the order in which it was asked for.
+Everything is deterministic: what is due at the same time runs in the order of the calls that scheduled it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Waiting:
             self._time.call_at(self._time.now, partial(self._time.step, coroutine))
 
     def add(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """One more that waits."""
+        """Have a coroutine wait too."""
         self._waiting.append(coroutine)
 
     def __await__(self) -> Generator[Waiting, None, None]:
