@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier.control.tiers.owned_tier import OwnedTier
-from kvtier.engines.engine_memory.block_leases import BlockLeases
+from kvtier.engines.engine_memory.plane import BlockLeases
 from kvtier.tier.contract import SlotSpace
 from kvtier.types.keys import OffloadKey, make_key
 

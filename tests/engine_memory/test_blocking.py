@@ -18,10 +18,10 @@ import pytest
 from support_valkey import valkey_server
 
 from kvtier.engines.engine_memory import tier as module
-from kvtier.engines.engine_memory.blocking import BlockingTier
 from kvtier.engines.engine_memory.memory import PagedMemory
 from kvtier.engines.engine_memory.options import EngineMemoryOptions, engine_part, read_options
 from kvtier.engines.engine_memory.plane import EngineMemoryPlane
+from kvtier.engines.engine_memory.tier import BlockingTier
 from kvtier.errors import ConfigError
 from kvtier.stack.watching.stats_socket import stats_from_json
 from kvtier.tier.contract import LookupResult

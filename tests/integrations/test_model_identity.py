@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.engines.engine_memory.options import read_options
-from kvtier.engines.model_identity import IdentifiedOptions
+from kvtier.engines.engine_memory.options import IdentifiedOptions, read_options
 from kvtier.errors import ConfigError
 
 

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support_lmcache import object_key
 
-from kvtier.engines.lmcache.object_index import ObjectIndex
-from kvtier.engines.lmcache.objects import PieceSizes, object_digest, object_of, piece_keys, prefix_order
+from kvtier.engines.lmcache.objects import ObjectIndex, PieceSizes, object_digest, object_of, piece_keys, prefix_order
 from kvtier.types.keys import OffloadKey, key_group, make_key
 
 pytestmark = [pytest.mark.lmcache, pytest.mark.filterwarnings("ignore")]  # what LMCache warns of is not ours

@@ -15,9 +15,9 @@ from support_arguments import Call, some_job, some_keys, wrong_calls
 from support_protections_calls import without_checked_calls
 from support_stack import PLAIN, Engine, fs, parts_of, run_jobs, shared_fs, stack_file, whole
 
-from kvtier.engines.engine_memory.blocking import BlockingTier
 from kvtier.engines.engine_memory.memory import PagedMemory
 from kvtier.engines.engine_memory.options import EngineMemoryOptions, read_options
+from kvtier.engines.engine_memory.tier import BlockingTier
 from kvtier.engines.engine_memory.transfers import EngineTransfer
 from kvtier.errors import KVTierError, UsageError
 from kvtier.stack import EngineStack, TierStack

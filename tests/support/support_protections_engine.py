@@ -17,8 +17,7 @@ def without_shares(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def without_the_question_for_continuation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hits are offered whatever the attention does with a prefix."""
-    from kvtier.engines.vllm import settings
-    from kvtier.engines.vllm.secondary import tier
+    from kvtier.engines.vllm import secondary, settings
 
-    for module in (settings, tier):
+    for module in (settings, secondary):
         monkeypatch.setattr(module, "continues_after_prefix", lambda config: True)

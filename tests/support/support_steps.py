@@ -21,9 +21,9 @@ import numpy as np
 from support_stack import JUNK, PLAIN, Engine, fs, keys, parts_of, stack_file, whole
 from support_stack_tiers import LOAD, STORE
 
-from kvtier.engines.engine_memory.blocking import BlockingTier
 from kvtier.engines.engine_memory.memory import PagedMemory
 from kvtier.engines.engine_memory.options import EngineMemoryOptions, read_options
+from kvtier.engines.engine_memory.tier import BlockingTier
 from kvtier.errors import IntegrityError
 from kvtier.stack import EngineStack, TierStack
 from kvtier.stack.dispatcher import Dispatcher
@@ -348,7 +348,6 @@ class MemoryFace(Face):
     packages = (
         "kvtier.engines.engine_memory.plane",
         "kvtier.engines.engine_memory.transfers",
-        "kvtier.engines.engine_memory.block_leases",
         "kvtier.control.tiers",
         "kvtier.policy",
     )

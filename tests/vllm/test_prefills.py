@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtier.engines.vllm.primary.prefills import Prefills
-from kvtier.engines.vllm.primary.served_requests import ServedRequest
+from kvtier.engines.vllm.primary.served_requests import Prefills, ServedRequest
 
 pytestmark = pytest.mark.engine
 

@@ -1,4 +1,4 @@
-"""Where an engine's blocks are in its memory: as pages of arrays, or at addresses of an arena."""
+"""Places of an engine's blocks in its memory: pages of arrays, or addresses in an arena."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class EngineMemory(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Where pieces of equal length are in every page: piece i of page p begins at
+    """Pieces of equal length in every page: piece i of page p begins at
     `address + i * piece_stride + p * page_stride` and has `length` bytes."""
 
     address: int
@@ -112,7 +112,7 @@ class PagedMemory(EngineMemory):
 
 
 class ArenaMemory(EngineMemory):
-    """One stretch of memory in which the engine puts blocks as it likes: a place is what `place` makes of an offset.
+    """A stretch of memory in which the engine puts blocks as it likes. `place` makes a place of an offset.
 
     A block may be shorter than those of its group are in the tier. Then zeros are stored behind it, and a load leaves
     alone what lies behind it here. `num_blocks` is how many of the largest blocks there are at most.

@@ -64,8 +64,8 @@ class NotifyingTier(EngineMemoryTier):
         self.thread.call_soon(self._tick)
 
     def find(self, keys: Sequence[OffloadKey], seconds: float, tell: Callable[[list[bool]], None]) -> None:
-        """Whether each key of a prompt, given in prefix order, is here. What a shared tier does not answer for in time
-        is not here."""
+        """Look up each key of a prompt, given in prefix order. What a shared tier does not answer for in time is not
+        here."""
         self._check(keys)
         check_timeout(seconds)
         search = _Search(keys, time.monotonic() + seconds, tell)
@@ -160,7 +160,7 @@ class NotifyingTier(EngineMemoryTier):
         search.found = self.plane.find(search.keys, time.monotonic())
 
     def close(self) -> None:
-        """As `EngineMemoryTier.close`; every call has been answered when it returns."""
+        """Close as `EngineMemoryTier` does; every call has been answered when it returns."""
         super().close()
         self._tell()
 

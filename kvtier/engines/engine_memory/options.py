@@ -1,14 +1,17 @@
-"""Options of a tier below another engine's memory, beside those of its backend."""
+"""Options of a tier below another engine's memory, beside those of its backend, and the identity of a model in them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import Field, create_model
 
 from kvtier.config.load import validate
+from kvtier.engines.digests import WEIGHTS, ContentDigests
+from kvtier.engines.engine_release import EngineRelease
 from kvtier.errors import ConfigError
 from kvtier.options import ByteSize, FitsEngine, LowerTierOptions, Seconds, share_of
 from kvtier.tier.registry import discover
@@ -20,7 +23,7 @@ SAYS_NO_USES = "the engine does not say which of its blocks were used again; lea
 
 
 class EngineMemoryOptions(LowerTierOptions):
-    """How blocks are staged between the engine's memory and the tier, and how long things may take."""
+    """Options of a tier below an engine: bounds of what passes between both, and of the time that it may take."""
 
     inflight_bytes: ByteSize = Field(
         default=128 << 20, description="memory that blocks in flight pass through, one half for each direction"
@@ -81,4 +84,70 @@ def read_options(own: type[OptionsT], backend: str, keys: Mapping[str, Any], at:
     if isinstance(options, FitsEngine):
         fitted: Any = options
         options = fitted.for_engine(RESTART_SECONDS)
+    return options
+
+
+MODEL_FILES = (*WEIGHTS, "*.json", "*.py", "*.mvn")
+"""Weights; configuration, processors and index; code of the model's own; means and variances of sound."""
+SUBFOLDERS = ("audio_tokenizer", "adapters/*", "whisper-large-v3")
+"""Folders in which models keep weights that the engine loads beside those: MiMo-Audio, Jina embeddings, Kimi-Audio."""
+REQUIRED = (
+    "is required, because {engine} shows a storage backend no weights: name the weights, their quantisation, rope "
+    "scaling, attention backend and code that is not the engine's, and change it when one of them changes; or write "
+    "model_folder, the folder of the weights"
+)
+
+
+class IdentifiedOptions(EngineMemoryOptions):
+    """The keys of every integration whose engine does not say which weights computed its blocks."""
+
+    namespace: str = Field(
+        default="",
+        max_length=256,
+        description="names all that decides the bytes and that the engine does not tell: weights and their "
+        "quantisation, rope scaling, attention backend; stores with different tags never share a block",
+    )
+    model_folder: str = Field(
+        default="",
+        pattern=r"^(/.*)?$",
+        description="absolute path of the folder that the weights are loaded from: its contents are digested at the "
+        "start, and blocks of other contents are never shared",
+    )
+    allow_untested_engine: bool = Field(default=False, description="serve from an untested release of the engine")
+
+    def weights_digest(self, at: str) -> str:
+        """The digest of `model_folder`; empty without one. Takes as long as reading it, the first time.
+
+        Raises ConfigError for a folder without weights.
+        """
+        if not self.model_folder:
+            return ""
+        folder = Path(self.model_folder)
+        files = {file for pattern in MODEL_FILES for file in folder.glob(pattern)}
+        if not any(file.match(pattern) for file in files for pattern in WEIGHTS):
+            raise ConfigError(
+                f"{self.model_folder} has no files of weights ({', '.join(WEIGHTS)})", f"{at}.model_folder"
+            )
+        files |= {file for part in SUBFOLDERS for pattern in MODEL_FILES for file in folder.glob(f"{part}/{pattern}")}
+        named = [(str(file.relative_to(folder)), file) for file in sorted(files)]
+        return ContentDigests().content(named).digest
+
+
+IdentifiedT = TypeVar("IdentifiedT", bound=IdentifiedOptions)
+
+
+def read_identified(own: type[IdentifiedT], given: Mapping[str, Any], release: EngineRelease) -> IdentifiedT:
+    """The options that an operator gives to an engine. `type` is that of the tier, `fs` when absent.
+
+    Raises ConfigError with one line for each thing that is wrong, for weights that nothing identifies, and for a
+    release that was not tested.
+    """
+    keys, at = dict(given), release.options
+    backend = keys.pop("type", "fs")
+    if not isinstance(backend, str):
+        raise ConfigError("is the name of a type of tier, such as fs", f"{at}.type")
+    options = read_options(own, backend, keys, at)
+    if not options.namespace and not options.model_folder:
+        raise ConfigError(REQUIRED.format(engine=release.name), f"{at}.namespace")
+    release.require_tested(options.allow_untested_engine)
     return options

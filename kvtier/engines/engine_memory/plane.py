@@ -7,7 +7,7 @@ its own and decides what it stores below.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from kvtier.control.jobs import JobTable, PresenceQuery, Recipient, TierJob
 from kvtier.control.tiers.aged_tier import AgedTier
 from kvtier.control.tiers.breaker import BreakerState
 from kvtier.control.tiers.lower_tier import LowerTier
-from kvtier.engines.engine_memory.block_leases import BlockLeases
+from kvtier.control.tiers.tier_index import TierIndex
 from kvtier.engines.engine_memory.staging import CopyPermits
 from kvtier.engines.engine_memory.transfers import EngineTransfer, TransferPart
 from kvtier.errors import UsageError
@@ -33,6 +33,72 @@ from kvtier.types.jobs import (
     dropped,
 )
 from kvtier.types.keys import JobId, OffloadKey, key_group
+
+
+@dataclass(slots=True, eq=False)
+class _Lease:
+    key: OffloadKey
+    slots: Sequence[int]
+    until: float
+    ended: bool = False
+
+
+class BlockLeases:
+    """Pins in the slots of one tier: a leased block is not evicted. A shared tier evicts by itself, and has none.
+
+    A lease ends when it is released, or `seconds` after it was taken. There are at most `count_max`: a further one ends
+    the oldest.
+    """
+
+    def __init__(self, index: TierIndex, seconds: float, count_max: int) -> None:
+        self._index = index
+        self._seconds = seconds
+        self._count_max = count_max
+        self._in_order: deque[_Lease] = deque()
+        self._of_key: dict[OffloadKey, deque[_Lease]] = {}
+
+    def take(self, key: OffloadKey, now: float) -> None:
+        """Keep a block that is here."""
+        slots = self._index.slots((key,))
+        if not slots:
+            return
+        self.expire(now)
+        while len(self._in_order) >= self._count_max:
+            self._end(self._in_order.popleft())
+        self._index.pin(slots)
+        lease = _Lease(key, slots, now + self._seconds)
+        self._in_order.append(lease)
+        self._of_key.setdefault(key, deque()).append(lease)
+
+    def release(self, keys: Sequence[OffloadKey]) -> None:
+        """End the oldest lease of each of these keys, where there is one."""
+        for key in keys:
+            if key in self._of_key:
+                self._end(self._of_key[key][0])
+        while self._in_order and self._in_order[0].ended:
+            self._in_order.popleft()
+
+    def release_all(self) -> None:
+        """End every lease."""
+        for lease in self._in_order:
+            self._end(lease)
+        self._in_order.clear()
+
+    def expire(self, now: float) -> None:
+        """End the leases whose time has passed."""
+        while self._in_order and (self._in_order[0].ended or self._in_order[0].until <= now):
+            self._end(self._in_order.popleft())
+
+    def _end(self, lease: _Lease) -> None:
+        if lease.ended:
+            return
+        lease.ended = True
+        others = self._of_key[lease.key]
+        others.remove(lease)
+        if not others:
+            del self._of_key[lease.key]
+        self._index.unpin(lease.slots)
+
 
 LOADS, STORES = 0, 1
 """Positions of the two queues: loads never wait behind stores for staging rows."""
@@ -103,8 +169,7 @@ class EngineMemoryPlane(Recipient):
         return LookupResult.HIT
 
     def find(self, keys: Sequence[OffloadKey], now: float) -> list[bool | None]:
-        """Whether each key of a prompt, given in prefix order, is here; None while a lookup in a shared tier is in
-        flight."""
+        """Presence of each key of a prompt, in prefix order; None while a lookup in a shared tier is in flight."""
         lower = self.lower
         if not lower.may_load(now):
             return [False] * len(keys)
@@ -121,7 +186,7 @@ class EngineMemoryPlane(Recipient):
                 self._leases.take(key, now)
 
     def release(self, keys: Sequence[OffloadKey]) -> None:
-        """One lease of each of these keys has served its purpose."""
+        """End a lease of each of these keys."""
         self._leases.release(keys)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:

@@ -23,7 +23,6 @@ from kvtier.engines.engine_memory.memory import Bytes, EngineMemory
 from kvtier.errors import IntegrityError
 from kvtier.tier.checksum import checksum
 from kvtier.tier.contract import AnswersLookups, LoadStore, LookupResult, Opened, TierContext
-from kvtier.types.arrays import IntArray
 from kvtier.types.geometry import Geometry
 from kvtier.types.jobs import CANCELLED, JobResult, RowGroup, TransferJob
 from kvtier.types.keys import GroupIndex, JobId, OffloadKey
@@ -69,7 +68,7 @@ CopyPermits = dict[JobId, CopyPermit]
 
 
 class Frames:
-    """How blocks of a geometry lie in frames, in each of which is room for a block of the largest group.
+    """Frames for the blocks of a geometry, each with room for a block of the largest group.
 
     A job has frames of its own, and as many blocks of a group in each as fit. A block takes as many rows as it needs,
     one behind the other, and is named by the first. `blocks[g]` blocks of group g fit into one.
@@ -88,11 +87,11 @@ class Frames:
         return sum(map(self.needed, job.row_groups)) * self.num_bytes
 
     def needed(self, group: RowGroup) -> int:
-        """How many frames the blocks of a group take."""
+        """The number of frames that the blocks of a group take."""
         return -(-len(group.keys) // self.blocks[group.group])
 
     def rows(self, group: int, frames: Iterable[int]) -> Iterator[int]:
-        """Where blocks of a group begin in these frames."""
+        """Rows at which blocks of a group begin in these frames."""
         step = self._block_rows[group]
         for frame in frames:
             first = frame * self.num_rows
@@ -154,20 +153,6 @@ class StagingRows:
     def set_checksum(self, row: int, digest: bytes) -> None:
         self._checksums[row] = digest
 
-    def stamp(self, worker: int, rows: IntArray, generations: IntArray) -> None:
-        """No worker writes here."""
-
-    def stamped(self, rows: IntArray, generations: IntArray) -> npt.NDArray[np.bool_]:
-        """No worker writes here, so every row counts as stamped; its checksum is verified instead."""
-        return np.ones(len(rows), dtype=np.bool_)
-
-    def end_use(self, worker: int, rows: IntArray) -> None:
-        """No worker uses these rows."""
-
-    def uses_ended(self, worker: int, rows: IntArray) -> IntArray:
-        """No worker uses these rows."""
-        return np.zeros(len(rows), dtype=np.int64)
-
 
 class StagedTier(LoadStore):
     """A backend behind staging rows: its jobs name places in the engine's memory, the backend sees rows of its context.
@@ -193,7 +178,7 @@ class StagedTier(LoadStore):
         return await self.backend.open(context)
 
     async def lookup(self, keys: Sequence[OffloadKey]) -> Sequence[LookupResult]:
-        """What a shared tier answers."""
+        """The answers of a shared tier."""
         assert isinstance(self.backend, AnswersLookups)
         return await self.backend.lookup(keys)
 

@@ -16,7 +16,7 @@ from kvtier.types.keys import OffloadKey
 
 @dataclass(slots=True, eq=False)
 class EngineTransfer:
-    """One job of the engine: block i is `keys[i]` at the place `places[i]` of its memory, in prefix order, root first.
+    """A job of the engine: block i is `keys[i]` at the place `places[i]` of its memory, in prefix order, root first.
 
     `ended`: nothing touches the engine's memory for it any more. `answered`: some of it has come back from the tier in
     time. `parts` are those in flight; `slots[i]` is the slot of block i in an owned tier.
@@ -58,7 +58,7 @@ class EngineTransfer:
 
     @property
     def outcomes(self) -> list[BlockOutcome]:
-        """What became of each block, in the order of `keys`; once it has ended."""
+        """The outcome of each block, in the order of `keys`; once the job has ended."""
         return [self._outcomes[block] for block in range(len(self.keys))]
 
     @property
@@ -73,7 +73,7 @@ class EngineTransfer:
 
 
 class TransferPart(LowerTransfer):
-    """One job of the tier: some blocks of an engine's job.
+    """A job of the tier: some blocks of an engine's job.
 
     `members` are positions in the engine's job in the order in which the blocks age. `permit` is needed to touch the
     engine's memory. `answered`: it came back from the tier. `current` until a reset: then what is found out is not

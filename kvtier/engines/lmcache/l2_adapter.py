@@ -17,21 +17,61 @@ from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.platform import create_event_notifier
+from pydantic import Field, field_validator
 
 from kvtier.engines.engine_memory.memory import ArenaMemory
 from kvtier.engines.engine_memory.notifying import Changes, NotifyingTier
+from kvtier.engines.engine_memory.options import IdentifiedOptions, read_identified
 from kvtier.engines.engine_memory.transfers import EngineTransfer
 from kvtier.engines.lmcache.compat import RELEASE
-from kvtier.engines.lmcache.object_index import Named, ObjectIndex
-from kvtier.engines.lmcache.objects import PieceSizes, absent_key, object_digest, piece_keys, prefix_order, total_bytes
-from kvtier.engines.lmcache.options import AT, PIECE_SIZES, L2Options, l2_options
+from kvtier.engines.lmcache.objects import (
+    Named,
+    ObjectIndex,
+    PieceSizes,
+    absent_key,
+    object_digest,
+    piece_keys,
+    prefix_order,
+    total_bytes,
+)
 from kvtier.errors import ConfigError, UsageError
-from kvtier.options import SharedTierOptions
+from kvtier.options import ByteSize, Seconds, SharedTierOptions
 from kvtier.stack import StackStats
 from kvtier.types.geometry import GroupKind, GroupLayout, KVLayout
 from kvtier.types.jobs import JobKind
 from kvtier.types.keys import OffloadKey
 from kvtier.types.namespace import Namespace
+
+PIECE_SIZES = 4
+"""Pieces of an object have so many sizes, each half of the one before."""
+PAGE_BYTES = 4096
+
+
+class L2Options(IdentifiedOptions):
+    """The keys of `adapter_params` beside those of the tier."""
+
+    piece_bytes: ByteSize = Field(
+        default=1 << 20,
+        ge=64 << 10,
+        le=64 << 20,
+        description="an object is kept in pieces of this size, and its end in pieces of a half, a quarter and an "
+        "eighth of it; a multiple of 32 KiB",
+    )
+    job_timeout_seconds: Seconds = Field(
+        default=10.0, description="after this what has not been loaded is a miss, and what has not been stored is not"
+    )
+    lookup_timeout_seconds: Seconds = Field(
+        default=1.0, description="how long a lookup waits for a tier that hosts share"
+    )
+
+    @field_validator("piece_bytes")
+    @classmethod
+    def _check_pieces(cls, value: int) -> int:
+        smallest = PAGE_BYTES << (PIECE_SIZES - 1)
+        if value % smallest:
+            raise ValueError(f"must be a multiple of {smallest >> 10} KiB")
+        return value
+
 
 NO_ARENA = "LMCache names no L1 memory in which objects are; kvtier needs an L1 of one stretch of host memory"
 _log = logging.getLogger(__name__)
@@ -56,10 +96,9 @@ class KVTierL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     def __init__(self, adapter_params: Mapping[str, Any], l1_memory_desc: L1MemoryDesc | None = None) -> None:
         """Open the tier. Raises ConfigError, ResourceError or GeometryError, and nothing is left behind then."""
-        options = l2_options(adapter_params)
-        RELEASE.require_tested(options.allow_untested_engine)
+        options = read_identified(L2Options, adapter_params, RELEASE)
         if l1_memory_desc is None or not l1_memory_desc.ptr:
-            raise ConfigError(NO_ARENA, AT)
+            raise ConfigError(NO_ARENA, RELEASE.options)
         self._options = options
         self._shared_tier = isinstance(options, SharedTierOptions)
         super().__init__(max_capacity_bytes=0 if self._shared_tier else options.capacity_bytes or 0)
@@ -379,7 +418,7 @@ def namespace_of(options: L2Options, sizes: PieceSizes) -> Namespace:
     ]
     return Namespace(
         layout=KVLayout(groups),
-        weights=options.weights_digest(AT),
+        weights=options.weights_digest(RELEASE.options),
         hash_algorithm="lmcache object key",
         tag=options.namespace,
         extra={"engine": f"lmcache {RELEASE.version}"},

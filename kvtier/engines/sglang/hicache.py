@@ -21,11 +21,10 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
-from kvtier.engines.engine_memory.blocking import BlockingTier
 from kvtier.engines.engine_memory.memory import PagedMemory
+from kvtier.engines.engine_memory.tier import BlockingTier
 from kvtier.engines.sglang.compat import RELEASE
-from kvtier.engines.sglang.identity import MAIN_POOL, namespace_of, rank_options
-from kvtier.engines.sglang.options import AT, hicache_options
+from kvtier.engines.sglang.options import MAIN_POOL, hicache_options, namespace_of, rank_options
 from kvtier.engines.sglang.pools import HostPool
 from kvtier.errors import ConfigError, UsageError
 from kvtier.planner.prefix import Presence, usable_prefixes, window_start
@@ -53,9 +52,8 @@ class KVTierHiCache(HiCacheStorage):  # type: ignore[misc]
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
         """Check the configuration. Raises ConfigError with one line for each thing that is wrong; opens nothing."""
         options = hicache_options(storage_config.extra_config)
-        RELEASE.require_tested(options.allow_untested_engine)
         if storage_config.should_split_heads:
-            raise ConfigError("pages of split heads are not served", f"{AT}.tp_lcm_size")
+            raise ConfigError("pages of split heads are not served", f"{RELEASE.options}.tp_lcm_size")
         self._config = storage_config
         self._options = rank_options(storage_config, options)
         self._tier: BlockingTier | None = None

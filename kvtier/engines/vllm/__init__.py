@@ -8,6 +8,6 @@ from kvtier.engines.vllm.compat import require_supported
 require_supported()
 
 from kvtier.engines.vllm.primary.spec import KVTierSpec  # noqa: E402
-from kvtier.engines.vllm.secondary.tier import KVTierFs, KVTierSharedFs  # noqa: E402
+from kvtier.engines.vllm.secondary import KVTierFs, KVTierSharedFs  # noqa: E402
 
 __all__ = ["KVTierFs", "KVTierSharedFs", "KVTierSpec"]

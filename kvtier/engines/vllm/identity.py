@@ -23,9 +23,9 @@ from vllm.config.vllm import get_current_vllm_config_or_none
 from kvtier.engines.digests import Confirmation, ContentDigests, FilesChanged
 from kvtier.engines.fingerprint import computed_state, computing_modules
 from kvtier.engines.vllm.compat import LOGGER
+from kvtier.engines.vllm.engine_config import attention_layers
 from kvtier.engines.vllm.engine_settings import settings_files, settings_of
 from kvtier.engines.vllm.model_code import ModelCode
-from kvtier.engines.vllm.model_modules import attention_layers
 from kvtier.engines.vllm.weight_files import WeightFiles, moved_references, started_at, weight_files
 from kvtier.errors import ConfigError, ResourceError
 from kvtier.types.dtypes import canonical_dtype

@@ -8,6 +8,7 @@ import yaml
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvtier.config import StackConfig, load_stack, parse_stack
+from kvtier.engines.engine_memory.options import RESTART_SECONDS
 from kvtier.engines.engine_release import UNTESTED_KEY
 from kvtier.engines.vllm.compat import engine_version, expedites_loads
 from kvtier.engines.vllm.engine_config import continues_after_prefix, engine_config, engine_share
@@ -36,8 +37,6 @@ KEYS = frozenset(
 """The keys of `kv_connector_extra_config`: `stack`, the consent to a release, and those that vLLM itself reads."""
 CLOSE_SECONDS = 3.0
 """vLLM gives a process five seconds to end; a stack file may set less."""
-RESTART_SECONDS = 30.0
-"""How long opening waits for folders that the engine before, which is ending, still owns."""
 
 
 class GroupIds:

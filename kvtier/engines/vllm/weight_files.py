@@ -19,9 +19,8 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from torch import nn
 from vllm.config import VllmConfig
 
-from kvtier.engines.digests import ContentDigests, FilesChanged, FilesContent
+from kvtier.engines.digests import WEIGHTS, ContentDigests, FilesChanged, FilesContent
 
-PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 FROM_FILES = ("auto", "hf", "safetensors", "pt", "gguf", "npcache", "mistral", "bitsandbytes", "sharded_state")
 """The `load_format`s that read files of a folder, and nothing else."""
 READ_BY_MODELS = ("audio_tokenizer", "adapters/*")
@@ -35,7 +34,7 @@ class FileSource:
 
     name: str
     place: str
-    patterns: tuple[str, ...] = PATTERNS
+    patterns: tuple[str, ...] = WEIGHTS
 
     def files(self) -> dict[str, Path]:
         """The files that are there, by names that do not depend on where the place is."""
@@ -133,7 +132,7 @@ def weight_files(config: VllmConfig, built: Sequence[nn.Module] = ()) -> WeightF
         place = find_place(given.model_or_path, given.revision, download_dir)
         if not place:
             return None
-        patterns = tuple(given.allow_patterns_overrides or (*PATTERNS, "config.json"))
+        patterns = tuple(given.allow_patterns_overrides or (*WEIGHTS, "config.json"))
         name = f"{number} {given.prefix}{given.subfolder or ''}"
         more.append(FileSource(name, str(Path(place, given.subfolder or "")), patterns))
     loaded = {path for source in main for path in source.paths}
@@ -147,7 +146,7 @@ def secondary_sources(built: Sequence[nn.Module]) -> list[Any]:
 
 
 def _inside(folder: str) -> tuple[str, ...]:
-    return tuple(f"{folder}/{pattern}" for pattern in (*PATTERNS, "*config.json"))
+    return tuple(f"{folder}/{pattern}" for pattern in (*WEIGHTS, "*config.json"))
 
 
 def find_place(model: str, revision: str | None, download_dir: str | None) -> str:
@@ -183,7 +182,7 @@ def _may_have_moved(place: Path, commits: set[str], started: int) -> bool:
 
 def _differ(one: Path, other: Path) -> bool:
     """True if a file of both snapshots that vLLM may read has another content in each."""
-    names = {file.relative_to(one) for pattern in (*PATTERNS, "*.json", "*.py") for file in one.glob(pattern)}
+    names = {file.relative_to(one) for pattern in (*WEIGHTS, "*.json", "*.py") for file in one.glob(pattern)}
     return any((other / name).exists() and (other / name).resolve() != (one / name).resolve() for name in names)
 
 

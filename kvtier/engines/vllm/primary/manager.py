@@ -37,15 +37,16 @@ from kvtier.engines.vllm.identity import measure, refine
 from kvtier.engines.vllm.metrics import Meter
 from kvtier.engines.vllm.primary.inflight_copies import InflightCopies
 from kvtier.engines.vllm.primary.model_weights import EngineWeights, Verdict
-from kvtier.engines.vllm.primary.prefills import Prefills
 from kvtier.engines.vllm.primary.request_hints import RequestHints, request_info
-from kvtier.engines.vllm.primary.request_state import RequestState, reserved_answer
 from kvtier.engines.vllm.primary.router_events import RouterEvents
 from kvtier.engines.vllm.primary.served_requests import (
+    Prefills,
+    RequestState,
     ServedRequest,
     hashes_per_block,
     known_keys,
     requests_in_contexts,
+    reserved_answer,
 )
 from kvtier.engines.vllm.primary.wire import RowsSpec, rows_spec
 from kvtier.engines.vllm.settings import EnginePlan, GroupIds

@@ -1,4 +1,5 @@
-"""vLLM's own request behind the context that its managers are given: its lengths and the hashes of its blocks.
+"""Requests of vLLM: its own request behind the context that its managers are given, with its lengths and the hashes of
+its blocks; the time of its prefill; and the manager's state while vLLM scans its keys.
 
 vLLM makes the context of a request in one function. `requests_in_contexts` has that function leave the request in the
 context's own scratch space, where it lives as long as the context does.
@@ -7,15 +8,17 @@ context's own scratch space, where it lives as long as the context does.
 import importlib
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from kvtier.types.keys import OffloadKey
+from kvtier.control.reservations import KeyState, Reservation
+from kvtier.tier.contract import LookupResult
+from kvtier.types.keys import OffloadKey, key_group
 
 _MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler"
 _FUNCTION = "_create_req_context"
@@ -78,3 +81,111 @@ class _WithRequest:
         context = self._theirs(request)
         context.set_state(ServedRequest(request, time.monotonic()))
         return context
+
+
+@dataclass(slots=True)
+class _Prefill:
+    """A request that has no token yet: what it computes, and since when; None until it is scheduled."""
+
+    served: ServedRequest
+    tokens: int = 0
+    begun: float | None = None
+
+
+class Prefills:
+    """Tells `computed` of each prompt: its tokens that came from no cache, and the times of its begin and its end."""
+
+    def __init__(self, computed: Callable[[int, float, float], None]) -> None:
+        self._computed = computed
+        self._open: dict[str, _Prefill] = {}
+
+    def arrived(self, request_id: str, served: ServedRequest | None) -> None:
+        """A request has come."""
+        if served is not None:
+            self._open[request_id] = _Prefill(served)
+
+    def step(self, new: Collection[str], preempted: Collection[str]) -> None:
+        """A step was scheduled, in which new requests begin; those preempted count no more."""
+        for request_id in preempted:
+            self._open.pop(request_id, None)
+        for request_id in list(self._open):
+            if self._open[request_id].served.request.num_output_tokens:
+                self.ended(request_id)
+        now = time.monotonic()
+        for request_id in new:
+            if (prefill := self._open.get(request_id)) is not None:
+                request = prefill.served.request
+                prefill.tokens = request.num_prompt_tokens - request.num_computed_tokens
+                prefill.begun = now
+
+    def ended(self, request_id: str) -> None:
+        """A request has its first token, or has ended without."""
+        prefill = self._open.pop(request_id, None)
+        if prefill is not None and prefill.begun is not None and prefill.served.request.num_output_tokens:
+            self._computed(prefill.tokens, prefill.begun, time.monotonic())
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """The lookups of one request. `keys` are those found in this step's scans, in lookup order.
+
+    `deferred`: one of them was not a hit. `unknown` are those that no tier could answer for in this step, `chain` those
+    that are asked for until all are known. `computes`: what is not in a row is computed, which is sooner than a load.
+    `announced` is how many of its keys the stack was given, None before the first.
+    `from_below` are the keys that were not in a row at their first lookup: vLLM reports them as disk hits. `pending`
+    are those that were answered with HIT_PENDING.
+    """
+
+    keys: dict[OffloadKey, None] = field(default_factory=dict)
+    unknown: dict[OffloadKey, None] = field(default_factory=dict)
+    chain: dict[OffloadKey, None] = field(default_factory=dict)
+    deferred: bool = False
+    computes: bool = False
+    refused_since: float | None = None
+    from_below: set[OffloadKey] = field(default_factory=set)
+    pending: set[OffloadKey] = field(default_factory=set)
+    announced: int | None = None
+    _last: dict[int, int] = field(default_factory=dict)
+
+    def found(self, key: OffloadKey, result: LookupResult) -> None:
+        """Record an answer that is not a miss."""
+        if result is LookupResult.HIT:
+            self.keys[key] = None
+            return
+        self.deferred = True
+        if result is LookupResult.RETRY:
+            self.unknown[key] = None
+        elif result is LookupResult.HIT_PENDING:
+            self.from_below.add(key)
+            self.pending.add(key)
+            if not self.unknown:  # what is behind a key that turns out to be absent is of no use
+                self.keys[key] = None
+
+    def waiting(self, key: OffloadKey, position: int | None) -> LookupResult:
+        """The O(1) answer while the request's reservation is not served.
+
+        A prefix scan ends at a miss after its first pending key; a window scan goes from right to left and ends once
+        its window is full, so there every key is pending.
+        """
+        group = key_group(key)
+        last = self._last.get(group)
+        self._last[group] = 0 if position is None else position
+        if last is None or position is None or position < last:
+            self.pending.add(key)
+            return LookupResult.HIT_PENDING
+        return LookupResult.MISS
+
+    def end_step(self) -> None:
+        """The scans of this step are over."""
+        self.unknown = {}
+        self.keys.clear()
+        self._last.clear()
+        self.deferred = False
+
+
+def reserved_answer(reservation: Reservation, key: OffloadKey) -> LookupResult | None:
+    """The answer of a served reservation for a key; None if the key is not part of it."""
+    index = reservation.index.get(key)
+    if index is None:
+        return None
+    return LookupResult.HIT if reservation.state[index] is KeyState.LEASED else LookupResult.MISS

@@ -17,8 +17,8 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec as VLLMBlocks
 from kvtier.aio.loop_thread import LoopThread
 from kvtier.config import build_tiers
 from kvtier.engines.vllm.compat import LOGGER
+from kvtier.engines.vllm.engine_config import root_modules
 from kvtier.engines.vllm.identity import worker_note
-from kvtier.engines.vllm.model_modules import root_modules
 from kvtier.engines.vllm.primary.model_weights import WorkerWeights
 from kvtier.engines.vllm.primary.wire import RowsSpec, copy_job
 from kvtier.engines.vllm.settings import EnginePlan, worker_layout

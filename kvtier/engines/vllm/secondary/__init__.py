@@ -1,1 +1,0 @@
-"""`KVTierFs`: a disk tier below vLLM's own CPU tier."""
