@@ -8,11 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvtier.testing.conformance.base import ConformanceBase, make_keys
-from kvtier.testing.conformance.blocks import BlockTests
-from kvtier.testing.conformance.failures import FailureTests
-from kvtier.testing.conformance.lifecycle import LifecycleTests
+from kvtier.testing.conformance.blocks import BlockTests, FailureTests
+from kvtier.testing.conformance.lifecycle import LifecycleTests, RecoveryTests
 from kvtier.testing.conformance.machine import run_machine
-from kvtier.testing.conformance.recovery import RecoveryTests
 
 
 class LoadStoreTests(LifecycleTests, BlockTests, FailureTests, RecoveryTests):

@@ -15,10 +15,13 @@ from kvtier.testing.driver import Driver
 from kvtier.testing.rows import TestRows
 from kvtier.tier.contract import AnswersLookups, LoadStore, ProbesAlignment, TierContext
 from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
+from kvtier.types.jobs import BlockStatus
 from kvtier.types.keys import OffloadKey, make_key
 from kvtier.types.namespace import Namespace
 
 PLACE = "tier"
+REFUSED = (BlockStatus.MISSING, BlockStatus.CORRUPT, BlockStatus.FAILED)
+"""Outcomes of a load that found no right bytes."""
 
 
 def make_keys(count: int, group: int = 0, start: int = 0) -> list[OffloadKey]:

@@ -14,17 +14,16 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from kvtier.testing.conformance.base import ConformanceBase, make_keys
+from kvtier.testing.conformance.base import REFUSED, ConformanceBase, make_keys
 from kvtier.testing.driver import Driver
 from kvtier.testing.trace import leaving_no_trace, turns
 from kvtier.tier.contract import Resettable
-from kvtier.types.jobs import BlockStatus, JobKind, JobResult, TransferJob
+from kvtier.types.jobs import JobKind, JobResult, TransferJob
 from kvtier.types.keys import OffloadKey
 
 T = TypeVar("T")
 
 KEYS_OF_GROUP = 12
-MISSES = (BlockStatus.MISSING, BlockStatus.CORRUPT, BlockStatus.FAILED)
 BLOCKS = st.lists(st.tuples(st.integers(0, 7), st.integers(0, KEYS_OF_GROUP - 1)), min_size=1, max_size=8, unique=True)
 TURNS = st.integers(0, 12)
 
@@ -75,7 +74,7 @@ class TierMachine(RuleBasedStateMachine):
         """The bytes were checked by the driver; what the dict holds for sure must be a hit in an owned tier."""
         for key, outcome in outcomes.items():
             certain = self.driver.owned and key in self.driver.directory and key not in self._doubtful
-            assert outcome.ok or outcome.status in MISSES, f"a load was {outcome.status}"
+            assert outcome.ok or outcome.status in REFUSED, f"a load was {outcome.status}"
             assert outcome.ok or not certain, f"key {key.hex()} was stored and is {outcome.status}"
 
     @rule(blocks=BLOCKS, others=BLOCKS)
