@@ -18,7 +18,7 @@ import click
 
 from benchmarks.options import JSON_FILE
 from kvtier.options import RecordOptions
-from kvtier.traces.recorder import Recorder
+from kvtier.traces.write import Recorder
 
 BATCH = 100
 

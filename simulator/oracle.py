@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvtier.control.plane.control_plane import ControlPlane
 from kvtier.control.tiers.slot_table import FILLING, QUARANTINED, READY
-from kvtier.testing.content import content
+from kvtier.testing.driver import content
 from kvtier.tier.contract import Rows
 from kvtier.types.keys import OffloadKey
 from simulator.loop import VirtualLoop

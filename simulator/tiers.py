@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from kvtier.options import PolicyName, TierOptions
-from kvtier.testing.rows import TestRows
+from kvtier.testing.driver import TestRows
 from kvtier.tier.checksum import checksum
 from kvtier.tier.contract import AnswersLookups, LoadStore, Opened, Resettable, SlotSpace, TierContext
 from kvtier.types.geometry import Geometry, KVLayout

@@ -18,7 +18,7 @@ import support_fs
 import xxhash
 
 from kvtier.errors import KVTierError
-from kvtier.testing.content import content
+from kvtier.testing.driver import content
 from kvtier.tier.contract import LookupResult, TierContext
 from kvtier.types.geometry import Geometry, KVLayout
 from kvtier.types.jobs import BlockOutcome, JobKind

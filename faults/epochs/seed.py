@@ -26,8 +26,8 @@ from kvtier.errors import KVTierError
 from kvtier.stack import assembly
 from kvtier.stack.assembly import StackParts, StackSettings
 from kvtier.stack.tier_stack import TierStack
+from kvtier.testing.driver import TestRows
 from kvtier.testing.memory import MemoryOptions
-from kvtier.testing.rows import TestRows
 from kvtier.tier import shared_epoch
 from kvtier.tier.checksum import checksum
 from kvtier.tier.contract import LoadStore, Opened, SlotSpace, TierContext

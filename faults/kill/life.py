@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from kvtier.testing.content import content
+from kvtier.testing.driver import content
 from kvtier.tier.checksum import checksum
 from kvtier.tier.contract import TierContext
 from kvtier.types.jobs import BlockOutcome, JobKind, JobResult, RowGroup, TransferJob

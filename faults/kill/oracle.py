@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvtier.testing.content import STEP, WORD_BYTES, Bytes, content
+from kvtier.testing.driver import STEP, WORD_BYTES, Bytes, content
 from kvtier.types.jobs import BlockStatus
 from kvtier.types.keys import OffloadKey, key_group
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from kvtier.testing.content import content
+from kvtier.testing.driver import content
 from kvtier.tier.contract import Opened, TierContext
 from kvtier.types.arrays import int_array
 from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     import torch
     from opentelemetry.trace import Tracer
 
-    from kvtier.traces.recorder import Recorder
+    from kvtier.traces.write import Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -395,7 +395,7 @@ def _recorder(parts: StackParts) -> Recorder | None:
     """A recorder that has begun, of requests in offloaded blocks of the first group."""
     if parts.record is None:
         return None
-    from kvtier.traces.recorder import Recorder
+    from kvtier.traces.write import Recorder
 
     recorder = Recorder(parts.record, parts.namespace.layout.tokens_per_offloaded_block(0))
     recorder.open()

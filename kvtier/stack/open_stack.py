@@ -15,7 +15,7 @@ from kvtier.tier.contract import FencesCopies, LoadStore
 from kvtier.types.geometry import Geometry
 
 if TYPE_CHECKING:
-    from kvtier.traces.recorder import Recorder
+    from kvtier.traces.write import Recorder
 
 
 class Served(Protocol):

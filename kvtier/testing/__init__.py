@@ -4,10 +4,9 @@ This package itself needs nothing beyond kvtier's own dependencies. `kvtier.test
 needs pytest and hypothesis (`pip install "kvtier[test]"`) and are imported by name.
 """
 
-from kvtier.testing.content import Owners, content
+from kvtier.testing.driver import Owners, TestRows, content
 from kvtier.testing.faults import NO_FAULTS, Fault, FaultKind, FaultPlan, FaultyBackend, NthJob, SeededFaults
 from kvtier.testing.memory import MemoryOptions, MemoryStorage, MemoryTier, SharedMemoryTier
-from kvtier.testing.rows import TestRows
 from kvtier.testing.tcp_proxy import ProxyFaults, StreamFaults, TcpProxy
 
 __all__ = [

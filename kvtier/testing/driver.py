@@ -1,20 +1,140 @@
-"""An open tier and a small stand-in for the control plane above it: it hands out rows, slots and generations."""
+"""An open tier and a small stand-in for the control plane above it: it hands out rows, slots and generations.
+
+The content of a block is a function of its full key and generation, so that a wrong byte names its owner: the sequence
+of 64-bit little-endian words `base + i * STEP` (modulo 2**64), with `base` the xxh3 hash of key and generation. Every
+word of a block found in the wrong place gives the base back, and with it the block it belongs to.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import mmap
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
+import xxhash
 
 from kvtier.errors import UsageError
-from kvtier.testing.content import Bytes, Owners, content
-from kvtier.testing.rows import TestRows
-from kvtier.tier.checksum import checksum
+from kvtier.tier.checksum import CHECKSUM_BYTES, checksum
 from kvtier.tier.contract import LoadStore, Opened, SlotSpace, TierContext
+from kvtier.types.arrays import IntArray
 from kvtier.types.geometry import Geometry
 from kvtier.types.jobs import BlockOutcome, BlockStatus, JobKind, JobResult, RegionFormat, RowGroup, TransferJob
 from kvtier.types.keys import JobId, OffloadKey, key_group
+
+
+class TestRows:
+    """A `Rows` in private memory: base page-aligned, rows one after another, zeros at first.
+
+    `row_bytes` that are a multiple of a tier's alignment make every row aligned to it, up to a page. Stamps and uses
+    are kept as the real region keeps them, for one process.
+    """
+
+    __test__ = False  # for pytest: no test class, whatever the name says
+
+    def __init__(self, num_rows: int, row_bytes: int, workers: int = 1) -> None:
+        if num_rows < 1 or row_bytes < 1 or workers < 1:
+            raise UsageError(f"rows need at least 1 row, byte and worker, got {num_rows}, {row_bytes} and {workers}")
+        self._memory = mmap.mmap(-1, num_rows * row_bytes)
+        self._view = np.frombuffer(self._memory, dtype=np.uint8).reshape(num_rows, row_bytes)
+        self._checksums = [bytes(CHECKSUM_BYTES)] * num_rows
+        self._stamps = np.zeros((workers, num_rows), dtype=np.int64)
+        self._uses = np.zeros((workers, num_rows), dtype=np.int64)
+
+    @property
+    def num_rows(self) -> int:
+        return int(self._view.shape[0])
+
+    @property
+    def row_bytes(self) -> int:
+        return int(self._view.shape[1])
+
+    @property
+    def view(self) -> npt.NDArray[np.uint8]:
+        return self._view
+
+    def stamp(self, worker: int, rows: IntArray, generations: IntArray) -> None:
+        """Record that the whole slice of worker `worker` in these rows holds these generations."""
+        self._stamps[worker, rows] = generations
+
+    def stamped(self, rows: IntArray, generations: IntArray) -> npt.NDArray[np.bool_]:
+        """For each row: True if every worker stamped it with that generation."""
+        agreed: npt.NDArray[np.bool_] = (self._stamps[:, rows] == generations).all(axis=0)
+        return agreed
+
+    def end_use(self, worker: int, rows: IntArray) -> None:
+        """Worker `worker` has ended one use of each of these rows."""
+        np.add.at(self._uses[worker], rows, 1)
+
+    def uses_ended(self, worker: int, rows: IntArray) -> IntArray:
+        """The number of uses of each row that a worker has ended so far, shape (rows,)."""
+        ended: IntArray = self._uses[worker, rows]
+        return ended
+
+    def checksum(self, row: int) -> bytes:
+        """The 16-byte checksum that was set for a row; zeros before that."""
+        return self._checksums[row]
+
+    def set_checksum(self, row: int, digest: bytes) -> None:
+        """Keep a row's checksum. Raises UsageError unless it has 16 bytes."""
+        if len(digest) != CHECKSUM_BYTES:
+            raise UsageError(f"a checksum has {CHECKSUM_BYTES} bytes, this one {len(digest)}")
+        self._checksums[row] = bytes(digest)
+
+
+Bytes = npt.NDArray[np.uint8]
+
+WORD_BYTES = 8
+STEP = 0x9E3779B97F4A7C15
+
+
+def content(key: OffloadKey, generation: int, length: int) -> Bytes:
+    """The `length` bytes that a block of this key and generation holds, shape (length,), uint8."""
+    ramp = np.arange(-(-length // WORD_BYTES), dtype=np.uint64) * np.uint64(STEP)
+    ramp += np.uint64(_base(key, generation))
+    return ramp.astype("<u8", copy=False).view(np.uint8)[:length]
+
+
+def _base(key: OffloadKey, generation: int) -> int:
+    return xxhash.xxh3_64_intdigest(key + generation.to_bytes(8, "little"))
+
+
+class Owners:
+    """The blocks of a test, by their contents: whose bytes were found where others should be."""
+
+    def __init__(self, blocks: Iterable[tuple[OffloadKey, int]] = ()) -> None:
+        self._blocks: dict[int, tuple[OffloadKey, int]] = {}
+        for key, generation in blocks:
+            self.note(key, generation)
+
+    def note(self, key: OffloadKey, generation: int) -> None:
+        """Remember a block that was given its content."""
+        self._blocks[_base(key, generation)] = key, generation
+
+    def complaint(self, found: Bytes, key: OffloadKey, generation: int) -> str:
+        """The fault in the bytes of a block, naming the owner of the first wrong word; empty if nothing is."""
+        wrong = np.flatnonzero(found != content(key, generation, len(found)))
+        if not len(wrong):
+            return ""
+        at = int(wrong[0])
+        return (
+            f"key {key.hex()} generation {generation}: {len(wrong)} of {len(found)} bytes are wrong, "
+            f"from byte {at} on {self._owner(found, at)}"
+        )
+
+    def _owner(self, found: Bytes, at: int) -> str:
+        start = at // WORD_BYTES * WORD_BYTES
+        piece = found[start : start + WORD_BYTES].tobytes()
+        if not any(piece):
+            return "there are zeros"
+        index = start // WORD_BYTES
+        base = (int.from_bytes(piece.ljust(WORD_BYTES, b"\0"), "little") - index * STEP) % (1 << 64)
+        if len(piece) == WORD_BYTES and base in self._blocks:
+            key, generation = self._blocks[base]
+            return f"they belong to key {key.hex()} generation {generation}"
+        return f"they belong to no block ({piece.hex()})"
+
 
 JUNK = 0xEE
 NO_SLOT = -1

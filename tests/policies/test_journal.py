@@ -11,7 +11,7 @@ import pytest
 from support_journal import second_thread
 
 from kvtier.policy.reuse.journal import ENTRIES_MAX, PIECE, Journal
-from kvtier.tools.whatif.policy_replay import PolicyReplay
+from kvtier.tools.whatif.miss_ratio import PolicyReplay
 from kvtier.traces.requests import Request
 from kvtier.types.keys import OffloadKey, RequestId, make_key
 

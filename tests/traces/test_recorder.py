@@ -19,8 +19,7 @@ from kvtier.errors import ConfigError
 from kvtier.options import RecordOptions
 from kvtier.traces import recorder as module
 from kvtier.traces.read import read_lines, read_trace
-from kvtier.traces.recorder import Recorder
-from kvtier.traces.write import RecordedRequest, TraceFile, TraceLines, read_salt
+from kvtier.traces.write import RecordedRequest, Recorder, TraceFile, TraceLines, read_salt
 
 
 def keys(*words: int) -> list[bytes]:
@@ -170,7 +169,7 @@ KILLED = """
 import sys, time
 from pathlib import Path
 from kvtier.options import RecordOptions
-from kvtier.traces.recorder import Recorder
+from kvtier.traces.write import Recorder
 recorder = Recorder(RecordOptions(folder=sys.argv[1]), 16, hold_seconds=0.0)
 recorder.open()
 number = 0

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.engines.transformers.hashing import block_keys, token_array
+from kvtier.engines.transformers.model import block_keys, token_array
 from kvtier.errors import UsageError
 from kvtier.types.keys import key_group, key_hash
 

@@ -18,8 +18,7 @@ from kvtier.config.layout import DEFAULT_LAYOUT, read_layout
 from kvtier.errors import ConfigError
 from kvtier.policy import Reuse
 from kvtier.tools.whatif.advise import GIB, Costs, Prices, Savings, Sizes, block_bytes_of, read_prices
-from kvtier.tools.whatif.miss_ratio import Curve, StackDistances, lru_curve
-from kvtier.tools.whatif.policy_replay import shadow_rates
+from kvtier.tools.whatif.miss_ratio import Curve, StackDistances, lru_curve, shadow_rates
 from kvtier.traces.read import read_trace
 from kvtier.traces.requests import RequestSource
 from kvtier.types.keys import RequestId
@@ -126,7 +125,7 @@ def test_a_hit_saves_its_prefill_less_its_load() -> None:
 
 
 def test_money_goes_where_it_saves_most() -> None:
-    dear, cheap = Prices(10.0, 10.0), Prices(10.0, 1.0)
+    dear, cheap = Prices(cpu_gib=10.0, disk_gib=10.0), Prices(cpu_gib=10.0, disk_gib=1.0)
     first = worth().purchases(Sizes(), dear, 100, 2)
     assert (first[0].cpu_bytes, first[0].disk_bytes) == (10 * GIB, 0)
     assert first[0].seconds_gained == 50 * 0.75
@@ -140,7 +139,7 @@ def test_money_goes_where_it_saves_most() -> None:
 def test_prices_come_from_a_file_or_from_options(tmp_path: Path) -> None:
     path = tmp_path / "prices.yaml"
     path.write_text("cpu_gib: 4.5\ndisk_gib: 0.1\n")
-    assert read_prices(path, None, None) == Prices(4.5, 0.1) == read_prices(None, 4.5, 0.1)
+    assert read_prices(path, None, None) == Prices(cpu_gib=4.5, disk_gib=0.1) == read_prices(None, 4.5, 0.1)
     assert read_prices(None, None, None) is None
     with pytest.raises(ConfigError, match="of both"):
         read_prices(None, 4.5, None)

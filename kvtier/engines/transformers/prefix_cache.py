@@ -16,8 +16,7 @@ import torch
 from kvtier.aio.loop_thread import LoopThread
 from kvtier.config import StackConfig, load_stack, stack_parts
 from kvtier.engines.transformers.compat import cache_classes
-from kvtier.engines.transformers.hashing import block_keys, token_array
-from kvtier.engines.transformers.model import ModelKV, model_kv, namespace
+from kvtier.engines.transformers.model import ModelKV, block_keys, model_kv, namespace, token_array
 from kvtier.engines.transformers.staging import Staging, Tensors, cached_tensors, make_cache, synchronize
 from kvtier.errors import ConfigError, UsageError
 from kvtier.planner import hit_limit

@@ -11,8 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
-from kvtier.testing.driver import Driver
-from kvtier.testing.rows import TestRows
+from kvtier.testing.driver import Driver, TestRows
 from kvtier.tier.contract import AnswersLookups, LoadStore, ProbesAlignment, TierContext
 from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier.types.jobs import BlockStatus

@@ -5,20 +5,20 @@ from pathlib import Path
 import click
 
 from kvtier.cli.progress import progress
-from kvtier.config.layout import DEFAULT_LAYOUT, read_layout
+from kvtier.config.layout import read_layout
 from kvtier.stack.learned.installed_policies import find_policy
 from kvtier.tools.commands.run_report import (
     html_file_option,
     json_file_option,
+    layout_option,
     note_times,
+    prefill_option,
     report,
     size,
     time_unit_option,
 )
 from kvtier.tools.whatif.advise import PURCHASES, Advice, Savings, Sizes, block_bytes_of, costs_of, read_prices
-from kvtier.tools.whatif.miss_ratio import lru_curve
-from kvtier.tools.whatif.policy_replay import shadow_rates, shadow_sizes
-from kvtier.tools.whatif.service import PREFILL_TOKENS_PER_SECOND
+from kvtier.tools.whatif.miss_ratio import lru_curve, shadow_rates, shadow_sizes
 from kvtier.traces.read import TimeUnit, read_trace
 
 
@@ -27,9 +27,7 @@ from kvtier.traces.read import TimeUnit, read_trace
 @click.option("--requests", type=click.IntRange(1), metavar="N", help="The first N requests of the trace.")
 @click.option("--block-tokens", type=click.IntRange(1), metavar="N", help="Tokens of a block, if not plain from it.")
 @time_unit_option
-@click.option(
-    "--layout", default=DEFAULT_LAYOUT, show_default="8B model", metavar="LAYOUT", help="KV layout, as for `check`."
-)
+@layout_option
 @click.option("--cpu", "cpu_bytes", callback=size, metavar="SIZE", help="The CPU tier there is. [default: none]")
 @click.option("--disk", "disk_bytes", callback=size, metavar="SIZE", help="The disk there is. [default: none]")
 @click.option("--budget", type=click.FloatRange(min=0, min_open=True), default=1000.0, help="The sum to be spent next.")
@@ -46,13 +44,7 @@ from kvtier.traces.read import TimeUnit, read_trace
 @click.option(
     "--calibration", type=click.Path(path_type=Path), metavar="FILE", help="What `kvtier bench --json` wrote."
 )
-@click.option(
-    "--prefill",
-    type=click.FloatRange(min=0, min_open=True),
-    default=PREFILL_TOKENS_PER_SECOND,
-    metavar="TOKENS/S",
-    help="How fast the engine computes a prompt.",
-)
+@prefill_option
 @json_file_option
 @html_file_option
 def advise(
@@ -69,7 +61,7 @@ def advise(
     price_disk: float | None,
     policies: tuple[str, ...],
     calibration: Path | None,
-    prefill: float,
+    prefill_tokens_per_second: float,
     json_file: Path | None,
     html_file: Path | None,
 ) -> None:
@@ -91,17 +83,17 @@ def advise(
             name: dict(zip(sizes, shadow_rates(source, kind, sizes, advance), strict=True))
             for name, kind in kinds.items()
         }
-    worth = Savings(curve, costs_of(source.block_tokens, block_bytes, prefill, calibration))
+    worth = Savings(curve, costs_of(source.block_tokens, block_bytes, prefill_tokens_per_second, calibration))
     settings: dict[str, object] = {
         "source": source.name,
         "source_seconds": source.seconds,
         "block_tokens": source.block_tokens,
         "block_bytes": block_bytes,
         "layout": layout,
-        "prefill_tokens_per_second": prefill,
+        "prefill_tokens_per_second": prefill_tokens_per_second,
         "cpu_bytes": have.cpu_bytes,
         "disk_bytes": have.disk_bytes,
-        "prices": None if listed is None else {"cpu_gib": listed.cpu_gib, "disk_gib": listed.disk_gib},
+        "prices": listed and listed.model_dump(),
     }
     bought = worth.purchases(have, listed, budget, PURCHASES) if listed else []
     report(Advice(worth, have, bought, settings, shadows), json_file, html_file)

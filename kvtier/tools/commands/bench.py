@@ -8,11 +8,11 @@ import click
 
 from kvtier.cli.progress import progress
 from kvtier.config import load_stack
-from kvtier.config.layout import DEFAULT_LAYOUT, read_layout
+from kvtier.config.layout import read_layout
 from kvtier.errors import ConfigError
 from kvtier.tools.bench.results import BenchReport
 from kvtier.tools.bench.run import Bench, Bounds
-from kvtier.tools.commands.run_report import json_file_option, report, run_to_end, size
+from kvtier.tools.commands.run_report import json_file_option, layout_option, report, run_to_end, size
 from kvtier.tools.replay.engine import choose_device
 
 DEFAULT_SIZES = "64KiB,256KiB,1MiB,4MiB"
@@ -29,9 +29,7 @@ def _sizes(ctx: click.Context, param: click.Parameter, text: str) -> tuple[int, 
 
 @click.command(short_help="Measure the tiers of a stack file on this machine.")
 @click.argument("stack", metavar="STACK.yaml", type=click.Path(path_type=Path))
-@click.option(
-    "--layout", default=DEFAULT_LAYOUT, show_default="8B model", metavar="LAYOUT", help="KV layout, as for `check`."
-)
+@layout_option
 @click.option("--factor", type=click.IntRange(1, 4096), help="GPU blocks in one offloaded block.")
 @click.option("--sizes", callback=_sizes, default=DEFAULT_SIZES, help="Further block sizes of lower tiers.")
 @click.option("--seconds", type=click.FloatRange(0.01, 3600.0), default=1.0, help="How long each figure is measured.")

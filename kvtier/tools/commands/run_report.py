@@ -12,9 +12,11 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import click
 from rich.console import Console
 
+from kvtier.config.layout import DEFAULT_LAYOUT
 from kvtier.errors import ConfigError
 from kvtier.options import parse_size
 from kvtier.tools.whatif.page import check_plotly
+from kvtier.tools.whatif.service import PREFILL_TOKENS_PER_SECOND
 from kvtier.traces.read import PER_SECOND
 from kvtier.traces.requests import RequestSource
 
@@ -127,6 +129,17 @@ time_unit_option = click.option(
     "--time-unit",
     type=click.Choice(list(PER_SECOND)),
     help="Unit of the trace's times. [default: ms of `timestamp`, s of `t`]",
+)
+layout_option = click.option(
+    "--layout", default=DEFAULT_LAYOUT, show_default="8B model", metavar="LAYOUT", help="KV layout, as for `check`."
+)
+prefill_option = click.option(
+    "--prefill",
+    "prefill_tokens_per_second",
+    type=click.FloatRange(min=0, min_open=True),
+    default=PREFILL_TOKENS_PER_SECOND,
+    metavar="TOKENS/S",
+    help="How fast the engine computes a prompt.",
 )
 
 

@@ -12,6 +12,7 @@ from kvtier.tools.commands.run_report import (
     html_file_option,
     json_file_option,
     note_times,
+    prefill_option,
     report,
     size,
     store_mode_option,
@@ -19,7 +20,6 @@ from kvtier.tools.commands.run_report import (
 )
 from kvtier.tools.replay.setup import ReplayOptions
 from kvtier.tools.whatif.report import SimulationReport
-from kvtier.tools.whatif.service import PREFILL_TOKENS_PER_SECOND
 from kvtier.tools.whatif.simulate import SimulateOptions, Simulation
 from kvtier.tools.whatif.variants import grid
 
@@ -48,14 +48,7 @@ from kvtier.tools.whatif.variants import grid
     metavar="FILE",
     help="What `kvtier bench STACK.yaml --json FILE` measured, in place of assumed speeds.",
 )
-@click.option(
-    "--prefill",
-    "prefill_tokens_per_second",
-    type=click.FloatRange(min=0, min_open=True),
-    default=PREFILL_TOKENS_PER_SECOND,
-    metavar="TOKENS/S",
-    help="How fast the engine computes a prompt.",
-)
+@prefill_option
 @click.option(
     "--arrivals",
     type=click.Choice(["serial", "trace"]),

@@ -106,11 +106,11 @@ class ReplayReport:
             yield (
                 name,
                 f"{tokens:,}\n{_share(tokens, self.counts.prompt_tokens)}",
-                f"{_size(tier.load_bytes)}\n{_rate(tier.load_bytes, tier.load_seconds)}",
-                f"{_size(tier.store_bytes)}\n{_rate(tier.store_bytes, tier.store_seconds)}",
+                f"{size_or_none(tier.load_bytes)}\n{_rate(tier.load_bytes, tier.load_seconds)}",
+                f"{size_or_none(tier.store_bytes)}\n{_rate(tier.store_bytes, tier.store_seconds)}",
                 f"{tier.evictions:,}",
                 f"{sum(tier.dropped.values()):,}",
-                f"{_size(tier.used_bytes)}\n{_size(tier.capacity_bytes)}",
+                f"{size_or_none(tier.used_bytes)}\n{size_or_none(tier.capacity_bytes)}",
             )
 
 
@@ -129,5 +129,6 @@ def _rate(moved_bytes: int, seconds: float) -> str:
     return f"{moved_bytes / seconds / GIB:.2f} GiB/s" if moved_bytes and seconds > 0 else ""
 
 
-def _size(size_bytes: int) -> str:
+def size_or_none(size_bytes: int) -> str:
+    """A size for people; a dash for none."""
     return size_text(size_bytes) if size_bytes else _NONE

@@ -6,8 +6,7 @@ stack         a stack in virtual time: the control plane over tiers with a queue
 variants      `--set`: a grid of changes to a stack file
 simulate      a whole simulation: when requests come, and their first tokens
 report        its result: variants side by side
-miss_ratio    the exact curve of LRU from stack distances
-policy_replay a policy in a tier of a size, on metadata alone
+miss_ratio    the exact curve of LRU from stack distances; other policies on metadata alone
 advise        the advice: curve, prefill seconds saved, where money saves most
 page          pages for a browser, and their charts
 run_page      the page of a run: tiers over time, and the path of a request

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from rich.console import Console
 from rich.markup import escape
 
@@ -21,13 +21,16 @@ from kvtier.cli.tables import bar, table
 from kvtier.config.load import validate
 from kvtier.config.strict_yaml import parse_text, read_text
 from kvtier.errors import ConfigError
-from kvtier.options import size_text
+from kvtier.options import Options, size_text
 from kvtier.tools.whatif.miss_ratio import Curve
 from kvtier.tools.whatif.page import Part, Series, Table, chart_of, page
 from kvtier.tools.whatif.service import Calibration, read_calibration
 from kvtier.types.geometry import Geometry, KVLayout
 from kvtier.types.keys import CPU, FS
 
+CURVE_POINTS = 96
+PURCHASES = 5
+BAR_CELLS = 24
 GIB = 1 << 30
 SHARES = 40
 """A sum of money is split between CPU and disk in steps of this part of it."""
@@ -51,12 +54,11 @@ class Sizes:
     disk_bytes: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """Money for a GiB of each."""
+class Prices(Options):
+    """Money for a GiB of each: a YAML or JSON file with these keys."""
 
-    cpu_gib: float
-    disk_gib: float
+    cpu_gib: float = Field(gt=0)
+    disk_gib: float = Field(gt=0)
 
     def buy(self, have: Sizes, money: float, cpu_share: float) -> Sizes:
         """Sizes after this share of the money went to the CPU tier and the rest to the disk."""
@@ -129,28 +131,13 @@ def table_sizes(curve: Curve, block_bytes: int, more: Sequence[float]) -> list[i
     return sorted(size for size in sizes if size > 0)
 
 
-CURVE_POINTS = 96
-PURCHASES = 5
-BAR_CELLS = 24
-
-
-class PriceList(BaseModel):
-    """Money for a GiB: a YAML or JSON file with these keys."""
-
-    model_config: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-    cpu_gib: float = Field(gt=0)
-    disk_gib: float = Field(gt=0)
-
-
 def read_prices(path: Path | None, cpu_gib: float | None, disk_gib: float | None) -> Prices | None:
     """The prices of a file or of two options; None without any."""
     if path is not None:
-        listed = validate(PriceList, parse_text(read_text(path)), "prices")
-        return Prices(listed.cpu_gib, listed.disk_gib)
+        return validate(Prices, parse_text(read_text(path)), "prices")
     if (cpu_gib is None) != (disk_gib is None):
         raise ConfigError("give the price of a GiB of both, CPU and disk", "--price-cpu, --price-disk")
-    return None if cpu_gib is None or disk_gib is None else Prices(cpu_gib, disk_gib)
+    return None if cpu_gib is None or disk_gib is None else Prices(cpu_gib=cpu_gib, disk_gib=disk_gib)
 
 
 def block_bytes_of(layout: KVLayout, block_tokens: int) -> int:

@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvtier.cli.tables import bar, table
-from kvtier.options import size_text
-from kvtier.tools.replay.report import tier_json
+from kvtier.tools.replay.report import size_or_none, tier_json
 from kvtier.tools.whatif.page import Part, Section, Series, Table, chart_of, page
 from kvtier.tools.whatif.run_page import run_parts
 from kvtier.tools.whatif.service import describe
@@ -95,7 +94,7 @@ class SimulationReport:
             *(_percent(counts.hit_tokens.get(name, 0), whole) for name in names),
             _percent(variant.hit_share, 1.0),
             _percent(times.saved, sum(times.computing)),
-            _size(sum(tier.store_bytes for tier in list(variant.tiers.values())[1:])),
+            size_or_none(sum(tier.store_bytes for tier in list(variant.tiers.values())[1:])),
             str(len(shortages(variant))) if shortages(variant) else "-",
         )
 
@@ -164,7 +163,3 @@ def _mean(values: Sequence[float]) -> float:
 
 def _percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.2f}" if whole else "-"
-
-
-def _size(size_bytes: int) -> str:
-    return size_text(size_bytes) if size_bytes else "-"

@@ -136,23 +136,13 @@ class _Drawing:
             row = [Series(name, self.ends, values, "area", self.colours[name], hover=hover)]
             most = None
             if bound and max(used) >= NEAR_FULL * bound:
-                line = [bound / size] * 2
-                ends = [0.0, self.ends[-1]]
-                row.append(
-                    Series(
-                        f"{name} bound",
-                        ends,
-                        line,
-                        colour=GREY,
-                        dashed=True,
-                        hover=f"bound {size_text(bound)}<extra></extra>",
-                    )
-                )
+                ends, line = [0.0, self.ends[-1]], [bound / size] * 2
+                hover = f"bound {size_text(bound)}<extra></extra>"
+                row.append(Series(f"{name} bound", ends, line, colour=GREY, dashed=True, hover=hover))
                 most = 1.08 * bound / size
             of = f" of {size_text(bound)}" if bound else ""
-            yield ChartRow(
-                f"{name}: holds at most {size_text(max(used))}{of}", unit, row, legend=False, y_max=most, height=0.7
-            )
+            title = f"{name}: holds at most {size_text(max(used))}{of}"
+            yield ChartRow(title, unit, row, legend=False, y_max=most, height=0.7)
 
     def _tokens(self) -> ChartRow:
         tokens = self.run["tokens"]
@@ -166,23 +156,11 @@ class _Drawing:
                 moved = tier[f"{what}_bytes"]
                 if not any(moved):
                     continue
-                rates = [
-                    sign * size / MIB / length if length else 0.0
-                    for size, length in zip(moved, self.lengths, strict=True)
-                ]
+                times = zip(moved, self.lengths, strict=True)
+                rates = [sign * size / MIB / length if length else 0.0 for size, length in times]
                 hover = f"{name} {what}s: %{{customdata:,}} bytes<br>%{{y:,.4~g}} MiB/s<extra></extra>"
-                series.append(
-                    Series(
-                        f"{name} {what}s",
-                        self.ends,
-                        rates,
-                        "line",
-                        self.colours[name],
-                        hover=hover,
-                        points=moved,
-                        dashed=what == "store",
-                    )
-                )
+                look: dict[str, Any] = {"hover": hover, "points": moved, "dashed": what == "store"}
+                series.append(Series(f"{name} {what}s", self.ends, rates, "line", self.colours[name], **look))
         return ChartRow("Bytes moved: loads up, stores down", "MiB/s", series, height=1.2)
 
     def _lost(self) -> ChartRow:
