@@ -14,9 +14,8 @@ from kvtier.options import LowerTierOptions, TierOptions, folders_of, in_folders
 from kvtier.stack.assembly import resolve_alignment
 from kvtier.tier.contract import LoadStore, Opened, ProvidesRows, Rows, TierContext
 from kvtier.tier.registry import discover
-from kvtier.tools.bench.copies import Blocks, measure_copies, measure_memcpy
 from kvtier.tools.bench.load_generator import Timing
-from kvtier.tools.bench.lower_tier import LowerTierBench
+from kvtier.tools.bench.measure import Blocks, LowerTierBench, measure_copies, measure_memcpy
 from kvtier.tools.bench.results import Figure, TierFigures
 from kvtier.types.geometry import Geometry, KVLayout, round_up
 from kvtier.types.keys import CPU, GPU
