@@ -82,7 +82,7 @@ def parse_text(text: str) -> Value:
     except yaml.MarkedYAMLError as error:
         mark: Any = error.problem_mark or error.context_mark
         if "nesting depth" in (error.problem or ""):
-            # Libyaml since PyYAML 6.0.4 reads on in the line, to a bound of its own, before it tells of its beginning.
+            # Libyaml since PyYAML 6.0.4 reads on in the line, to a bound of its own, before it reports its beginning.
             raise ConfigError(f"line {mark.line + 1}: {_TOO_DEEP}") from None
         place = f"line {mark.line + 1}, column {mark.column + 1}"
         raise ConfigError(f"not valid YAML ({place}): {error.problem or error.context}") from None

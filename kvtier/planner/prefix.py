@@ -53,7 +53,7 @@ def window_start(group: GroupLayout, num_tokens: int) -> int:
 def usable_prefix(layout: KVLayout, present: Sequence[Presence], num_tokens: int) -> int:
     """The longest prefix, in tokens, of a prompt of `num_tokens` that is valid in every group; 0 if none is.
 
-    `present[g]` says which offloaded blocks of group g are there; blocks the GPU holds itself may count as there.
+    `present[g]` names the offloaded blocks of group g that are there; blocks the GPU holds itself may count as there.
     Never more than `hit_limit`. Raises UsageError unless there is one presence for each group.
     """
     return next(usable_prefixes(layout, present, num_tokens), 0)

@@ -3,7 +3,7 @@
 A serving loop calls the planner at these points::
 
     planner.computed(request_id, group, keys, gpu_blocks)    # these offloaded blocks became full
-    planner.about_to_evict(pool.coldest(64))                 # the pool will soon want these back
+    planner.about_to_evict(pool.coldest(64))                 # the pool will soon reuse these
     plan = planner.take(max_blocks=256)                      # None, or a plan to hand to the stack ...
     planner.finish(plan, result.outcomes)                    # ... and always this once its store has ended
     planner.fenced(block)                                    # the pool skips such a block
@@ -213,7 +213,7 @@ class StorePlanner:
         """The pool will soon reuse these GPU blocks, coldest first. Returns how many offloaded blocks were queued.
 
         Lazy mode queues the offloaded blocks they belong to and fences all their GPU blocks, so call it early and let
-        the pool go on with blocks that are not fenced. Blocks the planner does not know, stored ones and those
+        the pool go on with blocks that are not fenced. Blocks that were not named, stored ones and those
         in flight are passed over. Eager mode does nothing here.
         """
         if self.mode is StoreMode.EAGER:
@@ -260,7 +260,7 @@ class StorePlanner:
     def reused(self, gpu_blocks: Sequence[int]) -> None:
         """The pool hands these GPU blocks out for new content; what they held is forgotten.
 
-        Must be called before the content changes, in lazy mode without exception: a block the planner believes to be
+        Must be called before the content changes, in lazy mode without exception: a block that counts as
         resident is stored under its old key. Raises UsageError, and changes nothing, if one of them is fenced.
         """
         for gpu_block in gpu_blocks:

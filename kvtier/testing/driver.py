@@ -31,7 +31,7 @@ class TestRows:
     are kept as the real region keeps them, for one process.
     """
 
-    __test__ = False  # for pytest: no test class, whatever the name says
+    __test__ = False  # for pytest: no test class, whatever the name is
 
     def __init__(self, num_rows: int, row_bytes: int, workers: int = 1) -> None:
         if num_rows < 1 or row_bytes < 1 or workers < 1:
@@ -172,7 +172,7 @@ class _SlotAllocator:
 class Driver:
     """An open tier, its rows, and what should be in it. `directory[key]` is (slot, generation); slot -1 if shared.
 
-    A block's content follows from its key and generation; in a shared tier, which knows no generations, from its key
+    A block's content follows from its key and generation; in a shared tier, which has no generations, from its key
     and the epoch. Loads are checked byte for byte; what is wrong is an AssertionError that names the owner.
     """
 
@@ -345,7 +345,7 @@ class Driver:
         return self.loaded(job, await self.tier.load(job))
 
     def loaded(self, job: TransferJob, result: JobResult) -> dict[OffloadKey, BlockOutcome]:
-        """Check what a load has brought: the right bytes where it says so, and none beyond a block's own."""
+        """Check the bytes of a load: right where it reports them, and none beyond a block's own."""
         outcomes = self.outcomes(job, result)
         for group in job.row_groups:
             beyond = self.rows.view[list(group.rows), self.geometry.aligned_bytes(group.group) :]

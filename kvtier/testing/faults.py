@@ -46,7 +46,7 @@ class FaultKind(StrEnum):
     job.
 
     FAIL: it fails with `errno`. CORRUPT: a load is refused by verification. MISSING: a load finds nothing. DROP: a
-    store is dropped with `reason`. LOSE: a store says STORED and stored nothing.
+    store is dropped with `reason`. LOSE: a store ends as STORED and stored nothing.
 
     RAISE: the call raises, as a defect would. HOLD: the call does not end before `release` or `close`, nor when it is
     cancelled; its blocks move when it is released. LATE: held until its deadline has passed, then it runs.
@@ -176,7 +176,7 @@ class FaultyBackend(LoadStore):
         self._context: TierContext | None = None
         self._release = asyncio.Event()
         self._closing = False
-        # What a class says of itself and which optional protocols it speaks is the inner tier's word; protocols are
+        # The attributes of the class and the optional protocols are those of the inner tier; protocols are
         # recognised by their attributes, so those that the inner tier lacks must be absent here.
         about = {name: getattr(inner, name) for name in ("medium", "BLOCK_SIZE_ALIGNMENT", "Options")}
         if isinstance(inner, ProbesAlignment):

@@ -181,7 +181,7 @@ class _InMemory(LoadStore):
 
 
 class MemoryTier(_InMemory):
-    """An owned tier: the control plane says which slot. Everything is verified at every load, as a tier must."""
+    """An owned tier: the control plane chooses the slots. Everything is verified at every load, as a tier must."""
 
     def _open(self, context: TierContext) -> Opened:
         geometry = context.geometry

@@ -28,7 +28,7 @@ class StreamFaults:
     """The faults of the bytes of one direction. The defaults change nothing.
 
     Bytes are counted from the moment the faults are set, over all connections, so that each of `stall_after`,
-    `cut_after` and `flip_bit` concerns one connection, once. `stall_after`: the connection that carried so many bytes
+    `cut_after` and `flip_bit` concerns one connection, once. `stall_after`: the connection that carried this many bytes
     carries no more until the faults are changed, and then goes on. `cut_after`: it is reset. `flip_bit`: that bit,
     counted from the lowest of each byte, is inverted.
     """
@@ -285,7 +285,7 @@ class _Direction:
         writer.write_eof()
 
     async def _take_turn(self, size: int) -> None:
-        """Wait until the rate allows so many bytes more."""
+        """Wait until the rate allows `size` bytes more."""
         if rate := self._faults.bytes_per_second:
             now = asyncio.get_running_loop().time()
             self._free_at = max(now, self._free_at) + size / rate

@@ -89,7 +89,7 @@ def read_trace(
     """The first `limit` lines (all when None) of a trace as requests, whose times are in `unit` (None: see above).
 
     The file is read once as a whole here, so every line is checked before anything runs. The number of tokens
-    in a block is `block_tokens`, or what the lines say, or else follows from the lengths. Raises ConfigError with the
+    in a block is `block_tokens`, or that of the lines, or else follows from the lengths. Raises ConfigError with the
     number of a bad line.
     """
     count = longest = 0

@@ -122,7 +122,7 @@ def prepare_salt(path: Path) -> None:
     """Make a salt's file, also where a link leads, and fill one that is empty, as a kill or a full disk leaves it.
 
     Of several processes one does that. A file of this user's whose group may read it, as in a pod with `fsGroup`, gets
-    mode 0600 again. What cannot be done is left to `read_salt`, which judges the file.
+    mode 0600 again. What cannot be done is left to `read_salt`, which checks the file.
     """
     with suppress(OSError), open(path, "r+b", buffering=0, opener=_made) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -178,7 +178,7 @@ HOLD_SECONDS = 30.0
 """How long a line waits for those of requests that came earlier and ended later."""
 CLOSE_SECONDS = 2.0
 FILES = 8
-"""A full folder has about so many files."""
+"""Files of a full folder, about."""
 _PATTERN = "trace-*.jsonl.gz"
 _log = logging.getLogger(__name__)
 
@@ -188,10 +188,10 @@ HELD_BYTES_MAX = 16 << 20
 
 
 class Recorder:
-    """Writes what was asked of a stack to files of `options.folder`, the oldest of which are removed.
+    """Writes the requests of a stack to files of `options.folder`, the oldest of which are removed.
 
     `record` costs the engine's thread a few appends, never waits and never raises: what the thread cannot keep up with
-    is dropped and counted. After an error of the disk nothing is recorded any more, and one line says so. Lines are in
+    is dropped and counted. After an error of the disk, which is logged once, nothing is recorded any more. Lines are in
     the order in which requests came, but for requests that ran longer than HOLD_SECONDS. A process that is killed loses
     what came in that time.
     """

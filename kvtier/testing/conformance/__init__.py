@@ -14,7 +14,7 @@ from kvtier.testing.conformance.machine import run_machine
 
 
 class LoadStoreTests(LifecycleTests, BlockTests, FailureTests, RecoveryTests):
-    """Everything the contract in `kvtier.tier.contract` says of a tier below the CPU.
+    """Tests of the whole contract in `kvtier.tier.contract` for a tier below the CPU.
 
     Every test runs in an event loop of its own and fails if a file descriptor, a thread or a task is left behind or
     anything ran on the loop's default executor.

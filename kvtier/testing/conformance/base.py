@@ -62,7 +62,7 @@ class ConformanceBase(ABC):
     def damage(self, place: Path) -> bool:
         """Change at least one payload byte of every block stored at `place`; no tier is open there.
 
-        Return True if that was done. The default says that the tier keeps nothing that could be damaged from outside.
+        Return True if that was done. By default the tier keeps nothing that could be damaged from outside.
         """
         return False
 

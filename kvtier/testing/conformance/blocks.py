@@ -123,7 +123,7 @@ class BlockTests(ConformanceBase):
 
     @in_fresh_loop
     async def test_a_slot_gives_only_its_own_key_and_generation(self, tmp_path: Path) -> None:
-        """Of owned tiers; in a shared one keys say it all, and this stores a key anew."""
+        """For owned tiers; in a shared one keys suffice, and this stores a key again."""
         async with self.opened(tmp_path) as driver:
             first, second, third = make_keys(3)
             assert all(outcome.ok for outcome in (await driver.store([first, second, third])).values())

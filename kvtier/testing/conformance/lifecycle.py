@@ -218,14 +218,14 @@ class RecoveryTests(ConformanceBase):
         async with self.opened(tmp_path) as driver:
             assert all(outcome.ok for outcome in (await driver.store(names)).values())
         if not self.damage(tmp_path / PLACE):
-            pytest.skip("this tier says that nothing of it can be damaged from outside")
+            pytest.skip("nothing of this tier can be damaged from outside")
         async with self.opened(tmp_path) as driver:
             held = await present(driver, names)
             kept = [key for key, there in zip(names, held, strict=True) if there]
             for key, outcome in (await driver.load(kept)).items():
                 assert not outcome.ok, f"key {key.hex()} was loaded although it was damaged"
             assert all(outcome.ok for outcome in (await driver.store(names)).values())
-            assert all(outcome.ok for outcome in (await driver.load(names)).values()), "stored anew they are good again"
+            assert all(outcome.ok for outcome in (await driver.load(names)).values()), "stored again they are good"
 
     @in_fresh_loop
     async def test_two_tiers_at_one_place_see_each_others_blocks(self, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ class TierMachine(RuleBasedStateMachine):
         return list(dict.fromkeys(make_keys(1, group % groups, number)[0] for group, number in blocks))
 
     def _known(self, blocks: list[tuple[int, int]]) -> list[OffloadKey]:
-        """The keys that can be asked for: in an owned tier only what has a slot."""
+        """The keys that can be loaded: in an owned tier only what has a slot."""
         keys = self._keys(blocks)
         return [key for key in keys if key in self.driver.directory] if self.driver.owned else keys
 

@@ -126,7 +126,7 @@ class PolicyTier:
             self.policy.insert(slots[::-1])
 
     def evict(self, count: int) -> None:
-        """Evict so many slots, which there are."""
+        """Evict `count` slots, which there are."""
         victims = self.policy.evict(count, self.pins)
         assert victims is not None, f"{count} slots could be evicted, and none was"
         assert len(victims) == len(set(victims)) == count
@@ -184,7 +184,7 @@ def act(tier: PolicyTier, rng: random.Random) -> None:
 
 
 def run(policy: type[EvictionPolicy], seed: int, steps: int = 60) -> PolicyTier:
-    """A tier after so many random steps."""
+    """A tier after `steps` random steps."""
     rng, tier = random.Random(seed), PolicyTier(policy, SLOTS)
     for _ in range(steps):
         act(tier, rng)
@@ -195,7 +195,7 @@ few = settings(max_examples=25, deadline=None, suppress_health_check=[HealthChec
 
 
 class PolicyTests:
-    """Everything the contract in `kvtier.policy.base` says of a policy, whatever its order is."""
+    """Tests of the contract in `kvtier.policy.base` for a policy, whatever its order is."""
 
     policy: ClassVar[type[EvictionPolicy]]
 
@@ -258,7 +258,7 @@ class PolicyTests:
 
 
 class RequestPolicyTests(PolicyTests):
-    """And what it says of a policy that follows requests."""
+    """Tests of the contract for a request-aware policy."""
 
     policy: ClassVar[type[RequestPolicy]]
 
@@ -300,7 +300,7 @@ class RequestPolicyTests(PolicyTests):
 
 
 class PrefixPolicyTests(RequestPolicyTests):
-    """And what holds for a policy that keeps prefixes whole: then every block that it keeps can be hit."""
+    """Tests of a policy that keeps prefixes whole: every block that it keeps can be hit."""
 
     @few
     @given(seed=seeds)

@@ -91,7 +91,7 @@ class Replay:
 
     @contextmanager
     def _metrics(self, stack: TierStack) -> Iterator[None]:
-        """Serve the stack's metrics while it is used, where that is asked for."""
+        """Serve the stack's metrics while it is used, with the option for it."""
         if self._options.metrics_port is None:
             yield
             return
@@ -197,7 +197,7 @@ def with_servers(
     config: StackConfig, options: ReplayOptions, geometry: Geometry, scratch: Path
 ) -> Iterator[StackConfig]:
     """The stack with an embedded server below each tier on one, until the end of the block; the stack as it
-    is where the options ask for none.
+    is where the options name none.
 
     Raises ConfigError for a stack without such a tier, for one whose server cannot be embedded, and where the server is
     not installed.

@@ -2,7 +2,7 @@
 
 For each request, in prefix order: blocks that the GPU still holds are used where they are; blocks that the stack
 holds are loaded into fresh GPU blocks and compared byte for byte before anything uses them; the rest is "computed",
-that is, written as its key says. Computed blocks that are whole are stored. A block whose load failed is computed.
+that is, written as its key demands. Computed blocks that are whole are stored. A block whose load failed is computed.
 
 The loop goes as fast as it can, without a trace's clock, so it would outrun the disks and write-through would drop
 what finds no room. Flow control takes the clock's place: before and after each store the loop waits

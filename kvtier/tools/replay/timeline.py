@@ -166,7 +166,7 @@ class Timeline:
         return at - self._started
 
     def begin(self, read: Callable[[], StackSnapshot]) -> None:
-        """The run begins now; `read` says the figures at any time."""
+        """Begin the run now; `read` gives the figures at any time."""
         self._read = read
         self._started = self._clock()
 

@@ -1,7 +1,7 @@
 """`kvtier advise`: what more memory would bring to a trace: the curve, its worth, and what to buy next.
 
 Both tiers see the same uses, so a disk larger than the CPU tier holds what that holds, and more: the CPU tier hits what
-the curve says for its size, the disk what the curve says for its own beyond that. A hit saves the time to compute its
+the curve has at its size, the disk what the curve has at its own beyond that. A hit saves the time to compute its
 tokens, less the time to load its bytes; a tier that loads more slowly than the engine computes saves nothing.
 """
 

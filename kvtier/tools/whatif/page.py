@@ -1,6 +1,6 @@
 """Pages for a browser: charts by plotly, whose code is in the page, so that it needs no network.
 
-Colours are those of Okabe and Ito, which people with any colour vision tell apart. What is not a series (text, lines,
+Colours are those of Okabe and Ito, which people with any colour vision distinguish. What is not a series (text, lines,
 grid) gets its colour from the page's style sheet, so that it follows the browser's light or dark scheme.
 """
 

@@ -104,7 +104,7 @@ class _Drawing:
         self.has_events = bool(run["spans"]) or any(tier["faults"] for tier in run["tiers"].values())
 
     def rows(self, kept: str) -> list[ChartRow]:
-        """All that there is to show; `kept` says of which requests."""
+        """All rows that there are; `kept` names the requests in them."""
         found = [
             *self._held(),
             self._tokens(),

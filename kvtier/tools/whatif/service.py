@@ -30,7 +30,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """Both directions of a tier; `source` says where the figures are from."""
+    """Both directions of a tier; `source` is where the figures are from."""
 
     load: Rate
     store: Rate

@@ -105,7 +105,7 @@ class Device:
             self._time.call_at(job.deadline, partial(self._on_deadline, job))
         self._start()
 
-    def ask(self, query: PresenceQuery) -> None:
+    def look_up(self, query: PresenceQuery) -> None:
         """Answer a lookup after the latency of a load."""
         assert self.shared is not None
         results = [LookupResult.HIT if key in self.shared else LookupResult.MISS for key in query.keys]
@@ -229,7 +229,7 @@ class VirtualStack:
             self.plane.uses.begin(request_id, keys, self._time.now, time, info or NO_INFO)
 
     def end_request(self, request_id: RequestId, *, output_tokens: int | None = None) -> None:
-        """The request has ended, with so many tokens of output where known."""
+        """End a request, with its tokens of output where known."""
         self.plane.end_request(request_id, self._time.now)
         if self.plane.uses is not None:
             self.plane.uses.end(request_id, output_tokens)
@@ -300,7 +300,7 @@ class VirtualStack:
         for emission in plane.take_jobs():
             self.devices[emission.position].submit(emission.job)
         for query in plane.take_queries():
-            self.devices[query.position].ask(query)
+            self.devices[query.position].look_up(query)
         for result in plane.take_finished():
             self._results[result.job_id] = result
             self._ended.pop(result.job_id).set()

@@ -43,7 +43,7 @@ def _axis(setting: str) -> tuple[str, list[str]]:
 
 
 def apply(config: StackConfig, changes: Changes, geometry: Geometry) -> StackConfig:
-    """The stack with the changes. `bytes` is a tier's capacity, `blocks` the least capacity that holds so many; any
+    """The stack with the changes. `bytes` is a tier's capacity, `blocks` the least capacity that holds this number; any
     other name is an option of the tier. Raises ConfigError for a tier or an option that there is not."""
     tiers = list(config.tiers)
     for name, text in changes.items():
