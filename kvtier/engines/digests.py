@@ -1,6 +1,6 @@
 """Digests of whole files, such as a model's weights, remembered so that an unchanged file is read once.
 
-The bytes of a file decide; its owner, its links and its times say only when to look at the bytes again. Samples that
+The bytes of a file decide; its owner, its links and its times only decide when the bytes are read again. Samples that
 touch every tensor of a file are read in milliseconds, where the whole takes seconds a GB.
 """
 
@@ -167,8 +167,8 @@ class ContentDigests:
     def content(self, named: Sequence[tuple[str, Path]], *, by_samples: bool = False) -> FilesContent:
         """The `digest` of files with these names.
 
-        `by_samples`: of a file that only its owner, mode or links may tell from the one that was read, samples that
-        touch every tensor are compared. Where they are equal its digest is taken as known; `confirm` reads the whole.
+        `by_samples`: of a file in which only owner, mode or links changed since it was read, samples that touch every
+        tensor are compared. Where they are equal its digest is taken as known; `confirm` reads the whole.
         """
         states = [FileState.of(path) for _, path in named]
         known = self._load()
@@ -304,7 +304,7 @@ def _by_samples(state: FileState, known: Mapping[FileState, FileDigest]) -> File
 
 
 class Confirmation:
-    """Reads in the background what was known by samples alone, and says if that was wrong."""
+    """Reads in the background what was known by samples alone, and finds if that was wrong."""
 
     def __init__(self, digests: ContentDigests | None = None) -> None:
         self.digests = digests or ContentDigests()
@@ -317,7 +317,7 @@ class Confirmation:
             self._other = self._thread.submit(self.digests.confirm, sampled)
 
     def refuted(self) -> str:
-        """Why what samples said does not hold; empty as long as it may."""
+        """The reason why samples were wrong; empty as long as they may be right."""
         if self._other is None or not self._other.done():
             return ""
         error = self._other.exception()

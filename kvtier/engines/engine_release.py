@@ -49,7 +49,7 @@ class EngineRelease:
     def require_tested(self, allowed: bool) -> None:
         """Raise ConfigError for a release that kvtier was not tested with, unless the operator allows it.
 
-        The names of an interface say nothing of its behaviour: a method called at another moment is found by tests
+        The names of an interface do not show its behaviour: a method called at another moment is found by tests
         only.
         """
         if re.fullmatch(self.tested, self.version):

@@ -72,7 +72,7 @@ def options_model(own: type[OptionsT], backend: str, title: str) -> type[Options
 def read_options(own: type[OptionsT], backend: str, keys: Mapping[str, Any], at: str) -> OptionsT:
     """The options of a tier below an engine. Raises ConfigError with one line for each thing that is wrong, as `at`.
 
-    Options that need more than an engine says of its blocks are refused.
+    Options that need more facts of blocks than an engine gives are refused.
     """
     options: OptionsT = validate(
         options_model(own, backend, f"{backend} below an engine"), {"type": backend, **keys}, at
@@ -99,7 +99,7 @@ REQUIRED = (
 
 
 class IdentifiedOptions(EngineMemoryOptions):
-    """The keys of every integration whose engine does not say which weights computed its blocks."""
+    """The keys of every integration whose engine does not name the weights that computed its blocks."""
 
     namespace: str = Field(
         default="",

@@ -105,7 +105,7 @@ LOADS, STORES = 0, 1
 PATIENCE_SECONDS = 1.0
 """How long stores may keep more of the engine's blocks than their share, and how long a tier may be silent."""
 SILENT_JOBS = 2
-"""After so many jobs of one kind in a row during which nothing ended, the tier is left alone."""
+"""After this number of jobs of one kind in a row during which nothing ended, the tier is left alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +339,7 @@ class EngineMemoryPlane(Recipient):
         del self._permits[job_id]
 
     def answer(self, query: PresenceQuery, results: Sequence[LookupResult], now: float) -> None:
-        """A shared tier's answer to a query. What was asked before a reset says nothing any more."""
+        """A shared tier's answer to a query. Those to queries before a reset are ignored."""
         if query.epoch == self.epoch:
             self.lower.index.answer(query.keys, results, now)
 
@@ -420,7 +420,7 @@ class EngineMemoryPlane(Recipient):
     def _judge_silence(self, transfer: EngineTransfer, now: float) -> None:
         """A disk is dead rather than slow when nothing of two jobs came back, and nothing of any other either.
 
-        Waiting for several jobs to be late takes long where an engine asks for one thing at a time.
+        Waiting for several jobs to be late takes long where an engine has one call at a time.
         """
         if transfer.answered or transfer.seconds < PATIENCE_SECONDS or LATE not in transfer.outcomes:
             return
@@ -459,7 +459,7 @@ class EngineMemoryPlane(Recipient):
         return self._jobs.epoch
 
     def announce(self, keys: Sequence[OffloadKey], now: float) -> None:
-        """Have the next changes say once more which of these keys an owned tier has: each is removed and then there."""
+        """Have the next changes name once more those of these keys in an owned tier: each is removed and then there."""
         there = [key for key in keys if self.lower.owned is not None and self.lower.owned.presence(key, now)]
         if there:
             self.lower.index.changes += [(True, there), (False, list(there))]

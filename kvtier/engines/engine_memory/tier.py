@@ -432,11 +432,11 @@ LOOK_AGAIN_SECONDS = 0.5
 
 
 class BlockingTier(EngineMemoryTier):
-    """Calls from any number of threads, each of which waits for its own call and no longer than it says.
+    """Calls from any number of threads, each of which waits for its own call and no longer than its `seconds`.
 
     Whatever a disk does: when a call has returned, nothing touches the memory that it named any more. A call that ends
-    before its jobs says nothing of the tier's health, `job_timeout_seconds` is for that; but a tier of which nothing at
-    all came back during two calls of more than a second is left alone. What had not begun by then is not begun.
+    before its jobs does not change the tier's health, `job_timeout_seconds` is for that; but a tier of which nothing
+    at all came back during two calls of more than a second is left alone. What had not begun by then is not begun.
     `finished` is of no use here: the calls return what ended.
     """
 

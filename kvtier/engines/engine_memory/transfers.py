@@ -53,7 +53,7 @@ class EngineTransfer:
 
     @property
     def good(self) -> list[int]:
-        """The blocks whose bytes are where the job wanted them, in their order."""
+        """The blocks whose bytes are at their places, in their order."""
         return [block for block, outcome in sorted(self._outcomes.items()) if outcome.ok]
 
     @property

@@ -43,7 +43,7 @@ from kvtier.types.keys import OffloadKey
 from kvtier.types.namespace import Namespace
 
 PIECE_SIZES = 4
-"""Pieces of an object have so many sizes, each half of the one before."""
+"""Sizes of the pieces of an object, each half of the one before."""
 PAGE_BYTES = 4096
 
 
@@ -169,7 +169,7 @@ class KVTierL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     ) -> int:
         """Look objects up. Those that are found are kept for `lease_seconds`, or until they are unlocked.
 
-        The tier is asked for one piece of each, so that it counts objects: an owned one has the others too.
+        One piece of each is looked up, so that the tier counts objects: an owned one has the others too.
         """
         task = next(self._task_ids)
         digests = _digests(keys)
@@ -252,9 +252,9 @@ class KVTierL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def _known_sizes(
         self, keys: Sequence[ObjectKey], digests: Sequence[bytes], layouts: Mapping[int, MemoryLayoutDesc]
     ) -> list[int]:
-        """The sizes of objects; 0 for those that are not here, or whose size nothing says.
+        """The sizes of objects; 0 for those that are not here, or of unknown size.
 
-        What is stored in an owned tier says its size. In a shared one objects of one model, rank and group have the
+        An owned tier has the sizes of what is stored. In a shared one objects of one model, rank and group have the
         size of those that were stored last, or else of the layout that LMCache names.
         """
         if not self._shared_tier:
@@ -326,7 +326,7 @@ class KVTierL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def list_l2_keys(
         self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None
     ) -> KeyListPage:
-        """The objects that LMCache knows to be here: stored since the start, or found again since then.
+        """The objects that were reported to LMCache: stored since the start, or found again since then.
 
         Raises NotImplementedError for a shared tier, ValueError for a page size or cursor that cannot be.
         """
@@ -342,7 +342,7 @@ class KVTierL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def get_usage(self) -> AdapterUsage:
         """Bytes used of the capacity, padding and what was recovered included; of a shared tier nothing is known.
 
-        The bytes of each cache salt are those of objects that LMCache knows to be here.
+        The bytes of each cache salt are those of objects that were reported to LMCache.
         """
         known = super().get_usage()
         if self._shared_tier:

@@ -1,6 +1,6 @@
 """LMCache's objects as blocks of kvtier: their keys, and the pieces in which an object of any length is kept.
 
-LMCache does not say how long its objects are before it stores one, and several models and groups of layers have
+LMCache does not give the length of its objects before it stores one, and several models and groups of layers have
 objects of several lengths. A tier has blocks of a few sizes. So an object is cut into pieces of `piece_bytes`, and its
 end into pieces of a half, a quarter and an eighth of that: less than an eighth of a piece is padding. An object is
 found only as a whole, and its first piece is the first to be evicted. `ObjectIndex` has those in an owned tier, under
@@ -97,7 +97,7 @@ def piece_keys(digest: bytes, size: int, pieces: Sequence[Piece]) -> list[Offloa
 
 
 def absent_key(digest: bytes) -> OffloadKey:
-    """A key that no piece has, for an object that is not known: asked for, it counts as a miss."""
+    """A key that no piece has, for an object that is not known: looked up, it counts as a miss."""
     return make_key(digest + _PIECE.pack(0, 0), 0)
 
 
@@ -135,7 +135,7 @@ _log = logging.getLogger(__name__)
 @dataclass(slots=True, eq=False)
 class _KnownObject:
     """An object of which `pieces` of `wanted` pieces are here. Its `name` is known from the first call that has it on;
-    `shape` is the part of it that many objects share. `announced`: LMCache knows that it is stored."""
+    `shape` is the part of it that many objects share. `announced`: it was reported to LMCache as stored."""
 
     size: int
     wanted: int
@@ -155,7 +155,7 @@ class _KnownObject:
 
 
 class ObjectIndex:
-    """Follows what the tier says of its blocks. LMCache knows of an object that was recovered once it is asked for.
+    """Follows the changes of the tier. An object that was recovered is reported to LMCache once it is looked up.
 
     Not safe to use from several threads. About 300 bytes of memory an object.
     """
@@ -175,7 +175,7 @@ class ObjectIndex:
         return found.size if found is not None and found.whole else None
 
     def follow(self, removed: bool, keys: Iterable[OffloadKey]) -> Named:
-        """Pieces came or went. Returns the objects that have gone and that LMCache knows."""
+        """Pieces came or went. Returns the reported objects that have gone."""
         gone: Named = []
         for key in keys:
             if not self._sizes.can_be(key):
@@ -204,7 +204,7 @@ class ObjectIndex:
             _log.warning("the tier holds blocks that are no pieces of objects; they are not used")
 
     def announce(self, objects: Sequence[tuple[bytes, ObjectKey]]) -> Named:
-        """LMCache has these objects. Returns those that are here as a whole and that it did not know."""
+        """LMCache has these objects. Returns those that are here as a whole and were not reported."""
         new: Named = []
         for digest, key in objects:
             known = self._objects.get(digest)

@@ -86,7 +86,7 @@ class KVTierHiCache(HiCacheStorage):  # type: ignore[misc]
         self._pools = {pool.name: (group, pool) for group, pool in enumerate(pools)}
 
     def close(self) -> None:
-        """Store what is in flight within the deadline and release SGLang's memory. Idempotent; attach opens anew."""
+        """Store what is in flight within the deadline and release SGLang's memory. Idempotent; attach reopens it."""
         if self._tier is not None:
             self._tier.close()
 
@@ -324,5 +324,5 @@ def _rule(transfer: PoolTransfer) -> GroupLayout:
 
 
 def _lengths(groups: Sequence[GroupLayout], present: Sequence[Presence], pages: int) -> Iterator[int]:
-    """The lengths of a prefix of so many pages that are whole in every group, the longest first."""
+    """The lengths of a prefix of `pages` pages that are whole in every group, the longest first."""
     return usable_prefixes(KVLayout(groups), present, pages + 1)

@@ -71,7 +71,7 @@ def hicache_options(extra_config: Mapping[str, Any] | None) -> HiCacheOptions:
 
 
 NOT_IN_NAMESPACE = ("model_name", "dp_rank", "enable_storage_metrics", "extra_config")
-"""Fields of the configuration that are elsewhere in the namespace, or that say nothing of a page's bytes."""
+"""Fields of the configuration that are elsewhere in the namespace, or that do not change a page's bytes."""
 MAIN_POOL = "kv"
 
 
@@ -147,7 +147,7 @@ def rank_options(config: HiCacheStorageConfig, options: HiCacheOptions) -> HiCac
 
 
 def _width(name: str) -> int:
-    """A width or rank of the engine; 0 where SGLang knows none."""
+    """A width or rank of the engine; 0 where SGLang has none."""
     try:
         return int(getattr(get_parallel(), name) or 0)
     except (AttributeError, RuntimeError, ValueError):

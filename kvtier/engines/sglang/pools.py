@@ -56,7 +56,7 @@ class HostPool:
 
 
 def _pieces(name: str, pool: Any, page_size: int, pages: int) -> Iterator[Pieces]:
-    """The pieces of all pages. Raises ConfigError unless they are where the first two pages say they are."""
+    """The pieces of all pages. Raises ConfigError unless they are spaced as in the first two pages."""
     first = _addresses(name, pool, 0, page_size)
     second = _addresses(name, pool, 1, page_size) if pages > 1 else first
     strides = [after - before for (before, _), (after, _) in zip(first, second, strict=True)]

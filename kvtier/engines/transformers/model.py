@@ -104,8 +104,11 @@ class ModelKV:
 
 
 def model_kv(model: PreTrainedModel, classes: ModuleType) -> ModelKV:
-    """Run the model on one token and look at the cache it fills. Raises ConfigError, by its name, for a model whose
-    cache is not one K and one V tensor of every token in each layer, or whose bytes a prefix does not determine."""
+    """Run the model on one token and read the shape of the cache that it fills.
+
+    Raises ConfigError, by its name, for a model whose cache is not one K and one V tensor of every token in each layer,
+    or whose bytes a prefix does not determine.
+    """
     _check_model(model, classes)
     argument = cache_argument(model)
     cache = classes.DynamicCache()

@@ -70,7 +70,7 @@ class Staging:
                     pages.copy_(tokens)
 
     def empty(self, tokens: int) -> Tensors:
-        """Room for so many tokens in every layer."""
+        """Room for `tokens` tokens in every layer."""
         dtype, device = self._kv.dtype, self._kv.device
         with torch.inference_mode(False):
             return [

@@ -100,7 +100,7 @@ def attention_layers(config: VllmConfig) -> dict[str, nn.Module]:
 
 def root_modules(config: VllmConfig) -> list[nn.Module]:
     """The models, drafts included, that hold those layers. vLLM hands a connector the layers alone, and a module does
-    not know its parent: so the parents are looked for among all objects. Takes about 0.2 s; call it once.
+    not know its parent: so the parents are found among all objects. Takes about 0.2 s; call it once.
 
     Empty if no model is found around some layer.
     """

@@ -33,14 +33,14 @@ from kvtier.types.geometry import KVLayout, TensorRef
 from kvtier.types.namespace import Namespace
 
 PLACES = ("_name_or_path",)
-"""Fields of a model's configuration that say where it lies on this host."""
+"""Fields of a model's configuration that hold its place on this host."""
 ADDED = (
     *("secondary_weights", "code", "releases", "setting_files"),
     *("environment", "multimodal", "quantization_config", "code_revision"),
 )
 """Fields that a namespace has only where a model or an engine has what they name."""
 UNSURE_MAX = 3
-"""A note is short: so many files that may have changed are named in it."""
+"""Files that may have changed and are named in a note, which is short."""
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ def worker_note(layout: KVLayout, models: Sequence[nn.Module]) -> str:
 
 def beside_weights(config: VllmConfig, models: Sequence[nn.Module], files: WeightFiles | None) -> dict[str, Any]:
     """The code that computes and the files of settings, as fields of the namespace; nothing for a model that vLLM has
-    itself. `unsure` says what may have been another when it was loaded, or cannot be read."""
+    itself. `unsure` names what may have been another when it was loaded, or cannot be read."""
     started, digests = started_at(), ContentDigests()
     found: dict[str, Any] = {}
     try:
@@ -118,7 +118,7 @@ def _kind(layer: Any) -> str:
 
 
 def measure(layout: KVLayout, notes: Sequence[str]) -> KVLayout:
-    """The layout with the bytes of a page that each group really has, as the workers' notes say.
+    """The layout with the bytes of a page that each group really has, by the workers' notes.
 
     Raises ConfigError if they contradict each other.
     """

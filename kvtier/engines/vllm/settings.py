@@ -150,7 +150,7 @@ def _for_engine(config: StackConfig, engine: int, engines: int) -> StackConfig:
 
 
 def one_hash_per_key(config: OffloadingConfig) -> bool:
-    """True if an offloaded block of every group has one hash of vLLM, its key's: then that says all in an event."""
+    """True if an offloaded block of every group has one hash of vLLM, its key's: then an event needs no other."""
     sizes = {group.tokens_per_block * config.cache.blocks_per_chunk for group in config.groups}
     return sizes == {config.cache.tokens_per_hash}
 
@@ -173,7 +173,7 @@ def _nominal_layout(config: OffloadingConfig) -> KVLayout:
     """The layout of the rows, which scheduler and workers have in common: each group's page is one block of the
     engine's allocation.
 
-    Only the workers know how much of it a group really fills, see `worker_layout`.
+    Only the workers have the part that a group really fills, see `worker_layout`.
     """
     if config.worker_kv_bytes_per_block < 1:
         raise ConfigError("vLLM reports no KV cache blocks; kvtier needs at least one", "worker_kv_bytes_per_block")

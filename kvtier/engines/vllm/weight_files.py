@@ -30,7 +30,7 @@ TICK_NANOSECONDS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class FileSource:
-    """A folder, or one file, and which of its files are read; `name` tells it from others and is that on all hosts."""
+    """A folder, or one file, and which of its files are read. `name` is unique, and equal on all hosts."""
 
     name: str
     place: str

@@ -62,7 +62,7 @@ def hashes_per_block(config: OffloadingConfig) -> int:
 
 
 def known_keys(context: ReqContext, after: int = 0) -> Sequence[OffloadKey]:
-    """The keys of a request that vLLM knows so far, but the first `after` of them; each group's in prefix order.
+    """The keys of a request that vLLM has so far, but the first `after` of them; each group's in prefix order.
 
     At the first lookup of a request those are the prompt's whole blocks, later those of the output too. None where vLLM
     does not keep them.
@@ -130,7 +130,7 @@ class RequestState:
     """The lookups of one request. `keys` are those found in this step's scans, in lookup order.
 
     `deferred`: one of them was not a hit. `unknown` are those that no tier could answer for in this step, `chain` those
-    that are asked for until all are known. `computes`: what is not in a row is computed, which is sooner than a load.
+    that are looked up until all are known. `computes`: what is not in a row is computed, which is sooner than a load.
     `announced` is how many of its keys the stack was given, None before the first.
     `from_below` are the keys that were not in a row at their first lookup: vLLM reports them as disk hits. `pending`
     are those that were answered with HIT_PENDING.
