@@ -17,7 +17,7 @@ import pytest
 from faults.machine import warm
 from kvtier.errors import ConfigError
 from kvtier.options import RecordOptions
-from kvtier.traces import recorder as module
+from kvtier.traces import write as module
 from kvtier.traces.read import read_lines, read_trace
 from kvtier.traces.write import RecordedRequest, Recorder, TraceFile, TraceLines, read_salt
 
