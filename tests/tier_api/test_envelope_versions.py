@@ -27,7 +27,7 @@ from kvtier_fs.inspect.shared import SharedInspection
 from kvtier_fs.shared import paths
 from kvtier_fs.shared.tier import SharedFSBackend
 from kvtier_remote import names as remote_names
-from kvtier_remote.inspect.store import RemoteInspection
+from kvtier_remote.inspect import RemoteInspection
 from kvtier_remote.valkey.listing import ValkeyListing
 
 KEYS = make_keys(4)

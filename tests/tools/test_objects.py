@@ -12,7 +12,7 @@ from support_remote_blocks import NAMES, store_epochs
 from support_tools import refusal
 
 from kvtier.tier.inspection import BlockState
-from kvtier_remote.inspect.store import RemoteInspection
+from kvtier_remote.inspect import RemoteInspection
 from kvtier_remote.objects.listing import AZURE, GCS, S3, ObjectListing
 
 

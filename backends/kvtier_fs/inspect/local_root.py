@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from typing import NamedTuple
 
 from kvtier.errors import RootBusyError, RootError
 from kvtier.tier.inspection import Access, StoreAbout, StoredNamespace
@@ -11,8 +12,7 @@ from kvtier_fs.format.region_header import RegionHeader, RegionPlan, decode_regi
 from kvtier_fs.format.snapshot import Snapshot, decode_snapshot, is_of_other_version
 from kvtier_fs.format.superblock import COPY_BYTES, SUPERBLOCK_BYTES, Superblock, encode_superblock
 from kvtier_fs.inspect.found import SlotContent
-from kvtier_fs.inspect.local_slots import InspectedFormat, SlotRun
-from kvtier_fs.inspect.store import StoreInspection
+from kvtier_fs.inspect.store import FolderInspection
 from kvtier_fs.local.folder import SlabFolder
 from kvtier_fs.options import FSOptions
 from kvtier_fs.roots.folder import SUPERBLOCK_NAME
@@ -25,7 +25,24 @@ _UNCLEAN = "the last session did not close in order; a few torn slots are to be 
 _NO_LOCK = "there is no lock file, so it is unknown whether the root is in use"
 
 
-class InspectedRoot(StoreInspection[SlotContent, SlotRun]):
+class InspectedFormat(NamedTuple):
+    """The format of a region, by the header in front of it. `own` is false if the header is another root's."""
+
+    region: int
+    slot_bytes: int
+    generation: int
+    own: bool
+
+
+class SlotRun(NamedTuple):
+    """Some slots of one region, in a row: what one thread reads at a time."""
+
+    fmt: InspectedFormat
+    first: int
+    slots: int
+
+
+class InspectedRoot(FolderInspection[SlotContent, SlotRun]):
     """The records and files of one slab root, which is a single part. Reading is safe from several threads.
 
     Raises RootError for what keeps it from being inspected at all.
@@ -216,7 +233,7 @@ class InspectedRoot(StoreInspection[SlotContent, SlotRun]):
             raise RootError(self.path, f"the superblock cannot be written ({error.strerror})") from error
         self.superblock, self.data = block, copy + copy + self.data[SUPERBLOCK_BYTES:]
 
-    def sync(self) -> None:
+    def _sync(self) -> None:
         """Make what was changed durable; then the root is as clean as it was found. Raises RootError."""
         if not self._changed:
             return

@@ -15,7 +15,7 @@ from kvtier.errors import RootError
 from kvtier.tier.inspection import Access, StoreAbout, StoredNamespace
 from kvtier_fs.format.tree_records import Tree
 from kvtier_fs.inspect.shared_blocks import FileContent
-from kvtier_fs.inspect.store import StoreInspection
+from kvtier_fs.inspect.store import FolderInspection
 from kvtier_fs.options import SharedFSOptions
 from kvtier_fs.roots.folder import LOCK_NAME, plain_file
 from kvtier_fs.shared.bucket import Bucket
@@ -52,7 +52,7 @@ class FileRun(NamedTuple):
         return len(self.names)
 
 
-class InspectedTree(StoreInspection[FileContent, FileRun]):
+class InspectedTree(FolderInspection[FileContent, FileRun]):
     """The records and folders of one root of layout `files`, whose parts are its buckets.
 
     Raises RootError for what keeps it from being inspected at all.
@@ -136,9 +136,6 @@ class InspectedTree(StoreInspection[FileContent, FileRun]):
     def leaves(self) -> list[str]:
         """The folders of a bucket in which blocks may lie; the bucket itself comes first."""
         return ["", *leaves(self.tree)]
-
-    def _parts(self) -> list[int]:
-        return self.folder.buckets()
 
     def runs(self, part: int) -> Iterator[FileRun]:
         """Everything in a bucket that has the name of a block of this release's envelope, a few at a time, in order.

@@ -1,29 +1,18 @@
-"""One store under inspection, whatever its layout: how it is opened, listed, checked, repaired and pruned."""
+"""A store in a folder under inspection, whatever its layout: how it is opened, and read by a few threads."""
 
 import os
 import re
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
 from kvtier.errors import RootError
-from kvtier.tier.inspection import (
-    Access,
-    BlockState,
-    CheckStep,
-    Finding,
-    FindingKind,
-    ListStep,
-    StoreAbout,
-    StoredBlock,
-    StoredNamespace,
-    leftover,
-    read_manifest,
-)
+from kvtier.tier.inspection import Access, BlockState, CheckStep, Finding, StoreAbout, StoredNamespace, read_manifest
+from kvtier.tier.store_inspection import CheckedPage, Page, StoreInspection
 from kvtier_fs.format.superblock import FORMAT_VERSION, decode_superblock, foreign_version
 from kvtier_fs.format.tree_records import FILES_VERSION, decode_tree
 from kvtier_fs.inspect.found import SlotContent, payload_fault
@@ -66,9 +55,15 @@ class CheckedRun(NamedTuple, Generic[F, R]):
     payload_bytes: int
     others: list[tuple[F, str]]
 
+    def page(self, findings: Sequence[Finding] = ()) -> CheckedPage[F]:
+        """The run as a check counts it, with findings of the root's own records."""
+        empty = self.run.slots - len(self.whole) - len(self.others)
+        step = CheckStep(self.run.slots, empty, len(self.whole), self.payload_bytes, findings)
+        return CheckedPage(step, self.others)
 
-class StoreInspection(ABC, Generic[F, R]):
-    """One store under inspection. Blocks are read by a few threads; results come in the order of their places.
+
+class FolderInspection(StoreInspection[F], Generic[F, R]):
+    """A store in a folder under inspection. It is read by a few threads; results come in the order of their places.
 
     A layout implements what is abstract here. A part is what it checks and changes as a whole: a bucket, a slab root.
     Nothing is changed but with CHANGE access.
@@ -76,7 +71,6 @@ class StoreInspection(ABC, Generic[F, R]):
 
     folder: GuardedFolder
     owner: str
-    about: StoreAbout
 
     def __init__(self, path: str, access: Access) -> None:
         self.path = path
@@ -105,51 +99,31 @@ class StoreInspection(ABC, Generic[F, R]):
         self.closing.close()
         self.folder.leave()
 
-    def blocks(self) -> Iterator[ListStep]:
-        """Every block that has a whole header, in the order of their places. Payloads are not read."""
-        with self._refusing():
-            for part in self._parts():
-                for run, found in self._in_order(self._list, self.runs(part)):
-                    yield ListStep(run.slots, list(found.values()))
+    def _refusal(self, error: OSError) -> RootError:
+        return self.folder.refusal(error)
 
-    def check(self, repair: bool) -> Iterator[CheckStep]:
-        """Verify the root's own records, then every place of a block with its payload. Repair removes damaged blocks
-        and restores the records."""
-        with self._refusing():
-            for finding in self._check_records(repair):
-                yield CheckStep(findings=(finding,))
-            for part in self._parts():
-                yield from self._check_part(part, repair)
-            yield CheckStep(findings=tuple(self._end_check(repair)))
+    def _pages(self) -> Iterator[Page[F]]:
+        for part in self._parts():
+            for run, found in self._in_order(self._list, self.runs(part)):
+                yield Page(run.slots, found)
 
-    def drop(self, chosen: Callable[[StoredBlock], bool]) -> Iterator[ListStep]:
-        """Remove chosen blocks, yielding these. A namespace without any left loses its manifest, if the root is idle.
+    def _checked(self, repair: bool) -> Iterator[CheckedPage[F]]:
+        """The root's own records come first."""
+        for finding in self._check_records(repair):
+            yield CheckedPage(CheckStep(findings=(finding,)))
+        for part in self._parts():
+            yield from self._check_part(part, repair)
+        yield CheckedPage(CheckStep(findings=tuple(self._end_check(repair))))
 
-        Raises RootError if a block cannot be removed; what was dropped until then stays dropped.
-        """
-        dropped: set[bytes] = set()
-        kept: set[bytes] = set()
-        with self._refusing():
-            for part in self._parts():
-                removed = 0
-                for run, found in self._in_order(self._list, self.runs(part)):
-                    going = [one for one, block in found.items() if chosen(block)]
-                    gone = self._remove(part, going, must=True) if going else set()
-                    for one, block in found.items():
-                        (dropped if one in gone else kept).add(block.namespace)
-                    removed += len(gone)
-                    yield ListStep(run.slots, [found[one] for one in going if one in gone])
-                self._end_drop(part, removed)
-        for namespace in dropped - kept if not self.about.owner else ():
+    def _check_part(self, part: int, repair: bool) -> Iterator[CheckedPage[F]]:
+        for checked in self._in_order(self._verify, self.runs(part)):
+            yield checked.page()
+
+    def _forget(self, namespace: bytes) -> None:
+        """The manifest stays while a process has the root open, and where the disk fails."""
+        if not self.about.owner:
             with suppress(OSError):
                 os.unlink(manifest_name(namespace), dir_fd=self.folder.fd)
-
-    @contextmanager
-    def _refusing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise self.folder.refusal(error) from error
 
     def _in_order(self, work: Callable[[R], T], runs: Iterable[R]) -> Iterator[T]:
         """Do something with every run, a few at once; the results come in the order of the runs."""
@@ -161,8 +135,8 @@ class StoreInspection(ABC, Generic[F, R]):
         while waiting:
             yield waiting.popleft().result()
 
-    def _list(self, run: R) -> tuple[R, dict[F, StoredBlock]]:
-        return run, {one: block for one in self._found(run) if (block := one.block) is not None}
+    def _list(self, run: R) -> tuple[R, list[F]]:
+        return run, list(self._found(run))
 
     def _verify(self, run: R) -> CheckedRun[F, R]:
         checked = CheckedRun[F, R](run, {}, 0, [])
@@ -177,21 +151,6 @@ class StoreInspection(ABC, Generic[F, R]):
             if fault or state is not None:
                 checked.others.append((one, fault))
         return checked
-
-    def _check_part(self, part: int, repair: bool) -> Iterator[CheckStep]:
-        for checked in self._in_order(self._verify, self.runs(part)):
-            faulty = [one for one, fault in checked.others if fault]
-            gone = self._remove(part, faulty, must=False) if repair and faulty else set()
-            findings = [self._finding(one, fault, one in gone) for one, fault in checked.others]
-            empty = checked.run.slots - len(checked.whole) - len(findings)
-            findings += self._lost(checked, repair)
-            yield CheckStep(checked.run.slots, empty, len(checked.whole), checked.payload_bytes, findings)
-
-    def _finding(self, one: F, fault: str, repaired: bool) -> Finding:
-        state = one.judged.state
-        if fault or state is None:
-            return Finding(FindingKind.CORRUPT, fault, self._place_in_words(one), repaired)
-        return leftover(state, self._place_in_words(one))
 
     def holds_files(self) -> bool:
         """True if the folder holds a root of layout `files`, of whatever version, or damaged.
@@ -257,25 +216,9 @@ class StoreInspection(ABC, Generic[F, R]):
         """Each place of a run that holds something; its file is open until the next one is taken."""
 
     @abstractmethod
-    def _place_in_words(self, one: F) -> str:
-        """A place in words."""
-
-    @abstractmethod
-    def _remove(self, part: int, found: list[F], must: bool) -> set[F]:
-        """Remove blocks that are still as they were read. Returns the removed ones. With `must` a failure raises."""
-
-    @abstractmethod
     def _check_records(self, repair: bool) -> Iterator[Finding]:
         """Check what the root states of itself, before its blocks."""
 
-    def _lost(self, checked: CheckedRun[F, R], repair: bool) -> Iterable[Finding]:
-        """Blocks of a run that a record of the root promises and that are not there."""
-        return ()
-
     @abstractmethod
     def _end_check(self, repair: bool) -> Iterable[Finding]:
-        """What comes last in a check; makes repairs durable."""
-
-    @abstractmethod
-    def _end_drop(self, part: int, removed: int) -> None:
-        """Make the removal of blocks of a part durable. Raises RootError."""
+        """Check what comes last, and make repairs durable."""

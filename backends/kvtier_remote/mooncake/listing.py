@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from itertools import islice
 from typing import TypeVar
 
 from kvtier.errors import ConfigError, RootError
 from kvtier.tier.block_envelope import KEY_AT
-from kvtier_remote.inspect.judge import stated_header_bytes, stated_time
-from kvtier_remote.inspect.listing import About, Listed, check_namespaces, shown_name
-from kvtier_remote.inspect.store import ServerInspector
+from kvtier.tier.inspection import StoreAbout
+from kvtier_remote.inspect import Listed, ServerInspector, about_server, shown_name, stated_header_bytes, stated_time
 from kvtier_remote.mooncake.client_process import ClientProcess
 from kvtier_remote.mooncake.marker_object import read_marker
 from kvtier_remote.mooncake.master_http import MasterHTTP
 from kvtier_remote.mooncake.options import MooncakeOptions
 from kvtier_remote.mooncake.outcomes import MISSING_CODES, os_error
 from kvtier_remote.mooncake.transport import MooncakeTransport
-from kvtier_remote.names import StoreNames, namespace_of
+from kvtier_remote.names import StoreNames
 from kvtier_remote.transport import MANIFEST_BYTES_MAX, Marker
 
 _NAMES_AT_ONCE = 500
@@ -32,7 +31,7 @@ class MooncakeListing:
         if options.admin is None:
             raise ConfigError("a pool is listed by its master's HTTP port; name that, such as master:9003", "admin")
         self._address = f"mooncake://{options.master}/{options.prefix}"
-        self._names = StoreNames(MooncakeTransport.name_format, options.prefix)
+        self.names = StoreNames(MooncakeTransport.name_format, options.prefix)
         self._http = MasterHTTP(options.admin, options.request_timeout_seconds)
         self._client = ClientProcess(options, max(options.staging, MANIFEST_BYTES_MAX))
         try:
@@ -42,10 +41,10 @@ class MooncakeListing:
             raise
 
     @property
-    def about(self) -> About:
+    def about(self) -> StoreAbout:
         """The pool, and how many processes lend memory to it."""
         segments = len(self._asked(self._http.segments))
-        return About(self._address, "mooncake", segments, "segment" if segments == 1 else "segments")
+        return about_server(self._address, "mooncake", segments, "segment" if segments == 1 else "segments")
 
     def close(self) -> None:
         """Disconnect. Idempotent."""
@@ -57,7 +56,7 @@ class MooncakeListing:
         except OSError as error:
             raise RootError(self._address, f"the pool does not answer ({error.strerror or error})") from None
 
-    def _listed(self, prefix: str) -> Iterator[list[str]]:
+    def starting(self, prefix: str) -> Iterator[list[str]]:
         """All names that begin so, some at a time."""
         rest = self._asked(self._http.names)
 
@@ -79,7 +78,7 @@ class MooncakeListing:
 
     def pages(self) -> Iterator[Sequence[Listed]]:
         """Every value under the name of a block."""
-        for names in self._listed(self._names.blocks):
+        for names in self.starting(self.names.blocks):
             lengths = self._call("present", names, (), ())
             there = [(name, length) for name, length in zip(names, lengths, strict=True) if length >= 0]
             yield list(self._measured(there))
@@ -96,41 +95,23 @@ class MooncakeListing:
                 continue
             front = self._client.memory[offset : offset + size].data
             payload_bytes = length - stated_header_bytes(front)
-            block, shown = self._names.block(name), shown_name(name)
+            block, shown = self.names.block(name), shown_name(name)
             yield Listed(block, shown, (name,), True, payload_bytes, length, stated_time(front))
 
     # -- markers and manifests -----------------------------------------------------------------------------------
 
-    def markers(self) -> Mapping[bytes, Marker]:
-        """All markers below the prefix. The names of their claims are longer."""
-        found = {}
-        for names in self._listed(self._names.markers):
-            for name in names:
-                digest = namespace_of(name.removeprefix(self._names.markers))
-                marker = None if digest is None else self.marker(digest)
-                if digest is not None and marker is not None:
-                    found[digest] = marker
-            check_namespaces(self._address, found)
-        return found
-
     def marker(self, namespace: bytes) -> Marker | None:
         """The marker of one namespace as it is now."""
-        return self._asked(lambda: read_marker(self._client, self._names.marker(namespace)))
+        return self._asked(lambda: read_marker(self._client, self.names.marker(namespace)))
 
     def leases(self) -> Set[tuple[bytes, Marker]]:
         """A pool does not say how old a value is, so there are none; its markers are never evicted."""
         return frozenset()
 
-    def manifests(self, namespaces: Iterable[bytes]) -> Mapping[bytes, str]:
-        """The manifests of these namespaces that there are."""
-        found = {}
-        for digest in namespaces:
-            name = self._names.manifest(digest)
-            (length,) = self._call("present", [name], (), ())
-            value = self._read(name, length)
-            if value is not None:
-                found[digest] = bytes(value).decode("utf-8", "replace")
-        return found
+    def manifest(self, name: str) -> bytes:
+        """The manifest of this name; empty if there is none."""
+        (length,) = self._call("present", [name], (), ())
+        return bytes(self._read(name, length) or b"")
 
     # -- values --------------------------------------------------------------------------------------------------
 
@@ -147,13 +128,9 @@ class MooncakeListing:
         (code,) = self._call("get", [name], [0], [length])
         return self._client.memory[:length].data if code == length else None
 
-    def remove(self, values: Sequence[Listed]) -> None:
+    def remove(self, names: Sequence[bytes | str]) -> None:
         """Remove values, also those that are being read."""
-        self._call("remove", [str(one.parts[0]) for one in values], (), ())
-
-    def forget(self, namespace: bytes) -> None:
-        """Remove a namespace's manifest."""
-        self._call("remove", [self._names.manifest(namespace)], (), ())
+        self._call("remove", list(map(str, names)), (), ())
 
 
 INSPECTOR = ServerInspector(("mooncake",), lambda place: {"type": "mooncake", "master": place}, MooncakeListing)

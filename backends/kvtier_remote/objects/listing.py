@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import islice
 from typing import TypeVar
 
 from kvtier.errors import RootError
+from kvtier.tier.inspection import StoreAbout
 from kvtier_remote.answers import reading_answers
-from kvtier_remote.inspect.listing import About, Listed, check_namespaces, shown_name
-from kvtier_remote.inspect.store import ServerInspector
-from kvtier_remote.names import StoreNames, namespace_of
+from kvtier_remote.inspect import Listed, ServerInspector, about_server, shown_name
+from kvtier_remote.names import StoreNames
 from kvtier_remote.objects.library import Store, library, os_error, store_of
 from kvtier_remote.objects.options import AzureOptions, GCSOptions, ObjectOptions, S3Options
 from kvtier_remote.objects.transport import ObjectTransport, precedence, stated_marker
@@ -32,14 +33,14 @@ class ObjectListing:
     def __init__(self, options: ObjectOptions, store: Store) -> None:
         self._address = f"{options.type}://{options.bucket_name}/{options.prefix}"
         self._type = options.type
-        self._names = StoreNames(ObjectTransport.name_format, options.prefix)
+        self.names = StoreNames(ObjectTransport.name_format, options.prefix)
         self._store = store
         self._threads = ThreadPoolExecutor(_READS_AT_ONCE, thread_name_prefix="kvtier-objects-inspect")
 
     @property
-    def about(self) -> About:
+    def about(self) -> StoreAbout:
         """The bucket; its folders are where names begin."""
-        return About(self._address, self._type, _FOLDERS, "folders")
+        return about_server(self._address, self._type, _FOLDERS, "folders")
 
     def close(self) -> None:
         """End the reads in flight. Idempotent."""
@@ -59,42 +60,36 @@ class ObjectListing:
 
     def pages(self) -> Iterator[Sequence[Listed]]:
         """Every object below the blocks' folder."""
-        for page in self._listed(self._names.blocks):
+        for page in self._listed(self.names.blocks):
             yield [self._of(one) for one in page]
 
     def _of(self, one: Mapping[str, object]) -> Listed:
         path, size = str(one["path"]), int(one["size"])  # type: ignore[call-overload]
         stored_at = one["last_modified"].timestamp()  # type: ignore[attr-defined]
-        return Listed(self._names.block(path), shown_name(path), (path,), True, size, size, stored_at)
+        return Listed(self.names.block(path), shown_name(path), (path,), True, size, size, stored_at)
 
-    def markers(self) -> Mapping[bytes, Marker]:
-        """The marker that counts of each namespace that has one."""
-        digests = set[bytes]()
-        for page in self._listed(self._names.markers):
-            each = (str(one["path"]).removeprefix(self._names.markers).partition("/")[0] for one in page)
-            digests |= {digest for name in each if (digest := namespace_of(name)) is not None}
-            check_namespaces(self._address, digests)
-        found = {digest: self.marker(digest) for digest in digests}
-        return {digest: marker for digest, marker in found.items() if marker is not None}
+    def starting(self, prefix: str) -> Iterator[Sequence[str]]:
+        """The names of all objects that begin so."""
+        for page in self._listed(prefix):
+            yield [str(one["path"]) for one in page]
 
     def marker(self, namespace: bytes) -> Marker | None:
         """The marker of one namespace as it is now."""
         listed = (
-            stated_marker(str(one["path"])) for page in self._listed(self._names.marker(namespace)) for one in page
+            stated_marker(str(one["path"])) for page in self._listed(self.names.marker(namespace)) for one in page
         )
         return min((marker for marker in listed if marker is not None), key=precedence, default=None)
 
     def leases(self) -> Set[tuple[bytes, Marker]]:
         """The leases that were written lately."""
-        listed = (one for page in self._listed(self._names.leases) for one in page)
+        listed = (one for page in self._listed(self.names.leases) for one in page)
         since = time.time() - ObjectTransport.lease_seconds
         paths = [str(one["path"]) for one in listed if one["last_modified"].timestamp() > since]  # type: ignore[attr-defined]
-        return {leased for path in paths if (leased := self._names.leased(path)) is not None}
+        return {leased for path in paths if (leased := self.names.leased(path)) is not None}
 
-    def manifests(self, namespaces: Iterable[bytes]) -> Mapping[bytes, str]:
-        """The manifests of these namespaces that there are."""
-        found = {digest: self._get(self._names.manifest(digest), MANIFEST_BYTES_MAX) for digest in namespaces}
-        return {digest: bytes(data).decode("utf-8", "replace") for digest, data in found.items() if data is not None}
+    def manifest(self, name: str) -> bytes:
+        """The manifest of this name; empty if there is none."""
+        return bytes(self._get(name, MANIFEST_BYTES_MAX) or b"")
 
     def read(self, values: Sequence[Listed]) -> Iterator[memoryview | None]:
         """Each object, a few at once."""
@@ -116,20 +111,12 @@ class ObjectListing:
 
         return self._asked(request)
 
-    def remove(self, values: Sequence[Listed]) -> None:
+    def remove(self, names: Sequence[bytes | str]) -> None:
         """Remove objects, many in a request."""
-        self._delete([str(one.parts[0]) for one in values])
 
-    def forget(self, namespace: bytes) -> None:
-        """Remove a namespace's manifest."""
-        self._delete([self._names.manifest(namespace)])
-
-    def _delete(self, paths: Sequence[str]) -> None:
         def request() -> None:
-            try:
-                library().delete(self._store, list(paths))
-            except FileNotFoundError:
-                return
+            with suppress(FileNotFoundError):
+                library().delete(self._store, list(names))
 
         self._asked(request)
 

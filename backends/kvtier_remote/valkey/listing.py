@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 from kvtier.errors import RootError
 from kvtier.tier.block_envelope import KEY_AT
+from kvtier.tier.inspection import StoreAbout
 from kvtier_remote.answers import bytes_of, items_of, number, reading_answers
-from kvtier_remote.inspect.judge import stated_header_bytes, stated_time
-from kvtier_remote.inspect.listing import About, Listed, check_namespaces, shown_name
-from kvtier_remote.inspect.store import ServerInspector
-from kvtier_remote.names import BlockName, StoreNames, namespace_of
+from kvtier_remote.inspect import Listed, ServerInspector, about_server, shown_name, stated_header_bytes, stated_time
+from kvtier_remote.names import BlockName, StoreNames
 from kvtier_remote.transport import Marker
 from kvtier_remote.valkey.calls import OTHER_TYPE
 from kvtier_remote.valkey.glide import Glide, batch_of, connected, library, os_error
@@ -47,7 +46,7 @@ class ValkeyListing:
     def __init__(self, options: ValkeyOptions) -> None:
         """Connect. Raises ConfigError with the option to correct."""
         self._address = f"valkey://{','.join(options.servers)}/{options.prefix}"
-        self._names = StoreNames(ValkeyTransport.name_format, options.prefix)
+        self.names = StoreNames(ValkeyTransport.name_format, options.prefix)
         self._client: Glide | None = connected(options)
         glide = library()
         self._cluster = isinstance(self._client, glide.GlideClusterClient)
@@ -56,11 +55,11 @@ class ValkeyListing:
             self._client.custom_command(["CLIENT", "NO-TOUCH", "ON"], **route)
 
     @property
-    def about(self) -> About:
+    def about(self) -> StoreAbout:
         """The servers, and how many primaries they are."""
         answer = self._asked(lambda client: client.info([library().InfoSection.SERVER]))
         nodes = len(answer) if isinstance(answer, dict) else 1
-        return About(self._address, "valkey", nodes, "servers" if nodes > 1 else "server")
+        return about_server(self._address, "valkey", nodes, "servers" if nodes > 1 else "server")
 
     def close(self) -> None:
         """Disconnect. Idempotent."""
@@ -89,7 +88,7 @@ class ValkeyListing:
 
     def pages(self) -> Iterator[Sequence[Listed]]:
         """Every value below the prefix, those of which only a part is there included."""
-        for names in self._scan(f"*{self._names.blocks}*"):
+        for names in self._scan(f"*{self.names.blocks}*"):
             found = [one for name in names if (one := self._found(name)) is not None]
             blocks = [one for one in found if one.name is not None]
             listed = [Listed(None, one.shown) for one in found if one.name is None]
@@ -100,9 +99,9 @@ class ValkeyListing:
         text = raw.decode("ascii", "replace")
         split = _SPLIT.fullmatch(text)
         whole = split[1] if split else text
-        if not whole.startswith(self._names.blocks):
+        if not whole.startswith(self.names.blocks):
             return None
-        name = self._names.block(whole)
+        name = self.names.block(whole)
         if name is None or split is None:
             return _Found(name, shown_name(text), (raw,), True)
         return _Found(name, whole, (f"{{{whole}}}h", f"{{{whole}}}b"), split[2] == "h")
@@ -132,35 +131,28 @@ class ValkeyListing:
 
     # -- markers and manifests -----------------------------------------------------------------------------------
 
-    def markers(self) -> Mapping[bytes, Marker]:
-        """All markers below the prefix."""
-        found = {}
-        for names in self._scan(f"{self._names.markers}*"):
-            for name in names:
-                digest = namespace_of(name.decode("ascii", "replace").removeprefix(self._names.markers))
-                marker = None if digest is None else self.marker(digest)
-                if digest is not None and marker is not None:
-                    found[digest] = marker
-            check_namespaces(self._address, found)
-        return found
+    def starting(self, prefix: str) -> Iterator[Sequence[str]]:
+        """All names that begin so."""
+        for names in self._scan(f"{prefix}*"):
+            yield [name.decode("ascii", "replace") for name in names]
 
     def marker(self, namespace: bytes) -> Marker | None:
         """The marker of one namespace as it is now."""
-        (held,) = self._asked(lambda client: items_of(client.mget([self._names.marker(namespace)]), 1, 1))
+        held = self._string(self.names.marker(namespace))
         return None if held is None else marker_of(held)
 
     def leases(self) -> Set[tuple[bytes, Marker]]:
         """The leases that have not expired on the server."""
-        texts = (name.decode("ascii", "replace") for names in self._scan(f"{self._names.leases}*") for name in names)
-        return {leased for text in texts if (leased := self._names.leased(text)) is not None}
+        each = (self.names.leased(name) for names in self.starting(self.names.leases) for name in names)
+        return {leased for leased in each if leased is not None}
 
-    def manifests(self, namespaces: Iterable[bytes]) -> Mapping[bytes, str]:
-        """The manifests of these namespaces that there are."""
-        digests = list(namespaces)
-        names = [self._names.manifest(digest) for digest in digests]
-        held = self._asked(lambda client: items_of(client.mget(names), len(names), len(names))) if names else ()
-        pairs = zip(digests, held, strict=True)
-        return {digest: text.decode("utf-8", "replace") for digest, text in pairs if text is not None}
+    def manifest(self, name: str) -> bytes:
+        """The manifest of this name; empty if there is none."""
+        return self._string(name) or b""
+
+    def _string(self, name: str) -> bytes | None:
+        (held,) = self._asked(lambda client: items_of(client.mget([name]), 1, 1))
+        return held
 
     # -- values --------------------------------------------------------------------------------------------------
 
@@ -181,14 +173,9 @@ class ValkeyListing:
             parts = list(islice(read, len(one.parts)))
             yield None if None in parts else memoryview(b"".join(parts))
 
-    def remove(self, values: Sequence[Listed]) -> None:
-        """Unlink all names of these values."""
-        names = [part for one in values for part in one.parts]
-        self._asked(lambda client: client.unlink(names))
-
-    def forget(self, namespace: bytes) -> None:
-        """Unlink a namespace's manifest."""
-        self._asked(lambda client: client.unlink([self._names.manifest(namespace)]))
+    def remove(self, names: Sequence[bytes | str]) -> None:
+        """Unlink these names."""
+        self._asked(lambda client: client.unlink(list(names)))
 
 
 def _page(answer: Sequence[Any]) -> tuple[Any, list[bytes]]:
