@@ -172,7 +172,7 @@ class FaultyEngine(IOEngine):
         with suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_seconds)
         if not self.in_flight:
-            self.after_turn = self.after_failure = None  # it refers to the rows, and a FaultyIO keeps its engines
+            self.after_turn = None  # it refers to the rows, and a FaultyIO keeps its engines
         return self.in_flight
 
 

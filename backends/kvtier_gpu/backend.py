@@ -9,7 +9,7 @@ import asyncio
 import errno
 import logging
 from collections.abc import Callable, Coroutine
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
@@ -323,28 +323,17 @@ def _start_copy(
     landed: asyncio.Future[CopyFailure | None] = loop.create_future()
 
     def done(failure: CopyFailure | None) -> None:
-        if not loop.is_closed():
+        with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(_land, landed, failure)
 
-    waiting = shielded_wait(landed)  # made before: nothing may fail once the copy is in flight
-    try:
-        engine.submit(plan, direction, done, urgent)
-    except BaseException:
-        waiting.close()
-        raise
-    return waiting
+    engine.submit(plan, direction, done, urgent)
+    return shielded_wait(landed)
 
 
 def _land(landed: asyncio.Future[CopyFailure | None], failure: CopyFailure | None) -> None:
-    """In the loop: the copy has ended. Its job waits for this, so it is tried until it succeeds."""
-    said = False
-    while not said:
-        try:
-            if not landed.done():  # an engine that could not call back calls again
-                landed.set_result(failure)
-            said = True
-        except MemoryError:
-            continue
+    """In the loop: the copy has ended."""
+    if not landed.done():
+        landed.set_result(failure)
 
 
 async def _off_loop(call: Callable[[], T]) -> T:

@@ -32,7 +32,6 @@ class JobRun:
         self.job = job
         self.groups = job.row_groups
         self.kind = kind
-        self._loop = loop
         self.finished: asyncio.Future[None] = loop.create_future()
         self._outcomes: list[list[BlockOutcome | None]] = []
         self._left = 0
@@ -59,27 +58,10 @@ class JobRun:
         if not self._left and not self.finished.done():
             self.finished.set_result(None)
 
-    def fail_rest(self, group: int, positions: Iterable[int], outcome: BlockOutcome) -> None:
-        """`end_all`, also where an exception kept the job from counting blocks that have ended."""
-        outcomes = self._outcomes[group]
-        for position in positions:
-            outcomes[position] = outcomes[position] or outcome
-        self._left = sum(each.count(None) for each in self._outcomes)
-        if not self._left and not self.finished.done():
-            self.finished.set_result(None)
-
     def give_up(self) -> None:
         """Report every block that has not ended as late: its I/O is stuck in the kernel and keeps its buffers."""
         for group, outcomes in enumerate(self._outcomes):
             self.end_all(group, range(len(outcomes)), LATE)
-
-    def going_on(self) -> asyncio.Future[None]:
-        """The future that is done when the last block has ended, after a cancellation has reached `finished`."""
-        if self.finished.cancelled():
-            self.finished = self._loop.create_future()
-            if not self._left:
-                self.finished.set_result(None)
-        return self.finished
 
     def result(self, seconds: float) -> JobResult:
         """The result of the job, once finished."""

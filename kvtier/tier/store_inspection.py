@@ -9,7 +9,7 @@ from kvtier.errors import RootError
 from kvtier.tier.inspection import CheckStep, Finding, FindingKind, ListStep, StoreAbout, StoredBlock
 
 
-class Content(Protocol):
+class PlaceContent(Protocol):
     """The content of one place of a store, as it was read."""
 
     @property
@@ -17,7 +17,7 @@ class Content(Protocol):
         """The block as the tools list it; None if it is none."""
 
 
-C = TypeVar("C", bound=Content)
+C = TypeVar("C", bound=PlaceContent)
 
 
 class Page(NamedTuple, Generic[C]):

@@ -78,10 +78,6 @@ class IOEngine(ABC):
     after_turn: Callable[[], None] | None = None
     """Called by some engines after a turn's completions, so that more can be submitted in the same turn."""
 
-    after_failure: Callable[[], None] | None = None
-    """Called by some engines when an exception, such as MemoryError, may have kept a request from being called `done`.
-    Once nothing is in flight it never will be."""
-
     @abstractmethod
     def submit(self, requests: Sequence[IORequest]) -> None:
         """Queue requests. Loop thread only; never blocks and never calls `done` before it returns.

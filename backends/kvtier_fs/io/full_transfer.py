@@ -5,15 +5,11 @@ import errno
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from kvtier.aio.each_step import take_each
-from kvtier.aio.shielded_wait import wait_done
 from kvtier_fs.io.contract import IOEngine, IOKind, IORequest
 
 REQUEST_BYTES = 1152 << 10
 """Bytes of one request, at most."""
 _RETRIES = 8
-LOOK_SECONDS = 0.01
-_FAILED = "the I/O of this root has failed"
 _AGAIN = (-errno.EAGAIN, -errno.EINTR)
 
 Place = tuple[int, int]
@@ -30,39 +26,6 @@ class FullTransferIO:
         self.engine = engine
         self._alignment = alignment
         self._counters = counters
-        self._waiting: set[asyncio.Future[None]] = set()
-        self.after_failure: Callable[[], None] | None = None
-        self.failed = False
-        engine.after_failure = self.fail
-
-    def fail(self) -> None:
-        """An exception such as MemoryError left a step half done: nothing moves any more, and completions may be lost.
-
-        What waits for them fails, and `after_failure` is called, once no request is in flight.
-        """
-        self.failed = True
-        take_each(self._call_end_failed)
-
-    def _call_end_failed(self) -> None:
-        asyncio.get_running_loop().call_soon(self._end_failed)
-
-    def _end_failed(self) -> None:
-        try:
-            if self.engine.in_flight:
-                asyncio.get_running_loop().call_later(LOOK_SECONDS, self._end_failed)
-                return
-            self.end_waiting()
-        except Exception:  # there was no memory for it: what waits would wait for ever
-            self.fail()
-            raise
-
-    def end_waiting(self) -> None:
-        """Fail what waits for completions; no request may be in flight."""
-        for ended in self._waiting:
-            if not ended.done():
-                ended.set_exception(OSError(errno.EIO, _FAILED))
-        if self.after_failure is not None:
-            self.after_failure()
 
     def shortfall(self, request: IORequest, result: int) -> int | None:
         """What a result says of a request: 0 if all of it moved, an errno if it failed.
@@ -110,34 +73,22 @@ class FullTransferIO:
         def done_with(number: int) -> Callable[[IORequest, int], None]:
             def done(request: IORequest, result: int) -> None:
                 nonlocal left
+                error: int | None = errno.EIO
                 try:
                     error = self.shortfall(request, result)
-                    if error is None:
-                        return
-                    results[number] = error
-                    left -= 1
-                    if not left and not ended.done():
-                        ended.set_result(None)
-                except Exception:
-                    self.fail()
-                    raise
+                finally:
+                    if error is not None:
+                        results[number] = error
+                        left -= 1
+                        if not left and not ended.done():
+                            ended.set_result(None)
 
             return done
 
-        if self.failed:
-            raise OSError(errno.EIO, _FAILED)
         requests = [IORequest(kind, *place, buffers, done_with(at)) for at, (place, buffers) in enumerate(parts)]
         if requests:
-            self._waiting.add(ended)
-            try:
-                self.engine.submit(requests)
-                try:
-                    await ended
-                except Exception:
-                    await wait_done(ended)  # the waiting failed, such as without memory for it: buffers are in use
-                    raise
-            finally:
-                self._waiting.discard(ended)
+            self.engine.submit(requests)
+            await ended
         return results
 
 

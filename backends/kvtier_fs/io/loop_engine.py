@@ -21,27 +21,19 @@ COMPLETIONS_PER_TURN = 64
 
 Ended = tuple[IORequest, int]
 """A request and its result."""
-_LOOK_SECONDS = 0.01
 
 
 class Completions:
     """Requests that ended. Their `done` is called in the order in which they ended, for some in each turn of the loop.
 
     `after` is called in each such turn. An exception of a `done` is left to the loop; the requests behind it get their
-    call in the next turn. `failed` is called first: a request may have lost its call.
+    call in the next turn.
     """
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        budget: TimeBudget,
-        after: Callable[[], None],
-        failed: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, budget: TimeBudget, after: Callable[[], None]) -> None:
         self._loop = loop
         self._budget = budget
         self._after = after
-        self._failed = failed or _nothing
         self.ended: deque[Ended] = deque()
         self._called = False
         self._left_at = 0.0
@@ -52,27 +44,21 @@ class Completions:
         if not self._called:
             self._call()
 
-    def call_rest(self) -> None:
-        """Call all of them now. What one raises is left to the loop."""
-        while self.ended:
-            request, result = self.ended.popleft()
-            try:
-                request.done(request, result)
-            except Exception as error:
-                self._loop.call_exception_handler({"message": "a request has ended", "exception": error})
+    def complete_later(self, ended: Iterable[Ended]) -> None:
+        """Call `done` for these in a later turn."""
+        self.ended.extend(ended)
+        if not self._called:
+            self._called = True
+            self._loop.call_soon(self._call_others)
 
     def detach(self) -> None:
         """Call nothing any more in a turn. Nothing is to come."""
-        self._after = self._failed = _nothing
+        self._after = _nothing
 
     def _call_others(self) -> None:
         self._called = False
-        try:
-            self._budget.note_delay(time.perf_counter() - self._left_at)
-            self._call()
-        except BaseException:
-            self._failed()
-            raise
+        self._budget.note_delay(time.perf_counter() - self._left_at)
+        self._call()
 
     def _call(self) -> None:
         until = time.perf_counter() + self._budget.seconds
@@ -84,8 +70,7 @@ class Completions:
                     break
         finally:
             if self.ended:
-                self._called = True
-                self._loop.call_soon(self._call_others)
+                self.complete_later(())
             try:
                 self._after()
             finally:
@@ -105,7 +90,7 @@ class LoopEngine(IOEngine):
     def __init__(self, loop: asyncio.AbstractEventLoop, budget: TimeBudget | None = None) -> None:
         self._loop = loop
         self._budget = budget or TimeBudget()
-        self._completions = Completions(loop, self._budget, self._after_completions, self._lose)
+        self._completions = Completions(loop, self._budget, self._after_completions)
         self._failed = False
         self._event: EventFD | None = None
         self._pid = 0
@@ -147,8 +132,8 @@ class LoopEngine(IOEngine):
         """Begin requests that are queued, if there is room."""
 
     @abstractmethod
-    def _forget_queued(self) -> None:
-        """Drop what has not begun. From then on `in_flight` says whether buffers are in use, whatever went before."""
+    def _take_queued(self) -> list[IORequest]:
+        """Take back the requests that have not begun."""
 
     @abstractmethod
     async def _release(self) -> None:
@@ -170,69 +155,40 @@ class LoopEngine(IOEngine):
             try:
                 self._enqueue(requests)
             except Exception:
-                _log.exception("requests were submitted in part")
                 self._fail()
+                _log.exception("requests were submitted in part")
 
     def _fail(self) -> None:
-        """An exception such as MemoryError left a step half done: no request begins any more."""
-        if not self._failed:
-            self._failed = True
-            self._idle.clear()
-            self._loop.call_soon(self._wait_idle)
-            self._lose()
-
-    def _lose(self) -> None:
-        """An exception kept a request from its call, perhaps."""
-        self._loop.call_soon(self._call_rest)
-        if self.after_failure is not None:
-            self.after_failure()
-
-    def _call_rest(self) -> None:
-        self._completions.call_rest()
-        self._after_completions()
-
-    def _wait_idle(self) -> None:
-        """After a failure: look again and again whether the system still has requests."""
-        try:
-            self._forget_queued()
-            self._completions.ended.extend(self._take(COMPLETIONS_PER_TURN))
-            self._call_rest()
-        finally:
-            if not self._idle.is_set():
-                self._loop.call_later(_LOOK_SECONDS, self._wait_idle)
+        """A step of the engine raised: no request begins any more, and those that wait end as failed."""
+        self._failed = True
+        self._completions.complete_later((request, -errno.EIO) for request in self._take_queued())
 
     def _on_event(self) -> None:
+        self._check_process()
+        if self._event is None:
+            return
+        self._event.clear()
+        ended = self._take(COMPLETIONS_PER_TURN)
         try:
-            self._check_process()
-            if self._event is not None:
-                self._event.clear()
-            ended = self._reap()
-        except UsageError:  # in a forked child
-            raise
-        except BaseException:
+            self._begin_next(len(ended))
+        except Exception:
             self._fail()
             raise
-        try:
+        finally:
             self._completions.complete(ended)
-        except BaseException:
-            self._lose()
-            raise
 
     def _call_reap(self) -> None:
         self._reap_called = False
         self._on_event()
 
-    def _reap(self) -> list[Ended]:
-        """Take what has ended and begin what is queued, so that the disk works while `done` is called."""
-        if self._event is None:
-            return []
-        ended = self._take(COMPLETIONS_PER_TURN)
-        if len(ended) == COMPLETIONS_PER_TURN and not self._reap_called:
+    def _begin_next(self, taken: int) -> None:
+        """Begin what is queued, so that the disk works while `done` is called; take more if as many had ended as may be
+        taken at once."""
+        if taken == COMPLETIONS_PER_TURN and not self._reap_called:
             self._reap_called = True
             self._loop.call_soon(self._call_reap)
         if not self._failed:
             self._pump()
-        return ended
 
     def _after_completions(self) -> None:
         if self.after_turn is not None:
@@ -248,6 +204,6 @@ class LoopEngine(IOEngine):
             await self._release()
             self._stop_listening()
             # these refer back to the engine: without them a closed engine is freed at once, not by the collector
-            self.after_turn = self.after_failure = None
+            self.after_turn = None
             self._completions.detach()
         return self.in_flight

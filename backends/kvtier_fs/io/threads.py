@@ -39,8 +39,6 @@ class ThreadsEngine(LoopEngine):
 
     @property
     def in_flight(self) -> int:
-        if self._failed:  # what the count missed
-            return sum(not call.done() for call in self._calls) + len(self._finished) + len(self._completions.ended)
         return self._in_flight + len(self._completions.ended)
 
     def _enqueue(self, requests: Sequence[IORequest]) -> None:
@@ -60,20 +58,15 @@ class ThreadsEngine(LoopEngine):
                     self._report(self._queue.get(), -(error.errno or errno.EAGAIN))
                 return
             self._servers += 1
-            call.add_done_callback(self._served)
+            call.add_done_callback(self._calls.discard)
 
-    def _served(self, call: Future[None]) -> None:
-        self._calls.discard(call)
-        if call.exception() is not None:  # such as MemoryError: the thread may have lost a request
-            with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._fail)
-
-    def _forget_queued(self) -> None:
+    def _take_queued(self) -> list[IORequest]:
+        taken: list[IORequest] = []
         with suppress(Empty):
-            while True:
-                self._queue.get_nowait()
-        for _ in self._calls:
-            self._queue.put(None)
+            while request := self._queue.get_nowait():
+                taken.append(request)
+        self._in_flight -= len(taken)
+        return taken
 
     def _serve(self) -> None:
         """On a thread: take requests until none has come for a while."""

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 from kvtier.aio.eventfd import EventFD
 from kvtier.aio.loop_budget import TimeBudget
-from kvtier.errors import ResourceError, UsageError
+from kvtier.errors import ResourceError
 from kvtier_fs.io.contract import IOKind, IORequest, places_of
 from kvtier_fs.io.loop_engine import Ended, LoopEngine
 
@@ -292,12 +292,11 @@ class UringEngine(LoopEngine):
             self._loop.call_soon(self._called_pump)
 
     def _called_pump(self) -> None:
+        self._check_process()
         self._pump_called = False
         try:
             self._pump()
-        except UsageError:  # in a forked child
-            raise
-        except BaseException:
+        except Exception:
             self._fail()
             raise
 
@@ -324,17 +323,10 @@ class UringEngine(LoopEngine):
         batch_bytes = 0
         while self._queue and len(self._kernel) < self.depth and batch_bytes < _SUBMIT_BYTES:
             request, number = self._queue[0], self._next
-            self._kernel[number] = request  # before the ring has it: the kernel may use its buffers then
-            try:
-                self._next += 1
-                taken = ring.prepare(request, number)
-            except BaseException:
-                del self._kernel[number]
-                raise
-            if not taken:
-                del self._kernel[number]
+            if not ring.prepare(request, number):
                 return
-            self._queue.popleft()
+            self._next += 1
+            self._kernel[number] = self._queue.popleft()
             batch_bytes += request.length
 
     def _keep(self, needed: bool) -> None:
@@ -357,10 +349,9 @@ class UringEngine(LoopEngine):
             self._keep(bool(self._kernel))
         return ended
 
-    def _forget_queued(self) -> None:
-        self._queue.clear()
-        if self._ring is not None and self._kernel:
-            self._ring.submit()
+    def _take_queued(self) -> list[IORequest]:
+        taken, self._queue = list(self._queue), deque()
+        return taken
 
     async def _release(self) -> None:
         if self._ring is not None:

@@ -132,11 +132,6 @@ class RootShare:
             return None if state.ready else error_outcome(state.errno or errno.EIO)
         return MISSING if fd < 0 else None
 
-    def fail(self, outcome: BlockOutcome) -> None:
-        """End all that have not ended, wherever an exception left them. None has I/O in flight."""
-        self.left = 0
-        self.run.fail_rest(self.number, self.positions, outcome)
-
     def end(self, outcome: BlockOutcome) -> None:
         """End all that have not begun."""
         self.run.end_all(self.number, self.positions[len(self._slots) - self.left :], outcome)

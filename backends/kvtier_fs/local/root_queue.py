@@ -12,17 +12,15 @@ import logging
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from kvtier.aio.weak_call import weak_call
 from kvtier.tier.block_envelope import SLOT_MAGIC, Check, Mismatch, verify_blocks
 from kvtier.tier.checksum import seal
 from kvtier.tier.job_run import JobRun, error_outcome
 from kvtier.types.jobs import CORRUPT, LATE, LOADED, STORED, BlockOutcome, JobKind, failed
 from kvtier_fs.io.contract import MAX_BUFFERS, IOKind, IORequest
-from kvtier_fs.io.full_transfer import LOOK_SECONDS, REQUEST_BYTES, span, split
+from kvtier_fs.io.full_transfer import REQUEST_BYTES, span, split
 from kvtier_fs.io.header_pages import HeaderPages
 from kvtier_fs.local.block_batches import Batch, RootShare, TierSide
 from kvtier_fs.local.root import Root
@@ -40,6 +38,7 @@ BATCH_BLOCKS = 64
 STARTS_AT_ONCE = 16
 """While blocks are under way, others begin when so many can: each batch has a price of its own."""
 _FAILED = failed(errno.EIO)
+_LOOK_SECONDS = 0.01
 _log = logging.getLogger("kvtier.fs")
 
 
@@ -81,33 +80,24 @@ class RootQueue:
         self._idle.set()
         self._fill_called = self._fill_wanted = False
         self._shares: set[RootShare] = set()
+        self.failed = False
+        """True once a step raised. No block begins any more, and the slot map may be wrong."""
         self._engine.after_turn = self._fill_if_wanted
-        self._io.after_failure = weak_call(self._end_failed)
 
     def enqueue(self, share: RootShare) -> None:
         """Take a share of a job on, until `forget`; its blocks begin when there is room, the first before this returns.
 
-        In a queue that has failed they end as failed. If it raises, the queue has failed.
+        In a queue that has failed they end as failed.
         """
         self._shares.add(share)
-        if self._io.failed:
-            self.fail()
-            return
-        queue = self._loads if share.run.kind is JobKind.LOAD else self._stores
-        try:
-            queue.append(share)
-            if len(self._loads) + len(self._stores) == 1 and not self._fill_called:
-                self._fill()
-            else:
-                self._call_fill()
-        except Exception:
-            self.fail()
-            raise
-
-    def end_unknown(self, share: RootShare) -> None:
-        """End a share that was never taken on."""
-        if share not in self._shares:
+        if self.failed:
             share.end(_FAILED)
+            return
+        (self._loads if share.run.kind is JobKind.LOAD else self._stores).append(share)
+        if len(self._loads) + len(self._stores) == 1 and not self._fill_called:
+            self._taking(self._fill)
+        else:
+            self._call_fill()
 
     def forget(self, share: RootShare) -> None:
         """The job of a share has ended."""
@@ -128,15 +118,8 @@ class RootQueue:
                     share.end(outcome)
 
     async def idle(self) -> None:
-        """Wait until no block is under way, and no job either if the queue has failed."""
-        while not self._idle.is_set() or (self.failed and self._shares):
-            if self.failed:
-                if not self._engine.in_flight:
-                    self._io.end_waiting()
-                await asyncio.sleep(LOOK_SECONDS)
-            else:
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._idle.wait(), LOOK_SECONDS)
+        """Wait until no block is under way."""
+        await self._idle.wait()
 
     def give_up(self) -> None:
         """Report the jobs whose I/O did not end in time."""
@@ -156,7 +139,7 @@ class RootQueue:
 
     def _fill_if_wanted(self) -> None:
         """After completions: begin blocks if there was room for some."""
-        if self._fill_wanted and not self._io.failed:
+        if self._fill_wanted and not self.failed:
             self._fill()
 
     def _fill(self) -> None:
@@ -244,10 +227,11 @@ class RootQueue:
 
     def _piece_done(self, piece: IORequest, result: int) -> None:
         try:
-            assert isinstance(piece, _Piece)
-            self._piece_ended(piece, result)
+            if not self.failed:
+                assert isinstance(piece, _Piece)
+                self._piece_ended(piece, result)
         except Exception:
-            self.fail()
+            self._fail()
             raise
 
     def _piece_ended(self, piece: _Piece, result: int) -> None:
@@ -282,25 +266,24 @@ class RootQueue:
     # -- exceptions ----------------------------------------------------------------------------------------------
 
     def _taking(self, step: Callable[..., None], *args: Any) -> None:
-        """Take a step. An exception such as MemoryError may leave it half done: then the queue fails."""
         try:
             step(*args)
         except Exception:
-            self.fail()
+            self._fail()
             _log.exception("%s: a step was left half done", self.root.path)
 
-    @property
-    def failed(self) -> bool:
-        """True once an exception left a step half done. No block begins any more, and the slot map may be wrong."""
-        return self._io.failed
-
-    def fail(self) -> None:
-        """Begin no block any more, and end all jobs as failed as soon as no I/O uses their rows."""
-        self._io.fail()
+    def _fail(self) -> None:
+        """A step raised: no block begins any more, and all jobs end as failed as soon as no I/O uses their rows."""
+        self.failed = True
+        self._idle.clear()
+        self._end_failed()
 
     def _end_failed(self) -> None:
+        if self._engine.in_flight:
+            self._loop.call_later(_LOOK_SECONDS, self._end_failed)
+            return
         for share in self._shares:
-            share.fail(_FAILED)
+            share.run.end_all(share.number, share.positions, _FAILED)
         for each in (self._loads, self._stores, self._running, self._unverified):
             each.clear()
         self._idle.set()

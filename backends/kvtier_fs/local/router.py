@@ -59,11 +59,7 @@ class SlotRouter:
         """
         for wanted in job.formats:
             root, region = self.locate(wanted.region)
-            try:
-                root.format_region(region, wanted.slot_bytes, wanted.generation)
-            except BaseException:
-                self.queues[self._roots.index(root)].fail()  # the slot map may hold what the region held before
-                raise
+            root.format_region(region, wanted.slot_bytes, wanted.generation)
         if not any(map(_UNREADY, self._roots)):
             return []
         pending = []

@@ -1,7 +1,11 @@
 """Type `fs`: blocks in the slots of a few large files, on one or more local disks."""
 
 import asyncio
+import logging
+from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 from kvtier.aio.loop_budget import TimeBudget
@@ -16,8 +20,7 @@ from kvtier.types.geometry import Geometry
 from kvtier.types.jobs import CANCELLED, DropReason, JobKind, JobResult, TransferJob, dropped
 from kvtier_fs.io.full_transfer import FullTransferIO
 from kvtier_fs.local import layout, opening
-from kvtier_fs.local.block_batches import RootShare, TierSide
-from kvtier_fs.local.closing import RootCloser
+from kvtier_fs.local.block_batches import TierSide
 from kvtier_fs.local.directory import recovered
 from kvtier_fs.local.layout import Session
 from kvtier_fs.local.leftovers import remove_leftovers
@@ -31,6 +34,10 @@ from kvtier_fs.options import FSOptions
 from kvtier_fs.roots.disk import MISSING
 from kvtier_fs.roots.engines import choose_engine, make_engine, mode
 from kvtier_fs.roots.root_tier import RootTier
+
+_log = logging.getLogger("kvtier.fs")
+_LOOK_SECONDS = 0.05
+_PATIENCE_SECONDS = 60.0
 
 
 class FSBackend(RootTier):
@@ -185,23 +192,11 @@ class FSBackend(RootTier):
         try:
             for queue, share in shares:
                 queue.enqueue(share)
-            await run.finished
-        except BaseException:
-            await self._withdraw(router, run, shares)
-            raise
+            await shielded_wait(run.finished, partial(router.withdraw, run, CANCELLED))
         finally:
             for queue, share in shares:
                 queue.forget(share)
         return run.result(self._context.clock() - started)
-
-    async def _withdraw(self, router: SlotRouter, run: JobRun, shares: list[tuple[RootQueue, RootShare]]) -> None:
-        """A job's wait was cut short: end its blocks whose I/O has not begun, wait for the others."""
-        left = run.going_on()
-        router.withdraw(run, CANCELLED)
-        for queue, share in shares:
-            queue.end_unknown(share)
-        with suppress(asyncio.CancelledError):
-            await shielded_wait(left)
 
     async def reset(self, epoch: int) -> None:
         """Raise the namespace's epoch in every root, durably before this returns.
@@ -246,3 +241,70 @@ class FSBackend(RootTier):
             self.counters["close.stuck"] += stuck
         else:
             del self._ends[root]
+
+
+class RootCloser:
+    """The end of one root. `queue` moves its blocks; None if no session began.
+
+    It runs in a task of its own, however long the disk takes, and releases the lock last. Waiting for it is optional.
+    """
+
+    def __init__(self, root: Root, queue: RootQueue | None, counters: Counter[str]) -> None:
+        self._root = root
+        self._queue = queue
+        self._counters = counters
+        self._ending: asyncio.Task[None] | None = None
+
+    async def within(self, timeout_seconds: float) -> int:
+        """Wait for the end until a deadline. Returns how many requests, or other calls of the disk, are stuck then.
+
+        Jobs whose I/O is stuck are reported late. What that I/O uses is kept, above all the lock.
+        """
+        if self._ending is None or (self._ending.done() and self._ending.exception() is not None):
+            self._ending = asyncio.create_task(self._end(), name=f"close {self._root.path}")
+        await asyncio.wait([self._ending], timeout=timeout_seconds)
+        if self._ending.done():
+            self._ending.result()
+            return 0
+        _log.warning("%s: I/O is stuck; the folder stays locked until it ends", self._root.path)
+        if self._queue is not None:
+            self._queue.give_up()
+        return max(1, self._root.requests_in_flight)
+
+    async def _end(self) -> None:
+        """Let go of everything, in order. Cut short by the end of the loop it leaves what may be in use as it is."""
+        root = self._root
+        if self._queue is not None:
+            self._queue.withdraw(dropped(DropReason.CLOSING))
+            await self._queue.idle()
+        await root.formats_ended()
+        while await root.stop_engine(_PATIENCE_SECONDS):  # noqa: ASYNC110 - it has waited; some return at once
+            await asyncio.sleep(_LOOK_SECONDS)
+        await self._end_session()
+        with suppress(OSError):  # not one thread was to be had, so nothing was opened either
+            await root.call(root.folder.leave)
+        while await root.pools.close(_PATIENCE_SECONDS):
+            pass
+
+    async def _end_session(self) -> None:
+        """Write the snapshot, then say that the session ended in order: it counts only if this does.
+
+        Whatever fails costs the next open a scan, and nothing else. So does a queue that has failed: its map of the
+        slots may be wrong.
+        """
+        root, queue = self._root, self._queue
+        if queue is None:
+            return
+        if queue.failed:
+            self._counters["close.unclean"] += 1
+            return
+        try:
+            try:
+                await root.write_snapshot(queue.side.layout.snapshot_bytes)
+            except OSError as error:
+                _log.info("%s: no snapshot (%s)", root.path, error)
+                self._counters["close.no_snapshot"] += 1
+            await root.write_superblock(replace(root.superblock, clean=True))
+        except Exception as error:  # whatever it is: the folder must be left, or it stays locked
+            _log.info("%s: not closed in order (%s)", root.path, error)
+            self._counters["close.unclean"] += 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,8 +12,6 @@ import numpy.typing as npt
 
 from kvtier.types.arrays import IntArray
 from kvtier_gpu.copy_plan import CopyPlan, Extents
-
-_log = logging.getLogger(__name__)
 
 
 class Direction(StrEnum):
@@ -57,23 +53,7 @@ def joined(failures: Sequence[CopyFailure]) -> CopyFailure | None:
 
 
 Done = Callable[[CopyFailure | None], None]
-"""Called for each submitted plan, from any thread, after every copy of it has ended; again if it raised."""
-
-CALLS_MAX = 100
-CALL_AGAIN_SECONDS = 0.02
-
-
-def call_back(done: Done, failure: CopyFailure | None) -> None:
-    """Say that a plan has ended. There may be no memory for it: then say it again, or its job would wait for ever."""
-    calls = 0
-    while calls < CALLS_MAX:
-        try:
-            done(failure)
-            return
-        except Exception:
-            calls += 1
-            _log.exception("a copy has ended and that could not be said")
-            time.sleep(CALL_AGAIN_SECONDS)
+"""Called once for each submitted plan, from any thread, after every copy of it has ended."""
 
 
 class CopyEngine(ABC):

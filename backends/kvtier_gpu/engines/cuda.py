@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 
@@ -19,16 +18,7 @@ from kvtier.errors import ResourceError
 from kvtier_gpu.copy_plan import CopyPlan
 from kvtier_gpu.engines.batch_check import find_refusal
 from kvtier_gpu.engines.batch_copy import BatchCopy
-from kvtier_gpu.engines.contract import (
-    CALL_AGAIN_SECONDS,
-    CALLS_MAX,
-    CopyEngine,
-    CopyFailure,
-    Direction,
-    Done,
-    call_back,
-    joined,
-)
+from kvtier_gpu.engines.contract import CopyEngine, CopyFailure, Direction, Done, joined
 from kvtier_gpu.engines.copy_lane import CopyLane, CopySides
 from kvtier_gpu.engines.copy_paths import CopyPath, choose_paths
 from kvtier_gpu.engines.device import CudaDevice, DeviceEvent, DeviceStream
@@ -40,21 +30,20 @@ BATCH_CAPABILITY_MAX = 9
 """Up to this compute capability the driver's call is used unasked. Peers have seen it crash on newer devices."""
 
 _log = logging.getLogger(__name__)
-_NOT_ISSUED = CopyFailure(RuntimeError("the copies could not be issued"))
 
 
 @dataclass(slots=True)
 class _Copy:
     """A plan on its way through a stream. `computed`: the events that say that what it copies has been computed.
 
-    `plan` is there until it is issued, `ended` is the event that ends its copies, `failures` why not all were issued.
+    `ended` is the event that ends its copies, `failures` why not all were issued.
     """
 
-    plan: CopyPlan | None
+    plan: CopyPlan
     computed: Sequence[DeviceEvent]
     done: Done
     ended: DeviceEvent | None = None
-    failures: list[CopyFailure] = field(default_factory=lambda: [_NOT_ISSUED])
+    failures: list[CopyFailure] = field(default_factory=list)
 
 
 class _CopyStream:
@@ -104,37 +93,34 @@ class _CopyStream:
         return failure
 
     def _issue_all(self) -> None:
+        serving = True
         try:
             with self._device.entered(self._stream):
-                _take_each(self._requests, self._issue)
-        except Exception:
-            _log.exception("the device could not be entered or left, and is entered for each plan that follows")
-            _take_each(self._requests, self._enter_and_issue)
-
-    def _enter_and_issue(self, copy: _Copy | None) -> None:
-        try:
-            with self._device.entered(self._stream):
-                self._issue(copy)
+                for copy in iter(self._requests.get, None):
+                    self._issue(copy)
+                    del copy
+                serving = False
         except Exception as refusal:
-            if copy is not None:
-                copy.failures = [CopyFailure(refusal.with_traceback(None))]
-            self._issued.put(copy)
+            _log.exception("the device could not be entered or left")
+            failure = CopyFailure(refusal.with_traceback(None))
+            for copy in iter(self._requests.get, None) if serving else ():
+                copy.failures = [failure]
+                self._issued.put(copy)
+        self._issued.put(None)
 
-    def _issue(self, copy: _Copy | None) -> None:
-        """Issue a plan's copies, once, and have their end waited for."""
-        if copy is not None and copy.plan is not None:
-            plan, copy.plan = copy.plan, None
-            try:
-                self._copy(plan, copy)
-            except Exception as refusal:
-                copy.failures = [CopyFailure(refusal.with_traceback(None))]
+    def _issue(self, copy: _Copy) -> None:
+        """Issue a plan's copies, and have their end waited for."""
+        try:
+            self._copy(copy)
+        except Exception as refusal:
+            copy.failures = [CopyFailure(refusal.with_traceback(None))]
         self._issued.put(copy)
 
-    def _copy(self, plan: CopyPlan, copy: _Copy) -> None:
+    def _copy(self, copy: _Copy) -> None:
         assert self._copier is not None
         for computed in copy.computed:
             self._stream.wait_event(computed)
-        failures = self._copier.issue(plan)
+        failures = self._copier.issue(copy.plan)
         ended = self._device.new_event(blocking=True)
         ended.record(self._stream)
         copy.ended, copy.failures = ended, failures
@@ -144,41 +130,17 @@ class _CopyStream:
             _log.warning("%s: cuMemcpyBatchAsync refused copies (CUDA error %d), which are made singly", lane, error)
 
     def _wait_all(self) -> None:
-        _take_each(self._issued, self._wait)
+        for copy in iter(self._issued.get, None):
+            self._wait(copy)
+            del copy  # nothing is kept while the thread waits
 
-    def _wait(self, copy: _Copy | None) -> None:
-        if copy is None:
-            return
+    def _wait(self, copy: _Copy) -> None:
         try:
             (copy.ended or self._stream).synchronize()  # without an event, part of the plan may have been issued
         except RuntimeError as refusal:  # a device in error ends every copy; the job must end with an outcome
             copy.failures = [CopyFailure(refusal.with_traceback(None))]
         failure = joined(copy.failures)
         copy.done(failure if failure is None else self.failure(failure))
-
-
-def _take_each(copies: SimpleQueue[_Copy | None], step: Callable[[_Copy | None], None]) -> None:
-    """Take a step for each item of a queue up to None; again for the same one if it raised, because a job waits."""
-    copy: _Copy | None = None
-    held = False
-    tries = 0
-    while True:
-        try:
-            if not held:
-                copy = copies.get()
-                held = True
-                tries = 0
-            step(copy)
-            if copy is None:
-                copies.put(None)  # in case this thread has to come again
-                return
-            held = False
-            copy = None
-        except Exception:
-            tries += 1
-            held = held and tries < CALLS_MAX
-            _log.exception("a copy could not be taken further")
-            time.sleep(CALL_AGAIN_SECONDS)
 
 
 class CudaEngine(CopyEngine):
@@ -253,7 +215,7 @@ class CudaEngine(CopyEngine):
         try:
             computed = self._fences.events()
         except RuntimeError as refusal:
-            call_back(done, stream.failure(CopyFailure(refusal.with_traceback(None))))
+            done(stream.failure(CopyFailure(refusal.with_traceback(None))))
         else:
             stream.submit(plan, computed, done)
 

@@ -16,7 +16,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from queue import SimpleQueue
 
 import numpy as np
@@ -24,7 +23,7 @@ import numpy.typing as npt
 
 from kvtier.errors import UsageError
 from kvtier_gpu.copy_plan import CopyPlan, Extents, GatherBatch, GroupPages, batches, extents, rows_of, split
-from kvtier_gpu.engines.contract import Bytes, CopyEngine, CopyFailure, Direction, Done, call_back, joined, sides
+from kvtier_gpu.engines.contract import Bytes, CopyEngine, CopyFailure, Direction, Done, joined, sides
 from kvtier_gpu.engines.native_copy import CopyScattered
 from kvtier_gpu.kv_tensors import KVTensor
 
@@ -62,32 +61,23 @@ _CopyPart = tuple[tuple[GroupPages, ...], Direction, int, Done]
 _Queue = SimpleQueue[_CopyPart | None]
 
 
-def _failure(part: _CopyPart, error: Exception) -> CopyFailure:
-    """The failure for an error that ended a part."""
-    try:
-        return CopyFailure(error, rows_of(part[0], part[2]))
-    except MemoryError:
-        return CopyFailure(error)
-
-
 class _Countdown:
-    """Waits for the parts of a plan and completes it, with what failed. A part may be said to be done again."""
+    """Waits for the parts of a plan and completes it, with what failed."""
 
     def __init__(self, parts: int, done: Done) -> None:
-        self._left = set(range(parts))
+        self._left = parts
         self._done = done
-        self._failures: dict[int, CopyFailure] = {}
+        self._failures: list[CopyFailure] = []
         self._lock = threading.Lock()
 
-    def part_done(self, part: int, failure: CopyFailure | None) -> None:
+    def part_done(self, failure: CopyFailure | None) -> None:
         """Counts a part that has ended. From any thread."""
         with self._lock:
-            if failure is not None:
-                self._failures[part] = failure
-            self._left.discard(part)
+            self._failures += [] if failure is None else [failure]
+            self._left -= 1
             last = not self._left
         if last:
-            self._done(joined(list(self._failures.values())))
+            self._done(joined(self._failures))
 
 
 class HostMemoryEngine(CopyEngine):
@@ -141,17 +131,9 @@ class HostMemoryEngine(CopyEngine):
         queue = self._urgent if urgent and self._urgent is not None else self._queue
         part_bytes = min(PART_BYTES_MAX, max(PART_BYTES_MIN, -(-plan.nbytes // self._num_threads)))
         parts = split(plan, part_bytes)
-        ends = [done]
-        if len(parts) > 1:
-            countdown = _Countdown(len(parts), done)
-            ends = [partial(countdown.part_done, number) for number in range(len(parts))]
-        begun = 0
-        try:
-            for begun, part in enumerate(parts):
-                queue.put((part, direction, plan.row_bytes, ends[begun]))
-        except Exception as error:  # such as no memory for the queue: the parts before are in flight
-            for end in ends[begun:]:
-                call_back(end, CopyFailure(error))
+        end = done if len(parts) < 2 else _Countdown(len(parts), done).part_done
+        for part in parts:
+            queue.put((part, direction, plan.row_bytes, end))
         if not parts:
             done(None)
 
@@ -169,20 +151,18 @@ class HostMemoryEngine(CopyEngine):
         return ended
 
     def _serve(self, queue: _Queue) -> None:
-        """The thread lives on, and each part ends with an outcome, whatever a line of this raises."""
-        work = error = None
-        ended = False
-        while not ended:
-            try:
-                if work is not None:
-                    call_back(work[3], None if error is None else _failure(work, error))
-                work = error = None  # nothing is kept while the thread waits
-                work = queue.get()
-                if work is not None:
-                    self._copy(work[0], work[1])
-                ended = work is None
-            except Exception as failure:
-                error = failure.with_traceback(None)
+        for part in iter(queue.get, None):
+            self._move(*part)
+            del part  # nothing is kept while the thread waits
+
+    def _move(self, part: tuple[GroupPages, ...], direction: Direction, row_bytes: int, done: Done) -> None:
+        """Copy a part, and report its end with an outcome."""
+        failure = None
+        try:
+            self._copy(part, direction)
+        except Exception as error:
+            failure = CopyFailure(error.with_traceback(None), rows_of(part, row_bytes))
+        done(failure)
 
     def _copy(self, part: tuple[GroupPages, ...], direction: Direction) -> None:
         region = self._region

@@ -151,8 +151,8 @@ class ValkeyListing:
         return self._string(name) or b""
 
     def _string(self, name: str) -> bytes | None:
-        (held,) = self._asked(lambda client: items_of(client.mget([name]), 1, 1))
-        return held
+        held: Sequence[bytes | None] = self._asked(lambda client: items_of(client.mget([name]), 1, 1))
+        return held[0]
 
     # -- values --------------------------------------------------------------------------------------------------
 
