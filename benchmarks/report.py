@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from kvtier.cli.tables import table as text_table
+from kvtier.cli.terminal import table as text_table
 from kvtier.tools.bench.load_generator import percentile
 from kvtier.tools.bench.results import machine
 

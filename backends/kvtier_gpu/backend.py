@@ -149,12 +149,10 @@ class GPUBackend(LoadStore):
             return HostMemoryEngine(
                 region, tensors, options.copy_threads, compiled=compiled, urgent_lane=options.urgent_lane
             )
-        from kvtier_gpu.engines.copy_lane import CopySides
-        from kvtier_gpu.engines.copy_paths import CopyPath
         from kvtier_gpu.engines.cuda import CudaEngine
         from kvtier_gpu.engines.device import TorchDevice
-        from kvtier_gpu.engines.group_tensors import group_tensors
         from kvtier_gpu.engines.pinned_region import RowSlices
+        from kvtier_gpu.engines.plan_copier import CopyPath, CopySides, group_tensors
 
         groups = group_tensors(context.geometry, tables, tensors)
         slices = RowSlices(rows.row_bytes, context.geometry.slices(context.worker))

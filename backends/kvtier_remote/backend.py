@@ -37,10 +37,9 @@ from kvtier.types.jobs import (
     failed,
 )
 from kvtier.types.keys import REMOTE, Medium, OffloadKey, key_group
-from kvtier_remote.attempts import Attempts
+from kvtier_remote.attempts import Attempts, HedgedGets
 from kvtier_remote.background import EvictionWatch, LeaseKeeper
 from kvtier_remote.call_limit import CallLimit
-from kvtier_remote.hedged_get import HedgedGets
 from kvtier_remote.names import BlockNames
 from kvtier_remote.options import RemoteOptions
 from kvtier_remote.transport import ReportsLateness, Sharded, StoresManifest, Transport, Value, ValueRef

@@ -22,7 +22,7 @@ from kvtier.types.keys import OffloadKey
 from kvtier_fs.format.superblock import MAX_NAMESPACES, Superblock, decode_superblock, encode_superblock
 from kvtier_fs.format.tree_records import decode_epoch, encode_epoch
 from kvtier_fs.local.opening import first_epoch
-from kvtier_fs.shared.epochs import FolderEpoch
+from kvtier_fs.shared.tier import FolderEpoch
 from kvtier_remote.backend import RemoteBackend
 from kvtier_remote.options import RemoteOptions
 from kvtier_remote.transport import Marker, NameFormat, TransportInfo, Value, ValueRef, Verify

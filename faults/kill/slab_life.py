@@ -11,7 +11,7 @@ from kvtier.types.jobs import BlockStatus, JobKind, TransferJob
 from kvtier_fs import FSBackend
 from kvtier_fs.local.opening import Hooks
 from kvtier_fs.local.root import Root
-from kvtier_fs.roots.engines import make_engine
+from kvtier_fs.roots.disk import make_engine
 
 from .life import JUNK, Life, Noted
 from .shared_log import EventKind, Word

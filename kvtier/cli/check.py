@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from kvtier.cli.tables import table
+from kvtier.cli.terminal import table
 from kvtier.config.layout import DEFAULT_LAYOUT, read_layout
 from kvtier.config.load import build_tiers, load_stack, stack_schema
 from kvtier.config.plan import GroupPlan, StackPlan, TierPlan, plan_stack

@@ -5,18 +5,20 @@ from typing import Any
 
 import click
 
-from kvtier.cli.addresses import StoreAddress, store_arguments
 from kvtier.cli.stores import (
+    StoreAddress,
+    Usage,
+    add_up,
     json_option,
     parts_text,
     print_columns,
     print_json,
     printable,
     root_argument,
+    store_arguments,
     store_at,
     time_text,
 )
-from kvtier.cli.usage import Usage, add_up
 from kvtier.options import count_text, size_text
 from kvtier.tier.inspection import Access, BlockState, StoreAbout, StoredBlock, StoredNamespace
 

@@ -6,9 +6,17 @@ from typing import Any
 
 import click
 
-from kvtier.cli.addresses import StoreAddress, store_arguments
-from kvtier.cli.progress import progress
-from kvtier.cli.stores import json_option, parts_text, print_columns, print_json, root_argument, store_at
+from kvtier.cli.stores import (
+    StoreAddress,
+    json_option,
+    parts_text,
+    print_columns,
+    print_json,
+    root_argument,
+    store_arguments,
+    store_at,
+)
+from kvtier.cli.terminal import progress
 from kvtier.options import count_text, size_text
 from kvtier.tier.inspection import Access, CheckStep, Finding, FindingKind, StoreAbout
 

@@ -10,10 +10,19 @@ from typing import Any
 
 import click
 
-from kvtier.cli.addresses import StoreAddress, store_arguments
-from kvtier.cli.stores import JSON_VERSION, in_namespace, json_option, print_columns, print_json, store_at
+from kvtier.cli.stores import (
+    JSON_VERSION,
+    Chosen,
+    StoreAddress,
+    add_up,
+    in_namespace,
+    json_option,
+    print_columns,
+    print_json,
+    store_arguments,
+    store_at,
+)
 from kvtier.cli.temporary_folders import abandoned_folders, remove_abandoned
-from kvtier.cli.usage import Chosen, add_up
 from kvtier.errors import ConfigError, UsageError
 from kvtier.options import count_text, parse_duration, size_text
 from kvtier.tier.inspection import Access, BlockState, StoreAbout, StoredBlock

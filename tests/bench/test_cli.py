@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from support_stack import PLAIN, Engine, fs, keys, parts_of, stack_file, statuses, whole
 
 from kvtier.cli import main
-from kvtier.cli.tables import BAR_CELLS, bar
+from kvtier.cli.terminal import BAR_CELLS, bar
 from kvtier.errors import ConfigError
 from kvtier.stack import EngineStack
 from kvtier.tools.bench.results import machine

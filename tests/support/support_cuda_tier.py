@@ -16,8 +16,8 @@ from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import TransferJob
 from kvtier_gpu import GPUBackend, GPUOptions
-from kvtier_gpu.engines import batch_copy, copy_paths, pinned_region
-from kvtier_gpu.engines.copy_paths import CopyPath
+from kvtier_gpu.engines import batch_copy, pinned_region, plan_copier
+from kvtier_gpu.engines.plan_copier import CopyPath
 
 PAGE = 64
 LAYOUT = KVLayout(
@@ -71,9 +71,9 @@ class Stand:
 @contextmanager
 def small(descriptors: int = 4, staging_bytes: int = 100, path: CopyPath | None = None) -> Iterator[None]:
     """Few copies in a call, little staging, and each row pinned apart from the others. `path`: what the rule takes."""
-    rule = copy_paths.path_by_rule if path is None else lambda *_, **__: path
+    rule = plan_copier.path_by_rule if path is None else lambda *_, **__: path
     with (
-        mock.patch.object(copy_paths, "path_by_rule", rule),
+        mock.patch.object(plan_copier, "path_by_rule", rule),
         mock.patch.object(batch_copy, "DESCRIPTORS_MAX", descriptors),
         mock.patch("kvtier_gpu.engines.cuda.STAGING_BYTES", staging_bytes),
         mock.patch.object(pinned_region, "PIECE_BYTES", 1),

@@ -22,7 +22,8 @@ from kvtier_fs.format import slot_map
 from kvtier_fs.io import full_transfer
 from kvtier_fs.io.contract import IORequest
 from kvtier_fs.local import layout
-from kvtier_fs.shared import block_file, block_steps, epochs, presence
+from kvtier_fs.shared import block_file, block_steps
+from kvtier_fs.shared import tier as shared_tier
 from kvtier_remote import value
 from kvtier_remote.names import BlockNames
 from kvtier_remote.transport import Marker
@@ -131,21 +132,21 @@ def without_epoch_of_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files from before a reset count as well."""
     _verify_without(monkeypatch, "epoch")
 
-    async def on_disk(self: epochs.FolderEpoch, epoch: int, storing: bool) -> int:
+    async def on_disk(self: shared_tier.FolderEpoch, epoch: int, storing: bool) -> int:
         return epoch
 
-    def look(self: presence.Presence, wanted: Sequence[block_file.ExpectedBlock | None], epoch: int) -> list[bool]:
+    def look(self: block_file.Presence, wanted: Sequence[block_file.ExpectedBlock | None], epoch: int) -> list[bool]:
         return [one is not None and self._present(replace(one, header=in_any_epoch(self, one))) for one in wanted]
 
-    def in_any_epoch(self: presence.Presence, wanted: block_file.ExpectedBlock) -> block_envelope.SlotHeader:
+    def in_any_epoch(self: block_file.Presence, wanted: block_file.ExpectedBlock) -> block_envelope.SlotHeader:
         with suppress(OSError), self._folder.leaf(wanted.place.bucket, wanted.place.leaf) as leaf:
             there = block_file.header_now(leaf, wanted)
             if isinstance(there, block_envelope.SlotHeader):
                 return wanted.header._replace(epoch=there.epoch)
         return wanted.header
 
-    monkeypatch.setattr(epochs.FolderEpoch, "on_disk", on_disk)
-    monkeypatch.setattr(presence.Presence, "probe", look)
+    monkeypatch.setattr(shared_tier.FolderEpoch, "on_disk", on_disk)
+    monkeypatch.setattr(block_file.Presence, "probe", look)
 
 
 def without_waiting_for_io(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from kvtier.stack import joining
 from kvtier.tier import shared_epoch
 from kvtier_fs.format import superblock, tree_records
 from kvtier_fs.local import opening
-from kvtier_fs.shared import epochs as folder_epochs
+from kvtier_fs.shared import tier as shared_tier
 from kvtier_remote.transport import Marker
 from kvtier_remote.valkey import transport as valkey_transport
 
@@ -24,7 +24,7 @@ def without_numbers_of_openings(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose_epoch(stated: Sequence[int], on_disks: int) -> int:
         return max(*stated, on_disks)
 
-    for module in (joining, folder_epochs, shared_epoch, opening):
+    for module in (joining, shared_tier, shared_epoch, opening):
         monkeypatch.setattr(module, "fresh_epoch", fresh_epoch)
     monkeypatch.setattr(joining, "choose_epoch", choose_epoch)
     monkeypatch.setattr(shared_epoch, "line_of", lambda epoch: 0)

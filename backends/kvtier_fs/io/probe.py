@@ -5,7 +5,7 @@ import mmap
 import os
 from dataclasses import dataclass
 
-from kvtier_fs.io.header_pages import HeaderPages
+from kvtier_fs.io.contract import HeaderPages
 from kvtier_fs.io.syscalls import EXT4_MAGIC, XFS_MAGIC, DirectAlignment, filesystem_magic, statx_direct
 
 _PROBE_NAME = "probe-direct"

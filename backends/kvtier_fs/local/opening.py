@@ -2,14 +2,17 @@
 
 import asyncio
 import os
+import re
 import shlex
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any, TypeVar
 
 from kvtier.errors import GeometryError, ResourceError, RootBusyError, RootDamagedError, RootError
+from kvtier.options import size_text
 from kvtier.tier.checksum import SHORT_BYTES
 from kvtier.tier.contract import SlotSpace
 from kvtier.tier.memory_limits import MemoryLimits, SystemLimits
@@ -29,6 +32,7 @@ from kvtier_fs.local.shrinking import plan_to_read
 from kvtier_fs.options import FSOptions
 from kvtier_fs.roots import disk, sidecar_files
 from kvtier_fs.roots.disk import probe_disk
+from kvtier_fs.roots.folder import LOCK_NAME, SUPERBLOCK_NAME
 
 OWNER_POLL_SECONDS = 0.1
 _NAMES_SHOWN, _NAME_SHOWN = 3, 64
@@ -236,3 +240,96 @@ def _read_superblock(root: Root) -> Superblock | None:
         if owner := root.folder.live_owner():
             raise RootBusyError(root.path, owner)
     return root.folder.known_superblock(root.folder.read_superblock())
+
+
+# -- leftovers -------------------------------------------------------------------------------------------------------
+# Folders that an earlier configuration with another number of engines left beside a root. Their bytes are part of no
+# capacity. One whose own record names the same source, and that no process uses, is removed.
+
+_FOLDERS_SHOWN = 3
+_REMOVED_LAST = (SUPERBLOCK_NAME, LOCK_NAME)
+"""What is removed last: by these the rest of a folder is found again after a crash."""
+
+
+class _Left(Enum):
+    """What became of a folder that may be left over, in words."""
+
+    REMOVED = "removed: an earlier configuration with another number of engines had left it"
+    USED = "still in use by an engine of an earlier configuration, beyond the capacity; a later start removes it"
+    STRANGE = "left by an earlier configuration, and it holds files of others too"
+    FAILED = "left by an earlier configuration, and it could not be removed whole"
+    UNKNOWN = "no part of the capacity, and perhaps left by an earlier configuration with another number of engines"
+
+    @property
+    def is_named_only(self) -> bool:
+        """True if it is for a person to remove it."""
+        return self not in (_Left.REMOVED, _Left.USED)
+
+
+def remove_leftovers(root: str, options: FSOptions) -> list[str]:
+    """Remove what an earlier configuration left of the source of a root. Returns notes, of removed folders and of
+    those of which too little is known. Never raises."""
+    source, found = options.source(root), dict[_Left, list[tuple[str, int]]]()
+    for path in _candidates(source, options):
+        left, size = _remove_left(path, source, options)
+        if left is not None:
+            found.setdefault(left, []).append((shlex.quote(path), size))
+    return [_note_on(left, folders) for left, folders in found.items()]
+
+
+def _note_on(left: _Left, folders: list[tuple[str, int]]) -> str:
+    shown = ", ".join(f"{path} ({size_text(size)})" for path, size in folders[:_FOLDERS_SHOWN])
+    more = f" and {len(folders) - _FOLDERS_SHOWN} more" if len(folders) > _FOLDERS_SHOWN else ""
+    command = f"; if nothing uses it: rm -r {' '.join(path for path, _ in folders[:_FOLDERS_SHOWN])}"
+    return f"{shown}{more}: {left.value}{command if left.is_named_only else ''}"
+
+
+def _candidates(source: str, options: FSOptions) -> list[str]:
+    """The places of the shares of a source, and its own, but for those that today's engines use."""
+    parent, name = os.path.split(source)
+    shares = re.compile(rf"{re.escape(name)}-(0|[1-9][0-9]{{0,3}})")
+    try:
+        names = os.listdir(parent)
+    except OSError:
+        return []  # what cannot be listed has had its root opened by name
+    numbers = sorted(int(match[1]) for match in map(shares.fullmatch, names) if match)
+    first = options.engines if options.engines > 1 else 0
+    places = [f"{source}-{number}" for number in numbers if number >= first]
+    if options.engines > 1:
+        places.append(source)
+    return [path for path in places if path not in options.roots]
+
+
+def _remove_left(path: str, source: str, options: FSOptions) -> tuple[_Left | None, int]:
+    """What became of a folder, and its bytes of disk; None for one that is no root, or that another stack uses."""
+    folder = SlabFolder(path, options.model_copy(update={"create": False}))
+    size = 0
+    try:
+        if not folder.enter():
+            return None, 0
+        names = os.listdir(folder.fd)
+        size = sum(os.stat(name, dir_fd=folder.fd, follow_symlinks=False).st_blocks * 512 for name in names)
+        if SUPERBLOCK_NAME not in names and folder.recorded_source() != source:
+            return None, size
+        recorded = folder.recorded_source() == source
+        if not folder.try_lock(shared=not recorded):
+            return (_Left.USED if recorded else None), size
+        return (_remove_locked(folder, names, source) if recorded else _Left.UNKNOWN), size
+    except (RootError, FileNotFoundError):
+        return None, 0  # another's, or another engine of this configuration removes it
+    except OSError:
+        return _Left.FAILED, size
+    finally:
+        folder.leave()
+
+
+def _remove_locked(folder: SlabFolder, names: list[str], source: str) -> _Left | None:
+    if folder.recorded_source() != source:
+        return None  # it was opened for something else until just now
+    if not all(map(folder.is_own, names)):
+        return _Left.STRANGE
+    for name in sorted(names, key=lambda name: _REMOVED_LAST.index(name) if name in _REMOVED_LAST else -1):
+        folder.unlink(name)
+    with suppress(OSError):  # its parent may not be this user's; it is empty
+        os.rmdir(folder.path)
+    return _Left.REMOVED

@@ -14,9 +14,8 @@ from kvtier_fs.format.region_header import RegionHeader, RegionPlan, encode_regi
 from kvtier_fs.format.slot_map import SlotMap
 from kvtier_fs.format.snapshot import Snapshot, StoredFormat, encode_snapshot
 from kvtier_fs.format.superblock import Superblock, encode_superblock
-from kvtier_fs.io.contract import IOEngine, IOKind
+from kvtier_fs.io.contract import HeaderPages, IOEngine, IOKind
 from kvtier_fs.io.full_transfer import FullTransferIO
-from kvtier_fs.io.header_pages import HeaderPages
 from kvtier_fs.io.probe import DirectProbe
 from kvtier_fs.local.folder import SlabFolder
 

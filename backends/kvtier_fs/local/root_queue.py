@@ -19,9 +19,8 @@ from kvtier.tier.block_envelope import SLOT_MAGIC, Check, Mismatch, verify_block
 from kvtier.tier.checksum import seal
 from kvtier.tier.job_run import JobRun, error_outcome
 from kvtier.types.jobs import CORRUPT, LATE, LOADED, STORED, BlockOutcome, JobKind, failed
-from kvtier_fs.io.contract import MAX_BUFFERS, IOKind, IORequest
+from kvtier_fs.io.contract import MAX_BUFFERS, HeaderPages, IOKind, IORequest
 from kvtier_fs.io.full_transfer import REQUEST_BYTES, span, split
-from kvtier_fs.io.header_pages import HeaderPages
 from kvtier_fs.local.block_batches import Batch, RootShare, TierSide
 from kvtier_fs.local.root import Root
 

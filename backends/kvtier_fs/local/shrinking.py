@@ -12,8 +12,7 @@ from typing import NamedTuple
 from kvtier.tier.block_envelope import SlotHeader, decode_slot_header, encode_slot_header
 from kvtier_fs.format.region_header import REGIONS_PER_FILE, RegionPlan
 from kvtier_fs.format.slot_map import NO_OWNER, SlotMap
-from kvtier_fs.io.contract import IOKind
-from kvtier_fs.io.header_pages import HeaderPages
+from kvtier_fs.io.contract import HeaderPages, IOKind
 from kvtier_fs.local.root import Root
 
 _BATCH_BYTES = 16 << 20

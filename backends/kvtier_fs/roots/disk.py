@@ -1,22 +1,73 @@
 """What a root's disk and the folder around it must offer before the root may be opened."""
 
+import asyncio
 import os
 import shlex
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from kvtier.aio.daemon_pool import DaemonPool
+from kvtier.aio.loop_budget import TimeBudget
 from kvtier.errors import ResourceError, RootError
 from kvtier.tier.registry import DryRun
 from kvtier_fs.format.superblock import Superblock
 from kvtier_fs.format.tree_records import Tree
+from kvtier_fs.io.contract import IOEngine
 from kvtier_fs.io.probe import DirectProbe, probe_direct
+from kvtier_fs.io.threads import ThreadsEngine
+from kvtier_fs.io.uring import UringEngine, probe_uring
 from kvtier_fs.options import RootOptions
-from kvtier_fs.roots.engines import choose_engine, mode
 from kvtier_fs.roots.folder import GuardedFolder
+
+
+def choose_engine(options: RootOptions) -> tuple[str, str]:
+    """The name of the I/O engine, and a note if it is not the preferred one. Blocks.
+
+    Raises ResourceError if the options require io_uring and it is not available.
+    """
+    reason = probe_uring() if options.io_engine != "threads" else ""
+    if reason and options.io_engine == "io_uring":
+        raise ResourceError(f"io_engine is io_uring but {reason}; choose auto or threads")
+    name = "threads" if reason or options.io_engine == "threads" else "io_uring"
+    return name, f"{reason}; threads serve instead" if reason else ""
+
+
+def make_engine(
+    name: str,
+    threads: DaemonPool,
+    options: RootOptions,
+    hold: Callable[[IOEngine], object],
+    budget: TimeBudget | None = None,
+) -> IOEngine:
+    """An engine of the chosen kind for one root; threads if the ring cannot be made and io_uring is not required.
+
+    `hold` is called with it before it is opened, so that its owner can close it in any case. Raises ResourceError.
+    """
+    loop = asyncio.get_running_loop()
+    if name == "io_uring":
+        ring = UringEngine(loop, options.io_depth, budget)
+        hold(ring)
+        try:
+            ring.open()
+        except ResourceError:
+            if options.io_engine == "io_uring":
+                raise
+        else:
+            return ring
+    engine = ThreadsEngine(loop, threads, options.io_threads, budget)
+    hold(engine)
+    engine.open()
+    return engine
+
+
+def mode(layout: str, engine: str, direct: bool) -> str:
+    """A tier's way of I/O, in words."""
+    return f"{layout}, {engine}, {'direct' if direct else 'buffered'}"
+
 
 T = TypeVar("T")
 
-MISSING = "is not there; mount the disk, or create the folder or the one it lies in"
+ROOT_MISSING = "is not there; mount the disk, or create the folder or the one it lies in"
 
 
 def probe_disk(path: str, folder_fd: int, options: RootOptions) -> DirectProbe:
@@ -31,7 +82,7 @@ def probe_parent(path: str, options: RootOptions) -> DirectProbe:
     """Judge a root that is not there by the folder it would be created in. Raises RootError."""
     parent = os.path.dirname(path)
     if not options.create or not os.path.isdir(parent):
-        raise RootError(path, MISSING)
+        raise RootError(path, ROOT_MISSING)
     if not os.access(parent, os.W_OK | os.X_OK, effective_ids=True):
         raise RootError(path, "cannot be created (no permission); create it for this user")
     fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -1,8 +1,12 @@
-"""A block's file: written under a temporary name, verified when it is read. Blocking, for the root's threads."""
+"""A block's file: written under a temporary name, verified when it is read, looked up by its header.
+
+Blocking calls, for the root's threads.
+"""
 
 import errno
 import os
 import stat
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -22,6 +26,8 @@ from kvtier_fs.roots.folder import close_quietly, open_plain, plain_file
 from kvtier_fs.shared.folder import GONE, TreeFolder, vanished
 from kvtier_fs.shared.paths import BlockPlace, occupied
 
+_VALIDATED_MAX = 1 << 16
+_NOTHING = ((-1, -1), 0)
 _NO_FILE = (*GONE, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV)
 """The errors above, and those of a place where something that is no plain file came in between stat and open."""
 
@@ -219,3 +225,45 @@ def give_name(folder: TreeFolder, wanted: ExpectedBlock, temporary: Temporary) -
         os.rename(temporary.name, place.name, src_dir_fd=bucket, dst_dir_fd=leaf)
         temporary.there = False
         return Published.NAMED if there is None else Published.REPLACED
+
+
+class Presence:
+    """Lookups by headers alone. A header found right is not read again while its file stays the same."""
+
+    def __init__(self, folder: TreeFolder, namespace: bytes) -> None:
+        self._folder = folder
+        self._namespace = namespace
+        self._validated: dict[str, tuple[tuple[int, int], int]] = {}
+
+    def probe(self, wanted: Sequence[ExpectedBlock | None], epoch: int) -> list[bool]:
+        """For each block: True if its file is there, of the right length, with a header that is right.
+
+        All False where the root states another epoch for the namespace. A file that cannot be read is not
+        there.
+        """
+        try:
+            current = self._folder.epoch(self._namespace)
+        except OSError:
+            return [False] * len(wanted)
+        if current != epoch:
+            return [False] * len(wanted)
+        return [one is not None and self._present(one) for one in wanted]
+
+    def _present(self, wanted: ExpectedBlock) -> bool:
+        place = wanted.place
+        try:
+            with self._folder.leaf(place.bucket, place.leaf) as leaf:
+                status = os.stat(place.name, dir_fd=leaf, follow_symlinks=False)
+                seen = status.st_ino, wanted.header.epoch
+                known, generation = self._validated.get(place.name, _NOTHING)
+                if status.st_size == wanted.file_bytes and known == seen and wanted.ages.allows(generation):
+                    return True
+                header = header_now(leaf, wanted)
+        except OSError:
+            return False
+        if not isinstance(header, SlotHeader) or header.epoch != wanted.header.epoch:
+            return False
+        if len(self._validated) >= _VALIDATED_MAX:
+            self._validated.clear()
+        self._validated[place.name] = seen, header.generation
+        return True

@@ -14,7 +14,7 @@ from kvtier_fs.io.contract import IOEngine
 from kvtier_fs.io.probe import DirectProbe
 from kvtier_fs.options import SharedFSOptions
 from kvtier_fs.roots import disk
-from kvtier_fs.roots.engines import choose_engine, make_engine
+from kvtier_fs.roots.disk import choose_engine, make_engine
 from kvtier_fs.roots.sidecar_files import manifest_name
 from kvtier_fs.shared.folder import TreeFolder
 from kvtier_fs.shared.leases import Leases
@@ -28,7 +28,7 @@ async def enter_root(root: SharedRoot, options: SharedFSOptions) -> Tree | None:
     Raises RootError, or OSError for what the disk does.
     """
     if not await root.call(root.folder.enter):
-        raise RootError(root.path, disk.MISSING)
+        raise RootError(root.path, disk.ROOT_MISSING)
     await root.call(root.folder.make_private)
     root.probe = await root.call(disk.probe_disk, root.path, root.folder.fd, options)
     return await root.call(root.folder.read_tree)

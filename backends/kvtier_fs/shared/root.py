@@ -14,10 +14,10 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from kvtier.aio.daemon_pool import DaemonPool
+from kvtier.tier.block_age import AgeLimit
 from kvtier_fs.format.tree_records import Tree
-from kvtier_fs.io.contract import IOEngine
+from kvtier_fs.io.contract import HeaderPages, IOEngine
 from kvtier_fs.io.full_transfer import FullTransferIO
-from kvtier_fs.io.header_pages import HeaderPages
 from kvtier_fs.io.probe import DirectProbe
 from kvtier_fs.options import SharedFSOptions
 from kvtier_fs.shared.block_file import Temporary
@@ -313,6 +313,18 @@ class SharedRoot:
                 if match is not None and self.leases.expired(match[1]):
                     with suppress(OSError):  # one that cannot be removed must not stop the others
                         os.unlink(name, dir_fd=folder_fd)
+
+    async def prune(self, namespace: bytes, epoch: int, ages: Callable[[], AgeLimit] = AgeLimit) -> None:
+        """Remove blocks that a reset made unreachable, and those that are too old when their bucket's turn comes. What
+        is busy or fails is evicted later, as the oldest."""
+        for bucket in self.buckets:
+            try:
+                pruned = await self.with_bucket(bucket, partial(bucket.prune, namespace, epoch, ages))
+            except OSError as error:
+                self.note_failure("prune", error)
+                continue
+            if not isinstance(pruned, LockBusy):
+                self.counters["pruned"] += pruned
 
     async def keep_lease(self) -> None:
         """Renew the lease and sweep until cancelled: without it others remove what is written."""

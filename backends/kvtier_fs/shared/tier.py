@@ -16,18 +16,78 @@ from kvtier.tier.block_envelope import SlotHeader, max_key_bytes
 from kvtier.tier.contract import LookupResult, Opened, Rows, TierContext
 from kvtier.tier.job_run import JobRun, check_job
 from kvtier.tier.registry import DryRun
+from kvtier.tier.shared_epoch import Marker, SharedEpoch, fresh_epoch
 from kvtier.types.geometry import Geometry
 from kvtier.types.jobs import CANCELLED, LATE, DropReason, JobKind, JobResult, TransferJob, dropped, failed
 from kvtier.types.keys import OffloadKey, key_group
 from kvtier_fs.options import SharedFSOptions
-from kvtier_fs.roots.engines import mode
+from kvtier_fs.roots.disk import mode
 from kvtier_fs.roots.root_tier import RootTier
-from kvtier_fs.shared import opening, presence
-from kvtier_fs.shared.block_file import ExpectedBlock
+from kvtier_fs.shared import opening
+from kvtier_fs.shared.block_file import ExpectedBlock, Presence
 from kvtier_fs.shared.block_steps import Block, BlockSteps
-from kvtier_fs.shared.epochs import FolderEpoch
+from kvtier_fs.shared.folder import LockBusy
 from kvtier_fs.shared.paths import place_of
 from kvtier_fs.shared.root import FilesHooks, SharedRoot
+
+_WAIT_SECONDS = 0.01
+
+
+class FolderEpoch(SharedEpoch):
+    """A namespace's epoch in this process. Its file states a number alone."""
+
+    def __init__(self, root: SharedRoot, namespace: bytes) -> None:
+        super().__init__(self._read_file, self._swap_file)
+        self._root = root
+        self._namespace = namespace
+
+    async def begin(self, new_epoch: int) -> bool:
+        """Begin as `SharedEpoch` does. A file that states none may have stated a reset: then the namespace begins a new
+        line."""
+        if await self._root.call(self._root.folder.has_lost_epoch, self._namespace):
+            new_epoch = new_epoch or fresh_epoch()
+        return await super().begin(new_epoch)
+
+    async def on_disk(self, epoch: int, storing: bool) -> int | None:
+        """The epoch that the root states now, None if nothing it states counts. Raises OSError.
+
+        Before a store `epoch` is written again if it is not durable yet; None if that fails.
+        """
+        self.now = max(self.now, epoch)
+        if storing and epoch > self.raised:
+            try:
+                await self.reset(epoch)
+            except OSError:
+                self._root.counters["reset.failed"] += 1
+                return None
+        stated = await self._root.call(self._root.folder.epoch, self._namespace)
+        if stated is None or stated < self.raised:
+            self.leave()
+        return None if self.has_left else stated
+
+    async def _read_file(self) -> Marker | None:
+        return _marker(await self._root.call(self._root.folder.durable_epoch, self._namespace))
+
+    async def _swap_file(self, held: Marker | None, marker: Marker) -> Marker | None:
+        epochs = None if held is None else held.epoch, marker.epoch
+        return _marker(await self._root.with_room(partial(self._swap_locked, *epochs)))
+
+    async def _swap_locked(self, held: int | None, epoch: int) -> int | None:
+        """Write the epoch once no other process holds the lock. Raises OSError, also after `lock_seconds`."""
+        root, loop = self._root, asyncio.get_running_loop()
+        deadline = loop.time() + root.hooks.lock_seconds
+        while True:
+            stated = await root.call(root.folder.swap_epoch, self._namespace, held, epoch, root.temporary())
+            if not isinstance(stated, LockBusy):
+                return stated
+            if loop.time() >= deadline:
+                raise OSError(errno.EBUSY, "another process holds the lock of the epochs; is it stopped or hung?")
+            await asyncio.sleep(_WAIT_SECONDS)
+
+
+def _marker(epoch: int | None) -> Marker | None:
+    return None if epoch is None else Marker(b"", epoch)
+
 
 _log = logging.getLogger("kvtier.fs")
 _NANOSECONDS = 1_000_000_000
@@ -67,7 +127,7 @@ class SharedFSBackend(RootTier):
         self._memory = memoryview(b"")
         self._epoch: FolderEpoch
         self._generation = 0
-        self._presence: presence.Presence
+        self._presence: Presence
 
     def dry_run(self, geometry: Geometry, probe: bool) -> DryRun:
         """Describes the tier as it would be if it were opened now. Probes the root only if asked to; leaves nothing
@@ -93,7 +153,7 @@ class SharedFSBackend(RootTier):
         engine, engine_note = await opening.start_engine(root, self.options)
         self._key_bytes_max = max_key_bytes(root.tree.header_bytes)
         self._rows, self._memory = rows, rows.view.reshape(-1).data
-        self._presence = presence.Presence(root.folder, namespace)
+        self._presence = Presence(root.folder, namespace)
         self._steps = BlockSteps(root, rows.set_checksum)
         root.start(engine)
         self._in_background(root.keep_lease)
@@ -133,7 +193,7 @@ class SharedFSBackend(RootTier):
     async def _keep_young(self, root: SharedRoot, max_age: int) -> None:
         """Remove blocks of this namespace that are too old, from time to time until cancelled."""
         while True:
-            await presence.prune(root, self._namespace, self._epoch.now, self._ages)
+            await root.prune(self._namespace, self._epoch.now, self._ages)
             await asyncio.sleep(max(_PRUNE_SECONDS, max_age / _PRUNES_IN_AN_AGE))
 
     def _open_root(self) -> SharedRoot:
@@ -270,7 +330,7 @@ class SharedFSBackend(RootTier):
             await self._epoch.reset(epoch)
         except OSError as error:
             raise self._epoch_error(error) from error
-        self._in_background(partial(presence.prune, root, self._namespace, epoch))
+        self._in_background(partial(root.prune, self._namespace, epoch))
 
     def _epoch_error(self, error: OSError) -> RootError:
         return RootError(self.options.root, f"the epoch cannot be written ({error.strerror})")

@@ -16,15 +16,67 @@ from queue import SimpleQueue
 
 from kvtier.errors import ResourceError
 from kvtier_gpu.copy_plan import CopyPlan
-from kvtier_gpu.engines.batch_check import find_refusal
-from kvtier_gpu.engines.batch_copy import BatchCopy
+from kvtier_gpu.engines.batch_copy import BatchCopy, find_refusal
 from kvtier_gpu.engines.contract import CopyEngine, CopyFailure, Direction, Done, joined
-from kvtier_gpu.engines.copy_lane import CopyLane, CopySides
-from kvtier_gpu.engines.copy_paths import CopyPath, choose_paths
 from kvtier_gpu.engines.device import CudaDevice, DeviceEvent, DeviceStream
-from kvtier_gpu.engines.fences import Fences
 from kvtier_gpu.engines.pinned_region import PinnedRegion
-from kvtier_gpu.engines.plan_copier import STAGING_BYTES, URGENT_STAGING_BYTES, PlanCopier
+from kvtier_gpu.engines.plan_copier import (
+    STAGING_BYTES,
+    URGENT_STAGING_BYTES,
+    CopyLane,
+    CopyPath,
+    CopySides,
+    PlanCopier,
+    choose_paths,
+)
+
+
+class Fences:
+    """The last fence of each stream of the engine. A copy waits for all of them, since it may belong to any.
+
+    While the last fence of a stream has failed, every copy fails: it could take bytes that have not been computed yet.
+    """
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+        self._unfenced = device.current_stream()
+        self._lock = threading.Lock()
+        self._last: dict[int, DeviceEvent] = {}
+        self._refused: dict[int | None, Exception] = {}
+
+    def add(self) -> None:
+        """Fence the calling thread's current stream. From any thread; never raises because of the device."""
+        handle = None
+        try:
+            stream = self._device.current_stream()
+            handle = stream.cuda_stream
+            event = self._event(stream)
+            with self._lock:
+                if handle not in self._last:
+                    self._last = {key: last for key, last in self._last.items() if not last.query()}
+                self._last[handle] = event
+                self._refused.pop(handle, None)
+        except Exception as refusal:
+            with self._lock:
+                self._refused[handle] = refusal.with_traceback(None)
+
+    def events(self) -> list[DeviceEvent]:
+        """The events that a copy has to wait for. Until the first fence that is the work of the stream that was current
+        at first.
+
+        Raises RuntimeError where a fence has failed.
+        """
+        with self._lock:
+            found = list(self._last.values())
+            for refusal in self._refused.values():
+                raise RuntimeError(f"the engine's work could not be fenced: {refusal}") from refusal
+        return found or [self._event(self._unfenced)]
+
+    def _event(self, stream: DeviceStream) -> DeviceEvent:
+        event = self._device.new_event(blocking=False)
+        event.record(stream)
+        return event
+
 
 BATCH_CAPABILITY_MAX = 9
 """Up to this compute capability the driver's call is used unasked. Peers have seen it crash on newer devices."""

@@ -1,18 +1,210 @@
-"""Issues the copies of plans, each group's by its path."""
+"""The copies of plans between CUDA memory and the region: each group's pages by the path that suits them.
+
+The rule for paths is measured (docs/benchmarks.md, copy, one H200). Choosing by a trial when the tier opened was
+measured beside it and is gone: one direction alone, over a few MiB, showed too little of both directions at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import partial
 
 import numpy as np
 import torch
 
-from kvtier_gpu.copy_plan import CopyPlan, Extents, GroupPages, extents, rows_of, split
-from kvtier_gpu.engines.contract import CopyFailure
-from kvtier_gpu.engines.copy_lane import CopyLane
-from kvtier_gpu.engines.copy_paths import CopyPath
-from kvtier_gpu.engines.gather import GatherCopier, move_pages
+from kvtier.types.arrays import IntArray, distinct
+from kvtier.types.geometry import Geometry
+from kvtier_gpu.copy_plan import CopyPlan, Extents, GroupPages, GroupTable, extents, merge, rows_of, split
+from kvtier_gpu.engines.batch_copy import BatchCopy
+from kvtier_gpu.engines.contract import Bytes, CopyFailure, Direction
+from kvtier_gpu.engines.device import CudaDevice, DeviceStream
+from kvtier_gpu.engines.pinned_region import RowSlices
+from kvtier_gpu.kv_tensors import KVTensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupTensors:
+    """A group's pages on the device: `pages[i]` is reference i's, (num_blocks, page / width) integers of `width` bytes.
+
+    `width` is the widest integer that divides every address, stride, length and offset of the group.
+    """
+
+    table: GroupTable
+    pages: tuple[torch.Tensor, ...]
+    width: int
+
+
+def tensors_of_group(table: GroupTable, tensors: Sequence[KVTensor]) -> GroupTensors:
+    """A group's pages as device tensors, views of the engine's memory; one tensor for each reference of the table."""
+    width = math.gcd(8, table.page_bytes, *(tensor.tensor.untyped_storage().data_ptr() for tensor in tensors))
+    for numbers in (table.addresses, table.strides, table.lengths, table.offsets):
+        width = math.gcd(width, *numbers.tolist())
+    lengths = table.lengths.tolist()
+    pages = tuple(tensor.pages(length, width) for tensor, length in zip(tensors, lengths, strict=True))
+    return GroupTensors(table, pages, width)
+
+
+def group_tensors(
+    geometry: Geometry, tables: Sequence[GroupTable], tensors: Sequence[KVTensor]
+) -> tuple[GroupTensors, ...]:
+    """Each group's pages as device tensors."""
+    groups = zip(tables, geometry.layout.groups, strict=True)
+    return tuple(tensors_of_group(table, [tensors[ref.tensor] for ref in layout.refs]) for table, layout in groups)
+
+
+class CopyPath(StrEnum):
+    """BATCH: all pieces of a job by one call of the driver. GATHER: pages are gathered on the device and cross the bus
+    in pieces as long as a row's slice. SINGLE: an operation of torch for each page.
+    """
+
+    BATCH = "batch"
+    GATHER = "gather"
+    SINGLE = "single"
+
+
+BATCH_LOAD_BYTES = 48 << 10
+"""Loads of shorter fragments are faster by way of staging: 3 times at 16 KiB, 1.3 times at 32 KiB, not at 64 KiB."""
+SINGLE_BYTES = 512 << 10
+"""Without the driver's call, the pass through staging costs more than an operation for each page from here on."""
+
+
+def choose_paths(
+    tables: Sequence[GroupTable], wanted: CopyPath | None, *, batch: bool
+) -> dict[Direction, tuple[CopyPath, ...]]:
+    """The path of each group in each direction: `wanted` where it works, else by rule.
+
+    `batch`: the driver's call works.
+    """
+    if wanted is not None and (batch or wanted is not CopyPath.BATCH):
+        return dict.fromkeys(Direction, (wanted,) * len(tables))
+    return {way: tuple(path_by_rule(table, way, batch=batch) for table in tables) for way in Direction}
+
+
+def path_by_rule(table: GroupTable, direction: Direction, *, batch: bool) -> CopyPath:
+    """The path for a group by the length of its shortest fragment. `batch`: the driver's call may be used."""
+    fragment_bytes = int(table.lengths.min())
+    if not batch:
+        return CopyPath.SINGLE if fragment_bytes >= SINGLE_BYTES else CopyPath.GATHER
+    short_load = direction is Direction.TO_GPU and fragment_bytes < BATCH_LOAD_BYTES
+    return CopyPath.GATHER if short_load else CopyPath.BATCH
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopySides:
+    """The two sides of copies: the KV tensors of groups on a device, and the worker's slices of a region's rows.
+
+    `pages_per_row` pages of a group follow each other in a row. `batch` is the driver's call for many copies, where it
+    may be used.
+    """
+
+    device: CudaDevice
+    groups: tuple[GroupTensors, ...]
+    region: Bytes
+    rows: RowSlices
+    pages_per_row: int
+    batch: BatchCopy | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyLane:
+    """A stream and a direction. The calling thread has entered the stream, which is not the legacy default stream."""
+
+    sides: CopySides
+    stream: DeviceStream
+    direction: Direction
+
+    def enqueue(self, operation: Callable[[], None]) -> None:
+        """Issue torch operations. Raises what the device refuses."""
+        self.sides.device.enqueue(self.stream, operation)
+
+    def call(self, found: Extents) -> list[IntArray]:
+        """Issue copies by the driver's call. `found.gpu` are addresses. Returns the rows of each call it refused."""
+        sides = self.sides
+        assert sides.batch is not None
+        refused = sides.batch.issue(found, sides.region, self.direction, self.stream.cuda_stream)
+        return [distinct(places // sides.rows.row_bytes) for places in refused]
+
+
+class GatherCopier:
+    """Issues the copies of gathered pages. `staging` is flat uint8 on the device, `region` the lane's as a tensor.
+
+    The pages of one call must fit in `staging`. Everything is issued to one stream, so the next call can use the
+    staging again without a wait in between.
+    """
+
+    def __init__(self, lane: CopyLane, region: torch.Tensor, staging: torch.Tensor) -> None:
+        self._lane = lane
+        self._region = region
+        self._staging = staging
+
+    def copy(self, pages: GroupPages) -> None:
+        """Issue the copies of some pages of a group. Raises what the device refuses."""
+        group = self._lane.sides.groups[pages.table.group]
+        ids = torch.from_numpy(np.ascontiguousarray(pages.gpu_blocks))
+        if self._lane.direction is Direction.TO_ROWS:
+            self._lane.enqueue(partial(gather, group, ids, self._staging))
+            self._cross(pages)
+        else:
+            self._cross(pages)
+            self._lane.enqueue(partial(scatter, group, ids, self._staging))
+
+    def _cross(self, pages: GroupPages) -> None:
+        """Issue the copies between staging and the region; pages that follow each other in a row are one piece."""
+        lane, page_bytes, starts = self._lane, pages.table.page_bytes, pages.row_offsets
+        staged = np.arange(len(starts), dtype=np.int64) * page_bytes
+        pieces = merge(
+            Extents(staged, starts, np.full(len(starts), page_bytes, dtype=np.int64)), lane.sides.rows.row_bytes
+        )
+        addresses = replace(pieces, gpu=pieces.gpu + self._staging.data_ptr())
+        if lane.sides.batch is None or lane.call(addresses):
+            lane.enqueue(partial(move_each, self._staging, self._region, pieces, lane.direction))
+
+
+def gather(group: GroupTensors, ids: torch.Tensor, staging: torch.Tensor) -> None:
+    """Bring pages into staging, one after another."""
+    on_device = ids.to(staging.device, non_blocking=True)
+    for on_gpu, staged in zip(group.pages, _columns(group, staging, len(ids)), strict=True):
+        staged.copy_(on_gpu.index_select(0, on_device))
+
+
+def scatter(group: GroupTensors, ids: torch.Tensor, staging: torch.Tensor) -> None:
+    """Bring pages from staging to their places."""
+    on_device = ids.to(staging.device, non_blocking=True)
+    for on_gpu, staged in zip(group.pages, _columns(group, staging, len(ids)), strict=True):
+        on_gpu.index_copy_(0, on_device, staged)
+
+
+def _columns(group: GroupTensors, staging: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """The staging of `count` pages, one (count, page / width) view for each tensor reference."""
+    width, page_bytes = group.width, group.table.page_bytes
+    staged = staging[: count * page_bytes].view(group.pages[0].dtype).view(count, page_bytes // width)
+    places = zip(group.table.offsets.tolist(), group.table.lengths.tolist(), strict=True)
+    return [staged[:, offset // width : (offset + length) // width] for offset, length in places]
+
+
+def move_each(on_device: torch.Tensor, in_region: torch.Tensor, pieces: Extents, direction: Direction) -> None:
+    """Copy pieces one by one between flat uint8 tensors; `pieces.gpu` are offsets on the device's side."""
+    for at, row, length in zip(pieces.gpu.tolist(), pieces.region.tolist(), pieces.lengths.tolist(), strict=True):
+        _move(on_device[at : at + length], in_region[row : row + length], direction)
+
+
+def move_pages(group: GroupTensors, in_region: torch.Tensor, pages: GroupPages, direction: Direction) -> None:
+    """Copy pages of a group one by one; the region is a flat uint8 tensor."""
+    for tensor, offset in zip(group.pages, group.table.offsets.tolist(), strict=True):
+        as_bytes = tensor.view(torch.uint8)
+        for block, start in zip(pages.gpu_blocks.tolist(), pages.row_offsets.tolist(), strict=True):
+            first = start + offset
+            _move(as_bytes[block], in_region[first : first + as_bytes.shape[1]], direction)
+
+
+def _move(on_device: torch.Tensor, in_region: torch.Tensor, direction: Direction) -> None:
+    """Issue one copy across the bus."""
+    to, source = (in_region, on_device) if direction is Direction.TO_ROWS else (on_device, in_region)
+    to.copy_(source, non_blocking=True)
+
 
 STAGING_BYTES = 16 << 20
 URGENT_STAGING_BYTES = 4 << 20

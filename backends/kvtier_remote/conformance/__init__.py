@@ -6,11 +6,8 @@ tiers.
 """
 
 from kvtier_remote.conformance.base import TransportBase
-from kvtier_remote.conformance.frozen import FrozenServerTests
-from kvtier_remote.conformance.lifecycle import ConnectionTests
-from kvtier_remote.conformance.markers import MarkerTests
-from kvtier_remote.conformance.spread import SpreadServersTests
-from kvtier_remote.conformance.values import ValueTests
+from kvtier_remote.conformance.lifecycle import ConnectionTests, FrozenServerTests
+from kvtier_remote.conformance.values import MarkerTests, SpreadServersTests, ValueTests
 
 
 class TransportTests(ConnectionTests, ValueTests, MarkerTests, FrozenServerTests, SpreadServersTests):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from kvtier.testing.trace import turns
-from kvtier.types.jobs import CORRUPT, LOADED, MISSING, STORED
-from kvtier_remote.conformance.base import TransportBase, in_loop
-from kvtier_remote.conformance.client import SENTINEL, Client, content
-from kvtier_remote.transport import ValueRef
+from kvtier.types.jobs import CORRUPT, LOADED, MISSING, STORED, BlockStatus
+from kvtier_remote.conformance.base import SENTINEL, Client, TransportBase, content, in_loop
+from kvtier_remote.transport import Marker, Sharded, ValueRef
 
 
 class ValueTests(TransportBase):
@@ -189,3 +191,139 @@ class ValueTests(TransportBase):
                         for place in some:
                             expected = LOADED if place in held else MISSING
                             assert await client.get([place], held.get(place, 0)) == [expected], (seed, step)
+
+
+class MarkerTests(TransportBase):
+    """Making, replacing and losing markers."""
+
+    @in_loop
+    async def test_a_marker_is_replaced_only_by_who_found_it(self, tmp_path: Path) -> None:
+        async with self.client(tmp_path) as one, self.client(tmp_path) as other:
+            name = one.names.marker
+            assert await one.transport.read_marker(name) is None
+            held = Marker(b"\x80 first ", 0)
+            assert await one.transport.swap_marker(name, None, held) == held
+            for number, epoch in enumerate((1, 2, 17, 300, 1 << 33, (1 << 40) + 1, (1 << 60) + 1)):
+                following = Marker(bytes([number]) * 8, epoch)
+                assert await other.transport.swap_marker(name, None, following) == held
+                assert await other.transport.swap_marker(name, held._replace(epoch=epoch), following) == held
+                assert await other.transport.swap_marker(name, held, following) == following
+                assert await one.transport.swap_marker(name, held, Marker(bytes(8), 5)) == following
+                assert await one.transport.read_marker(name) == following
+                held = following
+        async with self.client(tmp_path) as late:
+            assert await late.transport.read_marker(name) == held
+
+    @in_loop
+    async def test_a_marker_may_be_lowered_and_is_alone(self, tmp_path: Path) -> None:
+        async with self.client(tmp_path) as client, self.client(tmp_path / "other") as other:
+            for one, marker in ((client, Marker(b"one-----", 7)), (other, Marker(b"two-----", 3))):
+                assert await one.transport.swap_marker(one.names.marker, None, marker) == marker
+            lower = Marker(b"lower---", 2)
+            assert await client.transport.swap_marker(client.names.marker, Marker(b"one-----", 7), lower) == lower
+            assert await other.transport.read_marker(other.names.marker) == Marker(b"two-----", 3)
+
+    @in_loop
+    async def test_clients_that_race_for_a_marker_end_with_one(self, tmp_path: Path) -> None:
+        clients, counts = 4, 8 if self.races_end_at_once else 2  # each of the others waits for the end of a race
+        start = asyncio.Barrier(clients)
+        async with asyncio.TaskGroup() as group:
+            lives = [group.create_task(self._race(tmp_path, i, start, counts)) for i in range(clients)]
+        counted = [life.result() for life in lives]
+        async with self.client(tmp_path) as client:
+            last = await client.transport.read_marker(client.names.marker)
+        assert last is not None
+        if self.races_end_at_once:
+            assert last.epoch == sum(counted), "every client that found its own marker replaced the one it had found"
+        assert 0 < last.epoch <= clients * counts, (
+            "where a client looks after it wrote, its marker may be replaced by then"
+        )
+
+    async def _race(self, place: Path, racer: int, start: asyncio.Barrier, counts: int) -> int:
+        """Count on, again and again, from what is there. Returns how often that was the client's own doing."""
+        async with self.client(place) as client:
+            await start.wait()
+            return sum([await self._counted(client, Marker(bytes([racer]) * 7 + bytes([i]), 0)) for i in range(counts)])
+
+    async def _counted(self, client: Client, own: Marker) -> bool:
+        held = await client.transport.read_marker(client.names.marker)
+        following = own._replace(epoch=held.epoch + 1 if held is not None else 1)
+        return await client.transport.swap_marker(client.names.marker, held, following) == following
+
+    @in_loop
+    async def test_a_marker_that_is_lost_is_not_written_again(self, tmp_path: Path) -> None:
+        old, new = Marker(b"\x01before-", 9), Marker(b"\x02after--", 0)
+        async with self.client(tmp_path) as client:
+            name = client.names.marker
+            assert await client.transport.swap_marker(name, None, old) == old
+            if not self.lose_markers(tmp_path):
+                pytest.skip("nothing of this engine is lost from outside")
+            assert await client.transport.swap_marker(name, old, old._replace(epoch=10)) is None
+            assert await client.transport.read_marker(name) is None
+            assert await client.transport.swap_marker(name, None, new) == new
+            assert await client.transport.swap_marker(name, old, old._replace(epoch=10)) == new
+
+
+_ROUNDS = 4
+_VALUES = 48
+
+
+class SpreadServersTests(TransportBase):
+    """Transports over several servers, which have `server_of`."""
+
+    @in_loop
+    async def test_a_server_that_does_not_answer_costs_no_value_of_another(self, tmp_path: Path) -> None:
+        silence = self.one_silent()
+        if silence is None:
+            pytest.skip("this engine has no servers that can be silenced one by one")
+        async with self.client(tmp_path, self.make_hurried(tmp_path)) as client:
+            assert isinstance(client.transport, Sharded), "values of different servers go in one call"
+            places = [client.place(number, (5000, 300 << 10)[number % 2]) for number in range(_VALUES)]
+            for server in _by_server(client, places):
+                await client.put(server)
+            with silence as silent:
+                groups = _by_server(client, places)
+                lost = next(group for group in groups if client.transport.server_of(group[0]) == silent)
+                assert len(groups) > 1
+                for _ in range(_ROUNDS):
+                    async with asyncio.timeout(self.call_seconds):
+                        await _round(client, places, groups, lost)
+            async with asyncio.timeout(2 * self.call_seconds):
+                await _well_again(client, lost)
+            assert list(await client.transport.present(places)) == [True] * len(places)
+
+
+def _by_server(client: Client, places: Sequence[ValueRef]) -> list[list[ValueRef]]:
+    assert isinstance(client.transport, Sharded)
+    found: dict[str, list[ValueRef]] = {}
+    for place in places:
+        found.setdefault(client.transport.server_of(place), []).append(place)
+    return list(found.values())
+
+
+async def _round(
+    client: Client, places: Sequence[ValueRef], groups: Sequence[list[ValueRef]], lost: list[ValueRef]
+) -> None:
+    """A lookup of all, then loads and stores of each server at once."""
+    presence = dict(zip(places, await client.transport.present(places), strict=True))
+    live = [group for group in groups if group is not lost]
+    assert all(presence[place] is True for group in live for place in group)
+    assert not any(presence[place] for place in lost)
+    read = await asyncio.gather(*(client.read(group) for group in groups))
+    for group, outcomes in zip(groups, read, strict=True):
+        if group is lost:
+            assert {outcome.status for outcome in outcomes} <= {BlockStatus.FAILED, BlockStatus.DROPPED}
+        else:
+            assert outcomes == [LOADED] * len(group)
+    written = await asyncio.gather(*(client.transport.put([client.value(group[0])]) for group in groups))
+    assert all(outcomes == [STORED] for group, outcomes in zip(groups, written, strict=True) if group is not lost)
+
+
+async def _well_again(client: Client, places: Sequence[ValueRef]) -> None:
+    """Until each value is loaded or missing, and all of them were stored."""
+    while not {*await client.read(places)} <= {LOADED, MISSING}:  # noqa: ASYNC110 - nothing says when
+        await asyncio.sleep(0.05)
+    for batch in client.batches(places):
+        values = [client.value(place) for place in batch]
+        while set(await client.transport.put(values)) != {STORED}:  # noqa: ASYNC110 - nothing says when
+            await asyncio.sleep(0.05)

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import ConfigError
+from kvtier.types.jobs import MISSING, BlockOutcome, DropReason, dropped, failed
 from kvtier_remote.answers import items_of, number, reading_answers
 from kvtier_remote.mooncake.options import START_SECONDS, MooncakeOptions
 from kvtier_remote.reachable import try_connection
@@ -192,3 +193,43 @@ def _code(answer: object) -> int:
 
 def _late() -> TimeoutError:
     return TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+
+
+MISSING_CODES = frozenset((-703, -704, -710, -712))
+"""Not there, not complete yet, or without a replica."""
+NO_SPACE = -200
+_IN_PROGRESS = frozenset((-601, -705, -706, -708))
+"""Another client writes the same name at this moment."""
+_LEASE_EXPIRED = -707
+_ERRNO = {
+    NO_SPACE: errno.ENOSPC,
+    -101: errno.EHOSTDOWN,
+    -103: errno.EHOSTDOWN,
+    -600: errno.EINVAL,
+    -900: errno.ECONNREFUSED,
+    -901: errno.ETIMEDOUT,
+    _LEASE_EXPIRED: errno.EBUSY,
+    **dict.fromkeys(_IN_PROGRESS, errno.EBUSY),
+}
+
+
+def outcome_of(code: int) -> BlockOutcome:
+    """The outcome of a block whose request ended with a code below 0."""
+    if code in MISSING_CODES:
+        return MISSING
+    if code == NO_SPACE:
+        return dropped(DropReason.DISK_FULL)
+    if code in _IN_PROGRESS:
+        return dropped(DropReason.IN_FLIGHT)
+    return failed(errno_of(code))
+
+
+def errno_of(code: int) -> int:
+    """The errno nearest to a code."""
+    return _ERRNO.get(code, errno.EIO)
+
+
+def os_error(code: int) -> OSError:
+    """A code as an OSError."""
+    number = errno_of(code)
+    return OSError(number, f"{os.strerror(number)}, code {code} of the library")

@@ -10,11 +10,10 @@ from kvtier.errors import ConfigError, RootError
 from kvtier.tier.block_envelope import KEY_AT
 from kvtier.tier.inspection import StoreAbout
 from kvtier_remote.inspect import Listed, ServerInspector, about_server, shown_name, stated_header_bytes, stated_time
-from kvtier_remote.mooncake.client_process import ClientProcess
+from kvtier_remote.mooncake.client_process import MISSING_CODES, ClientProcess, os_error
 from kvtier_remote.mooncake.marker_object import read_marker
 from kvtier_remote.mooncake.master_http import MasterHTTP
 from kvtier_remote.mooncake.options import MooncakeOptions
-from kvtier_remote.mooncake.outcomes import MISSING_CODES, os_error
 from kvtier_remote.mooncake.transport import MooncakeTransport
 from kvtier_remote.names import StoreNames
 from kvtier_remote.transport import MANIFEST_BYTES_MAX, Marker

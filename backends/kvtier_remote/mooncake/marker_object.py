@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 
 from kvtier.tier.shared_epoch import EPOCH_CEILING
 from kvtier_remote.answers import Deadline
-from kvtier_remote.mooncake.client_process import ClientProcess
-from kvtier_remote.mooncake.outcomes import MISSING_CODES, os_error
+from kvtier_remote.mooncake.client_process import MISSING_CODES, ClientProcess, os_error
 from kvtier_remote.transport import Marker
 
 SIZE = 64

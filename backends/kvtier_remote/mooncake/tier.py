@@ -11,10 +11,9 @@ from kvtier.tier.contract import Opened, TierContext
 from kvtier.tier.registry import DryRun
 from kvtier.types.geometry import Geometry
 from kvtier_remote.backend import RemoteBackend
-from kvtier_remote.mooncake.client_process import INSTALL, ClientProcess, installed
+from kvtier_remote.mooncake.client_process import INSTALL, MISSING_CODES, NO_SPACE, ClientProcess, errno_of, installed
 from kvtier_remote.mooncake.marker_object import MEMORY_BYTES, SIZE
 from kvtier_remote.mooncake.options import MooncakeOptions
-from kvtier_remote.mooncake.outcomes import MISSING_CODES, NO_SPACE, errno_of
 from kvtier_remote.mooncake.transport import SIZE_NOTE, UNKNOWN_BYTES, MooncakeTransport, pool_facts
 from kvtier_remote.transport import Transport, TransportInfo
 

@@ -12,11 +12,10 @@ import numpy as np
 from kvtier.types.jobs import CORRUPT, STORED, BlockOutcome, failed
 from kvtier_remote.client_threads import ClientThreads
 from kvtier_remote.guard import guarded
-from kvtier_remote.mooncake.client_process import ClientProcess
+from kvtier_remote.mooncake.client_process import MISSING_CODES, ClientProcess, errno_of, os_error, outcome_of
 from kvtier_remote.mooncake.marker_object import MEMORY_BYTES, read_marker, swap_marker
 from kvtier_remote.mooncake.master_http import MasterHTTP
 from kvtier_remote.mooncake.options import BATCH_BLOCKS, CONNECTIONS, MooncakeOptions
-from kvtier_remote.mooncake.outcomes import MISSING_CODES, errno_of, os_error, outcome_of
 from kvtier_remote.transport import MANIFEST_BYTES_MAX, Marker, NameFormat, TransportInfo, Value, ValueRef, Verify
 
 UNKNOWN_BYTES = 1 << 62

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from kvtier.cli.progress import progress
+from kvtier.cli.terminal import progress
 from kvtier.config.layout import read_layout
 from kvtier.stack.learned.installed_policies import find_policy
 from kvtier.tools.commands.run_report import (

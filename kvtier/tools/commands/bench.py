@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from kvtier.cli.progress import progress
+from kvtier.cli.terminal import progress
 from kvtier.config import load_stack
 from kvtier.config.layout import read_layout
 from kvtier.errors import ConfigError

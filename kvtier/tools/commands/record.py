@@ -9,7 +9,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from kvtier.cli.progress import progress
+from kvtier.cli.terminal import progress
 from kvtier.errors import ConfigError
 from kvtier.options import count_text
 from kvtier.tools.commands.run_report import json_file_option, note_times, report, time_unit_option

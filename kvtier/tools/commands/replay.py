@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from kvtier.cli.progress import progress
+from kvtier.cli.terminal import progress
 from kvtier.tools.commands.run_report import (
     backlog_option,
     html_file_option,

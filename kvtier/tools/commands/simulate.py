@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import click
 
-from kvtier.cli.progress import progress
+from kvtier.cli.terminal import progress
 from kvtier.errors import ConfigError
 from kvtier.tools.commands.run_report import (
     backlog_option,

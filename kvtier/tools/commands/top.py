@@ -15,7 +15,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from kvtier.cli.tables import bar, table
+from kvtier.cli.terminal import bar, table
 from kvtier.errors import KVTierError, UsageError
 from kvtier.options import size_text
 from kvtier.tools.commands.run_report import run_to_end

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from rich.console import Console
 from rich.markup import escape
 
-from kvtier.cli.tables import table
+from kvtier.cli.terminal import table
 from kvtier.options import size_text
 from kvtier.stack import TierStats
 from kvtier.tools.replay.serve import Counts

@@ -17,7 +17,7 @@ from pydantic import Field
 from rich.console import Console
 from rich.markup import escape
 
-from kvtier.cli.tables import bar, table
+from kvtier.cli.terminal import bar, table
 from kvtier.config.load import validate
 from kvtier.config.strict_yaml import parse_text, read_text
 from kvtier.errors import ConfigError

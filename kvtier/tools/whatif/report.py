@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from kvtier.cli.tables import bar, table
+from kvtier.cli.terminal import bar, table
 from kvtier.tools.replay.report import size_or_none, tier_json
 from kvtier.tools.whatif.page import Part, Section, Series, Table, chart_of, page
 from kvtier.tools.whatif.run_page import run_parts

@@ -15,7 +15,7 @@ from kvtier.tier.inspection import Access
 from kvtier.types.keys import OffloadKey
 from kvtier_fs.inspect.local import LocalInspection
 from kvtier_fs.local.folder import SlabFolder
-from kvtier_fs.local.leftovers import remove_leftovers
+from kvtier_fs.local.opening import remove_leftovers
 from kvtier_fs.options import FSOptions
 
 CAPACITY = 2 << 20

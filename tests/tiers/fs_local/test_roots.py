@@ -470,9 +470,9 @@ async def test_memory_file_systems_work_buffered_and_say_so(tmp_path):
 
 
 async def test_where_io_uring_is_denied_threads_serve_and_a_note_says_so(tmp_path, monkeypatch):
-    import kvtier_fs.roots.engines
+    import kvtier_fs.roots.disk
 
-    monkeypatch.setattr(kvtier_fs.roots.engines, "probe_uring", lambda: "the kernel offers no io_uring (denied)")
+    monkeypatch.setattr(kvtier_fs.roots.disk, "probe_uring", lambda: "the kernel offers no io_uring (denied)")
     async with open_tier(options(tmp_path / "root", io_engine="auto")) as tier:
         assert tier.opened.mode.startswith("slab, threads")
         assert tier.opened.notes == ("the kernel offers no io_uring (denied); threads serve instead",)

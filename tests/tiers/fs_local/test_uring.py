@@ -15,8 +15,7 @@ from support_fs_engine import FaultyEngine
 from kvtier.aio.eventfd import EventFD
 from kvtier.types.jobs import LOADED
 from kvtier_fs.io import uring
-from kvtier_fs.io.contract import IOKind, IORequest, places_of
-from kvtier_fs.io.header_pages import HeaderPages
+from kvtier_fs.io.contract import HeaderPages, IOKind, IORequest, places_of
 from kvtier_fs.io.uring import UringEngine, probe_uring
 
 needs_uring = pytest.mark.skipif(bool(probe_uring()), reason=f"no io_uring: {probe_uring()}")

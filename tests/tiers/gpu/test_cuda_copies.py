@@ -19,7 +19,7 @@ from support_gpu_cases import NUM_BLOCKS, NUM_ROWS, Case, cases, check_stamps, t
 from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier.types.gpu_runs import GPURuns
 from kvtier_gpu.engines import batch_copy, pinned_region
-from kvtier_gpu.engines.copy_paths import CopyPath
+from kvtier_gpu.engines.plan_copier import CopyPath
 
 PATHS = st.sampled_from([path.value for path in CopyPath])
 

@@ -17,7 +17,7 @@ from support_stack import until
 
 from kvtier.types.jobs import DropReason, JobResult, TransferJob, dropped, failed
 from kvtier_gpu import GPUBackend
-from kvtier_gpu.engines.copy_paths import CopyPath
+from kvtier_gpu.engines.plan_copier import CopyPath
 
 FAILED = failed(errno.EIO)
 TIER_DOWN = dropped(DropReason.TIER_DOWN)

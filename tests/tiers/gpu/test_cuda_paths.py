@@ -18,9 +18,9 @@ from kvtier.types.arrays import int_array
 from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier_gpu import GPUBackend, GPUOptions
 from kvtier_gpu.copy_plan import GroupTable
-from kvtier_gpu.engines import batch_check
+from kvtier_gpu.engines import batch_copy
 from kvtier_gpu.engines.contract import Direction
-from kvtier_gpu.engines.copy_paths import CopyPath, path_by_rule
+from kvtier_gpu.engines.plan_copier import CopyPath, path_by_rule
 
 BATCH, GATHER, SINGLE = CopyPath
 
@@ -102,7 +102,7 @@ async def test_without_memory_for_the_check_the_driver_is_not_used(seed: int, mo
     empty = FakeCuda.empty
 
     def no_room(device: FakeCuda, nbytes: int) -> torch.Tensor:
-        if nbytes == batch_check.PIECES * batch_check.PIECE_BYTES:
+        if nbytes == batch_copy.CHECKED_PIECES * batch_copy.CHECKED_PIECE_BYTES:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return empty(device, nbytes)
 
@@ -133,7 +133,7 @@ async def test_a_driver_that_hangs_in_its_check_does_not_hold_up_opening(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its memory stays until the call returns, which may be never."""
-    monkeypatch.setattr(batch_check, "CHECK_SECONDS", 0.5)
+    monkeypatch.setattr(batch_copy, "CHECK_SECONDS", 0.5)
     stand = Stand(FakeCuda(seed), seed)
     stand.device.faults.hangs = threading.Event()
     tier, about = await opening(stand.device, GEOMETRY, stand.worker, stand.rows, copies="batch")

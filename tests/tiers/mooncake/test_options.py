@@ -8,8 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from kvtier.cli import main
+from kvtier_remote.mooncake.client_process import outcome_of
 from kvtier_remote.mooncake.options import CONNECTIONS, MooncakeOptions
-from kvtier_remote.mooncake.outcomes import outcome_of
 
 MASTER = {"type": "mooncake", "master": "mooncake-master:50051"}
 

@@ -13,7 +13,7 @@ from support_mooncake import Pool
 from kvtier.testing.conformance import LoadStoreTests
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 from kvtier_remote.conformance import TransportTests
-from kvtier_remote.conformance.client import Client
+from kvtier_remote.conformance.base import Client
 from kvtier_remote.mooncake.client_process import ClientProcess
 from kvtier_remote.mooncake.marker_object import MEMORY_BYTES
 from kvtier_remote.mooncake.tier import MooncakeBackend

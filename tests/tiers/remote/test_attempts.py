@@ -19,9 +19,9 @@ from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 from kvtier.types.jobs import CORRUPT, LOADED, MISSING, STORED, BlockOutcome, BlockStatus, JobKind, failed
 from kvtier.types.keys import GroupIndex
 from kvtier_remote import call_limit
+from kvtier_remote.attempts import Durations
 from kvtier_remote.backend import RemoteBackend
 from kvtier_remote.call_limit import CallLimit, CompletionDelay, RequestShare
-from kvtier_remote.hedged_get import Durations
 from kvtier_remote.options import RemoteOptions
 from kvtier_remote.transport import Marker, NameFormat, TransportInfo, Value, ValueRef, Verify
 

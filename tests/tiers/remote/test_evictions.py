@@ -13,7 +13,7 @@ from support_stack import PLAIN, Engine, keys, running, stack_file, store, until
 from support_valkey import Server, stack_tier, valkey_cluster, valkey_server
 
 from kvtier_remote.background import EVICTED, PAUSE_SECONDS, EvictionWatch
-from kvtier_remote.conformance.client import Client
+from kvtier_remote.conformance.base import Client
 from kvtier_remote.valkey.embedded import START_SECONDS
 from kvtier_remote.valkey.transport import ValkeyTransport
 

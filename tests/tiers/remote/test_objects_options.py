@@ -15,8 +15,7 @@ from kvtier.config.plan import plan_stack
 from kvtier.errors import ConfigError
 from kvtier.types.geometry import Geometry
 from kvtier_remote import AzureOptions, GCSOptions, S3Options
-from kvtier_remote.objects.bound import cost_notes, facts_of
-from kvtier_remote.objects.lifecycle import Rule, check_rules, parsed, require
+from kvtier_remote.objects.bound import Rule, check_rules, cost_notes, facts_of, parsed, require
 
 BOUND = {"write_bytes_per_day": "1TiB", "expire_days": 3}
 
