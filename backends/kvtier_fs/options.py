@@ -92,7 +92,7 @@ class FSOptions(RootOptions, OwnedTierOptions):
 
     @property
     def engines(self) -> int:
-        """How many engines divide each root among them."""
+        """The number of engines that divide each root among them."""
         return self._engines
 
     def source(self, root: str) -> str:

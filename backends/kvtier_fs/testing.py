@@ -41,7 +41,7 @@ class IOFaultKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class IOFault:
-    """One fault, and the requests it can strike (None: reads and writes)."""
+    """A fault, and the requests it can strike (None: reads and writes)."""
 
     kind: IOFaultKind
     direction: IOKind | None = None
@@ -96,11 +96,11 @@ class FaultyIO:
         return FSBackend(options, self.slab())
 
     def slab(self) -> Hooks:
-        """What FSBackend needs to run on faulty engines."""
+        """The hooks with which FSBackend runs on faulty engines."""
         return Hooks(engine=lambda root: self.engine())
 
     def files(self) -> FilesHooks:
-        """What SharedFSBackend needs to run on a faulty engine."""
+        """The hooks with which SharedFSBackend runs on a faulty engine."""
         return FilesHooks(engine=self.engine)
 
     def engine(self) -> FaultyEngine:
@@ -125,7 +125,7 @@ class FaultyIO:
 
 
 class FaultyEngine(IOEngine):
-    """One engine of a FaultyIO. Its I/O blocks the event loop: for tests only."""
+    """An engine of a FaultyIO. Its I/O blocks the event loop: for tests only."""
 
     name: ClassVar[str] = "faulty"
 

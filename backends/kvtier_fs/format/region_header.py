@@ -31,7 +31,7 @@ _HEADER = struct.Struct("<II16sIIQQ")
 
 @dataclass(frozen=True, slots=True)
 class RegionHeader:
-    """What a region says about itself: whose it is, where, and its format. `region` counts within its root."""
+    """The header of a region: its root, its place and its format. `region` counts within its root."""
 
     root_uuid: bytes
     region: int
@@ -82,15 +82,15 @@ class RegionPlan:
         return range(file * REGIONS_PER_FILE, min((file + 1) * REGIONS_PER_FILE, self.regions))
 
     def file_of(self, region: int) -> int:
-        """Which slab file a region lies in."""
+        """The slab file that a region lies in."""
         return region // REGIONS_PER_FILE
 
     def region_offset(self, region: int) -> int:
-        """Where in its file a region begins, with its header page."""
+        """The offset of a region in its file, its header page first."""
         return region % REGIONS_PER_FILE * self.stride
 
     def slot_offset(self, region: int, index: int, slot_bytes: int) -> int:
-        """Where in its file a slot begins, with its header page."""
+        """The offset of a slot in its file, its header page first."""
         return region % REGIONS_PER_FILE * self.stride + self.header_bytes + index * slot_bytes
 
     def can_be_formatted(self, slot_bytes: int) -> bool:
@@ -121,7 +121,7 @@ def reserve_bytes(share: int, smallest_slot: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RegionDemand:
-    """What a plan has to fit: the bytes of one root, the roots, the slot sizes, the header page that aligns offsets."""
+    """The demand on a plan: the bytes of one root, the roots, the slot sizes, the header page that aligns offsets."""
 
     share: int
     roots: int
@@ -156,7 +156,7 @@ class RegionDemand:
         )
 
     def with_stride(self, stride: int) -> RegionPlan:
-        """As many regions of a given size as there is room for."""
+        """A plan with as many regions of a given size as there is room for."""
         return RegionPlan(stride, self.header_bytes, max(0, self.room) // stride)
 
     def bytes_held(self, plan: RegionPlan) -> int:

@@ -1,4 +1,4 @@
-"""What each slot of a root holds, kept while the root is open, so that a clean close can write it down.
+"""The content of each slot of a root, kept while the root is open, so that a clean close can write it down.
 
 It says what a scan of the headers on the disk would say; a slot that is being written holds nothing. Both ways of
 opening a root, by scan and from a snapshot, fill a slot_map, and the directory is made from it.
@@ -44,7 +44,7 @@ class RegionSlots:
         return np.flatnonzero(self.owner_array != NO_OWNER).tolist()
 
     def numbers_within(self, owner: int, limit: AgeLimit) -> IntArray:
-        """As `numbers_of`, without slots whose blocks a limit of ages does not allow."""
+        """The numbers of `numbers_of`, without slots whose blocks a limit of ages does not allow."""
         numbers = self.numbers_of(owner)
         generations = np.frombuffer(self.generations, dtype=np.int64)[numbers]
         return numbers[(generations >= limit.oldest) & (generations <= limit.newest)]

@@ -27,7 +27,7 @@ _ENTRY_BYTES = 8 + 4 + 2 + 1
 
 @dataclass(frozen=True, slots=True)
 class StoredFormat:
-    """How a region was formatted. `slot_bytes` 0: only its generation is known."""
+    """The format that a region had. `slot_bytes` 0: only its generation is known."""
 
     slot_bytes: int
     generation: int

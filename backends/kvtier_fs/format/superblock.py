@@ -35,7 +35,7 @@ class NamespaceEpoch:
 
 @dataclass(frozen=True, slots=True)
 class Superblock:
-    """One root. `sequence` orders the copies; `session` counts opens; `clean` says the last session closed.
+    """The state of one root. `sequence` orders the copies; `session` counts opens; `clean`: the last session closed.
 
     `header_bytes` comes from the device's alignment, `row_alignment` from the stack's; neither may change.
     `floor_epoch` is the epoch of a namespace the table does not (any longer) list.
@@ -72,7 +72,7 @@ class Superblock:
         return self.floor_epoch if listed is None else listed
 
     def listed_epoch(self, namespace: bytes) -> int | None:
-        """What the table states; None if it does not list the namespace."""
+        """The epoch in the table; None if it does not list the namespace."""
         return next((entry.epoch for digest, entry in self.namespaces if digest == namespace), None)
 
     def with_epoch(self, namespace: bytes, epoch: int) -> Superblock:
@@ -102,7 +102,7 @@ def can_be_aligned(header_bytes: int, row_alignment: int) -> bool:
 
 
 def encode_superblock(block: Superblock) -> bytes:
-    """One copy, 4096 bytes."""
+    """The bytes of one copy, 4096."""
     flags, count = _CLEAN if block.clean else 0, len(block.namespaces)
     who = (FORMAT_VERSION, COPY_BYTES, block.sequence, block.root_uuid, block.session, flags)
     layout = (block.row_alignment, block.stride, block.header_bytes, block.regions)

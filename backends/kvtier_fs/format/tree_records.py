@@ -30,7 +30,7 @@ _ACCOUNT = struct.Struct("<I16sIQ")
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """How a root is laid out, fixed when it was made. `fan_out`: hex digits of the folders inside each bucket."""
+    """The layout of a root, fixed when it was made. `fan_out`: hex digits of the folders inside each bucket."""
 
     root_uuid: bytes
     header_bytes: int
@@ -92,12 +92,12 @@ def other_epoch_version(data: bytes) -> int | None:
 
 
 def encode_account(tree: Tree, bucket: int, used_bytes: int) -> bytes:
-    """What a bucket holds, in bytes of disk."""
+    """An account of what a bucket holds, in bytes of disk."""
     return seal(_ACCOUNT_MAGIC, _ACCOUNT.pack(FILES_VERSION, tree.root_uuid, bucket, used_bytes), ACCOUNT_BYTES)
 
 
 def decode_account(data: bytes, tree: Tree, bucket: int) -> int | None:
-    """What a bucket's account states; None if it is no whole account of this bucket."""
+    """The bytes that a bucket's account states; None if it is no whole account of this bucket."""
     records = _records(_ACCOUNT_MAGIC, data, len(data), _ACCOUNT)
     owner = tree.root_uuid, bucket
     return next((int(used) for *of, used in records if (*of,) == owner and used < COUNTER_LIMIT), None)
@@ -109,6 +109,6 @@ def encode_lease(text: str) -> bytes:
 
 
 def decode_lease(data: bytes) -> str | None:
-    """What a lease says, None if it is damaged."""
+    """The content of a lease, None if it is damaged."""
     body = unseal(_LEASE_MAGIC, data)
     return None if body is None else body.decode("utf-8", "replace")

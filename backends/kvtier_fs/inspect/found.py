@@ -1,4 +1,4 @@
-"""What lies in the place of a block, as its header page states it offline: a block, a leftover, damage, nothing."""
+"""The content of the place of a block, as its header page states it offline: a block, a leftover, damage, nothing."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ _PIECE_BYTES = 1 << 20
 
 
 class HeaderVerdict(NamedTuple):
-    """What a header page is. Without a state it holds no block; with a `fault` it is damaged, and that is where."""
+    """The kind of a header page. Without a state it holds no block; with a `fault` it is damaged, and that is where."""
 
     state: BlockState | None = None
     header: SlotHeader | None = None
@@ -25,7 +25,7 @@ class HeaderVerdict(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotContent:
-    """What was read in one place: `slot` of `region`, which takes `stored_bytes`. Its payload begins at `payload_at` of
+    """The content of one place: `slot` of `region`, which takes `stored_bytes`. Its payload begins at `payload_at` of
     the file `fd`. `used_at` (seconds since 1970) is None in a layout that does not keep it."""
 
     judged: HeaderVerdict
@@ -70,7 +70,7 @@ def judge_header(header: SlotHeader, expected: SlotHeader, epoch: int | None) ->
 
 
 def payload_fault(fd: int, offset: int, header: SlotHeader) -> str:
-    """What is wrong with the payload at an offset; empty if it is what was stored. Read in pieces."""
+    """The fault of the payload at an offset; empty if it is what was stored. Read in pieces."""
     piece = memoryview(bytearray(min(_PIECE_BYTES, header.payload_bytes)))
     digest, left = xxhash.xxh3_128(), header.payload_bytes
     while left:

@@ -34,7 +34,7 @@ _PREALLOCATING = (EXT4_MAGIC, XFS_MAGIC, 0x9123683E, 0x01021994)
 
 
 class LocalInspection(InspectedRoot):
-    """One slab root with its blocks. A block is removed by zeroing its header.
+    """The inspection of one slab root with its blocks. A block is removed by zeroing its header.
 
     With READ access a tier may own the root and write meanwhile. Damage is then what looks the same twice.
     """
@@ -63,7 +63,7 @@ class LocalInspection(InspectedRoot):
         return checked
 
     def _twice(self, checked: CheckedRun[SlotContent, SlotRun]) -> CheckedRun[SlotContent, SlotRun]:
-        """What looks damaged is read once more if a tier may be writing it: it is damaged if it looks the same."""
+        """Read once more what looks damaged, if a tier may be writing it: it is damaged if it looks the same."""
         first = {one.slot: (one.judged, fault) for one, fault in checked.others if fault}
         if not first or self.access is not Access.READ:
             return checked

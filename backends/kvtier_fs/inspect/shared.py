@@ -31,7 +31,7 @@ _MANIFEST_NAME = re.compile(r"manifest-[0-9a-f]{32}\.json")
 
 
 class SharedInspection(InspectedTree):
-    """One root of layout `files` with its blocks. Other processes use it at the same time.
+    """The inspection of one root of layout `files` with its blocks. Other processes use it at the same time.
 
     A block is removed under the lock of its bucket, if it is still what was read. The bucket is counted anew once it
     was read whole: until then its account states too much, or is gone.
@@ -160,7 +160,7 @@ def _two_copies(
 
 
 def _damaged(folder_fd: int, name: str, whole_of: Callable[[bytes], bytes | None], mend: bool) -> list[int] | None:
-    """Where the damaged copies begin; None if no copy is sound. With `mend` they are written anew. Raises OSError."""
+    """The offsets of damaged copies; None if no copy is sound. With `mend` they are written anew. Raises OSError."""
     data = read_small(folder_fd, name)
     whole = whole_of(data)
     if whole is None:

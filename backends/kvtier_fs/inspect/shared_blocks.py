@@ -1,4 +1,4 @@
-"""What lies in a block's place in a root of layout `files`: a block, a leftover, damage. Links are never followed."""
+"""The content of a block's place in a root of layout `files`: a block, a leftover, damage. Links are never followed."""
 
 import errno
 import os
@@ -35,7 +35,7 @@ class FileContent(SlotContent):
 def opened_file(
     leaf_fd: int, place: BlockPlace, number: int, tree: Tree, epoch_of: EpochOf
 ) -> Iterator[FileContent | None]:
-    """What lies in a place, open meanwhile; None if it is gone. Only plain files are opened. `number`: in its bucket.
+    """The content of a place, open meanwhile; None if it is gone. Only plain files are opened. `number`: in its bucket.
 
     Raises OSError.
     """

@@ -89,7 +89,7 @@ class InspectedTree(FolderInspection[FileContent, FileRun]):
     # -- leases and epochs ------------------------------------------------------------------------------------------
 
     def small_names(self, folder_fd: int) -> list[str]:
-        """What lies in the folder of epochs or of leases, in order; nothing where that is missing."""
+        """The names in the folder of epochs or of leases, in order; nothing where that is missing."""
         return sorted(names_in(folder_fd)) if folder_fd >= 0 else []
 
     def _user(self, lease: str) -> str:
@@ -128,7 +128,7 @@ class InspectedTree(FolderInspection[FileContent, FileRun]):
     # -- folders -----------------------------------------------------------------------------------------------------
 
     def names(self, bucket: int, leaf: str) -> list[str]:
-        """What lies in a folder of blocks, in order; nothing where it is gone or no folder. Raises OSError."""
+        """The names in a folder of blocks, in order; nothing where it is gone or no folder. Raises OSError."""
         with vanished(NOT_THERE), self.folder.leaf(bucket, leaf) as fd:
             return sorted(names_in(fd))
         return []

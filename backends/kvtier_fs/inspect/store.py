@@ -40,7 +40,7 @@ class Run(Protocol):
 
     @property
     def slots(self) -> int:
-        """How many places these are."""
+        """The number of places."""
 
 
 F = TypeVar("F", bound=SlotContent)
@@ -183,7 +183,7 @@ class FolderInspection(StoreInspection[F], Generic[F, R]):
         return replace(namespace, model=model, tag=tag, opened_at=opened_at)
 
     def _described(self, layout: str, identity: bytes, regions: int, notes: Iterable[str]) -> StoreAbout:
-        """What both layouts state of a store that was opened."""
+        """The store as both layouts state it."""
         return StoreAbout(
             root=self.path,
             layout=layout,

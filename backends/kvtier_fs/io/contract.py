@@ -1,4 +1,4 @@
-"""What an I/O engine is: requests go in, completions come out on the event loop, buffers stay whole in between."""
+"""The contract of I/O engines: requests go in, completions come out on the event loop, buffers stay whole."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class IOKind(Enum):
 
 
 class IORequest:
-    """One vectored read or write at an offset of an open file.
+    """A vectored read or write at an offset of an open file.
 
     `done(request, result)` is called once, on the event loop: bytes moved (0 at a file's end) or a negative errno.
     Until then the engine holds `buffers`, also when their job no longer waits. `places` are those of the buffers for an
@@ -135,5 +135,5 @@ class HeaderPages:
 
 
 def _address(view: memoryview) -> int:
-    """Where a buffer lies in memory."""
+    """The address of a buffer."""
     return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)

@@ -17,7 +17,7 @@ Place = tuple[int, int]
 
 
 class FullTransferIO:
-    """One root's I/O engine, and what to make of its results.
+    """The I/O engine of one root, and the meaning of its results.
 
     `alignment`: what a short transfer must be a multiple of to go on, in bytes.
     """
@@ -28,7 +28,7 @@ class FullTransferIO:
         self._counters = counters
 
     def shortfall(self, request: IORequest, result: int) -> int | None:
-        """What a result says of a request: 0 if all of it moved, an errno if it failed.
+        """The errno of a result: 0 if all of the request moved.
 
         None if it goes on: a short transfer that is aligned and progressed, or one that was merely interrupted, a few
         times. It was submitted again then, and `done` will be called once more.

@@ -1,4 +1,4 @@
-"""What both I/O engines share: an eventfd that signals completions, and the event loop's part of the work."""
+"""The base of both I/O engines: an eventfd that signals completions, and the event loop's part of the work."""
 
 import asyncio
 import errno

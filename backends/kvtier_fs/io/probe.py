@@ -1,4 +1,4 @@
-"""What a root's disk really offers: direct I/O and its alignment, asked of the kernel and tried out."""
+"""The abilities of a root's disk: direct I/O and its alignment, asked of the kernel and tried out."""
 
 import errno
 import mmap

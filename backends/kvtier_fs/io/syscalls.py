@@ -67,7 +67,7 @@ def fallocate(fd: int, offset: int, length: int) -> bool:
 
 
 class DirectAlignment(NamedTuple):
-    """What statx says about direct I/O on a file, in bytes. `offset` 0: direct I/O would be buffered or refused."""
+    """The alignment for direct I/O on a file, by statx, in bytes. `offset` 0: it would be buffered or refused."""
 
     memory: int
     offset: int

@@ -66,7 +66,7 @@ class _RingMemory(ctypes.Structure):
 
 
 def _library_path() -> str:
-    """Where the package keeps its library. Raises ResourceError without a package; imports nothing."""
+    """The path of the library in the package. Raises ResourceError without a package; imports nothing."""
     found = importlib.util.find_spec("liburing")
     if found is None or not found.submodule_search_locations:
         raise ResourceError("the liburing package is not installed")

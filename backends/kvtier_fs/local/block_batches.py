@@ -1,4 +1,4 @@
-"""One group's blocks of a job on one root, made into batches when there is room for them: places, headers, refusals."""
+"""Batches of one group's blocks of a job on one root, made when there is room for them: places, headers, refusals."""
 
 import errno
 from bisect import bisect_left
@@ -45,7 +45,7 @@ class Batch:
 
 
 class TierSide:
-    """What all shares and queues of a tier have in common: rows on one side, numbered slots on the other."""
+    """The common part of all shares and queues of a tier: rows on one side, numbered slots on the other."""
 
     def __init__(
         self, rows: Rows, space: SlotSpace, session: Session, clock: Callable[[], float], counters: Counter[str]

@@ -1,4 +1,4 @@
-"""How roots are laid out for a KV layout, and what a session begins with."""
+"""The layout of roots for a KV layout, and the facts that a session begins with."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from kvtier_fs.roots.disk import check_laid_out
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How roots are laid out for a KV layout: bytes of each root, regions, sizes of slots and payloads by group."""
+    """The layout of roots for a KV layout: bytes of each root, regions, sizes of slots and payloads by group."""
 
     share: int
     plan: RegionPlan
@@ -38,7 +38,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What a session begins with: how the roots are laid out, our namespace, its readable manifest, its epoch."""
+    """The facts that a session begins with: the layout of the roots, the namespace, its manifest, its epoch."""
 
     layout: Layout
     namespace: bytes

@@ -51,8 +51,8 @@ async def side_by_side(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """What a simulator or a fault test replaces: the files, the I/O engine (None: chosen by the options), the rng,
-    how large a payload may be that is verified on the event loop, the limits of memory, and the time of day."""
+    """The parts that a simulator or a fault test replaces: the files, the I/O engine (None: chosen by the options), the
+    rng, the size of payloads that are verified on the event loop, the limits of memory, and the time of day."""
 
     folder: Callable[[str, FSOptions], SlabFolder] = SlabFolder
     engine: Callable[[Root], IOEngine] | None = None
@@ -252,7 +252,7 @@ _REMOVED_LAST = (SUPERBLOCK_NAME, LOCK_NAME)
 
 
 class _Left(Enum):
-    """What became of a folder that may be left over, in words."""
+    """The fate of a folder that may be left over, in words."""
 
     REMOVED = "removed: an earlier configuration with another number of engines had left it"
     USED = "still in use by an engine of an earlier configuration, beyond the capacity; a later start removes it"
@@ -301,7 +301,7 @@ def _candidates(source: str, options: FSOptions) -> list[str]:
 
 
 def _remove_left(path: str, source: str, options: FSOptions) -> tuple[_Left | None, int]:
-    """What became of a folder, and its bytes of disk; None for one that is no root, or that another stack uses."""
+    """The fate of a folder, and its bytes of disk; None for one that is no root, or that another stack uses."""
     folder = SlabFolder(path, options.model_copy(update={"create": False}))
     size = 0
     try:

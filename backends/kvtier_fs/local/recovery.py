@@ -178,7 +178,7 @@ def _chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
 
 
 def recovered(roots: Sequence[Root], space: SlotSpace, limit: AgeLimit = NO_AGE_LIMIT) -> Recovered:
-    """What all roots hold together, as far as the limit of ages allows it: each key once, its newest copy, from the
+    """The content of all roots, as far as the limit of ages allows it: each key once, its newest copy, from the
     oldest generation to the newest."""
     groups: dict[int, set[bytes]] = {}
     for group, size in enumerate(space.slot_bytes):
@@ -241,7 +241,7 @@ class _Blocks:
 
 
 def foreign(roots: Sequence[Root], space: SlotSpace) -> tuple[ForeignBlocks, ...]:
-    """What other namespaces left, the one unused for longest first.
+    """The blocks of other namespaces, the one unused for longest first.
 
     A region of a size that is none of ours counts as the youngest namespace's that has a block in it.
     """

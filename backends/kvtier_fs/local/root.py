@@ -1,4 +1,4 @@
-"""One open root: its folder, threads, I/O engine and queue, its superblock and the table of its regions."""
+"""An open root: its folder, threads, I/O engine and queue, its superblock and the table of its regions."""
 
 import asyncio
 import errno
@@ -60,12 +60,12 @@ class RootPools:
 
 
 def _nothing() -> None:
-    """What a thread does to be there."""
+    """Nothing: the call that starts a thread."""
 
 
 @dataclass(slots=True)
 class RegionState:
-    """What is known of a region in this session: its format, and whether its header is on the disk.
+    """The state of a region in this session: its format, and whether its header is on the disk.
 
     `errno` is why it is not, when formatting failed. `allocated`: its blocks are reserved.
     """
@@ -197,7 +197,7 @@ class Root:
         self._begin_format(region)
 
     def format_pending(self, region: int) -> asyncio.Task[None] | None:
-        """What a store into a region has to wait for, None if nothing; a format that failed is tried once more."""
+        """The task that a store into a region waits for, None if nothing; a format that failed is tried once more."""
         if region not in self.unready:
             return None
         task = self._formatting.get(region)

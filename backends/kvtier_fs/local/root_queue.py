@@ -363,7 +363,7 @@ class RootQueue:
 
 
 def neighbours(indices: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Where runs of numbers that count up by one begin and end, each 1 to `most` long."""
+    """The beginnings and ends of runs of numbers that count up by one, each 1 to `most` long."""
     first, count = 0, len(indices)
     while first < count:
         last = min(first + most, count)

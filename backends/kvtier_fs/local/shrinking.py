@@ -72,7 +72,7 @@ async def shrink(root: Root, plan: RegionPlan, slot_sizes: Sequence[int]) -> str
 
 
 def _blocks(root: Root) -> int:
-    """How many blocks a root holds, several copies of one counted once."""
+    """The number of blocks of a root, several copies of one counted once."""
     held = ((slots.owners[at], slots.keys[at]) for _, slots in root.slot_map.regions() for at in slots.numbers_held())
     return len(set(held))
 
@@ -164,8 +164,8 @@ def _choices(root: Root, room: Mapping[int, Sequence[_Place]]) -> Iterator[_Choi
 
 
 def _by_age(root: Root, stays: Set[_Place]) -> dict[int, list[_Place]]:
-    """Where the blocks of each slot size are, ours before others', the newest first. Each key of a namespace once: its
-    newest copy, of equal ones the one in a place that stays."""
+    """The places of the blocks of each slot size, ours before others', the newest first. Each key of a namespace once:
+    its newest copy, of equal ones the one in a place that stays."""
     newest: dict[tuple[int, bytes | None], tuple[bool, int, bool, _Place]] = {}
     for region, slots in root.slot_map.regions():
         for index, (owner, key) in enumerate(zip(slots.owners, slots.keys, strict=True)):

@@ -164,7 +164,7 @@ class FSBackend(RootTier):
         self._raising: set[asyncio.Task[None]] = set()
 
     def dry_run(self, geometry: Geometry, probe: bool) -> DryRun:
-        """What the tier would be if it were opened now. Probes the roots only if asked to; leaves nothing behind."""
+        """The tier as it would be if it were opened now. Probes the roots only if asked to; leaves nothing behind."""
         return opening.dry_run(self.options, geometry, probe)
 
     async def _open(self, context: TierContext, rows: Rows) -> Opened:

@@ -1,1 +1,1 @@
-"""What both layouts need on a root: its folder, its disk, its readable files, its I/O engine, the jobs on it."""
+"""The parts of a root that both layouts need: its folder, disk, readable files, I/O engine, and the jobs on it."""

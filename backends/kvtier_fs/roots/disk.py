@@ -1,4 +1,4 @@
-"""What a root's disk and the folder around it must offer before the root may be opened."""
+"""Checks of a root's disk and the folder around it before the root is opened, and the choice of its I/O engine."""
 
 import asyncio
 import os
@@ -71,7 +71,7 @@ ROOT_MISSING = "is not there; mount the disk, or create the folder or the one it
 
 
 def probe_disk(path: str, folder_fd: int, options: RootOptions) -> DirectProbe:
-    """What the disk of a root offers for direct I/O. Raises RootError if the options require it and it has none."""
+    """The ability of the disk of a root for direct I/O. Raises RootError if the options require it and it has none."""
     probe = DirectProbe(False, reason="turned off") if options.direct == "off" else probe_direct(folder_fd)
     if options.direct == "required" and not probe.direct:
         raise RootError(path, f"direct I/O is required but {probe.reason}; choose another disk or direct: auto")
@@ -95,7 +95,7 @@ def probe_parent(path: str, options: RootOptions) -> DirectProbe:
 def dry_probe(
     folder: GuardedFolder, options: RootOptions, read: Callable[[], T]
 ) -> tuple[T | None, DirectProbe, list[str]]:
-    """What `read` finds in a root, what its disk offers, and notes; found without changing anything.
+    """The result of `read` in a root, the abilities of its disk, and notes; found without changing anything.
 
     Raises RootError for what would keep the root from opening.
     """
@@ -113,7 +113,7 @@ def dry_probe(
 def dry_run(
     layout: str, options: RootOptions, direct: bool | None, notes: Sequence[str], problems: Sequence[str]
 ) -> DryRun:
-    """What a tier of a layout would be, given what its roots said. `direct` None: nothing is probed, the engine too."""
+    """The tier of a layout as it would be, given what is known of its roots. `direct` None: nothing is probed."""
     name, note = "threads", ""
     if direct is not None:
         try:

@@ -218,7 +218,7 @@ class GuardedFolder(ABC):
 
     @contextmanager
     def opened(self, name: str, flags: int = os.O_RDWR | os.O_CREAT) -> Iterator[int]:
-        """One of the root's own files, open until the block ends. Raises as `open_file`, and what its close raises."""
+        """A file of the root, open until the block ends. Raises as `open_file`, and what its close raises."""
         fd = self.open_file(name, flags)
         try:
             yield fd

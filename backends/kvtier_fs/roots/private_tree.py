@@ -41,7 +41,7 @@ class PrivateTree:
 
     @property
     def note(self) -> str:
-        """What is changed, for people."""
+        """The changes, for people."""
         return (
             f"{self._path}: others were allowed to write into it (mode {self._mode:04o}, as a pod's fsGroup sets it), "
             f"and all of it is this user's: folders get mode 0700, files 0600"

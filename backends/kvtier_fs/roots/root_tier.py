@@ -1,4 +1,4 @@
-"""What both filesystem tiers share: their options, the probe of their disks, and the order of open and close."""
+"""The base of both filesystem tiers: their options, the probe of their disks, and the order of open and close."""
 
 import asyncio
 import errno

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from kvtier.cli.tables import BAR_CELLS, bar, table
+from kvtier.cli.terminal import BAR_CELLS, bar, table
 from kvtier.options import size_text
 from kvtier.tools.bench.load_generator import Timing
 from kvtier.types.keys import Medium
