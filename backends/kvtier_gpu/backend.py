@@ -106,7 +106,6 @@ class GPUBackend(LoadStore):
         self._open: _Open | None = None
         self._ending: _Open | None = None
         self._closing = asyncio.Lock()
-        self.copy_errors = 0
 
     async def open(self, context: TierContext) -> Opened:
         """Check the engine's tensors against the layout and start the copy engine.
@@ -156,8 +155,8 @@ class GPUBackend(LoadStore):
 
         groups = group_tensors(context.geometry, tables, tensors)
         slices = RowSlices(rows.row_bytes, context.geometry.slices(context.worker))
-        cuda, factor = self._cuda or TorchDevice(device), context.geometry.factor
-        sides = CopySides(cuda, groups, region, slices, factor, batch=None)
+        cuda = self._cuda or TorchDevice(device)
+        sides = CopySides(cuda, groups, region, slices, batch=None)
         wanted = None if options.cuda_copies == "fastest" else CopyPath(options.cuda_copies)
         return CudaEngine(sides, wanted, urgent_lane=options.urgent_lane)
 
@@ -250,7 +249,6 @@ class GPUBackend(LoadStore):
         error = failure.error
         if isinstance(error, UsageError):
             raise error
-        self.copy_errors += 1
         what = f"{type(error).__name__}: {error}"
         if failure.lasting and not opened.lost:
             _log.error("the GPU tier is out of use: its device takes no copies any more (%s)", what)

@@ -63,6 +63,14 @@ class JobRun:
         for group, outcomes in enumerate(self._outcomes):
             self.end_all(group, range(len(outcomes)), LATE)
 
+    def going_on(self) -> asyncio.Future[None]:
+        """The future that is done when the last block has ended, after a cancellation has reached `finished`."""
+        if self.finished.cancelled():
+            self.finished = self.finished.get_loop().create_future()
+            if not self._left:
+                self.finished.set_result(None)
+        return self.finished
+
     def result(self, seconds: float) -> JobResult:
         """The result of the job, once finished."""
         assert not self._left

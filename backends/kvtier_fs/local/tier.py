@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from operator import attrgetter
 from typing import ClassVar
 
@@ -291,7 +290,13 @@ class FSBackend(RootTier):
         try:
             for queue, share in shares:
                 queue.enqueue(share)
-            await shielded_wait(run.finished, partial(router.withdraw, run, CANCELLED))
+            await run.finished
+        except asyncio.CancelledError:
+            left = run.going_on()
+            router.withdraw(run, CANCELLED)
+            with suppress(asyncio.CancelledError):
+                await shielded_wait(left)
+            raise
         finally:
             for queue, share in shares:
                 queue.forget(share)

@@ -96,15 +96,13 @@ def path_by_rule(table: GroupTable, direction: Direction, *, batch: bool) -> Cop
 class CopySides:
     """The two sides of copies: the KV tensors of groups on a device, and the worker's slices of a region's rows.
 
-    `pages_per_row` pages of a group follow each other in a row. `batch` is the driver's call for many copies, where it
-    may be used.
+    `batch` is the driver's call for many copies, where it may be used.
     """
 
     device: CudaDevice
     groups: tuple[GroupTensors, ...]
     region: Bytes
     rows: RowSlices
-    pages_per_row: int
     batch: BatchCopy | None
 
 

@@ -47,7 +47,6 @@ async def check_partial(stand: Stand, tier: GPUBackend, work: TransferJob, to_gp
     assert [i for i, one in enumerate(outcomes) if not one.ok] == sorted(missed)
     assert all(outcomes[i] == FAILED for i in missed)
     assert result.bytes_moved == len(good) * 2 * GEOMETRY.page_bytes(0)
-    assert tier.copy_errors == 1
     assert stand.rows.uses[0].tolist() == [int(row in rows) for row in range(ROWS)]
     stamped = np.flatnonzero(stand.rows.stamps[0] == work.job_id).tolist()
     assert stamped == ([] if to_gpu else sorted(rows[i] for i in good))
@@ -117,7 +116,6 @@ async def test_what_the_driver_refuses_is_copied_singly(
                 stand.wipe(work)
                 assert (await tier.store(replace(work, urgent=number == 2))).ok
                 assert stand.worker.holds(content)
-            assert tier.copy_errors == 0
     lanes = ["kvtier-to_rows-issue", "kvtier-to_gpu-issue", "kvtier-urgent-issue"]
     refused = "cuMemcpyBatchAsync refused copies (CUDA error 1), which are made singly"
     assert sorted(record.getMessage() for record in caplog.records) == sorted(f"{lane}: {refused}" for lane in lanes)
