@@ -351,6 +351,8 @@ class UringEngine(LoopEngine):
 
     def _take_queued(self) -> list[IORequest]:
         taken, self._queue = list(self._queue), deque()
+        if self._ring is not None and self._kernel:
+            self._ring.submit()  # what the ring was given already ends by itself
         return taken
 
     async def _release(self) -> None:
