@@ -20,7 +20,7 @@ from kvtier_fs.format.region_header import decode_region_header
 from kvtier_fs.format.snapshot import decode_snapshot
 from kvtier_fs.format.superblock import COPY_BYTES, decode_superblock, foreign_version
 from kvtier_fs.format.tree_records import decode_account, decode_epoch, decode_tree, encode_lease
-from kvtier_fs.inspect.found import payload_fault
+from kvtier_fs.inspect.store import payload_fault
 from kvtier_fs.shared.block_file import ExpectedBlock, check_block
 from kvtier_fs.shared.leases import decode_holder
 from kvtier_fs.shared.paths import BlockPlace

@@ -19,9 +19,8 @@ from kvtier.tier.inspection import Access, BlockState, Finding, FindingKind
 from kvtier.tier.store_inspection import CheckedPage
 from kvtier_fs.format.region_header import LARGE_REGION_BYTES, RegionHeader, encode_region_header
 from kvtier_fs.format.superblock import COPY_BYTES, Superblock, decode_superblock
-from kvtier_fs.inspect.found import HeaderVerdict, SlotContent, judge_header, read_fault
 from kvtier_fs.inspect.local_root import InspectedFormat, InspectedRoot, SlotRun
-from kvtier_fs.inspect.store import CheckedRun, shown
+from kvtier_fs.inspect.store import CheckedRun, HeaderVerdict, SlotContent, judge_header, read_fault, shown
 from kvtier_fs.io.syscalls import EXT4_MAGIC, XFS_MAGIC, fallocate, filesystem_magic
 from kvtier_fs.local.folder import SNAPSHOT_NAME
 from kvtier_fs.roots.folder import SUPERBLOCK_NAME

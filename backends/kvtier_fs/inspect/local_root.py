@@ -11,8 +11,7 @@ from kvtier.tier.inspection import Access, StoreAbout, StoredNamespace
 from kvtier_fs.format.region_header import RegionHeader, RegionPlan, decode_region_header
 from kvtier_fs.format.snapshot import Snapshot, decode_snapshot, is_of_other_version
 from kvtier_fs.format.superblock import COPY_BYTES, SUPERBLOCK_BYTES, Superblock, encode_superblock
-from kvtier_fs.inspect.found import SlotContent
-from kvtier_fs.inspect.store import FolderInspection
+from kvtier_fs.inspect.store import FolderInspection, SlotContent
 from kvtier_fs.local.folder import SlabFolder
 from kvtier_fs.options import FSOptions
 from kvtier_fs.roots.folder import SUPERBLOCK_NAME

@@ -12,10 +12,8 @@ from kvtier.tier.inspection import Access, CheckStep, Finding, FindingKind
 from kvtier.tier.stack_files import MODEL_FILE
 from kvtier.tier.store_inspection import CheckedPage
 from kvtier_fs.format.tree_records import decode_account, decode_epoch, decode_tree, encode_epoch, encode_tree
-from kvtier_fs.inspect.found import read_fault
-from kvtier_fs.inspect.shared_blocks import FileContent, opened_file, unread_fault
-from kvtier_fs.inspect.shared_root import NOT_THERE, FileRun, InspectedTree
-from kvtier_fs.inspect.store import shown
+from kvtier_fs.inspect.shared_root import NOT_THERE, FileContent, FileRun, InspectedTree, opened_file, unread_fault
+from kvtier_fs.inspect.store import read_fault, shown
 from kvtier_fs.roots.folder import LOCK_NAME, SUPERBLOCK_NAME, plain_file, write_all
 from kvtier_fs.shared.block_file import remove_if
 from kvtier_fs.shared.bucket import Bucket

@@ -30,9 +30,9 @@ from kvtier_fs.local.layout import Layout, Session, check_index, lay_out
 from kvtier_fs.local.root import Root, RootPools
 from kvtier_fs.local.shrinking import plan_to_read
 from kvtier_fs.options import FSOptions
-from kvtier_fs.roots import disk, sidecar_files
+from kvtier_fs.roots import disk
 from kvtier_fs.roots.disk import probe_disk
-from kvtier_fs.roots.folder import LOCK_NAME, SUPERBLOCK_NAME
+from kvtier_fs.roots.folder import LOCK_NAME, SUPERBLOCK_NAME, make_room_for_manifest, write_manifest
 
 OWNER_POLL_SECONDS = 0.1
 _NAMES_SHOWN, _NAME_SHOWN = 3, 64
@@ -180,10 +180,10 @@ async def describe(root: Root, session: Session) -> str:
     known = sorted(root.superblock.namespaces, key=lambda item: item[1].session, reverse=True)
     order = [session.namespace, *(digest for digest, _ in known if digest != session.namespace)]
     room, own = manifests_bytes(session.layout.share), len(session.manifest) + 1
-    if not await root.call(sidecar_files.make_room_for_manifest, root.folder, order, own, room):
+    if not await root.call(make_room_for_manifest, root.folder, order, own, room):
         return f"{root.path}: no room for the readable manifest ({own} bytes)"
     try:
-        await sidecar_files.write_manifest(root.folder, session.namespace, session.manifest, root.pools.files)
+        await write_manifest(root.folder, session.namespace, session.manifest, root.pools.files)
     except OSError as error:
         return f"{root.path}: the readable manifest could not be written ({error.strerror})"
     return ""

@@ -28,8 +28,15 @@ from kvtier_fs.format.tree_records import (
 )
 from kvtier_fs.options import SharedFSOptions
 from kvtier_fs.roots.disk import unknown_version
-from kvtier_fs.roots.folder import LOCK_NAME, SUPERBLOCK_NAME, GuardedFolder, close_quietly, plain_file, write_all
-from kvtier_fs.roots.sidecar_files import MANIFEST_NAME
+from kvtier_fs.roots.folder import (
+    LOCK_NAME,
+    MANIFEST_NAME,
+    SUPERBLOCK_NAME,
+    GuardedFolder,
+    close_quietly,
+    plain_file,
+    write_all,
+)
 from kvtier_fs.shared.paths import BUCKET_NAME, TEMPORARY_NAME, bucket_name, leaves, occupied
 
 EPOCHS_NAME = "epochs"

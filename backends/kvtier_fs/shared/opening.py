@@ -15,7 +15,7 @@ from kvtier_fs.io.probe import DirectProbe
 from kvtier_fs.options import SharedFSOptions
 from kvtier_fs.roots import disk
 from kvtier_fs.roots.disk import choose_engine, make_engine
-from kvtier_fs.roots.sidecar_files import manifest_name
+from kvtier_fs.roots.folder import manifest_name
 from kvtier_fs.shared.folder import TreeFolder
 from kvtier_fs.shared.leases import Leases
 from kvtier_fs.shared.paths import ROOT_BYTES, bucket_budget, choose_buckets, choose_fan_out

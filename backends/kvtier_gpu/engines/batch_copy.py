@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 from enum import IntEnum
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,13 +18,9 @@ from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.types.arrays import IntArray, int_array
 from kvtier_gpu.copy_plan import Extents
 from kvtier_gpu.engines.contract import Bytes, Direction, sides
+from kvtier_gpu.engines.device import CudaDevice
 from kvtier_gpu.engines.pinned_region import PinnedRegion, RowSlices
 
-if TYPE_CHECKING:
-    from kvtier_gpu.engines.device import CudaDevice
-
-SYMBOL = b"cuMemcpyBatchAsync"
-CUDA_VERSION = 12080
 DESCRIPTORS_MAX = 4096
 """Copies in one call. AMD's counterpart faults above 8192, and a driver of CUDA 13.0 with 51,828 of them."""
 
@@ -69,21 +64,6 @@ BatchFunction = ctypes.CFUNCTYPE(
     _POINTER,  # hStream
 )
 """The signature of the function in CUDA 12.8."""
-
-
-def find_batch_function() -> int | str:
-    """The address of the driver's function, or why there is none."""
-    try:
-        from cuda.bindings import driver
-    except ImportError:
-        return "it needs the package cuda-bindings: pip install 'kvtier[cuda]'"
-    try:
-        error, address, _ = driver.cuGetProcAddress(SYMBOL, CUDA_VERSION, 0)
-    except RuntimeError as absent:  # no driver at all
-        return str(absent).partition("\n")[0]
-    if int(error) != 0 or not address:
-        return f"the driver is older than CUDA 12.8 (CUDA error {int(error)})"
-    return int(address)
 
 
 class BatchCopy:

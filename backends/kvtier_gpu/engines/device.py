@@ -9,8 +9,10 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from kvtier_gpu.engines.batch_copy import find_batch_function
 from kvtier_gpu.engines.pinned_region import Runtime
+
+SYMBOL = b"cuMemcpyBatchAsync"
+CUDA_VERSION = 12080
 
 
 class DeviceEvent(Protocol):
@@ -103,3 +105,18 @@ class TorchDevice:
 
     def batch_function(self) -> int | str:
         return "AMD's drivers have another one" if torch.version.hip else find_batch_function()
+
+
+def find_batch_function() -> int | str:
+    """The address of the driver's function, or why there is none."""
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        return "it needs the package cuda-bindings: pip install 'kvtier[cuda]'"
+    try:
+        error, address, _ = driver.cuGetProcAddress(SYMBOL, CUDA_VERSION, 0)
+    except RuntimeError as absent:  # no driver at all
+        return str(absent).partition("\n")[0]
+    if int(error) != 0 or not address:
+        return f"the driver is older than CUDA 12.8 (CUDA error {int(error)})"
+    return int(address)

@@ -14,14 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier_gpu.engines.batch_copy import (
-    CUDA_VERSION,
-    SYMBOL,
-    BatchFunction,
-    MemcpyAttributes,
-    SourceOrder,
-    find_batch_function,
-)
+from kvtier_gpu.engines.batch_copy import BatchFunction, MemcpyAttributes, SourceOrder
+from kvtier_gpu.engines.device import CUDA_VERSION, SYMBOL, find_batch_function
 
 driver = pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings, of the extra cuda")
 MEMORY_ORDER = driver.CUmemcpySrcAccessOrder
@@ -62,8 +56,9 @@ import json, sys
 import numpy as np
 from kvtier.types.arrays import int_array
 from kvtier_gpu.copy_plan import Extents
-from kvtier_gpu.engines.batch_copy import BatchCopy, find_batch_function
+from kvtier_gpu.engines.batch_copy import BatchCopy
 from kvtier_gpu.engines.contract import Direction
+from kvtier_gpu.engines.device import find_batch_function
 
 found = find_batch_function()
 refused, right = [], None
