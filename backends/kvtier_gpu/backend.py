@@ -80,11 +80,6 @@ class _Open:
         self.running: set[asyncio.Task[Any]] = set()
         self.lost = False
 
-    @property
-    def in_flight(self) -> list[asyncio.Task[Any]]:
-        """The tasks of jobs that have not ended; one that ended without leaving `running`, as without memory, has."""
-        return [task for task in self.running if not task.done()]
-
 
 class GPUBackend(LoadStore):
     """Copies whole offloaded blocks, or the runs of them that a job names, between GPU blocks and rows.
@@ -201,10 +196,10 @@ class GPUBackend(LoadStore):
             if opened is None:
                 return
             try:
-                if opened.in_flight:
-                    await asyncio.wait(opened.in_flight, timeout=CLOSE_TIMEOUT_SECONDS)
+                if opened.running:
+                    await asyncio.wait(opened.running, timeout=CLOSE_TIMEOUT_SECONDS)
             finally:
-                if stuck := len(opened.in_flight):
+                if stuck := len(opened.running):
                     _log.warning("the GPU tier is closed with %d jobs still in flight", stuck)
                 await _off_loop(lambda: opened.engine.stop(0.0 if stuck else CLOSE_TIMEOUT_SECONDS))
             self._ending = None
@@ -229,10 +224,8 @@ class GPUBackend(LoadStore):
             for rows, generations in stamps if not missed else _others(stamps, missed):
                 opened.rows.stamp(worker, rows, generations)
         finally:
-            try:
-                opened.rows.end_use(worker, plan.rows)
-            finally:
-                opened.running.discard(task)
+            opened.running.discard(task)
+            opened.rows.end_use(worker, plan.rows)
         seconds = opened.context.clock() - started
         if failure is None:
             outcomes = tuple([(success,) * len(group.keys) for group in job.groups])

@@ -53,7 +53,7 @@ class Completions:
 
     def detach(self) -> None:
         """Call nothing any more in a turn. Nothing is to come."""
-        self._after = _nothing
+        self._after = lambda: None
 
     def _call_others(self) -> None:
         self._called = False
@@ -75,10 +75,6 @@ class Completions:
                 self._after()
             finally:
                 self._left_at = time.perf_counter()
-
-
-def _nothing() -> None:
-    """Called in the turns of an engine that is closed."""
 
 
 class LoopEngine(IOEngine):

@@ -51,16 +51,12 @@ class RootPools:
         Raises OSError. An engine that finds no thread later says so request by request.
         """
         for threads in (self.files, self.checks):
-            await asyncio.wrap_future(threads.submit(_nothing))
+            await asyncio.wrap_future(threads.submit(lambda: None))
 
     async def close(self, timeout_seconds: float) -> int:
         """Let all of them end. Returns how many are stuck at the deadline."""
         each = (self.io, self.checks, self.files)
         return sum(await asyncio.gather(*(threads.close(timeout_seconds) for threads in each)))
-
-
-def _nothing() -> None:
-    """Nothing: the call that starts a thread."""
 
 
 @dataclass(slots=True)

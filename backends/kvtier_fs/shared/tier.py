@@ -272,7 +272,6 @@ class SharedFSBackend(RootTier):
         if not ended.cancelled() and (error := ended.exception()) is not None:
             _log.error("%s: a block could not be moved", self.options.root, exc_info=error)
             self.counters["defect"] += 1
-            block.touching = False
             block.end(_DEFECT)
 
     async def _wait(self, run: JobRun, blocks: Sequence[Block], seconds: float | None) -> None:
