@@ -230,12 +230,12 @@ class GPUBackend(LoadStore):
         if failure is None:
             outcomes = tuple([(success,) * len(group.keys) for group in job.groups])
             return JobResult(job.job_id, outcomes, plan.nbytes, seconds)
-        refused = self._refused(opened, failure)
+        refused = self._refusal(opened, failure)
         of_rows = [group.rows.tolist() for group in job.gpu_groups]
         outcomes = tuple([tuple([refused if row in missed else success for row in rows]) for rows in of_rows])
         return JobResult(job.job_id, outcomes, _bytes_of_others(plan, missed), seconds)
 
-    def _refused(self, opened: _Open, failure: CopyFailure) -> BlockOutcome:
+    def _refusal(self, opened: _Open, failure: CopyFailure) -> BlockOutcome:
         """The outcome of blocks that were not copied, and a line in the log: one for a device that is lost, in all."""
         import torch
 

@@ -92,12 +92,12 @@ class HedgedGets:
         first = get(block)
         await asyncio.wait((first,), timeout=self._durations.patience_seconds())
         slow = not first.done() and self._share.take()
-        outcome = await self._hedged(get, block, first) if slow else (await first)[0]
+        outcome = await self._hedge(get, block, first) if slow else (await first)[0]
         if outcome.ok:
             self._durations.add(self._clock() - begun)
         return outcome
 
-    async def _hedged(self, get: Get, block: RemoteBlock, first: Reading) -> BlockOutcome:
+    async def _hedge(self, get: Get, block: RemoteBlock, first: Reading) -> BlockOutcome:
         self._counters["hedged"] += 1
         memory = np.empty(len(block.value.payload), np.uint8)
         spare = replace(block, value=block.value._replace(payload=memory.data))
@@ -158,11 +158,11 @@ class Attempts:
             refused = refusal(0.0)
             if refused is not None:
                 return [refused] * len(blocks)
-            return await shielded_wait(self._made(number, call, blocks, refusal))
+            return await shielded_wait(self._make(number, call, blocks, refusal))
         finally:
             self.limit.end(payload_bytes)
 
-    async def _made(self, number: int, call: Call[T], blocks: Sequence[T], refusal: Refusal) -> list[BlockOutcome]:
+    async def _make(self, number: int, call: Call[T], blocks: Sequence[T], refusal: Refusal) -> list[BlockOutcome]:
         self._share.count(len(blocks))
         self._counters["requested"] += len(blocks)
         outcomes = await call(blocks)

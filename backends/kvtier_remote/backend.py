@@ -205,7 +205,7 @@ class RemoteBackend(LoadStore):
         """HIT for a key whose value is there with the right length, MISS for any other; RETRY for those whose server
         did not answer, because that is no miss. Values are not read; a load does that."""
         self._check_open()
-        known = [key for key in keys if self._known(key)]
+        known = [key for key in keys if self._is_known(key)]
         if self._closing or not known:
             return [LookupResult.MISS] * len(keys)
         try:
@@ -256,7 +256,7 @@ class RemoteBackend(LoadStore):
         self.counters["reset.failed"] += 1
         return ResourceError(f"the epoch cannot be raised on the server ({error.strerror})")
 
-    def _known(self, key: OffloadKey) -> bool:
+    def _is_known(self, key: OffloadKey) -> bool:
         return key_group(key) < self._context.geometry.num_groups and len(key) <= KEY_BYTES_MAX
 
     def _places(self, keys: Sequence[OffloadKey]) -> list[ValueRef]:

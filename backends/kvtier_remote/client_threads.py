@@ -73,14 +73,14 @@ class ClientThreads(Generic[Client]):
         """
         ended = [0.0]
         try:
-            return await self._pool.run(self._timed, call, ended)
+            return await self._pool.run(self._time_call, call, ended)
         except PoolClosed:
             raise _closed() from None
         finally:
             if ended[0]:
                 self._lateness.learn(time.monotonic() - ended[0])
 
-    def _timed(self, call: Callable[[Client], T], ended: list[float]) -> T:
+    def _time_call(self, call: Callable[[Client], T], ended: list[float]) -> T:
         """Make a call and note when it has ended."""
         try:
             return self._with_client(call)

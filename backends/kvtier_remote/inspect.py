@@ -146,7 +146,7 @@ class RemoteInspection(StoreInspection[ListedValue]):
             values = [ListedValue(one, self._block(one, numbers)) for one in named]
             yield Page(len(page), values, others)
 
-    def _checked(self, repair: bool) -> Iterator[CheckedPage[ListedValue]]:
+    def _check_pages(self, repair: bool) -> Iterator[CheckedPage[ListedValue]]:
         """Every value that counts is read; what a load verifies is verified."""
         for page in self._pages():
             current = [one for one in page.contents if one.block is not None and one.block.state is BlockState.CURRENT]

@@ -53,9 +53,9 @@ class Headers:
     def encoded(self, key: OffloadKey, payload_bytes: int, generation: int, digest: bytes) -> bytes:
         """A header as it stands in front of its payload, which has this checksum."""
         length = header_bytes(key)
-        return seal(SLOT_MAGIC, self._fixed(length, key, payload_bytes, generation) + digest + key, length)
+        return seal(SLOT_MAGIC, self._pack_fixed(length, key, payload_bytes, generation) + digest + key, length)
 
-    def _fixed(self, length: int, key: OffloadKey, payload_bytes: int, generation: int) -> bytes:
+    def _pack_fixed(self, length: int, key: OffloadKey, payload_bytes: int, generation: int) -> bytes:
         shared = self._shared.get(length)
         if shared is None:
             shared = self._shared[length] = pack_shared(length, *self._shared_fields)
@@ -72,7 +72,7 @@ class Headers:
         """
         stated = stated_generation(page)
         generation = stated if stated < COUNTER_LIMIT else 0
-        fixed, short = self._fixed(len(page), key, len(payload), generation), len(payload) <= SHORT_BYTES
+        fixed, short = self._pack_fixed(len(page), key, len(payload), generation), len(payload) <= SHORT_BYTES
         found = found_by_sharer(verify_block(page, payload, fixed, key, keep_gil=short), page, payload)
         if isinstance(found, bytes) and not ages.allows(generation):
             return Mismatch.GENERATION

@@ -171,14 +171,14 @@ class ServerBudget:
         self._on_disk = TokenBucket(self._bytes_per_day)
         for bucket in (self._bucket, self._on_disk):
             bucket.start(level, at)
-        self._charge(self._left())
+        self._charge(self._bytes_left())
         return ()
 
     async def take(self, sizes: Sequence[int]) -> int:
         """Take the bytes of the first values that may be written now, and return how many they are.
 
         Waits for the file alone, and not longer than PATIENCE_SECONDS."""
-        while (left := self._left()) < sum(sizes) and await self._wait_for_charge(sum(sizes) - left):
+        while (left := self._bytes_left()) < sum(sizes) and await self._wait_for_charge(sum(sizes) - left):
             pass
         for taken, size in enumerate(sizes):
             if size > left:
@@ -189,7 +189,7 @@ class ServerBudget:
             self._charge(0)
         return len(sizes)
 
-    def _left(self) -> int:
+    def _bytes_left(self) -> int:
         """The bytes that may be written now: those that are gone for a process that starts after this one."""
         now = 0 if self._closed else self._clock.now_ns()
         self._bucket.fill(now)
@@ -237,7 +237,7 @@ class ServerBudget:
 
     async def close(self, timeout_seconds: float) -> int:
         """Give back what is left, and the file. Returns how many threads are stuck at the deadline. Idempotent."""
-        self._left()
+        self._bytes_left()
         self._closed, file, self._file = True, self._file, None
         if file is not None:
             level = self._bucket.level_bytes

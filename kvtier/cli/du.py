@@ -75,20 +75,20 @@ def _print_json(about: StoreAbout, by: str, rows: list[Row], total: Usage) -> No
 
 
 def _show(about: StoreAbout, by: str, rows: list[Row], total: Usage) -> None:
-    cells = [_named(place) | _figures(usage, total) | _recorded(by, place, of) for place, usage, of in rows]
+    cells = [_place_cells(place) | _figures(usage, total) | _namespace_row(by, place, of) for place, usage, of in rows]
     last = dict.fromkeys(_BY[by], "") | {_BY[by][0]: "total"}
-    cells.append(last | _figures(total, total) | dict.fromkeys(_recorded(by, {}, None), ""))
+    cells.append(last | _figures(total, total) | dict.fromkeys(_namespace_row(by, {}, None), ""))
     print_columns(cells, left=len(_BY[by]))
     click.echo(f"{parts_text(about)}; leftover: of an older epoch, out of place, or foreign, and never loaded again")
     for note in about.notes:
         click.echo(f"note: {note}")
 
 
-def _named(place: dict[str, Any]) -> dict[str, str]:
+def _place_cells(place: dict[str, Any]) -> dict[str, str]:
     return {name: _NONE if part is None else str(part) for name, part in place.items()}
 
 
-def _recorded(by: str, place: dict[str, Any], namespace: StoredNamespace | None) -> dict[str, str]:
+def _namespace_row(by: str, place: dict[str, Any], namespace: StoredNamespace | None) -> dict[str, str]:
     """The cells of what the store records of a namespace, or of one of its epochs."""
     if by == "epoch":
         return {"current": "yes" if namespace is not None and namespace.epoch == place["epoch"] else "no"}

@@ -79,7 +79,7 @@ def ls(where: StoreAddress, as_json: bool, policy: bool, **options: Any) -> None
             raise click.exceptions.Exit(CANNOT)
         return
     with store_at(where, Access.READ) as store:
-        blocks = _selected(store, options["namespace"].lower(), options["leftovers"])
+        blocks = _select(store, options["namespace"].lower(), options["leftovers"])
         chosen = islice(_in_order(blocks, options["sort"], options["reverse"]), options["limit"])
         if as_json:
             _print_json(store, chosen, options["full"])
@@ -87,7 +87,7 @@ def ls(where: StoreAddress, as_json: bool, policy: bool, **options: Any) -> None
             _print(chosen, options["full"])
 
 
-def _selected(store: Inspection, namespace: str, leftovers: bool) -> Iterator[StoredBlock]:
+def _select(store: Inspection, namespace: str, leftovers: bool) -> Iterator[StoredBlock]:
     for block in chain.from_iterable(listed.blocks for listed in store.blocks()):
         if (leftovers or block.state is BlockState.CURRENT) and in_namespace(block.namespace, namespace):
             yield block
@@ -111,7 +111,7 @@ def _print(blocks: Iterable[StoredBlock], full: bool) -> None:
         digits=max([len("generation"), *(len(str(block.generation)) for block in first)]),
     )
     click.echo(line(**dict(zip(_HEADINGS, _HEADINGS, strict=True))))
-    _echo(line(**(_row(block, full) | _shown(block))) + _known(block) + "\n" for block in chain(first, blocks))
+    _echo(line(**(_row(block, full) | _cells(block))) + _extra_text(block) + "\n" for block in chain(first, blocks))
 
 
 def _echo(pieces: Iterator[str]) -> None:
@@ -120,12 +120,12 @@ def _echo(pieces: Iterator[str]) -> None:
         click.echo(portion, nl=False)
 
 
-def _shown(block: StoredBlock) -> dict[str, str]:
+def _cells(block: StoredBlock) -> dict[str, str]:
     """The values that a line shows otherwise than JSON does."""
     return {"size": size_text(block.payload_bytes), "group": "-" if block.group is None else str(block.group)}
 
 
-def _known(block: StoredBlock) -> str:
+def _extra_text(block: StoredBlock) -> str:
     """The values that only some stores keep."""
     hits = "" if block.hits is None else f"  {block.hits} hits"
     stored = "" if block.stored_at is None else f"  stored {time_text(block.stored_at)}"
@@ -155,7 +155,7 @@ def print_learned(folder: Path, as_json: bool) -> bool:
         raise UsageError(f"{folder} cannot be read: {error.strerror}") from None
     if not names:
         raise UsageError(f"{folder} keeps nothing that policies have learned: give the first root, or state_dir")
-    models = [_learned(folder, name) for name in names]
+    models = [_read_model_file(folder, name) for name in names]
     if as_json:
         head = {"command": "ls --policy", "version": JSON_VERSION, "folder": str(folder)}
         click.echo(json.dumps(head | {"models": models}, indent=2))
@@ -169,13 +169,13 @@ def _is_model(path: Path) -> bool:
     return kept and not path.name.startswith("model-writes-")  # what was written to a tier is not learned
 
 
-def _learned(folder: Path, name: str) -> dict[str, Any]:
+def _read_model_file(folder: Path, name: str) -> dict[str, Any]:
     """The file of one model: when it was written, and what was learned or why it cannot be read."""
     found: dict[str, Any] = {"model": name, "bytes": None, "saved_at": None, "learned": [], "fault": None}
     try:
         status = model_path(folder, name).lstat()
         found |= {"bytes": status.st_size, "saved_at": status.st_mtime}
-        found["learned"] = _described(name, read(folder, name) or b"")
+        found["learned"] = _describe_model(name, read(folder, name) or b"")
     except OSError as error:
         found["fault"] = error.strerror
     except ValueError as error:
@@ -183,7 +183,7 @@ def _learned(folder: Path, name: str) -> dict[str, Any]:
     return found
 
 
-def _described(name: str, saved: bytes) -> list[str]:
+def _describe_model(name: str, saved: bytes) -> list[str]:
     """Raises ValueError for a model of no installed policy, and for what it cannot read."""
     kind = find_model(name)
     if kind is None:

@@ -75,9 +75,9 @@ class StoreAddress:
 
     def _at_address(self, inspectors: Inspectors) -> TierOptions:
         kind, options = find_server(self.root, inspectors)
-        return validate(discover().get(kind).Options, {**options, **self._given()})
+        return validate(discover().get(kind).Options, {**options, **self._read_given()})
 
-    def _given(self) -> dict[str, Value]:
+    def _read_given(self) -> dict[str, Value]:
         """The options on the command line, whose values are spelled as in a stack file."""
         found = {}
         for option in self.options:

@@ -38,7 +38,7 @@ def temporary_folder(prefix: str, parent: str | os.PathLike[str] | None = None) 
     try:
         yield folder
     finally:
-        with suppress(OSError), _opened(folder) as fd:
+        with suppress(OSError), _open_folder(folder) as fd:
             _empty(folder, fd)
         os.close(lock)
 
@@ -65,7 +65,7 @@ def _make(prefix: str, parent: str) -> tuple[str, int]:
         folder = tempfile.mkdtemp(prefix=prefix, dir=parent)
         try:
             lock = os.open(os.path.join(folder, LOCK_NAME), _LOCK | os.O_CREAT | os.O_EXCL, 0o600)
-            if _locked(lock):
+            if _try_lock(lock):
                 return folder, lock
         except (FileNotFoundError, BlockingIOError):  # another process took it for an abandoned one
             continue
@@ -75,7 +75,7 @@ def _make(prefix: str, parent: str) -> tuple[str, int]:
     raise OSError(errno.EAGAIN, "every temporary folder was removed at once")
 
 
-def _locked(lock: int) -> bool:
+def _try_lock(lock: int) -> bool:
     """Lock an open lock file; it is closed unless this returns True. False if it was removed meanwhile."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -90,12 +90,12 @@ def _locked(lock: int) -> bool:
 
 def _visit(folder: str, remove: bool) -> bool:
     """True if a folder was abandoned; with `remove`, if it was and is gone."""
-    with suppress(OSError), _opened(folder) as fd:
+    with suppress(OSError), _open_folder(folder) as fd:
         if os.fstat(fd).st_uid != os.geteuid():
             return False
         with suppress(FileNotFoundError):
             lock = os.open(LOCK_NAME, _LOCK, dir_fd=fd)
-            if not _locked(lock):
+            if not _try_lock(lock):
                 return False
             try:
                 return stat.S_ISREG(os.fstat(lock).st_mode) and (not remove or _empty(folder, fd))
@@ -122,7 +122,7 @@ def _empty(folder: str, fd: int) -> bool:
 
 
 @contextmanager
-def _opened(folder: str) -> Iterator[int]:
+def _open_folder(folder: str) -> Iterator[int]:
     """The descriptor of a folder that is no link."""
     fd = os.open(folder, _FOLDER)
     try:

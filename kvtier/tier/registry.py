@@ -91,7 +91,7 @@ class Installed(ABC, Generic[T]):
         The search reads the metadata of every installed distribution and takes longer than opening a small stack. It is
         repeated only after `sys.path` has changed.
         """
-        return cls(_installed(cls.GROUP, tuple(sys.path)))
+        return cls(_find_points(cls.GROUP, tuple(sys.path)))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -137,7 +137,7 @@ class Installed(ABC, Generic[T]):
 
 
 @lru_cache(maxsize=4)
-def _installed(group: str, search_path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+def _find_points(group: str, search_path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
     """The entry points of the distributions on a search path, which is that of `sys.path`."""
     return tuple(entry_points(group=group))
 

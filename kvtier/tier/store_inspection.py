@@ -57,7 +57,7 @@ class StoreInspection(ABC, Generic[C]):
         """Verify the store's own records, and every place with its payload. Repair removes damaged blocks and restores
         the records."""
         with self._refusing():
-            for page in self._checked(repair):
+            for page in self._check_pages(repair):
                 faulty = [one for one, fault in page.others if fault]
                 gone = self._remove(faulty, must=False) if repair and faulty else ()
                 findings = [self._finding(one, fault, one in gone) for one, fault in page.others]
@@ -111,7 +111,7 @@ class StoreInspection(ABC, Generic[C]):
         """Every place that holds something, in order, without payloads."""
 
     @abstractmethod
-    def _checked(self, repair: bool) -> Iterator[CheckedPage[C]]:
+    def _check_pages(self, repair: bool) -> Iterator[CheckedPage[C]]:
         """The store's own records and every place, verified with payloads. With `repair` the records are restored."""
 
     @abstractmethod

@@ -86,7 +86,7 @@ class FilesTier:
 
     def path(self, key: OffloadKey) -> Path:
         """Where a key's file lies."""
-        place = self.backend._wanted(key, self.epoch).place
+        place = self.backend._expect(key, self.epoch).place
         return Path(self.backend.options.root) / f"bucket-{place.bucket:02x}" / place.leaf / place.name
 
 

@@ -38,7 +38,7 @@ class LocalInspection(InspectedRoot):
     With READ access a tier may own the root and write meanwhile. Damage is then what looks the same twice.
     """
 
-    def _found(self, run: SlotRun) -> Iterator[SlotContent]:
+    def _read_places(self, run: SlotRun) -> Iterator[SlotContent]:
         fmt, header_bytes = run.fmt, self.plan.header_bytes
         zeros = bytes(header_bytes)
         page = memoryview(bytearray(header_bytes))
@@ -83,7 +83,7 @@ class LocalInspection(InspectedRoot):
             faults = {one: fault for one, fault in checked.others if fault}
             changing = [one for one, fault in faults.items() if fault == _CHANGING]
             findings = [Finding(FindingKind.UNCHECKED, _CHANGING, self._place_in_words(one)) for one in changing]
-            findings += _lost_slots(self, checked.run, checked.whole, {one.slot for one in faults}, repair)
+            findings += _find_lost_slots(self, checked.run, checked.whole, {one.slot for one in faults}, repair)
             page = checked.page(findings)
             yield page._replace(others=[(one, fault) for one, fault in page.others if fault != _CHANGING])
 
@@ -192,7 +192,7 @@ def _forget_snapshot(root: InspectedRoot) -> bool:
     return True
 
 
-def _lost_slots(
+def _find_lost_slots(
     root: InspectedRoot, run: SlotRun, whole: dict[int, bytes], corrupt: set[int], repair: bool
 ) -> Iterator[Finding]:
     """Slots that hold another key than the snapshot states, or none; not those found corrupt already.
@@ -249,7 +249,7 @@ def _mend_region(root: InspectedRoot, region: int) -> bool:
     """
     fd, offset = root.fds[root.plan.file_of(region)], root.plan.region_offset(region)
     page = memoryview(bytearray(root.plan.header_bytes))
-    stated = max(_stated_headers(root, fd, region), key=lambda header: header.region_generation, default=None)
+    stated = max(_read_slot_headers(root, fd, region), key=lambda header: header.region_generation, default=None)
     fmt = None
     if stated is not None:
         header = RegionHeader(root.superblock.root_uuid, region, stated.slot_bytes, stated.region_generation)
@@ -264,7 +264,7 @@ def _mend_region(root: InspectedRoot, region: int) -> bool:
     return True
 
 
-def _stated_headers(root: InspectedRoot, fd: int, region: int) -> Iterator[SlotHeader]:
+def _read_slot_headers(root: InspectedRoot, fd: int, region: int) -> Iterator[SlotHeader]:
     """Every slot header of a region that lies where it says, whatever the region's header says."""
     plan = root.plan
     for at in range(plan.header_bytes, root.bytes_in_file(region) + 1, plan.header_bytes):

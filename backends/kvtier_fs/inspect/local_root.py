@@ -79,7 +79,7 @@ class InspectedRoot(FolderInspection[SlotContent, SlotRun]):
             notes.append(_UNCLEAN)
         if not has_lock:
             notes.append(_NO_LOCK)
-        about = self._described("slab", block.root_uuid, block.regions, notes)
+        about = self._describe("slab", block.root_uuid, block.regions, notes)
         return replace(about, region_bytes=block.stride, session=block.session, clean=block.clean)
 
     def _parts(self) -> Iterable[int]:

@@ -12,7 +12,7 @@ from kvtier.tier.inspection import Access, CheckStep, Finding, FindingKind
 from kvtier.tier.stack_files import MODEL_FILE
 from kvtier.tier.store_inspection import CheckedPage
 from kvtier_fs.format.tree_records import decode_account, decode_epoch, decode_tree, encode_epoch, encode_tree
-from kvtier_fs.inspect.shared_root import NOT_THERE, FileContent, FileRun, InspectedTree, opened_file, unread_fault
+from kvtier_fs.inspect.shared_root import NOT_THERE, FileContent, FileRun, InspectedTree, open_block_file, unread_fault
 from kvtier_fs.inspect.store import read_fault, shown
 from kvtier_fs.roots.folder import LOCK_NAME, SUPERBLOCK_NAME, plain_file, write_all
 from kvtier_fs.shared.block_file import remove_if
@@ -45,11 +45,11 @@ class SharedInspection(InspectedTree):
             if number in self._uncounted and _count_anew(self, number):
                 self._uncounted.discard(number)
 
-    def _found(self, run: FileRun) -> Iterator[FileContent]:
+    def _read_places(self, run: FileRun) -> Iterator[FileContent]:
         with vanished(NOT_THERE), self.folder.leaf(run.bucket, run.leaf) as leaf_fd:
             for number, name in enumerate(run.names, run.first):
                 place = BlockPlace(run.bucket, run.leaf, name)
-                with opened_file(leaf_fd, place, number, self.tree, self.epoch) as found:
+                with open_block_file(leaf_fd, place, number, self.tree, self.epoch) as found:
                     if found is not None:
                         yield found
 
@@ -139,7 +139,7 @@ def _two_copies(
 
     `whole_of` is what the file should be by its sound copy, from which repair writes the other anew.
     """
-    damaged = partial(_damaged, folder_fd, os.path.basename(where), whole_of)
+    damaged = partial(_find_damage, folder_fd, os.path.basename(where), whole_of)
     try:
         bad = damaged(mend=False)
     except OSError as error:
@@ -157,7 +157,7 @@ def _two_copies(
         yield Finding(kind, _DAMAGED, f"{where}, copy {int(at > 0)}", repaired)
 
 
-def _damaged(folder_fd: int, name: str, whole_of: Callable[[bytes], bytes | None], mend: bool) -> list[int] | None:
+def _find_damage(folder_fd: int, name: str, whole_of: Callable[[bytes], bytes | None], mend: bool) -> list[int] | None:
     """The offsets of damaged copies; None if no copy is sound. With `mend` they are written anew. Raises OSError."""
     data = read_small(folder_fd, name)
     whole = whole_of(data)
@@ -279,14 +279,14 @@ def _bucket_names(root: InspectedTree, number: int) -> Iterator[Finding]:
 
 def _account(root: InspectedTree, number: int) -> Iterator[Finding]:
     """Compare the account with what the bucket holds; if they differ, again while no process changes the bucket."""
-    if _compared(root, number) is not None:
+    if _compare_account(root, number) is not None:
         try:
-            yield from filter(None, (root.reading(number, lambda: _compared(root, number)),))
+            yield from filter(None, (root.reading(number, lambda: _compare_account(root, number)),))
         except RootError:
             yield Finding(FindingKind.UNCHECKED, "account_locked", bucket_name(number))
 
 
-def _compared(root: InspectedTree, number: int) -> Finding | None:
+def _compare_account(root: InspectedTree, number: int) -> Finding | None:
     where = f"{bucket_name(number)}/{ACCOUNT_NAME}"
     try:
         data = read_small(root.folder.bucket(number), ACCOUNT_NAME)

@@ -53,7 +53,7 @@ class FileContent(SlotContent):
 
 
 @contextmanager
-def opened_file(
+def open_block_file(
     leaf_fd: int, place: BlockPlace, number: int, tree: Tree, epoch_of: EpochOf
 ) -> Iterator[FileContent | None]:
     """The content of a place, open meanwhile; None if it is gone. Only plain files are opened. `number`: in its bucket.
@@ -184,7 +184,7 @@ class InspectedTree(FolderInspection[FileContent, FileRun]):
         more = len(users) - _USERS_SHOWN
         self.owner = ", ".join(users[:_USERS_SHOWN]) + (f" and {more} more" if more > 0 else "")
         notes = (_KEPT_NOT, _SHARED) if users else (_KEPT_NOT,)
-        return replace(self._described("files", tree.root_uuid, tree.buckets, notes), parts="buckets")
+        return replace(self._describe("files", tree.root_uuid, tree.buckets, notes), parts="buckets")
 
     # -- leases and epochs ------------------------------------------------------------------------------------------
 

@@ -198,7 +198,7 @@ class FolderInspection(StoreInspection[F], Generic[F, R]):
             for run, found in self._in_order(self._list, self.runs(part)):
                 yield Page(run.slots, found)
 
-    def _checked(self, repair: bool) -> Iterator[CheckedPage[F]]:
+    def _check_pages(self, repair: bool) -> Iterator[CheckedPage[F]]:
         """The root's own records come first."""
         for finding in self._check_records(repair):
             yield CheckedPage(CheckStep(findings=(finding,)))
@@ -227,11 +227,11 @@ class FolderInspection(StoreInspection[F], Generic[F, R]):
             yield waiting.popleft().result()
 
     def _list(self, run: R) -> tuple[R, list[F]]:
-        return run, list(self._found(run))
+        return run, list(self._read_places(run))
 
     def _verify(self, run: R) -> CheckedRun[F, R]:
         checked = CheckedRun[F, R](run, {}, 0, [])
-        for one in self._found(run):
+        for one in self._read_places(run):
             state, header, fault = one.judged
             if state is BlockState.CURRENT and header is not None:
                 fault = payload_fault(one.fd, one.payload_at, header)
@@ -273,7 +273,7 @@ class FolderInspection(StoreInspection[F], Generic[F, R]):
         opened_at = written if model is not None and namespace.session is not None else namespace.opened_at
         return replace(namespace, model=model, tag=tag, opened_at=opened_at)
 
-    def _described(self, layout: str, identity: bytes, regions: int, notes: Iterable[str]) -> StoreAbout:
+    def _describe(self, layout: str, identity: bytes, regions: int, notes: Iterable[str]) -> StoreAbout:
         """The store as both layouts state it."""
         return StoreAbout(
             root=self.path,
@@ -303,7 +303,7 @@ class FolderInspection(StoreInspection[F], Generic[F, R]):
         """The places of a part, in order, each run short enough for one thread."""
 
     @abstractmethod
-    def _found(self, run: R) -> Iterator[F]:
+    def _read_places(self, run: R) -> Iterator[F]:
         """Each place of a run that holds something; its file is open until the next one is taken."""
 
     @abstractmethod

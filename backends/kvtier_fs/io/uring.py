@@ -289,9 +289,9 @@ class UringEngine(LoopEngine):
     def _call_pump(self) -> None:
         if not self._pump_called:
             self._pump_called = True
-            self._loop.call_soon(self._called_pump)
+            self._loop.call_soon(self._on_pump_turn)
 
-    def _called_pump(self) -> None:
+    def _on_pump_turn(self) -> None:
         self._check_process()
         self._pump_called = False
         try:

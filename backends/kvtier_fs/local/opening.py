@@ -202,7 +202,7 @@ def dry_run(options: FSOptions, geometry: Geometry, probe: bool) -> DryRun:
     notes: list[str] = []
     roots = []
     for path in options.roots:
-        root = _unopened(path, options)
+        root = _make_unopened(path, options)
         roots.append(root)
         if probe:
             try:
@@ -222,7 +222,7 @@ def dry_run(options: FSOptions, geometry: Geometry, probe: bool) -> DryRun:
     return replace(disk.dry_run("slab", options, direct, notes, problems), space=space)
 
 
-def _unopened(path: str, options: FSOptions) -> Root:
+def _make_unopened(path: str, options: FSOptions) -> Root:
     """A root without a lock, whose threads never start."""
     folder = SlabFolder(path, options.model_copy(update={"create": False}))
     return Root(folder, RootPools.of(path, 1), DirectProbe(False))

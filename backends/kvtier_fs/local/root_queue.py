@@ -130,9 +130,9 @@ class RootQueue:
         self._fill_wanted = True
         if not self._fill_called:
             self._fill_called = True
-            self._loop.call_soon(self._taking, self._called_fill)
+            self._loop.call_soon(self._taking, self._on_fill_turn)
 
-    def _called_fill(self) -> None:
+    def _on_fill_turn(self) -> None:
         self._fill_called = False
         self._fill_if_wanted()
 
@@ -295,9 +295,9 @@ class RootQueue:
             try:
                 found = verify_blocks(self._checks(piece), keep_gil=True)
             except Exception:  # whatever it was: nothing was checked, so nothing was loaded
-                self._unchecked([piece], errno.EIO)
+                self._end_unchecked([piece], errno.EIO)
             else:
-                self._judged(piece, found)
+                self._end_judged(piece, found)
             return
         if not self._unverified:
             self._loop.call_soon(self._taking, self._verify)
@@ -314,28 +314,28 @@ class RootQueue:
         try:
             checked = self._loop.run_in_executor(self.root.pools.checks, verify_blocks, checks)
         except OSError as error:  # not one thread is to be had: nothing was checked, so nothing was loaded
-            self._unchecked(pieces, error.errno or errno.EAGAIN)
+            self._end_unchecked(pieces, error.errno or errno.EAGAIN)
         else:
-            checked.add_done_callback(partial(self._taking, self._verified, pieces))
+            checked.add_done_callback(partial(self._taking, self._on_verified, pieces))
 
-    def _unchecked(self, pieces: Sequence[_Piece], number: int) -> None:
+    def _end_unchecked(self, pieces: Sequence[_Piece], number: int) -> None:
         for piece in pieces:
             self.side.counters["verify.failed"] += piece.last - piece.first
             self._end(piece.batch, piece.first, piece.last, failed(number))
 
-    def _verified(self, pieces: Sequence[_Piece], checked: asyncio.Future[list[Mismatch | bytes]]) -> None:
+    def _on_verified(self, pieces: Sequence[_Piece], checked: asyncio.Future[list[Mismatch | bytes]]) -> None:
         if self.failed:
             return
         if checked.cancelled() or checked.exception() is not None:
-            self._unchecked(pieces, errno.EIO)
+            self._end_unchecked(pieces, errno.EIO)
             return
         found, at = checked.result(), 0
         for piece in pieces:
             count = piece.last - piece.first
-            self._judged(piece, found[at : at + count])
+            self._end_judged(piece, found[at : at + count])
             at += count
 
-    def _judged(self, piece: _Piece, found: Sequence[Mismatch | bytes]) -> None:
+    def _end_judged(self, piece: _Piece, found: Sequence[Mismatch | bytes]) -> None:
         """End the blocks of a request by what verification found."""
         batch, first, rows, set_checksum = piece.batch, piece.first, piece.batch.rows, self.side.rows.set_checksum
         for i, stated in enumerate(found, first):

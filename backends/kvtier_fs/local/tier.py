@@ -315,14 +315,14 @@ class FSBackend(RootTier):
         }
         self._raising.update(raising)
         for task in raising:
-            task.add_done_callback(self._raised)
+            task.add_done_callback(self._on_raised)
         await asyncio.wait(raising, timeout=self.options.job_timeout_seconds)
         for task, path in raising.items():
             if not task.done():
                 raise RootError(path, "the disk does not answer; the reset is not durable before it does")
             task.result()
 
-    def _raised(self, task: asyncio.Task[None]) -> None:
+    def _on_raised(self, task: asyncio.Task[None]) -> None:
         self._raising.discard(task)
         if not task.cancelled() and task.exception() is not None:
             self.counters["reset.failed"] += 1

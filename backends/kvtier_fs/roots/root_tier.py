@@ -77,16 +77,16 @@ class RootTier(LoadStore):
 
     def store(self, job: TransferJob) -> Coroutine[Any, Any, JobResult]:
         """Write the job's blocks; one outcome for each (see the class). Returns once no I/O uses the job's rows."""
-        return self._ended(job, JobKind.STORE)
+        return self._run_guarded(job, JobKind.STORE)
 
     def load(self, job: TransferJob) -> Coroutine[Any, Any, JobResult]:
         """Read and verify the job's blocks; one outcome for each (see the class). Returns once no I/O uses their rows.
 
         The bytes of a row count only after LOADED.
         """
-        return self._ended(job, JobKind.LOAD)
+        return self._run_guarded(job, JobKind.LOAD)
 
-    async def _ended(self, job: TransferJob, kind: JobKind) -> JobResult:
+    async def _run_guarded(self, job: TransferJob, kind: JobKind) -> JobResult:
         """The result of a job, which has failed where an exception such as MemoryError ended it."""
         try:
             return await self._run(job, kind)

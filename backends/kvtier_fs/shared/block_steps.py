@@ -92,7 +92,7 @@ class BlockSteps:
             if block.abandoned:
                 return
             try:
-                outcome = await self._moved(block, current)
+                outcome = await self._move(block, current)
             finally:
                 await self._release(block)
             block.end(outcome)
@@ -100,7 +100,7 @@ class BlockSteps:
     def _gate(self, block: Block) -> TransferLimit:
         return self._root.stores if block.run.kind is JobKind.STORE else self._root.loads
 
-    async def _moved(self, block: Block, current: asyncio.Future[int | None]) -> BlockOutcome:
+    async def _move(self, block: Block, current: asyncio.Future[int | None]) -> BlockOutcome:
         storing = block.run.kind is JobKind.STORE
         try:
             epoch = await asyncio.shield(current)
@@ -141,7 +141,7 @@ class BlockSteps:
         if await self._root.make_room(wanted.place.bucket, wanted.file_bytes):
             self._counters["full.retried"] += 1
             outcome = await self._try(block)
-            self._root.made_room(outcome != _FULL)
+            self._root.on_room_made(outcome != _FULL)
         return outcome
 
     async def _try(self, block: Block) -> BlockOutcome:

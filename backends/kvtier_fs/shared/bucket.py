@@ -207,7 +207,7 @@ class Bucket(BucketUsage):
         for leaf_name in self.leaves():
             with self._folder.leaf(self._number, leaf_name) as leaf:
                 for name in names_in(leaf):
-                    if not BLOCK_NAME.fullmatch(name) or not self._outdated(leaf, name, (namespace, epoch, young)):
+                    if not BLOCK_NAME.fullmatch(name) or not self._is_outdated(leaf, name, (namespace, epoch, young)):
                         continue
                     with vanished():
                         freed = occupied(os.stat(name, dir_fd=leaf, follow_symlinks=False))
@@ -216,7 +216,7 @@ class Bucket(BucketUsage):
         self.write_account(used)
         return removed
 
-    def _outdated(self, leaf_fd: int, name: str, right: tuple[bytes, int, AgeLimit]) -> bool:
+    def _is_outdated(self, leaf_fd: int, name: str, right: tuple[bytes, int, AgeLimit]) -> bool:
         """True for a block of the namespace that is of an earlier epoch than the right one, or too old."""
         namespace, epoch, ages = right
         try:

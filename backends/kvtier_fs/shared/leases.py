@@ -40,10 +40,10 @@ def this_process() -> Holder:
         boot = file.read().strip()
     pid = os.getpid()
     namespace = os.stat("/proc/self/ns/pid").st_ino
-    return Holder(socket.gethostname()[:64], boot, namespace, pid, _started(pid) or 0)
+    return Holder(socket.gethostname()[:64], boot, namespace, pid, _start_ticks(pid) or 0)
 
 
-def _started(pid: int) -> int | None:
+def _start_ticks(pid: int) -> int | None:
     """The time a process began, in ticks since boot; None if there is none, or if it has ended and was not reaped yet.
 
     A process whose first thread has ended still exists while another thread is in a system call that cannot be
@@ -105,7 +105,7 @@ class Leases:
             return error.errno in (errno.ENOENT, errno.ESTALE)
         ours = self._holder
         if holder is not None and (holder.boot, holder.pid_namespace) == (ours.boot, ours.pid_namespace):
-            return _started(holder.pid) != holder.started
+            return _start_ticks(holder.pid) != holder.started
         beat, since = self._seen.get(name, (-1, 0.0))
         now = self._clock()
         if beat != status.st_mtime_ns:

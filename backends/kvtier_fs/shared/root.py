@@ -261,7 +261,7 @@ class SharedRoot:
             return [self.buckets[other] for other in await self.call(self.folder.buckets) if other != number]
         return []
 
-    def made_room(self, helped: bool) -> None:
+    def on_room_made(self, helped: bool) -> None:
         """Record whether an eviction made room on a full disk. After several that did not, others
         take all space: pause evictions for a while, then try one at a time."""
         self._in_vain = 0 if helped else self._in_vain + 1

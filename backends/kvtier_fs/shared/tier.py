@@ -211,11 +211,11 @@ class SharedFSBackend(RootTier):
             return [LookupResult.MISS] * len(keys)
         epoch = self._epoch.now
         ages = self._ages()
-        wanted = [self._wanted(key, epoch, ages=ages) if self._known(key) else None for key in keys]
+        wanted = [self._expect(key, epoch, ages=ages) if self._is_known(key) else None for key in keys]
         found = await root.call(self._presence.probe, wanted, epoch)
         return [LookupResult.HIT if there else LookupResult.MISS for there in found]
 
-    def _known(self, key: OffloadKey) -> bool:
+    def _is_known(self, key: OffloadKey) -> bool:
         return key_group(key) < self._context.geometry.num_groups and len(key) <= self._key_bytes_max
 
     def _wall_ns(self) -> int:
@@ -225,7 +225,7 @@ class SharedFSBackend(RootTier):
         """The generations that are young enough now."""
         return age_limit(self.options.max_age, self._wall_ns())
 
-    def _wanted(
+    def _expect(
         self, key: OffloadKey, epoch: int, generation: int = 0, digest: bytes = b"", ages: AgeLimit = NO_AGE_LIMIT
     ) -> ExpectedBlock:
         tree, group = self._open_root().tree, key_group(key)
@@ -294,7 +294,7 @@ class SharedFSBackend(RootTier):
                     run.end(number, position, dropped(DropReason.KEY_TOO_LONG))
                     continue
                 generation, digest = (self._next_generation(), self._rows.checksum(row)) if storing else (0, b"")
-                wanted = self._wanted(key, run.job.epoch, generation, digest, ages)
+                wanted = self._expect(key, run.job.epoch, generation, digest, ages)
                 payload = self._memory[row * row_bytes : row * row_bytes + wanted.header.payload_bytes]
                 blocks.append(Block(run, number, position, row, payload, wanted))
         return blocks

@@ -231,7 +231,7 @@ class CudaEngine(CopyEngine):
                 raise ResourceError(f"{device} has no room for streams and staging: {refusal}") from refusal
         for stream in self._all:
             stream.start()
-        ways = "; ".join(f"{direction} by {_named(one)}" for direction, one in paths.items())
+        ways = "; ".join(f"{direction} by {_path_names(one)}" for direction, one in paths.items())
         self.mode = f"{device}, {len(self._all)} streams, {'pageable' if error else 'pinned'} rows; {ways}"
         return tuple(notes)
 
@@ -289,6 +289,6 @@ class CudaEngine(CopyEngine):
             pinned.unpin()
 
 
-def _named(paths: Sequence[CopyPath]) -> str:
+def _path_names(paths: Sequence[CopyPath]) -> str:
     """The paths of the groups in one direction, each once."""
     return " and ".join(dict.fromkeys(paths))

@@ -42,14 +42,14 @@ class MooncakeListing:
     @property
     def about(self) -> StoreAbout:
         """The pool, and how many processes lend memory to it."""
-        segments = len(self._asked(self._http.segments))
+        segments = len(self._ask(self._http.segments))
         return about_server(self._address, "mooncake", segments, "segment" if segments == 1 else "segments")
 
     def close(self) -> None:
         """Disconnect. Idempotent."""
         self._client.close()
 
-    def _asked(self, request: Callable[[], T]) -> T:
+    def _ask(self, request: Callable[[], T]) -> T:
         try:
             return request()
         except OSError as error:
@@ -57,17 +57,17 @@ class MooncakeListing:
 
     def starting(self, prefix: str) -> Iterator[list[str]]:
         """All names that begin so, some at a time."""
-        rest = self._asked(self._http.names)
+        rest = self._ask(self._http.names)
 
         def some() -> list[str]:
             return list(islice((name for name in rest if name.startswith(prefix)), _NAMES_AT_ONCE))
 
-        while names := self._asked(some):
+        while names := self._ask(some):
             yield names
 
     def _call(self, call: str, names: Sequence[str], offsets: Sequence[int], sizes: Sequence[int]) -> list[int]:
         """A number for each name: a length, or below 0 where there is nothing."""
-        codes = self._asked(lambda: self._client.ask(call, names, offsets, sizes))
+        codes = self._ask(lambda: self._client.ask(call, names, offsets, sizes))
         for code in codes:
             if code < 0 and code not in MISSING_CODES:
                 raise RootError(self._address, f"the pool does not answer ({os_error(code).strerror})")
@@ -80,9 +80,9 @@ class MooncakeListing:
         for names in self.starting(self.names.blocks):
             lengths = self._call("present", names, (), ())
             there = [(name, length) for name, length in zip(names, lengths, strict=True) if length >= 0]
-            yield list(self._measured(there))
+            yield list(self._measure(there))
 
-    def _measured(self, values: Sequence[tuple[str, int]]) -> Iterator[Listed]:
+    def _measure(self, values: Sequence[tuple[str, int]]) -> Iterator[Listed]:
         """Values with the time in their headers."""
         if not values:
             return
@@ -101,7 +101,7 @@ class MooncakeListing:
 
     def marker(self, namespace: bytes) -> Marker | None:
         """The marker of one namespace as it is now."""
-        return self._asked(lambda: read_marker(self._client, self.names.marker(namespace)))
+        return self._ask(lambda: read_marker(self._client, self.names.marker(namespace)))
 
     def leases(self) -> Set[tuple[bytes, Marker]]:
         """A pool does not say how old a value is, so there are none; its markers are never evicted."""

@@ -63,7 +63,7 @@ def swap_marker(connection: ClientProcess, name: str, held: Marker | None, marke
 
 def read_marker(connection: ClientProcess, name: str) -> Marker | None:
     """The marker as its claims leave it; nothing is written. Raises OSError."""
-    return usable(_followed(connection, name, Deadline(connection.patience_seconds))[1])
+    return usable(_follow(connection, name, Deadline(connection.patience_seconds))[1])
 
 
 def usable(state: State | None) -> Marker | None:
@@ -73,13 +73,13 @@ def usable(state: State | None) -> Marker | None:
 
 def _current(connection: ClientProcess, name: str, deadline: Deadline) -> State | None:
     """The state that no claim follows. It is in the marker then."""
-    held, state = _followed(connection, name, deadline)
+    held, state = _follow(connection, name, deadline)
     if held is not None and state is not None and state is not held:
         _replace(connection, name, held, state)
     return state
 
 
-def _followed(connection: ClientProcess, name: str, deadline: Deadline) -> tuple[State | None, State | None]:
+def _follow(connection: ClientProcess, name: str, deadline: Deadline) -> tuple[State | None, State | None]:
     """The state in the marker, and the one that its claims lead to. Claims in a circle, and those that lead on beyond
     the deadline, raise OSError."""
     held = state = _read(connection, name)

@@ -64,7 +64,7 @@ def try_pool(connection: ClientProcess, options: MooncakeOptions) -> None:
     """Write a value of a few bytes, read and remove it. Raises ConfigError with the option to look at."""
     name = f"{options.prefix}:b:probe.{secrets.token_hex(8)}"
     try:
-        _judge(options, "takes no value", _written(connection, name, options.request_timeout_seconds))
+        _judge(options, "takes no value", _write_trial(connection, name, options.request_timeout_seconds))
         (length,) = connection.ask("get", [name], [0], [SIZE])
         (removed,) = connection.ask("remove", [name])
     except OSError as error:
@@ -73,7 +73,7 @@ def try_pool(connection: ClientProcess, options: MooncakeOptions) -> None:
     _judge(options, "removes no value", removed)
 
 
-def _written(connection: ClientProcess, name: str, seconds: float) -> int:
+def _write_trial(connection: ClientProcess, name: str, seconds: float) -> int:
     """The library's code; a pool that is full makes room in a moment."""
     deadline = time.monotonic() + seconds
     while True:

@@ -70,13 +70,13 @@ class MooncakeTransport:
 
     async def get(self, values: Sequence[Value], verify: Verify) -> list[BlockOutcome]:
         """Read values through the client's memory."""
-        return await self._moved(values, lambda connection: self._get(connection, values, verify))
+        return await self._move(values, lambda connection: self._get(connection, values, verify))
 
     async def put(self, values: Sequence[Value]) -> list[BlockOutcome]:
         """Write values through the client's memory."""
-        return await self._moved(values, lambda connection: self._put(connection, values))
+        return await self._move(values, lambda connection: self._put(connection, values))
 
-    async def _moved(
+    async def _move(
         self, values: Sequence[Value], call: Callable[[ClientProcess], list[BlockOutcome]]
     ) -> list[BlockOutcome]:
         try:
@@ -105,7 +105,7 @@ class MooncakeTransport:
         await self._questions.run(lambda connection: _describe(connection, name, text.encode()))
 
     def _put(self, connection: ClientProcess, values: Sequence[Value]) -> list[BlockOutcome]:
-        offsets, sizes = self._staged(values)
+        offsets, sizes = self._stage(values)
         for value, offset in zip(values, offsets, strict=True):
             at = offset + len(value.header)
             connection.memory[offset:at] = np.frombuffer(value.header, np.uint8)
@@ -114,7 +114,7 @@ class MooncakeTransport:
         return [STORED if code == 0 else outcome_of(code) for code in codes]
 
     def _get(self, connection: ClientProcess, values: Sequence[Value], verify: Verify) -> list[BlockOutcome]:
-        offsets, sizes = self._staged(values)
+        offsets, sizes = self._stage(values)
         codes = connection.ask("get", [value.place.name for value in values], offsets, sizes)
         outcomes = []
         for i, (value, offset, size, code) in enumerate(zip(values, offsets, sizes, codes, strict=True)):
@@ -126,7 +126,7 @@ class MooncakeTransport:
             outcomes.append(verify(i, connection.memory[offset:at].data))
         return outcomes
 
-    def _staged(self, values: Sequence[Value]) -> tuple[list[int], list[int]]:
+    def _stage(self, values: Sequence[Value]) -> tuple[list[int], list[int]]:
         """The places of values in a client's memory, and their lengths. Raises OSError for those that have no room."""
         sizes = [value.place.header_bytes + value.place.payload_bytes for value in values]
         offsets, end = [], 0

@@ -46,21 +46,21 @@ class ObjectListing:
         """End the reads in flight. Idempotent."""
         self._threads.shutdown(cancel_futures=True)
 
-    def _asked(self, request: Callable[[], T]) -> T:
+    def _ask(self, request: Callable[[], T]) -> T:
         try:
             with reading_answers():
                 return request()
         except (OSError, library().exceptions.BaseError) as error:
             raise RootError(self._address, f"the store does not answer ({os_error(error).strerror})") from None
 
-    def _listed(self, prefix: str) -> Iterator[Sequence[Mapping[str, object]]]:
+    def _list_pages(self, prefix: str) -> Iterator[Sequence[Mapping[str, object]]]:
         pages = library().list(self._store, prefix.rstrip("/"), chunk_size=_NAMES_AT_ONCE)
-        while (page := self._asked(lambda: next(pages, None))) is not None:
+        while (page := self._ask(lambda: next(pages, None))) is not None:
             yield page
 
     def pages(self) -> Iterator[Sequence[Listed]]:
         """Every object below the blocks' folder."""
-        for page in self._listed(self.names.blocks):
+        for page in self._list_pages(self.names.blocks):
             yield [self._of(one) for one in page]
 
     def _of(self, one: Mapping[str, object]) -> Listed:
@@ -70,19 +70,19 @@ class ObjectListing:
 
     def starting(self, prefix: str) -> Iterator[Sequence[str]]:
         """The names of all objects that begin so."""
-        for page in self._listed(prefix):
+        for page in self._list_pages(prefix):
             yield [str(one["path"]) for one in page]
 
     def marker(self, namespace: bytes) -> Marker | None:
         """The marker of one namespace as it is now."""
         listed = (
-            stated_marker(str(one["path"])) for page in self._listed(self.names.marker(namespace)) for one in page
+            stated_marker(str(one["path"])) for page in self._list_pages(self.names.marker(namespace)) for one in page
         )
         return min((marker for marker in listed if marker is not None), key=precedence, default=None)
 
     def leases(self) -> Set[tuple[bytes, Marker]]:
         """The leases that were written lately."""
-        listed = (one for page in self._listed(self.names.leases) for one in page)
+        listed = (one for page in self._list_pages(self.names.leases) for one in page)
         since = time.time() - ObjectTransport.lease_seconds
         paths = [str(one["path"]) for one in listed if one["last_modified"].timestamp() > since]  # type: ignore[attr-defined]
         return {leased for path in paths if (leased := self.names.leased(path)) is not None}
@@ -109,7 +109,7 @@ class ObjectListing:
                 return None
             return memoryview(b"")
 
-        return self._asked(request)
+        return self._ask(request)
 
     def remove(self, names: Sequence[bytes | str]) -> None:
         """Remove objects, many in a request."""
@@ -118,7 +118,7 @@ class ObjectListing:
             with suppress(FileNotFoundError):
                 library().delete(self._store, list(names))
 
-        self._asked(request)
+        self._ask(request)
 
 
 def _inspector(of: type[ObjectOptions]) -> ServerInspector:

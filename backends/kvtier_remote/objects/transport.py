@@ -177,7 +177,7 @@ class ObjectTransport:
         except (OSError, library().exceptions.BaseError) as error:
             return outcome_of(error)
         finally:
-            await _released(payload)
+            await _wait_released(payload)
         return STORED
 
     async def remove(self, places: Sequence[ValueRef]) -> None:
@@ -311,7 +311,7 @@ def _take(position: int, value: Value, read: memoryview, verify: Verify) -> Bloc
     return verify(position, read[:header])
 
 
-async def _released(payload: memoryview) -> None:
+async def _wait_released(payload: memoryview) -> None:
     """Until the library has given up the memory of a row, which takes it a moment after a request was given up.
 
     Released here, the memory can no longer be taken by a request that had not got to it.

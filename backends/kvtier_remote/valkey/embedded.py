@@ -65,7 +65,7 @@ class EmbeddedServer:
             # A free port may be taken before the server has it: then it ends, and another one is tried.
             self.port, self._bus = kept or free_ports(2)
             ports = {"port": str(self.port)} | ({"cluster-port": str(self._bus)} if self._clustered else {})
-            self._process = _spawned(program, self._settings | ports)
+            self._process = _spawn(program, self._settings | ports)
             try:
                 self._wait()
                 return
@@ -141,7 +141,7 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def _spawned(program: Path, settings: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _spawn(program: Path, settings: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """The process of a server. It is no part of the terminal's group, where Ctrl-C would end it before its clients."""
     arguments = [text for name, value in settings.items() for text in (f"--{name}", value)]
     bound = [sys.executable, "-I", "-S", "-c", _BOUND_TO_PARENT, str(os.getpid())]

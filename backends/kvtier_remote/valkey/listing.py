@@ -57,7 +57,7 @@ class ValkeyListing:
     @property
     def about(self) -> StoreAbout:
         """The servers, and how many primaries they are."""
-        answer = self._asked(lambda client: client.info([library().InfoSection.SERVER]))
+        answer = self._ask(lambda client: client.info([library().InfoSection.SERVER]))
         nodes = len(answer) if isinstance(answer, dict) else 1
         return about_server(self._address, "valkey", nodes, "servers" if nodes > 1 else "server")
 
@@ -67,7 +67,7 @@ class ValkeyListing:
         if client is not None:
             client.close()
 
-    def _asked(self, request: Callable[[Glide], T]) -> T:
+    def _ask(self, request: Callable[[Glide], T]) -> T:
         try:
             with reading_answers():
                 return request(self._client)
@@ -80,7 +80,7 @@ class ValkeyListing:
         """All names that match, some at a time; of a cluster those of each primary."""
         cursor, ended = (library().ClusterScanCursor(), False) if self._cluster else (b"0", False)
         while not ended:
-            cursor, found = self._asked(
+            cursor, found = self._ask(
                 lambda client, at=cursor: _page(client.scan(at, match=pattern, count=_NAMES_AT_ONCE))  # type: ignore[misc]
             )
             ended = cursor.is_finished() if self._cluster else cursor == b"0"
@@ -89,12 +89,12 @@ class ValkeyListing:
     def pages(self) -> Iterator[Sequence[Listed]]:
         """Every value below the prefix, those of which only a part is there included."""
         for names in self._scan(f"*{self.names.blocks}*"):
-            found = [one for name in names if (one := self._found(name)) is not None]
+            found = [one for name in names if (one := self._parse_name(name)) is not None]
             blocks = [one for one in found if one.name is not None]
             listed = [Listed(None, one.shown) for one in found if one.name is None]
-            yield listed + list(self._measured(blocks))
+            yield listed + list(self._measure(blocks))
 
-    def _found(self, raw: bytes) -> _Found | None:
+    def _parse_name(self, raw: bytes) -> _Found | None:
         """The kind of a listed name; None if it is of another prefix that ends like ours."""
         text = raw.decode("ascii", "replace")
         split = _SPLIT.fullmatch(text)
@@ -106,7 +106,7 @@ class ValkeyListing:
             return _Found(name, shown_name(text), (raw,), True)
         return _Found(name, whole, (f"{{{whole}}}h", f"{{{whole}}}b"), split[2] == "h")
 
-    def _measured(self, found: Sequence[_Found]) -> Iterator[Listed]:
+    def _measure(self, found: Sequence[_Found]) -> Iterator[Listed]:
         """Lengths, memory and headers, in one call. A value of two parts is listed once, at its first part. What is no
         string is no block, whatever its name."""
         if not found:
@@ -118,7 +118,7 @@ class ValkeyListing:
                 batch.custom_command(["MEMORY", "USAGE", part])
             batch.getrange(one.parts[0], 0, KEY_AT - 1)
         count = sum(2 * len(one.parts) + 1 for one in found)
-        answers = iter(self._asked(lambda client: _strings(client.exec(batch, raise_on_error=False), count)))
+        answers = iter(self._ask(lambda client: _strings(client.exec(batch, raise_on_error=False), count)))
         for one in found:
             lengths, memory = zip(*(list(islice(answers, 2)) for _ in one.parts), strict=True)
             front = next(answers)
@@ -127,7 +127,7 @@ class ValkeyListing:
                 continue
             there = [bool(length) for length in lengths]
             if there[0] if one.first else not there[0] and any(there):
-                yield _listed(one, sum(lengths), sum(memory), memoryview(front), all(there))
+                yield _make_listed(one, sum(lengths), sum(memory), memoryview(front), all(there))
 
     # -- markers and manifests -----------------------------------------------------------------------------------
 
@@ -151,7 +151,7 @@ class ValkeyListing:
         return self._string(name) or b""
 
     def _string(self, name: str) -> bytes | None:
-        held: Sequence[bytes | None] = self._asked(lambda client: items_of(client.mget([name]), 1, 1))
+        held: Sequence[bytes | None] = self._ask(lambda client: items_of(client.mget([name]), 1, 1))
         return held[0]
 
     # -- values --------------------------------------------------------------------------------------------------
@@ -168,14 +168,14 @@ class ValkeyListing:
 
     def _read(self, values: Sequence[Listed]) -> Iterator[memoryview | None]:
         names = [part for one in values for part in one.parts]
-        read = iter(self._asked(lambda client: items_of(client.mget(names), len(names), len(names))) if names else ())
+        read = iter(self._ask(lambda client: items_of(client.mget(names), len(names), len(names))) if names else ())
         for one in values:
             parts = list(islice(read, len(one.parts)))
             yield None if None in parts else memoryview(b"".join(parts))
 
     def remove(self, names: Sequence[bytes | str]) -> None:
         """Unlink these names."""
-        self._asked(lambda client: client.unlink(list(names)))
+        self._ask(lambda client: client.unlink(list(names)))
 
 
 def _page(answer: Sequence[Any]) -> tuple[Any, list[bytes]]:
@@ -197,7 +197,7 @@ def _of_string(answer: object) -> object:
     return bytes_of(answer, KEY_AT) if isinstance(answer, bytes) else 0 if answer is None else number(answer)
 
 
-def _listed(one: _Found, length: int, memory: int, front: memoryview, whole: bool) -> Listed:
+def _make_listed(one: _Found, length: int, memory: int, front: memoryview, whole: bool) -> Listed:
     payload_bytes = length - stated_header_bytes(front)
     return Listed(one.name, one.shown, one.parts, whole, payload_bytes, memory, stated_time(front))
 

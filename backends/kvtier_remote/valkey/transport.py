@@ -141,7 +141,7 @@ class ValkeyTransport:
         live = next(one for one in self._nodes.slots if not self._nodes.is_down(one))
         slot, of_live = self._nodes.slots[node], self._nodes.slots[live]
         try:
-            answer, answered = await self._looking.run(self._tried, slot, of_live)
+            answer, answered = await self._looking.run(self._try_nodes, slot, of_live)
             self._nodes.learn(answer)
         except OSError:
             return
@@ -149,7 +149,7 @@ class ValkeyTransport:
             self._shard_of(node).renew()
             self._nodes.judge(node, True, 0.0)
 
-    def _tried(self, slot: int, of_live: int) -> tuple[object, bool]:
+    def _try_nodes(self, slot: int, of_live: int) -> tuple[object, bool]:
         """A trial of the nodes: their slots, and an answer of the one that has a slot. Blocking. Raises OSError."""
         fresh = self._reconnect()
         try:
@@ -196,14 +196,14 @@ class ValkeyTransport:
 
     async def get(self, values: Sequence[Value], verify: Verify) -> list[BlockOutcome]:
         """Read values. Bodies of split ones arrive in their rows, everything else is copied there."""
-        return await self._moved(values, lambda connection: get(connection, values, verify))
+        return await self._move(values, lambda connection: get(connection, values, verify))
 
     async def put(self, values: Sequence[Value]) -> list[BlockOutcome]:
         """Write values, each on its own: a full server refuses some and takes others."""
         expire = self._options.expire_seconds
-        return await self._moved(values, lambda connection: put(connection, values, expire))
+        return await self._move(values, lambda connection: put(connection, values, expire))
 
-    async def _moved(
+    async def _move(
         self, values: Sequence[Value], call: Callable[[Connection], list[BlockOutcome]]
     ) -> list[BlockOutcome]:
         node = self.server_of(values[0].place)
@@ -246,10 +246,10 @@ class ValkeyTransport:
     async def evicted(self) -> int:
         """The evictions in the section `stats` of INFO, of a cluster the sum over its primaries. A split value has two
         names."""
-        counts = await asyncio.gather(*map(self._evicted, self._nodes.slots))
+        counts = await asyncio.gather(*map(self._read_evicted, self._nodes.slots))
         return sum(counts)
 
-    async def _evicted(self, node: str) -> int:
+    async def _read_evicted(self, node: str) -> int:
         slot = self._nodes.slots[node]
 
         def ask(connection: Connection) -> int:

@@ -30,8 +30,8 @@ STEPS = [
     "_record",
     "_check",
     "_verify",
-    "_verified",
-    "_judged",
+    "_on_verified",
+    "_end_judged",
 ]
 ENDS_SECONDS = 20.0
 NAMES = keys(12)

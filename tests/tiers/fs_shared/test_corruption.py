@@ -175,7 +175,7 @@ async def test_a_block_that_was_replaced_meanwhile_is_not_removed(tmp_path):
         await tier.store([key])
         path = tier.path(key)
         inode, data = os.stat(path).st_ino, path.read_bytes()
-        wanted = tier.backend._wanted(key, 0)
+        wanted = tier.backend._expect(key, 0)
         bucket = tier.backend._root.buckets[wanted.place.bucket]
         assert bucket.locked(lambda: bucket.remove(wanted, MismatchedFile(inode + 1))) is False, "another inode"
         assert bucket.locked(lambda: bucket.remove(wanted, MismatchedFile(inode, bytes(136)))) is False, (

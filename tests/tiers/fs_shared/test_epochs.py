@@ -195,8 +195,8 @@ async def test_a_store_of_an_epoch_that_is_over_does_not_claim_the_newer_block(t
         await until_pruned(tier)  # it has the buckets' locks meanwhile
         tier.epoch = 1
         assert await tier.store([key]) == [STORED]
-        bucket = tier.backend._root.buckets[tier.backend._wanted(key, 0).place.bucket]
-        late = tier.backend._wanted(key, 0)
+        bucket = tier.backend._root.buckets[tier.backend._expect(key, 0).place.bucket]
+        late = tier.backend._expect(key, 0)
         temporary = Temporary(tier.backend._root.temporary())
         assert bucket.locked(lambda: bucket.reserve(late, temporary)) == dropped(DropReason.RESET)
         assert await tier.load([key]) == [LOADED]
