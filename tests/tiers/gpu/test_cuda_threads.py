@@ -73,7 +73,7 @@ def test_every_plan_ends_although_its_copies_cannot_be_issued(monkeypatch: pytes
 
     assert copied(Device()) == [None] * 3
     monkeypatch.setattr(Device, "issue", refuse)
-    assert [str(one.error) for one in copied(Device()) if one is not None] == ["'no such page'"] * 3
+    assert [str(one.error) for one in copied(Device()) if one is not None] == ["no such page"] * 3
 
 
 def test_a_device_that_cannot_be_entered_ends_every_plan_with_that() -> None:
