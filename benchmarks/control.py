@@ -61,12 +61,11 @@ def store(control: ControlPlane, job_id: int, batch: list[OffloadKey], runs: GPU
 
 
 def finish_all(control: ControlPlane, now: float) -> None:
-    while jobs := control.take_jobs():
+    while jobs := control.collect().jobs:
         for emission in jobs:
             outcomes = tuple((STORED,) * len(group.keys) for group in emission.job.groups)
             control.finish(JobResult(emission.job.job_id, outcomes), now)
         control.pump(now)
-    control.take_finished()
     control.take_events()
 
 
@@ -139,7 +138,7 @@ def waiting_step(requests: int, per_request: int, policy: str) -> float:
         store(control, i, keys(i * 500, 500), runs, 0.0)
     for r in range(requests):
         control.reserve(RequestId(f"r{r}"), keys(r * per_request, per_request), 0.0)
-    control.take_jobs()
+    control.collect()
     names = [RequestId(f"r{r}") for r in range(requests)]
     times = []
     for step in range(200):

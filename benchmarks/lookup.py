@@ -72,11 +72,11 @@ class Plane:
         keys = job.groups[0].keys
         found = plane.lookup(keys, 0.0).count(state)
         plane.submit(job, 0.0)
-        for emission in plane.take_jobs():
+        for emission in plane.collect().jobs:
             outcomes = tuple((ending,) * len(group.keys) for group in emission.job.groups)
             plane.finish(JobResult(emission.job.job_id, outcomes), 0.0)
         plane.pump(0.0)
-        ended = sum(outcome is ending for result in plane.take_finished() for outcome in result.outcomes[0])
+        ended = sum(outcome is ending for result in plane.collect().results for outcome in result.outcomes[0])
         plane.take_events()
         return min(found, ended)
 

@@ -144,6 +144,15 @@ class PresenceAnswers:
 
 
 @job_value
+class Decisions:
+    """Jobs to run, lookups to make, and results of the engine's jobs that have ended."""
+
+    jobs: Sequence[TierJob] = ()
+    queries: Sequence[PresenceQuery] = ()
+    results: Sequence[JobResult] = ()
+
+
+@job_value
 class JoiningTiers:
     """The lower tiers are open now, in the namespace's `epoch`; this holds for `resets` resets of the session."""
 
@@ -179,7 +188,7 @@ class Recipient(ABC):
 
     @abstractmethod
     def finish(self, result: JobResult, now: float) -> None:
-        """A job of `take_jobs` ended in time."""
+        """A job handed out before ended in time."""
 
     @abstractmethod
     def late(self, job_id: JobId, now: float) -> None:

@@ -356,21 +356,20 @@ class EngineStack(StackCore):
         self._send()
         if now >= self._overdue_at:
             self._look_for_overdue(now)
-        for result in plane.take_finished():
-            self._results[result.job_id] = result
-            self._jobs.pop(result.job_id, None)
         if self._watch.due:
             self._watch.look(plane.control.lowers)
 
     def _send(self) -> Sequence[TierJob]:
-        """Send what was decided to the loop; returns the jobs. Part of a step."""
+        """Send what was decided to the loop; keep results for `step`, and return the jobs. Part of a step."""
         assert self._assembled is not None
-        plane = self._assembled.plane
-        jobs, queries = plane.take_jobs(), plane.take_queries()
-        if jobs or queries:
-            self._outbox.append((jobs, queries))
+        decided = self._assembled.plane.collect()
+        if decided.jobs or decided.queries:
+            self._outbox.append((decided.jobs, decided.queries))
             self._waker.wake()
-        return jobs
+        for result in decided.results:
+            self._results[result.job_id] = result
+            self._jobs.pop(result.job_id, None)
+        return decided.jobs
 
     def _stop_dispatcher(self) -> None:
         assert self._thread is not None

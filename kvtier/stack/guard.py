@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from kvtier.control.jobs import PresenceQuery, TierJob
+from kvtier.control.jobs import Decisions
 from kvtier.control.plane.control_plane import ControlPlane
 from kvtier.control.reservations import Reservation
 from kvtier.errors import IntegrityError, UsageError
@@ -102,14 +102,6 @@ class Answers:
         """Raise IntegrityError."""
         raise IntegrityError("an exception left the control plane half-way through a step")
 
-    def take_jobs(self) -> list[TierJob]:
-        """No job begins."""
-        return []
-
-    def take_queries(self) -> list[PresenceQuery]:
-        """No tier is asked."""
-        return []
-
     @property
     def idle(self) -> bool:
         """True once every job of the engine has ended."""
@@ -133,6 +125,9 @@ def answers_of(failed: ControlPlane, jobs: Mapping[JobId, TransferJob], quiet: C
         reservation.fail()
         return reservation
 
+    def collect() -> Decisions:
+        return Decisions(results=[_miss(job) for job in jobs.values()] if jobs and quiet() else ())
+
     def hint(hint: KVHint, now: float) -> HintResult:
         keys = 0 if isinstance(hint, Release) else len(hint.keys)
         return HintResult(0, {HintRefusal.STOPPED: keys} if keys else {})
@@ -152,7 +147,7 @@ def answers_of(failed: ControlPlane, jobs: Mapping[JobId, TransferJob], quiet: C
             "end_request": lambda request_id, now: requests.pop(request_id, None),
             "hint": hint,
             "choice": Answers({"worth_loading": lambda keys, now: len(keys)}),
-            "take_finished": lambda: [_miss(job) for job in jobs.values()] if jobs and quiet() else [],
+            "collect": collect,
             "next_deadline": lambda now: now + LOOK_SECONDS if jobs else None,
             "take_events": failed.take_events,
             "reset": reset,

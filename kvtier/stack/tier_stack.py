@@ -308,10 +308,10 @@ class TierStack(StackCore, LoadStore):
         plane = self._assembled.plane
         if pumps:
             plane.pump(self._clock())
-        jobs, queries = plane.take_jobs(), plane.take_queries()
-        if jobs or queries:
-            self._start(jobs, queries)
-        for result in plane.take_finished():
+        decided = plane.collect()
+        if decided.jobs or decided.queries:
+            self._start(decided.jobs, decided.queries)
+        for result in decided.results:
             if self._jobs.pop(result.job_id, None) is not None:
                 future = self._waiting.pop(result.job_id)
                 if not future.done():  # by the end of the stack

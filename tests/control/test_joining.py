@@ -61,7 +61,7 @@ def test_rows_are_clean_while_the_tiers_are_held_back(policy):
     assert world.plane.control.cpu.available == 4
     assert [lower.counters.dropped for lower in world.plane.control.lowers] == [{DropReason.HELD_BACK: 3}] * 2
     assert world.plane.lookup([key(9)], world.now) == [MISS]
-    assert not world.plane.take_queries()
+    assert not world.plane.collect().queries
     assert world.plane.next_deadline(world.now) is None
     world.check()
 

@@ -92,9 +92,8 @@ def calls_of_steps(world: World, ends: int = 10) -> int:
         with counted() as more:
             end_one(world)
         count[0] += more[0]
-        for emission in world.plane.take_jobs():
+        for emission in world.plane.collect().jobs:
             world.running[emission.job.job_id] = emission
-        world.plane.take_finished()
     return count[0]
 
 

@@ -47,12 +47,15 @@ class Driver:
         runs = self.runs.setdefault(len(keys), GPURuns.whole(np.arange(len(keys))))
         plane.submit(TransferJob(JobId(self.jobs), kind, (GPUGroup(GroupIndex(0), tuple(keys), runs),)), 0.0)
         done = LOADED if kind is JobKind.LOAD else STORED
-        while emissions := plane.take_jobs():
-            for emission in emissions:
+        results: list[JobResult] = []
+        while not results:
+            decided = plane.collect()
+            for emission in decided.jobs:
                 assert emission.position == 0
                 plane.finish(JobResult.uniform(emission.job, done), 0.0)
             plane.pump(0.0)
-        (result,) = plane.take_finished()
+            results += decided.results
+        (result,) = results
         return [outcome for group in result.outcomes for outcome in group]
 
     def serve(self, keys: list[OffloadKey], loads: bool) -> int:

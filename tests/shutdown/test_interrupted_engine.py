@@ -138,7 +138,7 @@ def test_ctrl_c_while_a_tier_drains_closes_it_all_the_same(tmp_path):
     face.check_closed()
 
 
-@pytest.mark.parametrize("name", ["deliver", "pump", "take_jobs", "take_finished"])
+@pytest.mark.parametrize("name", ["deliver", "pump", "collect"])
 def test_a_step_that_is_interrupted_ends_its_jobs_and_serves_nothing_wrong(name, monkeypatch):
     """The state is half changed then, so the stack serves nothing any more; the engine goes on."""
     engine = Engine(PLAIN, 32)

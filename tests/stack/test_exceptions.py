@@ -39,7 +39,7 @@ def once(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, error: BaseExc
     return raised
 
 
-PLANE = ("submit", "pump", "finish", "take_jobs", "take_queries", "take_finished", "next_deadline")
+PLANE = ("submit", "pump", "finish", "collect", "next_deadline")
 STEPS = [
     *((ControlPlane, name) for name in PLANE),
     *((Dispatcher, name) for name in ("_start", "_begin", "_report")),

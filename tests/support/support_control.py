@@ -173,7 +173,8 @@ class World:
 
     def collect(self) -> None:
         """Take what the plane decided; its jobs are under way from here on."""
-        for emission in self.plane.take_jobs():
+        decided = self.plane.collect()
+        for emission in decided.jobs:
             self.running[emission.job.job_id] = emission
             for source, target, _ in self._places(emission):
                 if source[0] not in ("gpu", "remote"):
@@ -181,11 +182,11 @@ class World:
                 watched = target is not None and target[0] not in ("gpu", "remote")
                 if watched and self.watch.writers.get(target) != emission.job.job_id:
                     self.watch.write(target, emission.job.job_id)
-        for result in self.plane.take_finished():
+        for result in decided.results:
             assert result.job_id not in self.results, "a job ended twice"
             self.results[result.job_id] = result
             self._verify(result)
-        for question in self.plane.take_queries():
+        for question in decided.queries:
             if self.silent:
                 self.unanswered.append(question)
                 continue

@@ -1,7 +1,7 @@
 """The control plane: lookups, loads, stores, finished jobs and the passing of time in; transfer jobs out.
 
 Synchronous and deterministic: no I/O, no clock and no randomness of its own. One thread touches it. After any call
-take what there is to do with `take_jobs`, and what has ended with `take_finished`.
+take what there is to do, and what has ended, with `collect`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvtier.control.flow.loads import CopyJob, LoadRequest
 from kvtier.control.flow.promotions import Promotions
 from kvtier.control.flow.stores import StoreRequest
 from kvtier.control.hints.following import Hints
-from kvtier.control.jobs import JoiningTiers, PresenceQuery, Recipient, TierJob
+from kvtier.control.jobs import Decisions, JoiningTiers, PresenceQuery, Recipient
 from kvtier.control.plane.lookups import look_up
 from kvtier.control.request_tracker import RequestTracker
 from kvtier.control.reservations import Reservation, Reservations
@@ -36,6 +36,7 @@ from kvtier.types.jobs import CANCELLED, LATE, BlockOutcome, DropReason, JobKind
 from kvtier.types.keys import GroupIndex, JobId, OffloadKey, RequestId
 from kvtier.types.requests import RequestInfo
 
+NO_DECISIONS = Decisions()
 STALE_MIN = 64
 """Deadlines of jobs that have ended, of which this number may be kept however few jobs are open."""
 
@@ -218,7 +219,7 @@ class ControlPlane(Recipient):
     ) -> None:
         """Begin a load or a store of GPU blocks with what needs no other request's rows. Pump afterwards.
 
-        Its result comes out of `take_finished` under the job's id. A load that names a request ends that request's
+        Its result comes out of `collect` under the job's id. A load that names a request ends that request's
         leases once it holds the rows itself.
         """
         self._open.begin(job)
@@ -279,7 +280,7 @@ class ControlPlane(Recipient):
     # -- what the data plane tells -------------------------------------------------------------------------------
 
     def finish(self, result: JobResult, now: float) -> None:
-        """A job of `take_jobs` ended in time."""
+        """A job of `collect` ended in time."""
         owner = self.control.finish(result, now)
         if type(owner) is CopyJob and owner.request.todo:
             self._admission.add(owner.request)  # a row was corrupt: the load wants another one
@@ -427,22 +428,16 @@ class ControlPlane(Recipient):
 
     # -- taking out ----------------------------------------------------------------------------------------------
 
-    def take_jobs(self) -> list[TierJob]:
-        """The jobs to run, each once."""
-        return self.control.take_jobs() if self.control.outbox else []
-
-    def take_finished(self) -> list[JobResult]:
-        """Results of the engine's own jobs, each once."""
-        return self._open.take_results() if self._open.ended else []
-
-    def take_queries(self) -> list[PresenceQuery]:
-        """Lookups that shared tiers are to answer."""
-        queries = []
-        for lower in self.control.lowers:
+    def collect(self) -> Decisions:
+        """All there is to do and all jobs of the engine that have ended, each once."""
+        control, queries = self.control, []
+        for lower in control.lowers:
             if lower.index.queries:
-                keys = tuple(lower.index.take_queries())
-                queries.append(PresenceQuery(lower.position, keys, self.control.epoch))
-        return queries
+                queries.append(PresenceQuery(lower.position, tuple(lower.index.take_queries()), control.epoch))
+        if not (control.outbox or queries or self._open.ended):
+            return NO_DECISIONS
+        jobs, control.outbox = control.outbox, []
+        return Decisions(jobs, queries, self._open.take_results() if self._open.ended else ())
 
     def take_events(self) -> list[OffloadingEvent]:
         """Blocks that became reachable or ceased to be, in order, each once."""

@@ -396,6 +396,8 @@ def answers_of(failed: EngineMemoryPlane, jobs: Mapping[int, EngineTransfer], pe
         {
             "lookup": lambda key, request_id, now: LookupResult.MISS,
             "find": lambda keys, now: [False] * len(keys),
+            "take_jobs": list,
+            "take_queries": list,
             "take_ended": take_ended,
             "take_changes": failed.take_changes,
             "give_up": give_up,

@@ -297,11 +297,12 @@ class VirtualStack:
     def _send(self) -> None:
         """Begin what the plane decided, end the jobs that ended, and look again at its next deadline."""
         plane = self.plane
-        for emission in plane.take_jobs():
+        decided = plane.collect()
+        for emission in decided.jobs:
             self.devices[emission.position].submit(emission.job)
-        for query in plane.take_queries():
+        for query in decided.queries:
             self.devices[query.position].look_up(query)
-        for result in plane.take_finished():
+        for result in decided.results:
             self._results[result.job_id] = result
             self._ended.pop(result.job_id).set()
         deadline = plane.next_deadline(self._time.now)
