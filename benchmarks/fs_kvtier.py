@@ -24,8 +24,8 @@ from kvtier.types.jobs import JobKind, RowGroup, TransferJob
 from kvtier.types.keys import GroupIndex, JobId, OffloadKey
 from kvtier.types.namespace import Namespace
 from kvtier_cpu import CPUBackend, CPUOptions
-from kvtier_cpu.backend import POOL_THREADS
-from kvtier_cpu.row_sealing import RowHashing, seal_rows
+from kvtier_cpu.backend import POOL_THREADS, RowHashing
+from kvtier_cpu.region.shared_region import seal_rows
 from kvtier_fs import FSBackend, FSOptions
 
 FILLERS = 1 << 40

@@ -30,7 +30,8 @@ from kvtier.types.jobs import JobKind, RowGroup, TransferJob
 from kvtier.types.keys import GroupIndex, JobId, make_key
 from kvtier.types.namespace import Namespace
 from kvtier_cpu import CPUBackend, CPUOptions
-from kvtier_cpu.row_sealing import RowHashing, seal_rows
+from kvtier_cpu.backend import RowHashing
+from kvtier_cpu.region.shared_region import seal_rows
 from kvtier_remote import ValkeyBackend, ValkeyOptions
 from kvtier_remote.backend import RemoteBackend
 from kvtier_remote.reachable import address_of

@@ -1,5 +1,7 @@
 """The CPU tier: blocks in rows of the shared region, copied from and to GPU blocks by the workers."""
 
+from __future__ import annotations
+
 import asyncio
 import errno
 import mmap
@@ -8,26 +10,46 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import numpy as np
 from pydantic import Field
 
 from kvtier.aio.daemon_pool import DaemonPool
+from kvtier.aio.loop_budget import ByteBudget
 from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.errors import ConfigError, GeometryError, IntegrityError, KVTierError, ResourceError, UsageError
 from kvtier.options import ByteSize, PolicyName, Quota, TierOptions, quota_share
+from kvtier.tier.checksum import SHORT_BYTES
 from kvtier.tier.contract import LoadStore, Opened, SharedRows, SlotSpace, TierContext
+from kvtier.types.arrays import IntArray
+from kvtier.types.checks import outside
 from kvtier.types.geometry import Geometry
-from kvtier.types.jobs import CANCELLED, LOADED, STORED, BlockOutcome, JobResult, TransferJob, failed
+from kvtier.types.jobs import (
+    CANCELLED,
+    CORRUPT,
+    LOADED,
+    STORED,
+    BlockOutcome,
+    BlockStatus,
+    DropReason,
+    GPUGroup,
+    JobResult,
+    TransferJob,
+    dropped,
+    failed,
+)
 from kvtier.types.keys import CPU
-from kvtier_cpu.block_selection import UNSTAMPED, BlockSelection, select_all, select_whole, worst
+from kvtier.types.values import job_value
 from kvtier_cpu.region.opening import RegionHost, open_region
 from kvtier_cpu.region.populate import private_works
-from kvtier_cpu.region.shared_region import RegionSpec, SharedRegion, Sharing
-from kvtier_cpu.row_sealing import RowHashing, intact_rows, seal_rows
+from kvtier_cpu.region.shared_region import RegionSpec, SharedRegion, Sharing, intact_rows, seal_rows
 
 TRANSFER_OF, IS_OK = attrgetter("transfer"), attrgetter("ok")
+T = TypeVar("T")
+
+PIECE_BYTES = 4 << 20
+"""Bytes that one call clears and hashes: below a millisecond, so that several jobs share the threads fairly."""
 POOL_THREADS = 2
 POOL_CLOSE_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
@@ -83,6 +105,32 @@ class CPUCounters:
     unstamped_blocks: int = 0
     corrupt_rows: int = 0
     worker_errors: int = 0
+
+
+class RowHashing:
+    """Calls that hash rows, where that costs least: on the event loop for short rows, on the tier's threads for long.
+
+    A thread would answer later than hashing a short row takes.
+    """
+
+    def __init__(self, pool: DaemonPool) -> None:
+        self._pool = pool
+        self._budget = ByteBudget()
+
+    async def each(
+        self, call: Callable[[SharedRegion, int, IntArray], T], region: SharedRegion, group: int, rows: IntArray
+    ) -> list[T]:
+        """The results of `seal_rows` or `intact_rows` for these rows of a group, in pieces of about PIECE_BYTES."""
+        nbytes = region.geometry.aligned_bytes(group)
+        step = max(1, PIECE_BYTES // nbytes)
+        pieces = [rows[start : start + step] for start in range(0, len(rows), step)]
+        if nbytes > SHORT_BYTES:
+            return await asyncio.gather(*[self._pool.run(call, region, group, piece) for piece in pieces])
+        done = []
+        for piece in pieces:
+            await self._budget.reserve(len(piece) * nbytes)
+            done.append(call(region, group, piece))
+        return done
 
 
 _Transfer = Callable[[TierContext, SharedRegion, TransferJob], Coroutine[Any, Any, JobResult]]
@@ -362,3 +410,102 @@ async def _answer(call: Coroutine[Any, Any, JobResult]) -> JobResult | BaseExcep
         return error
     except Exception as error:
         return error
+
+
+UNSTAMPED = failed(errno.EIO)
+"""Every worker reported success, but not every stamp is there: the row is a miss."""
+PARTIAL = dropped(DropReason.PARTIAL)
+
+_BY_SEVERITY = (
+    BlockStatus.LOADED,
+    BlockStatus.PRESENT,
+    BlockStatus.STORED,
+    BlockStatus.DROPPED,
+    BlockStatus.MISSING,
+    BlockStatus.CANCELLED,
+    BlockStatus.LATE,
+    BlockStatus.FAILED,
+    BlockStatus.CORRUPT,
+)
+
+Outcomes = list[list[BlockOutcome]]
+
+
+@job_value
+class BlockSelection:
+    """Blocks of one group that the workers copy: those at `positions` in the keys of the job's group `index`.
+
+    `transfer` is the group that the workers are given, with these blocks alone.
+    """
+
+    index: int
+    positions: Sequence[int]
+    transfer: GPUGroup
+
+    def select(self, chosen: Sequence[int]) -> BlockSelection:
+        """Only the `chosen` blocks, by their order in this selection."""
+        if len(chosen) == len(self.positions):
+            return self
+        old, at = self.transfer, np.asarray(chosen, np.int64)
+        transfer = replace(
+            old,
+            keys=tuple(old.keys[i] for i in chosen),
+            runs=old.runs.select(at),
+            rows=old.rows[at],
+            generations=old.generations[at],
+        )
+        return BlockSelection(self.index, [self.positions[i] for i in chosen], transfer)
+
+    def pages(self, outcomes: Sequence[BlockOutcome]) -> int:
+        """The number of GPU pages that the blocks with a good outcome have."""
+        runs = self.transfer.runs
+        good = np.array([outcome.ok for outcome in outcomes], dtype=np.bool_)
+        return len(runs.gpu_blocks) if good.all() else int(runs.counts[good[runs.blocks]].sum())
+
+
+def select_whole(job: TransferJob, num_groups: int, factor: int) -> tuple[Outcomes, list[BlockSelection]]:
+    """The blocks of a store that the workers copy: those whose runs name every sub-block exactly once.
+
+    The outcome of the others is dropped(PARTIAL). Raises UsageError for a job that is not one of the CPU tier's.
+    """
+    outcomes, selections = select_all(job, num_groups, PARTIAL)
+    whole = []
+    for selection in selections:
+        runs, count = selection.transfer.runs, len(selection.positions)
+        if runs.all_whole(count, factor):
+            whole.append(selection)
+        elif (covered := runs.covers_whole(count, factor)).any():
+            whole.append(selection.select(np.flatnonzero(covered).tolist()))
+    return outcomes, whole
+
+
+def select_all(
+    job: TransferJob, num_groups: int, outcome: BlockOutcome = CORRUPT
+) -> tuple[Outcomes, list[BlockSelection]]:
+    """Every block of a job, and for each block the outcome it has if no worker copies it.
+
+    Checks only what this tier indexes by; the GPU tier checks the rest. Raises UsageError for a job that is not one of
+    the CPU tier's.
+    """
+    outcomes, selections = [], []
+    for index, group in enumerate(job.gpu_groups):
+        count = len(group.keys)
+        if not 0 <= group.group < num_groups:
+            raise UsageError(f"there is no group {group.group} among {num_groups}")
+        if not (len(group.rows) == len(group.generations) == count):
+            raise UsageError(f"{count} keys need as many rows and generations")
+        if outside(group.runs.blocks, count) is not None:
+            raise UsageError("a run reaches outside the job's offloaded blocks")
+        outcomes.append([outcome] * count)
+        if count:
+            selections.append(BlockSelection(index, range(count), group))
+    return outcomes, selections
+
+
+def worst(reports: Sequence[Sequence[BlockOutcome]]) -> Sequence[BlockOutcome]:
+    """For each block the gravest outcome that a worker reported; of equally grave ones the first."""
+    return [max(outcomes, key=_severity) for outcomes in zip(*reports, strict=True)]
+
+
+def _severity(outcome: BlockOutcome) -> int:
+    return _BY_SEVERITY.index(outcome.status)

@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import UsageError
-from kvtier.types.arrays import NO_IDS, IntArray, distinct, int_array, outside
+from kvtier.types.arrays import NO_IDS, IntArray, distinct, int_array
+from kvtier.types.checks import outside
 from kvtier.types.geometry import Geometry
 from kvtier.types.jobs import GPUGroup, TransferJob
 from kvtier.types.values import job_value

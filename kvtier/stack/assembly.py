@@ -31,9 +31,8 @@ from kvtier.options import (
     quota_bytes,
 )
 from kvtier.policy import RequestModels
-from kvtier.stack.dispatcher import Dispatcher, TierQueue, bytes_by_rows
+from kvtier.stack.dispatcher import Dispatcher, JobSpans, TierQueue, bytes_by_rows
 from kvtier.stack.distinct_folders import check_folders
-from kvtier.stack.job_spans import JobSpans
 from kvtier.stack.joining import Joining, LowerTiers
 from kvtier.stack.learned.budget_records import budget_records
 from kvtier.stack.learned.installed_policies import find_policy

@@ -15,6 +15,9 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence, Sized
 from functools import partial
+from operator import methodcaller
+
+import numpy as np
 
 from kvtier.aio.process_guard import ProcessGuard
 from kvtier.control.jobs import Arrival, PresenceQuery, TierJob
@@ -23,7 +26,6 @@ from kvtier.errors import IntegrityError, UsageError
 from kvtier.stack import shutdown
 from kvtier.stack.assembly import StackParts, assemble
 from kvtier.stack.guard import answers_of, guard_step
-from kvtier.stack.job_checks import check_job, check_pairs
 from kvtier.stack.joining import reset_tiers
 from kvtier.stack.lookups import Lookups
 from kvtier.stack.open_stack import OpenStack
@@ -33,12 +35,21 @@ from kvtier.stack.watching.operator_log import OperatorLog, TierWatch
 from kvtier.stack.watching.stats import StackStats, collect
 from kvtier.tier.contract import Clock
 from kvtier.tier.shared_epoch import fresh_epoch
-from kvtier.types.checks import check_info, check_keys, check_text, check_timeout, check_types, check_whole
+from kvtier.types.checks import (
+    check_info,
+    check_keys,
+    check_number,
+    check_text,
+    check_timeout,
+    check_types,
+    check_whole,
+    outside,
+)
 from kvtier.types.events import OffloadingEvent
 from kvtier.types.geometry import Geometry
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import GPUGroup, JobKind, TransferJob
-from kvtier.types.keys import JobId, OffloadKey, RequestId, key_group
+from kvtier.types.keys import GROUP_BYTES, JobId, OffloadKey, RequestId, key_group
 from kvtier.types.requests import RequestInfo
 
 logger = logging.getLogger(__name__)
@@ -382,3 +393,59 @@ class StackCore(RequestCalls):
             self._overdue, self._copies_then = self._overdue & overdue, self._copies_then & copies
         elif not self._failed:
             raise IntegrityError("a job did not end by its deadline")
+
+
+def check_job(job: TransferJob, geometry: Geometry) -> None:
+    """Raise UsageError for a job that names groups, blocks or sub-blocks that do not exist.
+
+    Nothing below checks that again, but the bounds of memory and disks: a GPU block beyond the tensors fails its job.
+    """
+    if type(job) is not TransferJob or type(job.kind) is not JobKind or type(job.groups) is not tuple:
+        check_types("a job", (job, TransferJob))
+        check_types("a job", (job.kind, JobKind), (job.groups, tuple | list))
+    if type(job.job_id) is not int or job.job_id < 0:
+        check_whole("a job's id", job.job_id)
+    if job.deadline is not None and not (type(job.deadline) is float and math.isfinite(job.deadline)):
+        check_number("the deadline of a job", job.deadline)
+    for group in job.gpu_groups:
+        _check_group(group, geometry)
+
+
+def check_pairs(groups: object, num_groups: int) -> None:
+    """Raise UsageError unless these are pairs: keys of one group, and the numbers of their GPU blocks."""
+    check_types("the groups of a job", (groups, tuple | list))
+    for pair in groups:  # type: ignore[attr-defined]  # checked just now
+        check_types("a group of a job", (pair, tuple | list))
+        if len(pair) != 2:
+            raise UsageError("a group of a job is a pair: keys, and their GPU blocks")
+        check_keys(pair[0], num_groups)
+        check_types("the GPU blocks of a group", (pair[1], Sized))
+
+
+def _check_group(group: GPUGroup, geometry: Geometry) -> None:
+    runs = group.runs
+    if type(group.group) is not int or type(group.keys) is not tuple or type(runs) is not GPURuns:
+        check_types("a GPUGroup", (group.group, int), (group.keys, tuple | list), (runs, GPURuns))
+    for ids in (runs.blocks, runs.firsts, runs.counts, runs.gpu_blocks):
+        if type(ids) is not np.ndarray or ids.dtype != np.int64 or ids.ndim != 1:
+            raise UsageError("the numbers of GPURuns are one-dimensional arrays of int64")
+    if not 0 <= group.group < geometry.num_groups:
+        raise UsageError(f"there is no group {group.group} among {geometry.num_groups}")
+    suffix = group.group.to_bytes(GROUP_BYTES, "big")
+    if not {bytes}.issuperset(map(type, group.keys)):
+        check_keys(group.keys, geometry.num_groups)
+    if not all(map(methodcaller("endswith", suffix), group.keys)):
+        raise UsageError(f"group {group.group}: it names a key of another group")
+    if outside(runs.gpu_blocks, 1 << 62) is not None:
+        raise UsageError(f"group {group.group}: a run names a negative GPU block")
+    if runs.all_whole(len(group.keys), geometry.factor):
+        return
+    for what, values, most in (
+        ("offloaded block", runs.blocks, len(group.keys) - 1),
+        ("first sub-block", runs.firsts, geometry.factor),
+        ("number of sub-blocks", runs.counts, geometry.factor),
+        ("end of a run", runs.firsts + runs.counts, geometry.factor),
+    ):
+        wrong = outside(values, most + 1)
+        if wrong is not None:
+            raise UsageError(f"group {group.group}: {what} {wrong} is outside 0..{most}")

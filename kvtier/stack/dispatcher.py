@@ -1,4 +1,4 @@
-"""Runs the control plane's jobs on the backends, in one event loop: loads first, bounded bytes, deadlines.
+"""Runs the control plane's jobs on the backends, in one event loop: loads first, bounded bytes, deadlines, figures.
 
 A job that passes its deadline before it started is reported late and ended, and never runs. One that is in flight is
 reported late once, runs on, and is reported again when it has really ended: cancelling never stops I/O.
@@ -10,26 +10,140 @@ import asyncio
 import errno
 import logging
 import math
+import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING
 
 from kvtier.control.jobs import Delivery, DeliveryKind, TierJob
+from kvtier.control.tiers.histogram import Histogram, HistogramFigures, merged
 from kvtier.errors import IntegrityError
-from kvtier.stack.duplicates import store_absent
 from kvtier.stack.guard import Guarded, guard_step
-from kvtier.stack.job_spans import JobSpans
-from kvtier.stack.traffic import QueuedJob, Traffic
-from kvtier.tier.contract import Clock, LoadStore
-from kvtier.types.jobs import CANCELLED, KEYS_OF, DropReason, JobKind, JobResult, TransferJob, dropped, failed
-from kvtier.types.keys import JobId
+from kvtier.tier.contract import AnswersLookups, Clock, LoadStore, LookupResult
+from kvtier.types.jobs import (
+    CANCELLED,
+    KEYS_OF,
+    PRESENT,
+    DropReason,
+    JobKind,
+    JobResult,
+    RowGroup,
+    TransferJob,
+    dropped,
+    failed,
+)
+from kvtier.types.keys import JobId, OffloadKey
+from kvtier.types.values import job_value
 
 logger = logging.getLogger(__name__)
 
 RESOLUTION_SECONDS = 1e-6
 """A timer may fire this much before its time."""
+
+
+QUEUED, IN_FLIGHT = "queued", "in_flight"
+"""Where a job was when its deadline passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStats:
+    """Transfers of a tier in one direction: of the CPU tier copies to and from the GPU, of a lower tier promotions
+    (`load`) or demotions (`store`).
+
+    `took_seconds` is from a job's beginning to its end, `waited_seconds` from its arrival in the tier's queue to its
+    beginning; both count jobs. Bytes are those of the rows that the jobs name. `deadlines_missed` counts jobs by where
+    they were then: `queued`, and then they never began, or `in_flight`. `oldest_seconds` is how long the oldest job in
+    flight has been so, 0 without one. It grows while I/O hangs, also after the job's deadline. `largest_queued_bytes`
+    are those of the largest job that waits.
+    """
+
+    took_seconds: HistogramFigures
+    waited_seconds: HistogramFigures
+    in_flight_bytes: int
+    queued_bytes: int
+    deadlines_missed: dict[str, int]
+    oldest_seconds: float = 0.0
+    largest_queued_bytes: int = 0
+
+
+@job_value
+class QueuedJob:
+    """A job that waits for its tier since a time; `size` are the bytes of the rows that it names."""
+
+    job: TransferJob
+    size: int
+    since: float
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Transfers of a kind on a tier. One thread counts, any may read figures. Its queue adds to `queued_bytes`.
+
+    `busy_seconds` are those in which at least one was in flight, before the one that is since `busy_since`.
+    """
+
+    busy_since: float = 0.0
+    busy_seconds: float = 0.0
+    in_flight_bytes: int = 0
+    queued_bytes: int = 0
+    took: Histogram = field(default_factory=Histogram)
+    waited: Histogram = field(default_factory=Histogram)
+    late_queued: int = 0
+    late_in_flight: int = 0
+    _begun: dict[JobId, float] = field(default_factory=dict)
+
+    def unqueue(self, queued: QueuedJob, late: bool = False) -> None:
+        """A job waits no more and does not begin, perhaps because it is late."""
+        self.queued_bytes -= queued.size
+        self.late_queued += late
+
+    def begin(self, queued: QueuedJob, now: float) -> None:
+        """A job that waited is in flight."""
+        self.waited.observe(now - queued.since)
+        self.queued_bytes -= queued.size
+        self.in_flight_bytes += queued.size
+        if not self._begun:
+            self.busy_since = now
+        self._begun[queued.job.job_id] = now
+
+    def end(self, queued: QueuedJob, now: float) -> float:
+        """A job that was in flight has ended, late or not. Returns when it had begun."""
+        began = self._begun.pop(queued.job.job_id)
+        self.took.observe(now - began)
+        self.in_flight_bytes -= queued.size
+        if not self._begun:
+            self.busy_seconds += now - self.busy_since
+        return began
+
+    def late(self, job_id: JobId) -> None:
+        """The deadline of a job in flight has passed, of this kind or another one."""
+        self.late_in_flight += job_id in self._begun
+
+    def seconds(self, now: float) -> float:
+        """Busy seconds up to now. From any thread: the one in flight may have begun after `now` was read."""
+        return self.busy_seconds + (max(0.0, now - self.busy_since) if self._begun else 0.0)
+
+    def oldest_seconds(self, now: float) -> float:
+        """The age of the oldest job in flight. From any thread: `list` of a dict is one step."""
+        begun = list(self._begun.values())
+        return max(0.0, now - begun[0]) if begun else 0.0
+
+
+def transfer_stats(traffic: Sequence[Traffic], waiting: Sequence[QueuedJob], now: float) -> TransferStats:
+    """The figures of one kind in the queues of one tier, at least one, in which these jobs wait. From any thread."""
+    return TransferStats(
+        merged([each.took.figures() for each in traffic]),
+        merged([each.waited.figures() for each in traffic]),
+        sum(each.in_flight_bytes for each in traffic),
+        sum(each.queued_bytes for each in traffic),
+        {QUEUED: sum(each.late_queued for each in traffic), IN_FLIGHT: sum(each.late_in_flight for each in traffic)},
+        max(each.oldest_seconds(now) for each in traffic),
+        max((each.size for each in waiting), default=0),
+    )
 
 
 @dataclass(slots=True)
@@ -54,6 +168,48 @@ class TierQueue:
     def waiting(self, kind: JobKind) -> deque[QueuedJob]:
         """The waiting jobs of a kind."""
         return self.loads if kind is JobKind.LOAD else self.stores
+
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
+
+SCOPE = "kvtier"
+NANOSECONDS = 1_000_000_000
+
+
+class JobSpans:
+    """Makes the span of a job that has ended: a trace of its own, because a job may serve many requests or none."""
+
+    def __init__(self, tracer: Tracer, clock: Clock) -> None:
+        from opentelemetry.context import Context
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+
+        self._tracer = tracer
+        self._root = Context()
+        self._kind = SpanKind.CLIENT
+        self._error = Status(StatusCode.ERROR)
+        self._zero = time.time_ns() - int(clock() * NANOSECONDS)
+
+    def ended(self, tier: str, queued: QueuedJob, began: float, now: float, result: JobResult) -> None:
+        """A job that was in flight has ended, in time or late."""
+        job = queued.job
+        outcomes = Counter(outcome.status.value for group in result.outcomes for outcome in group)
+        span = self._tracer.start_span(
+            f"{SCOPE} {job.kind.value} {tier}",
+            self._root,
+            self._kind,
+            {
+                "kvtier.tier": tier,
+                "kvtier.direction": job.kind.value,
+                "kvtier.row_bytes": queued.size,
+                "kvtier.waited_seconds": began - queued.since,
+                **{f"kvtier.{status}_blocks": count for status, count in outcomes.items()},
+            },
+            start_time=self._zero + int(queued.since * NANOSECONDS),
+        )
+        if not result.ok:
+            span.set_status(self._error)
+        span.end(self._zero + int(now * NANOSECONDS))
 
 
 class Dispatcher(Guarded):
@@ -298,3 +454,39 @@ def _look_for_deadlines(dispatcher: weakref.ref[Dispatcher], queue: TierQueue) -
 
 def _discard(batch: list[Delivery]) -> None:
     """What a closed stack does with deliveries."""
+
+
+async def store_absent(tier: LoadStore, job: TransferJob) -> JobResult:
+    """Store the blocks of a job that a shared tier does not hold; those that it holds are PRESENT.
+
+    Where the lookup says nothing, as when a server does not answer, everything is stored.
+    """
+    held = await _held(tier, job)
+    if not held:
+        return await tier.store(job)
+    groups = [_without(group, held) for group in job.row_groups]
+    rest = replace(job, groups=tuple(group for group in groups if group.keys))
+    stored = await tier.store(rest) if rest.groups else JobResult(job.job_id, ())
+    if not stored.fits(rest):
+        raise IntegrityError("the result does not have one outcome for each block")
+    each = chain.from_iterable(stored.outcomes)
+    outcomes = [tuple([PRESENT if key in held else next(each) for key in group.keys]) for group in job.row_groups]
+    return JobResult(job.job_id, tuple(outcomes), stored.bytes_moved, stored.seconds)
+
+
+async def _held(tier: LoadStore, job: TransferJob) -> set[OffloadKey]:
+    """The keys of the job that the tier has."""
+    assert isinstance(tier, AnswersLookups)
+    keys = [key for group in job.groups for key in group.keys]
+    try:
+        answers = zip(keys, await tier.lookup(keys), strict=True)
+        return {key for key, answer in answers if answer is LookupResult.HIT}
+    except Exception:  # at the border to a tier, which may be anyone's
+        logger.exception("tier %s could not answer a lookup", tier.options.label)
+        return set()
+
+
+def _without(group: RowGroup, held: Collection[OffloadKey]) -> RowGroup:
+    """A group of a shared tier's job, without the keys that are there."""
+    left = [(key, row) for key, row in zip(group.keys, group.rows, strict=True) if key not in held]
+    return RowGroup(group.group, tuple(key for key, _ in left), [row for _, row in left])

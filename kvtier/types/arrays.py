@@ -32,14 +32,3 @@ def distinct(values: IntArray) -> IntArray:
 
 
 NO_IDS: IntArray = int_array(())
-
-FEW = 64
-"""Up to so many numbers, a list of them is read faster than an array."""
-
-
-def outside(values: IntArray, end: int) -> int | None:
-    """A value that is not in 0..end-1; None if all are."""
-    few = values.tolist() if len(values) <= FEW else (int(values.min()), int(values.max()))
-    if not few or (min(few) >= 0 and max(few) < end):
-        return None
-    return min(few) if min(few) < 0 else max(few)

@@ -15,6 +15,7 @@ from operator import methodcaller
 from types import UnionType
 
 from kvtier.errors import UsageError
+from kvtier.types.arrays import IntArray
 from kvtier.types.hints import Demote, Pin, Prefetch, Release, Retain
 from kvtier.types.keys import GROUP_BYTES, key_group, make_key
 from kvtier.types.requests import RequestInfo
@@ -23,6 +24,8 @@ WHOLE_MAX = 1 << 53
 """Counts and priorities are below it, on either side of zero: whole numbers that a float holds exactly."""
 SECONDS_MAX = 1e9
 """About thirty years."""
+FEW = 64
+"""Up to this number of ids, a list is read faster than an array."""
 HINTS = (Retain, Pin, Prefetch, Demote, Release)
 
 
@@ -54,6 +57,14 @@ def check_types(what: str, *values: tuple[object, type | UnionType]) -> None:
         if not isinstance(value, kind):
             wanted = getattr(kind, "__name__", str(kind))
             raise UsageError(f"{what}: a {type(value).__name__} where a {wanted} belongs")
+
+
+def outside(values: IntArray, end: int) -> int | None:
+    """A value that is not in 0..end-1; None if all are."""
+    few = values.tolist() if len(values) <= FEW else (int(values.min()), int(values.max()))
+    if not few or (min(few) >= 0 and max(few) < end):
+        return None
+    return min(few) if min(few) < 0 else max(few)
 
 
 def check_text(what: str, value: object) -> None:

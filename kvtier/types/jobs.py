@@ -14,7 +14,7 @@ from operator import attrgetter
 from kvtier.errors import UsageError
 from kvtier.types.arrays import NO_IDS, IntArray
 from kvtier.types.gpu_runs import GPURuns
-from kvtier.types.keys import GroupIndex, JobId, OffloadKey
+from kvtier.types.keys import GROUP_BYTES, GroupIndex, JobId, OffloadKey
 from kvtier.types.values import job_value
 
 
@@ -218,3 +218,11 @@ class JobResult:
     def uniform(job: TransferJob, outcome: BlockOutcome) -> JobResult:
         """The same outcome for every block of a job, no bytes moved."""
         return JobResult(job.job_id, tuple((outcome,) * len(group.keys) for group in job.groups))
+
+
+def by_group(keys: Sequence[OffloadKey]) -> dict[GroupIndex, list[int]]:
+    """The places of keys by their group, each group where its first key is."""
+    places: dict[bytes, list[int]] = {}
+    for at, key in enumerate(keys):
+        places.setdefault(key[-GROUP_BYTES:], []).append(at)
+    return {GroupIndex(int.from_bytes(suffix, "big")): members for suffix, members in places.items()}

@@ -4,7 +4,7 @@ An `OffloadKey` is the content hash of a prefix up to a block's end, any length 
 KV cache group in four big-endian bytes. One flat `bytes` object keeps directories small and lookups one hash each.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NewType
 
 OffloadKey = NewType("OffloadKey", bytes)
@@ -34,14 +34,6 @@ def block_keys(block_hashes: Iterable[bytes], group: int = 0) -> list[OffloadKey
 def key_group(key: OffloadKey) -> GroupIndex:
     """The KV cache group a key belongs to."""
     return GroupIndex(int.from_bytes(key[-GROUP_BYTES:], "big"))
-
-
-def by_group(keys: Sequence[OffloadKey]) -> dict[GroupIndex, list[int]]:
-    """The places of keys by their group, each group where its first key is."""
-    places: dict[bytes, list[int]] = {}
-    for at, key in enumerate(keys):
-        places.setdefault(key[-GROUP_BYTES:], []).append(at)
-    return {GroupIndex(int.from_bytes(suffix, "big")): members for suffix, members in places.items()}
 
 
 def key_hash(key: OffloadKey) -> bytes:

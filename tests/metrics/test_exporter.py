@@ -25,7 +25,7 @@ from kvtier.control.tiers.histogram import Histogram, HistogramFigures
 from kvtier.metrics import DEFINITIONS
 from kvtier.metrics.exporter import StackCollector, metrics_server
 from kvtier.stack import EngineStack, StackStats, TierStats
-from kvtier.stack.traffic import TransferStats
+from kvtier.stack.dispatcher import TransferStats
 from kvtier.tools.top import read
 
 

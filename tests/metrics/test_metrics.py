@@ -15,7 +15,7 @@ from kvtier.control.tiers.shared_tier import SharedTier
 from kvtier.metrics import DEFINITIONS, MetricDefinition, metric_families
 from kvtier.metrics.families import Samples
 from kvtier.stack import StackStats, TierStats
-from kvtier.stack.traffic import TransferStats
+from kvtier.stack.dispatcher import TransferStats
 from kvtier.stack.watching.stats import HintStats, lower_stats
 from kvtier.tier.contract import LookupResult
 from kvtier.types.jobs import DropReason, SkipReason

@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.errors import IntegrityError
 from kvtier.options import TierOptions
-from kvtier.stack.duplicates import store_absent
+from kvtier.stack.dispatcher import store_absent
 from kvtier.tier.contract import LoadStore, LookupResult, Opened, TierContext
 from kvtier.types.jobs import PRESENT, STORED, JobKind, JobResult, RowGroup, TransferJob, failed
 from kvtier.types.keys import GroupIndex, JobId, OffloadKey, make_key

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from support_stack import PAGE, PLAIN, Engine, fs, keys, load, running, stack_file, store, until, whole
 
-from kvtier.stack.dispatcher import Dispatcher
-from kvtier.stack.traffic import IN_FLIGHT, QUEUED, QueuedJob, Traffic, transfer_stats
+from kvtier.stack.dispatcher import IN_FLIGHT, QUEUED, Dispatcher, QueuedJob, Traffic, transfer_stats
 from kvtier.types.jobs import JobKind, TransferJob
 from kvtier.types.keys import JobId
 

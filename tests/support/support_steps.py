@@ -26,8 +26,7 @@ from kvtier.engines.engine_memory.options import EngineMemoryOptions, read_optio
 from kvtier.engines.engine_memory.tier import BlockingTier
 from kvtier.errors import IntegrityError
 from kvtier.stack import EngineStack, TierStack
-from kvtier.stack.dispatcher import Dispatcher
-from kvtier.stack.traffic import Traffic
+from kvtier.stack.dispatcher import Dispatcher, Traffic
 from kvtier.tier.contract import LookupResult
 from kvtier.types.geometry import GroupLayout, KVLayout
 from kvtier.types.hints import HintRefusal, HintResult, Retain

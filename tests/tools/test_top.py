@@ -25,7 +25,7 @@ from kvtier.control.tiers.histogram import HistogramFigures
 from kvtier.errors import ResourceError
 from kvtier.metrics.exporter import StackCollector, metrics_server
 from kvtier.stack import EngineStack, StackStats, TierStats
-from kvtier.stack.traffic import TransferStats
+from kvtier.stack.dispatcher import TransferStats
 from kvtier.stack.watching.stats import BreakerStats
 from kvtier.tools import top as source
 from kvtier.tools.commands.top import SORTS, View

@@ -24,7 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import RegionError, UsageError
-from kvtier.types.arrays import IntArray, outside
+from kvtier.types.arrays import IntArray
+from kvtier.types.checks import outside
 from kvtier.types.geometry import round_up
 
 MAGIC = b"kvtierR\0"

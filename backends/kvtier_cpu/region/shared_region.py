@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import GeometryError, UsageError
+from kvtier.tier.checksum import SHORT_BYTES, checksum
 from kvtier.types.arrays import IntArray
 from kvtier.types.geometry import Geometry
 from kvtier_cpu.region.control_area import ControlArea, ControlShape
@@ -159,3 +160,23 @@ class SharedRegion(ControlArea):
             with suppress(BufferError):  # exported views keep the mapping; it goes with the last of them
                 mapping.close()
         held.clear()
+
+
+def seal_rows(region: SharedRegion, group: int, rows: IntArray) -> None:
+    """Seal rows after their fill: zeros up to the aligned length of a block, then each row's checksum is recorded.
+
+    The zeros replace what an earlier block left there, so that nothing of it reaches a disk. No lower tier reads beyond
+    the aligned length.
+    """
+    nbytes, gaps = region.geometry.aligned_bytes(group), region.geometry.gaps(group)
+    for row, block in zip(rows.tolist(), region.blocks(rows, nbytes), strict=True):
+        for first, end in gaps:
+            block[first:end] = bytes(end - first)
+        region.set_checksum(row, checksum(block, nbytes <= SHORT_BYTES))
+
+
+def intact_rows(region: SharedRegion, group: int, rows: IntArray) -> list[bool]:
+    """For each row: True if its bytes still match its checksum."""
+    nbytes = region.geometry.aligned_bytes(group)
+    blocks = zip(rows.tolist(), region.blocks(rows, nbytes), strict=True)
+    return [checksum(block, nbytes <= SHORT_BYTES) == region.checksum(row) for row, block in blocks]

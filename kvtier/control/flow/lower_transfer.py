@@ -10,8 +10,18 @@ from typing import TypeVar
 from kvtier.control.jobs import JobOwner
 from kvtier.control.tiers.breaker import BreakerState
 from kvtier.control.tiers.lower_tier import LowerTier
-from kvtier.types.jobs import STORED, BlockOutcome, BlockStatus, JobKind, JobResult, RegionFormat, RowGroup, SkipReason
-from kvtier.types.keys import OffloadKey, by_group
+from kvtier.types.jobs import (
+    STORED,
+    BlockOutcome,
+    BlockStatus,
+    JobKind,
+    JobResult,
+    RegionFormat,
+    RowGroup,
+    SkipReason,
+    by_group,
+)
+from kvtier.types.keys import OffloadKey
 
 T = TypeVar("T")
 
@@ -61,9 +71,11 @@ class LowerTransfer(JobOwner):
     def begin(self) -> None:
         """The tier's job is about to be sent."""
         lower = self.lower
-        self._breaker.sent()
+        if self._breaker.state is not BreakerState.CLOSED:
+            self._breaker.sent()
         if self.kind is JobKind.STORE:
-            lower.room_breaker.sent()
+            if lower.room_breaker.state is not BreakerState.CLOSED:
+                lower.room_breaker.sent()
         else:
             lower.index.pin(self.slots)
         lower.rows_in_flight += len(self.keys)
@@ -144,7 +156,8 @@ class LowerTransfer(JobOwner):
         if not statuses.isdisjoint((BlockStatus.FAILED, BlockStatus.LATE)):
             breaker.failed(now)
         elif statuses != {BlockStatus.CANCELLED}:
-            breaker.succeeded()
+            if breaker.failures or breaker.state is not BreakerState.CLOSED:
+                breaker.succeeded()
         elif breaker.state is BreakerState.HALF_OPEN:
             breaker.failed(now)
 
@@ -153,10 +166,12 @@ class LowerTransfer(JobOwner):
 
         `refused`: not even old places have room.
         """
+        breaker = self.lower.room_breaker
         if not full or any(outcome.ok for outcome in outcomes):
-            self.lower.room_breaker.succeeded()
+            if breaker.failures or breaker.state is not BreakerState.CLOSED:
+                breaker.succeeded()
         elif refused:
-            self.lower.room_breaker.failed(now)
+            breaker.failed(now)
 
     def late(self, now: float) -> None:
         """The job is late: a store's slots are quarantined until `ended`.

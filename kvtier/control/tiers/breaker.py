@@ -19,6 +19,7 @@ class BreakerState(StrEnum):
 class Breaker:
     """Opens after `threshold` failed jobs in a row; after `pause_seconds` lets one job through to probe.
 
+    `failures` are those in a row. While it is closed without any, a job that is sent or succeeds changes nothing.
     `on_failure` is called after each failure, also one that does not count: what shows the tier's health looks again.
     """
 
@@ -28,7 +29,7 @@ class Breaker:
         self.state = BreakerState.CLOSED
         self.entered = dict.fromkeys(BreakerState, 0)
         """How often each state was entered."""
-        self._failures = 0
+        self.failures = 0
         self._retry_at = 0.0
         self._probing = False
         self.on_failure: Callable[[], None] = _ignore
@@ -58,7 +59,7 @@ class Breaker:
         """A job did what it should: close."""
         if self.state is BreakerState.HELD_BACK:
             return
-        self._failures = 0
+        self.failures = 0
         self._probing = False
         if self.state is not BreakerState.CLOSED:
             self._enter(BreakerState.CLOSED)
@@ -67,8 +68,8 @@ class Breaker:
         """A job erred or was late."""
         if self.state is BreakerState.HELD_BACK:
             return
-        self._failures += 1
-        if self.state is BreakerState.HALF_OPEN or self._failures >= self.threshold:
+        self.failures += 1
+        if self.state is BreakerState.HALF_OPEN or self.failures >= self.threshold:
             self.trip(now)
         else:
             self.on_failure()

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 from kvtier.control.tiers.shared_tier import SharedTier
 from kvtier.types.checks import check_keys
-from kvtier.types.keys import GroupIndex, OffloadKey, by_group
+from kvtier.types.jobs import by_group
+from kvtier.types.keys import GroupIndex, OffloadKey
 
 FIRST_PARTS = (0.0, 0.125, 0.5)
 """Where in what is unknown of a chain the first keys are looked up: no prompt of 512 blocks takes more than 11."""

@@ -18,9 +18,8 @@ from kvtier.control.tiers.lower_tier import LowerTier, TierCounters
 from kvtier.control.tiers.owned_tier import OwnedTier
 from kvtier.control.tiers.size_curve import SizeCurve
 from kvtier.control.tiers.slot_table import SlotState
-from kvtier.stack.dispatcher import TierQueue
+from kvtier.stack.dispatcher import QueuedJob, TierQueue, TransferStats, transfer_stats
 from kvtier.stack.open_stack import OpenStack
-from kvtier.stack.traffic import QueuedJob, TransferStats, transfer_stats
 from kvtier.tier.contract import Opened
 from kvtier.types.jobs import JobKind
 

@@ -43,7 +43,7 @@ from kvtier.types.keys import CPU
 from kvtier.types.namespace import Namespace
 from kvtier_cpu import CPUBackend, CPUOptions, SharedRegion, open_region
 from kvtier_cpu.region.opening import RegionHost, Step
-from kvtier_cpu.row_sealing import seal_rows
+from kvtier_cpu.region.shared_region import seal_rows
 from kvtier_gpu import GPUBackend, GPUOptions
 
 FACTOR = 2
