@@ -117,7 +117,6 @@ def answers_of(failed: ControlPlane, jobs: Mapping[JobId, TransferJob], quiet: C
 
     `quiet` is true when no job begins any more and no copy of GPU blocks is in flight: then every job ends as a miss.
     """
-
     requests = failed.reservations.by_request
 
     def reserve(request_id: RequestId, keys: Sequence[OffloadKey], *_: object) -> Reservation:
