@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from kvtier.control.jobs import CPU_TIER, JobOwner, JobTable
 from kvtier.control.tiers.aged_tier import AgedTier
@@ -12,8 +13,11 @@ from kvtier.control.tiers.lower_tier import LowerTier, TierCounters, TierSpec, l
 from kvtier.control.tiers.owned_tier import OwnedTier
 from kvtier.control.tiers.reuse_times import TickClock
 from kvtier.control.tiers.tier_index import TierIndex
-from kvtier.policy import JournaledPolicy, RequestModels
+from kvtier.policy import RequestModels
 from kvtier.types.keys import OffloadKey
+
+if TYPE_CHECKING:
+    from kvtier.policy.reuse.journaled_policy import JournaledPolicy
 
 
 class AwaitedKeys:

@@ -2,34 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from kvtier.errors import ConfigError
-from kvtier.policy.arc import ARC
+from kvtier.options import AdmissionName
 from kvtier.policy.base import EvictionPolicy, RequestModel, RequestPolicy
 from kvtier.policy.lru import LRU
 from kvtier.policy.reuse.journal import Journal
-from kvtier.policy.reuse.journaled_policy import JournaledPolicy
-from kvtier.policy.reuse.policy import Reuse
 from kvtier.types.keys import OffloadKey
 
-POLICIES: dict[str, type[EvictionPolicy]] = {"arc": ARC, "lru": LRU, "reuse": Reuse}
+if TYPE_CHECKING:
+    from kvtier.policy.admission import Admission
+    from kvtier.policy.reuse.admission import BudgetedAdmission
 
 __all__ = [
-    "ARC",
     "LRU",
     "POLICIES",
     "EvictionPolicy",
     "Journal",
-    "JournaledPolicy",
     "RequestModel",
     "RequestModels",
     "RequestPolicy",
-    "Reuse",
+    "make_admission",
+    "make_budgeted_admission",
     "make_policy",
     "policy_class",
 ]
+
+
+def _arc() -> type[EvictionPolicy]:
+    from kvtier.policy.arc import ARC
+
+    return ARC
+
+
+def _reuse() -> type[EvictionPolicy]:
+    from kvtier.policy.reuse.policy import Reuse
+
+    return Reuse
+
+
+POLICIES: dict[str, Callable[[], type[EvictionPolicy]]] = {"arc": _arc, "lru": lambda: LRU, "reuse": _reuse}
+"""The policies by name. A policy's code is imported when a tier has it."""
 
 ModelT = TypeVar("ModelT", bound=RequestModel)
 
@@ -61,10 +76,11 @@ class RequestModels:
 
 def policy_class(policy: str | type[EvictionPolicy]) -> type[EvictionPolicy]:
     """The class of a policy by its name in `POLICIES`; a class is its own. Raises ConfigError for an unknown name."""
-    kind = POLICIES.get(policy) if isinstance(policy, str) else policy
-    if kind is None:
+    if not isinstance(policy, str):
+        return policy
+    if policy not in POLICIES:
         raise ConfigError(f"unknown policy {policy!r}; use one of {', '.join(sorted(POLICIES))}", "policy")
-    return kind
+    return POLICIES[policy]()
 
 
 def make_policy(
@@ -82,3 +98,33 @@ def make_policy(
     if issubclass(kind, RequestPolicy):
         return kind(num_slots, keys, (models or RequestModels()).of(kind.MODEL))
     return kind(num_slots, keys)
+
+
+def make_admission(name: AdmissionName, models: RequestModels, followed: bool = False) -> Admission | None:
+    """A new admission without a write budget, by the name in a tier's options; None for a tier that takes every block.
+
+    `models` are those of the stack; `predicted` uses the one of `reuse`, whatever the policies of its tiers.
+    `followed`: the tier's policy follows requests.
+    """
+    if name == "always":
+        return None
+    if name == "second_use":
+        from kvtier.policy.admission import SecondUse
+
+        return SecondUse()
+    from kvtier.policy.reuse.admission import Predicted
+
+    return Predicted(models, followed)
+
+
+def make_budgeted_admission(
+    models: RequestModels, bytes_per_day: int, block_bytes: int, rows: int = 0
+) -> BudgetedAdmission:
+    """A new admission `predicted` of a tier that has a limit of bytes written a day, in blocks of `block_bytes`.
+
+    It may decide late about blocks that lie in this many `rows`.
+    """
+    from kvtier.policy.reuse.admission import BudgetedAdmission
+    from kvtier.policy.write_budget import WriteBudget
+
+    return BudgetedAdmission(models, WriteBudget(bytes_per_day, block_bytes), rows)

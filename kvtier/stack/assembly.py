@@ -16,7 +16,7 @@ from kvtier.control.jobs import Arrival, PresenceAnswers, PresenceQuery
 from kvtier.control.plane.control_plane import ControlPlane
 from kvtier.control.settings import StackSettings
 from kvtier.control.tiers.lower_tier import LowerTier, TierSpec
-from kvtier.control.tiers.shared_tier import ASKED_AT_ONCE
+from kvtier.control.tiers.tier_index import ASKED_AT_ONCE
 from kvtier.errors import ConfigError, ResourceError, RootDamagedError, UsageError
 from kvtier.options import (
     MAX_LOWER_TIERS,
@@ -34,9 +34,7 @@ from kvtier.policy import RequestModels
 from kvtier.stack.dispatcher import Dispatcher, JobSpans, TierQueue, bytes_by_rows
 from kvtier.stack.distinct_folders import check_folders
 from kvtier.stack.joining import Joining, LowerTiers
-from kvtier.stack.learned.budget_records import budget_records
 from kvtier.stack.learned.installed_policies import find_policy
-from kvtier.stack.learned.model_files import ModelFiles
 from kvtier.stack.open_stack import OpenStack
 from kvtier.stack.shutdown import close_each
 from kvtier.stack.watching.operator_log import LOGGER
@@ -60,6 +58,8 @@ if TYPE_CHECKING:
     import torch
     from opentelemetry.trace import Tracer
 
+    from kvtier.stack.learned.budget_records import BudgetRecord
+    from kvtier.stack.learned.model_files import ModelFiles
     from kvtier.traces.write import Recorder
 
 logger = logging.getLogger(__name__)
@@ -408,8 +408,14 @@ def model_files(
     folders, own = [folder for lower in lowers for folder in folders_of(lower.options)], parts.state_dir
     if not list(models) or not (own or folders):
         return None
-    seconds = parts.settings.close_timeout_seconds
-    return ModelFiles(Path(own or folders[0]), models, bool(own), budget_records(limited), seconds)
+    from kvtier.stack.learned.model_files import ModelFiles
+
+    budgets: Sequence[BudgetRecord] = ()
+    if any(lower.budgeted is not None for lower in limited):
+        from kvtier.stack.learned.budget_records import budget_records
+
+        budgets = budget_records(limited)
+    return ModelFiles(Path(own or folders[0]), models, bool(own), budgets, parts.settings.close_timeout_seconds)
 
 
 def _worker_notes(parts: StackParts, cpu: LoadStore) -> list[str]:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Protocol
 from kvtier.control.plane.control_plane import ControlPlane
 from kvtier.stack.dispatcher import Dispatcher, TierQueue
 from kvtier.stack.joining import Joining
-from kvtier.stack.learned.model_files import ModelFiles
 from kvtier.tier.contract import FencesCopies, LoadStore
 from kvtier.types.geometry import Geometry
 
 if TYPE_CHECKING:
+    from kvtier.stack.learned.model_files import ModelFiles
     from kvtier.traces.write import Recorder
 
 

@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.control.flow.load_or_compute import answers
@@ -19,12 +19,14 @@ from kvtier.stack.assembly import StackParts
 from kvtier.stack.core import GRACE_SECONDS, BlockGroup, StackCore
 from kvtier.stack.guard import guard_step
 from kvtier.stack.open_stack import OpenStack
-from kvtier.stack.signals import ClosingSignals
 from kvtier.tier.contract import LoadStore, LookupResult, Opened, TierContext
 from kvtier.types.checks import check_info, check_timeout, check_whole
 from kvtier.types.jobs import JobKind, JobResult, TransferJob
 from kvtier.types.keys import JobId, Medium, OffloadKey, RequestId
 from kvtier.types.requests import RequestInfo
+
+if TYPE_CHECKING:
+    from kvtier.stack.signals import ClosingSignals
 
 
 class TierStack(StackCore, LoadStore):
@@ -114,6 +116,8 @@ class TierStack(StackCore, LoadStore):
         """
         self._opened()
         if self._signals is None:
+            from kvtier.stack.signals import ClosingSignals
+
             self._signals = ClosingSignals(self._loop, self.close)
         self._signals.install(numbers)
 

@@ -6,9 +6,8 @@ import pytest
 from support_control import World, cpu_setup, fs_setup, key, shared_setup
 
 from kvtier.options import ADMISSION_BYTES
-from kvtier.policy import RequestModels
+from kvtier.policy import RequestModels, make_admission
 from kvtier.policy.admission import WAYS, SecondUse
-from kvtier.policy.reuse.admission import make_admission
 from kvtier.types.jobs import JobKind, SkipReason
 
 STORE = JobKind.STORE

@@ -9,7 +9,8 @@ import pytest
 from support_following import FollowingLRU
 from support_journal import second_thread
 
-from kvtier.policy import Journal, JournaledPolicy, RequestModels, make_policy
+from kvtier.policy import Journal, RequestModels, make_policy
+from kvtier.policy.reuse.journaled_policy import JournaledPolicy
 from kvtier.types.keys import GroupIndex, OffloadKey, RequestId, make_key
 from kvtier.types.requests import NO_INFO, RequestUse
 

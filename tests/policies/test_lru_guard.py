@@ -9,8 +9,8 @@ import pytest
 from support_adverse_traces import TRACES
 
 from benchmarks.policies import OneTier
-from kvtier.policy import Reuse
 from kvtier.policy.reuse.lru_guard import SAMPLE_MAX, USES_KEPT, LRUGuard
+from kvtier.policy.reuse.policy import Reuse
 from kvtier.policy.reuse.prediction.classes import class_of
 from kvtier.policy.reuse.prediction.model import ReuseModel
 from kvtier.policy.reuse.prediction.segments import NONE, Segments

@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support_counts import machine
 
 from kvtier.errors import ConfigError, IntegrityError
-from kvtier.policy import ARC, LRU, POLICIES, make_policy
+from kvtier.policy import LRU, POLICIES, make_policy
+from kvtier.policy.arc import ARC
 from kvtier.policy.ghosts import GhostLists
 from kvtier.types.keys import OffloadKey, make_key
 

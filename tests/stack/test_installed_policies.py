@@ -14,7 +14,8 @@ from support_following import FollowingLRU, Notes
 
 from kvtier.config import open_engine_stack, parse_stack
 from kvtier.errors import ConfigError
-from kvtier.policy import ARC, POLICIES, RequestPolicy
+from kvtier.policy import POLICIES, RequestPolicy
+from kvtier.policy.arc import ARC
 from kvtier.stack import EngineStack
 from kvtier.stack.learned.installed_policies import Policies, find_policy
 from kvtier.types.geometry import KVLayout

@@ -37,7 +37,7 @@ NAMES = [make_key(n.to_bytes(16, "big"), 0) for n in range(4)]
 
 @pytest.fixture(autouse=True)
 def following(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(POLICIES, "following", FollowingLRU)
+    monkeypatch.setitem(POLICIES, "following", lambda: FollowingLRU)
 
 
 def config(root: Path, kind: str = "fs", state_dir: str = "") -> StackConfig:

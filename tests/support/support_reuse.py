@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvtier.policy import RequestModels, Reuse, make_policy
+from kvtier.policy import RequestModels, make_policy
+from kvtier.policy.reuse.policy import Reuse
 from kvtier.policy.reuse.prediction.model import ReuseModel
 from kvtier.types.keys import GroupIndex, OffloadKey, RequestId, make_key
 from kvtier.types.requests import RequestUse

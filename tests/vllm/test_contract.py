@@ -294,7 +294,7 @@ def test_unknown_keys_of_a_request_are_looked_up_together(root, seed, monkeypatc
 
 
 def test_policies_that_follow_requests_are_given_prompts_and_output_lengths(root, seed, monkeypatch):
-    monkeypatch.setitem(POLICIES, "following", FollowingLRU)
+    monkeypatch.setitem(POLICIES, "following", lambda: FollowingLRU)
     described = stack(root, 50)
     described["tiers"][0]["policy"] = "following"
     rng = random.Random(seed)
@@ -313,7 +313,7 @@ def test_policies_that_follow_requests_are_given_prompts_and_output_lengths(root
 
 @pytest.mark.parametrize("group_ids", [(0,), (1, 4)])
 def test_policies_that_follow_requests_are_given_the_blocks_of_the_output_once(root, seed, monkeypatch, group_ids):
-    monkeypatch.setitem(POLICIES, "following", FollowingLRU)
+    monkeypatch.setitem(POLICIES, "following", lambda: FollowingLRU)
     described = stack(root, 50)
     described["tiers"][0]["policy"] = "following"
     with FakeEngine(offloading_config(described, group_ids=group_ids), seed) as engine:

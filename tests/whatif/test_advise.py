@@ -16,7 +16,7 @@ from support_paths import TRACES
 from kvtier.cli import main
 from kvtier.config.layout import DEFAULT_LAYOUT, read_layout
 from kvtier.errors import ConfigError
-from kvtier.policy import Reuse
+from kvtier.policy.reuse.policy import Reuse
 from kvtier.tools.whatif.advise import GIB, Costs, Prices, Savings, Sizes, block_bytes_of, read_prices
 from kvtier.tools.whatif.miss_ratio import Curve, StackDistances, lru_curve, shadow_rates
 from kvtier.traces.read import read_trace

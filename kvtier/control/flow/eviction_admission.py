@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 from kvtier.control.flow.dirty_rows import DirtyRows
 from kvtier.control.flow.rejected_rows import RejectedRows
 from kvtier.control.state import ControlState
 from kvtier.control.tiers.lower_tier import LowerTier
-from kvtier.policy.reuse.admission import BudgetedAdmission
 from kvtier.types.jobs import SkipReason
 from kvtier.types.keys import OffloadKey
+
+if TYPE_CHECKING:
+    from kvtier.policy.reuse.admission import BudgetedAdmission
 
 
 class EvictionAdmission:

@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING
 
 from kvtier.control.flow.demotions import Demotions
 from kvtier.control.flow.engine_job import EngineJob
@@ -21,7 +22,6 @@ from kvtier.control.flow.stores import StoreRequest
 from kvtier.control.hints.following import Hints
 from kvtier.control.jobs import Decisions, JoiningTiers, PresenceQuery, Recipient
 from kvtier.control.plane.lookups import look_up
-from kvtier.control.request_tracker import RequestTracker
 from kvtier.control.reservations import Reservation, Reservations
 from kvtier.control.row_admission import RowAdmission
 from kvtier.control.settings import StackSettings
@@ -35,6 +35,9 @@ from kvtier.types.hints import HintResult, KVHint
 from kvtier.types.jobs import CANCELLED, LATE, BlockOutcome, DropReason, JobKind, JobResult, TransferJob, dropped
 from kvtier.types.keys import GroupIndex, JobId, OffloadKey, RequestId
 from kvtier.types.requests import RequestInfo
+
+if TYPE_CHECKING:
+    from kvtier.control.request_tracker import RequestTracker
 
 NO_DECISIONS = Decisions()
 STALE_MIN = 64
@@ -171,7 +174,11 @@ class ControlPlane(Recipient):
         settings = settings or StackSettings()
         self.control = ControlState(cpu, lowers)
         followed = settings.curves or list(self.control.models)
-        self.uses = RequestTracker(self.control, chains, settings.curves) if followed else None
+        self.uses: RequestTracker | None = None
+        if followed:
+            from kvtier.control.request_tracker import RequestTracker
+
+            self.uses = RequestTracker(self.control, chains, settings.curves)
         self._demotions = Demotions(self.control, settings.watermark_rows, settings.gather_seconds)
         self._promotions = Promotions(self.control, self._demotions)
         self.choice = LoadOrCompute(self._promotions, settings.block_seconds)

@@ -10,21 +10,22 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from kvtier.control.tiers.aged_tier import AgedTier
 from kvtier.control.tiers.breaker import Breaker, BreakerState
 from kvtier.control.tiers.owned_tier import OwnedTier
-from kvtier.control.tiers.prefix_probe import ProbedTier
-from kvtier.control.tiers.shared_tier import SharedTier
 from kvtier.control.tiers.tier_index import TierIndex
 from kvtier.options import AdmissionName
-from kvtier.policy import EvictionPolicy, RequestModels
-from kvtier.policy.reuse.admission import BudgetedAdmission, make_admission
-from kvtier.policy.write_budget import WriteBudget
+from kvtier.policy import EvictionPolicy, RequestModels, make_admission, make_budgeted_admission
 from kvtier.tier.contract import Opened, SlotSpace
 from kvtier.types.jobs import BlockOutcome, BlockStatus, DropReason, SkipReason
 from kvtier.types.keys import GroupIndex, Medium, OffloadKey
+
+if TYPE_CHECKING:
+    from kvtier.control.tiers.shared_tier import SharedTier
+    from kvtier.policy.admission import Admission
+    from kvtier.policy.reuse.admission import BudgetedAdmission
 
 MAX_HINTS = 1 << 20
 """Keys of a shared tier about which something is believed, at most."""
@@ -288,12 +289,20 @@ class LowerTier:
         self.direct = None if isinstance(self.owned, AgedTier) else self.owned
         self.is_request_aware = self.owned is not None and self.owned.request_policy is not None
         self.queue_step = -1 if self.is_request_aware else 1
-        self.index: TierIndex = self.owned or _shared_tier(spec)
-        daily = spec.write_bytes_per_day
-        budget = None if daily is None else WriteBudget(daily, spec.block_bytes)
-        late_rows = 4 * rows_max if self.on_evict else 0
-        self.admission = make_admission(spec.admit, models or RequestModels(), budget, late_rows, self.is_request_aware)
-        self.budgeted = self.admission if isinstance(self.admission, BudgetedAdmission) else None
+        self.lookup_breaker: Breaker | None = None
+        if self.owned is not None:
+            self.index: TierIndex = self.owned
+        else:
+            shared = _shared_tier(spec)
+            self.index, self.lookup_breaker = shared, shared.lookup_breaker
+        self.admission: Admission | None = None
+        self.budgeted: BudgetedAdmission | None = None
+        models, daily = models or RequestModels(), spec.write_bytes_per_day
+        if spec.admit == "predicted" and daily is not None:
+            late_rows = 4 * rows_max if self.on_evict else 0
+            self.admission = self.budgeted = make_budgeted_admission(models, daily, spec.block_bytes, late_rows)
+        else:
+            self.admission = make_admission(spec.admit, models, self.is_request_aware)
         self.late_admission = self.budgeted if self.on_evict else None
         self.queue: deque[tuple[int, int]] = deque()
         self.send_at = math.inf
@@ -336,8 +345,8 @@ class LowerTier:
     def breakers(self) -> dict[str, Breaker]:
         """The breakers by what they refuse: `load`, `store`, and `lookup` of a shared tier."""
         found = {"load": self.load_breaker, "store": self.store_breaker}
-        if isinstance(self.index, SharedTier) and not self.held_back:
-            found["lookup"] = self.index.lookup_breaker
+        if self.lookup_breaker is not None and not self.held_back:
+            found["lookup"] = self.lookup_breaker
         return found
 
     @property
@@ -408,9 +417,13 @@ def _shared_tier(spec: TierSpec) -> SharedTier:
     """The index of a shared tier."""
     seconds = (spec.hit_hint_seconds, spec.miss_hint_seconds, spec.lookup_timeout_seconds)
     if spec.probed_groups:
+        from kvtier.control.tiers.prefix_probe import ProbedTier
+
         tier = ProbedTier(spec.name, *seconds, MAX_HINTS, spec.probed_groups)
         tier.probed_from = spec.probed_from
         return tier
+    from kvtier.control.tiers.shared_tier import SharedTier
+
     return SharedTier(spec.name, *seconds, MAX_HINTS)
 
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from kvtier.control.tiers.placement import Placement
 from kvtier.control.tiers.retained_slots import RetainedSlots
 from kvtier.control.tiers.reuse_times import ReuseTimes
-from kvtier.control.tiers.size_curve import SizeCurve
 from kvtier.control.tiers.slot_table import FILLING, FREE, QUARANTINED, READY, RETIRED, SlotTable
 from kvtier.control.tiers.tier_index import TierIndex
 from kvtier.errors import IntegrityError
-from kvtier.policy import EvictionPolicy, JournaledPolicy, RequestModels, RequestPolicy, make_policy
+from kvtier.policy import EvictionPolicy, RequestModels, RequestPolicy, make_policy
 from kvtier.tier.block_age import BlockAges
 from kvtier.tier.contract import Recovered, SlotSpace
 from kvtier.types.keys import OffloadKey, key_group
+
+if TYPE_CHECKING:
+    from kvtier.control.tiers.size_curve import SizeCurve
+    from kvtier.policy.reuse.journaled_policy import JournaledPolicy
 
 ERRORS_TO_RETIRE = 2
 
@@ -45,6 +49,8 @@ class OwnedTier(TierIndex):
         self.policy = make_policy(policy, space.num_slot_ids, self.table.keys, models)
         self.request_policy: JournaledPolicy | None = None
         if isinstance(self.policy, RequestPolicy):
+            from kvtier.policy.reuse.journaled_policy import JournaledPolicy
+
             self.policy = self.request_policy = JournaledPolicy(
                 self.policy, models.journal, space.num_slot_ids if self.placement.one_size else 0
             )

@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from itertools import islice
 
 from kvtier.control.tiers.breaker import Breaker
-from kvtier.control.tiers.tier_index import TierIndex
+from kvtier.control.tiers.tier_index import ASKED_AT_ONCE, TierIndex
 from kvtier.tier.contract import LookupResult
 from kvtier.types.checks import check_keys
 from kvtier.types.keys import OffloadKey
-
-ASKED_AT_ONCE = 1024
-"""Keys that one call has looked up, at most: of those behind them it is not known yet."""
 
 
 class SharedTier(TierIndex):

@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from kvtier.tier.contract import LookupResult
 from kvtier.types.keys import OffloadKey
 
+ASKED_AT_ONCE = 1024
+"""Keys that one call has looked up, at most: of those behind them it is not known yet."""
+
 
 class TierIndex:
     """Base of `OwnedTier`, which knows what its tier has, and of `SharedTier`, which keeps hints and has no slots.

@@ -8,9 +8,8 @@ from itertools import takewhile
 
 import numpy as np
 
-from kvtier.options import AdmissionName
 from kvtier.policy import RequestModels
-from kvtier.policy.admission import Admission, SecondUse
+from kvtier.policy.admission import Admission
 from kvtier.policy.reuse.prediction.classes import NUM_BUCKETS, bucket_of
 from kvtier.policy.reuse.prediction.life_tables import SHRINK, FloatArray
 from kvtier.policy.reuse.prediction.model import ReuseModel
@@ -328,17 +327,3 @@ class BudgetedAdmission(Predicted):
             needed, parent = len(lacking), next(iter(lacking), None)
         self._next, self._next_needs = parent if needed else None, needed - 1
         return needed
-
-
-def make_admission(
-    name: AdmissionName, models: RequestModels, budget: WriteBudget | None = None, rows: int = 0, followed: bool = False
-) -> Admission | None:
-    """The admission of a tier by the name in its options; None for a tier that takes every block.
-
-    `models` are those of the stack; `predicted` uses the one of `reuse`, whatever the policies of its tiers, and keeps
-    to the `budget`. It may decide late about blocks that lie in this many `rows`. `followed`: the tier's policy follows
-    requests.
-    """
-    if name != "predicted":
-        return SecondUse() if name == "second_use" else None
-    return Predicted(models, followed) if budget is None else BudgetedAdmission(models, budget, rows)

@@ -36,7 +36,7 @@ class Policies(Installed[type[EvictionPolicy]]):
 def find_policy(name: str, points: Iterable[EntryPoint] | None = None) -> type[EvictionPolicy]:
     """The policy of a name; its code is imported now. `points`: the installed ones. Raises ConfigError."""
     if name in POLICIES:
-        return POLICIES[name]
+        return POLICIES[name]()
     return (Policies.find() if points is None else Policies(points)).get(name)
 
 

@@ -15,12 +15,15 @@ import struct
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.policy import RequestModels
 from kvtier.policy.base import MODEL_BYTES_MAX
-from kvtier.stack.learned.budget_records import BudgetRecord
 from kvtier.tier.checksum import BODY_AT, seal, unseal
+
+if TYPE_CHECKING:
+    from kvtier.stack.learned.budget_records import BudgetRecord
 
 MAGIC = b"KVTIERML"
 VERSION = 1

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvtier.control.hints.following import Hints
 from kvtier.control.state import ControlState
@@ -16,12 +16,14 @@ from kvtier.control.tiers.breaker import Breaker
 from kvtier.control.tiers.histogram import HistogramFigures
 from kvtier.control.tiers.lower_tier import LowerTier, TierCounters
 from kvtier.control.tiers.owned_tier import OwnedTier
-from kvtier.control.tiers.size_curve import SizeCurve
 from kvtier.control.tiers.slot_table import SlotState
 from kvtier.stack.dispatcher import QueuedJob, TierQueue, TransferStats, transfer_stats
 from kvtier.stack.open_stack import OpenStack
 from kvtier.tier.contract import Opened
 from kvtier.types.jobs import JobKind
+
+if TYPE_CHECKING:
+    from kvtier.control.tiers.size_curve import SizeCurve
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ from kvtier.control.jobs import Delivery, DeliveryKind, PresenceAnswers, Presenc
 from kvtier.control.plane.control_plane import ControlPlane
 from kvtier.errors import IntegrityError
 from kvtier.stack import StackSettings, TierStats
-from kvtier.stack.dispatcher import TierQueue
-from kvtier.stack.traffic import QueuedJob
+from kvtier.stack.dispatcher import QueuedJob, TierQueue
 from kvtier.stack.watching.stats import cpu_stats, lower_stats
 from kvtier.tier.contract import LookupResult
 from kvtier.tools.whatif.service import Service
