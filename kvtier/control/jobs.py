@@ -19,17 +19,17 @@ CPU_TIER = 0
 
 
 class JobOwner(ABC):
-    """A job handed to the data plane. Exactly one of: `finish`; or `late`, later followed by `ended`."""
+    """A job handed to the data plane. Exactly one of: `finish`; or `on_late`, later followed by `on_end`."""
 
     @abstractmethod
     def finish(self, result: JobResult, now: float) -> None:
         """The job ended in time."""
 
-    def late(self, now: float) -> None:
+    def on_late(self, now: float) -> None:
         """The job passed its deadline; its I/O goes on and its slots must not be reused."""
         raise AssertionError(f"a {type(self).__name__} has no deadline")
 
-    def ended(self, now: float) -> None:
+    def on_end(self, now: float) -> None:
         """The I/O of a late job has really ended."""
         raise AssertionError(f"a {type(self).__name__} has no deadline")
 
@@ -84,21 +84,21 @@ class JobTable(Generic[OwnerT]):
         owner.finish(result, now)
         return owner
 
-    def late(self, job_id: JobId, now: float) -> OwnerT:
-        """A job passed its deadline; `ended` follows when its I/O has ended. Returns its owner."""
+    def on_late(self, job_id: JobId, now: float) -> OwnerT:
+        """A job passed its deadline; `on_end` follows when its I/O has ended. Returns its owner."""
         owner = self.running.pop(job_id, None)
         if owner is None:
             raise self._unknown(job_id)
         self.late_jobs[job_id] = owner
-        owner.late(now)
+        owner.on_late(now)
         return owner
 
-    def ended(self, job_id: JobId, now: float) -> None:
+    def on_end(self, job_id: JobId, now: float) -> None:
         """The I/O of a late job has ended, however it ended."""
         owner = self.late_jobs.pop(job_id, None)
         if owner is None:
             raise self._unknown(job_id)
-        owner.ended(now)
+        owner.on_end(now)
 
     @staticmethod
     def _unknown(job_id: JobId) -> UsageError:
@@ -180,22 +180,22 @@ class Recipient(ABC):
         elif delivery.result is not None:
             self.finish(delivery.result, now)
         elif delivery.kind is DeliveryKind.LATE:
-            self.late(delivery.job_id, now)
+            self.on_late(delivery.job_id, now)
         elif delivery.kind is DeliveryKind.FAILED:
             raise IntegrityError("the queues of the tiers have failed, and jobs may be lost")
         else:
-            self.ended(delivery.job_id, now)
+            self.on_end(delivery.job_id, now)
 
     @abstractmethod
     def finish(self, result: JobResult, now: float) -> None:
         """A job handed out before ended in time."""
 
     @abstractmethod
-    def late(self, job_id: JobId, now: float) -> None:
-        """A job passed its deadline; `ended` follows when its I/O has ended."""
+    def on_late(self, job_id: JobId, now: float) -> None:
+        """A job passed its deadline; `on_end` follows when its I/O has ended."""
 
     @abstractmethod
-    def ended(self, job_id: JobId, now: float) -> None:
+    def on_end(self, job_id: JobId, now: float) -> None:
         """The I/O of a late job has ended, however it ended."""
 
     def join(self, tiers: JoiningTiers, now: float) -> None:

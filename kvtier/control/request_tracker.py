@@ -73,7 +73,7 @@ class RequestTracker:
         groups = self._by_group(keys)
         if self._curves:
             self._count(groups)
-        self._use(request_id, groups, now, self._passed(now, time), info)
+        self._use(request_id, groups, now, self._time_of(now, time), info)
         if len(self._open) > OPEN_MAX:
             self.end(next(iter(self._open)), None)
 
@@ -82,7 +82,7 @@ class RequestTracker:
         if not self._followed or request_id not in self._open:
             return
         if self._one_group and len(keys) == 1 and self._is_nowhere(keys[0]):
-            self._journal.add(self._extended, request_id, FIRST_GROUP, tuple(keys))
+            self._journal.add(self._extend, request_id, FIRST_GROUP, tuple(keys))
             return
         for group, chain in self._by_group(keys):
             for model in self._control.models:
@@ -96,7 +96,7 @@ class RequestTracker:
                 return False
         return True
 
-    def _extended(self, request_id: RequestId, group: GroupIndex, chain: Sequence[OffloadKey]) -> None:
+    def _extend(self, request_id: RequestId, group: GroupIndex, chain: Sequence[OffloadKey]) -> None:
         """From the journal: with blocks that no tier has, as nearly all are."""
         for model in self._control.models:
             model.extend_request(request_id, group, chain)
@@ -108,7 +108,7 @@ class RequestTracker:
         """Count a use of these keys by an embedder: a request of its own, unless it announces those as they begin."""
         if not self._begun:
             self._touched = True
-            self._use(NO_REQUEST, self._by_group(keys), now, self._passed(now), NO_INFO)
+            self._use(NO_REQUEST, self._by_group(keys), now, self._time_of(now), NO_INFO)
 
     def end(self, request_id: RequestId, output_tokens: int | None) -> None:
         """End a request; nothing happens if it never began."""
@@ -121,7 +121,7 @@ class RequestTracker:
 
     def advance(self, now: float) -> None:
         """Let time pass up to `now` on the stack's clock."""
-        self._advance(self._passed(now))
+        self._advance(self._time_of(now))
 
     def _advance(self, time: float) -> None:
         for model in self._control.models:
@@ -129,7 +129,7 @@ class RequestTracker:
         for _, policy in self._control.request_policies:
             policy.advance(time)
 
-    def _passed(self, now: float, time: float | None = None) -> float:
+    def _time_of(self, now: float, time: float | None = None) -> float:
         if time is None and not self._handed_in:
             time = now
         if time is None:

@@ -63,13 +63,13 @@ class Reservation(RowRequest):
                 self.state.append(KeyState.WANTED)
                 self.open += 1
 
-    def filled(self, index: int, row: int | None, position: int, now: float) -> None:
+    def on_fill(self, index: int, row: int | None, position: int, now: float) -> None:
         if self.ended or self.state[index] is not KeyState.FILLING:
             return
         self.owner.control.filled_ages.append(self.age)
         if row is None:
             if position:
-                self._load_failed(index, position)
+                self._on_load_failure(index, position)
             self.state[index] = KeyState.WANTED
             self.todo.appendleft(index)
         else:

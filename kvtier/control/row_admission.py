@@ -183,7 +183,7 @@ class RowAdmission:
         for age in sorted(set(ages)):
             request = self._requests.get(age)
             if isinstance(request, LoadRequest):
-                request.copy_arrived(now)
+                request.copy_promoted(now)
                 if request.todo:
                     self._loads.add(age)
                 else:
@@ -193,7 +193,7 @@ class RowAdmission:
             elif age in self._stores and self._stores[age].todo:
                 self._stores_waiting.add(age)
 
-    def changed_below(self, keys: Sequence[OffloadKey]) -> None:
+    def on_change_below(self, keys: Sequence[OffloadKey]) -> None:
         """A lower tier has these blocks now, or has them no more."""
         if self.control.awaited.ages:
             self.control.awaited.on_change(keys)
@@ -245,7 +245,7 @@ class RowAdmission:
     def _serve_oldest(self, now: float) -> RowRequest | None:
         for lower in self.control.lowers:
             for _, keys in lower.index.changes:
-                self.changed_below(keys)
+                self.on_change_below(keys)
         age, unserved, wanting = 0, False, False
         while True:
             age = min(self._loads.next(age, now), self._next_reservation(age, unserved, wanting))

@@ -63,7 +63,7 @@ class FillWaiter(ABC):
     """Waits for filling rows."""
 
     @abstractmethod
-    def filled(self, index: int, row: int | None, position: int, now: float) -> None:
+    def on_fill(self, index: int, row: int | None, position: int, now: float) -> None:
         """The fill for the block at `index` ended, once: in this row, or with None if it failed.
 
         `position` is the lower tier that filled it, 0 for a store.
@@ -148,11 +148,11 @@ class ControlState(JobTable[JobOwner]):
         return self.cpu_counters if position == CPU_TIER else self.lowers[position - 1].counters
 
     def wait_for_fill(self, row: int, waiter: FillWaiter, index: int) -> None:
-        """Have `waiter.filled` called when the fill of this row ends."""
+        """Have `waiter.on_fill` called when the fill of this row ends."""
         self.fills.setdefault(row, []).append((waiter, index))
 
-    def fill_ended(self, rows: Sequence[int], success: bool, position: int, now: float) -> None:
+    def end_fill(self, rows: Sequence[int], success: bool, position: int, now: float) -> None:
         """Call all waiters of these rows. Rows that succeeded are READY when this is called."""
         for row in rows:
             for waiter, index in self.fills.pop(row, ()):
-                waiter.filled(index, row if success else None, position, now)
+                waiter.on_fill(index, row if success else None, position, now)

@@ -20,7 +20,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from kvtier.control.jobs import Delivery, DeliveryKind, TierJob
-from kvtier.control.tiers.histogram import Histogram, HistogramFigures, merged
+from kvtier.control.tiers.histogram import Histogram, HistogramFigures, merge
 from kvtier.errors import IntegrityError
 from kvtier.stack.guard import Guarded, guard_step
 from kvtier.tier.contract import AnswersLookups, Clock, LoadStore, LookupResult
@@ -119,7 +119,7 @@ class Traffic:
             self.busy_seconds += now - self.busy_since
         return began
 
-    def late(self, job_id: JobId) -> None:
+    def on_late(self, job_id: JobId) -> None:
         """The deadline of a job in flight has passed, of this kind or another one."""
         self.late_in_flight += job_id in self._begun
 
@@ -136,8 +136,8 @@ class Traffic:
 def transfer_stats(traffic: Sequence[Traffic], waiting: Sequence[QueuedJob], now: float) -> TransferStats:
     """The figures of one kind in the queues of one tier, at least one, in which these jobs wait. From any thread."""
     return TransferStats(
-        merged([each.took.figures() for each in traffic]),
-        merged([each.waited.figures() for each in traffic]),
+        merge([each.took.figures() for each in traffic]),
+        merge([each.waited.figures() for each in traffic]),
         sum(each.in_flight_bytes for each in traffic),
         sum(each.queued_bytes for each in traffic),
         {QUEUED: sum(each.late_queued for each in traffic), IN_FLIGHT: sum(each.late_in_flight for each in traffic)},
@@ -190,7 +190,7 @@ class JobSpans:
         self._error = Status(StatusCode.ERROR)
         self._zero = time.time_ns() - int(clock() * NANOSECONDS)
 
-    def ended(self, tier: str, queued: QueuedJob, began: float, now: float, result: JobResult) -> None:
+    def record(self, tier: str, queued: QueuedJob, began: float, now: float, result: JobResult) -> None:
         """A job that was in flight has ended, in time or late."""
         job = queued.job
         outcomes = Counter(outcome.status.value for group in result.outcomes for outcome in group)
@@ -379,7 +379,7 @@ class Dispatcher(Guarded):
         """Make the span of a job. Whatever the provider of traces raises costs the job nothing."""
         assert self._spans is not None
         try:
-            self._spans.ended(queue.tier.options.label, queued, *times, result)
+            self._spans.record(queue.tier.options.label, queued, *times, result)
         except Exception:
             self._errors += 1
             logger.exception("the span of a job could not be made")
@@ -405,7 +405,7 @@ class Dispatcher(Guarded):
             del queue.deadlines[job_id]
             self._late.add(job_id)
             for traffic in queue.traffic.values():
-                traffic.late(job_id)
+                traffic.on_late(job_id)
             self._report(Delivery(DeliveryKind.LATE, job_id))
         for jobs in (queue.loads, queue.stores):
             self._expire(queue, jobs, now)

@@ -127,7 +127,7 @@ class RequestCalls(Guarded):
         check_number("when a prompt ended", ended, least=begun)
         blocks = tokens / self._parts.namespace.layout.tokens_per_offloaded_block(0)
         if self._settings.measures_prefill and blocks >= 1 and ended > begun:
-            self._opened().plane.choice.computed(blocks, begun, ended)
+            self._opened().plane.choice.on_compute(blocks, begun, ended)
 
     def record_request(
         self, keys: Sequence[OffloadKey], *, input_tokens: int, output_tokens: int, arrived: float | None = None

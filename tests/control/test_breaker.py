@@ -15,21 +15,21 @@ STORE, LOAD = JobKind.STORE, JobKind.LOAD
 def test_a_breaker_opens_half_opens_for_one_probe_and_closes():
     breaker = Breaker(threshold=3, pause_seconds=5.0)
     for _ in range(2):
-        breaker.failed(1.0)
-    breaker.succeeded()
+        breaker.on_failure(1.0)
+    breaker.on_success()
     for _ in range(2):
-        breaker.failed(1.0)
+        breaker.on_failure(1.0)
     assert breaker.allows(1.0), "only failures in a row count"
-    breaker.failed(1.0)
+    breaker.on_failure(1.0)
     assert not breaker.allows(5.9)
     assert breaker.allows(6.0)
-    breaker.sent()
+    breaker.on_send()
     assert not breaker.allows(6.0), "one probe at a time"
-    breaker.failed(7.0)
+    breaker.on_failure(7.0)
     assert not breaker.allows(11.9)
     assert breaker.allows(12.0)
-    breaker.sent()
-    breaker.succeeded()
+    breaker.on_send()
+    breaker.on_success()
     assert breaker.state is BreakerState.CLOSED
     assert breaker.allows(12.0)
     assert breaker.opened == 2
@@ -102,7 +102,7 @@ def test_a_half_open_breaker_lets_one_job_through_however_much_there_is_to_do(ki
     lower = world.plane.control.lowers[0]
     breaker = lower.store_breaker if kind is STORE else lower.load_breaker
     for _ in range(breaker.threshold):
-        breaker.failed(world.now)
+        breaker.on_failure(world.now)
     world.now += breaker.pause_seconds
     if kind is STORE:
         world.store(*range(2000, 2250))

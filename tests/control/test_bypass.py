@@ -104,7 +104,7 @@ def test_a_size_of_slots_with_room_bypasses_nothing() -> None:
     assert owned.request_policy is not None
     assert isinstance(owned.request_policy.policy, FollowingLRU)
     owned.request_policy.policy.unwanted = {key(99, 0), key(99, 1)}
-    assert owned.bypassed([key(99, 0), key(99, 1)]) == [key(99, 0)]
+    assert owned.keys_to_bypass([key(99, 0), key(99, 1)]) == [key(99, 0)]
 
 
 def test_a_prompt_goes_to_a_tier_that_follows_requests_from_its_root_on() -> None:

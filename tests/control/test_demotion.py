@@ -257,7 +257,7 @@ def test_with_the_tier_down_on_evict_rows_go_without_at_once_and_as_many_as_are_
     world = World(cpu_setup(8), [fs_setup(16, write_policy="on_evict")])
     lower = world.plane.control.lowers[0]
     for _ in range(lower.store_breaker.threshold):
-        lower.store_breaker.failed(world.now)
+        lower.store_breaker.on_failure(world.now)
     world.store(*range(8))
     world.run_all()
     job = world.store(8, 9)
@@ -486,7 +486,7 @@ def test_a_tier_that_is_down_does_not_keep_rows_from_the_others():
     world = World(cpu_setup(8), [fs_setup(16), second_fs(16)])
     broken = world.plane.control.lowers[0]
     for _ in range(broken.store_breaker.threshold):
-        broken.store_breaker.failed(world.now)
+        broken.store_breaker.on_failure(world.now)
     world.store(1, 2)
     world.run_tier(0)
     assert not world.under_way(1, STORE)

@@ -142,7 +142,7 @@ def test_a_probe_of_a_full_disk_that_is_late_does_not_end_all_probing():
     disk = Disk(world, 1)
     lower = world.plane.control.lowers[0]
     disk.store(*range(4))
-    lower.room_breaker.failed(world.now)
+    lower.room_breaker.on_failure(world.now)
     world.pass_time(PAUSE_SECONDS)
     world.store(10)
     world.run_tier(0)

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from kvtier.control.tiers.histogram import DURATION_BOUNDS, Histogram, merged
+from kvtier.control.tiers.histogram import DURATION_BOUNDS, Histogram, merge
 from kvtier.control.tiers.reuse_times import AGE_BOUNDS
 
 BOUNDS = (1.0, 2.0, 5.0)
@@ -58,5 +58,5 @@ def test_a_quantile_is_the_bound_of_its_bucket() -> None:
 
 
 def test_histograms_of_one_tier_are_added_up() -> None:
-    both = merged([counted([0.5, 3.0]).figures(), counted([3.0]).figures()])
+    both = merge([counted([0.5, 3.0]).figures(), counted([3.0]).figures()])
     assert (both.counts, both.sum) == ((1, 0, 2, 0), 6.5)

@@ -113,8 +113,8 @@ def test_loads_that_fail_at_once_do_not_make_a_slow_tier_a_fast_one(world: World
 def test_only_the_part_in_the_slow_tier_is_computed() -> None:
     world = world_with(fs_setup(256), shared_setup())
     fast, slow = world.plane.control.lowers
-    fast.speed.ended(8, 0.0, 8 * 0.1 * BLOCK_SECONDS)
-    slow.speed.ended(8, 0.0, 8 * 9 * BLOCK_SECONDS)
+    fast.speed.on_end(8, 0.0, 8 * 0.1 * BLOCK_SECONDS)
+    slow.speed.on_end(8, 0.0, 8 * 9 * BLOCK_SECONDS)
     assert fast.owned is not None
     for number in range(5, 9):
         slot = fast.owned.directory[key(number)]
@@ -135,12 +135,12 @@ def test_the_engines_speed_may_be_that_of_the_prompts_that_it_computed() -> None
     promote(world, 5 * BLOCK_SECONDS, 1, 2, 3, 4)
     choice = world.plane.choice
     assert choice.worth_loading(keys(*range(5, 13)), world.now) == 8
-    choice.computed(8, world.now, world.now + 8 * BLOCK_SECONDS)
+    choice.on_compute(8, world.now, world.now + 8 * BLOCK_SECONDS)
     assert choice.worth_loading(keys(*range(5, 13)), world.now) == 0
     for _ in range(PROMPTS - 1):
-        choice.computed(8, world.now, world.now + 8 * 100 * BLOCK_SECONDS)
+        choice.on_compute(8, world.now, world.now + 8 * 100 * BLOCK_SECONDS)
     assert choice.worth_loading(keys(*range(5, 13)), world.now) == 0, "the fastest of the last prompts counts"
-    choice.computed(8, world.now, world.now + 8 * 100 * BLOCK_SECONDS)
+    choice.on_compute(8, world.now, world.now + 8 * 100 * BLOCK_SECONDS)
     assert choice.worth_loading(keys(*range(5, 13)), world.now) == 8, "the engine is slower than the tier by now"
 
 

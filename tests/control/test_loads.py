@@ -172,8 +172,8 @@ def test_a_young_load_is_not_served_before_an_old_one_that_waits_for_rows():
     (fill,) = world.under_way(0, STORE)
     world.running.pop(fill)
     world.watch.done(fill)
-    world.plane.late(fill, world.now)
-    world.plane.ended(fill, world.now)
+    world.plane.on_late(fill, world.now)
+    world.plane.on_end(fill, world.now)
     newest = world.load(3)
     assert [world.numbers(job) for job in world.under_way(1, LOAD)] == [[1]], "the quarter is one row, and it is old's"
     world.run_all()

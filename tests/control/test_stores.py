@@ -462,6 +462,6 @@ def test_a_finished_job_is_told_once_and_an_unknown_one_refused():
     with pytest.raises(UsageError):
         world.plane.finish(JobResult.uniform(emission.job, STORED), world.now)
     with pytest.raises(UsageError):
-        world.plane.late(copy, world.now)
+        world.plane.on_late(copy, world.now)
     with pytest.raises(UsageError):
-        world.plane.ended(copy, world.now)
+        world.plane.on_end(copy, world.now)

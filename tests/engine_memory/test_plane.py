@@ -155,12 +155,12 @@ class World:
             job = self.disk.late.pop(self.rng.randrange(len(self.disk.late)))
             if self.rng.random() < 0.5:
                 self.disk.move(job)
-            self.plane.ended(job.job_id, self.now)
+            self.plane.on_end(job.job_id, self.now)
         elif self.disk.running:
             job = self.disk.running.pop(self.rng.randrange(len(self.disk.running)))
             luck = self.rng.random()
             if luck < 0.1:
-                self.plane.late(job.job_id, self.now)
+                self.plane.on_late(job.job_id, self.now)
                 self.disk.late.append(job)
             elif luck < 0.15:
                 self.plane.finish(JobResult.uniform(job, CANCELLED), self.now)
@@ -220,7 +220,7 @@ def test_a_late_store_is_not_loadable_and_its_slot_waits_for_the_end_of_its_io()
     world.plane.submit(world.transfer(JobKind.STORE, names, "writer"), 0.0)
     world.take()
     (job,) = world.disk.running
-    world.plane.late(job.job_id, 5.0)
+    world.plane.on_late(job.job_id, 5.0)
     world.take()
     assert world.ended == [0]
     assert {world.plane.lookup(name, "reader", 5.0) for name in names} == {LookupResult.MISS}
@@ -231,7 +231,7 @@ def test_a_late_store_is_not_loadable_and_its_slot_waits_for_the_end_of_its_io()
     taken = {slot for emission in world.plane.take_jobs() for _, slot, _ in world.disk.blocks(emission.job)}
     assert taken.isdisjoint({slot for _, slot, _ in world.disk.blocks(job)})
     assert len(taken) == 21
-    world.plane.ended(job.job_id, 6.0)
+    world.plane.on_end(job.job_id, 6.0)
     world.plane.submit(world.transfer(JobKind.STORE, names, "writer"), 6.0)
     assert len(world.plane.take_jobs()[0].job.groups) == 2
 
@@ -245,7 +245,7 @@ def test_a_key_that_failed_is_a_miss_for_its_request_until_it_is_finished():
     world.plane.begin_request("b")
     assert world.plane.lookup(key(0), "a", 0.0) is LookupResult.HIT
     world.plane.submit(world.transfer(JobKind.LOAD, [key(0)], "a"), 0.0)
-    world.plane.late(world.plane.take_jobs()[0].job.job_id, 5.0)
+    world.plane.on_late(world.plane.take_jobs()[0].job.job_id, 5.0)
     assert world.plane.lookup(key(0), "a", 5.0) is LookupResult.MISS
     assert world.plane.lookup(key(0), "b", 5.0) is LookupResult.HIT
     world.plane.end_request("a")

@@ -207,7 +207,7 @@ def test_breakers_are_shown_apart_with_what_they_went_through() -> None:
     (lower,) = world.plane.control.lowers
     breaker = lower.load_breaker
     for _ in range(breaker.threshold):
-        breaker.failed(world.now)
+        breaker.on_failure(world.now)
     assert not breaker.allows(world.now)
     stats = StackStats({"s3": lower_stats(lower, [], world.now)}, backlog=0)
     found = values(stats)["kvtier_breaker_state"]
@@ -217,7 +217,7 @@ def test_breakers_are_shown_apart_with_what_they_went_through() -> None:
         ("lookup", "closed"): 1,
     }
     assert breaker.allows(world.now + breaker.pause_seconds)
-    breaker.succeeded()
+    breaker.on_success()
     stats = StackStats({"s3": lower_stats(lower, [], world.now)}, backlog=0)
     entered = values(stats)["kvtier_breaker_transitions_total"]
     assert {labels: value for labels, value in entered.items() if value} == {

@@ -215,10 +215,10 @@ def test_a_tier_that_flaps_is_told_within_bounds_and_in_the_end_as_it_is(caplog)
     breaker = lowers[0].load_breaker
     for _ in range(20):
         for _ in range(breaker.threshold):
-            breaker.failed(clock.now)
+            breaker.on_failure(clock.now)
         for _ in range(100):
             watch.look(lowers)
-        breaker.succeeded()
+        breaker.on_success()
         for _ in range(100):
             watch.look(lowers)
     assert events(caplog) == ["tier_open", *["tier_down", "tier_up"] * 2, "tier_down"]

@@ -45,8 +45,8 @@ def test_a_missed_deadline_counts_where_the_job_was() -> None:
     traffic = Traffic()
     first, second = queue(traffic, 1, MIB, 1.0), queue(traffic, 2, MIB, 1.0)
     traffic.begin(first, 1.0)
-    traffic.late(JobId(1))
-    traffic.late(JobId(7))  # of another kind
+    traffic.on_late(JobId(1))
+    traffic.on_late(JobId(7))  # of another kind
     traffic.unqueue(second, late=True)
     figures = transfer_stats([traffic], [], 2.0)
     assert figures.deadlines_missed == {QUEUED: 1, IN_FLIGHT: 1}
@@ -69,7 +69,7 @@ def test_a_job_that_hangs_is_the_oldest_in_flight_until_it_ends() -> None:
         jobs.append(queue(traffic, number, MIB, at - 1.0))
         assert transfer_stats([traffic], [], at).oldest_seconds == (0.0 if number == 1 else 2.0)
         traffic.begin(jobs[-1], at)
-    traffic.late(JobId(1))
+    traffic.on_late(JobId(1))
     assert transfer_stats([other, traffic], [], 50.0).oldest_seconds == 40.0
     traffic.end(jobs[0], 60.0)
     assert transfer_stats([other, traffic], [], 60.0).oldest_seconds == 48.0

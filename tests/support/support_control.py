@@ -275,7 +275,7 @@ class World:
     def make_late(self, job_id: JobId) -> None:
         emission = self.running.pop(job_id)
         self.late[job_id] = emission
-        self.plane.late(job_id, self.now)
+        self.plane.on_late(job_id, self.now)
         self.step()
 
     def end_late(self, job_id: JobId, landed: bool) -> None:
@@ -283,7 +283,7 @@ class World:
         if landed:
             self._move(emission)
         self.watch.done(job_id)
-        self.plane.ended(job_id, self.now)
+        self.plane.on_end(job_id, self.now)
         self.step()
 
     def step(self) -> None:

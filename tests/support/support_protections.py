@@ -90,7 +90,7 @@ def without_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def without_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows of a late load are free at once, although its I/O goes on."""
-    late = promotions.PromotionJob.late
+    late = promotions.PromotionJob.on_late
 
     def free_at_once(self: promotions.PromotionJob, now: float) -> None:
         late(self, now)
@@ -102,8 +102,8 @@ def without_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:
         if self.lower.owned is not None:
             self.lower.owned.unpin(self.slots)
 
-    monkeypatch.setattr(promotions.PromotionJob, "late", free_at_once)
-    monkeypatch.setattr(promotions.PromotionJob, "ended", ended)
+    monkeypatch.setattr(promotions.PromotionJob, "on_late", free_at_once)
+    monkeypatch.setattr(promotions.PromotionJob, "on_end", ended)
 
 
 def without_short_check(monkeypatch: pytest.MonkeyPatch) -> None:

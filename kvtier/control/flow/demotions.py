@@ -77,7 +77,7 @@ class Demotions:
             else:
                 self._offer(lower, rows, source != CPU_TIER, now)
 
-    def used(self, rows: Sequence[int], now: float) -> None:
+    def on_use(self, rows: Sequence[int], now: float) -> None:
         """The blocks of these rows were loaded, or stored once more: tiers that did not admit them decide again.
 
         Call unless `admits_all`. The order of the rows is as in `row_ready`.
@@ -95,7 +95,7 @@ class Demotions:
         if lower.admission is None:
             self._mark(lower, needed)
         elif lower.late_admission is not None:
-            self._eviction_admission.offered(lower, needed, used_again)
+            self._eviction_admission.on_offer(lower, needed, used_again)
         else:
             for row in needed:
                 self._mark(lower, self._rejected.rows_to_write(lower, row, used_again, now))
@@ -120,7 +120,7 @@ class Demotions:
         if not lower.on_evict:
             lower.queue.extend(zip(rows, map(self.control.cpu.table.generation.__getitem__, rows), strict=True))
 
-    def joined(self, now: float) -> None:
+    def on_join(self, now: float) -> None:
         """Lower tiers were taken in: what is in rows already is dirty for them, where they need it.
 
         That are the most recent rows alone, as many as one tier may hold in flight: dirty rows are not free for others.
@@ -155,7 +155,7 @@ class Demotions:
             wanted = True
         return wanted
 
-    def evicted_below(self, lower: LowerTier, keys: Sequence[OffloadKey]) -> None:
+    def on_evict_below(self, lower: LowerTier, keys: Sequence[OffloadKey]) -> None:
         """A tier evicted these keys: rows that have them are dirty again if it is `on_evict`, or offered anew once they
         are used if its policy follows requests. Not while closing: a tier smaller than the rows would never be done."""
         if self.closing or lower.held_back or not (lower.on_evict or lower.is_request_aware):
@@ -336,7 +336,7 @@ class Demotions:
 
     def _emit(self, job: DemotionJob, now: float) -> None:
         lower, rows = job.lower, job.rows
-        lower.store_order.sent(job)
+        lower.store_order.on_send(job)
         self.control.cpu.pin(rows)
         for row in rows:
             self.dirty.sending[row] |= lower.bit
@@ -391,7 +391,7 @@ class DemotionJob(LowerTransfer):
             if i not in again:
                 self.lower.counters.count(outcomes[i])
         self.judge_room(outcomes, full, len(again) < len(full), now)
-        self.lower.store_order.ended(self)
+        self.lower.store_order.on_end(self)
         self.release()
         self._unpin_rows(again)
 
@@ -404,15 +404,15 @@ class DemotionJob(LowerTransfer):
         self.lower.stores_in_flight -= len(self.rows)
         demotions.control.cpu.unpin(self.rows)
 
-    def late(self, now: float) -> None:
-        super().late(now)
+    def on_late(self, now: float) -> None:
+        super().on_late(now)
         self.demotions.late += len(self.rows)
-        self.lower.store_order.ended(self)
+        self.lower.store_order.on_end(self)
         if self.lower.on_evict:
             self.lower.counters.drop(DropReason.TIER_DOWN, len(self.rows))
         self.demotions.dirty.clean(self.rows, self.lower.bit)
 
-    def ended(self, now: float) -> None:
-        super().ended(now)
+    def on_end(self, now: float) -> None:
+        super().on_end(now)
         self.demotions.late -= len(self.rows)
         self._unpin_rows()

@@ -67,7 +67,7 @@ class EngineJob:
     def transfers(self, indices: Sequence[int], rows: list[int]) -> tuple[GPUGroup, ...]:
         """The chosen blocks as transfers between their GPU blocks and rows, grouped; `order_of` gives their order."""
         if indices == self.all and len(self.groups) == 1:
-            return (self._placed(self.groups[0], rows),)
+            return (self._with_rows(self.groups[0], rows),)
         result = []
         for g, members in self._by_group(indices).items():
             group, start = self.groups[g], self.starts[g]
@@ -75,10 +75,10 @@ class EngineJob:
             if chosen != list(range(start, start + len(group.keys))):
                 keys = tuple(self.keys[index] for index in chosen)
                 group = GPUGroup(group.group, keys, self._runs(g).select(np.array(chosen, dtype=np.int64) - start))
-            result.append(self._placed(group, [rows[m] for m in members]))
+            result.append(self._with_rows(group, [rows[m] for m in members]))
         return tuple(result)
 
-    def _placed(self, group: GPUGroup, rows: list[int]) -> GPUGroup:
+    def _with_rows(self, group: GPUGroup, rows: list[int]) -> GPUGroup:
         """The group's blocks with the rows they are copied to or from."""
         places = np.array(rows, np.int64)
         generations = self.control.cpu.table.generations[places]

@@ -29,7 +29,7 @@ class EvictionAdmission:
         self._dirty = dirty
         self._rejected = rejected
 
-    def offered(self, lower: LowerTier, rows: Sequence[int], used_again: bool) -> None:
+    def on_offer(self, lower: LowerTier, rows: Sequence[int], used_again: bool) -> None:
         """Mark rows that were filled or used, and whose blocks the tier lacks."""
         self._dirty.mark(rows, lower.bit)
         if not used_again:

@@ -37,7 +37,7 @@ class LoadOrCompute:
         self._computed: deque[float] = deque(maxlen=PROMPTS)
         self._probed_at: dict[int, float] = {}
 
-    def computed(self, blocks: float, begun: float, ended: float) -> None:
+    def on_compute(self, blocks: float, begun: float, ended: float) -> None:
         """The engine has computed so many blocks of a prompt, between these times."""
         self._computed.append((ended - begun) / blocks)
         self._block_seconds = min(self._computed)
@@ -97,7 +97,7 @@ def answers(results: Sequence[LookupResult], end: int) -> list[LookupResult]:
 class _NoWaiter(FillWaiter):
     """No request waits for the fill."""
 
-    def filled(self, index: int, row: int | None, position: int, now: float) -> None:
+    def on_fill(self, index: int, row: int | None, position: int, now: float) -> None:
         """Nothing: the load is in the tier's speed by then."""
 
 

@@ -66,14 +66,14 @@ class LoadRequest(EngineJob, RowRequest):
             return self.keys
         return [key for key, outcome in zip(self.keys, self.outcomes, strict=True) if outcome is LOADED]
 
-    def filled(self, index: int, row: int | None, position: int, now: float) -> None:
+    def on_fill(self, index: int, row: int | None, position: int, now: float) -> None:
         """A row this load waits for ended its fill."""
         self.filling -= 1
         if self.outcomes[index] is not None:
             return
         self.control.filled_ages.append(self.age)
         if position != CPU_TIER:
-            self._load_failed(index, position)
+            self._on_load_failure(index, position)
         if row is None:
             self.todo.appendleft(index)
             return
@@ -82,7 +82,7 @@ class LoadRequest(EngineJob, RowRequest):
         self.control.cpu.pin((row,))
         self.arrived.append((index, row))
 
-    def copied(self, indices: Sequence[int]) -> None:
+    def on_copy(self, indices: Sequence[int]) -> None:
         """These blocks are loaded. Each is a hit of the highest tier that had it when the request asked for it."""
         cpu, lowers = self.control.cpu_counters, self.control.lowers
         cpu.loaded += len(indices)
@@ -113,7 +113,7 @@ class LoadRequest(EngineJob, RowRequest):
         if self._copy_all(now):
             return True
         self.promote(0, None, now)
-        self.copy_arrived(now)
+        self.copy_promoted(now)
         return False
 
     def advance(self, now: float) -> int:
@@ -122,7 +122,7 @@ class LoadRequest(EngineJob, RowRequest):
         quota = promotions.quota(now)
         while self.todo and self.promote(min(control.cpu.available, window - self.moving), quota, now):
             pass
-        self.copy_arrived(now)
+        self.copy_promoted(now)
         if control.cpu.available or not quota:
             return 0
         return max(0, min(len(self.todo), window - self.moving))
@@ -161,7 +161,7 @@ class LoadRequest(EngineJob, RowRequest):
         self._copy(self.all, found, now)
         return True
 
-    def copy_arrived(self, now: float) -> None:
+    def copy_promoted(self, now: float) -> None:
         """Copy the blocks in pinned rows to the GPU."""
         if self.arrived:
             arrived, self.arrived = self.arrived, []
@@ -169,7 +169,7 @@ class LoadRequest(EngineJob, RowRequest):
 
     def _copy(self, indices: Sequence[int], rows: list[int], now: float) -> None:
         if not self.promotions.demotions.admits_all:
-            self.promotions.demotions.used(rows[::-1], now)
+            self.promotions.demotions.on_use(rows[::-1], now)
         self.in_copy.update(indices)
         groups = self.transfers(indices, rows)
         self.control.emit(CPU_TIER, JobKind.LOAD, groups, None, CopyJob(self, indices, rows, groups))
@@ -203,7 +203,7 @@ class CopyJob(JobOwner):
             if outcome.ok and request.resets != control.resets:
                 request.complete(index, CANCELLED)
             elif outcome.ok:
-                request.copied((index,))
+                request.on_copy((index,))
                 request.complete(index, LOADED)
             elif outcome.status is BlockStatus.CORRUPT:
                 refused.append((m, generation))
@@ -220,6 +220,6 @@ class CopyJob(JobOwner):
 
     def _finish_whole(self) -> None:
         """The usual case in a few batch calls: every block was copied."""
-        self.request.copied(self.indices)
+        self.request.on_copy(self.indices)
         self.request.complete_all(self.indices, LOADED)
         self.request.control.cpu.unpin(self.rows)

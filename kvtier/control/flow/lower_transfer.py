@@ -72,10 +72,10 @@ class LowerTransfer(JobOwner):
         """The tier's job is about to be sent."""
         lower = self.lower
         if self._breaker.state is not BreakerState.CLOSED:
-            self._breaker.sent()
+            self._breaker.on_send()
         if self.kind is JobKind.STORE:
             if lower.room_breaker.state is not BreakerState.CLOSED:
-                lower.room_breaker.sent()
+                lower.room_breaker.on_send()
         else:
             lower.index.pin(self.slots)
         lower.rows_in_flight += len(self.keys)
@@ -154,12 +154,12 @@ class LowerTransfer(JobOwner):
         breaker = self._breaker
         statuses = set(map(STATUS_OF, outcomes))
         if not statuses.isdisjoint((BlockStatus.FAILED, BlockStatus.LATE)):
-            breaker.failed(now)
+            breaker.on_failure(now)
         elif statuses != {BlockStatus.CANCELLED}:
             if breaker.failures or breaker.state is not BreakerState.CLOSED:
-                breaker.succeeded()
+                breaker.on_success()
         elif breaker.state is BreakerState.HALF_OPEN:
-            breaker.failed(now)
+            breaker.on_failure(now)
 
     def judge_room(self, outcomes: Sequence[BlockOutcome], full: Sequence[int], refused: bool, now: float) -> None:
         """Record the end of a store in the breaker of the room on disk, which had none for the blocks in `full`.
@@ -169,12 +169,12 @@ class LowerTransfer(JobOwner):
         breaker = self.lower.room_breaker
         if not full or any(outcome.ok for outcome in outcomes):
             if breaker.failures or breaker.state is not BreakerState.CLOSED:
-                breaker.succeeded()
+                breaker.on_success()
         elif refused:
-            breaker.failed(now)
+            breaker.on_failure(now)
 
-    def late(self, now: float) -> None:
-        """The job is late: a store's slots are quarantined until `ended`.
+    def on_late(self, now: float) -> None:
+        """The job is late: a store's slots are quarantined until `on_end`.
 
         That counts against the tier unless another of its roots is not silent.
         """
@@ -183,14 +183,14 @@ class LowerTransfer(JobOwner):
         lower.rows_late += count
         lower.roots.begin_late(self.root, count)
         if lower.roots.speaks:
-            self._breaker.on_failure()
+            self._breaker.after_failure()
         else:
-            self._breaker.failed(now)
+            self._breaker.on_failure(now)
         if self.kind is JobKind.STORE:
-            lower.room_breaker.succeeded()  # a late store says nothing of room
+            lower.room_breaker.on_success()  # a late store says nothing of room
             lower.index.quarantine(self.slots)
 
-    def ended(self, now: float) -> None:
+    def on_end(self, now: float) -> None:
         """The I/O of a late job has ended: it no longer holds its slots and rows."""
         self.lower.rows_late -= len(self.keys)
         self.lower.roots.end_late(self.root, len(self.keys))

@@ -146,27 +146,27 @@ class PromotionJob(LowerTransfer):
         outcomes = self.outcomes_of(result)
         good = [row for row, outcome in zip(self.rows, outcomes, strict=True) if outcome.ok]
         if good:  # what fails at once says nothing of a load
-            self.lower.speed.ended(len(good), self.sent_at, now)
+            self.lower.speed.on_end(len(good), self.sent_at, now)
         self.release()
         self.finish_load(outcomes, result.bytes_moved, now, self.resets == self.control.resets)
         self.control.cpu.commit(good[::-1])
         state = self.control.cpu.table.state
         ready = [row for row in good if state[row] == READY]
         self.promotions.demotions.row_ready(ready[::-1], self.lower.position, now)
-        self.control.fill_ended(ready, True, self.lower.position, now)
+        self.control.end_fill(ready, True, self.lower.position, now)
         if len(good) < len(outcomes):
             self.control.cpu.abort([row for row, outcome in zip(self.rows, outcomes, strict=True) if not outcome.ok])
         if len(ready) < len(outcomes):
             failed = set(self.rows).difference(ready)
-            self.control.fill_ended([row for row in self.rows if row in failed], False, self.lower.position, now)
+            self.control.end_fill([row for row in self.rows if row in failed], False, self.lower.position, now)
 
-    def late(self, now: float) -> None:
+    def on_late(self, now: float) -> None:
         """Waiting requests go on without these blocks; the entry stays, the rows wait for their I/O."""
-        super().late(now)
-        self.lower.speed.ended(len(self.keys), self.sent_at, now)
+        super().on_late(now)
+        self.lower.speed.on_end(len(self.keys), self.sent_at, now)
         self.control.cpu.quarantine(self.rows)
-        self.control.fill_ended(self.rows, False, self.lower.position, now)
+        self.control.end_fill(self.rows, False, self.lower.position, now)
 
-    def ended(self, now: float) -> None:
-        super().ended(now)
+    def on_end(self, now: float) -> None:
+        super().on_end(now)
         self.control.cpu.unpin(self.rows)

@@ -78,7 +78,7 @@ class RejectedRows:
     def rejected_by_policy(self, tier: OwnedTier, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Keys, of these given leaf first, that the tier would not keep. It keeps what is retained."""
         retained = self._cpu.retained.keys
-        return tier.bypassed([key for key in reversed(keys) if key not in retained])
+        return tier.keys_to_bypass([key for key in reversed(keys) if key not in retained])
 
     def bypass(self, lower: LowerTier, rows: list[int], unwanted: Collection[OffloadKey]) -> list[int]:
         """Make rows that the tier would not keep clean, to be offered again when used. Returns the other rows."""

@@ -47,7 +47,7 @@ class RowRequest(FillWaiter):
     def _miss(self, index: int) -> None:
         """No tier has this key."""
 
-    def _load_failed(self, index: int, position: int) -> None:
+    def _on_load_failure(self, index: int, position: int) -> None:
         """The tier at `position` could not load this key: it is not tried again for it."""
         self.tried[index] = self.tried.get(index, 0) | self.promotions.control.lowers[position - 1].bit
 

@@ -39,14 +39,14 @@ class StoreRequest(EngineJob, FillWaiter):
         if self.open < len(self.all):
             self.todo = deque(i for i in self.todo if self.outcomes[i] is None)
 
-    def filled(self, index: int, row: int | None, position: int, now: float) -> None:
+    def on_fill(self, index: int, row: int | None, position: int, now: float) -> None:
         """Another fill of the same key ended: with success the block is present, else it is still to be stored."""
         if self.outcomes[index] is not None:
             return
         if row is not None:
             self.complete(index, PRESENT)
             if not self.demotions.admits_all:
-                self.demotions.used((row,), now)
+                self.demotions.on_use((row,), now)
         else:
             self.control.filled_ages.append(self.age)
             self.todo.append(index)
@@ -106,14 +106,14 @@ class StoreRequest(EngineJob, FillWaiter):
         found = map(self.control.cpu.ready, keys)
         rows = [row for row in found if row is not None and row not in self._used]
         self._used.update(rows)
-        self.demotions.used(rows, now)
+        self.demotions.on_use(rows, now)
 
     def _bypass(self, now: float) -> None:
         """Drop the blocks that neither the CPU tier nor a tier below would keep if it had them."""
         directory = self.control.cpu.directory
         keys = dict.fromkeys(map(self.keys.__getitem__, self.todo))
         fresh = [key for key in keys if key not in directory]
-        if bypassed := unwanted(self.control, fresh, now):
+        if bypassed := keys_kept_nowhere(self.control, fresh, now):
             for index in self.todo:
                 if self.keys[index] in bypassed:
                     self.complete(index, BYPASSED)
@@ -177,8 +177,8 @@ class FillJob(JobOwner):
         request.demotions.row_ready(ready[::-1], CPU_TIER, now)
         control.cpu.abort([row for m, row in enumerate(self.rows) if not in_order[m].ok])
         if control.fills:
-            control.fill_ended(ready, True, CPU_TIER, now)
-            control.fill_ended([row for row in self.rows if state[row] != READY], False, CPU_TIER, now)
+            control.end_fill(ready, True, CPU_TIER, now)
+            control.end_fill([row for row in self.rows if state[row] != READY], False, CPU_TIER, now)
 
     def _finish_whole(self, now: float) -> None:
         """The usual case in a few batch calls: every block was stored, and no reset came in between."""
@@ -189,9 +189,9 @@ class FillJob(JobOwner):
         request.complete_all(self.indices, STORED)
         request.demotions.row_ready(rows, CPU_TIER, now)
         if control.fills:
-            control.fill_ended(self.rows, True, CPU_TIER, now)
+            control.end_fill(self.rows, True, CPU_TIER, now)
 
-    def late(self, now: float) -> None:
+    def on_late(self, now: float) -> None:
         """The copy goes on, but whatever it reads no longer matters: its rows are unreachable until it ends."""
         request = self.request
         control = request.control
@@ -200,24 +200,24 @@ class FillJob(JobOwner):
         request.in_copy.difference_update(self.indices)
         for index in self.indices:
             request.complete(index, LATE)
-        control.fill_ended(self.rows, False, CPU_TIER, now)
+        control.end_fill(self.rows, False, CPU_TIER, now)
 
-    def ended(self, now: float) -> None:
+    def on_end(self, now: float) -> None:
         self.request.control.cpu.unpin(self.rows)
 
 
-def unwanted(control: ControlState, keys: Sequence[OffloadKey], now: float) -> set[OffloadKey]:
+def keys_kept_nowhere(control: ControlState, keys: Sequence[OffloadKey], now: float) -> set[OffloadKey]:
     """The keys, distinct and in prefix order, that neither the CPU tier, which has none, nor a tier below would keep.
 
     A lower tier that has a block already does not need it, and one without such a policy takes every block.
     """
-    left = control.cpu.bypassed(keys)
+    left = control.cpu.keys_to_bypass(keys)
     if not left:
         return set()
     for lower in control.lowers:
         if left and not lower.held_back:
             needed = [key for key in left if lower.index.needs(key, now)]
-            bypassed = () if lower.owned is None else lower.owned.bypassed(needed)
+            bypassed = () if lower.owned is None else lower.owned.keys_to_bypass(needed)
             taken = set(needed).difference(bypassed)
             left = [key for key in left if key not in taken]
     return set(left)

@@ -65,7 +65,7 @@ class EarlyDemotions:
         self.freed += len(free)
         self.kept += looked - len(free)
 
-    def loaded(self, keys: Sequence[OffloadKey]) -> None:
+    def on_load(self, keys: Sequence[OffloadKey]) -> None:
         """The engine loads these blocks: their rows stay."""
         for key in keys:
             if self._waiting.pop(key, None) is not None:

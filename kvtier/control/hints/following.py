@@ -191,7 +191,9 @@ class Hints:
                 self._demotions.write_back(row, now)
 
     def _demote(self, keys: Sequence[OffloadKey], now: float) -> list[HintRefusal | None]:
-        refusals = [HintRefusal.IN_USE if self.retention.pinned(key) else self.demotions.add(key, now) for key in keys]
+        refusals = [
+            HintRefusal.IN_USE if self.retention.is_pinned(key) else self.demotions.add(key, now) for key in keys
+        ]
         self.demotions.advance(now)
         return refusals
 
@@ -207,16 +209,16 @@ class Hints:
         soon = self._advanced_at + REST_SECONDS if self._waiting else math.inf
         return min(self.retention.expires_at, self.prefetches.next_at(), soon)
 
-    def loaded(self, job: TransferJob) -> None:
+    def on_load(self, job: TransferJob) -> None:
         """The engine loads the blocks of a job."""
         if self.prefetches or self.demotions:
             for group in job.groups:
-                self.prefetches.loaded(group.keys)
-                self.demotions.loaded(group.keys)
+                self.prefetches.on_load(group.keys)
+                self.demotions.on_load(group.keys)
 
-    def held_back(self) -> None:
+    def hold_back(self) -> None:
         """No lower tier is used any more."""
-        self.retention.held_back()
+        self.retention.hold_back()
         self.stop()
 
     def stop(self) -> None:

@@ -41,14 +41,14 @@ class PrefetchRequest(RowRequest):
             self.promote(room, self.promotions.quota(now, room), now)
         return 0
 
-    def filled(self, index: int, row: int | None, position: int, now: float) -> None:
+    def on_fill(self, index: int, row: int | None, position: int, now: float) -> None:
         self.owner.filling -= 1
         if row is not None:
             if position:
-                self.owner.arrived(self.keys[index], now)
+                self.owner.on_arrival(self.keys[index], now)
         else:
             if position:
-                self._load_failed(index, position)
+                self._on_load_failure(index, position)
             self.todo.append(index)
             self.owner.again(self, self.keys[index])
 
@@ -169,19 +169,19 @@ class Prefetches:
         self._requests[request] = None
         self._requests.move_to_end(request, last=False)
 
-    def arrived(self, key: OffloadKey, now: float) -> None:
+    def on_arrival(self, key: OffloadKey, now: float) -> None:
         """A block was promoted."""
         self.brought += 1
         self._fresh.pop(key, None)
         self._fresh[key] = now
 
-    def loaded(self, keys: Sequence[OffloadKey]) -> None:
+    def on_load(self, keys: Sequence[OffloadKey]) -> None:
         """The engine loads these blocks."""
         for key in keys:
             if self._fresh.pop(key, None) is not None:
                 self.used += 1
 
-    def evicted(self, keys: Sequence[OffloadKey]) -> None:
+    def on_evict(self, keys: Sequence[OffloadKey]) -> None:
         """The CPU tier has these blocks no more."""
         for key in keys:
             if self._fresh.pop(key, None) is not None:

@@ -68,7 +68,7 @@ class Retention:
         keys = [each.keys for pinned in (False, True) if (each := self._sets.get((session, pinned))) is not None]
         return list(dict.fromkeys(chain.from_iterable(islice(each, most) for each in keys)))
 
-    def pinned(self, key: OffloadKey) -> bool:
+    def is_pinned(self, key: OffloadKey) -> bool:
         """True if a set pins this block."""
         block = self._blocks.get(key)
         return block is not None and block.pins > 0
@@ -194,7 +194,7 @@ class Retention:
         block.home.unretain((key,))
         block.home = home
 
-    def stored_below(self, tier: OwnedTier, keys: Sequence[OffloadKey]) -> None:
+    def on_store_below(self, tier: OwnedTier, keys: Sequence[OffloadKey]) -> None:
         """A lower tier has these blocks now: those that the CPU tier retains, and does not pin, are retained there."""
         for key in keys:
             block = self._blocks.get(key)
@@ -203,7 +203,7 @@ class Retention:
             if tier.ready(key) is not None and tier.retained.fits(key):
                 self._move(key, block, tier)
 
-    def held_back(self) -> None:
+    def hold_back(self) -> None:
         """No lower tier is used any more: what they retained is retained in the CPU tier if it is there, or lost."""
         cpu, lost = self._control.cpu, dict[OffloadKey, None]()
         for key, block in self._blocks.items():

@@ -45,7 +45,7 @@ STALE_MIN = 64
 
 
 class OpenJobs:
-    """`loads` and `stores` have not ended; `ended` have, and their results were not taken.
+    """`loads` and `stores` have not ended; `on_end` have, and their results were not taken.
 
     `expires_at` is the first deadline of those that have not ended and were not stopped, infinite without one.
     """
@@ -234,7 +234,7 @@ class ControlPlane(Recipient):
             self._tick(now)
         if job.kind is JobKind.LOAD:
             if self.hints.said:
-                self.hints.loaded(job)
+                self.hints.on_load(job)
             load = LoadRequest(self._promotions, job, now, next(self._ages))
             self._open.add(load)
             reservation = None if request_id is None else self.reservations.by_request.get(request_id)
@@ -292,19 +292,19 @@ class ControlPlane(Recipient):
         if type(owner) is CopyJob and owner.request.todo:
             self._admission.add(owner.request)  # a row was corrupt: the load wants another one
 
-    def late(self, job_id: JobId, now: float) -> None:
-        """A job passed its deadline; `ended` follows when its I/O has ended."""
-        self.control.late(job_id, now)
+    def on_late(self, job_id: JobId, now: float) -> None:
+        """A job passed its deadline; `on_end` follows when its I/O has ended."""
+        self.control.on_late(job_id, now)
 
-    def ended(self, job_id: JobId, now: float) -> None:
+    def on_end(self, job_id: JobId, now: float) -> None:
         """The I/O of a late job has ended, however it ended."""
-        self.control.ended(job_id, now)
+        self.control.on_end(job_id, now)
 
     def answer(self, query: PresenceQuery, results: Sequence[LookupResult], now: float) -> None:
         """A shared tier's answer to a query. What was asked before a reset says nothing any more."""
         if query.epoch == self.control.epoch:
             self.control.lowers[query.position - 1].index.answer(query.keys, results, now)
-            self._admission.changed_below(query.keys)
+            self._admission.on_change_below(query.keys)
 
     def join(self, tiers: JoiningTiers, now: float) -> None:
         """Take in the lower tiers, which were held back: what they hold is found, and stores go to them.
@@ -314,7 +314,7 @@ class ControlPlane(Recipient):
         """
         if self.control.joining and tiers.resets == self.control.resets and not self._demotions.closing:
             self.control.join(list(tiers.lowers), tiers.epoch)
-            self._demotions.joined(now)
+            self._demotions.on_join(now)
             self._collect_changes()
 
     def hold_back(self, now: float) -> None:
@@ -324,7 +324,7 @@ class ControlPlane(Recipient):
         """
         self._demotions.drop_queued(DropReason.HELD_BACK)
         self.control.hold_back()
-        self.hints.held_back()
+        self.hints.hold_back()
         self.pump(now)
 
     # -- time ----------------------------------------------------------------------------------------------------
@@ -476,16 +476,16 @@ class ControlPlane(Recipient):
                         control.awaited.on_change(keys)
                     self.events.record(lower.spec, keys, removed)
                     if removed:
-                        self._demotions.evicted_below(lower, keys)
-                        lower.evicted(keys)
+                        self._demotions.on_evict_below(lower, keys)
+                        lower.on_evict(keys)
                     elif self.hints.said and self.hints.retention and lower.owned is not None:
-                        self.hints.retention.stored_below(lower.owned, keys)
+                        self.hints.retention.on_store_below(lower.owned, keys)
         if control.cpu.changes:
             changes, control.cpu.changes = control.cpu.changes, []
             for removed, keys in changes:
                 self.events.record(control.cpu_spec, keys, removed)
                 if removed and self.hints.said:
-                    self.hints.prefetches.evicted(keys)
+                    self.hints.prefetches.on_evict(keys)
 
     # -- figures -------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ class Breaker:
     """Opens after `threshold` failed jobs in a row; after `pause_seconds` lets one job through to probe.
 
     `failures` are those in a row. While it is closed without any, a job that is sent or succeeds changes nothing.
-    `on_failure` is called after each failure, also one that does not count: what shows the tier's health looks again.
+    `after_failure` is called after each failure, also one that does not count, for what shows the tier's health.
     """
 
     def __init__(self, threshold: int = 5, pause_seconds: float = 5.0) -> None:
@@ -32,7 +32,7 @@ class Breaker:
         self.failures = 0
         self._retry_at = 0.0
         self._probing = False
-        self.on_failure: Callable[[], None] = _ignore
+        self.after_failure: Callable[[], None] = _ignore
 
     @property
     def opened(self) -> int:
@@ -51,11 +51,11 @@ class Breaker:
             self._probing = False
         return self.state is BreakerState.CLOSED or (self.state is BreakerState.HALF_OPEN and not self._probing)
 
-    def sent(self) -> None:
+    def on_send(self) -> None:
         """A job was sent; in the half-open state it is the probe."""
         self._probing = self.state is BreakerState.HALF_OPEN
 
-    def succeeded(self) -> None:
+    def on_success(self) -> None:
         """A job did what it should: close."""
         if self.state is BreakerState.HELD_BACK:
             return
@@ -64,7 +64,7 @@ class Breaker:
         if self.state is not BreakerState.CLOSED:
             self._enter(BreakerState.CLOSED)
 
-    def failed(self, now: float) -> None:
+    def on_failure(self, now: float) -> None:
         """A job erred or was late."""
         if self.state is BreakerState.HELD_BACK:
             return
@@ -72,7 +72,7 @@ class Breaker:
         if self.state is BreakerState.HALF_OPEN or self.failures >= self.threshold:
             self.trip(now)
         else:
-            self.on_failure()
+            self.after_failure()
 
     def trip(self, now: float) -> None:
         """The tier is known not to answer: open, however few jobs have failed."""
@@ -81,7 +81,7 @@ class Breaker:
         self._enter(BreakerState.OPEN)
         self._retry_at = now + self.pause_seconds
         self._probing = False
-        self.on_failure()
+        self.after_failure()
 
     def hold_back(self) -> None:
         """No job may be sent any more, whatever becomes of those in flight."""

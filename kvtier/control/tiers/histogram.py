@@ -78,7 +78,7 @@ class Histogram:
         return HistogramFigures(self._bounds, tuple(self._counts), tuple(self._sums))
 
 
-def merged(figures: Sequence[HistogramFigures]) -> HistogramFigures:
+def merge(figures: Sequence[HistogramFigures]) -> HistogramFigures:
     """The figures of histograms with the same bounds, at least one, together."""
     counts = tuple(map(sum, zip(*(each.counts for each in figures), strict=True)))
     sums = tuple(map(sum, zip(*(each.sums for each in figures), strict=True)))

@@ -144,7 +144,7 @@ class LoadSpeed:
         self._ended_at = 0.0
         self._last = math.inf
 
-    def ended(self, blocks: int, sent_at: float, now: float) -> None:
+    def on_end(self, blocks: int, sent_at: float, now: float) -> None:
         """A load of this number of blocks was sent and has ended, or is late."""
         each = max(0.0, now - max(sent_at, self._ended_at)) / blocks
         self._seconds = self._seconds * SPEED_WEIGHT + min(each, self._last) * blocks
@@ -170,12 +170,12 @@ class StoreOrder:
         self._owned = owned
         self._line: deque[SentStore] = deque()
 
-    def sent(self, job: SentStore) -> None:
+    def on_send(self, job: SentStore) -> None:
         self._line.append(job)
         if len(self._line) > ORDER_JOBS:
             self._line.popleft()
 
-    def ended(self, job: SentStore) -> None:
+    def on_end(self, job: SentStore) -> None:
         """The job is over. Jobs that were sent after it and ended before it hold what is more recent all the same."""
         line, owned = self._line, self._owned
         if owned is not None and job in line:
@@ -321,7 +321,7 @@ class LowerTier:
         self.load_breaker.hold_back()
         self.store_breaker.hold_back()
 
-    def evicted(self, keys: Sequence[OffloadKey]) -> None:
+    def on_evict(self, keys: Sequence[OffloadKey]) -> None:
         """The tier evicted these blocks."""
         if self.admission is not None:
             self.admission.on_evict(keys)

@@ -120,7 +120,7 @@ class OwnedTier(TierIndex):
         """True if so many blocks at once are placed whatever they are worth."""
         return self.request_policy is None or count < self.request_policy.bypass_min_blocks
 
-    def bypassed(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+    def keys_to_bypass(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """The keys, given in prefix order, that are worth less than what they would evict.
 
         None of the keys may be in the directory. Empty where the policy does not follow requests, for few blocks, and
@@ -129,12 +129,12 @@ class OwnedTier(TierIndex):
         if self.skips_bypass(len(keys)) or self.placement.has_unformatted:
             return []
         if self.placement.one_size:
-            return self._bypassed_of_size(0, keys)
+            return self._bypass_of_size(0, keys)
         sizes = {self._size_of(key): None for key in keys}
         of_size = ((size, [key for key in keys if self._size_of(key) == size]) for size in sizes)
-        return [key for size, some in of_size for key in self._bypassed_of_size(size, some)]
+        return [key for size, some in of_size for key in self._bypass_of_size(size, some)]
 
-    def _bypassed_of_size(self, size: int, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+    def _bypass_of_size(self, size: int, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         evictions = len(keys) - self.placement.free_count[size]
         if evictions <= 0 or self.request_policy is None:
             return []
@@ -163,7 +163,7 @@ class OwnedTier(TierIndex):
         self.table.begin_fill(slots, keys)
         self.directory.update(zip(keys, slots, strict=True))
         if not self.placement.one_size:
-            self.placement.used(slots)
+            self.placement.on_use(slots)
         self._note_peak()
         return slots
 
@@ -252,7 +252,7 @@ class OwnedTier(TierIndex):
         self.table.counts[FILLING] -= len(slots)
         self.table.counts[READY] += len(slots)
         if not self.placement.one_size:
-            self.placement.used(slots)
+            self.placement.on_use(slots)
         if recovered and self.request_policy is not None:
             self.request_policy.recover(slots)
         else:
@@ -293,7 +293,7 @@ class OwnedTier(TierIndex):
         self.uses.use(slots)
         self.policy.touch(self.retained.others(slots) if self.retained.slots else slots)
         if not self.placement.one_size:
-            self.placement.used(slots)
+            self.placement.on_use(slots)
 
     def reorder(self, slots: Sequence[int]) -> None:
         """These ready slots are the most recent, the last one most of all, as if they had become ready just now."""
@@ -338,7 +338,7 @@ class OwnedTier(TierIndex):
 
     def remove(self, slots: Sequence[int]) -> None:
         """Drop ready entries that are wanted no more."""
-        self.policy.remove(self.retained.lost(slots))
+        self.policy.remove(self.retained.on_loss(slots))
         for slot in slots:
             self._unlink_ready(slot)
 

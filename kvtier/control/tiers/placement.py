@@ -42,7 +42,7 @@ class FullDisks:
     def is_full(self, root: int) -> bool:
         return self.until[root] > -math.inf
 
-    def found(self, region: int, root: int, now: float) -> None:
+    def on_full(self, region: int, root: int, now: float) -> None:
         """The disk of a root had no room just now for slots of a region."""
         self.regions[region] = root
         self.until[root] = now + PAUSE_SECONDS
@@ -308,7 +308,7 @@ class Placement:
             self._free[size][self.root_of_region[region]].append(slot)
             self.free_count[size] += 1
 
-    def used(self, slots: Sequence[int]) -> None:
+    def on_use(self, slots: Sequence[int]) -> None:
         """These slots were filled or touched; keeps the recency of regions, which only tiers of several sizes need."""
         self.tick += 1
         for slot in slots:
@@ -331,7 +331,7 @@ class Placement:
         """These slots' disks had no room for them: keep their regions' free slots apart, for a while."""
         for region in dict.fromkeys(slot // self.per_region for slot in slots):
             root, size = self.root_of_region[region], self.region_size[region]
-            self.full.found(region, root, now)
+            self.full.on_full(region, root, now)
             stack = self._free[size][root]
             apart = array("q", [slot for slot in stack if slot // self.per_region == region])
             self.full.slots[size][root].extend(apart)

@@ -68,7 +68,7 @@ class RetainedSlots:
         """The ready slots among these that the policy orders."""
         return [slot for slot in slots if slot not in self.slots] if self.slots else slots
 
-    def lost(self, slots: Sequence[int]) -> Sequence[int]:
+    def on_loss(self, slots: Sequence[int]) -> Sequence[int]:
         """The blocks of these ready slots are gone. Returns the slots that the policy orders."""
         kept = [slot for slot in slots if slot in self.slots] if self.slots else ()
         if not kept:

@@ -48,7 +48,7 @@ class SharedTier(TierIndex):
             del self._hints[key]
         deadline = self._asked.get(key)
         if deadline is not None and deadline <= now:
-            self._answered(key)
+            self._end_query(key)
             self.learn(key, False, now)
             return False
         return None if self.lookup_breaker.allows(now) else False
@@ -83,26 +83,26 @@ class SharedTier(TierIndex):
             return
         if key not in self._asked:
             if len(self._asked) >= self.max_hints:
-                self._answered(next(iter(self._asked)))
+                self._end_query(next(iter(self._asked)))
             self._asked[key] = now + self.lookup_timeout_seconds
         self._open[key] = None
         self.queries.append(key)
 
-    def _answered(self, key: OffloadKey) -> None:
+    def _end_query(self, key: OffloadKey) -> None:
         self._asked.pop(key, None)
         self._open.pop(key, None)
 
     def answer(self, keys: Sequence[OffloadKey], results: Sequence[LookupResult], now: float) -> None:
         """The backend's answers; RETRY leaves the key unknown, to be asked for again."""
         if all(result is LookupResult.RETRY for result in results):
-            self.lookup_breaker.failed(now)
+            self.lookup_breaker.on_failure(now)
         else:
-            self.lookup_breaker.succeeded()
+            self.lookup_breaker.on_success()
         for key, result in zip(keys, results, strict=True):
             if result is LookupResult.RETRY:
                 self._open.pop(key, None)
             else:
-                self._answered(key)
+                self._end_query(key)
                 self.learn(key, result is not LookupResult.MISS, now)
 
     def learn(self, key: OffloadKey, present: bool, now: float) -> None:

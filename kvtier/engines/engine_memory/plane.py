@@ -329,13 +329,13 @@ class EngineMemoryPlane(Recipient):
             self._silent[part.kind] = 0
         self._conclude(part.transfer, now)
 
-    def late(self, job_id: JobId, now: float) -> None:
-        """A job passed its deadline; `ended` follows when its I/O has ended. The engine's memory is left alone."""
-        self._conclude(self._jobs.late(job_id, now).transfer, now)
+    def on_late(self, job_id: JobId, now: float) -> None:
+        """A job passed its deadline; `on_end` follows when its I/O has ended. The engine's memory is left alone."""
+        self._conclude(self._jobs.on_late(job_id, now).transfer, now)
 
-    def ended(self, job_id: JobId, now: float) -> None:
+    def on_end(self, job_id: JobId, now: float) -> None:
         """The I/O of a late job has ended, however it ended."""
-        self._jobs.ended(job_id, now)
+        self._jobs.on_end(job_id, now)
         del self._permits[job_id]
 
     def answer(self, query: PresenceQuery, results: Sequence[LookupResult], now: float) -> None:

@@ -18,7 +18,7 @@ from kvtier.types.keys import OffloadKey
 class EngineTransfer:
     """A job of the engine: block i is `keys[i]` at the place `places[i]` of its memory, in prefix order, root first.
 
-    `ended`: nothing touches the engine's memory for it any more. `answered`: some of it has come back from the tier in
+    `on_end`: nothing touches the engine's memory for it any more. `answered`: some of it has come back from the tier in
     time. `parts` are those in flight; `slots[i]` is the slot of block i in an owned tier.
     """
 
@@ -118,8 +118,8 @@ class TransferPart(LowerTransfer):
         tried_again = lower.owned is None or self._disk_was_full or lower.room_breaker.state is not BreakerState.CLOSED
         self.judge_room(outcomes, full, tried_again, now)
 
-    def late(self, now: float) -> None:
+    def on_late(self, now: float) -> None:
         """The tier's job passed its deadline: its blocks are late; its slots are kept until its I/O has ended."""
         self.permit.shut()
-        super().late(now)
+        super().on_late(now)
         self.transfer.part_ended(self, [LATE] * len(self.keys))

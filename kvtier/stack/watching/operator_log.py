@@ -128,7 +128,7 @@ class TierWatch:
         self.due = False
         for lower in lowers:
             for breaker in lower.breakers.values():
-                breaker.on_failure = self._failure
+                breaker.after_failure = self._failure
             state = lower.health
             self._look(lower, state, reason)
             if not (state is self._written.get(lower.name) is BreakerState.CLOSED):
