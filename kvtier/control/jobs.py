@@ -106,9 +106,10 @@ class JobTable(Generic[OwnerT]):
 
 
 class DeliveryKind(StrEnum):
-    """FINISHED: the result counts. LATE: the deadline passed, I/O goes on. ENDED: the I/O of a late job has ended.
+    """Kinds of deliveries. FINISHED: the result counts. LATE: the deadline passed, I/O goes on.
 
-    FAILED: an exception left the data plane half-way through a step, and deliveries may be missing.
+    ENDED: the I/O of a late job has ended. FAILED: an exception left the data plane half-way through a step, and
+    deliveries may be missing.
     """
 
     FINISHED = "finished"

@@ -217,9 +217,6 @@ async def open_tier(tier: LoadStore, context: TierContext, settings: StackSettin
         for note in opened.notes:
             logger.warning("tier %s: %s", context.name, note)
         return replace(opened, open_seconds=context.clock() - began)
-    except MemoryError:  # it may come after all that the tier's own opening undoes
-        await close_each([tier], settings.tier_close_seconds)
-        raise
     except OSError as error:  # such as a system without a thread or a descriptor to give
         raise ResourceError(f"tier {context.name} could not be opened: {error}") from error
 

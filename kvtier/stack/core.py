@@ -1,4 +1,4 @@
-"""What the two faces of a stack share: the life of one open stack, and every call that only its memory answers.
+"""Base of the two faces of a stack: the life of one open stack, and every call that only its memory answers.
 
 `TierStack` is the face of asyncio programs, `EngineStack` that of synchronous engines. Each drives the control plane
 from one thread and the tiers in one event loop; for a `TierStack` both are the caller's own.
@@ -198,7 +198,7 @@ class StackCore(RequestCalls):
         return reservation
 
     def reservation(self, request_id: RequestId) -> Reservation | None:
-        """What a request reserved and got so far, in O(1)."""
+        """The reservation of a request: what it got so far, in O(1)."""
         check_text("a request's id", request_id)
         return self._opened().plane.reservation(request_id)
 
@@ -233,7 +233,7 @@ class StackCore(RequestCalls):
 
     @guard_step
     def take_events(self) -> list[OffloadingEvent]:
-        """What became reachable or ceased to be since the last call, in order."""
+        """Take the blocks that became reachable or ceased to be since the last call, in order."""
         return self._opened().plane.take_events()
 
     @guard_step

@@ -148,7 +148,7 @@ def transfer_stats(traffic: Sequence[Traffic], waiting: Sequence[QueuedJob], now
 
 @dataclass(slots=True)
 class TierQueue:
-    """One tier's waiting jobs, each kind in the order of its deadlines, and what is in flight.
+    """Queues of one tier: its waiting jobs, each kind in the order of its deadlines, and what is in flight.
 
     `running` are the jobs in flight, late ones included; `deadlines` are those of the jobs that are not late yet.
     `alarm_at` is when the dispatcher next looks for passed deadlines, at the latest.
@@ -442,7 +442,7 @@ class Dispatcher(Guarded):
 
 
 def bytes_by_rows(row_bytes: int) -> Callable[[TransferJob], int]:
-    """What a job takes where each of its blocks has a row."""
+    """Make the measure of jobs in which each block takes a row."""
     return lambda job: sum(map(len, map(KEYS_OF, job.groups))) * row_bytes
 
 
@@ -453,7 +453,7 @@ def _look_for_deadlines(dispatcher: weakref.ref[Dispatcher], queue: TierQueue) -
 
 
 def _discard(batch: list[Delivery]) -> None:
-    """What a closed stack does with deliveries."""
+    """Take deliveries of a closed stack, and do nothing."""
 
 
 async def store_absent(tier: LoadStore, job: TransferJob) -> JobResult:

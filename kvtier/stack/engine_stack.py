@@ -315,7 +315,7 @@ class EngineStack(StackCore):
 
     @guard_step
     def _next_deadline(self, now: float) -> float:
-        """When `step` has work by time alone."""
+        """The time at which `step` has work by time alone."""
         due = self._assembled.plane.next_deadline(now) if self._assembled is not None else None
         return self._overdue_at if due is None else min(due, self._overdue_at)
 

@@ -81,9 +81,9 @@ class LowerTiers:
         stated = [spec.opened for spec in found.values()]
         known = [opened.epoch for opened in stated if not opened.is_new_epoch] or [opened.epoch for opened in stated]
         new_epoch = max(known, default=None)
-        for tier in self.tiers:
-            if tier not in found:
-                found[tier] = await self.open_one(tier, namespace, new_epoch)
+        for lower in self.tiers:
+            if lower not in found:
+                found[lower] = await self.open_one(lower, namespace, new_epoch)
         specs = [found[tier] for tier in self.tiers]
         highest = max((spec.opened.epoch for tier, spec in found.items() if tier not in shared), default=0)
         return await self._state_one(specs, highest if new_epoch is None else choose_epoch(known, highest))

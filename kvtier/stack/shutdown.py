@@ -23,7 +23,7 @@ TRIES = 2
 
 @dataclass(frozen=True, slots=True)
 class CloseReport:
-    """What closing cost: dirty blocks that did not reach a lower tier, and jobs that had not ended."""
+    """Losses of a closing: dirty blocks that did not reach a lower tier, and jobs that had not ended."""
 
     dropped_blocks: int
     unfinished_jobs: int
@@ -57,7 +57,7 @@ async def close_each(tiers: Iterable[LoadStore], timeout_seconds: float) -> None
 
 @dataclass(frozen=True, slots=True)
 class Abandoned:
-    """What lower tiers had not stored when draining ended: given up, or in flight and perhaps stored yet."""
+    """Blocks that lower tiers had not stored when draining ended: given up, or in flight and perhaps stored yet."""
 
     given_up: int
     in_flight: int
@@ -96,7 +96,7 @@ async def end_tiers(assembled: OpenStack, timeout_seconds: float) -> None:
 
 
 def report(assembled: OpenStack, abandoned: Abandoned) -> CloseReport:
-    """What closing cost, once the control plane has recorded all that ended. Nothing is delivered from here on."""
+    """Report the losses of a closing, once the control plane has recorded all that ended; nothing is delivered then."""
     assembled.dispatcher.detach()
     stored = _stored(assembled) - abandoned.stored_before
     return CloseReport(abandoned.given_up + abandoned.in_flight - stored, assembled.dispatcher.running)

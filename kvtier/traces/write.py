@@ -218,7 +218,7 @@ class Recorder:
         self._epoch = time.monotonic()
         try:
             self._thread.start()
-        except (RuntimeError, MemoryError) as error:  # the system has none to give
+        except RuntimeError as error:  # the system has none to give
             self._fail(error)
 
     @property

@@ -1,4 +1,4 @@
-"""Retained blocks: in sets with a deadline, each block in one tier, within that tier's quota.
+"""Blocks that are retained: in sets with a deadline, each block in one tier, within that tier's quota.
 
 A block is retained where it is: in a lower tier that has it, else in the CPU tier, and moves to a lower tier once that
 has it too. A pinned block is retained in the CPU tier. It counts in the quota of its tier from the moment it is

@@ -45,7 +45,7 @@ STALE_MIN = 64
 
 
 class OpenJobs:
-    """`loads` and `stores` have not ended; `on_end` have, and their results were not taken.
+    """`loads` and `stores` have not ended; `ended` have, and their results were not taken.
 
     `expires_at` is the first deadline of those that have not ended and were not stopped, infinite without one.
     """
@@ -477,7 +477,7 @@ class ControlPlane(Recipient):
                     self.events.record(lower.spec, keys, removed)
                     if removed:
                         self._demotions.on_evict_below(lower, keys)
-                        lower.on_evict(keys)
+                        lower.on_eviction(keys)
                     elif self.hints.said and self.hints.retention and lower.owned is not None:
                         self.hints.retention.on_store_below(lower.owned, keys)
         if control.cpu.changes:

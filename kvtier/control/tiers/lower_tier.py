@@ -321,7 +321,7 @@ class LowerTier:
         self.load_breaker.hold_back()
         self.store_breaker.hold_back()
 
-    def on_evict(self, keys: Sequence[OffloadKey]) -> None:
+    def on_eviction(self, keys: Sequence[OffloadKey]) -> None:
         """The tier evicted these blocks."""
         if self.admission is not None:
             self.admission.on_evict(keys)

@@ -18,7 +18,7 @@ from kvtier.types.keys import OffloadKey
 class EngineTransfer:
     """A job of the engine: block i is `keys[i]` at the place `places[i]` of its memory, in prefix order, root first.
 
-    `on_end`: nothing touches the engine's memory for it any more. `answered`: some of it has come back from the tier in
+    `ended`: nothing touches the engine's memory for it any more. `answered`: some of it has come back from the tier in
     time. `parts` are those in flight; `slots[i]` is the slot of block i in an owned tier.
     """
 

@@ -1,4 +1,4 @@
-"""What an operator must know of a stack, a line each: `event=tier_down tier=fs breakers="load open, store closed"`.
+"""Log lines for the operator of a stack, one a change: `event=tier_down tier=fs breakers="load open, store closed"`.
 
 A line is an event and `name=value` pairs. A value with other characters than those of words and paths is quoted as in
 JSON, so it never breaks a line. No line has a key, a request or a tenant in it. `docs/operations.md` lists them.

@@ -57,7 +57,7 @@ class EngineCopies(LoadStore):
         return await self._wait(job, LOADED)
 
     async def close(self) -> None:
-        """What has not ended has failed. Idempotent."""
+        """Fail what has not ended. Idempotent."""
         self._closed = True
         self._end(tuple(self._ends), errno.ECANCELED)
 

@@ -101,7 +101,7 @@ class Call(Message):
 
 
 class Answer(Message):
-    """What became of a call: for each group the runs of equal outcomes, or why the worker refused the job."""
+    """End of a call: for each group the runs of equal outcomes, or why the worker refused the job."""
 
     sequence: int
     outcomes: list[list[tuple[PositiveInt, BlockOutcome]]] = []

@@ -150,7 +150,7 @@ class Device:
         if job.job_id in self._begun:
             self._begun.remove(job.job_id)
             self.waits.late += 1
-            self.queue.traffic[job.kind].late(job.job_id)
+            self.queue.traffic[job.kind].on_late(job.job_id)
             self.deliver(Delivery(DeliveryKind.LATE, job.job_id))
         elif (queued := self._waiting.pop(job.job_id, None)) is not None:
             self.queue.waiting(job.kind).remove(queued)
