@@ -249,7 +249,7 @@ class PolicyReplay:
         if self._uses is None:
             tier.touch([slot for slot in reversed(slots) if slot is not None])
         else:
-            left_out = set(tier.bypassed(absent))
+            left_out = set(tier.keys_to_bypass(absent))
             absent = [key for key in absent if key not in left_out]
         room = self._num_blocks - (len(slots) - slots.count(None))
         tier.commit(tier.reserve(absent[:room])[::-1])
