@@ -35,7 +35,7 @@ from kvtier.tools import top
 STEERS = "\x1b]0;pwned\x07\x1b[2J\x9b31m\u202e\r\n\x00"
 VALUES: list[Any] = [float("nan"), float("inf"), float("-inf"), -1, -0.5, 1e308, 5e-324, 10**400, 1 << 70, True]
 OTHERS: list[Any] = [None, "", STEERS, [], {}, [[]], {STEERS: STEERS}, [float("nan")] * 3, {"load": -1}]
-ENDS_SECONDS = 20.0
+ENDS_SECONDS = 60.0
 
 
 @pytest.fixture(scope="module")

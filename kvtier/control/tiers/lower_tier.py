@@ -276,16 +276,7 @@ class LowerTier:
         self.rows_in_flight = 0
         self.rows_late = 0
         self.roots = Roots(spec.opened.space if spec.by_root else None, rows_max)
-        self.owned: OwnedTier | None = None
-        if spec.opened.space is not None:
-            ages = spec.opened.ages
-            tier_class = OwnedTier if ages is None or ages.max_age_seconds is None else AgedTier
-            self.owned = tier_class(spec.name, spec.opened.space, spec.policy, models, ages)
-            self.owned.retained.max_bytes = spec.retained_bytes_max
-            self.owned.restore(spec.opened.recovered)
-            if spec.opened.epoch < epoch:
-                self.owned.reset()
-                self.owned.take_changes()  # they were never published
+        self.owned = _owned_tier(spec, epoch, models)
         self.direct = None if isinstance(self.owned, AgedTier) else self.owned
         self.is_request_aware = self.owned is not None and self.owned.request_policy is not None
         self.queue_step = -1 if self.is_request_aware else 1
@@ -411,6 +402,20 @@ class LowerTier:
             return DropReason.DISK_FULL
         one_size = self.owned is None or self.owned.placement.one_size
         return DropReason.NO_SLOT if one_size else DropReason.NO_REGION
+
+
+def _owned_tier(spec: TierSpec, epoch: int, models: RequestModels | None) -> OwnedTier | None:
+    if spec.opened.space is None:
+        return None
+    ages = spec.opened.ages
+    tier_class = OwnedTier if ages is None or ages.max_age_seconds is None else AgedTier
+    owned = tier_class(spec.name, spec.opened.space, spec.policy, models, ages)
+    owned.retained.max_bytes = spec.retained_bytes_max
+    owned.restore(spec.opened.recovered)
+    if spec.opened.epoch < epoch:
+        owned.reset()
+        owned.take_changes()  # they were never published
+    return owned
 
 
 def _shared_tier(spec: TierSpec) -> SharedTier:
