@@ -38,7 +38,7 @@ def unpruned(monkeypatch) -> None:
 
     async def leave(*arguments: object) -> None: ...
 
-    monkeypatch.setattr("kvtier_fs.shared.tier.presence.prune", leave)
+    monkeypatch.setattr("kvtier_fs.shared.root.SharedRoot.prune", leave)
 
 
 def opened(path: Path, clock: Callable[[], float], **changes: object):
