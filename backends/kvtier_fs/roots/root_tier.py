@@ -87,15 +87,15 @@ class RootTier(LoadStore):
         return self._run_guarded(job, JobKind.LOAD)
 
     async def _run_guarded(self, job: TransferJob, kind: JobKind) -> JobResult:
-        """The result of a job, which has failed where an exception such as MemoryError ended it."""
+        """The result of a job, which has failed where an exception ended it."""
         try:
             return await self._run(job, kind)
         except UsageError:
             raise
-        except Exception as error:
+        except Exception:
             _log.exception("a job could not be moved")
             self.counters["defect"] += 1
-            return JobResult.uniform(job, failed(errno.ENOMEM if isinstance(error, MemoryError) else errno.EIO))
+            return JobResult.uniform(job, failed(errno.EIO))
 
     async def close(self) -> None:
         """Let I/O end within `close_timeout_seconds`, then release everything. Idempotent.
