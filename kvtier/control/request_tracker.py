@@ -15,6 +15,7 @@ from itertools import filterfalse, repeat
 
 from kvtier.control.state import ControlState
 from kvtier.control.tiers.owned_tier import OwnedTier
+from kvtier.control.tiers.size_curve import SizeCurve
 from kvtier.control.tiers.slot_table import FILLING, READY
 from kvtier.errors import UsageError
 from kvtier.types.keys import GroupIndex, OffloadKey, RequestId, key_group
@@ -147,8 +148,6 @@ class RequestTracker:
         keys = [key for _, chain in groups for key in chain]
         for tier in self._control.owned_tiers:
             if tier.curve is None:
-                from kvtier.control.tiers.size_curve import SizeCurve
-
                 tier.curve = SizeCurve(tier.space)
             tier.curve.use(keys)
 
