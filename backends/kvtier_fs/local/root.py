@@ -105,10 +105,6 @@ class Root:
     def take_plan(self, plan: RegionPlan, slot_map: SlotMap) -> None:
         """Lay the root out."""
         self.plan, self.slot_map = plan, slot_map
-        self.forget_regions()
-
-    def forget_regions(self) -> None:
-        """Nothing is known of the regions and of what they hold."""
         self.slot_map.clear()
         self.regions = [RegionState() for _ in range(self.plan.regions)]
         self.unready.clear()

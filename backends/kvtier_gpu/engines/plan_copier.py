@@ -126,41 +126,6 @@ class CopyLane:
         return [distinct(places // sides.rows.row_bytes) for places in refused]
 
 
-class GatherCopier:
-    """Issues the copies of gathered pages. `staging` is flat uint8 on the device, `region` the lane's as a tensor.
-
-    The pages of one call must fit in `staging`. Everything is issued to one stream, so the next call can use the
-    staging again without a wait in between.
-    """
-
-    def __init__(self, lane: CopyLane, region: torch.Tensor, staging: torch.Tensor) -> None:
-        self._lane = lane
-        self._region = region
-        self._staging = staging
-
-    def copy(self, pages: GroupPages) -> None:
-        """Issue the copies of some pages of a group. Raises what the device refuses."""
-        group = self._lane.sides.groups[pages.table.group]
-        ids = torch.from_numpy(np.ascontiguousarray(pages.gpu_blocks))
-        if self._lane.direction is Direction.TO_ROWS:
-            self._lane.enqueue(partial(gather, group, ids, self._staging))
-            self._cross(pages)
-        else:
-            self._cross(pages)
-            self._lane.enqueue(partial(scatter, group, ids, self._staging))
-
-    def _cross(self, pages: GroupPages) -> None:
-        """Issue the copies between staging and the region; pages that follow each other in a row are one piece."""
-        lane, page_bytes, starts = self._lane, pages.table.page_bytes, pages.row_offsets
-        staged = np.arange(len(starts), dtype=np.int64) * page_bytes
-        pieces = merge(
-            Extents(staged, starts, np.full(len(starts), page_bytes, dtype=np.int64)), lane.sides.rows.row_bytes
-        )
-        addresses = replace(pieces, gpu=pieces.gpu + self._staging.data_ptr())
-        if lane.sides.batch is None or lane.call(addresses):
-            lane.enqueue(partial(move_each, self._staging, self._region, pieces, lane.direction))
-
-
 def gather(group: GroupTensors, ids: torch.Tensor, staging: torch.Tensor) -> None:
     """Bring pages into staging, one after another."""
     on_device = ids.to(staging.device, non_blocking=True)
@@ -209,7 +174,8 @@ URGENT_STAGING_BYTES = 4 << 20
 
 
 class PlanCopier:
-    """Issues copies to one lane. `paths[g]` is the path of group g; those that gather share about so much staging.
+    """Issues copies to one lane. `paths[g]` is the path of group g; those that gather share about so much staging, flat
+    uint8 on the device. Everything is issued to one stream, so the staging is used again without a wait in between.
 
     What the driver's call refuses is copied once more, an operation of torch for each piece: a driver that refuses
     costs time and no blocks.
@@ -222,7 +188,7 @@ class PlanCopier:
         gathered = [lane.sides.groups[group] for group, path in enumerate(paths) if path is CopyPath.GATHER]
         pages = [group.table.page_bytes for group in gathered]
         self._staging_bytes = -(-max(staging_bytes, *pages) // 8) * 8 if pages else 0
-        self._gather = GatherCopier(lane, self._region, lane.sides.device.empty(self._staging_bytes))
+        self._staging = lane.sides.device.empty(self._staging_bytes)
 
     @property
     def driver_error(self) -> int:
@@ -259,9 +225,30 @@ class PlanCopier:
 
     def _issue_pages(self, pages: GroupPages) -> None:
         if self._paths[pages.table.group] is CopyPath.GATHER:
-            self._gather.copy(pages)
+            self._issue_gathered(pages)
         else:
             self._issue_single(pages)
+
+    def _issue_gathered(self, pages: GroupPages) -> None:
+        """Issue the copies of some pages of a group, which fit in the staging. Raises what the device refuses."""
+        group = self._lane.sides.groups[pages.table.group]
+        ids = torch.from_numpy(np.ascontiguousarray(pages.gpu_blocks))
+        if self._lane.direction is Direction.TO_ROWS:
+            self._lane.enqueue(partial(gather, group, ids, self._staging))
+            self._cross(pages)
+        else:
+            self._cross(pages)
+            self._lane.enqueue(partial(scatter, group, ids, self._staging))
+
+    def _cross(self, pages: GroupPages) -> None:
+        """Issue the copies between staging and the region; pages that follow each other in a row are one piece."""
+        lane, page_bytes, starts = self._lane, pages.table.page_bytes, pages.row_offsets
+        staged = np.arange(len(starts), dtype=np.int64) * page_bytes
+        lengths = np.full(len(starts), page_bytes, dtype=np.int64)
+        pieces = merge(Extents(staged, starts, lengths), lane.sides.rows.row_bytes)
+        addresses = replace(pieces, gpu=pieces.gpu + self._staging.data_ptr())
+        if lane.sides.batch is None or lane.call(addresses):
+            lane.enqueue(partial(move_each, self._staging, self._region, pieces, lane.direction))
 
     def _issue_single(self, pages: GroupPages) -> None:
         lane = self._lane
