@@ -139,9 +139,9 @@ def check_rights(store: Store, options: ObjectOptions) -> None:
     wrong. A store without room passes: it may have some later."""
     name = _own_name(options)
     tried = (
-        _try_rule(options, "write", lambda: library().put(store, name, b"", use_multipart=False)),
-        _try_rule(options, "read", lambda: next(iter(library().get(store, name).stream(1)), None)),
-        _try_rule(options, "remove", lambda: library().delete(store, [name])),
+        _try_request(options, "write", lambda: library().put(store, name, b"", use_multipart=False)),
+        _try_request(options, "read", lambda: next(iter(library().get(store, name).stream(1)), None)),
+        _try_request(options, "remove", lambda: library().delete(store, [name])),
     )
     for problem in tried:
         if problem is not None:
@@ -154,7 +154,7 @@ def _own_name(options: ObjectOptions) -> str:
     return f"{options.prefix}/b/probe.{secrets.token_hex(8)}"
 
 
-def _try_rule(options: ObjectOptions, what: str, request: Callable[[], object]) -> ConfigError | None:
+def _try_request(options: ObjectOptions, what: str, request: Callable[[], object]) -> ConfigError | None:
     """The error of a request that fails."""
     try:
         request()
