@@ -77,11 +77,6 @@ class Finding(NamedTuple):
     repaired: bool = False
 
 
-def leftover(state: BlockState, where: str) -> Finding:
-    """The finding for a block that can no longer be loaded."""
-    return Finding(FindingKind(state.value), state.value, where)
-
-
 def read_manifest(text: str | bytes) -> tuple[str | None, str | None]:
     """Model and tag of a namespace's manifest, which is for people: None for what is no manifest, never an error."""
     try:
