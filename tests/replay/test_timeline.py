@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from dataclasses import replace
 from typing import Any
@@ -22,7 +23,7 @@ from kvtier.tools.replay.timeline import (
     StackSnapshot,
     Timeline,
 )
-from kvtier.tools.whatif.virtual_time import VirtualTime
+from kvtier.tools.whatif.virtual_time import VirtualLoop
 
 
 class Run:
@@ -154,22 +155,27 @@ def test_a_run_without_a_look_has_one_interval() -> None:
 
 
 def test_watching_ends_when_all_is_served_and_written() -> None:
-    time, moments = VirtualTime(), [StackSnapshot({"fs": TierStats()}, 0)]
-    timeline = Timeline(lambda: time.now, "virtual")
-    timeline.begin(lambda: moments[0])
-    time.spawn(timeline.watch(time.sleep))
-    moments[0] = StackSnapshot({}, 3)
-    time.call_at(5.0, timeline.all_served)
-    time.call_at(9.0, lambda: moments.__setitem__(0, StackSnapshot({}, 0)))
-    time.run()
-    assert 9.0 <= time.now <= 9.0 + timeline.interval
+    async def watch() -> None:
+        loop, moments = asyncio.get_running_loop(), [StackSnapshot({}, 3)]
+        timeline = Timeline(loop.time, "virtual")
+        timeline.begin(lambda: moments[0])
+        loop.call_at(5.0, timeline.all_served)
+        loop.call_at(9.0, moments.__setitem__, 0, StackSnapshot({}, 0))
+        await timeline.watch()
+        assert 9.0 <= loop.time() <= 9.0 + timeline.interval
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(watch())
 
 
 def test_watching_ends_when_nothing_more_is_written() -> None:
-    time = VirtualTime()
-    timeline = Timeline(lambda: time.now, "virtual")
-    timeline.begin(lambda: StackSnapshot({}, 3))
-    time.spawn(timeline.watch(time.sleep))
-    time.call_at(5.0, timeline.all_served)
-    time.run()
-    assert DRAIN_SECONDS <= time.now - 5.0 <= DRAIN_SECONDS + 2 * timeline.interval
+    async def watch() -> None:
+        loop = asyncio.get_running_loop()
+        timeline = Timeline(loop.time, "virtual")
+        timeline.begin(lambda: StackSnapshot({}, 3))
+        loop.call_at(5.0, timeline.all_served)
+        await timeline.watch()
+        assert DRAIN_SECONDS <= loop.time() - 5.0 <= DRAIN_SECONDS + 2 * timeline.interval
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(watch())

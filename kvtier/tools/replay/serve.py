@@ -12,7 +12,7 @@ under way when it looks up, stores or ends, so what a policy may evict does not 
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Protocol
@@ -56,13 +56,6 @@ class ServedStack(Protocol):
     def end_request(self, request_id: RequestId, *, output_tokens: int | None) -> None: ...
     def touch(self, keys: Sequence[OffloadKey]) -> None: ...
     async def drain(self, timeout_seconds: float, backlog: int) -> bool: ...
-
-
-class Condition(AbstractAsyncContextManager[None], Protocol):
-    """Calls of an `asyncio.Condition` that the loop needs; another scheduler may replace it."""
-
-    async def wait(self) -> object: ...
-    def notify_all(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +131,7 @@ class ActiveRequest:
 class ReplayLoop:
     """Serves requests over one engine's blocks and one stack. Counts are in `counts`.
 
-    `prefill` computes what is missing of a prompt. With a `freed` of its own `serve` needs no event loop of asyncio.
+    `prefill` computes what is missing of a prompt.
     """
 
     def __init__(
@@ -146,7 +139,6 @@ class ReplayLoop:
         engine: EngineBlocks,
         stack: ServedStack,
         options: ServeOptions | None = None,
-        freed: Condition | None = None,
         prefill: Prefill | None = None,
     ) -> None:
         self.counts = Counts()
@@ -159,7 +151,7 @@ class ReplayLoop:
         self._block_tokens = engine.layout.groups[0].block_size
         self._factor = engine.layout.block_size_factor
         self._chain = KeyChain()
-        self._freed = freed or asyncio.Condition()
+        self._freed = asyncio.Condition()
         self._prefill = prefill
         self._begun = 0
         self._stored: set[OffloadKey] = set()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,15 +18,7 @@ from typing import Any
 from kvtier.planner import GroupLoad
 from kvtier.stack import TierStats
 from kvtier.tools.replay.engine import EngineBlocks
-from kvtier.tools.replay.serve import (
-    DRAIN_SECONDS,
-    ActiveRequest,
-    Condition,
-    Prefill,
-    ReplayLoop,
-    ServedStack,
-    ServeOptions,
-)
+from kvtier.tools.replay.serve import DRAIN_SECONDS, ActiveRequest, Prefill, ReplayLoop, ServedStack, ServeOptions
 from kvtier.traces.requests import Request
 from kvtier.types.jobs import BlockOutcome, BlockStatus, SkipReason
 
@@ -170,12 +162,12 @@ class Timeline:
         self._read = read
         self._started = self._clock()
 
-    async def watch(self, sleep: Callable[[float], Awaitable[object]]) -> None:
+    async def watch(self) -> None:
         """Look again and again until all requests are served and nothing is on its way to lower tiers, or nothing of it
         has moved for DRAIN_SECONDS."""
         backlog, changed = 0, 0.0
         while not self._all_served or (backlog and self.now < changed + DRAIN_SECONDS):
-            await sleep(self.interval / LOOKS)
+            await asyncio.sleep(self.interval / LOOKS)
             left = self.look()
             if left != backlog or not self._all_served:
                 backlog, changed = left, self.now
@@ -372,11 +364,10 @@ class WatchedLoop(ReplayLoop):
         engine: EngineBlocks,
         stack: ServedStack,
         options: ServeOptions,
-        freed: Condition | None = None,
         prefill: Prefill | None = None,
         arrived: Callable[[Request], float] | None = None,
     ) -> None:
-        super().__init__(engine, stack, options, freed, prefill)
+        super().__init__(engine, stack, options, prefill)
         self._timeline = timeline
         self._arrived = arrived
         self._paths: dict[Request, RequestPath] = {}
@@ -422,12 +413,12 @@ class WatchedLoop(ReplayLoop):
 
 @asynccontextmanager
 async def watching(timeline: Timeline | None, figures: Callable[[], StackSnapshot]) -> AsyncIterator[None]:
-    """The timeline looks at the figures in real time until the end of the block; nothing without one."""
+    """The timeline looks at the figures until the end of the block; nothing without one."""
     if timeline is None:
         yield
         return
     timeline.begin(figures)
-    task = asyncio.create_task(timeline.watch(asyncio.sleep))
+    task = asyncio.create_task(timeline.watch())
     try:
         yield
     finally:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,11 +24,11 @@ from kvtier.tools.replay.engine import EngineBlocks
 from kvtier.tools.replay.run import all_tiers, gpu_pool_blocks, serve_options
 from kvtier.tools.replay.serve import DRAIN_SECONDS, Counts, ReplayLoop
 from kvtier.tools.replay.setup import ReplayOptions, make_layout, make_source
-from kvtier.tools.replay.timeline import REQUESTS_MAX, SAMPLES_MAX, StackSnapshot, Timeline, WatchedLoop
+from kvtier.tools.replay.timeline import REQUESTS_MAX, SAMPLES_MAX, StackSnapshot, Timeline, WatchedLoop, watching
 from kvtier.tools.whatif.service import PREFILL_TOKENS_PER_SECOND, Calibration, Service, read_calibration
 from kvtier.tools.whatif.stack import Device, SharedStore, VirtualStack, Waits
 from kvtier.tools.whatif.variants import Changes, apply
-from kvtier.tools.whatif.virtual_time import VirtualCondition, VirtualTime
+from kvtier.tools.whatif.virtual_time import VirtualLoop
 from kvtier.traces.requests import Request
 from kvtier.types.geometry import Geometry, stack_alignment
 from kvtier.types.keys import CPU, GPU
@@ -50,19 +50,17 @@ class FirstTokens:
 class EngineTime:
     """Runs requests through a loop: one after another, or as they came. `prefill` is for that loop."""
 
-    def __init__(self, time: VirtualTime, tokens_per_second: float) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, tokens_per_second: float) -> None:
         self.first_tokens = FirstTokens()
-        self._time = time
+        self._loop = loop
         self._rate = tokens_per_second
         self._free_at = 0.0
         self._free_at_computing_all = 0.0
         self._arrived: dict[Request, float] = {}
-        self._waiting: deque[Request] = deque()
-        self._came = VirtualCondition(time)
-        self._all_came = False
+        self._waiting: asyncio.Queue[Request | None] = asyncio.Queue()
 
     def _arrive(self, request: Request) -> None:
-        now = self._arrived[request] = self._time.now
+        now = self._arrived[request] = self._loop.time()
         begins = max(now, self._free_at_computing_all)
         self._free_at_computing_all = begins + request.prompt_tokens / self._rate
         self.first_tokens.computing.append(self._free_at_computing_all - now)
@@ -73,39 +71,39 @@ class EngineTime:
 
     async def prefill(self, request: Request, tokens: int) -> None:
         """Compute these tokens of a prompt, after the prompts before it."""
-        self._free_at = max(self._time.now, self._free_at) + tokens / self._rate
-        await self._time.sleep(self._free_at - self._time.now)
-        self.first_tokens.seconds.append(self._time.now - self._arrived.pop(request))
+        self._free_at = max(self._loop.time(), self._free_at) + tokens / self._rate
+        await self._until(self._free_at)
+        self.first_tokens.seconds.append(self._loop.time() - self._arrived.pop(request))
+
+    async def _until(self, at: float) -> None:
+        if (seconds := at - self._loop.time()) > 0:
+            await asyncio.sleep(seconds)
 
     async def one_by_one(self, loop: ReplayLoop, requests: Iterator[Request], progress: Callable[[], None]) -> None:
         """Each request comes when the one before has ended."""
         for request in requests:
-            self._free_at_computing_all = self._time.now
+            self._free_at_computing_all = self._loop.time()
             self._arrive(request)
             await loop.serve(request)
             progress()
 
-    async def as_they_came(self, requests: Iterator[Request]) -> None:
-        """Requests come at the times of the trace, made not to go back, and wait for a `worker`."""
+    async def as_they_came(self, requests: Iterator[Request], workers: int) -> None:
+        """Requests come at the times of the trace, made not to go back, and wait for one of the `workers`."""
         first: float | None = None
         for request in requests:
             if request.arrived is None:
                 raise ConfigError("the trace says no times", "--arrivals")
             first = request.arrived if first is None else first
-            await self._time.sleep(request.arrived - first - self._time.now)
+            await self._until(request.arrived - first)
             self._arrive(request)
-            self._waiting.append(request)
-            self._came.notify_all()
-        self._all_came = True
-        self._came.notify_all()
+            self._waiting.put_nowait(request)
+        for _ in range(workers):
+            self._waiting.put_nowait(None)
 
     async def worker(self, loop: ReplayLoop, progress: Callable[[], None]) -> None:
         """Serve one request at a time until no more will come."""
-        while self._waiting or not self._all_came:
-            if not self._waiting:
-                await self._came.wait()
-                continue
-            await loop.serve(self._waiting.popleft())
+        while (request := await self._waiting.get()) is not None:
+            await loop.serve(request)
             progress()
 
 
@@ -205,16 +203,19 @@ class Simulation:
         samples and requests all variants share as many as two have."""
         share = max(1, len(self.variants) // 2)
         for changes, (config, geometry) in self.variants:
-            yield self._run(changes, (config, geometry), progress, share if watched else 0)
+            with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+                found = runner.run(self._run(changes, (config, geometry), progress, share if watched else 0))
+            yield found
 
-    def _run(
+    async def _run(
         self, changes: Changes, planned: tuple[StackConfig, Geometry], progress: Callable[[], None], share: int
     ) -> Simulated:
         """Run a variant. With a `share` it is watched, with one part in that many of a timeline's samples."""
-        started, virtual, (config, geometry) = time.perf_counter(), VirtualTime(), planned
+        started, virtual, (config, geometry) = time.perf_counter(), asyncio.get_running_loop(), planned
+        assert isinstance(virtual, VirtualLoop)
         timeline = None
         if share:
-            timeline = Timeline(lambda: virtual.now, "virtual", SAMPLES_MAX // share, REQUESTS_MAX // share)
+            timeline = Timeline(virtual.time, "virtual", SAMPLES_MAX // share, REQUESTS_MAX // share)
         stack = make_stack(config, geometry, self.calibration, virtual)
         contents = [_NoContent() for _ in self.layout.groups]
         blocks = EngineBlocks(self.layout, self._gpu_blocks, contents, StoreMode(self.options.replay.store_mode))
@@ -222,25 +223,24 @@ class Simulation:
         served = serve_options(config, self.options.replay, geometry)
         if self.options.arrivals == "trace":
             served = replace(served, backlog=NO_FLOW_CONTROL)
-        parts = (blocks, stack, served, VirtualCondition(virtual), engine.prefill)
+        parts = (blocks, stack, served, engine.prefill)
         loop = WatchedLoop(timeline, *parts, engine.arrived) if timeline else ReplayLoop(*parts)
 
         def figures() -> StackSnapshot:
             return StackSnapshot(all_tiers(served.gpu_name, stack.stats(), blocks, loop.counts), stack.plane.backlog)
 
-        if timeline is not None:
-            timeline.begin(figures)
-            virtual.spawn(timeline.watch(virtual.sleep))
         ended = 0.0
 
         def step() -> None:
             nonlocal ended
-            ended = virtual.now
+            ended = virtual.time()
             if timeline is not None and loop.counts.requests == self.source.num_requests:
                 timeline.all_served()
             progress()
 
-        self._serve(virtual, engine, loop, stack, step)
+        async with watching(timeline, figures):
+            await self._serve(engine, loop, stack, step)
+            await virtual.idle()
         if timeline is not None:
             timeline.end(figures(), ended)
         names = [index.name for index in stack.plane.control.indexes]
@@ -257,26 +257,20 @@ class Simulation:
             timeline,
         )
 
-    def _serve(
-        self, virtual: VirtualTime, engine: EngineTime, loop: ReplayLoop, stack: VirtualStack, step: Callable[[], None]
-    ) -> None:
-        """Serve the whole trace, in virtual time."""
-
-        async def one_by_one() -> None:
-            await engine.one_by_one(loop, self.source.requests(), step)
-            await stack.drain(DRAIN_SECONDS)
-
+    async def _serve(self, engine: EngineTime, loop: ReplayLoop, stack: VirtualStack, step: Callable[[], None]) -> None:
+        """Serve the whole trace."""
+        requests, workers = self.source.requests(), self.options.replay.concurrency
         if self.options.arrivals == "serial":
-            virtual.spawn(one_by_one())
+            await engine.one_by_one(loop, requests, step)
+            await stack.drain(DRAIN_SECONDS)
         else:
-            virtual.spawn(engine.as_they_came(self.source.requests()))
-            for _ in range(self.options.replay.concurrency):
-                virtual.spawn(engine.worker(loop, step))
-        virtual.run()
-        stack.check_ended()
+            served = (engine.worker(loop, step) for _ in range(workers))
+            await asyncio.gather(engine.as_they_came(requests, workers), *served)
 
 
-def make_stack(config: StackConfig, geometry: Geometry, calibration: Calibration, virtual: VirtualTime) -> VirtualStack:
+def make_stack(
+    config: StackConfig, geometry: Geometry, calibration: Calibration, virtual: asyncio.AbstractEventLoop
+) -> VirtualStack:
     """The stack of a file in virtual time. Its tiers are planned, not opened. Raises ConfigError for what keeps a tier
     from opening."""
     parts = stack_parts(config, geometry.layout)

@@ -6,21 +6,19 @@ nothing busy. The queue is that of the stack's dispatcher: bounded bytes in flig
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from kvtier.control.flow.load_or_compute import answers
 from kvtier.control.jobs import Delivery, DeliveryKind, PresenceAnswers, PresenceQuery
 from kvtier.control.plane.control_plane import ControlPlane
-from kvtier.errors import IntegrityError
 from kvtier.stack import StackSettings, TierStats
-from kvtier.stack.dispatcher import QueuedJob, TierQueue
+from kvtier.stack.dispatcher import RESOLUTION_SECONDS, QueuedJob, TierQueue
 from kvtier.stack.watching.stats import cpu_stats, lower_stats
 from kvtier.tier.contract import LookupResult
 from kvtier.tools.whatif.service import Service
-from kvtier.tools.whatif.virtual_time import VirtualTime, Waiting
 from kvtier.types.geometry import Geometry
 from kvtier.types.jobs import LOADED, MISSING, PRESENT, STORED, BlockOutcome, GPUGroup, JobKind, JobResult, TransferJob
 from kvtier.types.keys import JobId, OffloadKey, RequestId
@@ -80,7 +78,7 @@ class Device:
         queue: TierQueue,
         service: Service,
         geometry: Geometry,
-        time: VirtualTime,
+        loop: asyncio.AbstractEventLoop,
         shared: SharedStore | None = None,
     ) -> None:
         self.queue = queue
@@ -89,30 +87,30 @@ class Device:
         self.shared = shared
         self.deliver: Deliver = lambda delivery: None
         self._geometry = geometry
-        self._time = time
+        self._loop = loop
         self._free_at = 0.0
         self._waiting: dict[JobId, QueuedJob] = {}
-        self._begun: set[JobId] = set()
+        self._alarms: dict[JobId, asyncio.TimerHandle | None] = {}
 
     def submit(self, job: TransferJob) -> None:
         """Queue a job, and begin what the bound allows."""
-        queued = QueuedJob(job, job.num_blocks * self._geometry.row_bytes, self._time.now)
+        queued = QueuedJob(job, job.num_blocks * self._geometry.row_bytes, self._loop.time())
         self.queue.waiting(job.kind).append(queued)
         self.queue.traffic[job.kind].queued_bytes += queued.size
         self._waiting[job.job_id] = queued
-        if job.deadline is not None:
-            self._time.call_at(job.deadline, partial(self._on_deadline, job))
+        at = job.deadline
+        self._alarms[job.job_id] = None if at is None else self._loop.call_at(at, self._on_deadline, job)
         self._start()
 
     def look_up(self, query: PresenceQuery) -> None:
         """Answer a lookup after the latency of a load."""
         assert self.shared is not None
         results = [LookupResult.HIT if key in self.shared else LookupResult.MISS for key in query.keys]
-        at = self._time.now + self.service.load.latency_seconds
-        self._time.call_at(at, lambda: self.deliver(PresenceAnswers(query, results)))
+        at = self._loop.time() + self.service.load.latency_seconds
+        self._loop.call_at(at, self.deliver, PresenceAnswers(query, results))
 
     def _start(self) -> None:
-        queue, now = self.queue, self._time.now
+        queue, now = self.queue, self._loop.time()
         while jobs := queue.loads or queue.stores:
             queued = jobs[0]
             if queue.inflight_bytes and queue.inflight_bytes + queued.size > queue.inflight_bytes_max:
@@ -120,12 +118,11 @@ class Device:
             job = jobs.popleft().job
             del self._waiting[job.job_id]
             self.waits.note(now - queued.since)
-            self._begun.add(job.job_id)
             queue.inflight_bytes += queued.size
             queue.traffic[job.kind].begin(queued, now)
             rate = self.service.of(job.kind)
             self._free_at = max(now, self._free_at) + self._payload_bytes(job) / rate.bytes_per_second
-            self._time.call_at(self._free_at + rate.latency_seconds, partial(self._end, queued))
+            self._loop.call_at(self._free_at + rate.latency_seconds, self._end, queued)
         self.waits.peak_jobs = max(self.waits.peak_jobs, len(queue.loads) + len(queue.stores))
 
     def _payload_bytes(self, job: TransferJob) -> int:
@@ -135,10 +132,11 @@ class Device:
     def _end(self, queued: QueuedJob) -> None:
         queue, job = self.queue, queued.job
         queue.inflight_bytes -= queued.size
-        queue.traffic[job.kind].end(queued, self._time.now)
+        queue.traffic[job.kind].end(queued, self._loop.time())
         outcomes = tuple(self._outcomes(job.kind, group.keys) for group in job.groups)
-        if job.job_id in self._begun:
-            self._begun.remove(job.job_id)
+        if job.job_id in self._alarms:
+            if (alarm := self._alarms.pop(job.job_id)) is not None:
+                alarm.cancel()
             moved = sum(outcome.ok for group in outcomes for outcome in group) and self._payload_bytes(job)
             self.deliver(Delivery(DeliveryKind.FINISHED, job.job_id, JobResult(job.job_id, outcomes, moved)))
         else:
@@ -146,16 +144,16 @@ class Device:
         self._start()
 
     def _on_deadline(self, job: TransferJob) -> None:
-        """The job is late unless it has ended; one that has not begun never will."""
-        if job.job_id in self._begun:
-            self._begun.remove(job.job_id)
-            self.waits.late += 1
+        """The job is late; one that has not begun never will."""
+        del self._alarms[job.job_id]
+        self.waits.late += 1
+        queued = self._waiting.pop(job.job_id, None)
+        if queued is None:
             self.queue.traffic[job.kind].on_late(job.job_id)
             self.deliver(Delivery(DeliveryKind.LATE, job.job_id))
-        elif (queued := self._waiting.pop(job.job_id, None)) is not None:
+        else:
             self.queue.waiting(job.kind).remove(queued)
             self.queue.traffic[job.kind].unqueue(queued, late=True)
-            self.waits.late += 1
             self.deliver(Delivery(DeliveryKind.LATE, job.job_id))
             self.deliver(Delivery(DeliveryKind.ENDED, job.job_id))
 
@@ -172,16 +170,15 @@ class VirtualStack:
     """
 
     def __init__(
-        self, plane: ControlPlane, devices: Sequence[Device], settings: StackSettings, time: VirtualTime
+        self, plane: ControlPlane, devices: Sequence[Device], settings: StackSettings, loop: asyncio.AbstractEventLoop
     ) -> None:
         self.plane = plane
         self.devices = devices
         self._settings = settings
-        self._time = time
+        self._loop = loop
         self._next_job = 1
-        self._ended: dict[JobId, Waiting] = {}
-        self._results: dict[JobId, JobResult] = {}
-        self._progress = Waiting(time)
+        self._ended: dict[JobId, asyncio.Future[JobResult]] = {}
+        self._progress: asyncio.Future[None] | None = None
         self._timer_at: float | None = None
         for device in devices:
             device.deliver = self._deliver
@@ -191,28 +188,28 @@ class VirtualStack:
     async def lookup(self, keys: Sequence[OffloadKey]) -> Sequence[LookupResult]:
         """Presence of each key, as `TierStack.lookup` has it: waits for shared tiers' answers until the deadline, and
         what would be loaded later than computed is a miss."""
-        deadline = self._time.now + self._settings.lookup_timeout_seconds
+        deadline = self._loop.time() + self._settings.lookup_timeout_seconds
         results = self._look(keys)
-        while LookupResult.RETRY in results and self._time.now < deadline:
+        while LookupResult.RETRY in results and self._loop.time() < deadline:
             await self._wait_progress(deadline)
             results = self._look(keys)
-        end = self.plane.choice.worth_loading(keys, self._time.now)
+        end = self.plane.choice.worth_loading(keys, self._loop.time())
         self._send()
         return answers(results, end)
 
     def _look(self, keys: Sequence[OffloadKey]) -> Sequence[LookupResult]:
-        results = self.plane.lookup(keys, self._time.now)
+        results = self.plane.lookup(keys, self._loop.time())
         self._send()
         return results
 
     def locate(self, keys: Sequence[OffloadKey]) -> list[str | None]:
         """For each key the name of the highest tier that holds it, or None."""
-        return self.plane.locate(keys, self._time.now)
+        return self.plane.locate(keys, self._loop.time())
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Record that a request used these keys, given in prefix order."""
         if self.plane.uses is not None:
-            self.plane.uses.on_touch(keys, self._time.now)
+            self.plane.uses.on_touch(keys, self._loop.time())
         self.plane.touch(keys)
 
     def begin_request(
@@ -225,11 +222,11 @@ class VirtualStack:
     ) -> None:
         """A request begins that uses these keys, in prefix order; `time` is that of policies that follow requests."""
         if self.plane.uses is not None:
-            self.plane.uses.begin(request_id, keys, self._time.now, time, info or NO_INFO)
+            self.plane.uses.begin(request_id, keys, self._loop.time(), time, info or NO_INFO)
 
     def end_request(self, request_id: RequestId, *, output_tokens: int | None = None) -> None:
         """End a request, with its tokens of output where known."""
-        self.plane.end_request(request_id, self._time.now)
+        self.plane.end_request(request_id, self._loop.time())
         if self.plane.uses is not None:
             self.plane.uses.end(request_id, output_tokens)
         self._decided()
@@ -239,7 +236,7 @@ class VirtualStack:
         seconds = self._settings.load_timeout_seconds if kind is JobKind.LOAD else self._settings.store_timeout_seconds
         job_id = JobId(self._next_job)
         self._next_job += 1
-        return TransferJob(job_id, kind, tuple(groups), self._time.now + seconds)
+        return TransferJob(job_id, kind, tuple(groups), self._loop.time() + seconds)
 
     async def load(self, keys: TransferJob) -> JobResult:
         """Load into GPU blocks."""
@@ -250,19 +247,19 @@ class VirtualStack:
         return await self._run(keys)
 
     async def _run(self, job: TransferJob) -> JobResult:
-        ended = self._ended[job.job_id] = Waiting(self._time)
-        self.plane.submit(job, self._time.now)
+        ended: asyncio.Future[JobResult] = self._loop.create_future()
+        self._ended[job.job_id] = ended
+        self.plane.submit(job, self._loop.time())
         self._decided()
-        await ended
-        return self._results.pop(job.job_id)
+        return await ended
 
     async def drain(self, timeout_seconds: float, backlog: int = 0) -> bool:
         """Wait until at most `backlog` blocks are on their way to lower tiers; False when the time ran out."""
-        deadline = self._time.now + timeout_seconds
+        deadline = self._loop.time() + timeout_seconds
         while self.plane.backlog > backlog:
-            if self._time.now >= deadline:
+            if self._loop.time() >= deadline:
                 return False
-            self.plane.flush(self._time.now)
+            self.plane.flush(self._loop.time())
             self._send()
             if self.plane.backlog > backlog:
                 await self._wait_progress(deadline)
@@ -270,28 +267,24 @@ class VirtualStack:
 
     def stats(self) -> dict[str, TierStats]:
         """The figures of every tier from the CPU down, as a running stack has them."""
-        control, now = self.plane.control, self._time.now
+        control, now = self.plane.control, self._loop.time()
         queues = [device.queue for device in self.devices]
         cpu = cpu_stats(control, queues[:1], now)
         lowers = zip(control.lowers, queues[1:], strict=True)
         return {control.cpu.name: cpu} | {lower.name: lower_stats(lower, [queue], now) for lower, queue in lowers}
 
-    def check_ended(self) -> None:
-        """Raise IntegrityError if a job never ended."""
-        if self._ended:
-            raise IntegrityError(f"{len(self._ended)} jobs did not end in virtual time")
-
     # -- driving the control plane -------------------------------------------------------------------------------
 
     def _deliver(self, delivery: Delivery | PresenceAnswers) -> None:
-        self.plane.deliver(delivery, self._time.now)
+        self.plane.deliver(delivery, self._loop.time())
         self._decided()
 
     def _decided(self) -> None:
-        self.plane.pump(self._time.now)
+        self.plane.pump(self._loop.time())
         self._send()
-        progress, self._progress = self._progress, Waiting(self._time)
-        progress.set()
+        if self._progress is not None:
+            _wake(self._progress)
+            self._progress = None
 
     def _send(self) -> None:
         """Begin what the plane decided, end the jobs that ended, and look again at its next deadline."""
@@ -302,20 +295,25 @@ class VirtualStack:
         for query in decided.queries:
             self.devices[query.position].look_up(query)
         for result in decided.results:
-            self._results[result.job_id] = result
-            self._ended.pop(result.job_id).set()
-        deadline = plane.next_deadline(self._time.now)
+            self._ended.pop(result.job_id).set_result(result)
+        deadline = plane.next_deadline(self._loop.time())
         if deadline is not None and (self._timer_at is None or deadline < self._timer_at):
             self._timer_at = deadline
-            self._time.call_at(deadline, self._on_timer)
+            self._loop.call_at(deadline, self._on_timer)
 
     def _on_timer(self) -> None:
         """A later deadline may have taken this one's place; then the look costs nothing but itself."""
-        if self._timer_at is not None and self._time.now >= self._timer_at:
+        if self._timer_at is not None and self._loop.time() + RESOLUTION_SECONDS >= self._timer_at:
             self._timer_at = None
             self._decided()
 
     async def _wait_progress(self, deadline: float) -> None:
-        progress = self._progress
-        self._time.call_at(deadline, progress.set)
+        progress = self._progress = self._progress or self._loop.create_future()
+        timer = self._loop.call_at(deadline, _wake, progress)
         await progress
+        timer.cancel()
+
+
+def _wake(progress: asyncio.Future[None]) -> None:
+    if not progress.done():
+        progress.set_result(None)
