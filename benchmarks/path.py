@@ -46,7 +46,7 @@ from benchmarks.options import JSON_FILE
 from benchmarks.report import Report, median, table
 from kvtier.cli.temporary_folders import temporary_folder
 from kvtier.config import open_stack, parse_stack, stack_parts
-from kvtier.config.model import StackConfig
+from kvtier.config.load import StackConfig
 from kvtier.stack import EngineStack, TierStack
 from kvtier.tier.contract import LookupResult
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef

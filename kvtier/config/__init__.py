@@ -1,6 +1,8 @@
 """Stack files: strict YAML, validated options, and the stack they describe; only this room makes one from a file."""
 
 from kvtier.config.load import (
+    StackConfig,
+    StackOptions,
     build_tiers,
     find_tier,
     load_stack,
@@ -10,7 +12,6 @@ from kvtier.config.load import (
     stack_parts,
     stack_schema,
 )
-from kvtier.config.model import StackConfig, StackOptions
 
 __all__ = ["build_tiers", "find_tier", "load_stack", "parse_stack"]
 __all__ += ["StackConfig", "StackOptions"]

@@ -23,7 +23,7 @@ from kvtier.tools.replay.timeline import (
     StackSnapshot,
     Timeline,
 )
-from kvtier.tools.whatif.virtual_time import VirtualLoop
+from kvtier.tools.whatif.stack import VirtualLoop
 
 
 class Run:

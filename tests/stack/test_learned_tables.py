@@ -21,7 +21,7 @@ from support_logs import complaints
 from faults.machine import warm
 from kvtier.cli import main
 from kvtier.config import open_engine_stack, open_stack, parse_stack
-from kvtier.config.model import StackConfig
+from kvtier.config.load import StackConfig
 from kvtier.policy.reuse.prediction.classes import NUM_BUCKETS, NUM_CLASSES, USES
 from kvtier.policy.reuse.prediction.model import ReuseModel
 from kvtier.stack import EngineStack, TierStack

@@ -22,7 +22,7 @@ from support_paths import SUPPORT
 from faults.machine import warm
 from kvtier.cli import main
 from kvtier.config import open_engine_stack, open_stack, parse_stack
-from kvtier.config.model import StackConfig
+from kvtier.config.load import StackConfig
 from kvtier.policy import POLICIES, RequestModels
 from kvtier.policy.base import MODEL_BYTES_MAX
 from kvtier.stack import EngineStack, StackSettings

@@ -25,7 +25,7 @@ from support_valkey import Server, stack_tier, valkey_server
 
 from faults.machine.loops import ext4, frozen, without_loops
 from faults.machine.undo import Machine
-from kvtier.config.model import StackConfig
+from kvtier.config.load import StackConfig
 from kvtier.metrics.exporter import metrics_server
 from kvtier.stack import StackParts, TierStack
 from kvtier.testing import NO_FAULTS, Fault, FaultKind, FaultPlan, FaultyBackend, SeededFaults

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtier.config import stack_parts
-from kvtier.config.model import StackConfig
+from kvtier.config.load import StackConfig
 from kvtier.stack import TierStack
 from kvtier.testing import Fault, FaultKind, FaultyBackend
 from kvtier.tools.replay.run import Replay

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvtier.config import parse_stack, stack_parts
-from kvtier.config.model import StackConfig
+from kvtier.config.load import StackConfig
 from kvtier.stack import StackParts, TierStack
 from kvtier.tier.registry import Backends, discover
 from kvtier.types.arrays import int_array

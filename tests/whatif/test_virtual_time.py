@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 import pytest
 
 from kvtier.errors import IntegrityError
-from kvtier.tools.whatif.virtual_time import VirtualLoop
+from kvtier.tools.whatif.stack import VirtualLoop
 
 
 def run(main: Coroutine[object, object, None]) -> None:

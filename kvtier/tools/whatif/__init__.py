@@ -1,8 +1,7 @@
 """Forecasts from a trace: a stack simulated in virtual time, and curves of what more memory brings.
 
-virtual_time  events and coroutines without a clock
 service       how long a tier takes, calibrated by `kvtier bench --json` or by stated defaults
-stack         a stack in virtual time: the control plane over tiers with a queue and a speed
+stack         a stack in virtual time, on a loop whose clock jumps, over tiers with a queue and a speed
 variants      `--set`: a grid of changes to a stack file
 simulate      a whole simulation: when requests come, and their first tokens
 report        its result: variants side by side

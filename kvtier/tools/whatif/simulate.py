@@ -26,9 +26,8 @@ from kvtier.tools.replay.serve import DRAIN_SECONDS, Counts, ReplayLoop
 from kvtier.tools.replay.setup import ReplayOptions, make_layout, make_source
 from kvtier.tools.replay.timeline import REQUESTS_MAX, SAMPLES_MAX, StackSnapshot, Timeline, WatchedLoop, watching
 from kvtier.tools.whatif.service import PREFILL_TOKENS_PER_SECOND, Calibration, Service, read_calibration
-from kvtier.tools.whatif.stack import Device, SharedStore, VirtualStack, Waits
+from kvtier.tools.whatif.stack import Device, SharedStore, VirtualLoop, VirtualStack, Waits
 from kvtier.tools.whatif.variants import Changes, apply
-from kvtier.tools.whatif.virtual_time import VirtualLoop
 from kvtier.traces.requests import Request
 from kvtier.types.geometry import Geometry, stack_alignment
 from kvtier.types.keys import CPU, GPU

@@ -10,10 +10,13 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from selectors import SelectorKey, SelectSelector
+from typing import Any
 
 from kvtier.control.flow.load_or_compute import answers
 from kvtier.control.jobs import Delivery, DeliveryKind, PresenceAnswers, PresenceQuery
 from kvtier.control.plane.control_plane import ControlPlane
+from kvtier.errors import IntegrityError
 from kvtier.stack import StackSettings, TierStats
 from kvtier.stack.dispatcher import RESOLUTION_SECONDS, QueuedJob, TierQueue
 from kvtier.stack.watching.stats import cpu_stats, lower_stats
@@ -23,6 +26,50 @@ from kvtier.types.geometry import Geometry
 from kvtier.types.jobs import LOADED, MISSING, PRESENT, STORED, BlockOutcome, GPUGroup, JobKind, JobResult, TransferJob
 from kvtier.types.keys import JobId, OffloadKey, RequestId
 from kvtier.types.requests import NO_INFO, RequestInfo
+
+
+class _Clock(SelectSelector):
+    """The part of a loop that waits: time passes at once. `idle` is set where nothing is left to happen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.idle: asyncio.Future[None] | None = None
+        self.error: BaseException | None = None
+
+    def select(self, timeout: float | None = None) -> list[tuple[SelectorKey, int]]:
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+        if timeout is not None:
+            self.now += timeout
+        elif self.idle is not None:
+            self.idle.set_result(None)
+            self.idle = None
+        else:
+            raise IntegrityError("a simulation waits, and nothing is left to happen")
+        return []
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """A loop whose time begins at 0. What a callback raises ends the run."""
+
+    def __init__(self) -> None:
+        self._clock = _Clock()
+        super().__init__(self._clock)
+
+    def time(self) -> float:
+        return self._clock.now
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """Raise the exception of a callback from the run."""
+        self._clock.error = context.get("exception")
+
+    async def idle(self) -> None:
+        """Wait until nothing is left to happen."""
+        self._clock.idle = self.create_future()
+        await self._clock.idle
+
 
 Deliver = Callable[[Delivery | PresenceAnswers], None]
 
