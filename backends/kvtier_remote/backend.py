@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
 
@@ -146,7 +146,10 @@ class RemoteBackend(LoadStore):
         await self._evictions.begin()
         self._ready = True
         epoch = self._epoch.now
-        return Opened(facts.capacity_bytes, epoch=epoch, is_new_epoch=is_new, mode="remote", notes=facts.notes + notes)
+        notes = facts.notes + notes
+        opened = Opened(facts.capacity_bytes, epoch=epoch, is_new_epoch=is_new, mode="remote", notes=notes)
+        first, probe = facts.look_up_before_store, facts.probe_prefix
+        return replace(opened, look_up_before_store=first, probe_prefix=probe)
 
     async def _describe(self, manifest: str) -> tuple[str, ...]:
         """Keep the namespace's readable manifest beside its blocks. Returns a note if that is not possible."""

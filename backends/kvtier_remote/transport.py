@@ -49,12 +49,15 @@ class TransportInfo:
     read.
 
     `flight_bytes`: payload bytes in flight at once, at most, where more of them would only wait in the server; several
-    times as many while the calls of a transport that `ReportsLateness` wait for this process.
+    times as many while the calls of a transport that `ReportsLateness` wait for this process. `look_up_before_store`
+    and `probe_prefix` are those of the tier's `Opened`.
     """
 
     capacity_bytes: int
     notes: tuple[str, ...] = ()
     flight_bytes: int = sys.maxsize
+    look_up_before_store: bool = False
+    probe_prefix: bool = False
 
 
 Verify = Callable[[int, memoryview], BlockOutcome]

@@ -265,9 +265,10 @@ async def _assemble(
     geometry = _measured(parts, cpu, geometry, notes)
     for worker, copier in enumerate(copiers):
         await opened_with(copier, worker=worker, kv_caches=parts.kv_caches, rows=rows)
+    queues = {tier: TierQueue(tier, inflight_bytes(tier)) for tier in (cpu, *lowers)}
 
     async def open_lower(lower: LoadStore, of: Namespace, new_epoch: int | None) -> TierSpec:
-        return await _lower_spec(lower, opened_with(lower, of, rows=rows, new_epoch=new_epoch), spec)
+        return await _lower_spec(queues[lower], opened_with(lower, of, rows=rows, new_epoch=new_epoch), spec)
 
     below = LowerTiers(lowers, open_lower)
     namespace = replace(namespace, layout=geometry.layout)
@@ -281,23 +282,25 @@ async def _assemble(
     plane = ControlPlane(spec(cpu, cpu_opened), specs, geometry.factor, completed, chains(geometry))
     models = plane.control.models
     joining = None if known or refining is None else Joining(below, refining, rows.num_rows, models, deliver)
-    queues = [TierQueue(tier, inflight_bytes(tier)) for tier in (cpu, *lowers)]
     files = model_files(parts, lowers, models, plane.control.lowers)
     if files is not None:
         await files.restore(parts.settings.identity_seconds)
-    dispatcher = Dispatcher(queues, bytes_by_rows(geometry.row_bytes), clock, deliver, _spans(parts, clock))
-    return OpenStack(geometry, plane, dispatcher, queues, to_close, to_fence(copiers), joining, _recorder(parts), files)
+    dispatcher = Dispatcher([*queues.values()], bytes_by_rows(geometry.row_bytes), clock, deliver, _spans(parts, clock))
+    return OpenStack(geometry, plane, dispatcher, to_close, to_fence(copiers), joining, _recorder(parts), files)
 
 
 async def _lower_spec(
-    lower: LoadStore, opening: Coroutine[Any, Any, Opened], spec: Callable[[LoadStore, Opened], TierSpec]
+    queue: TierQueue, opening: Coroutine[Any, Any, Opened], spec: Callable[[LoadStore, Opened], TierSpec]
 ) -> TierSpec:
     """The spec of a lower tier that is being opened. A tier whose root is damaged is held back, and the stack opens.
 
     Raises what the opening raises, and ConfigError as `_checked`.
     """
+    lower = queue.tier
     try:
-        return spec(lower, _checked(lower, await opening))
+        opened = _checked(lower, await opening)
+        queue.look_up_first = opened.look_up_before_store
+        return spec(lower, opened)
     except RootDamagedError as error:
         logger.error("tier %s is down: %s", lower.options.label, error)  # noqa: TRY400
         return replace(spec(lower, Opened(0)), held_back=True)
@@ -337,7 +340,7 @@ def tier_spec(tier: LoadStore, opened: Opened, geometry: Geometry, lookup_second
         write_bytes_per_day=options.write_bytes_per_day if isinstance(options, LimitsWrites) else None,
         block_bytes=max(opened.space.slot_bytes) if opened.space is not None else geometry.row_bytes,
     )
-    probed_from = 0 if tier.PROBE_PREFIX else ASKED_AT_ONCE
+    probed_from = 0 if opened.probe_prefix else ASKED_AT_ONCE
     return replace(with_hints(spec, options, chains(geometry)), probed_from=probed_from)
 
 

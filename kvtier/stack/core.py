@@ -268,7 +268,7 @@ class StackCore(RequestCalls):
         if jobs:
             self._assembled.dispatcher.submit(jobs)
         for query in queries:
-            self._lookups.begin(self._assembled.queues[query.position].tier, query, self._deliver)
+            self._lookups.begin(self._assembled.dispatcher.queues[query.position].tier, query, self._deliver)
 
     def _begin_reset(self) -> Callable[[], Awaitable[object]]:
         """New weights, in memory. What is returned is called in the loop, and then awaited: it makes that durable."""
@@ -281,7 +281,7 @@ class StackCore(RequestCalls):
         if joining is not None and control.joining:
             return partial(joining.reset, control.resets)
         down = [lower.position for lower in control.lowers if lower.spec.held_back]
-        tiers = [queue.tier for position, queue in enumerate(assembled.queues) if position not in down]
+        tiers = [queue.tier for position, queue in enumerate(assembled.dispatcher.queues) if position not in down]
 
         began = self._clock()
 

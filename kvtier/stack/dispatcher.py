@@ -151,7 +151,8 @@ class TierQueue:
     """Queues of one tier: its waiting jobs, each kind in the order of its deadlines, and what is in flight.
 
     `running` are the jobs in flight, late ones included; `deadlines` are those of the jobs that are not late yet.
-    `alarm_at` is when the dispatcher next looks for passed deadlines, at the latest.
+    `alarm_at` is when the dispatcher next looks for passed deadlines, at the latest. `look_up_first` is what the tier's
+    `Opened` has as `look_up_before_store`.
     """
 
     tier: LoadStore
@@ -164,6 +165,7 @@ class TierQueue:
     alarm: asyncio.TimerHandle | None = None
     alarm_at: float = math.inf
     traffic: dict[JobKind, Traffic] = field(default_factory=lambda: {kind: Traffic() for kind in JobKind})
+    look_up_first: bool = False
 
     def waiting(self, kind: JobKind) -> deque[QueuedJob]:
         """The waiting jobs of a kind."""
@@ -321,7 +323,7 @@ class Dispatcher(Guarded):
             if job.kind is JobKind.LOAD:
                 work = tier.load(job)
             else:
-                work = store_absent(tier, job) if tier.LOOK_UP_BEFORE_STORE else tier.store(job)
+                work = store_absent(tier, job) if queue.look_up_first else tier.store(job)
             ended = asyncio.ensure_future(work)
         except Exception as error:  # a tier may be anyone's, and its call no coroutine
             ended = asyncio.get_running_loop().create_future()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from kvtier.control.plane.control_plane import ControlPlane
-from kvtier.stack.dispatcher import Dispatcher, TierQueue
+from kvtier.stack.dispatcher import Dispatcher
 from kvtier.stack.joining import Joining
 from kvtier.tier.contract import FencesCopies, LoadStore
 from kvtier.types.geometry import Geometry
@@ -27,7 +27,7 @@ class Served(Protocol):
 
 @dataclass(slots=True, eq=False)
 class OpenStack:
-    """An open stack's insides. `queues[i].tier` are the tiers from the CPU down.
+    """An open stack's insides.
 
     `fenced` copy GPU blocks of a device beside the engine's work, so each job is fenced when the engine submits it.
     With `joining` the lower tiers are opened later; `to_close` then grows by them. `plane` becomes `Answers` when
@@ -37,7 +37,6 @@ class OpenStack:
     geometry: Geometry
     plane: ControlPlane
     dispatcher: Dispatcher
-    queues: Sequence[TierQueue]
     to_close: Sequence[LoadStore]
     fenced: Sequence[FencesCopies] = ()
     joining: Joining | None = None
@@ -49,5 +48,5 @@ class OpenStack:
     def num_closings(self) -> int:
         """The number of tiers that are closed at most, one after another. Writing models, and ending the opening of
         tiers that join, count too."""
-        joining = len(self.queues) if self.joining is not None else 0
+        joining = len(self.dispatcher.queues) if self.joining is not None else 0
         return len(self.to_close) + joining + (self.models is not None)

@@ -75,17 +75,10 @@ class LoadStore(ABC):
 
     `BLOCK_SIZE_ALIGNMENT`: offsets and lengths of the tier's I/O are multiples of this many bytes. Rows are aligned to
     the least common multiple over the tiers of a stack.
-
-    For shared tiers, which other hosts write too: `LOOK_UP_BEFORE_STORE` says that a lookup of a job's keys costs much
-    less than to store them, so the stack makes one before each store and sends only what is not there. `PROBE_PREFIX`
-    says that each key of a lookup costs a request, so of a prompt's blocks the stack asks for few, and believes that
-    those before one that is there are there too.
     """
 
     medium: ClassVar[Medium]
     BLOCK_SIZE_ALIGNMENT: ClassVar[int] = 1
-    LOOK_UP_BEFORE_STORE: ClassVar[bool] = False
-    PROBE_PREFIX: ClassVar[bool] = False
     Options: ClassVar[type[TierOptions]]
     options: TierOptions
 
@@ -345,8 +338,12 @@ class Opened:
     and `io_engine` what of `mode` is a name: how blocks lie in the tier, and what reads and writes them.
 
     `ages`, of an owned tier: its generations are wall-clock times, and `recovered` has no block that is too old.
-    `open_seconds` is how long opening took, which the stack fills in. `is_new_epoch`: the store, which others use too,
-    stated no epoch of the namespace before; a lost one may have been further.
+    `open_seconds` is how long opening took, which the stack fills in.
+
+    For shared tiers, which other hosts write too. `is_new_epoch`: the store stated no epoch of the namespace before; a
+    lost one may have been further. `look_up_before_store`: a lookup of a job's keys costs much less than to store them,
+    so the stack makes one before each store and sends only what is not there. `probe_prefix`: each key of a lookup
+    costs a request, so the stack looks up few of a prompt's blocks; those before one that is there count as there too.
     """
 
     capacity_bytes: int
@@ -360,3 +357,5 @@ class Opened:
     ages: BlockAges | None = None
     open_seconds: float = 0.0
     is_new_epoch: bool = False
+    look_up_before_store: bool = False
+    probe_prefix: bool = False

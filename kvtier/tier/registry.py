@@ -26,7 +26,7 @@ class DryRun:
 
     `space` is what an owned tier would offer for placement, None where the question does not arise. `mode` says how
     its I/O would go. Each problem is one line that names the place and says what to do, or a ConfigError whose path is
-    the option to correct; with any, opening would fail.
+    the option to correct; with any, opening would fail. `probe_prefix` is as in `Opened`.
     """
 
     capacity_bytes: int | None = None
@@ -34,6 +34,7 @@ class DryRun:
     mode: str = ""
     notes: tuple[str, ...] = ()
     problems: tuple[str | ConfigError, ...] = ()
+    probe_prefix: bool = False
 
 
 @runtime_checkable

@@ -55,7 +55,7 @@ def test_each_job_of_each_tier_has_a_span_of_its_time(face, tmp_path: Path) -> N
         stack.refill(keys(8, tag="other"))
         assert stack.load(names) == ["loaded"] * 8
         tiers = stack.stack.stats().tiers
-        queues = stack.stack._assembled.queues
+        queues = stack.stack._assembled.dispatcher.queues
         stack.until(lambda: not any(queue.running for queue in queues))
     after = time.time_ns()
     counted = traced.counted()

@@ -94,7 +94,7 @@ async def test_transfers_of_a_stack_are_all_counted(tmp_path: Path, monkeypatch)
             assert (await store(stack, engine, one)).ok
             await stack.drain(30)
         assert (await load(stack, engine, first)).ok  # from disk
-        await until(lambda: not any(one.running for one in stack._assembled.queues))
+        await until(lambda: not any(one.running for one in stack._assembled.dispatcher.queues))
         tiers = stack.stats().tiers
     assert begun["fs", JobKind.LOAD] > 0
     for (name, kind), count in begun.items():

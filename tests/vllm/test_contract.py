@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,7 @@ from kvtier.engines.vllm.settings import engine_plan
 from kvtier.errors import ConfigError
 from kvtier.policy import POLICIES
 from kvtier.stack import EngineStack
+from kvtier.tier.contract import Opened, TierContext
 from kvtier_remote import ValkeyBackend
 from kvtier_remote.valkey.transport import ValkeyTransport
 
@@ -265,7 +267,12 @@ def test_each_data_parallel_engine_keeps_files_of_its_own(root):
 @pytest.mark.parametrize(("probes", "keys_most"), [(False, 64), (True, 12)])
 def test_unknown_keys_of_a_request_are_looked_up_together(root, seed, monkeypatch, probes, keys_most):
     """Once for each answer that is waited for; with prefix probing, as object stores have it, only a few of them."""
-    monkeypatch.setattr(ValkeyBackend, "PROBE_PREFIX", probes)
+    opening = ValkeyBackend.open
+
+    async def opened(tier: ValkeyBackend, context: TierContext) -> Opened:
+        return replace(await opening(tier, context), probe_prefix=probes)
+
+    monkeypatch.setattr(ValkeyBackend, "open", opened)
     asked: list[int] = []
     present = ValkeyTransport.present
     monkeypatch.setattr(

@@ -23,7 +23,6 @@ _PAUSE_SECONDS = 0.05
 class MooncakeBackend(RemoteBackend):
     """The tier over Mooncake's own client. The store's watermark bounds what is stored."""
 
-    LOOK_UP_BEFORE_STORE: ClassVar[bool] = True
     Options: ClassVar[type[TierOptions]] = MooncakeOptions
     options: MooncakeOptions
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -58,7 +59,8 @@ class MooncakeTransport:
         """Start the processes and connect. Raises ConfigError with the key of the option that is wrong."""
         await self._questions.open()
         await self._transfers.open()
-        return await self._questions.run(lambda _: pool_facts(self._options))
+        facts = await self._questions.run(lambda _: pool_facts(self._options))
+        return replace(facts, look_up_before_store=True)
 
     async def close(self, timeout_seconds: float) -> int:
         """End the processes after their requests. Returns how many threads are stuck; none is longer than a request."""

@@ -131,7 +131,7 @@ def look_into(store: Store, options: ObjectOptions) -> TransportInfo:
     facts = facts_of(options)
     notes = facts.notes + check_rules(options)
     check_rights(store, options)
-    return TransportInfo(facts.capacity_bytes, notes)
+    return TransportInfo(facts.capacity_bytes, notes, look_up_before_store=True, probe_prefix=True)
 
 
 def check_rights(store: Store, options: ObjectOptions) -> None:

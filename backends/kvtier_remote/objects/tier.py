@@ -17,8 +17,6 @@ from kvtier_remote.transport import Transport
 class ObjectBackend(RemoteBackend):
     """The tier over `obstore`. What is written in a day, times the days it is kept, bounds what is stored."""
 
-    LOOK_UP_BEFORE_STORE: ClassVar[bool] = True
-    PROBE_PREFIX: ClassVar[bool] = True
     Options: ClassVar[type[ObjectOptions]]
     options: ObjectOptions
 
@@ -44,7 +42,7 @@ class ObjectBackend(RemoteBackend):
             return DryRun(problems=(error,))
         missing = () if installed() else (f"this tier {INSTALL}",)
         notes = (*facts.notes, *cost_notes(self.options, geometry), *missing)
-        return DryRun(facts.capacity_bytes, mode="remote", notes=notes)
+        return DryRun(facts.capacity_bytes, mode="remote", notes=notes, probe_prefix=True)
 
 
 class S3Backend(ObjectBackend):

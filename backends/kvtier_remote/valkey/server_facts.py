@@ -52,7 +52,8 @@ def _look_at(options: ValkeyOptions, nodes: ClusterNodes, deadline: Deadline) ->
     notes = dict.fromkeys(note for one in found.values() for note in one.notes)
     if gone := len(answers) - len(found):
         notes[f"{gone} of {len(answers)} nodes do not answer; what they have is missing"] = None
-    return TransportInfo(sum(one.capacity_bytes for one in found.values()), tuple(notes), FLIGHT_BYTES * len(answers))
+    capacity_bytes = sum(one.capacity_bytes for one in found.values())
+    return TransportInfo(capacity_bytes, tuple(notes), FLIGHT_BYTES * len(answers), look_up_before_store=True)
 
 
 @contextmanager

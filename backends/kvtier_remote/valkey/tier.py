@@ -22,7 +22,6 @@ from kvtier_remote.valkey.transport import ValkeyTransport
 class ValkeyBackend(RemoteBackend):
     """The tier over `valkey-glide-sync`. The server's `maxmemory` and its policy bound what is stored."""
 
-    LOOK_UP_BEFORE_STORE: ClassVar[bool] = True
     Options: ClassVar[type[TierOptions]] = ValkeyOptions
     options: ValkeyOptions
 

@@ -165,7 +165,6 @@ class StagedTier(LoadStore):
         self.backend = backend
         self.permits: CopyPermits = {}
         self.counters: object = getattr(backend, "counters", None)
-        self.LOOK_UP_BEFORE_STORE = backend.LOOK_UP_BEFORE_STORE  # type: ignore[misc]  # this object's own
         self._memory = memory
         self._threads = threads
         self._staging: StagingRows

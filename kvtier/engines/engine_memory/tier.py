@@ -126,7 +126,9 @@ class EngineMemoryTier(Guarded):
         except BaseException:
             await self._staged.close()
             raise
-        self._queues = [TierQueue(self._staged, queue_frames * frames.num_bytes) for _ in range(2)]
+        first = self._opened.look_up_before_store
+        most = queue_frames * frames.num_bytes
+        self._queues = [TierQueue(self._staged, most, look_up_first=first) for _ in range(2)]
         self._dispatcher = Dispatcher(self._queues, frames.job_bytes, time.monotonic, self._deliver)
         if self._options.stats_socket:
             self._socket = StatsSocket(self._options.stats_socket, _stats_of(self))

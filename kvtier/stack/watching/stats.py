@@ -206,9 +206,9 @@ def collect(assembled: OpenStack, now: float, errors: int) -> StackStats:
 
     From any thread, without a lock: figures that change meanwhile may be of two moments.
     """
-    control = assembled.plane.control
-    tiers = {control.cpu.name: cpu_stats(control, assembled.queues[:1], now)}
-    for lower, queue in zip(control.lowers, assembled.queues[1:], strict=True):
+    control, queues = assembled.plane.control, assembled.dispatcher.queues
+    tiers = {control.cpu.name: cpu_stats(control, queues[:1], now)}
+    for lower, queue in zip(control.lowers, queues[1:], strict=True):
         tiers[lower.name] = lower_stats(lower, [queue], now)
     plane = assembled.plane
     errors += assembled.dispatcher.errors

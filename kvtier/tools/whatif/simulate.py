@@ -301,4 +301,4 @@ def _opened(tier: LoadStore, geometry: Geometry) -> Opened:
         size = (plan.capacity_bytes or 0) // geometry.row_bytes * geometry.row_bytes
         return Opened(plan.capacity_bytes or 0, SlotSpace(size, (1,), (geometry.row_bytes,) * geometry.num_groups))
     dry_run = tier.dry_run(geometry, False) if isinstance(tier, DryRuns) else DryRun()
-    return Opened(plan.capacity_bytes or 0, dry_run.space, mode=plan.mode)
+    return Opened(plan.capacity_bytes or 0, dry_run.space, mode=plan.mode, probe_prefix=dry_run.probe_prefix)
