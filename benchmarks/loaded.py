@@ -41,11 +41,9 @@ async def trip(policy: str, folder: str) -> None:
     async with kvtier.open_stack(config, namespace, [blocks]) as stack:
         requests = [kvtier.block_keys([f"{number}/{i}".encode() for i in range(4)], 0) for number in range(128)]
         for number, keys in enumerate(requests):
-            request = kvtier.RequestId(str(number))
-            stack.begin_request(request, keys)
-            await stack.lookup(keys)
-            assert (await stack.store(keys, gpu_blocks=range(4))).ok
-            stack.end_request(request)
+            with stack.request(kvtier.RequestId(str(number)), keys):
+                await stack.lookup(keys)
+                assert (await stack.store(keys, gpu_blocks=range(4))).ok
             assert await stack.drain(TRIP_SECONDS)
         on_disk = next(keys for keys in reversed(requests) if set(stack.locate(keys)) == {"fs"})
         assert (await stack.load(on_disk, gpu_blocks=range(4, 8))).ok

@@ -246,12 +246,9 @@ class Trips:
 
     async def _move(self, kind: JobKind, keys: tuple[OffloadKey, ...], runs: GPURuns) -> None:
         job = self._stack.job(kind, [GPUGroup(GroupIndex(0), keys, runs)])
-        if kind is JobKind.LOAD:
-            result = await self._stack.load(job)
-        else:
-            result = await self._stack.store(job)
-            if not await self._stack.drain(DRAIN_SECONDS):
-                raise AssertionError("blocks did not reach the disk")
+        result = await self._stack.run(job)
+        if kind is JobKind.STORE and not await self._stack.drain(DRAIN_SECONDS):
+            raise AssertionError("blocks did not reach the disk")
         if not result.ok:
             raise AssertionError(f"a {kind} did not move every block: {result.outcomes}")
 

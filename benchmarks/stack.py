@@ -33,6 +33,7 @@ from kvtier.cli.temporary_folders import temporary_folder
 from kvtier.config import parse_stack, stack_parts
 from kvtier.control.reservations import Reservation
 from kvtier.stack import EngineStack
+from kvtier.stack.request import StackRequest
 from kvtier.tier.contract import LookupResult
 from kvtier.tools.replay.report import tier_json
 from kvtier.tools.replay.run import Replay
@@ -93,7 +94,7 @@ def _cpu_seconds() -> float:
 class Request:
     """One request of the engine: its keys, its GPU blocks, how far it is."""
 
-    name: RequestId
+    opened: StackRequest
     keys: list[OffloadKey]
     blocks: list[int]
     phase: int
@@ -119,11 +120,12 @@ class Engine:
     def __init__(self, stack: EngineStack, tensor: torch.Tensor, seed: int, *, records: bool = False) -> None:
         self.stack = stack
         self._records = records
+        self._follows = stack.engine.follows_requests
         self._pages = tensor.numpy().view(np.uint64)
         self._free = list(range(len(tensor)))
         self._random = np.random.default_rng(seed)
         self._documents = [self._fresh(SHARED_BLOCKS) for _ in range(DOCUMENTS)]
-        self._requests: dict[RequestId, Request] = {}
+        self._requests: dict[str, Request] = {}
         self._ending: list[Request] = []
         self._of_job: dict[JobId, tuple[list[Request], list[int]]] = {}
         self._full: list[tuple[Request, list[int]]] = []
@@ -166,22 +168,21 @@ class Engine:
         document = self._documents[int(self._random.integers(DOCUMENTS))]
         keys = document + self._fresh(PROMPT_BLOCKS - SHARED_BLOCKS + OUTPUT_BLOCKS)
         blocks = [self._free.pop() for _ in keys]
-        request = Request(RequestId(f"r{self._number}"), keys, blocks, int(self._random.integers(BLOCK_TOKENS)))
-        self._requests[request.name] = request
-        prompt = keys[:PROMPT_BLOCKS]
-        if self.stack.follows_requests:
-            self._timed("begin_request", lambda: self.stack.begin_request(request.name, prompt))
+        phase, name, prompt = int(self._random.integers(BLOCK_TOKENS)), f"r{self._number}", keys[:PROMPT_BLOCKS]
+        announced = prompt if self._follows else None
+        opened = self._timed("request", lambda: self.stack.request(RequestId(name), announced))
+        request = self._requests[name] = Request(opened, keys, blocks, phase)
         found = self._timed("lookup", lambda: self.stack.lookup(prompt))
         hits = next((at for at, result in enumerate(found) if result not in HITS), len(found))
         if hits:
-            request.reservation = self._timed("reserve", lambda: self.stack.reserve(request.name, prompt[:hits]))
+            request.reservation = self._timed("reserve", lambda: opened.reserve(prompt[:hits]))
 
     def _wait(self, request: Request) -> None:
         """A request that does not run yet: its rows are waited for, loaded, and what missed is computed."""
         if request.loading:
             return
         if request.reservation is not None:
-            reservation = self._timed("reservation", lambda: self.stack.reservation(request.name))
+            reservation = self._timed("reservation", lambda: request.opened.reservation)
             if reservation is not None and not reservation.served:
                 return
             hits = reservation.hits() if reservation is not None else []
@@ -200,22 +201,24 @@ class Engine:
 
     def _decode(self, request: Request) -> None:
         """A block of output became full; after the last one the request ends."""
-        if self.stack.follows_requests:
+        if self._follows:
             block = request.keys[request.computed]
-            self._timed("extend_request", lambda: self.stack.extend_request(request.name, [block]))
+            self._timed("extend", lambda: request.opened.extend([block]))
         self._compute(request, [request.computed])
         self._full.append((request, [request.computed]))
         request.computed += 1
         if request.computed == len(request.keys):
-            del self._requests[request.name]
-            self._timed("end_request", lambda: self._end_request(request))
+            del self._requests[request.opened.id]
+            self._timed("end", lambda: self._end(request))
             self._ending.append(request)
 
-    def _end_request(self, request: Request) -> None:
-        self.stack.end_request(request.name, output_tokens=OUTPUT_BLOCKS * BLOCK_TOKENS)
+    def _end(self, request: Request) -> None:
+        output_tokens = OUTPUT_BLOCKS * BLOCK_TOKENS
         if self._records:
-            prompt, output = PROMPT_BLOCKS * BLOCK_TOKENS, OUTPUT_BLOCKS * BLOCK_TOKENS
-            self.stack.record_request(request.keys[:PROMPT_BLOCKS], input_tokens=prompt, output_tokens=output)
+            input_tokens, prompt = PROMPT_BLOCKS * BLOCK_TOKENS, request.keys[:PROMPT_BLOCKS]
+            request.opened.end(output_tokens, input_tokens=input_tokens, prompt=prompt)
+        else:
+            request.opened.end(output_tokens)
 
     def _store(self) -> None:
         full, self._full = self._full, []
@@ -231,7 +234,7 @@ class Engine:
 
         def submit() -> JobId:
             job = self.stack.job(kind, (GPUGroup(GroupIndex(0), keys, runs),))
-            self.stack.submit(job, parts[0][0].name if kind is JobKind.LOAD else None)
+            self.stack.submit(job, parts[0][0].opened if kind is JobKind.LOAD else None)
             return job.job_id
 
         job_id = self._timed(name, submit)

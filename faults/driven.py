@@ -215,10 +215,9 @@ class Engine:
     def _serve(self, prompt: Sequence[OffloadKey]) -> None:
         """One request: load its blocks, compare every byte, compute what did not come, store what was not there."""
         self._served += 1
-        request = RequestId(f"request {self._served}")
-        self.stack.begin_request(request, prompt)
+        request = self.stack.request(RequestId(f"request {self._served}"), prompt)
         self._answer(prompt)
-        self.stack.end_request(request, output_tokens=self._served % 500)
+        request.end(self._served % 500)
 
     def _answer(self, prompt: Sequence[OffloadKey]) -> None:
         there = [found in OPEN for found in self._look(prompt)]

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from kvtier.errors import ConfigError, GeometryError, IntegrityError, KVTierError, ResourceError, UsageError
     from kvtier.metrics import metric_families
     from kvtier.stack import CloseReport, EngineStack, StackStats, TierStack, TierStats
+    from kvtier.stack.core import EngineCalls
+    from kvtier.stack.engine_stack import PlacingCalls
+    from kvtier.stack.request import StackRequest
     from kvtier.tier.contract import LookupResult
     from kvtier.types.events import OffloadingEvent
     from kvtier.types.geometry import GroupKind, GroupLayout, KVLayout, TensorRef
@@ -29,6 +32,9 @@ _NAMES = {
     "kvtier.errors": "ConfigError GeometryError IntegrityError KVTierError ResourceError UsageError",
     "kvtier.metrics": "metric_families",
     "kvtier.stack": "CloseReport EngineStack StackStats TierStack TierStats",
+    "kvtier.stack.core": "EngineCalls",
+    "kvtier.stack.engine_stack": "PlacingCalls",
+    "kvtier.stack.request": "StackRequest",
     "kvtier.tier.contract": "LookupResult",
     "kvtier.types.events": "OffloadingEvent",
     "kvtier.types.geometry": "GroupKind GroupLayout KVLayout TensorRef",
@@ -47,6 +53,7 @@ __all__ += ["StackConfig", "load_stack", "open_engine_stack", "open_stack", "par
 __all__ += ["ConfigError", "GeometryError", "IntegrityError", "KVTierError", "ResourceError", "UsageError"]
 __all__ += ["metric_families"]
 __all__ += ["CloseReport", "EngineStack", "StackStats", "TierStack", "TierStats"]
+__all__ += ["EngineCalls", "PlacingCalls", "StackRequest"]
 __all__ += ["LookupResult"]
 __all__ += ["OffloadingEvent"]
 __all__ += ["GroupKind", "GroupLayout", "KVLayout", "TensorRef"]

@@ -211,7 +211,7 @@ class SimulatedProcess:
 
         async def store() -> JobResult:
             self._compute(parts)
-            return await self.stack.store(job)
+            return await self.stack.run(job)
 
         try:
             result = await self._in_time(store(), job.deadline, cancel_after)
@@ -242,7 +242,7 @@ class SimulatedProcess:
 
         async def load() -> JobResult:
             allowed.update(self._oracle.allowed)
-            return await self.stack.load(job)
+            return await self.stack.run(job)
 
         try:
             result = await self._in_time(load(), job.deadline, cancel_after)
@@ -304,10 +304,11 @@ class SimulatedProcess:
 
     async def _reserve(self) -> None:
         self._requests += 1
-        name = RequestId(f"request {self._requests}")
-        self.stack.reserve(name, self._rng.sample(self._plan.keys, min(len(self._plan.keys), 4)))
+        keys = self._rng.sample(self._plan.keys, min(len(self._plan.keys), 4))
+        request = self.stack.request(RequestId(f"request {self._requests}"))
+        request.reserve(keys)
         await self._pause()
-        self.stack.end_request(name)
+        request.end()
 
     async def _reset(self) -> None:
         generation = self._oracle.reset_begins()

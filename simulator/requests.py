@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
+from kvtier.stack.request import StackRequest
 from kvtier.stack.tier_stack import TierStack
 from kvtier.types.keys import OffloadKey, RequestId, key_group
 
@@ -31,7 +32,7 @@ class RequestStream:
         self._stack = stack
         self._prompts = prompts
         self._rng = rng
-        self._open: list[RequestId] = []
+        self._open: list[StackRequest] = []
         self._count = 0
         self._time: float | None = 1000.0 if prompts and rng.random() < 0.8 else None
         self.prompt: Sequence[OffloadKey] = ()
@@ -49,15 +50,14 @@ class RequestStream:
         while len(self._open) > OPEN_MAX or (self._open and rng.random() < 0.3):
             ended = self._open.pop(rng.randrange(len(self._open)))
             if rng.random() < 0.9:
-                self._stack.end_request(ended, output_tokens=rng.choice(OUTPUTS))
+                ended.end(rng.choice(OUTPUTS))
         if rng.random() < 0.1:
-            self._stack.touch(self.prompt)
+            self._stack.request(RequestId("unannounced")).touch(self.prompt)
             return
         if self._open and rng.random() < 0.3:
-            self._stack.extend_request(rng.choice(self._open), rng.choice(self._prompts)[-rng.randrange(1, 4) :])
+            rng.choice(self._open).extend(rng.choice(self._prompts)[-rng.randrange(1, 4) :])
         if self._time is not None:
             self._time += rng.choice((0.0, 0.5, 40.0, 400.0, -5.0))
         self._count += 1
-        self._open.append(RequestId(f"prompt {self._count}"))
         self.prompt = rng.choice(self._prompts)
-        self._stack.begin_request(self._open[-1], self.prompt, time=self._time)
+        self._open.append(self._stack.request(RequestId(f"prompt {self._count}"), self.prompt, time=self._time))

@@ -274,7 +274,7 @@ class Liar:
 
     async def _load(self, stack: TierStack, one: Any, names: list[OffloadKey], forged: bool) -> int:
         self.engine.wipe()
-        result = await stack.load(stack.job(support_stack.JobKind.LOAD, (one,), timeout_seconds=5.0))
+        result = await stack.run(stack.job(support_stack.JobKind.LOAD, (one,), timeout_seconds=5.0))
         bad = self.engine.wrong(one, result.outcomes[0])
         if bad and not forged:
             self.tally.wrong_bytes += len(bad)

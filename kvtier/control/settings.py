@@ -21,7 +21,7 @@ class StackSettings:
     the lower tiers then.
 
     `prefill_tokens_per_second` is the engine's speed; `measured`: that of the prompts given to
-    `StackCore.prompt_computed`. `block_seconds` is how long the engine takes to compute an offloaded block, for
+    `EngineCalls.prompt_computed`. `block_seconds` is how long the engine takes to compute an offloaded block, for
     `LoadOrCompute`; without it everything found is worth a load. `watermark_rows` rows are kept free or clean by
     background demotion. A stack computes both, whatever is given here.
 

@@ -21,22 +21,21 @@ import numpy as np
 
 from kvtier.aio.process_guard import ProcessGuard
 from kvtier.control.jobs import Arrival, PresenceQuery, TierJob
-from kvtier.control.reservations import Reservation
 from kvtier.errors import IntegrityError, UsageError
 from kvtier.stack import shutdown
 from kvtier.stack.assembly import StackParts, assemble
-from kvtier.stack.guard import answers_of, guard_step
+from kvtier.stack.guard import GuardedCalls, answers_of, guard_step
 from kvtier.stack.joining import reset_tiers
 from kvtier.stack.lookups import Lookups
 from kvtier.stack.open_stack import OpenStack
-from kvtier.stack.request_calls import RequestCalls
+from kvtier.stack.request import ServesRequests, StackRequest
 from kvtier.stack.shutdown import CloseReport
 from kvtier.stack.watching.operator_log import OperatorLog, TierWatch
 from kvtier.stack.watching.stats import StackStats, collect
 from kvtier.tier.contract import Clock
 from kvtier.tier.shared_epoch import fresh_epoch
 from kvtier.types.checks import (
-    check_info,
+    check_hint,
     check_keys,
     check_number,
     check_text,
@@ -48,9 +47,9 @@ from kvtier.types.checks import (
 from kvtier.types.events import OffloadingEvent
 from kvtier.types.geometry import Geometry
 from kvtier.types.gpu_runs import GPURuns
+from kvtier.types.hints import HintResult, KVHint
 from kvtier.types.jobs import GPUGroup, JobKind, TransferJob
-from kvtier.types.keys import GROUP_BYTES, JobId, OffloadKey, RequestId, key_group
-from kvtier.types.requests import RequestInfo
+from kvtier.types.keys import GROUP_BYTES, JobId, OffloadKey, key_group
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +60,7 @@ BlockGroup = tuple[Sequence[OffloadKey], Sequence[int]]
 """Keys of one KV cache group, and their GPU blocks: `block_size_factor` consecutive ids for each key."""
 
 
-class StackCore(RequestCalls):
+class StackCore(ServesRequests):
     """An open stack, driven from one thread. The base of `TierStack` and `EngineStack`."""
 
     def __init__(self, parts: StackParts) -> None:
@@ -142,15 +141,11 @@ class StackCore(RequestCalls):
                 transfers.append(GPUGroup(key_group(group_keys[0]), tuple(group_keys), runs))
         return self.job(kind, transfers, timeout_seconds)
 
-    def _register(
-        self, assembled: OpenStack, job: TransferJob, request_id: RequestId | None, info: RequestInfo | None
-    ) -> None:
+    def _register(self, assembled: OpenStack, job: TransferJob, request: StackRequest | None) -> None:
         """Check a job; `_submit` it next."""
         check_job(job, assembled.geometry)
-        if request_id is not None:
-            check_text("a request's id", request_id)
-        if info is not None:
-            check_info(info)
+        if request is not None and type(request) is not StackRequest:
+            check_types("a job's request", (request, StackRequest))
         if job.job_id in self._jobs:
             raise UsageError(f"job {job.job_id} is in flight already")
         self._jobs[job.job_id] = job
@@ -161,9 +156,9 @@ class StackCore(RequestCalls):
             self._overdue_at = min(self._overdue_at, job.deadline + GRACE_SECONDS)
 
     @guard_step
-    def _submit(self, job: TransferJob, request_id: RequestId | None, info: RequestInfo | None) -> None:
+    def _submit(self, job: TransferJob, request: StackRequest | None) -> None:
         assert self._assembled is not None
-        self._assembled.plane.submit(job, self._clock(), request_id, info)
+        self._assembled.plane.submit(job, self._clock(), None if request is None else request.id)
         self._decided()
 
     @guard_step
@@ -188,41 +183,22 @@ class StackCore(RequestCalls):
         return assembled.plane.locate(keys, self._clock())
 
     @guard_step
-    def reserve(
-        self, request_id: RequestId, keys: Sequence[OffloadKey], *, info: RequestInfo | None = None
-    ) -> Reservation:
-        """Bring keys into rows and lease them to a request; see `kvtier.control.reservations`."""
-        self._check_request(request_id, keys, info)
-        reservation = self._opened().plane.reserve(request_id, keys, self._clock(), info)
-        self._decided()
-        return reservation
+    def hint(self, hint: KVHint) -> HintResult:
+        """Follow what the application says of blocks: `Retain`, `Pin`, `Prefetch`, `Demote` or `Release`.
 
-    def reservation(self, request_id: RequestId) -> Reservation | None:
-        """The reservation of a request: what it got so far, in O(1)."""
-        check_text("a request's id", request_id)
-        return self._opened().plane.reservation(request_id)
-
-    @guard_step
-    def end_leases(self, request_id: RequestId) -> None:
-        """The request's leases end; it goes on."""
-        check_text("a request's id", request_id)
-        self._opened().plane.end_request(request_id, self._clock())
-        self._decided()
-
-    @guard_step
-    def hold_back(self, reason: str) -> None:
-        """From here on, for the life of the stack, no lower tier loads or stores; `reason` is for the log.
-
-        For weights that were replaced in a running engine: `reset` the stack, then call this. Transfers in flight end
-        as usual. Loads and reservations that wait for a lower tier end with misses.
+        Returns at once: how many blocks it is followed for, and why others are left as they are, which is no error.
+        Raises UsageError for a hint that is none, or whose values are of wrong types.
         """
         assembled = self._opened()
-        check_text("the reason", reason)
-        if assembled.joining is not None:
-            assembled.joining.stop()
-        assembled.plane.hold_back(self._clock())
-        self._watch.look(assembled.plane.control.lowers, reason)
+        check_hint(hint, assembled.geometry.num_groups)
+        result = assembled.plane.hint(hint, self._clock())
         self._decided()
+        return result
+
+    @property
+    def engine(self) -> EngineCalls:
+        """The calls for engine adapters alone."""
+        return EngineCalls(self)
 
     def stats(self) -> StackStats:
         """Figures of every tier since the stack opened; also after it closed."""
@@ -236,15 +212,6 @@ class StackCore(RequestCalls):
         """Take the blocks that became reachable or ceased to be since the last call, in order."""
         return self._opened().plane.take_events()
 
-    @guard_step
-    def announce(self, keys: Sequence[OffloadKey]) -> None:
-        """Have `take_events` say once more which tiers have these keys: each is removed and then stored.
-
-        For routers that have forgotten it. Shared tiers have no events.
-        """
-        check_keys(keys, self._opened().geometry.num_groups)
-        self._opened().plane.announce(keys, self._clock())
-
     def check_integrity(self) -> None:
         """Raise IntegrityError unless the state machine's sums agree. For tests and for suspicions."""
         self._owner.check()
@@ -252,15 +219,6 @@ class StackCore(RequestCalls):
             self._assembled.plane.check_integrity()
 
     # -- driving the control plane -------------------------------------------------------------------------------
-
-    def _opened(self) -> OpenStack:
-        if self._owner.pid != ProcessGuard.here:
-            self._owner.check()
-        if self._assembled is None:
-            raise UsageError("the stack is not open")
-        if self._closing:
-            raise UsageError("the stack is closed")
-        return self._assembled
 
     def _start(self, jobs: Sequence[TierJob], queries: Sequence[PresenceQuery]) -> None:
         """In the loop: begin what was decided, in its order."""
@@ -393,6 +351,67 @@ class StackCore(RequestCalls):
             self._overdue, self._copies_then = self._overdue & overdue, self._copies_then & copies
         elif not self._failed:
             raise IntegrityError("a job did not end by its deadline")
+
+
+class EngineCalls(GuardedCalls):
+    """`engine` of a stack: an adapter's facts about its engine, and what it needs beyond lookups and jobs."""
+
+    _driver: StackCore
+
+    @property
+    def follows_requests(self) -> bool:
+        """True if the policy of a tier follows requests, or with `curves`: the keys of a request have a use."""
+        return self._driver._opened().plane.uses is not None
+
+    @guard_step
+    def prompt_computed(self, tokens: int, begun: float, ended: float) -> None:
+        """Record that the engine has computed these tokens of a prompt, between two times by `time.monotonic`.
+
+        `worth_loading` goes by that where the stack file says `prefill_tokens_per_second: measured`; less than a block
+        says nothing of the speed, nor does a clock that stood still. Raises UsageError for a time that goes back.
+        """
+        check_number("the tokens of a prompt", tokens, least=0)
+        check_number("when a prompt began", begun)
+        check_number("when a prompt ended", ended, least=begun)
+        stack = self._driver
+        blocks = tokens / stack._parts.namespace.layout.tokens_per_offloaded_block(0)
+        if stack._settings.measures_prefill and blocks >= 1 and ended > begun:
+            stack._opened().plane.choice.on_compute(blocks, begun, ended)
+
+    @guard_step
+    def hold_back(self, reason: str) -> None:
+        """Have no lower tier load or store from here on, for the life of the stack; `reason` is for the log.
+
+        For weights that were replaced in a running engine: `reset` the stack, then call this. Transfers in flight end
+        as usual. Loads and reservations that wait for a lower tier end with misses.
+        """
+        stack = self._driver
+        assembled = stack._opened()
+        check_text("the reason", reason)
+        if assembled.joining is not None:
+            assembled.joining.stop()
+        assembled.plane.hold_back(stack._clock())
+        stack._watch.look(assembled.plane.control.lowers, reason)
+        stack._decided()
+
+    @guard_step
+    def announce(self, keys: Sequence[OffloadKey]) -> None:
+        """Have `take_events` return once more which tiers have these keys: each is removed and then stored.
+
+        For routers that have forgotten it. Shared tiers have no events.
+        """
+        assembled = self._driver._opened()
+        check_keys(keys, assembled.geometry.num_groups)
+        assembled.plane.announce(keys, self._driver._clock())
+
+    def storable(self, keys: Sequence[OffloadKey]) -> tuple[list[OffloadKey], int]:
+        """(the keys that are in no row and on their way into none, in their order; how many rows can be had now)."""
+        assembled = self._driver._opened()
+        check_keys(keys, assembled.geometry.num_groups)
+        cpu = assembled.plane.control.cpu
+        if self._driver._failed:
+            return [], 0
+        return [key for key in dict.fromkeys(keys) if key not in cpu.directory], cpu.available
 
 
 def check_job(job: TransferJob, geometry: Geometry) -> None:

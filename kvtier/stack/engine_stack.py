@@ -31,15 +31,15 @@ from kvtier.control.jobs import CPU_TIER, Arrival, PresenceQuery, TierJob
 from kvtier.errors import IntegrityError, ResourceError, UsageError
 from kvtier.stack import shutdown
 from kvtier.stack.assembly import StackParts
-from kvtier.stack.core import BlockGroup, StackCore
+from kvtier.stack.core import BlockGroup, EngineCalls, StackCore
 from kvtier.stack.guard import guard_step
 from kvtier.stack.open_stack import OpenStack
+from kvtier.stack.request import StackRequest
 from kvtier.stack.shutdown import CloseReport
 from kvtier.tier.contract import LookupResult
-from kvtier.types.checks import check_info, check_keys, check_timeout, check_types
+from kvtier.types.checks import check_timeout, check_types
 from kvtier.types.jobs import JobKind, JobResult, TransferJob
-from kvtier.types.keys import JobId, OffloadKey, RequestId
-from kvtier.types.requests import RequestInfo
+from kvtier.types.keys import JobId, OffloadKey
 
 T = TypeVar("T")
 
@@ -243,49 +243,35 @@ class EngineStack(StackCore):
         gpu_blocks: Sequence[int] = (),
         groups: Sequence[BlockGroup] = (),
         timeout_seconds: float | None = None,
-        info: RequestInfo | None = None,
     ) -> JobId:
         """Begin to store whole blocks, named as for `TierStack.store`; the result comes out of a later `step`."""
-        job = self._job_of(JobKind.STORE, keys, gpu_blocks, groups, timeout_seconds)
-        self.submit(job, info=info)
-        return job.job_id
+        return self.submit(self._job_of(JobKind.STORE, keys, gpu_blocks, groups, timeout_seconds))
 
     def submit_load(
         self,
         keys: Sequence[OffloadKey] = (),
-        request_id: RequestId | None = None,
+        request: StackRequest | None = None,
         *,
         gpu_blocks: Sequence[int] = (),
         groups: Sequence[BlockGroup] = (),
         timeout_seconds: float | None = None,
-        info: RequestInfo | None = None,
     ) -> JobId:
         """Begin to load whole blocks, named as for `TierStack.load`; the result comes out of a later `step`."""
-        job = self._job_of(JobKind.LOAD, keys, gpu_blocks, groups, timeout_seconds)
-        self.submit(job, request_id, info=info)
+        return self.submit(self._job_of(JobKind.LOAD, keys, gpu_blocks, groups, timeout_seconds), request)
+
+    def submit(self, job: TransferJob, request: StackRequest | None = None) -> JobId:
+        """Begin a prepared job, as `TierStack.run`; its result comes out of a later `step`. Returns the job's id.
+
+        Raises UsageError for a job that contradicts the layout.
+        """
+        self._register(self._opened(), job, request)
+        self._submit(job, request)
         return job.job_id
 
-    def submit(self, job: TransferJob, request_id: RequestId | None = None, *, info: RequestInfo | None = None) -> None:
-        """Begin a prepared job, which may name parts of blocks; its result comes out of a later `step`.
-
-        A load ends its request's leases. Raises UsageError for a job that contradicts the layout.
-        """
-        self._register(self._opened(), job, request_id, info)
-        self._submit(job, request_id, info)
-
-    def place(self, job: TransferJob, request_id: RequestId | None = None) -> TransferJob | None:
-        """Begin a job whose copies the engine carries out itself; returns its rows: `slots` and `generations`.
-
-        For stacks whose workers are `EngineCopies`. Blocks that cannot be copied at once are not copied at all: they
-        end as cancelled (a store that found its rows taken, a load whose block is in no row). None if that is all of
-        them. The job returned has an id of its own, for `EngineCopies.end`. Its group positions are the job's.
-        """
-        self._register(self._opened(), job, request_id, None)
-        self._submit(job, request_id, None)
-        copies = self._begin_copies(job)
-        if len(copies) > 1:
-            raise IntegrityError(f"job {job.job_id} was begun in {len(copies)} parts")
-        return copies[0] if copies else None
+    @property
+    def engine(self) -> PlacingCalls:
+        """The calls for engine adapters alone."""
+        return PlacingCalls(self)
 
     @guard_step
     def _begin_copies(self, job: TransferJob) -> list[TransferJob]:
@@ -298,35 +284,22 @@ class EngineStack(StackCore):
             self._send()
         return copies
 
-    def storable(self, keys: Sequence[OffloadKey]) -> tuple[list[OffloadKey], int]:
-        """(the keys that are in no row and on their way into none, in their order; how many rows can be had now)."""
-        assembled = self._opened()
-        check_keys(keys, assembled.geometry.num_groups)
-        cpu = assembled.plane.control.cpu
-        if self._failed:
-            return [], 0
-        return [key for key in dict.fromkeys(keys) if key not in cpu.directory], cpu.available
-
-    def lookup(
-        self, keys: Sequence[OffloadKey], *, info: RequestInfo | None = None, ask: bool = True
-    ) -> list[LookupResult]:
+    def lookup(self, keys: Sequence[OffloadKey], *, ask: bool = True) -> list[LookupResult]:
         """Presence of each key from memory; RETRY where a shared tier has yet to answer.
 
         With `ask=False` no tier is asked. An engine that looks the keys of a request up one by one asks for all that
         are unknown at once, in prefix order: a tier may find them with fewer requests.
         """
-        if info is not None:
-            check_info(info)
         if ask is not True and ask is not False:
             check_types("ask", (ask, bool))
         assembled = self._assembled
         if assembled is None or self._closing or self._owner.pid != ProcessGuard.here:
             assembled = self._opened()
         try:  # as `guard_step`, in less time: a scheduler looks up for each request
-            return assembled.plane.lookup(keys, time.monotonic(), info, ask)
+            return assembled.plane.lookup(keys, time.monotonic(), ask)
         except BaseException as error:
             self._fail(error)
-            return assembled.plane.lookup(keys, time.monotonic(), info, ask)
+            return assembled.plane.lookup(keys, time.monotonic(), ask)
 
     def step(self) -> list[JobResult]:
         """Once per engine step: record what ended, send what was decided, return the engine's jobs that ended."""
@@ -445,3 +418,24 @@ class EngineStack(StackCore):
         """In the loop's thread: a deque append is atomic, and the engine's thread drains it."""
         self._inbox.extend(batch)
         self._arrived.set()
+
+
+class PlacingCalls(EngineCalls):
+    """`EngineStack.engine`: of a stack whose workers are `EngineCopies`, the engine carries out the copies itself."""
+
+    _driver: EngineStack
+
+    def place(self, job: TransferJob, request: StackRequest | None = None) -> TransferJob | None:
+        """Begin a job whose copies the engine carries out itself; returns its rows: `slots` and `generations`.
+
+        Blocks that cannot be copied at once are not copied at all: they end as cancelled (a store that found its rows
+        taken, a load whose block is in no row). None if that is all of them. The job returned has an id of its own, for
+        `EngineCopies.end`. Its group positions are the job's.
+        """
+        stack = self._driver
+        stack._register(stack._opened(), job, request)
+        stack._submit(job, request)
+        copies = stack._begin_copies(job)
+        if len(copies) > 1:
+            raise IntegrityError(f"job {job.job_id} was begun in {len(copies)} parts")
+        return copies[0] if copies else None

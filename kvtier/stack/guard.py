@@ -53,7 +53,17 @@ class Guarded(ABC):
         """Log the failure as critical, put answers in the place of the plane, let no job begin. Called once."""
 
 
-G = TypeVar("G", bound=Guarded)
+class GuardedCalls:
+    """Calls that belong to a `Guarded`, each a step of it."""
+
+    def __init__(self, driver: Guarded) -> None:
+        self._driver = driver
+
+    def _fail(self, error: BaseException) -> None:
+        self._driver._fail(error)
+
+
+G = TypeVar("G", bound=Guarded | GuardedCalls)
 
 
 def guard_step(method: Callable[Concatenate[G, P], T]) -> Callable[Concatenate[G, P], T]:

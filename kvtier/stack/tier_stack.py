@@ -1,4 +1,4 @@
-"""The tier stack in an asyncio program: itself a LoadStore, for GPU blocks wherever their bytes are."""
+"""The tier stack in an asyncio program: loads and stores GPU blocks wherever their bytes are."""
 
 from __future__ import annotations
 
@@ -7,29 +7,28 @@ import warnings
 import weakref
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Self
 
 from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.control.flow.load_or_compute import answers
 from kvtier.control.jobs import Arrival, Delivery, PresenceAnswers
 from kvtier.errors import UsageError
-from kvtier.options import TierOptions
 from kvtier.stack import shutdown
 from kvtier.stack.assembly import StackParts
 from kvtier.stack.core import GRACE_SECONDS, BlockGroup, StackCore
 from kvtier.stack.guard import guard_step
 from kvtier.stack.open_stack import OpenStack
-from kvtier.tier.contract import LoadStore, LookupResult, Opened, TierContext
-from kvtier.types.checks import check_info, check_timeout, check_whole
+from kvtier.stack.request import StackRequest
+from kvtier.tier.contract import LookupResult
+from kvtier.types.checks import check_timeout, check_whole
 from kvtier.types.jobs import JobKind, JobResult, TransferJob
-from kvtier.types.keys import JobId, Medium, OffloadKey, RequestId
-from kvtier.types.requests import RequestInfo
+from kvtier.types.keys import JobId, OffloadKey
 
 if TYPE_CHECKING:
     from kvtier.stack.signals import ClosingSignals
 
 
-class TierStack(StackCore, LoadStore):
+class TierStack(StackCore):
     """Loads and stores GPU blocks through all tiers. Use it as `async with TierStack(parts) as stack`.
 
     A store returns when the CPU tier has the blocks; lower tiers follow behind. A load reports each block by itself:
@@ -38,12 +37,8 @@ class TierStack(StackCore, LoadStore):
     In a child forked from the process that opened it every call raises UsageError, but `close`, which does nothing.
     """
 
-    medium: ClassVar[Medium] = Medium("STACK")
-    Options: ClassVar[type[TierOptions]] = TierOptions
-
     def __init__(self, parts: StackParts) -> None:
         super().__init__(parts)
-        self.options = TierOptions(type="stack")
         self._waiting: dict[JobId, asyncio.Future[JobResult]] = {}
         self._progress: asyncio.Event = asyncio.Event()
         self._looking: dict[asyncio.Future[None], frozenset[OffloadKey]] = {}
@@ -61,8 +56,8 @@ class TierStack(StackCore, LoadStore):
     async def __aexit__(self, *error: object) -> None:
         await self.close()
 
-    async def open(self, context: TierContext | None = None) -> Opened:
-        """Open every tier. Raises ResourceError or ConfigError with nothing left behind. `context` is not needed."""
+    async def open(self) -> None:
+        """Open every tier. Raises ResourceError or ConfigError with nothing left behind."""
         self._owner.check()
         if self._assembled is not None or self._closing:
             raise UsageError("a stack is opened once")
@@ -71,11 +66,7 @@ class TierStack(StackCore, LoadStore):
         self._owner.claim()
         self._loop_end = _close_at_loop_end(weakref.ref(self))
         await self._open_tiers()
-        assert self._assembled is not None
         await anext(self._loop_end)
-        control = self._assembled.plane.control
-        specs = [control.cpu_spec, *(lower.spec for lower in control.lowers)]
-        return Opened(sum(spec.opened.capacity_bytes for spec in specs))
 
     async def close(self) -> None:
         """Drain lower tiers until the closing deadline, drop the rest, close every tier. Idempotent.
@@ -149,55 +140,47 @@ class TierStack(StackCore, LoadStore):
 
     async def store(
         self,
-        keys: Sequence[OffloadKey] | TransferJob = (),
+        keys: Sequence[OffloadKey] = (),
         *,
         gpu_blocks: Sequence[int] = (),
         groups: Sequence[BlockGroup] = (),
         timeout_seconds: float | None = None,
-        info: RequestInfo | None = None,
     ) -> JobResult:
         """Store whole blocks: `keys` of one group and their `gpu_blocks`, or `groups` of (keys, GPU blocks).
 
-        Each key takes `block_size_factor` consecutive entries of its GPU blocks. A TransferJob, which may name parts
-        of blocks, is taken in place of `keys`. The result has one tuple of outcomes for each group that has keys.
-        Raises UsageError for blocks that contradict the layout, never for a failure of a tier.
+        Each key takes `block_size_factor` consecutive entries of its GPU blocks. The result has one tuple of outcomes
+        for each group that has keys. Raises UsageError for blocks that contradict the layout, never for a failure of a
+        tier.
         """
-        if not isinstance(keys, TransferJob):
-            keys = self._job_of(JobKind.STORE, keys, gpu_blocks, groups, timeout_seconds)
-        return await self._run(keys, JobKind.STORE, None, info)
+        return await self.run(self._job_of(JobKind.STORE, keys, gpu_blocks, groups, timeout_seconds))
 
     async def load(
         self,
-        keys: Sequence[OffloadKey] | TransferJob = (),
-        request_id: RequestId | None = None,
+        keys: Sequence[OffloadKey] = (),
+        request: StackRequest | None = None,
         *,
         gpu_blocks: Sequence[int] = (),
         groups: Sequence[BlockGroup] = (),
         timeout_seconds: float | None = None,
-        info: RequestInfo | None = None,
     ) -> JobResult:
-        """Load into GPU blocks, through a bounded window of rows if the prefix is longer than the CPU tier.
+        """Load whole blocks, named as for `store`, into GPU blocks.
 
-        Blocks are named as for `store`. A load that names a request ends the request's leases once it holds the rows
-        itself.
+        They pass through a bounded window of rows if the prefix is longer than the CPU tier.
         """
-        if not isinstance(keys, TransferJob):
-            keys = self._job_of(JobKind.LOAD, keys, gpu_blocks, groups, timeout_seconds)
-        return await self._run(keys, JobKind.LOAD, request_id, info)
+        return await self.run(self._job_of(JobKind.LOAD, keys, gpu_blocks, groups, timeout_seconds), request)
 
-    async def _run(
-        self, job: TransferJob, kind: JobKind, request_id: RequestId | None, info: RequestInfo | None
-    ) -> JobResult:
-        assembled = self._opened()
-        if job.kind is not kind:
-            raise UsageError(f"a {job.kind} job was handed to {kind}")
-        self._register(assembled, job, request_id, info)
+    async def run(self, job: TransferJob, request: StackRequest | None = None) -> JobResult:
+        """Run a prepared job of `job`, which may name parts of blocks.
+
+        A load that names a request ends the request's leases once it holds the rows itself.
+        """
+        self._register(self._opened(), job, request)
         future = self._waiting[job.job_id] = self._loop.create_future()
         overdue = None
         try:
             if job.deadline is not None:
                 overdue = self._loop.call_at(job.deadline + GRACE_SECONDS, self._on_overdue, job.job_id)
-            self._submit(job, request_id, info)
+            self._submit(job, request)
             return await shielded_wait(future, partial(self._cancel, job.job_id))
         finally:
             if overdue is not None:
@@ -220,30 +203,33 @@ class TierStack(StackCore, LoadStore):
         self._assembled.plane.cancel(job_id, self._clock())
         self._advance()
 
-    async def lookup(self, keys: Sequence[OffloadKey], *, info: RequestInfo | None = None) -> Sequence[LookupResult]:
+    async def lookup(self, keys: Sequence[OffloadKey]) -> Sequence[LookupResult]:
         """Presence of each key. Waits for shared tiers' answers until the lookup deadline; RETRY then becomes MISS.
 
-        So does what a tier would load later than the engine computes it, see `worth_loading`.
+        So does what a tier would load later than the engine computes it (`StackRequest.worth_loading`).
         """
         deadline = self._clock() + self._settings.lookup_timeout_seconds
         self._opened()
-        if info is not None:
-            check_info(info)
-        results = self._look(keys, info)
+        results = self._look(keys)
         self._progress.set()
         asked = frozenset(keys) if LookupResult.RETRY in results else frozenset()
         while LookupResult.RETRY in results and self._clock() < deadline:
             await self._wait_answer(asked, deadline)
-            results = self._look(keys, info)
-        return answers(results, self.worth_loading(keys) if self._settings.chooses else len(keys))
+            results = self._look(keys)
+        return answers(results, self._worth_loading(keys) if self._settings.chooses else len(keys))
 
     @guard_step
-    def _look(self, keys: Sequence[OffloadKey], info: RequestInfo | None) -> Sequence[LookupResult]:
+    def _look(self, keys: Sequence[OffloadKey]) -> Sequence[LookupResult]:
         """Presence from memory; what is unknown is asked for."""
         assert self._assembled is not None
-        results = self._assembled.plane.lookup(keys, self._clock(), info)
+        results = self._assembled.plane.lookup(keys, self._clock())
         self._decided(pumps=False)
         return results
+
+    @guard_step
+    def _worth_loading(self, keys: Sequence[OffloadKey]) -> int:
+        assert self._assembled is not None
+        return self._assembled.plane.choice.worth_loading(keys, self._clock())
 
     async def drain(self, timeout_seconds: float, backlog: int = 0) -> bool:
         """Wait until at most `backlog` blocks are on their way to lower tiers; False when the time ran out."""

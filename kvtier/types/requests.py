@@ -9,7 +9,7 @@ from kvtier.types.keys import GroupIndex, OffloadKey, RequestId
 
 @dataclass(frozen=True, slots=True)
 class RequestInfo:
-    """Describes the request behind a lookup, load, store or reservation. Every field is optional.
+    """Describes the request behind lookups, loads and stores. Every field is optional.
 
     `session` groups the requests of one conversation, `tenant` those of one customer. `priority` orders requests, the
     higher the more urgent. `retain_until` is a time on the stack's clock (that of `time.monotonic`) until which the

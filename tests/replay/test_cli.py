@@ -143,17 +143,17 @@ def test_a_stack_file_decides_the_tiers(tmp_path: Path) -> None:
 
 
 def test_one_wrong_byte_makes_exit_code_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    load = TierStack.load
+    run_job = TierStack.run
     flips = iter([None])
 
     async def corrupting(stack: TierStack, job: TransferJob) -> JobResult:
-        result = await load(stack, job)
-        for _ in flips:
+        result = await run_job(stack, job)
+        for _ in flips if job.kind == "load" else ():
             block = int(job.groups[0].runs.gpu_blocks[0])
             stack._parts.kv_caches[0].numpy().view(np.uint8)[block, 4095] ^= 0x80
         return result
 
-    monkeypatch.setattr(TierStack, "load", corrupting)
+    monkeypatch.setattr(TierStack, "run", corrupting)
     path = tmp_path / "figures.json"
     result = run(*SMALL, "--json", str(path))
     assert result.exit_code == 1

@@ -34,11 +34,9 @@ USES = {
     "lookup": lambda stack: stack.lookup(NAMES),
     "locate": lambda stack: stack.locate(NAMES),
     "job": lambda stack: stack.job(JobKind.LOAD, [whole(NAMES)]),
-    "reserve": lambda stack: stack.reserve("request", NAMES),
-    "end_request": lambda stack: stack.end_request("request"),
-    "touch": lambda stack: stack.touch(NAMES),
+    "request": lambda stack: stack.request("request", NAMES),
     "take_events": lambda stack: stack.take_events(),
-    "announce": lambda stack: stack.announce(NAMES),
+    "announce": lambda stack: stack.engine.announce(NAMES),
     "stats": lambda stack: stack.stats(),
     "check_integrity": lambda stack: stack.check_integrity(),
     "geometry": lambda stack: stack.geometry,
@@ -127,7 +125,7 @@ async def test_a_child_of_an_asyncio_program_harms_nothing_of_it(tmp_path, io_en
     engine = cache()
     async with TierStack(parts(engine, str(tmp_path / "r"), io_engine)) as stack:
         one, other = whole(NAMES), whole(NAMES, len(NAMES))
-        assert set(statuses(await stack.store(stack.job(JobKind.STORE, [one])))) == {"stored"}
+        assert set(statuses(await stack.run(stack.job(JobKind.STORE, [one])))) == {"stored"}
 
         def child() -> None:
             for name, use in TIER_USES.items():
@@ -138,7 +136,7 @@ async def test_a_child_of_an_asyncio_program_harms_nothing_of_it(tmp_path, io_en
                 stack.__aexit__(None, None, None).send(None)
 
         for _ in range(3):
-            loading = asyncio.create_task(stack.load(stack.job(JobKind.LOAD, [other])))
+            loading = asyncio.create_task(stack.run(stack.job(JobKind.LOAD, [other])))
             for _ in range(5):
                 await asyncio.sleep(0)
             assert run_in_child(child) == 0

@@ -29,11 +29,11 @@ async def tier_life(rng: random.Random, root, engine: Engine, io_engine: str) ->
     parts = parts_of(stack_file(PLAIN, 8, fs(root, capacity=1 << 20, io_engine=io_engine)), engine)
     async with TierStack(parts) as stack:
         names = keys(4, start=rng.randrange(1000))
-        await stack.store(stack.job(STORE, [whole(names)]))
-        await stack.load(stack.job(LOAD, [whole(names + keys(2, tag="absent"), 8)]))
+        await stack.run(stack.job(STORE, [whole(names)]))
+        await stack.run(stack.job(LOAD, [whole(names + keys(2, tag="absent"), 8)]))
         with pytest.raises(UsageError):
-            await stack.load(stack.job(LOAD, [GPUGroup(9, (names[0],), whole(names[:1]).runs)]))
-        task = asyncio.create_task(stack.store(stack.job(STORE, [whole(keys(4, start=2000), 16)])))
+            await stack.run(stack.job(LOAD, [GPUGroup(9, (names[0],), whole(names[:1]).runs)]))
+        task = asyncio.create_task(stack.run(stack.job(STORE, [whole(keys(4, start=2000), 16)])))
         for _ in range(rng.randrange(12)):
             await asyncio.sleep(0)
         task.cancel()
@@ -124,7 +124,7 @@ async def test_a_closed_stack_is_freed_without_the_collector(tmp_path, no_collec
 
     async def programs_life() -> list[weakref.ref]:
         async with TierStack(parts()) as stack:
-            await stack.store(stack.job(STORE, [whole(keys(4))]))
+            await stack.run(stack.job(STORE, [whole(keys(4))]))
             return held_by(stack)
 
     engine = Engine(PLAIN, 32)
@@ -172,7 +172,7 @@ def test_a_stack_left_open_is_closed_by_the_end_of_its_loop():
         stack = TierStack(memory_parts(engine))
         await stack.open()
         stack._parts.tiers[-1].hold(JobKind.LOAD)
-        assert set(statuses(await stack.store(stack.job(STORE, [whole(keys(4))])))) == {"stored"}
+        assert set(statuses(await stack.run(stack.job(STORE, [whole(keys(4))])))) == {"stored"}
         kept.append(stack)
 
     with pytest.warns(ResourceWarning, match="closed by the end of its loop"):

@@ -55,7 +55,7 @@ async def test_a_load_cancelled_while_the_stack_closes_leaves_no_error_behind():
     cpu.load = slow
     async with opened(parts) as stack:
         await store(stack, engine, whole(keys(4)))
-        loading = asyncio.ensure_future(stack.load(stack.job(LOAD, [whole(keys(4))])))
+        loading = asyncio.ensure_future(stack.run(stack.job(LOAD, [whole(keys(4))])))
         await asyncio.sleep(0)
         loading.cancel()
         await asyncio.sleep(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,9 @@ from kvtier.engines.engine_memory.tier import BlockingTier
 from kvtier.engines.engine_memory.transfers import EngineTransfer
 from kvtier.errors import KVTierError, UsageError
 from kvtier.stack import EngineStack, TierStack
+from kvtier.stack.core import EngineCalls
+from kvtier.stack.engine_stack import PlacingCalls
+from kvtier.stack.request import StackRequest
 from kvtier.types.arrays import int_array
 from kvtier.types.geometry import GroupLayout, KVLayout
 from kvtier.types.hints import Retain
@@ -32,49 +35,50 @@ from kvtier.types.requests import RequestInfo
 Good = dict[str, Callable[[], dict[str, object]]]
 
 LIFE = {"open", "close", "stats", "take_events", "check_integrity"}
-REQUESTS: Good = {
-    "begin_request": lambda: {"request_id": "r", "keys": some_keys(), "time": 1.0, "info": RequestInfo()},
-    "extend_request": lambda: {"request_id": "r", "keys": some_keys()},
-    "end_request": lambda: {"request_id": "r", "output_tokens": 3},
-    "hint": lambda: {"hint": Retain(some_keys(), 3.0, "s")},
+REQUEST: Good = {
+    "extend": lambda: {"keys": some_keys()},
+    "reserve": lambda: {"keys": some_keys()},
     "touch": lambda: {"keys": some_keys()},
     "worth_loading": lambda: {"keys": some_keys()},
+    "end": lambda: {"output_tokens": 4, "input_tokens": 3, "prompt": some_keys(), "arrived": 1.0},
+}
+ADAPTERS: Good = {
     "prompt_computed": lambda: {"tokens": 64, "begun": 1.0, "ended": 2.0},
-    "record_request": lambda: {"keys": some_keys(), "input_tokens": 3, "output_tokens": 4, "arrived": 1.0},
+    "announce": lambda: {"keys": some_keys()},
+    "storable": lambda: {"keys": some_keys()},
+}
+BOTH: Good = {
+    "request": lambda: {"request_id": "r", "keys": some_keys(), "info": RequestInfo(), "time": 1.0},
+    "hint": lambda: {"hint": Retain(some_keys(), 3.0, "s")},
     "job": lambda: {"kind": JobKind.LOAD, "groups": (), "timeout_seconds": 5.0},
     "cancel": lambda: {"job_id": 1 << 41},
     "locate": lambda: {"keys": some_keys()},
-    "reserve": lambda: {"request_id": "r", "keys": some_keys(), "info": RequestInfo()},
-    "reservation": lambda: {"request_id": "r"},
-    "end_leases": lambda: {"request_id": "r"},
-    "announce": lambda: {"keys": some_keys()},
 }
 BLOCKS: Callable[[], dict[str, object]] = lambda: {  # noqa: E731
     "keys": some_keys(),
     "gpu_blocks": range(4),
     "timeout_seconds": 5.0,
-    "info": RequestInfo(),
 }
+JOBS = iter(range(1 << 42, 1 << 43))
 TIER_STACK: Good = {
-    **REQUESTS,
+    **BOTH,
     "store": BLOCKS,
-    "load": lambda: {**BLOCKS(), "request_id": "r"},
-    "lookup": lambda: {"keys": some_keys(), "info": RequestInfo()},
+    "load": lambda: {**BLOCKS(), "request": None},
+    "run": lambda: {"job": some_job(JobKind.LOAD, next(JOBS)), "request": None},
+    "lookup": lambda: {"keys": some_keys()},
     "drain": lambda: {"timeout_seconds": 5.0, "backlog": 0},
     "close_on": dict,
 }
-JOBS = iter(range(1 << 42, 1 << 43))
 ENGINE_STACK: Good = {
-    **REQUESTS,
+    **BOTH,
     "submit_store": BLOCKS,
-    "submit_load": lambda: {**BLOCKS(), "request_id": "r"},
-    "submit": lambda: {"job": some_job(JobKind.LOAD, next(JOBS)), "request_id": "r", "info": RequestInfo()},
-    "place": lambda: {"job": some_job(JobKind.LOAD, next(JOBS)), "request_id": "r"},
-    "storable": lambda: {"keys": some_keys()},
-    "lookup": lambda: {"keys": some_keys(), "info": RequestInfo(), "ask": True},
+    "submit_load": lambda: {**BLOCKS(), "request": None},
+    "submit": lambda: {"job": some_job(JobKind.LOAD, next(JOBS)), "request": None},
+    "lookup": lambda: {"keys": some_keys(), "ask": True},
     "wait": lambda: {"timeout_seconds": 0.0},
     "reset": lambda: {"timeout_seconds": 5.0},
 }
+PLACING: Good = {**ADAPTERS, "place": lambda: {"job": some_job(JobKind.LOAD, next(JOBS)), "request": None}}
 MEMORY: Good = {
     "find": lambda: {"keys": some_keys(), "seconds": 5.0},
     "store": lambda: {"keys": some_keys(), "places": range(4), "seconds": 5.0},
@@ -93,6 +97,20 @@ def stack_of(engine: Engine, tmp_path: Any) -> Any:
     return parts_of(config, engine)
 
 
+def wrong_calls_of(
+    stack: TierStack | EngineStack, kind: type, good: Good, engine: type, adapters: Good
+) -> Iterator[tuple[Callable[[], object], Call]]:
+    """The wrong calls of a stack, of a request of it, and of its face for adapters, with what gives that face."""
+    skipped = {*LIFE, "hold_back", *({"step"} if kind is EngineStack else {"reset"})}
+    for face, calls in (
+        (lambda: stack, wrong_calls(kind, good, skipped)),
+        (lambda: stack.request("r"), wrong_calls(StackRequest, REQUEST, skipped)),
+        (lambda: stack.engine, wrong_calls(engine, adapters, skipped)),
+    ):
+        for call in calls:
+            yield face, call
+
+
 def waits_long(call: Call) -> bool:
     """Such as `wait` for three seconds, which is an answer."""
     return call.method == "wait" and call.where.split("=")[1] in ("3", "1.5")
@@ -102,10 +120,10 @@ async def test_a_tier_stack_takes_no_harm_from_any_argument(tmp_path):
     engine = Engine(PLAIN, 64)
     async with TierStack(stack_of(engine, tmp_path)) as stack:
         calls = refused = 0
-        for call in wrong_calls(TierStack, TIER_STACK, {*LIFE, "hold_back", "reset"}):
+        for face, call in wrong_calls_of(stack, TierStack, TIER_STACK, EngineCalls, ADAPTERS):
             calls += 1
             try:
-                answer = getattr(stack, call.method)(**call.arguments)
+                answer = getattr(face(), call.method)(**call.arguments)
                 if inspect.isawaitable(answer):
                     await asyncio.wait_for(answer, 20.0)
             except KVTierError:
@@ -115,7 +133,7 @@ async def test_a_tier_stack_takes_no_harm_from_any_argument(tmp_path):
             assert stack.stats().errors == 0, call
         for reason in (None, 3, ["x"]):
             with pytest.raises(UsageError):
-                stack.hold_back(reason)
+                stack.engine.hold_back(reason)
         for number in (None, "x", [1], 1.5, 10**400, -1):
             with pytest.raises(UsageError):
                 stack.close_on(number)
@@ -131,11 +149,11 @@ def test_an_engine_stack_takes_no_harm_from_any_argument(tmp_path):
     engine = Engine(PLAIN, 64)
     with EngineStack(stack_of(engine, tmp_path)) as stack:
         refused = 0
-        for call in wrong_calls(EngineStack, ENGINE_STACK, {*LIFE, "hold_back", "step"}):
+        for face, call in wrong_calls_of(stack, EngineStack, ENGINE_STACK, PlacingCalls, PLACING):
             if waits_long(call):
                 continue
             try:
-                getattr(stack, call.method)(**call.arguments)
+                getattr(face(), call.method)(**call.arguments)
                 stack.step()
             except KVTierError:
                 refused += 1
@@ -187,9 +205,9 @@ async def test_a_time_that_goes_back_or_stands_still_says_nothing_of_the_speed(t
         engine.compute(whole(OURS))
         await stack.store(OURS, gpu_blocks=range(4))
         with pytest.raises(UsageError, match="when a prompt ended"):
-            stack.prompt_computed(160, 5.0, 4.0)
-        stack.prompt_computed(160, 4.0, 4.0)
-        assert stack.worth_loading(OURS) == 4
+            stack.engine.prompt_computed(160, 5.0, 4.0)
+        stack.engine.prompt_computed(160, 4.0, 4.0)
+        assert stack.request("r").worth_loading(OURS) == 4
         assert (await stack.load(OURS, gpu_blocks=range(8, 12))).ok
 
 
@@ -209,6 +227,6 @@ def test_jobs_of_one_id_that_end_late_one_after_another_are_not_taken_for_lost(t
     """The look at the first had noted its id; the second was then lost at once."""
     with EngineStack(stack_of(Engine(PLAIN, 64), tmp_path)) as stack:
         for _ in range(3):
-            stack.place(replace(some_job(JobKind.LOAD, 1 << 42), deadline=-1.0), "r")
+            stack.engine.place(replace(some_job(JobKind.LOAD, 1 << 42), deadline=-1.0), stack.request("r"))
             assert [result.job_id for result in stack.step()] == [1 << 42]
             assert not stack.stats().errors

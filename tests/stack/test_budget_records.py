@@ -248,8 +248,7 @@ def test_a_stack_finds_again_what_it_wrote(tmp_path: Path) -> None:
             writing = stack._assembled.models._writing
             assert writing is not None
             await asyncio.wrap_future(writing)
-            stack.begin_request(RequestId("a"), keys)
-            stack.end_request(RequestId("a"))
+            stack.request(RequestId("a"), keys).end()
             if store:
                 assert (await stack.store(keys, gpu_blocks=list(range(8)))).ok
                 assert await stack.drain(60.0)

@@ -22,13 +22,32 @@ async def test_keys_and_their_gpu_blocks_make_a_roundtrip():
     names, target = keys(4), whole(keys(4), 8)
     engine.compute(whole(names))
     async with running(stack_file(PLAIN, 8), engine) as stack:
-        stored = await stack.store(names, gpu_blocks=[0, 1, 2, 3], info=INFO)
+        stored = await stack.store(names, gpu_blocks=[0, 1, 2, 3])
         assert statuses(stored) == ["stored"] * 4
-        assert await stack.lookup(names, info=INFO) == [LookupResult.HIT] * 4
-        assert stack.reserve(RequestId("r"), names, info=INFO).hits() == [True] * 4
-        loaded = await stack.load(names, "r", gpu_blocks=range(8, 12), info=INFO)
+        assert await stack.lookup(names) == [LookupResult.HIT] * 4
+        with stack.request(RequestId("r"), names, info=INFO) as request:
+            assert request.reserve(names).hits() == [True] * 4
+            loaded = await stack.load(names, request, gpu_blocks=range(8, 12))
+            assert request.reservation is None
         assert statuses(loaded) == ["loaded"] * 4
         assert not engine.wrong(target)
+
+
+async def test_a_request_ends_with_its_block_whatever_happens_in_it():
+    engine, names = Engine(PLAIN, 16), keys(4)
+    engine.compute(whole(names))
+    async with running(stack_file(PLAIN, 8), engine) as stack:
+        assert (await stack.store(names, gpu_blocks=range(4))).ok
+        request = stack.request(RequestId("r"))
+        assert request.reserve(names).hits() == [True] * 4
+        with pytest.raises(ArithmeticError), request:
+            raise ArithmeticError
+        assert request.reservation is None
+        request.end()
+        with pytest.raises(UsageError, match="has ended"):
+            request.reserve(names)
+        with stack.request(RequestId("at the end"), names):
+            await stack.close()
 
 
 async def test_groups_of_a_hybrid_layout_are_named_one_by_one():
@@ -51,8 +70,8 @@ async def test_a_prepared_job_goes_the_same_way():
     one = whole(keys(2))
     engine.compute(one)
     async with running(stack_file(PLAIN, 8), engine) as stack:
-        assert (await stack.store(stack.job(JobKind.STORE, [one]))).ok
-        assert (await stack.load(stack.job(JobKind.LOAD, [whole(keys(2), 4)]))).ok
+        assert (await stack.run(stack.job(JobKind.STORE, [one]))).ok
+        assert (await stack.run(stack.job(JobKind.LOAD, [whole(keys(2), 4)]))).ok
         assert not engine.wrong(whole(keys(2), 4))
 
 
@@ -99,10 +118,11 @@ def test_an_engines_stack_takes_keys_too():
                 stack.wait(1.0)
             return ended[job_id]
 
-        assert run(stack.submit_store(names, gpu_blocks=[0, 1, 2], info=INFO)).ok
-        assert stack.lookup(names, info=INFO) == [LookupResult.HIT] * 3
-        assert stack.reserve(RequestId("r"), names, info=INFO).served
-        assert run(stack.submit_load(names, RequestId("r"), gpu_blocks=[5, 6, 7], info=INFO)).ok
+        assert run(stack.submit_store(names, gpu_blocks=[0, 1, 2])).ok
+        assert stack.lookup(names) == [LookupResult.HIT] * 3
+        request = stack.request(RequestId("r"))
+        assert request.reserve(names).served
+        assert run(stack.submit_load(names, request, gpu_blocks=[5, 6, 7])).ok
         assert run(stack.submit_load(groups=[(names[:1], [9])])).ok
     assert not engine.wrong(whole(names, 5))
     assert not engine.wrong(whole(names[:1], 9))

@@ -64,7 +64,7 @@ async def test_a_cancelled_load_changes_no_byte_after_it_has_raised(tmp_path, se
             chosen = rng.sample(names, rng.randint(1, 24))
             one = whole(chosen, rng.randint(0, 40))
             before = engine.snapshot()
-            task = asyncio.create_task(stack.load(stack.job(LOAD, [one])))
+            task = asyncio.create_task(stack.run(stack.job(LOAD, [one])))
             await turns(rng.randint(0, 60))
             task.cancel()
             if rng.random() < 0.3:
@@ -99,7 +99,7 @@ async def test_a_cancelled_store_leaves_whole_blocks_or_none(tmp_path, seed, row
             names = keys(rng.randint(1, 8), start=rng.randint(0, 60))
             one = whole(names)
             engine.compute(one)
-            task = asyncio.create_task(stack.store(stack.job(STORE, [one])))
+            task = asyncio.create_task(stack.run(stack.job(STORE, [one])))
             await turns(rng.randint(0, 60))
             task.cancel()
             try:
@@ -155,7 +155,7 @@ async def test_a_group_of_loads_that_fails_as_one_leaves_the_stack_whole(tmp_pat
     async def load_as_one(stack) -> None:
         async with asyncio.TaskGroup() as group:
             for i in range(3):
-                group.create_task(stack.load(stack.job(LOAD, [whole(rng.sample(names, 12), 24 * i)])))
+                group.create_task(stack.run(stack.job(LOAD, [whole(rng.sample(names, 12), 24 * i)])))
             group.create_task(fail_soon())
 
     async with running(stack_file(LARGE, 8, fs(tmp_path / "r", capacity=16 << 20)), engine) as stack:
@@ -194,7 +194,7 @@ async def test_closing_that_is_cancelled_ends_the_thread_that_records(tmp_path, 
     engine = Engine(LARGE, 8)
     file = stack_file(LARGE, 4, fs(tmp_path / "r", capacity=16 << 20), record=f"{{folder: {tmp_path / 'traces'}}}")
     async with TierStack(parts_of(file, engine)) as stack:
-        stack.record_request(keys(3), input_tokens=48, output_tokens=1)
+        stack.request("recorded").end(1, input_tokens=48, prompt=keys(3))
         recorder, tier = stack._assembled.recorder, stack._assembled.to_close[-1]
         close = tier.close
 

@@ -48,7 +48,7 @@ async def test_a_load_that_hangs_ends_late_and_its_rows_wait_for_the_io(caplog):
         before = engine.snapshot()
         tier.hold(LOAD)
         async with asyncio.timeout(10):
-            result = await stack.load(stack.job(LOAD, [whole(names)], timeout_seconds=LATE_SECONDS))
+            result = await stack.run(stack.job(LOAD, [whole(names)], timeout_seconds=LATE_SECONDS))
         assert statuses(result) == ["late"] * 8
         assert not tier.gates[LOAD].is_set()
         assert tier.moving[LOAD] == 8, "the I/O goes on"
@@ -106,7 +106,7 @@ async def test_a_long_load_from_a_hung_tier_holds_up_nobody_else():
         here = keys(4, start=10_000 + ROWS - 4)
         assert stack.locate(here) == ["cpu"] * 4
         tier.hold(LOAD)
-        hung = asyncio.create_task(stack.load(stack.job(LOAD, [whole(names)], timeout_seconds=60.0)))
+        hung = asyncio.create_task(stack.run(stack.job(LOAD, [whole(names)], timeout_seconds=60.0)))
         await until(lambda: tier.moving[LOAD] > 0)
         async with asyncio.timeout(20):
             assert statuses(await load(stack, engine, whole(here, 50))) == ["loaded"] * 4
@@ -124,7 +124,7 @@ async def test_loads_that_wait_behind_hung_ones_give_their_rows_back_in_time():
         await only_below(stack, engine, names)
         tier.hold(LOAD)
         jobs = [stack.job(LOAD, [whole([name])], timeout_seconds=LATE_SECONDS) for name in names]
-        results = await asyncio.gather(*(stack.load(job) for job in jobs))
+        results = await asyncio.gather(*(stack.run(job) for job in jobs))
         assert [statuses(result) for result in results] == [["late"]] * 8
         assert tier.moving[LOAD] == 4, "four fill the bound, four wait"
         await until(lambda: held(stack)["cpu"]["quarantined"] == 4 and held(stack)["cpu"]["filling"] == 0)

@@ -83,17 +83,17 @@ def test_reserve_step_submit_as_a_scheduler_does_it(tmp_path):
             for first in (0, 8):
                 store(stack, engine, whole(keys(8, start=start + first)))
                 drain(stack)
-        request = RequestId("a request")
-        assert stack.reservation(request) is None
-        reservation = stack.reserve(request, [*names, *keys(1, start=999)])
+        request = stack.request(RequestId("a request"))
+        assert request.reservation is None
+        reservation = request.reserve([*names, *keys(1, start=999)])
         assert not reservation.served
         serve(stack, reservation)
         assert reservation.hits() == [True] * 12 + [False]
-        assert stack.reservation(request) is reservation
+        assert request.reservation is reservation
         assert stack.locate(names) == ["cpu"] * 12
         engine.wipe()
-        assert load(stack, engine, whole(names), "a request") == ["loaded"] * 12
-        assert stack.reservation(request) is None, "a load ends its request's leases"
+        assert load(stack, engine, whole(names), request) == ["loaded"] * 12
+        assert request.reservation is None, "a load ends its request's leases"
         stack.check_integrity()
 
 
@@ -104,16 +104,18 @@ def test_an_aborted_request_gives_its_leases_back(tmp_path):
         for start in range(0, 24, 8):
             store(stack, engine, whole(keys(8, start=start)))
             drain(stack)
-        first, second = RequestId("first"), RequestId("second")
-        one = stack.reserve(first, keys(8))
+        first, second = stack.request(RequestId("first")), stack.request(RequestId("second"))
+        one = first.reserve(keys(8))
         serve(stack, one)
-        other = stack.reserve(second, keys(8, start=8))
+        other = second.reserve(keys(8, start=8))
         stack.step()
         assert not other.served, "the rows are leased"
-        stack.end_request(first)
+        first.end()
         serve(stack, other)
         assert other.hits() == [True] * 8
-        stack.end_request(second)
+        second.end()
+        with pytest.raises(UsageError, match="second"):
+            second.reserve(keys(8))
 
 
 class Frozen:
@@ -153,12 +155,12 @@ def test_no_call_of_an_engine_step_waits_for_the_loop():
         stack.submit(job)
         run_jobs(stack, job.job_id)
         assert frozen.entered.wait(20.0)
-        request = RequestId("r")
+        request = stack.request(RequestId("r"))
         assert stack.lookup(names) == [LookupResult.HIT] * 4
         assert stack.locate(names) == ["cpu"] * 4
-        stack.touch(names)
-        assert stack.reserve(request, names).hits() == [True] * 4
-        assert stack.reservation(request) is not None
+        request.touch(names)
+        assert request.reserve(names).hits() == [True] * 4
+        assert request.reservation is not None
         loading = stack.job(LOAD, [whole(names, 8)])
         stack.submit(loading, request)
         engine.compute(whole(keys(4, start=50), 20))
@@ -166,7 +168,7 @@ def test_no_call_of_an_engine_step_waits_for_the_loop():
         stack.submit(storing)
         assert stack.step() == []
         stack.cancel(storing.job_id)
-        stack.end_request(request)
+        request.end()
         assert stack.step() == []
         assert stack.has_pending_work
         assert stack.stats().backlog > 0
@@ -363,23 +365,31 @@ def test_a_closed_engine_stack_answers_with_a_usage_error(tmp_path):
         job = stack.job(LOAD, [whole(keys(2))])
         with pytest.raises(UsageError, match="opened once"):
             stack.open()
-    for name, *more in (
-        ("job", LOAD, [whole(keys(2))]),
-        ("submit", job),
-        ("cancel", job.job_id),
-        ("step",),
-        ("lookup", keys(1)),
-        ("locate", keys(1)),
-        ("reserve", RequestId("r"), keys(1)),
-        ("reservation", RequestId("r")),
-        ("end_request", RequestId("r")),
-        ("touch", keys(1)),
-        ("reset",),
-        ("take_events",),
-        ("announce", keys(1)),
+        request = stack.request(RequestId("r"))
+    for face, name, *more in (
+        (stack, "job", LOAD, [whole(keys(2))]),
+        (stack, "submit", job),
+        (stack, "cancel", job.job_id),
+        (stack, "step"),
+        (stack, "lookup", keys(1)),
+        (stack, "locate", keys(1)),
+        (stack, "request", RequestId("r"), keys(1)),
+        (request, "extend", keys(1)),
+        (request, "reserve", keys(1)),
+        (request, "release"),
+        (request, "touch", keys(1)),
+        (request, "worth_loading", keys(1)),
+        (request, "end"),
+        (stack, "reset"),
+        (stack, "take_events"),
+        (stack.engine, "announce", keys(1)),
+        (stack.engine, "place", job),
+        (stack.engine, "storable", keys(1)),
     ):
         with pytest.raises(UsageError, match="closed"):
-            getattr(stack, name)(*more)
+            getattr(face, name)(*more)
+    with pytest.raises(UsageError, match="closed"):
+        _ = request.reservation
     with pytest.raises(UsageError):
         _ = stack.has_pending_work
     assert stack.stats().tiers["cpu"].stored == 0
@@ -398,7 +408,7 @@ def test_a_policy_takes_in_what_it_is_told_in_the_stack_s_thread(tmp_path):
     with stack:
         control, threads = stack._assembled.plane.control, []
         control.models.journal.add(lambda: threads.append(threading.current_thread().name))
-        stack.begin_request(RequestId("a"), names)
+        stack.request(RequestId("a"), names)
         assert threads == []
         assert store(stack, engine, whole(names, 0)) == ["stored"] * 8
         wait_until(lambda: threads)
@@ -420,7 +430,7 @@ def test_what_a_policy_raises_in_the_stack_s_thread_fails_the_control_plane(tmp_
         journal.add(fail)
         store(stack, engine, whole(names[:8], 0))  # stored, unless the plane has failed by then
         wait_until(lambda: journal._error)
-        stack.begin_request(RequestId("a"), names)
+        stack.request(RequestId("a"), names)
         assert stack.lookup(names[:8]) == [LookupResult.MISS] * 8
         assert store(stack, engine, whole(names[8:], 8)) == ["dropped:tier_down"] * 8
         assert stack.stats().errors == 1
@@ -438,7 +448,7 @@ def test_a_signal_handler_closes_the_stack_while_a_policy_takes_in_what_it_is_to
 
         before = signal.signal(signal.SIGUSR1, handler)
         try:
-            stack.begin_request(RequestId("a"), names)
+            stack.request(RequestId("a"), names)
             journal.add(lambda: signal.raise_signal(signal.SIGUSR1))
             journal.take_in()
         finally:

@@ -167,7 +167,7 @@ async def test_stores_that_are_late_partial_or_cancelled_are_told_as_far_as_they
             if rng.random() < 0.5:
                 one = replace(one, runs=one.runs.select(int_array([0, 2])), keys=one.keys[:2])
             job = stack.job(STORE, [one], timeout_seconds=rng.choice([0.0, 0.0005, 10.0]))
-            task = asyncio.create_task(stack.store(job))
+            task = asyncio.create_task(stack.run(job))
             await asyncio.sleep(rng.random() * 0.001)
             if rng.random() < 0.5:
                 task.cancel()

@@ -58,7 +58,7 @@ async def test_every_job_ends_when_one_step_raises(owner, name, monkeypatch, cap
             engine.compute(one)
         raised = once(monkeypatch, owner, name)
         jobs = [stack.job(LOAD if one is groups[0] else STORE, [one]) for one in groups]
-        calls = [stack.load(jobs[0]), *(stack.store(job) for job in jobs[1:])]
+        calls = [stack.run(job) for job in jobs]
         async with asyncio.timeout(ENDS_SECONDS):
             results = await asyncio.gather(*calls)
         assert raised
@@ -68,7 +68,7 @@ async def test_every_job_ends_when_one_step_raises(owner, name, monkeypatch, cap
         assert name in caplog.text
         # and what is asked afterwards ends as well
         async with asyncio.timeout(ENDS_SECONDS):
-            again = await stack.load(stack.job(LOAD, [groups[0]]))
+            again = await stack.run(stack.job(LOAD, [groups[0]]))
             await stack.lookup(keys(8))
             await stack.reset()
         assert not engine.wrong(groups[0], again.outcomes[0])
@@ -103,7 +103,7 @@ async def test_a_job_that_the_control_plane_lost_ends_after_its_deadline(monkeyp
         monkeypatch.setattr(ControlPlane, "finish", lambda *args: None)
         engine.compute(whole(keys(4)))
         async with asyncio.timeout(ENDS_SECONDS):
-            result = await stack.store(stack.job(STORE, [whole(keys(4))], timeout_seconds=0.2))
+            result = await stack.run(stack.job(STORE, [whole(keys(4))], timeout_seconds=0.2))
         assert statuses(result) != ["stored"] * 4
     assert "did not end by its deadline" in caplog.text or "late" in statuses(result)
 
@@ -132,7 +132,7 @@ async def test_a_failed_control_plane_finds_nothing_and_still_resets_its_tiers(m
         assert await stack.drain(10)
         stack.take_events()
         once(monkeypatch, ControlPlane, "pump")
-        reservation = stack.reserve("a request", keys(4))
+        reservation = stack.request("a request").reserve(keys(4))
         assert stack.stats().errors == 1
         assert reservation.served
         assert reservation.hits() == [False] * 4
@@ -140,7 +140,7 @@ async def test_a_failed_control_plane_finds_nothing_and_still_resets_its_tiers(m
         assert stack.locate(keys(8)) == [None] * 8
         removed = {key for event in stack.take_events() if event.removed for key in event.keys}
         assert removed >= set(keys(8)), "every removal is published"
-        stack.announce(keys(8))
+        stack.engine.announce(keys(8))
         assert stack.take_events() == []
         assert statuses(await stack.load(keys(8), gpu_blocks=range(8))) == ["missing"] * 8
         assert statuses(await stack.store(keys(8), gpu_blocks=range(8))) == ["dropped:tier_down"] * 8
@@ -163,7 +163,7 @@ async def test_a_tier_that_raises_before_its_first_await_fails_its_job_alone(kin
 
         setattr(tier, kind, raising)
         async with asyncio.timeout(ENDS_SECONDS):
-            result = await stack.load(stack.job(LOAD, [whole(keys(8))]))
+            result = await stack.run(stack.job(LOAD, [whole(keys(8))]))
             await store(stack, engine, whole(keys(8, start=500), 20))
             await stack.drain(5)
         assert statuses(result) == (["missing"] if kind is LOAD else ["loaded"]) * 8

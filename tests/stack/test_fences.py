@@ -70,9 +70,9 @@ async def test_a_stack_in_the_engines_own_loop_does_so_too(seed: int) -> None:
     async with opened(parts) as stack:
         with device.entered(stream):
             later(device, stream, partial(engine.compute, stored))
-            assert (await stack.store(stack.job(STORE, [stored]))).ok
+            assert (await stack.run(stack.job(STORE, [stored]))).ok
             later(device, stream, partial(engine.wipe))
-            assert (await stack.load(stack.job(LOAD, [stored]))).ok
+            assert (await stack.run(stack.job(LOAD, [stored]))).ok
         assert not engine.wrong(stored)
     assert device.violations == []
 
@@ -84,14 +84,14 @@ async def test_a_lost_device_is_a_miss_and_no_exception(seed: int) -> None:
     first, second = whole(keys(4)), whole(keys(4, start=4), 4)
     engine.compute(first)
     async with opened(parts) as stack:
-        assert (await stack.store(stack.job(STORE, [first]))).ok
+        assert (await stack.run(stack.job(STORE, [first]))).ok
         device.lose()
         statuses = [
             {str(one.reason or one.errno) for of in (await call).outcomes for one in of}
             for call in (
-                stack.load(stack.job(LOAD, [first])),
-                stack.store(stack.job(STORE, [second])),
-                stack.load(stack.job(LOAD, [first])),
+                stack.run(stack.job(LOAD, [first])),
+                stack.run(stack.job(STORE, [second])),
+                stack.run(stack.job(LOAD, [first])),
             )
         ]
         assert statuses == [{"5"}, {"tier_down"}, {"tier_down"}]

@@ -115,15 +115,14 @@ def test_a_stack_runs_with_it_and_passes_on_requests_with_the_time_of_the_caller
     stack = following_stack(torch.zeros((4, PAGE), dtype=torch.uint8))
     with stack:
         for number, time in enumerate((50.0, 20.0, 60.0)):
-            request = RequestId(str(number))
-            stack.begin_request(request, names(1, 2), time=time)
+            request = stack.request(RequestId(str(number)), names(1, 2), time=time)
             stack.submit_store(names(1, 2), gpu_blocks=[0, 1])
             while stack.has_pending_work:
                 stack.wait(1.0)
                 stack.step()
-            stack.touch(names(1, 2))
-            stack.extend_request(request, names(3 + number))
-            stack.end_request(request, output_tokens=number)
+            request.touch(names(1, 2))
+            request.extend(names(3 + number))
+            request.end(number)
         assert stack._assembled is not None
         models = stack._assembled.plane.control.models
         models.journal.take_in()
@@ -131,7 +130,7 @@ def test_a_stack_runs_with_it_and_passes_on_requests_with_the_time_of_the_caller
         assert isinstance(model, Notes)
         assert [use.time for use in model.uses] == [50.0, 50.0, 60.0]
         assert [use.new_blocks for use in model.uses] == [2, 0, 0]
-        stack.extend_request(RequestId("0"), names(9))  # it has ended
+        request.extend(names(9))  # it has ended
         models.journal.take_in()
         assert model.told("extend") == [(str(number), 0, names(3 + number)) for number in range(3)]
         assert model.told("end") == [("0", 0), ("1", 1), ("2", 2)]

@@ -304,7 +304,7 @@ def test_tiers_held_back_for_good_neither_load_nor_store(face, filled, caplog):
         assert stack.store(NEW) == ["stored"] * 4
         stack.drain()
         stored = [stack.tier(name).stored for name in ("fs", "shared_fs")]
-        stack.stack.hold_back("the weights were replaced")
+        stack.stack.engine.hold_back("the weights were replaced")
         stack.refill(SPARE)
         assert stack.lookup_once(NEW) == [MISS] * 4
         assert stack.locate(NEW) == [None] * 4
@@ -325,7 +325,7 @@ def test_tiers_held_back_for_good_neither_load_nor_store(face, filled, caplog):
 def test_tiers_held_back_for_good_do_not_join(face, filled):
     identity = Identity()
     with driver(face, identity, *both(filled)) as stack:
-        stack.stack.hold_back("the weights were replaced")
+        stack.stack.engine.hold_back("the weights were replaced")
         stack.until(lambda: identity.cancelled)
         assert stack.store(NEW) == ["stored"] * 4
         assert stack.load(OLD) == ["missing"] * 4

@@ -59,8 +59,7 @@ def serve(stack: EngineStack | TierStack) -> None:
     for turn in range(3 * PROMPTS):
         prompt = f"{turn // 3} {turn % 3 // 2}"
         keys = [make_key(random.Random(f"{prompt} {block}").randbytes(16), 0) for block in range(4)]
-        stack.begin_request(RequestId(str(turn)), keys, time=60.0 * turn)
-        stack.end_request(RequestId(str(turn)), output_tokens=10)
+        stack.request(RequestId(str(turn)), keys, time=60.0 * turn).end(10)
 
 
 def returns(learned: ReuseModel) -> float:
@@ -124,7 +123,7 @@ with engine(config(Path(sys.argv[1]))) as stack:
     serve(stack)
     print("served", flush=True)
     while True:
-        stack.end_request("none")
+        stack.request("none").end()
 """
 
 

@@ -144,20 +144,19 @@ async def test_a_stack_that_is_not_open_answers_with_a_usage_error(tmp_path, not
         job = other.job(LOAD, [whole(keys(2))])
 
     async def everything_refuses(stack: TierStack) -> None:
-        for call in (stack.load(job), stack.store(job), stack.lookup(keys(1)), stack.drain(1), stack.reset()):
+        for call in (stack.run(job), stack.lookup(keys(1)), stack.drain(1), stack.reset()):
             with pytest.raises(UsageError, match="the stack is"):
                 await call
         for name, *more in (
             ("job", LOAD, [whole(keys(2))]),
             ("locate", keys(1)),
-            ("touch", keys(1)),
-            ("reserve", "request", keys(1)),
-            ("end_request", "request"),
+            ("request", "request", keys(1)),
             ("take_events",),
-            ("announce", keys(1)),
         ):
             with pytest.raises(UsageError, match="the stack is"):
                 getattr(stack, name)(*more)
+        with pytest.raises(UsageError, match="the stack is"):
+            stack.engine.announce(keys(1))
 
     await everything_refuses(TierStack(parts))
     await everything_refuses(other)
@@ -182,7 +181,7 @@ async def test_closing_during_loads_and_stores_ends_them_all(tmp_path, seed, pau
     async with opened(parts) as stack:
         loads = [asyncio.create_task(load(stack, engine, whole(rng.sample(names, 40), 40 * i))) for i in range(3)]
         stores = [
-            asyncio.create_task(stack.store(stack.job(STORE, [whole(batch, 160 + 20 * i)])))
+            asyncio.create_task(stack.run(stack.job(STORE, [whole(batch, 160 + 20 * i)])))
             for i, batch in enumerate(fresh)
         ]
         for _ in range(pause):
@@ -361,7 +360,7 @@ async def test_a_reservation_that_lapses_costs_no_turns_of_the_loop(nothing_left
         stack_file(PLAIN, 16, {"type": "memory"}, backends=backends()), engine, backends(), lease_seconds=0.05
     )
     async with opened(parts) as stack:
-        stack.reserve("nothing of this is here", keys(4))
+        stack.request("nothing of this is here").reserve(keys(4))
         alarms = 0
         original = stack._on_timer
 
@@ -371,7 +370,7 @@ async def test_a_reservation_that_lapses_costs_no_turns_of_the_loop(nothing_left
             original(plane)
 
         stack._on_timer = counted
-        stack.reserve("nor of this", keys(4, start=10))
+        stack.request("nor of this").reserve(keys(4, start=10))
         await asyncio.sleep(0.3)
         assert alarms < 20
 
@@ -383,11 +382,11 @@ async def test_ending_a_request_lets_a_waiting_load_go_on(nothing_left):
         for start in range(0, 16, 8):
             await store(stack, engine, whole(keys(8, start=start)))
             assert await stack.drain(10)
-        reservation = stack.reserve("first", keys(8, start=8))
-        assert reservation.hits() == [True] * 8
+        request = stack.request("first")
+        assert request.reserve(keys(8, start=8)).hits() == [True] * 8
         waiting = asyncio.create_task(load(stack, engine, whole(keys(8))))
         await asyncio.sleep(0)
-        stack.end_request("first")
+        request.end()
         async with asyncio.timeout(20):
             assert statuses(await waiting) == ["loaded"] * 8
         assert held(stack)["cpu"]["filling"] == 0

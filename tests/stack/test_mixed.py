@@ -55,7 +55,7 @@ class Client:
     async def store(self) -> None:
         one = self.some()
         self.engine.compute(one)
-        result = await self.stack.store(self.stack.job(STORE, [one], timeout_seconds=self.rng.choice([0.01, 20.0])))
+        result = await self.stack.run(self.stack.job(STORE, [one], timeout_seconds=self.rng.choice([0.01, 20.0])))
         self.note(STORE, result)
 
     async def load(self) -> None:
@@ -66,7 +66,7 @@ class Client:
         one, kind = self.some(), self.rng.choice([LOAD, STORE])
         self.engine.compute(one)
         job = self.stack.job(kind, [one])
-        task = asyncio.create_task(self.stack.load(job) if kind is LOAD else self.stack.store(job))
+        task = asyncio.create_task(self.stack.run(job))
         await asyncio.sleep(self.rng.random() * 0.002)
         task.cancel()
         await asyncio.wait((task,))
@@ -75,24 +75,24 @@ class Client:
 
     async def request(self) -> None:
         """Ask for blocks, load the longest prefix that was leased, let go."""
-        one, name = self.some(), RequestId(f"client {self.number}")
-        reservation = self.stack.reserve(name, one.keys)
+        one, request = self.some(), self.stack.request(RequestId(f"client {self.number}"))
+        reservation = request.reserve(one.keys)
         for _ in range(self.rng.randint(0, 20)):
             await asyncio.sleep(0.0005)
         hits = reservation.hits()
         prefix = hits.index(False) if False in hits else len(hits)
         if prefix and not reservation.ended:
             part = whole(one.keys[:prefix], self.first, self.engine.factor)
-            result = await self.stack.load(self.stack.job(LOAD, [part]), self.rng.choice([None, name]))
+            result = await self.stack.run(self.stack.job(LOAD, [part]), self.rng.choice([None, request]))
             assert not self.engine.wrong(part, result.outcomes[0])
             self.note(LOAD, result)
-        self.stack.end_request(name)
+        request.end()
 
     async def look(self) -> None:
         one = self.some()
         answers = await self.stack.lookup(one.keys)
         assert len(answers) == len(one.keys)
-        self.stack.touch(one.keys)
+        self.stack.request(RequestId("looks")).touch(one.keys)
 
     def note(self, kind, result) -> None:
         seen = set(statuses(result))

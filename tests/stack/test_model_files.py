@@ -62,8 +62,7 @@ def model(stack: EngineStack) -> Notes:
 
 def serve(stack: EngineStack, count: int) -> None:
     for number in range(count):
-        stack.begin_request(RequestId(str(number)), NAMES)
-        stack.end_request(RequestId(str(number)), output_tokens=1)
+        stack.request(RequestId(str(number)), NAMES).end(1)
 
 
 @pytest.mark.parametrize("kind", ["fs", "shared_fs"])
@@ -89,7 +88,7 @@ def test_asyncio_programs_keep_it_too(tmp_path: Path) -> None:
     async def serve_one() -> None:
         tensors = [torch.zeros((4, PAGE), dtype=torch.uint8)]
         async with open_stack(config(root), LAYOUT, tensors, model="m") as stack:
-            stack.begin_request(RequestId("1"), NAMES)
+            stack.request(RequestId("1"), NAMES)
 
     asyncio.run(serve_one())
     asyncio.run(serve_one())

@@ -153,7 +153,7 @@ def test_no_line_has_a_key_a_request_or_a_namespace_in_it(face, tmp_path, caplog
         assert stack.store(names) == ["stored"] * 8
         stack.drain()
         stack.reset()
-        stack.stack.hold_back("a reason")
+        stack.stack.engine.hold_back("a reason")
     assert {"tier_open", "reset", "tier_held_back", "closed"} <= set(events(caplog))
     assert "a tenant" not in caplog.text
     for name in names:

@@ -297,15 +297,16 @@ async def test_a_disk_above_a_shared_tier_answers_first(tmp_path):
 
 
 async def one_leases_what_another_waits_for(stack, engine, first, second):
-    """Store both lists of keys, lease the first to one request, and return the reservation of the second."""
+    """Store both lists of keys, lease the first to one request, and return both requests; the second one waits."""
     for names in (first, second):
         await store(stack, engine, whole(names))
         assert await stack.drain(10)
-    leased = stack.reserve("first", first)
+    one, other = stack.request("first"), stack.request("second")
+    leased = one.reserve(first)
     await until(lambda: leased.served)
-    waiting = stack.reserve("second", second)
+    waiting = other.reserve(second)
     await until(lambda: waiting.oldest_since is not None)
-    return waiting
+    return one, other
 
 
 async def test_a_load_of_leased_rows_does_not_wait_for_one_who_waits_for_the_leases():
@@ -314,14 +315,15 @@ async def test_a_load_of_leased_rows_does_not_wait_for_one_who_waits_for_the_lea
     parts, _ = stack_with(engine, 8, {"type": "memory"}, lease_seconds=60.0, reservation_seconds=60.0)
     first, second = keys(6), keys(8, start=100)
     async with opened(parts) as stack:
-        waiting = await one_leases_what_another_waits_for(stack, engine, first, second)
+        one, other = await one_leases_what_another_waits_for(stack, engine, first, second)
+        waiting = other.reservation
         assert not waiting.served
         async with asyncio.timeout(20):
             assert statuses(await load(stack, engine, whole(first, 20))) == ["loaded"] * 6
-        stack.end_request("first")
+        one.end()
         await until(lambda: waiting.served)
         assert waiting.hits() == [True] * 8
-        stack.end_request("second")
+        other.end()
 
 
 async def test_hits_in_rows_are_loaded_while_others_wait_for_rows():
@@ -332,13 +334,14 @@ async def test_hits_in_rows_are_loaded_while_others_wait_for_rows():
         for names in (below, here):
             await store(stack, engine, whole(names))
             assert await stack.drain(10)
-        assert stack.reserve("holds every row", here).served
+        request = stack.request("holds every row")
+        assert request.reserve(here).served
         waiting = asyncio.create_task(load(stack, engine, whole(below)))
         await asyncio.sleep(0)
         async with asyncio.timeout(20):
             assert statuses(await load(stack, engine, whole(here, 20))) == ["loaded"] * 8
         assert not waiting.done()
-        stack.end_request("holds every row")
+        request.end()
         assert statuses(await waiting) == ["loaded"] * 8
 
 
@@ -347,11 +350,12 @@ async def test_a_load_that_names_its_request_takes_over_the_leases():
     parts, _ = stack_with(engine, 8, {"type": "memory"}, lease_seconds=60.0, reservation_seconds=60.0)
     first, second = keys(6), keys(8, start=100)
     async with opened(parts) as stack:
-        waiting = await one_leases_what_another_waits_for(stack, engine, first, second)
+        one, other = await one_leases_what_another_waits_for(stack, engine, first, second)
+        waiting = other.reservation
         async with asyncio.timeout(20):
-            result = await stack.load(stack.job(LOAD, [whole(first, 20)]), "first")
+            result = await stack.run(stack.job(LOAD, [whole(first, 20)]), one)
         assert statuses(result) == ["loaded"] * 6
         assert not engine.wrong(whole(first, 20))
         await until(lambda: waiting.served)
         assert waiting.hits() == [True] * 8
-        stack.end_request("second")
+        other.end()

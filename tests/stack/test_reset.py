@@ -75,14 +75,14 @@ async def test_the_same_key_after_a_reset_has_the_new_bytes(tmp_path):
     names = keys(8)
     async with running(config, engine) as stack:
         engine.pages[0][:8] = 0x01
-        assert statuses(await stack.store(stack.job(STORE, [whole(names)]))) == ["stored"] * 8
+        assert statuses(await stack.run(stack.job(STORE, [whole(names)]))) == ["stored"] * 8
         assert await stack.drain(20)
         await stack.reset()
         engine.pages[0][:8] = 0x02
-        assert statuses(await stack.store(stack.job(STORE, [whole(names)]))) == ["stored"] * 8
+        assert statuses(await stack.run(stack.job(STORE, [whole(names)]))) == ["stored"] * 8
     async with running(config, engine) as stack:
         engine.wipe()
-        assert statuses(await stack.load(stack.job(LOAD, [whole(names)]))) == ["loaded"] * 8
+        assert statuses(await stack.run(stack.job(LOAD, [whole(names)]))) == ["loaded"] * 8
         assert (engine.pages[0][:8] == 0x02).all()
 
 
@@ -97,7 +97,7 @@ async def test_loads_under_way_from_a_tier_are_not_loaded():
         assert stack.locate(names) == ["memory"] * 8
         before = engine.snapshot()
         tier.hold(LOAD)
-        loading = asyncio.create_task(stack.load(stack.job(LOAD, [whole(names, 20)])))
+        loading = asyncio.create_task(stack.run(stack.job(LOAD, [whole(names, 20)])))
         await until(lambda: tier.moving[LOAD] == 8)
         await stack.reset()
         assert statuses(await loading) == ["cancelled"] * 8
@@ -125,7 +125,7 @@ async def test_copies_to_the_gpu_under_way_are_not_loaded():
     gpu.store = held_up
     async with opened(parts) as stack:
         await store(stack, engine, whole(names))
-        loading = asyncio.create_task(stack.load(stack.job(LOAD, [whole(names, 20)])))
+        loading = asyncio.create_task(stack.run(stack.job(LOAD, [whole(names, 20)])))
         await begun.wait()
         await stack.reset()
         assert held(stack)["cpu"]["quarantined"] == 8, "the copy still reads these rows"
@@ -186,10 +186,10 @@ async def test_a_reset_at_any_moment_of_loads_and_stores(seed, kind):
 
     async def put(age: int, chosen: list) -> None:
         engine.pages[0][: len(chosen)] = age
-        await stack.store(stack.job(STORE, [whole(chosen)]))
+        await stack.run(stack.job(STORE, [whole(chosen)]))
 
     async def get(age: int, chosen: list) -> None:
-        result = await stack.load(stack.job(LOAD, [whole(chosen, 40)]))
+        result = await stack.run(stack.job(LOAD, [whole(chosen, 40)]))
         for i, status in enumerate(statuses(result)):
             if status == "loaded":
                 assert (engine.pages[0][40 + i] == age).all(), f"bytes of age {engine.pages[0][40 + i, 0]} in age {age}"
@@ -238,10 +238,10 @@ async def test_leases_end_with_a_reset():
     async with opened(parts) as stack:
         await store(stack, engine, whole(keys(8)))
         assert await stack.drain(10)
-        assert stack.reserve("request", keys(8)).hits() == [True] * 8
-        await stack.reset()
-        assert stack.reserve("request", keys(8)).hits() == [False] * 8
-        stack.end_request("request")
+        with stack.request("request") as request:
+            assert request.reserve(keys(8)).hits() == [True] * 8
+            await stack.reset()
+            assert request.reserve(keys(8)).hits() == [False] * 8
         assert held(stack)["cpu"]["free"] == 8
 
 

@@ -105,12 +105,12 @@ async def test_a_killed_worker_turns_loads_and_stores_into_failures(tmp_path):
         async with TierStack(parts_of(stack_text, engine_id, [sock for _, sock in started])) as stack:
             for worker in workers:
                 worker.call("compute", blocks=BLOCKS)
-            stored = await stack.store(stack.job(JobKind.STORE, transfers(BLOCKS)))
+            stored = await stack.run(stack.job(JobKind.STORE, transfers(BLOCKS)))
             assert statuses(stored) == ["stored"] * 32
             workers[1].kill()
-            loaded = await stack.load(stack.job(JobKind.LOAD, transfers(BLOCKS)))
+            loaded = await stack.run(stack.job(JobKind.LOAD, transfers(BLOCKS)))
             assert statuses(loaded) == ["failed"] * 32
-            fresh = await stack.store(stack.job(JobKind.STORE, transfers([(0, 500, 20, 0)])))
+            fresh = await stack.run(stack.job(JobKind.STORE, transfers([(0, 500, 20, 0)])))
             assert statuses(fresh) == ["failed"] * 20
             assert stack.locate(keys(20, 0, 500)) == [None] * 20, "what one worker did not write is never found"
             assert await stack.drain(30), "what both had stored still goes to disk"

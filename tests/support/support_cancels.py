@@ -117,7 +117,7 @@ class Cancels:
         chosen = self.rng.sample(NAMES, self.rng.randint(1, 24))
         one = whole(chosen, self.rng.randint(0, 40))
         before = self.engine.snapshot()
-        task = asyncio.create_task(stack.load(stack.job(LOAD, [one])))
+        task = asyncio.create_task(stack.run(stack.job(LOAD, [one])))
         await self._cancelled(task, watch)
         await self._untouched([one], before)
         watch.look("after a cancelled load")
@@ -135,7 +135,7 @@ class Cancels:
         names = keys(self.rng.randint(1, 8), start=self.rng.randint(100, 160))
         one = whole(names, 40)
         self.engine.compute(one)
-        await self._cancelled(asyncio.create_task(stack.store(stack.job(STORE, [one]))), watch)
+        await self._cancelled(asyncio.create_task(stack.run(stack.job(STORE, [one]))), watch)
         self.engine.wipe()
         await turns(self.rng.randint(0, 10))
         watch.look("after a cancelled store")
@@ -143,7 +143,7 @@ class Cancels:
 
     async def _compare(self, stack: TierStack, one: Any) -> None:
         """What a cancelled store left is whole blocks or none."""
-        result = await stack.load(stack.job(LOAD, [one]))
+        result = await stack.run(stack.job(LOAD, [one]))
         wrong = self.engine.wrong(one, result.outcomes[0])
         self.tally.wrong_bytes += len(wrong)
         self.tally.expect(not wrong, f"a cancelled store left wrong bytes: {wrong[:2]}")
@@ -161,7 +161,7 @@ class Cancels:
         try:
             async with asyncio.TaskGroup() as group:
                 for one in groups:
-                    group.create_task(stack.load(stack.job(LOAD, [one])))
+                    group.create_task(stack.run(stack.job(LOAD, [one])))
                 group.create_task(fail_soon())
         except* ValueError:
             self.tally.notes["groups that failed"] += 1

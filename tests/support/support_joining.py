@@ -168,7 +168,7 @@ class TierDriver(Driver):
 
     def _run(self, kind, one) -> JobResult:
         job = self.stack.job(kind, [one])
-        return self._runner.run(self.stack.store(job) if kind is JobKind.STORE else self.stack.load(job))
+        return self._runner.run(self.stack.run(job))
 
     def lookup(self, names: Sequence[OffloadKey]) -> list[LookupResult]:
         return list(self._runner.run(self.stack.lookup(names)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -52,6 +53,22 @@ class DictTier:
             self.evictions += 1
 
 
+@dataclass
+class FakeRequest:
+    stack: FakeStack
+    request_id: RequestId
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        self.stack.touched.append(list(keys))
+        for tier in self.stack.tiers.values():
+            for key in reversed(keys):
+                if key in tier.rows:
+                    tier.rows.move_to_end(key)
+
+    def end(self, output_tokens: int | None) -> None:
+        self.stack.ended.append((self.request_id, output_tokens))
+
+
 class FakeStack:
     """Answers like TierStack, at once. Everything stored goes to both tiers.
 
@@ -91,33 +108,21 @@ class FakeStack:
     def job(self, kind: JobKind, groups: Sequence[GPUGroup], timeout_seconds: float | None = None) -> TransferJob:
         return TransferJob(JobId(len(self.jobs)), kind, tuple(groups))
 
-    async def store(self, job: TransferJob) -> JobResult:
+    async def run(self, job: TransferJob) -> JobResult:
         self.jobs.append(job)
-        return JobResult(job.job_id, tuple(self._store(group) for group in job.groups))
+        move = self._store if job.kind is JobKind.STORE else self._load
+        return JobResult(job.job_id, tuple(map(move, job.groups)))
 
-    async def load(self, job: TransferJob) -> JobResult:
-        self.jobs.append(job)
-        return JobResult(job.job_id, tuple(self._load(group) for group in job.groups))
-
-    def begin_request(
+    def request(
         self,
         request_id: RequestId,
         keys: Sequence[OffloadKey],
         *,
-        time: float | None = None,
         info: RequestInfo | None = None,
-    ) -> None:
+        time: float | None = None,
+    ) -> FakeRequest:
         self.begun.append((request_id, list(keys), time, info))
-
-    def end_request(self, request_id: RequestId, *, output_tokens: int | None = None) -> None:
-        self.ended.append((request_id, output_tokens))
-
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
-        self.touched.append(list(keys))
-        for tier in self.tiers.values():
-            for key in reversed(keys):
-                if key in tier.rows:
-                    tier.rows.move_to_end(key)
+        return FakeRequest(self, request_id)
 
     async def drain(self, timeout_seconds: float, backlog: int = 0) -> bool:
         return True

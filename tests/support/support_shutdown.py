@@ -103,7 +103,7 @@ async def right_bytes_or_misses(root: Path, io_engine: str) -> int:
     engine = Engine(LAYOUT, BLOCKS)
     async with TierStack(parts(engine, str(root), io_engine)) as stack:
         one = whole(NAMES)
-        result = await stack.load(stack.job(JobKind.LOAD, [one]))
+        result = await stack.run(stack.job(JobKind.LOAD, [one]))
         assert not engine.wrong(one, result.outcomes[0])
         return sum(outcome.ok for outcome in result.outcomes[0])
 

@@ -73,11 +73,11 @@ async def busy_tier_stack(root: str, io_engine: str) -> tuple[TierStack, list[as
     stack = TierStack(parts(cache(), root, io_engine))
     await stack.open()
     tasks = [
-        asyncio.create_task(stack.store(stack.job(JobKind.STORE, [whole(names, start)]))) for start, names in batches()
+        asyncio.create_task(stack.run(stack.job(JobKind.STORE, [whole(names, start)]))) for start, names in batches()
     ]
     await tasks[0]
     tasks += [
-        asyncio.create_task(stack.load(stack.job(JobKind.LOAD, [whole(names, BLOCKS + start)])))
+        asyncio.create_task(stack.run(stack.job(JobKind.LOAD, [whole(names, BLOCKS + start)])))
         for start, names in batches()
     ]
     await asyncio.sleep(0)
@@ -216,11 +216,11 @@ def interrupted(root: str, io_engine: str, how: str) -> None:
     async def main() -> None:
         async with TierStack(parts(cache(), root, io_engine)) as stack:
             for start, some in names:
-                await stack.store(stack.job(JobKind.STORE, [whole(some, start)]))
+                await stack.run(stack.job(JobKind.STORE, [whole(some, start)]))
             say(pid=os.getpid())
             while True:
                 for start, some in names:
-                    await stack.load(stack.job(JobKind.LOAD, [whole(some, BLOCKS + start)]))
+                    await stack.run(stack.job(JobKind.LOAD, [whole(some, BLOCKS + start)]))
 
     def engine_main() -> None:
         with EngineStack(parts(cache(), root, io_engine)) as stack:

@@ -166,20 +166,19 @@ class _Load:
         for _ in range(count):
             one = whole(self.rng.sample(self.names, 4), 8 * number)
             self.requests += 1
-            request = RequestId(str(self.requests))
-            stack.begin_request(request, one.keys)
+            request = stack.request(RequestId(str(self.requests)), one.keys)
             if self.rng.random() < 0.4:
                 self.engine.compute(one)
-                result = await stack.store(stack.job(STORE, [one]))
+                result = await stack.run(stack.job(STORE, [one]))
                 self.tally.notes["store jobs"] += 1
             else:
-                result = await stack.load(stack.job(LOAD, [one]))
+                result = await stack.run(stack.job(LOAD, [one]))
                 wrong = self.engine.wrong(one, result.outcomes[0])
                 self.tally.wrong_bytes += len(wrong)
                 self.tally.expect(not wrong, f"{self.layout}: {wrong[:2]}")
                 self.tally.notes["load jobs"] += 1
                 self.tally.notes["blocks loaded and compared"] += sum(outcome.ok for outcome in result.outcomes[0])
-            stack.end_request(request, output_tokens=self.requests % 500)
+            request.end(self.requests % 500)
 
 
 def leaks_and_soak(budget: Any, tally: Any) -> Any:

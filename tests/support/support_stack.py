@@ -204,12 +204,12 @@ async def store(stack: TierStack, engine: Engine, *groups: GPUGroup, **more: flo
     """Compute the blocks of a store and hand them to the stack."""
     for one in groups:
         engine.compute(one)
-    return await stack.store(stack.job(JobKind.STORE, groups, **more))
+    return await stack.run(stack.job(JobKind.STORE, groups, **more))
 
 
 async def load(stack: TierStack, engine: Engine, *groups: GPUGroup, **more: float) -> JobResult:
     """Load blocks and compare every byte of those that are reported as loaded."""
-    result = await stack.load(stack.job(JobKind.LOAD, groups, **more))
+    result = await stack.run(stack.job(JobKind.LOAD, groups, **more))
     for one, outcomes in zip(groups, result.outcomes, strict=True):
         assert not engine.wrong(one, outcomes)
     return result

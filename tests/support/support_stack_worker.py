@@ -174,7 +174,7 @@ async def coordinate(role: dict[str, Any]) -> None:
             match request["do"]:
                 case "store" | "load" as do:
                     job = stack.job(JobKind(do), transfers(request["blocks"]))
-                    reply(statuses(await (stack.store(job) if do == "store" else stack.load(job))))
+                    reply(statuses(await stack.run(job)))
                 case "drain":
                     reply(await stack.drain(30))
                 case "locate":

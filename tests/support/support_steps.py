@@ -178,23 +178,24 @@ class Face:
         self.checked += 1
         assert stack.stats().errors
         assert stack.locate(NAMES) == [None] * len(NAMES)
-        reservation = stack.reserve(RequestId("r"), NAMES[:4])
+        request = stack.request(RequestId("r"), NAMES)
+        reservation = request.reserve(NAMES[:4])
         assert reservation.served
         assert reservation.hits() == [False] * 4
-        assert stack.reservation(RequestId("r")) is reservation
+        assert request.reservation is reservation
         assert stack.hint(Retain(NAMES[:4], 5.0, "s")) == HintResult(0, {HintRefusal.STOPPED: 4})
-        stack.begin_request(RequestId("r"), NAMES)
-        stack.extend_request(RequestId("r"), NAMES)
-        stack.touch(NAMES)
-        stack.end_request(RequestId("r"))
-        assert stack.reservation(RequestId("r")) is None
-        assert stack.worth_loading(NAMES) == len(NAMES)
-        stack.prompt_computed(64, 1.0, 2.0)
+        request.extend(NAMES)
+        request.touch(NAMES)
+        assert request.worth_loading(NAMES) == len(NAMES)
+        request.release()
+        assert request.reservation is None
+        request.end(3, input_tokens=64)
+        stack.engine.prompt_computed(64, 1.0, 2.0)
         stack.cancel(1 << 41)
         assert any(event.removed for event in stack.take_events())
-        stack.announce(NAMES)
+        stack.engine.announce(NAMES)
         assert stack.take_events() == []
-        stack.hold_back("its control plane failed")
+        stack.engine.hold_back("its control plane failed")
         try:
             stack.check_integrity()
         except IntegrityError:
@@ -240,15 +241,16 @@ class TierFace(Face):
         assert all((storage == JUNK).all() for storage in self.engine.storages), "a copy was in flight after its job"
 
     async def _work(self, stack: TierStack, jobs: list[Any], rng: random.Random) -> list[JobResult]:
-        calls = [asyncio.ensure_future(stack.load(job) if job.kind is LOAD else stack.store(job)) for job in jobs]
+        calls = [asyncio.ensure_future(stack.run(job)) for job in jobs]
         await asyncio.sleep(0)
         await stack.lookup(NAMES)
-        stack.reserve(RequestId("a"), NAMES[:4])
+        request = stack.request(RequestId("a"))
+        request.reserve(NAMES[:4])
         stack.hint(Retain(NAMES[:4], 5.0, "s"))
-        stack.touch(NAMES)
-        stack.announce(NAMES[:2])
+        request.touch(NAMES)
+        stack.engine.announce(NAMES[:2])
         stack.cancel(jobs[rng.randrange(len(jobs))].job_id)
-        stack.end_request(RequestId("a"))
+        request.end()
         results = await asyncio.gather(*calls)
         await stack.drain(ENDS_SECONDS)
         if rng.random() < 0.2:
@@ -299,12 +301,13 @@ class EngineFace(Face):
             stack.submit(job)
         results = {result.job_id: result for result in stack.step()}
         stack.lookup(NAMES)
-        stack.reserve(RequestId("a"), NAMES[:4])
+        request = stack.request(RequestId("a"))
+        request.reserve(NAMES[:4])
         stack.hint(Retain(NAMES[:4], 5.0, "s"))
-        stack.touch(NAMES)
-        stack.announce(NAMES[:2])
+        request.touch(NAMES)
+        stack.engine.announce(NAMES[:2])
         stack.cancel(jobs[rng.randrange(len(jobs))].job_id)
-        stack.end_request(RequestId("a"))
+        request.end()
         results |= self._results(stack, [job for job in jobs if job.job_id not in results])
         self._rest(stack)
         if rng.random() < 0.2:
@@ -331,7 +334,7 @@ class EngineFace(Face):
     def _check(self, stack: EngineStack) -> None:
         self.check_answers(stack)
         assert stack.lookup(NAMES) == [LookupResult.MISS] * len(NAMES)
-        assert stack.storable(NAMES) == ([], 0)
+        assert stack.engine.storable(NAMES) == ([], 0)
         for kind in (LOAD, STORE):
             job = stack.job(kind, [whole(NAMES[:4])])
             stack.submit(job)

@@ -84,7 +84,7 @@ def test_a_disk_has_a_line_beside_the_cpu_tier(
         assert [lines[number + 1][0] for number in at] == ["closed" if where == "socket" else "up", "closed"], shown
         assert "…" not in shown
         assert "written below the CPU tier" in shown
-        stack.hold_back("a test")
+        stack.engine.hold_back("a test")
         terminal.shows(lambda text: "held_back" in text)
         terminal.press("q")
         assert "exit status 0" in terminal.shows(lambda text: "exit status" in text)

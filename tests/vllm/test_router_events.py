@@ -11,6 +11,7 @@ from support_router import PublishingEngine, Router, on_wire
 from test_contract import words
 
 from kvtier.engines.vllm.primary import router_events
+from kvtier.stack.request import StackRequest
 
 pytestmark = pytest.mark.engine
 
@@ -109,12 +110,12 @@ def test_after_a_reset_of_the_gpu_alone_the_next_use_publishes_every_tier_again(
             assert described(router, medium, request.keys[0], 1)
 
 
-def test_a_block_that_is_computed_again_has_its_copy_on_disk_published(root, seed):
+def test_a_block_that_is_computed_again_has_its_copy_on_disk_published(root, seed, monkeypatch):
     with PublishingEngine(config(root, 50), seed, router=Router()) as engine:
         serve(engine, PROMPT)
     router = Router()
     with PublishingEngine(config(root, 50), seed, router=router) as engine:
-        engine.real._stack.worth_loading = lambda keys: 0
+        monkeypatch.setattr(StackRequest, "worth_loading", lambda request, keys: 0)
         engine.real._chooses = True
         request = serve(engine, PROMPT)
         assert request.hit == 0
@@ -207,7 +208,8 @@ def test_vllm_gives_up_the_tokens_of_a_store_that_failed_and_of_a_block_that_was
     with PublishingEngine(config(root, 50), seed, router=Router()) as engine:
         serve(engine, PROMPT)
     with PublishingEngine(config(root, 50), seed, router=Router()) as engine:
-        engine.real._stack.worth_loading = lambda keys: 0  # pending at first, then neither loaded nor stored
+        # pending at first, then neither loaded nor stored
+        monkeypatch.setattr(StackRequest, "worth_loading", lambda request, keys: 0)
         engine.real._chooses = True
         monkeypatch.setattr(engine.real._adapters, "storable", lambda request_id: False)
         serve(engine, PROMPT)

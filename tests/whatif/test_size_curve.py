@@ -127,10 +127,9 @@ def test_the_figures_and_metrics_of_a_stack_have_the_curve(tmp_path: Path) -> No
     tiers = f"[{{type: gpu}}, {{type: cpu, cpu_bytes_to_use: {2 * ROW_BYTES}}}, {disk}]"
     layout, pages = KVLayout.of_pages(ROW_BYTES, block_size=16), [torch.zeros((4, ROW_BYTES), dtype=torch.uint8)]
     with open_engine_stack(parse_stack(f"curves: true\ntiers: {tiers}"), layout, pages, model="m") as stack:
-        assert stack.follows_requests
+        assert stack.engine.follows_requests
         for number, block in enumerate((1, 2, 3, 1)):
-            stack.begin_request(RequestId(str(number)), [key(block)])
-            stack.end_request(RequestId(str(number)))
+            stack.request(RequestId(str(number)), [key(block)]).end()
         stats = stack.stats()
     assert stats.tiers["cpu"].curve_hit_rates == {"0.5": 0.0, "1": 0.0, "2": 0.25, "4": 0.25}
     families = {metric.name: samples for metric, samples in metric_families(stats).items()}

@@ -34,7 +34,6 @@ from kvtier.types.events import OffloadingEvent
 from kvtier.types.hints import HintResult, KVHint
 from kvtier.types.jobs import CANCELLED, LATE, BlockOutcome, DropReason, JobKind, JobResult, TransferJob, dropped
 from kvtier.types.keys import GroupIndex, JobId, OffloadKey, RequestId
-from kvtier.types.requests import RequestInfo
 
 if TYPE_CHECKING:
     from kvtier.control.request_tracker import RequestTracker
@@ -159,8 +158,7 @@ class EventLog:
 class ControlPlane(Recipient):
     """Everything that decides. See the module's docstring for how to drive it.
 
-    `uses` (`RequestTracker`, with `chains`) is there where a policy follows requests, and with `settings.curves`. No
-    other call uses its `info`.
+    `uses` (`RequestTracker`, with `chains`) is there where a policy follows requests, and with `settings.curves`.
     """
 
     def __init__(
@@ -194,9 +192,7 @@ class ControlPlane(Recipient):
 
     # -- looking up ----------------------------------------------------------------------------------------------
 
-    def lookup(
-        self, keys: Sequence[OffloadKey], now: float, info: RequestInfo | None = None, ask: bool = True
-    ) -> list[LookupResult]:
+    def lookup(self, keys: Sequence[OffloadKey], now: float, ask: bool = True) -> list[LookupResult]:
         """For each key: HIT (in a row), HIT_PENDING (lower down or on its way), RETRY (unknown yet) or MISS.
 
         What is unknown is looked up, unless `ask` is False. A lookup that asks is counted once nothing is unknown.
@@ -221,9 +217,7 @@ class ControlPlane(Recipient):
 
     # -- jobs of the engine --------------------------------------------------------------------------------------
 
-    def submit(
-        self, job: TransferJob, now: float, request_id: RequestId | None = None, info: RequestInfo | None = None
-    ) -> None:
+    def submit(self, job: TransferJob, now: float, request_id: RequestId | None = None) -> None:
         """Begin a load or a store of GPU blocks with what needs no other request's rows. Pump afterwards.
 
         Its result comes out of `collect` under the job's id. A load that names a request ends that request's
@@ -258,9 +252,7 @@ class ControlPlane(Recipient):
         self._open.stop(job_id, CANCELLED)
         self.pump(now)
 
-    def reserve(
-        self, request_id: RequestId, keys: Sequence[OffloadKey], now: float, info: RequestInfo | None = None
-    ) -> Reservation:
+    def reserve(self, request_id: RequestId, keys: Sequence[OffloadKey], now: float) -> Reservation:
         """Bring keys into rows and lease them to a request. Pump afterwards. May be called again with more keys."""
         if now >= self._tick_at:
             self._tick(now)

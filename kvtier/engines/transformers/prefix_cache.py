@@ -23,7 +23,7 @@ from kvtier.planner import hit_limit
 from kvtier.stack import StackStats, TierStack
 from kvtier.tier.contract import LookupResult
 from kvtier.types.hints import HintResult, KVHint
-from kvtier.types.keys import OffloadKey
+from kvtier.types.keys import OffloadKey, RequestId
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
@@ -126,12 +126,13 @@ class AsyncPrefixCache:
             raise UsageError(f"the cache holds {cached} tokens, but only {len(tokens)} are named")
         keys = block_keys(tokens[:cached], opened.unit, salt)[: self._room]
         async with self._turn:
+            request = opened.stack.request(RequestId("save"))
             where = opened.stack.locate(keys)
             hits = [key for key, name in zip(keys, where, strict=True) if name is not None]
             # Before: the new blocks must not evict them. After: no block may age before those that follow it.
-            opened.stack.touch(hits)
+            request.touch(hits)
             await self._store(opened, keys, [index for index, name in enumerate(where) if name is None], tensors)
-            opened.stack.touch(hits)
+            request.touch(hits)
             return _front([name is not None for name in opened.stack.locate(keys)]) * opened.unit
 
     async def restore(self, token_ids: TokenIds, salt: bytes = b"") -> tuple[DynamicCache, int]:
@@ -148,7 +149,7 @@ class AsyncPrefixCache:
         tensors = opened.staging.empty(len(keys) * opened.unit)
         async with self._turn:
             loaded = await self._load(opened, keys, tensors)
-            opened.stack.touch(keys[:loaded])
+            opened.stack.request(RequestId("restore")).touch(keys[:loaded])
         count = loaded * opened.unit
         cache: DynamicCache = make_cache(tensors, count, opened.classes)
         return cache, count

@@ -42,19 +42,23 @@ Prefill = Callable[[Request, int], Awaitable[None]]
 """Called with a request and how many tokens of its prompt are left to compute; returns when the first token is out."""
 
 
+class ReplayedRequest(Protocol):
+    """What the loop calls of a request of a stack."""
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None: ...
+    def end(self, output_tokens: int | None) -> None: ...
+
+
 class ServedStack(Protocol):
     """Calls of a stack that the loop needs: a `TierStack`, or one in virtual time."""
 
     async def lookup(self, keys: Sequence[OffloadKey]) -> Sequence[LookupResult]: ...
     def locate(self, keys: Sequence[OffloadKey]) -> list[str | None]: ...
     def job(self, kind: JobKind, groups: Sequence[GPUGroup]) -> TransferJob: ...
-    async def load(self, keys: TransferJob) -> JobResult: ...
-    async def store(self, keys: TransferJob) -> JobResult: ...
-    def begin_request(
-        self, request_id: RequestId, keys: Sequence[OffloadKey], *, time: float | None, info: RequestInfo | None
-    ) -> None: ...
-    def end_request(self, request_id: RequestId, *, output_tokens: int | None) -> None: ...
-    def touch(self, keys: Sequence[OffloadKey]) -> None: ...
+    async def run(self, job: TransferJob) -> JobResult: ...
+    def request(
+        self, request_id: RequestId, keys: Sequence[OffloadKey], *, info: RequestInfo | None, time: float | None
+    ) -> ReplayedRequest: ...
     async def drain(self, timeout_seconds: float, backlog: int) -> bool: ...
 
 
@@ -177,7 +181,7 @@ class ReplayLoop:
         work = self._begin(request)
         if self._engine.planners[0].mode is StoreMode.LAZY:
             await self._store_coldest(len(work.keys[0]))
-        self._announce(work)
+        served = self._announce(work)
         self._on_phase(work, "prepare")
         await self._lookup(work)
         self._on_phase(work, "lookup")
@@ -191,8 +195,8 @@ class ReplayLoop:
             await self._wait_for_demotions()
             await self._store(work)
             self._on_phase(work, "store")
-        self._stack.touch(self._touched(work))
-        self._stack.end_request(work.request_id, output_tokens=request.output_tokens)
+        served.touch(self._touched(work))
+        served.end(request.output_tokens)
         self.counts.requests += 1
         self.counts.prompt_tokens += request.prompt_tokens
 
@@ -210,11 +214,11 @@ class ReplayLoop:
         offload = [offload_keys(of_group, self._factor) for of_group in keys]
         return ActiveRequest(RequestId(str(self._begun)), request, keys, offload)
 
-    def _announce(self, work: ActiveRequest) -> None:
+    def _announce(self, work: ActiveRequest) -> ReplayedRequest:
         """Name the blocks of the prompt. Policies that follow requests take the time of the trace for theirs."""
         request, whole = work.request, work.request.prompt_blocks // self._factor
         keys = [key for offload in work.offload for key in offload[:whole]]
-        self._stack.begin_request(work.request_id, keys, time=request.arrived, info=request.info)
+        return self._stack.request(work.request_id, keys, info=request.info, time=request.arrived)
 
     async def _lookup(self, work: ActiveRequest) -> None:
         """Look up every block of the request, and count what the stack has."""
@@ -291,7 +295,7 @@ class ReplayLoop:
         loads = plan_load(self._layout, tokens, computed_tokens, [table.tolist() for table in work.tables])
         transfers = [load.transfer(work.offload[load.group]) for load in loads]
         self.counts.longest_load = max(self.counts.longest_load, *(len(load.positions) for load in loads))
-        result = await self._stack.load(self._stack.job(JobKind.LOAD, transfers))
+        result = await self._stack.run(self._stack.job(JobKind.LOAD, transfers))
         self._on_phase(work, "load")
         for load, outcomes in zip(loads, result.outcomes, strict=True):
             self._take(work, load, outcomes)
@@ -367,7 +371,7 @@ class ReplayLoop:
         groups = [group for _, plan in plans for group in plan.groups]
         outcomes: Sequence[Sequence[BlockOutcome]] = ()
         try:
-            result = await self._stack.store(self._stack.job(JobKind.STORE, groups))
+            result = await self._stack.run(self._stack.job(JobKind.STORE, groups))
             outcomes = result.outcomes
             self._count_stores(result)
             self._stored.update(key for group in groups for key in group.keys)

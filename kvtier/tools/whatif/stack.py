@@ -253,30 +253,13 @@ class VirtualStack:
         """For each key the name of the highest tier that holds it, or None."""
         return self.plane.locate(keys, self._loop.time())
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Record that a request used these keys, given in prefix order."""
-        if self.plane.uses is not None:
-            self.plane.uses.on_touch(keys, self._loop.time())
-        self.plane.touch(keys)
-
-    def begin_request(
-        self,
-        request_id: RequestId,
-        keys: Sequence[OffloadKey],
-        *,
-        time: float | None = None,
-        info: RequestInfo | None = None,
-    ) -> None:
-        """A request begins that uses these keys, in prefix order; `time` is that of policies that follow requests."""
+    def request(
+        self, request_id: RequestId, keys: Sequence[OffloadKey], *, info: RequestInfo | None, time: float | None
+    ) -> VirtualRequest:
+        """A request that uses these keys, in prefix order; `time` is that of policies that follow requests."""
         if self.plane.uses is not None:
             self.plane.uses.begin(request_id, keys, self._loop.time(), time, info or NO_INFO)
-
-    def end_request(self, request_id: RequestId, *, output_tokens: int | None = None) -> None:
-        """End a request, with its tokens of output where known."""
-        self.plane.end_request(request_id, self._loop.time())
-        if self.plane.uses is not None:
-            self.plane.uses.end(request_id, output_tokens)
-        self._decided()
+        return VirtualRequest(self, request_id)
 
     def job(self, kind: JobKind, groups: Sequence[GPUGroup]) -> TransferJob:
         """A job with a fresh id and the stack's own deadline for its kind."""
@@ -285,15 +268,8 @@ class VirtualStack:
         self._next_job += 1
         return TransferJob(job_id, kind, tuple(groups), self._loop.time() + seconds)
 
-    async def load(self, keys: TransferJob) -> JobResult:
-        """Load into GPU blocks."""
-        return await self._run(keys)
-
-    async def store(self, keys: TransferJob) -> JobResult:
-        """Store GPU blocks; returns when the CPU tier has them."""
-        return await self._run(keys)
-
-    async def _run(self, job: TransferJob) -> JobResult:
+    async def run(self, job: TransferJob) -> JobResult:
+        """Load into GPU blocks, or store them; a store returns when the CPU tier has them."""
         ended: asyncio.Future[JobResult] = self._loop.create_future()
         self._ended[job.job_id] = ended
         self.plane.submit(job, self._loop.time())
@@ -364,3 +340,26 @@ class VirtualStack:
 def _wake(progress: asyncio.Future[None]) -> None:
     if not progress.done():
         progress.set_result(None)
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualRequest:
+    """A request of a `VirtualStack`."""
+
+    stack: VirtualStack
+    request_id: RequestId
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """Count these keys, given in prefix order, as used."""
+        plane = self.stack.plane
+        if plane.uses is not None:
+            plane.uses.on_touch(keys, self.stack._loop.time())
+        plane.touch(keys)
+
+    def end(self, output_tokens: int | None) -> None:
+        """End the request, with the length of its output where it is known."""
+        plane = self.stack.plane
+        plane.end_request(self.request_id, self.stack._loop.time())
+        if plane.uses is not None:
+            plane.uses.end(self.request_id, output_tokens)
+        self.stack._decided()

@@ -52,6 +52,7 @@ from kvtier.engines.vllm.primary.wire import RowsSpec, rows_spec
 from kvtier.engines.vllm.settings import EnginePlan, GroupIds
 from kvtier.errors import IntegrityError, ResourceError
 from kvtier.stack import EngineStack
+from kvtier.stack.request import StackRequest
 from kvtier.stack.workers.engine_copier import EngineCopies
 from kvtier.tier.contract import HasWords, LookupResult, ProvidesRows
 from kvtier.types.gpu_runs import GPURuns
@@ -95,10 +96,11 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         self._confirmation = Confirmation()
         named = partial(refine, confirmation=self._confirmation)
         self._stack = EngineStack(dataclasses.replace(parts, refine=named, measure=measure))
+        self._engine = self._stack.engine
         self._events = RouterEvents(self._stack, self._ids, config)
         self._requests: defaultdict[str, RequestState] = defaultdict(RequestState)
         self._scanned: dict[str, RequestState] = {}
-        self._reserved: set[str] = set()
+        self._reserved: dict[str, StackRequest] = {}
         self._in_step = False
         self._keeps_blocks = plan.keeps_blocks
         self._stale = False  # rows are of weights before; vLLM still has to report copies of them
@@ -107,13 +109,13 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         self._meter = Meter()
         self._chooses = settings.chooses
         served = requests_in_contexts()
-        self._prefills = Prefills(self._stack.prompt_computed) if settings.measures_prefill and served else None
+        self._prefills = Prefills(self._engine.prompt_computed) if settings.measures_prefill and served else None
         self._records = plan.stack.record is not None and served
         self._hints = RequestHints(self._stack.hint)
         self._adapters = content_in_keys(self)
         try:
             self._stack.open()
-            self._follows = self._stack.follows_requests and served
+            self._follows = self._engine.follows_requests and served
         except BaseException:
             self._adapters.release(self)
             self._confirmation.close()
@@ -142,12 +144,14 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         request_id = req_context.req_id
         state = self._scanned[request_id] = self._requests[request_id]
         own = self._ids.to_kvtier(key)
-        if self._follows and state.announced is None:
-            self._announce(req_context, state)
+        if state.request is None:
+            self._begin_request(req_context, state)
+            if self._follows:
+                self._announce(req_context, state)
         if self._stale or not self._keeps_blocks:
             return Answer.MISS
         if request_id in self._reserved:
-            reservation = self._stack.reservation(RequestId(request_id))
+            reservation = self._reserved[request_id].reservation
             if reservation is not None and not reservation.served:
                 return _ANSWERS[state.waiting(own, req_context.get_offload_key_position(key))]
             answer = None if reservation is None else reserved_answer(reservation, own)
@@ -160,17 +164,19 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
             state.found(own, result)
         return _ANSWERS[result]
 
+    def _begin_request(self, req_context: ReqContext, state: RequestState) -> StackRequest:
+        state.request = self._stack.request(RequestId(req_context.req_id), info=request_info(req_context))
+        return state.request
+
     def _announce(self, req_context: ReqContext, state: RequestState) -> None:
         """The stack's policies follow requests: name the blocks of the prompt, with those that the GPU has.
 
         Called again, it names the blocks of the output that became full since.
         """
-        keys = [self._ids.to_kvtier(key) for key in known_keys(req_context, state.announced or 0)]
-        if keys and not state.announced:
-            self._stack.begin_request(RequestId(req_context.req_id), keys, info=request_info(req_context))
-        elif keys:
-            self._stack.extend_request(RequestId(req_context.req_id), keys)
-        state.announced = (state.announced or 0) + len(keys)
+        keys = [self._ids.to_kvtier(key) for key in known_keys(req_context, state.announced)]
+        if keys:
+            (state.request or self._begin_request(req_context, state)).extend(keys)
+        state.announced += len(keys)
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         """The source of a hit: a tier below if it was not in a row at its first lookup."""
@@ -183,13 +189,13 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> RowsSpec:
         """Pin the rows of keys that were hits in this step. Raises IntegrityError if one no longer is."""
         order = [self._ids.to_kvtier(key) for key in keys]
-        placed = self._place(JobKind.LOAD, order, RequestId(req_context.req_id))
+        placed = self._place(JobKind.LOAD, order, self._requests[req_context.req_id].request)
         if placed is None or placed.num_blocks != len(order):
             raise IntegrityError(f"request {req_context.req_id} was promised blocks that are not there")
         self._copies.issue((req_context.req_id,), placed)
         self._events.used(order)
         self._requests[req_context.req_id].refused_since = None
-        self._reserved.discard(req_context.req_id)
+        self._reserved.pop(req_context.req_id, None)
         return rows_spec(placed.gpu_groups, self._num_groups, stamped=False)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -207,11 +213,11 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
             self._announce(req_context, state)
         wanted = self._keeps_blocks and not self._stale and self._adapters.storable(req_context.req_id)
         offered = [self._ids.to_kvtier(key) for key in keys] if wanted else []
-        new, room = self._stack.storable(offered)
+        new, room = self._engine.storable(offered)
         if len(new) > room and not self._in_step:
             # vLLM 0.33 ends a step after its stores. Without lookups nothing was recorded since the step before.
             self._turn()
-            new, room = self._stack.storable(offered)
+            new, room = self._engine.storable(offered)
         if len(new) > room:
             if not room or self._may_wait(req_context.req_id):
                 return None
@@ -240,7 +246,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         return now < state.refused_since + PATIENCE_SECONDS
 
     def _place(
-        self, kind: JobKind, keys: Sequence[OffloadKey], request_id: RequestId | None = None
+        self, kind: JobKind, keys: Sequence[OffloadKey], request: StackRequest | None = None
     ) -> TransferJob | None:
         """The placed job. Its runs are placeholders: vLLM sends the GPU blocks to its workers itself."""
         groups = []
@@ -248,7 +254,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
             names = tuple(members)
             runs = GPURuns.whole(range(len(names) * self._factor), self._factor)
             groups.append(GPUGroup(group, names, runs))
-        return self._stack.place(self._stack.job(kind, groups), request_id)
+        return self._engine.place(self._stack.job(kind, groups), request)
 
     # -- the step ------------------------------------------------------------------------------------------------
 
@@ -285,8 +291,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
             self._ask(state)
             if state.deferred and state.keys and not (asked_before and state.unknown):
                 self._reserve(request_id, state)
-        for request_id in list(self._reserved):
-            reservation = self._stack.reservation(RequestId(request_id))
+        for request_id, request in list(self._reserved.items()):
+            reservation = request.reservation
             if reservation is None or (reservation.served and request_id not in self._scanned):
                 self._end_leases(request_id)
         for state in self._scanned.values():
@@ -308,44 +314,44 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
 
         Of several groups all is loaded or nothing: a prefix counts only if every group has its part.
         """
-        keys = list(state.keys)
+        keys, request = list(state.keys), state.request
+        assert request is not None
         if self._chooses and not state.computes:
-            end = self._stack.worth_loading(keys)
+            end = request.worth_loading(keys)
             state.computes = end < len(keys)
             keys = [] if state.computes and self._num_groups > 1 else keys[:end]
         if keys:
-            self._stack.reserve(RequestId(request_id), keys)
-            self._reserved.add(request_id)
+            request.reserve(keys)
+            self._reserved[request_id] = request
 
     def _end_leases(self, request_id: str) -> None:
         if request_id in self._reserved:
-            self._reserved.remove(request_id)
-            self._stack.end_leases(RequestId(request_id))
+            self._reserved.pop(request_id).release()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """No further lookups come for this request; copies in flight go on."""
         if self._prefills is not None:
             self._prefills.ended(req_context.req_id)
         self._hints.ended(req_context.req_id, lambda: map(self._ids.to_kvtier, known_keys(req_context)))
-        if self._records:
-            self._record(req_context)
-        self._end_leases(req_context.req_id)
-        if self._follows:
-            served = req_context.get_state(ServedRequest)
-            output_tokens = served.request.num_output_tokens if served is not None else None
-            self._stack.end_request(RequestId(req_context.req_id), output_tokens=output_tokens)
-        self._events.unsure(self._requests.pop(req_context.req_id, RequestState()).pending)
+        self._reserved.pop(req_context.req_id, None)
         self._scanned.pop(req_context.req_id, None)
+        state = self._requests.pop(req_context.req_id, RequestState())
+        self._events.unsure(state.pending)
+        self._end_request(req_context, state.request)
 
-    def _record(self, req_context: ReqContext) -> None:
+    def _end_request(self, req_context: ReqContext, request: StackRequest | None) -> None:
+        """End the stack's request, which there is from the first lookup on. The trace has those without lookups too."""
         served = req_context.get_state(ServedRequest)
-        if served is not None:
-            self._stack.record_request(
-                served.prompt_hashes(self._config.cache.tokens_per_hash, hashes_per_block(self._config)),
+        output_tokens = None if served is None else served.request.num_output_tokens
+        if served is not None and self._records:
+            (request or self._begin_request(req_context, RequestState())).end(
+                output_tokens,
                 input_tokens=served.request.num_prompt_tokens,
-                output_tokens=served.request.num_output_tokens,
+                prompt=served.prompt_hashes(self._config.cache.tokens_per_hash, hashes_per_block(self._config)),
                 arrived=served.arrived,
             )
+        elif request is not None:
+            request.end(output_tokens)
 
     def has_pending_work(self) -> bool:
         """True while blocks are in flight between tiers, and then once more for the figures.
@@ -383,7 +389,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         """The lower tiers are named by the weights that the engine has started with."""
         if not self._held_back:
             self._held_back = True
-            self._stack.hold_back(reason)
+            self._engine.hold_back(reason)
 
     def _distrust_samples(self) -> None:
         """After a reset: what was stored in the name of other weights is gone, and the lower tiers are held back."""

@@ -38,6 +38,7 @@ class RouterEvents:
 
     def __init__(self, stack: EngineStack, ids: GroupIds, config: OffloadingConfig) -> None:
         self._stack = stack
+        self._engine = stack.engine
         self._ids = ids
         self._enabled = config.enable_kv_cache_events
         self._describing = self._enabled and bool(config.extra_config.get("self_describing_kv_events", False))
@@ -57,7 +58,7 @@ class RouterEvents:
         """A request loads or stores these blocks, so vLLM has their tokens. `keys` are in the order of the prefix."""
         self._in_use = True
         if self._enabled and keys:
-            self._stack.announce(list(keys))
+            self._engine.announce(list(keys))
 
     def unsure(self, keys: Iterable[OffloadKey]) -> None:
         """vLLM has the tokens of these blocks, which may be in no row: then nothing else would have it give them up."""
@@ -88,7 +89,7 @@ class RouterEvents:
         """The blocks that one lower tier has removed and another one has."""
         for event in published:
             if event.removed and event.medium != CPU:
-                self._stack.announce(event.keys)
+                self._engine.announce(event.keys)
         return self._stack.take_events()
 
     def _next_recovered(self) -> list[events.OffloadingEvent]:
@@ -96,7 +97,7 @@ class RouterEvents:
         some = list(islice(self._recovered[0], KEYS_PER_STEP))
         if not some:
             self._recovered.popleft()
-        self._stack.announce(some)
+        self._engine.announce(some)
         return self._stack.take_events()
 
     def _event(self, event: events.OffloadingEvent) -> OffloadingEvent:
@@ -113,7 +114,7 @@ class RouterEvents:
     def _given_up(self) -> list[OffloadingEvent]:
         """For blocks that are in no row, and on their way into none."""
         keys = list(self._unsure)
-        absent = dict.fromkeys(self._stack.storable(keys)[0])
+        absent = dict.fromkeys(self._engine.storable(keys)[0])
         in_rows = self._stack.lookup(keys, ask=False)
         self._unsure = {
             key: None

@@ -17,6 +17,7 @@ from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvtier.control.reservations import KeyState, Reservation
+from kvtier.stack.request import StackRequest
 from kvtier.tier.contract import LookupResult
 from kvtier.types.keys import OffloadKey, key_group
 
@@ -131,7 +132,7 @@ class RequestState:
 
     `deferred`: one of them was not a hit. `unknown` are those that no tier could answer for in this step, `chain` those
     that are looked up until all are known. `computes`: what is not in a row is computed, which is sooner than a load.
-    `announced` is how many of its keys the stack was given, None before the first.
+    `request` is that of the stack from the first lookup on, `announced` how many of its keys the stack was given.
     `from_below` are the keys that were not in a row at their first lookup: vLLM reports them as disk hits. `pending`
     are those that were answered with HIT_PENDING.
     """
@@ -144,7 +145,8 @@ class RequestState:
     refused_since: float | None = None
     from_below: set[OffloadKey] = field(default_factory=set)
     pending: set[OffloadKey] = field(default_factory=set)
-    announced: int | None = None
+    request: StackRequest | None = None
+    announced: int = 0
     _last: dict[int, int] = field(default_factory=dict)
 
     def found(self, key: OffloadKey, result: LookupResult) -> None:
