@@ -43,7 +43,7 @@ Prefill = Callable[[Request, int], Awaitable[None]]
 
 
 class ReplayedRequest(Protocol):
-    """What the loop calls of a request of a stack."""
+    """The calls of a request that the loop makes."""
 
     def touch(self, keys: Sequence[OffloadKey]) -> None: ...
     def end(self, output_tokens: int | None) -> None: ...
