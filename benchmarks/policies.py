@@ -1,11 +1,15 @@
 """What an eviction policy costs: nanoseconds a slot in batches, bytes a slot, and hit rates on a trace.
 
     python -m benchmarks.policies [--slots N] [--trace FILE [--size N ...] [--first N ...]] [POLICY ...]
+    python -m benchmarks.policies --trace FILE --split SEED [POLICY ...]
     python -m benchmarks.policies --trace FILE --learned-from OTHER [--lives N] reuse
 
 One core, the policy alone: a full tier, every cycle admits, evicts, inserts and touches one batch of new keys. The
 trace is one that `kvtier replay --trace` reads; a request is used as a whole, and its last block, if it is not full, is
 not stored but counts. The CPU seconds behind a hit rate include the tier around the policy.
+
+With `--split` the sessions of the trace are divided at random into two halves. Each half is a trace: its sessions begin
+in random order, a mean of 300 s apart. Rules are chosen on the first halves; the second ones are for the report.
 
 With `--learned-from` policies start with what they learn on another trace in a tier of the largest size, `--lives` of
 that: does it help a stack that is new, and is it unlearned where it is wrong?
@@ -13,10 +17,11 @@ that: does it help a stack that is new, and is it unlearned where it is wrong?
 
 from __future__ import annotations
 
+import random
 import tracemalloc
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count
 from pathlib import Path
@@ -28,7 +33,7 @@ import click
 from kvtier.policy import POLICIES, RequestModels, RequestPolicy, make_policy
 from kvtier.policy.reuse.prediction.model import ReuseModel
 from kvtier.traces.read import read_trace
-from kvtier.traces.requests import KeyChain, group_keys
+from kvtier.traces.requests import KeyChain, Request, group_keys
 from kvtier.types.keys import GroupIndex, OffloadKey, RequestId, make_key
 from kvtier.types.requests import RequestUse
 
@@ -37,6 +42,8 @@ SIZES = (4_000, 8_000, 16_000, 32_000)
 TRACE = click.Path(exists=True, dir_okay=False, path_type=Path)
 OUTPUT_RATE = 50.0
 """Tokens a second that a request is taken to generate: it ends, and its output is known, so much later."""
+
+SESSION_GAP_SECONDS = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +167,37 @@ def timed_requests(trace: Path) -> list[TimedRequest]:
         arrived = request.arrived or 0.0
         ahead = max(ahead, time - arrived)
         time = arrived + ahead
-        full = min(request.prompt_blocks, request.prompt_tokens // source.block_tokens)
-        keys = list(group_keys(chain.digests(request)[:full], 0))
-        requests.append(TimedRequest(time, keys, request.prompt_blocks, request.output_tokens))
+        requests.append(_timed(request, source.block_tokens, chain, time))
     return requests
+
+
+def _timed(request: Request, block_tokens: int, chain: KeyChain, time: float) -> TimedRequest:
+    full = min(request.prompt_blocks, request.prompt_tokens // block_tokens)
+    keys = list(group_keys(chain.digests(request)[:full], 0))
+    return TimedRequest(time, keys, request.prompt_blocks, request.output_tokens)
+
+
+def split_sessions(trace: Path, seed: int) -> tuple[list[TimedRequest], list[TimedRequest]]:
+    """Two traces, each of half of the sessions, which begin `SESSION_GAP_SECONDS` apart in the mean."""
+    source, chain, rng = read_trace(trace), KeyChain(), random.Random(seed)
+    sessions: dict[str, list[TimedRequest]] = {}
+    for request in source.requests():
+        turns = sessions.setdefault(request.session, [])
+        time = max(request.arrived or 0.0, turns[-1].time if turns else 0.0)
+        turns.append(_timed(request, source.block_tokens, chain, time))
+    names = list(sessions)
+    rng.shuffle(names)
+    half = len(names) // 2
+    first, second = (_interleaved([sessions[name] for name in part], rng) for part in (names[:half], names[half:]))
+    return first, second
+
+
+def _interleaved(sessions: Sequence[Sequence[TimedRequest]], rng: random.Random) -> list[TimedRequest]:
+    requests, begin = list[TimedRequest](), 0.0
+    for turns in sessions:
+        begin += rng.expovariate(1 / SESSION_GAP_SECONDS)
+        requests += [replace(turn, time=begin + turn.time) for turn in turns]
+    return sorted(requests, key=lambda request: request.time)
 
 
 def hit_rates(
@@ -205,9 +239,10 @@ def models_learned(name: str, num_slots: int, trace: Path | None, lives: float |
 @click.option("--trace", type=TRACE, help="also print hit rates")
 @click.option("--size", "sizes", type=click.IntRange(1), multiple=True, default=SIZES, help="slots; may be repeated")
 @click.option("--first", "firsts", type=click.IntRange(1), multiple=True, help="hits of the first N requests")
+@click.option("--split", "seed", type=int, help="divide the sessions of the trace into two halves by this seed")
 @click.option("--learned-from", type=TRACE, help="start with what is learned on this trace")
 @click.option("--lives", type=click.FloatRange(1), help="scale what is learned there down to so many lives")
-def main(names: tuple[str, ...], slots: int, trace: Path | None, **options: Any) -> None:
+def main(names: tuple[str, ...], slots: int, trace: Path | None, seed: int | None, **options: Any) -> None:
     """Print what eviction policies cost and, with a trace, what they hit."""
     for name in names or sorted(POLICIES):
         click.echo(f"{name}: {bytes_per_slot(name, slots):.1f} bytes a slot")
@@ -217,8 +252,10 @@ def main(names: tuple[str, ...], slots: int, trace: Path | None, **options: Any)
             click.echo(
                 f"  batches of {batch:4}, ns a slot: {steps}  evict + insert {cost['evict'] + cost['insert']:5.0f}"
             )
-    if trace is not None:
-        print_hits(names or sorted(POLICIES), timed_requests(trace), **options)
+    if trace is None:
+        return
+    for requests in (timed_requests(trace),) if seed is None else split_sessions(trace, seed):
+        print_hits(names or sorted(POLICIES), requests, **options)
 
 
 def print_hits(

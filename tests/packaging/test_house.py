@@ -27,6 +27,7 @@ MENDED = tuple(
             "kvtier/tier",
             "kvtier/metrics",
             "kvtier/planner",
+            "kvtier/policy",
             "kvtier/config",
             "kvtier/cli",
             "kvtier/traces",

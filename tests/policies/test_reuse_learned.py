@@ -34,7 +34,7 @@ def rates(tier: Tier, seed: int) -> tuple[float, float]:
 
 def test_new_blocks_are_compared_with_what_is_not_pinned(seed: int) -> None:
     """Long prompts never come back, short ones do. A new long one goes where one of its kind ends, and nowhere else."""
-    learned = Tier(400, learned=True)
+    learned = Tier(400)
     rates(learned, seed)
     tier, now = Tier(30, learned.models), 10_000.0
     once, new = chat(-1, 20), chat(-2, 20)
@@ -51,7 +51,7 @@ def test_new_blocks_are_compared_with_what_is_not_pinned(seed: int) -> None:
 
 def chats(named: bool) -> float:
     """The share of blocks that are hits in chats of up to 12 turns, 4 blocks of input and 8 of output each."""
-    rng, tier, due, time = random.Random(1), Tier(600, learned=True), list[tuple[float, int, int, int]](), 0.0
+    rng, tier, due, time = random.Random(1), Tier(600), list[tuple[float, int, int, int]](), 0.0
     for session in range(700):
         time += rng.expovariate(1 / 3)
         heappush(due, (time, session, 0, 1 if rng.random() < 0.6 else rng.randrange(2, 12)))

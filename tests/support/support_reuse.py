@@ -10,19 +10,15 @@ from kvtier.types.requests import RequestUse
 
 
 class Tier:
-    """A tier of `num_slots` slots around the policy, as the control plane drives it.
+    """A tier of `num_slots` slots around the policy, as the control plane drives it."""
 
-    `learned`: it begins with the learned order.
-    """
-
-    def __init__(self, num_slots: int, models: RequestModels | None = None, learned: bool = False) -> None:
+    def __init__(self, num_slots: int, models: RequestModels | None = None) -> None:
         self.keys: list[OffloadKey | None] = [None] * num_slots
         self.models = models or RequestModels()
         policy = make_policy("reuse", num_slots, self.keys, self.models)
         assert isinstance(policy, Reuse)
         self.policy = policy
         self.model = self.models.of(ReuseModel)
-        self.model.is_followed = self.model.is_followed or learned
         self.slots: dict[OffloadKey, int] = {}
         self.free = list(range(num_slots))
         self.pins = bytearray(num_slots)

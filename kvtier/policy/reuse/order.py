@@ -58,9 +58,9 @@ class EvictionOrder:
         bucket = bisect_right(BUCKET_BOUNDS, model.now - segments.touched[seg])
         return model.tables.index[segments.kind[seg] * NUM_BUCKETS + bucket]
 
-    def on_request(self, blocks: int, missed: int) -> None:
-        """Count the blocks of a request, and those of them that the tier lacks. The order may change."""
-        if self.guard.on_request(blocks, missed):
+    def on_request(self, missed: int) -> None:
+        """Count a request, and the blocks of it that the tier lacks. The order may change."""
+        if self.guard.on_request(missed):
             self._heap, self._limit = [], NOTHING
 
     def offer(self, seg: int) -> None:

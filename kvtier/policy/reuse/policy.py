@@ -94,7 +94,7 @@ class Reuse(RequestPolicy):
         self._open[name] = OpenUse(self._model.now, path, known if path and known == len(keys) else -1)
         if len(self._open) > OPEN_MAX:
             self._open.popitem(last=False)
-        self._order.on_request(len(keys), slots.count(-1))
+        self._order.on_request(slots.count(-1))
 
     def extend_request(
         self, request_id: RequestId, group: GroupIndex, keys: Sequence[OffloadKey], slots: Sequence[int]
@@ -160,13 +160,10 @@ class Reuse(RequestPolicy):
 
     def _use(self, path: Sequence[int], level: int) -> float:
         """Use these segments now. Returns the gap since the last use of the deepest, negative if there is none."""
-        segments, order, now = self._tree.segments, self._order, self._model.now
-        kind, touched, lengths, held = segments.kind, segments.touched, segments.length, segments.held
-        uses = [(kind[seg], now - touched[seg], lengths[seg], held[seg]) for seg in path]
-        gap = segments.use(path, level, now, self._model.count_ended)
+        self._order.guard.on_use(path)
+        gap = self._tree.segments.use(path, level, self._model.now, self._model.count_ended)
         for seg in path:
-            order.offer(seg)
-        order.guard.on_use(uses)
+            self._order.offer(seg)
         return gap
 
     def _expect(self, path: Sequence[int], keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:

@@ -20,6 +20,8 @@ from kvtier.types.requests import RequestUse
 RECOMPUTE_SECONDS = 300.0
 FIRST_RECOMPUTE_SECONDS = 30.0
 VERSION = b"kvtier reuse 3\n"
+FOLLOWED = b"\x01"
+"""A byte for earlier releases, which began in LRU's order where it was 0. It is not read any more."""
 USE_SECONDS = 1e-6
 BUCKETS_DESCRIBED = 17
 BOUNDS = np.array(BUCKET_BOUNDS)
@@ -28,15 +30,13 @@ BOUNDS = np.array(BUCKET_BOUNDS)
 class ReuseModel(RequestModel):
     """Time that never goes back, the life tables, and the segments that they count: those of the largest tier.
 
-    `prompts` are kept for admissions; the tables count those where no tier has segments. `is_followed`: the largest
-    tier evicts in the model's order, or did when this was saved.
+    `prompts` are kept for admissions; the tables count those where no tier has segments.
     """
 
     NAME: ClassVar[str] = "reuse"
 
     def __init__(self) -> None:
         self.tables = LifeTables()
-        self.is_followed = False
         self.now = 0.0
         self._started: float | None = None
         self._computed = 0.0
@@ -57,11 +57,6 @@ class ReuseModel(RequestModel):
         if self._teacher is None or spare or segments.capacity > self._teacher.capacity:
             self._teacher = segments
         self._taught = self._taught or segments is self._teacher
-
-    def follow(self, segments: Segments, learned: bool) -> None:
-        """Note that the tier of these segments evicts in the model's order from now on, or in LRU's."""
-        if segments is self._teacher:
-            self.is_followed = learned
 
     def count_ended(self, segments: Segments, seg: int, gap: float) -> None:
         """Count a life that ended: its segment was used again, `gap` seconds after its last use."""
@@ -120,15 +115,14 @@ class ReuseModel(RequestModel):
 
     def save(self) -> bytes:
         counts = np.concatenate([np.array(self.tables.ended), np.array(self.tables.cut) + self._open_lives()])
-        return VERSION + bytes([self.is_followed]) + zlib.compress(counts.astype("<f4").tobytes())
+        return VERSION + FOLLOWED + zlib.compress(counts.astype("<f4").tobytes())
 
     def restore(self, saved: bytes) -> None:
         size = 2 * NUM_CLASSES * NUM_BUCKETS
         if not saved.startswith(VERSION):
             raise ValueError("these are no life tables of this version")
-        followed = saved[len(VERSION) : len(VERSION) + 1] == b"\x01"
         try:
-            counts = np.frombuffer(_inflate(saved[len(VERSION) + 1 :], 4 * size), "<f4").astype(np.float64)
+            counts = np.frombuffer(_inflate(saved[len(VERSION + FOLLOWED) :], 4 * size), "<f4").astype(np.float64)
         except zlib.error as error:
             raise ValueError(f"broken life tables: {error}") from None
         if len(counts) != size or not np.isfinite(counts).all() or (counts < 0).any():
@@ -136,7 +130,6 @@ class ReuseModel(RequestModel):
         self.tables.ended = array("d", counts[: size // 2].tobytes())
         self.tables.cut = array("d", counts[size // 2 :].tobytes())
         self.tables.recompute(np.zeros(size // 2))
-        self.is_followed = followed
 
     def describe(self) -> Sequence[str]:
         hits, shares = self.tables.returns(BUCKETS_DESCRIBED, self._open_lives())
