@@ -104,6 +104,15 @@ def test_broken_tables_are_refused(saved: bytes) -> None:
         ReuseModel().restore(saved)
 
 
+def test_tables_of_a_release_that_was_in_lrus_order_are_read() -> None:
+    tier, model = Tier(300), ReuseModel()
+    rates(tier, seed=3)
+    saved = tier.model.save()
+    assert saved.startswith(b"kvtier reuse 3\n\x01")
+    model.restore(saved.replace(b"3\n\x01", b"3\n\x00", 1))
+    assert model.save() == saved
+
+
 def test_the_same_calls_end_in_the_same_state() -> None:
     first, second = Tier(100), Tier(100)
     rates(first, seed=5)
