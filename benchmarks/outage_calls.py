@@ -26,8 +26,8 @@ from benchmarks.options import JSON_FILE
 from benchmarks.outage import flush
 from benchmarks.report import Report, median, percentile, table
 from faults.driven import Engine, engine_over
+from faults.machine.tcp_proxy import ProxyFaults, StreamFaults, TcpProxy
 from kvtier.cli.temporary_folders import temporary_folder
-from kvtier.testing import ProxyFaults, StreamFaults, TcpProxy
 from kvtier_remote import ValkeyBackend, ValkeyOptions
 from kvtier_remote.valkey.embedded import EmbeddedServer, embedded_server
 

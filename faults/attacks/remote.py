@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from kvtier.testing import ProxyFaults, StreamFaults, TcpProxy
+from faults.machine.tcp_proxy import ProxyFaults, StreamFaults, TcpProxy
 
 from ..attack import Attack, Budget, Tally
 from ..driven import CLOSE_SECONDS, PAGE_BYTES, Engine, engine_over

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from kvtier.testing import ProxyFaults
+from faults.machine.tcp_proxy import ProxyFaults
 
 from ..attack import Attack, Budget, Tally
 from ..remote.objects import bucket, container, with_ceph, without_azurite, without_ceph

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvtier.testing import TcpProxy
+from faults.machine.tcp_proxy import TcpProxy
 from kvtier_remote.backend import RemoteBackend
 
 from ..attack import Attack, Budget, Tally

@@ -9,8 +9,8 @@ from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 
+from faults.machine.tcp_proxy import ProxyFaults, StreamFaults, TcpProxy
 from kvtier.errors import ResourceError
-from kvtier.testing import ProxyFaults, StreamFaults, TcpProxy
 from kvtier.testing.conformance import make_keys
 from kvtier.tier.contract import LookupResult
 from kvtier.types.keys import OffloadKey

@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvtier.testing import TcpProxy, TestRows
+from faults.machine.tcp_proxy import TcpProxy
+from kvtier.testing import TestRows
 from kvtier.testing.conformance.base import ConformanceBase
 from kvtier.testing.driver import Driver
 from kvtier.tier.contract import LoadStore, LookupResult

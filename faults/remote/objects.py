@@ -12,9 +12,9 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from faults.machine.tcp_proxy import TcpProxy
 from kvtier.aio.boot_clock import read_boot_clock
 from kvtier.cli.temporary_folders import temporary_folder
-from kvtier.testing import TcpProxy
 from kvtier_remote.backend import RemoteBackend
 from kvtier_remote.write_budget import BudgetFile
 

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from faults.machine.tcp_proxy import TcpProxy
 from kvtier.cli.temporary_folders import temporary_folder
-from kvtier.testing import TcpProxy
 from kvtier_remote.backend import RemoteBackend
 
 REQUEST_SECONDS = 0.5

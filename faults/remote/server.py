@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
-from kvtier.testing import TcpProxy
+from faults.machine.tcp_proxy import TcpProxy
 from kvtier_remote.backend import RemoteBackend
 
 REQUEST_SECONDS = 0.3

@@ -7,7 +7,6 @@ needs pytest and hypothesis (`pip install "kvtier[test]"`) and are imported by n
 from kvtier.testing.driver import Owners, TestRows, content
 from kvtier.testing.faults import NO_FAULTS, Fault, FaultKind, FaultPlan, FaultyBackend, NthJob, SeededFaults
 from kvtier.testing.memory import MemoryOptions, MemoryStorage, MemoryTier, SharedMemoryTier
-from kvtier.testing.tcp_proxy import ProxyFaults, StreamFaults, TcpProxy
 
 __all__ = [
     "NO_FAULTS",
@@ -20,11 +19,8 @@ __all__ = [
     "MemoryTier",
     "NthJob",
     "Owners",
-    "ProxyFaults",
     "SeededFaults",
     "SharedMemoryTier",
-    "StreamFaults",
-    "TcpProxy",
     "TestRows",
     "content",
 ]

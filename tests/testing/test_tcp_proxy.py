@@ -12,7 +12,7 @@ from contextlib import closing, suppress
 
 import pytest
 
-from kvtier.testing import ProxyFaults, StreamFaults, TcpProxy
+from faults.machine.tcp_proxy import ProxyFaults, StreamFaults, TcpProxy
 from kvtier.testing.trace import leaving_no_trace
 
 DATA = random.Random(5).randbytes(300_000)

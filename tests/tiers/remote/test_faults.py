@@ -11,8 +11,8 @@ import pytest
 from support_shutdown import run_in_child
 from support_valkey import Blocks, valkey_cluster, valkey_server, warm_up
 
+from faults.machine.tcp_proxy import ProxyFaults, TcpProxy
 from kvtier.errors import ResourceError
-from kvtier.testing import ProxyFaults, TcpProxy
 from kvtier.testing.conformance import make_keys
 from kvtier.testing.trace import leaving_no_trace, run_in_loop
 from kvtier.types.jobs import BlockStatus

@@ -11,8 +11,8 @@ import pytest
 from support_checks import Kinds, check_refuses, checked, open_refuses, private_file
 from support_valkey import Blocks, Server, valkey_cluster, valkey_server
 
+from faults.machine.tcp_proxy import ProxyFaults, StreamFaults, TcpProxy
 from kvtier.errors import ConfigError
-from kvtier.testing import ProxyFaults, StreamFaults, TcpProxy
 from kvtier.testing.conformance import make_keys
 from kvtier_remote.valkey import glide
 
