@@ -68,7 +68,7 @@ class ServesRequests(Guarded):
 
 
 class StackRequest(GuardedCalls):
-    """One request of the engine, made by `request` of a stack: `with stack.request(request_id, keys) as request`.
+    """A request of the engine, made by `request` of a stack: `with stack.request(request_id, keys) as request`.
 
     It begins with its first keys. Policies that follow requests (`reuse`), `curves` and `record` are given it; without
     them it only holds leases. It may stay open over many steps of an engine; `end` it then. `id` is the engine's.
@@ -123,7 +123,7 @@ class StackRequest(GuardedCalls):
 
     @property
     def reservation(self) -> Reservation | None:
-        """What was reserved and leased so far, in O(1). None once a load has used it, or its lease has ended."""
+        """The keys reserved and leased so far, in O(1). None once a load has used it, or its lease has ended."""
         return self._driver._opened().plane.reservation(self.id)
 
     @guard_step
