@@ -31,6 +31,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
 }
+OURS = {"kv_connector": "KVTierConnector", "kv_connector_module_path": "kvtier.engines.vllm"}
 IMPORTED = ["vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "vllm.lora.request"]
 
 
@@ -144,12 +145,15 @@ def engine(
     environment: dict[str, str] | None = None,
     **config: Any,
 ) -> Iterator[Engine]:
-    """An engine on `model`; with kvtier when a stack is given. `connector` goes into kv_connector_extra_config."""
-    connector = config.pop("connector", {})
+    """An engine on `model`; with kvtier when a stack is given. `connector` goes into kv_connector_extra_config.
+
+    The connector is vLLM's own, unless `vllms_connector` is false.
+    """
+    connector, theirs = config.pop("connector", {}), config.pop("vllms_connector", True)
     settings: dict[str, Any] = {"model": str(model), "max_model_len": 12288, "disable_log_stats": False, **config}
     if stack is not None:
         settings["kv_transfer_config"] = {
-            "kv_connector": "OffloadingConnector",
+            **({"kv_connector": "OffloadingConnector"} if theirs else OURS),
             "kv_role": "kv_both",
             "kv_connector_extra_config": {
                 "spec_name": "KVTierSpec",

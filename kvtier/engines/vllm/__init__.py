@@ -7,7 +7,8 @@ from kvtier.engines.vllm.compat import require_supported
 
 require_supported()
 
+from kvtier.engines.vllm.primary.connector import KVTierConnector  # noqa: E402
 from kvtier.engines.vllm.primary.spec import KVTierSpec  # noqa: E402
 from kvtier.engines.vllm.secondary import KVTierFs, KVTierSharedFs  # noqa: E402
 
-__all__ = ["KVTierFs", "KVTierSharedFs", "KVTierSpec"]
+__all__ = ["KVTierConnector", "KVTierFs", "KVTierSharedFs", "KVTierSpec"]

@@ -20,6 +20,7 @@ from kvtier.types.keys import GPU, GROUP_BYTES, OffloadKey
 from kvtier.types.namespace import Namespace
 
 SYNC_LOADS_KEY = "sync_load_budget_bytes"
+SHARED_PREFIXES_KEY = "shared_prefixes"
 KEYS = frozenset(
     {
         "stack",
@@ -32,6 +33,7 @@ KEYS = frozenset(
         "self_describing_kv_events",
         "canonical_layout",
         SYNC_LOADS_KEY,
+        SHARED_PREFIXES_KEY,
     }
 )
 """The keys of `kv_connector_extra_config`: `stack`, the consent to a release, and those that vLLM itself reads."""
@@ -132,6 +134,14 @@ def _loads_in_step(extra: Mapping[str, Any]) -> bool:
     if budget and not expedites_loads():
         raise ConfigError(f"needs vLLM 0.33; {engine_version()} loads between steps only", SYNC_LOADS_KEY)
     return budget > 0
+
+
+def shares_prefixes(transfer: Any) -> bool:
+    """True unless vLLM's `kv_transfer_config` turns it off. Raises ConfigError for another value."""
+    value = transfer.kv_connector_extra_config.get(SHARED_PREFIXES_KEY, True)
+    if not isinstance(value, bool):
+        raise ConfigError("must be true or false", SHARED_PREFIXES_KEY)
+    return value
 
 
 def _for_engine(config: StackConfig, engine: int, engines: int) -> StackConfig:

@@ -70,6 +70,7 @@ REPLACED = {
     Verdict.UNKNOWN: "the weights may have been replaced since the engine has started",
 }
 
+_NOT_STORED = (LookupResult.MISS, LookupResult.RETRY)
 _ANSWERS = {result: Answer[result.name] for result in LookupResult}
 _log = logging.getLogger(__name__)
 
@@ -167,6 +168,12 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
     def _begin_request(self, req_context: ReqContext, state: RequestState) -> StackRequest:
         state.request = self._stack.request(RequestId(req_context.req_id), info=request_info(req_context))
         return state.request
+
+    def stored_prefix(self, keys: Sequence[OffloadKey]) -> int:
+        """Count the keys of one group that are stored, up to the first that is not. No answer is waited for."""
+        found = self._stack.lookup([self._ids.to_kvtier(key) for key in keys], ask=False)
+        ends = (number for number, result in enumerate(found) if result in _NOT_STORED)
+        return next(ends, len(found))
 
     def _announce(self, req_context: ReqContext, state: RequestState) -> None:
         """The stack's policies follow requests: name the blocks of the prompt, with those that the GPU has.
