@@ -37,7 +37,7 @@ class KVTierConnector(OffloadingConnector):  # type: ignore[misc]
         """vLLM's answer; a request that cannot continue as far as full attention reaches marks the end of that."""
         tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if tokens is not None and self._prefixes is not None:
-            self._prefixes.mark(request, num_computed_tokens, num_computed_tokens + tokens)
+            self._prefixes.mark(request, num_computed_tokens + tokens)
         return tokens, is_async
 
 
@@ -49,12 +49,12 @@ class SharedPrefixes:
         self._full = full
         """Tokens of an offloaded block of each group with full attention, by the group's position."""
 
-    def mark(self, request: Request, local: int, reached: int) -> None:
-        """`local` tokens are in the GPU's cache, the request continues after `reached`."""
+    def mark(self, request: Request, reached: int) -> None:
+        """The request continues after `reached` tokens: up to there every group has its blocks."""
         groups = self._scheduler._req_status[request.request_id].group_states
         junction = request.num_tokens
         for position, tokens in self._full.items():
-            first = local // tokens
+            first = reached // tokens
             keys = groups[position].offload_keys[first : junction // tokens]
             junction = min(junction, (first + self._scheduler.manager.stored_prefix(keys)) * tokens)
         if junction > max(reached, request.shared_prefix_boundary):
