@@ -100,10 +100,13 @@ class LoopThread:
 
     def start(self, work: Callable[[], Coroutine[Any, Any, T]]) -> LoopCall[T]:
         """Begin a coroutine and return at once. Raises UsageError after `close` and in a forked child."""
-        self._owner.check()
-        call = LoopCall(self.loop, work, self._calls)
+        call = self._new_call(work)
         self._send(call)
         return call
+
+    def _new_call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> LoopCall[T]:
+        self._owner.check()
+        return LoopCall(self.loop, work, self._calls)
 
     def _send(self, call: LoopCall[Any]) -> None:
         with self._submitting:
@@ -120,8 +123,7 @@ class LoopThread:
         coroutine; never waits for a loop that has gone.
         """
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        self._owner.check()
-        call = LoopCall(self.loop, work, self._calls)
+        call = self._new_call(work)
         try:
             self._send(call)
             if not call.wait(deadline):
