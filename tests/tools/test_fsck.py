@@ -23,6 +23,7 @@ from support_tools import (
     tool_as_ordinary_user,
     tool_json,
     write,
+    write_files,
 )
 
 import kvtier.cli.fsck
@@ -358,6 +359,21 @@ def test_a_root_that_another_release_began_to_use_is_refused_although_our_copy_i
     before = superblock.read_bytes()
     assert "holds format version 7 of layout slab" in refusal("fsck", superblock.parent, "--repair")
     assert superblock.read_bytes() == before
+
+
+@pytest.mark.parametrize("layout", ["slab", "files"])
+def test_a_flipped_bit_of_the_version_does_not_change_the_layout(tmp_path: Path, layout: str) -> None:
+    superblock = (write if layout == "slab" else write_files)(tmp_path / "root").path / "superblock"
+    data = superblock.read_bytes()
+    for bit in range(32):
+        damaged = bytearray(data)
+        for copy in (0, len(data) // 2):
+            damaged[copy + 24 + bit // 8] ^= 1 << bit % 8
+        superblock.write_bytes(damaged)
+        said = refusal("fsck", superblock.parent)
+        assert f"of layout {layout}, which" in said or (layout == "files" and "stop all processes that use" in said), (
+            bit
+        )
 
 
 def test_an_interrupted_check_says_no_more_than_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,21 +246,24 @@ class FolderInspection(StoreInspection[F], Generic[F, R]):
     def holds_files(self) -> bool:
         """True if the folder holds a root of layout `files`, of whatever version, or damaged.
 
-        Where no superblock states the layout, the folders of such a root do, if no slab lies beside them.
+        Where no whole superblock of this release states the layout, the names in the folder do, and a version only
+        where these say nothing: in a damaged copy it may be a flipped bit.
         """
         try:
             data = read_small(self.folder.fd, SUPERBLOCK_NAME)
             if decode_tree(data) is not None:
                 return True
-            version = FORMAT_VERSION if decode_superblock(data) is not None else foreign_version(data)
-            if version is not None:
-                return version >= FILES_VERSION - FORMAT_VERSION
+            if decode_superblock(data) is not None:
+                return False
             names = names_in(self.folder.fd)
         except OSError:
             return False  # the layout that opens it reports the error
         if any(map(_SLAB_NAME.fullmatch, names)):
             return False
-        return any(name == EPOCHS_NAME or BUCKET_NAME.match(name) for name in names)
+        if any(name == EPOCHS_NAME or BUCKET_NAME.match(name) for name in names):
+            return True
+        version = foreign_version(data)
+        return version is not None and version >= FILES_VERSION - FORMAT_VERSION
 
     def with_manifest(self, namespace: StoredNamespace) -> StoredNamespace:
         """A namespace with what its manifest states, if there is one."""
