@@ -15,6 +15,8 @@ The trips, each of one job with one block and with a batch of blocks, of one gro
 - load from disk: the blocks are on disk alone and the rows are full, so each is promoted to the row of another block
   (which the disk has too) and copied to the GPU.
 - lookup in a row, lookup on disk: one `lookup` of an `EngineStack`, which answers from memory.
+- a request, with `lru` and with `reuse`: one that continues a prompt of as many blocks, on a `TierStack`: `request`,
+  `lookup`, the load of what is there, the store of as many new blocks, `end`, `drain`.
 
 Stores and loads are counted from making the job (`GPUGroup` and `stack.job`; its `GPURuns` are made before) to
 asking the result whether it is `ok`. Nothing polls: the stack's loop waits for events. Each trip is warmed up, so what
@@ -52,7 +54,7 @@ from kvtier.tier.contract import LookupResult
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import GPUGroup, JobKind
-from kvtier.types.keys import GroupIndex, OffloadKey, make_key
+from kvtier.types.keys import GroupIndex, OffloadKey, RequestId, make_key
 from kvtier.types.namespace import Namespace
 
 PACKAGES = ("kvtier", "kvtier_gpu", "kvtier_cpu", "kvtier_fs")
@@ -174,10 +176,10 @@ class Setting:
         self.fillers = [_keys(f"filler {at}", FILLER_BLOCKS) for at in range(0, size.rows, FILLER_BLOCKS)]
         self.folder = folder
 
-    def config(self) -> StackConfig:
+    def config(self, policy: str = "lru") -> StackConfig:
         rows, block_bytes = self.size.rows, self.size.block_bytes
         return parse_stack(
-            f"tiers:\n  - type: gpu\n  - {{type: cpu, cpu_bytes_to_use: {rows * block_bytes}}}\n"
+            f"tiers:\n  - type: gpu\n  - {{type: cpu, cpu_bytes_to_use: {rows * block_bytes}, policy: {policy}}}\n"
             f"  - {{type: fs, roots: [{self.folder}], capacity: {(64 << 20) + 4 * rows * (block_bytes + 8192)}, "
             f"min_free_bytes: 0, io_engine: {self.size.io_engine}}}\n"
         )
@@ -259,6 +261,27 @@ async def moves(setting: Setting, counter: Counter) -> list[dict[str, object]]:
         return await Trips(stack, setting, counter).all()
 
 
+async def requests(setting: Setting, counter: Counter, policy: str) -> dict[str, object]:
+    """The row of a request that continues an earlier one."""
+    size, said = setting.size, setting.rounds[0]
+    async with open_stack(setting.config(policy), setting.namespace(), setting.caches()) as stack:
+        await stack.run(stack.job(JobKind.STORE, [GPUGroup(GroupIndex(0), said, setting.source_runs)]))
+        for number in range(size.rounds):
+            new = _keys(f"turn {number}", size.blocks)
+            await asyncio.sleep(PAUSE_SECONDS)
+            with counter.trip():
+                request = stack.request(RequestId(f"request {number}"), said + new)
+                found = await stack.lookup(said + new)
+                load = stack.job(JobKind.LOAD, [GPUGroup(GroupIndex(0), said, setting.target_runs)])
+                store = stack.job(JobKind.STORE, [GPUGroup(GroupIndex(0), new, setting.source_runs)])
+                results = [await stack.run(load, request), await stack.run(store)]
+                request.end(1)
+                drained = await stack.drain(DRAIN_SECONDS)
+            if not drained or not all(result.ok for result in results) or found[0] is not LookupResult.HIT:
+                raise AssertionError(f"a request found {set(found)} and moved {[one.outcomes for one in results]}")
+    return counter.take(f"a request, {policy}", size.blocks, size.warm)
+
+
 # -- the lookups of an EngineStack -------------------------------------------------------------------------------
 
 
@@ -304,7 +327,8 @@ def measure(size: Size, folder: Path) -> list[dict[str, object]]:
     counter = Counter()
     with counter.installed():
         rows = asyncio.run(moves(Setting(size, folder / "moves"), counter))
-        return rows + lookups(Setting(size, folder / "lookups"), counter)
+        rows += lookups(Setting(size, folder / "lookups"), counter)
+        return rows + [asyncio.run(requests(Setting(size, folder / name), counter, name)) for name in ("lru", "reuse")]
 
 
 def _cell(row: dict[str, object], name: str) -> str:

@@ -45,6 +45,8 @@ CALLS_MAX = {
 """Calls of a trip of one block, where copies are compiled: 1.15 of what is measured, so that a helper has room."""
 CALLS_OF_PYTHON_COPY = 14
 """Calls in addition where they are not."""
+REUSE_CALLS_MAX = 1.3
+"""Calls of a request with `policy: reuse`, of those with `lru`."""
 FILES_MAX = 55
 """Source files that a store of one block passes through."""
 
@@ -101,12 +103,15 @@ def test_the_fs_benchmark_measures_every_pass_and_names_who_is_absent(record: Ca
 def test_the_path_benchmark_counts_every_trip_of_a_block_and_of_a_batch(record: Callable[[str], Record]) -> None:
     one, batch = ({row["what"]: row for row in record("path")["results"] if row["blocks"] == count} for count in (1, 8))
     assert one.keys() == batch.keys()
-    assert set(one) == {"store to disk", "load from disk", "load from a row", "lookup in a row", "lookup on disk"}
+    trips = {"store to disk", "load from disk", "load from a row", "lookup in a row", "lookup on disk"}
+    assert set(one) == trips | {"a request, lru", "a request, reuse"}
     for name, row in one.items():
         assert 0 < row["files_min"] <= row["calls_min"] <= row["calls"] <= row["calls_max"]
         assert batch[name]["calls"] < 8 * row["calls"]
         assert (row["hand_overs_max"] == 0) == name.startswith("lookup")
     assert one["load from disk"]["calls"] > one["load from a row"]["calls"]
+    for rows in (one, batch):
+        assert rows["a request, reuse"]["calls_min"] <= REUSE_CALLS_MAX * rows["a request, lru"]["calls_min"]
 
 
 @pytest.mark.parametrize("trip", CALLS_MAX)
