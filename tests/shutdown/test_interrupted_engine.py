@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 from support_stack import PLAIN, Engine, fs, keys, run_jobs, whole
 from support_stack_tiers import LOAD
-from support_steps import FACES, StepFault, lives
+from support_steps import FACES, NOWHERE, Defect, StepFault, lives
 
 from kvtier.aio.loop_thread import LoopThread
 from kvtier.control.plane.control_plane import ControlPlane
 from kvtier.stack import CloseReport, EngineStack
+from kvtier.stack.dispatcher import Dispatcher
 from tests.stack.test_engine import engine_stack
 from tests.stack.test_engine import store as store_blocks
 from tests.stack.test_life import as_it_was
@@ -136,6 +137,21 @@ def test_ctrl_c_while_a_tier_drains_closes_it_all_the_same(tmp_path):
     with fault.installed(), pytest.raises(KeyboardInterrupt):
         face.live(random.Random(1), fault, ("EngineMemoryPlane.give_up", 1), KeyboardInterrupt)
     face.check_closed()
+
+
+def test_a_defect_in_closing_a_tier_releases_its_root_all_the_same(tmp_path, monkeypatch):
+    face = FACES["EngineMemoryTier"](tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(Dispatcher, "stop", _raise_defect)
+        with pytest.raises(Defect):
+            face.live(random.Random(1), StepFault(face.packages), NOWHERE)
+    face.check_closed()
+    face.live(random.Random(1), StepFault(face.packages), NOWHERE)
+    assert face.loaded
+
+
+def _raise_defect(_: Dispatcher) -> None:
+    raise Defect
 
 
 @pytest.mark.parametrize("name", ["deliver", "pump", "collect"])

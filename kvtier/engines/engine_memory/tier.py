@@ -351,12 +351,14 @@ class EngineMemoryTier(Guarded):
             self._end_threads()
 
     async def _close(self, seconds: float) -> None:
-        self._dispatcher.stop()
-        self._lookups.cancel()
-        if self._socket is not None:
-            await self._socket.close()
-        await close_each([self._staged], seconds)
-        await self._copy_threads.close(GRACE_SECONDS)  # what has ended is delivered meanwhile
+        try:
+            self._dispatcher.stop()
+        finally:
+            self._lookups.cancel()
+            if self._socket is not None:
+                await self._socket.close()
+            await close_each([self._staged], seconds)
+            await self._copy_threads.close(GRACE_SECONDS)  # what has ended is delivered meanwhile
 
     def _end_threads(self) -> None:
         self.thread.close(GRACE_SECONDS)
