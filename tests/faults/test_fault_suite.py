@@ -42,6 +42,7 @@ QUICK = {
     "stale snapshot": 4,
     "asyncio cancel": 16,
     "leaks and soak": 8,
+    "the harness itself": 900,
     "simulated world": 70,
     "simulated shared root": 20,
     "hosts on valkey": 4,
