@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import random
 from pathlib import Path
 
 import pytest
@@ -97,35 +98,42 @@ def _noting(fault: IOFault | None, request: IORequest, struck: list[int]) -> IOF
     return fault
 
 
+STACKS_MAX = 32
+"""Stacks of file calls that a quick run fails, of those of a scenario."""
 CALLS = {"EIO": errno.EIO, "ENOSPC": errno.ENOSPC, "EACCES": errno.EACCES, "short": 0}
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("layout", ["slab", "files"])
 @pytest.mark.parametrize("name", some_long(CALLS, "ENOSPC", "EACCES", "short"))
-def test_the_nth_file_call_fails(tmp_path, layout, name, size, dial):
+def test_the_nth_file_call_fails(tmp_path, layout, name, size, dial, seed):
     """All that is no block: folders, locks, superblocks, allocation, renames. Opening may refuse, with a type.
 
-    A quick run fails the first call of each stack. Of the hundreds of calls of the files layout a full run fails every
-    fifth one of the small scenario; all others fail one by one.
+    A quick run fails the first call of stacks that the seed draws, a full one that of each stack, and then each call;
+    of the hundreds of the small scenario on files every fifth one.
     """
-    if not dial(1, 0):
-        unharmed = FailingCalls(0, CALLS[name])
-        run_scenario(Scenario(tmp_path / "unharmed", layout, size), FaultyIO(), unharmed)
-        struck = sum(
-            bool(strike(tmp_path / str(number), layout, size, FailingCalls(0, CALLS[name], stack)).struck)
-            for number, stack in enumerate(unharmed.stacks)
-        )
-        print(f"{struck} of {len(unharmed.stacks)} stacks of {unharmed.count} calls")
-        assert struck > 0.8 * len(unharmed.stacks), "what is scheduled otherwise is some of them only"
-        assert struck > (20 if CALLS[name] else 3), "the scenario has more stacks than that"
-        return
-    step = 5 if size is SMALL and layout == "files" else 1
-    for number in itertools.count(1, step):
-        if not strike(tmp_path / str(number), layout, size, FailingCalls(number, CALLS[name])).struck:
+    unharmed = FailingCalls(0, CALLS[name])
+    run_scenario(Scenario(tmp_path / "unharmed", layout, size), FaultyIO(), unharmed)
+    stacks = sorted(unharmed.stacks)
+    drawn = random.Random(seed).sample(stacks, min(len(stacks), dial(len(stacks), STACKS_MAX)))
+    struck = sum(
+        bool(strike(tmp_path / f"stack {number}", layout, size, FailingCalls(0, CALLS[name], stack)).struck)
+        for number, stack in enumerate(drawn)
+    )
+    print(f"{struck} of {len(drawn)} stacks; there are {len(stacks)} of {unharmed.count} calls")
+    assert struck > 0.8 * len(drawn), "what is scheduled otherwise is some of them only"
+    assert struck > (20 if CALLS[name] else 3), "the scenario has more stacks than that"
+    if dial(1, 0):
+        strike_each(tmp_path, layout, size, CALLS[name])
+
+
+def strike_each(folder: Path, layout: str, size: Size, error: int) -> None:
+    """The scenario with one call after the other that fails, until none is left."""
+    for number in itertools.count(1, 5 if size is SMALL and layout == "files" else 1):
+        if not strike(folder / str(number), layout, size, FailingCalls(number, error)).struck:
             break
         assert number < 4 * LIMIT
-    assert number > (20 if CALLS[name] else 3), "the scenario has more file calls than that"
+    assert number > (20 if error else 3), "the scenario has more file calls than that"
 
 
 def strike(root: Path, layout: str, size: Size, calls: FailingCalls) -> FailingCalls:

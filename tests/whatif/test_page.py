@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from selenium.webdriver.common.actions.action_builder import ActionBuilder
-from selenium.webdriver.support.wait import WebDriverWait
 from support_faulty_replay import watched_replay
 from support_programs import needs
 
@@ -266,6 +264,9 @@ LABELS = "return [...document.querySelectorAll('.yaxislayer-above text')].map(te
 
 @pytest.mark.browser
 def test_a_replay_that_goes_wrong_shows_when_and_how_and_a_mouse_opens_a_path(browser: Any, tmp_path: Path) -> None:
+    from selenium.webdriver.common.actions.action_builder import ActionBuilder
+    from selenium.webdriver.support.wait import WebDriverWait  # here, because only this lane has a browser
+
     watched = watched_replay(tmp_path, 300)
     found, run_of_it = watched.to_json(), watched.to_json()["run"]
     whats = {span["what"] for span in run_of_it["spans"]}
