@@ -22,6 +22,7 @@ UNITS = [
         "test_device.py",
         "test_engine_config.py",
         "test_identity_protections.py",
+        "test_junctions.py",
         "test_model_code.py",
         "test_model_weights.py",
         "test_prefills.py",

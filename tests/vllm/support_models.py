@@ -14,11 +14,17 @@ from transformers import (
     DeepseekV2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 VOCABULARY = 512
@@ -85,6 +91,45 @@ def uneven_gemma3() -> Gemma3ForCausalLM:
     return gemma3("sfssfss", head_dim=128)
 
 
+def gpt_oss() -> GptOssForCausalLM:
+    """Sliding windows of 128 tokens and full attention, both with sinks, and experts; only in bfloat16."""
+    config = GptOssConfig(
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=128,
+        head_dim=32,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        **{**SHAPE, "dtype": "bfloat16"},
+    )
+    return GptOssForCausalLM(config).to(torch.bfloat16)
+
+
+def qwen3_next() -> Qwen3NextForCausalLM:
+    """Three layers of linear attention, with a state each, and one of full attention; only in bfloat16."""
+    config = Qwen3NextConfig(
+        num_hidden_layers=4,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        decoder_sparse_step=1,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        **{**SHAPE, "dtype": "bfloat16"},
+    )
+    return Qwen3NextForCausalLM(config).to(torch.bfloat16)
+
+
+def mistral() -> MistralForCausalLM:
+    """Two layers of sliding windows of 256 tokens, and no full attention."""
+    return MistralForCausalLM(MistralConfig(num_hidden_layers=2, sliding_window=256, head_dim=32, **SHAPE))
+
+
 def deepseek() -> DeepseekV2ForCausalLM:
     """Two layers of latent attention (MLA): every worker holds the same latents of 512 + 64 values."""
     shape = {**SHAPE, "num_key_value_heads": 4, "dtype": "bfloat16", "initializer_range": 0.2}
@@ -104,7 +149,7 @@ def deepseek() -> DeepseekV2ForCausalLM:
 
 
 MODELS = {"llama": llama, "wide_llama": wide_llama, "phi3": phi3, "gemma3": gemma3, "deepseek": deepseek}
-MODELS["uneven_gemma3"] = uneven_gemma3
+MODELS |= {"uneven_gemma3": uneven_gemma3, "gpt_oss": gpt_oss, "qwen3_next": qwen3_next, "mistral": mistral}
 
 
 def save(kind: str, folder: str, seed: int) -> None:

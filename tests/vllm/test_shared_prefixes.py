@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
+from typing import Any
 
 import pytest
-from engines import KINDS, SEED, VOCABULARY, Engine, engine, stack
+from engines import SEED, VOCABULARY, Engine, engine, make_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
+
+HYBRID = {"disable_hybrid_kv_cache_manager": False}
+MODELS: dict[str, tuple[dict[str, Any], int]] = {
+    "gemma3": (HYBRID, 640),
+    "gpt_oss": ({**HYBRID, "dtype": "bfloat16"}, 640),
+    "qwen3_next": ({**HYBRID, "dtype": "bfloat16", "enable_prefix_caching": True}, 384),
+    "mistral": (HYBRID, 640),
+}
+"""How vLLM runs each model, and the tokens of the whole blocks in 700: of 128 tokens each, or of 384 with states."""
 
 
 def sharing(count: int, shared: int = 700, length: int = 1500) -> list[list[int]]:
@@ -25,21 +36,29 @@ def one_by_one(vllm: Engine, asked: list[list[int]]) -> tuple[list[list[int]], l
     return [answer.tokens[0] for answer in answers], [answer.cached[0] for answer in answers]
 
 
-def test_a_shared_prefix_is_restored_from_the_third_request_on(models, root, tmp_path):
-    asked, ours = sharing(5), {"vllms_connector": False, **KINDS["gemma3"]}
-    with engine(models["gemma3"], tmp_path, **KINDS["gemma3"]) as vllm:
+def two_tiers(root: Path) -> dict[str, Any]:
+    tiers = [{"type": "cpu", "cpu_bytes_to_use": "64MiB"}, {"type": "fs", "roots": [str(root)], "capacity": "256MiB"}]
+    return {"namespace": "shared-prefixes", "tiers": tiers}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_shared_prefix_is_restored_from_the_third_request_on(kind, root, tmp_path):
+    model, (config, whole) = make_model(kind, tmp_path / kind), MODELS[kind]
+    asked, ours = sharing(5), {"vllms_connector": False, **config}
+    with engine(model, tmp_path, **config) as vllm:
         expected, _ = one_by_one(vllm, asked)
-    with engine(models["gemma3"], tmp_path, stack(root, 300, "gemma3"), **ours) as vllm:
+    with engine(model, tmp_path, two_tiers(root), **ours) as vllm:
         tokens, cached = one_by_one(vllm, asked[:4])
         assert "shared prefixes: the second request" in vllm.log.read_text(errors="replace")
-    with engine(models["gemma3"], tmp_path, stack(root, 300, "gemma3"), **ours) as vllm:
+    with engine(model, tmp_path, two_tiers(root), **ours) as vllm:
         again, restarted = one_by_one(vllm, asked[4:])
+    assert len({tuple(each) for each in expected}) == len(asked), "the model must tell prompts apart"
     assert (tokens, again) == (expected[:4], expected[4:])
-    assert (cached, restarted) == ([0, 0, 640, 640], [640])
+    assert (cached, restarted) == ([0, 0, whole, whole], [whole])
 
 
 def test_turned_off_it_stores_what_vllm_stores(models, root, tmp_path):
-    off = {"vllms_connector": False, "connector": {"shared_prefixes": False}, **KINDS["gemma3"]}
-    with engine(models["gemma3"], tmp_path, stack(root, 300, "gemma3"), **off) as vllm:
+    off = {"vllms_connector": False, "connector": {"shared_prefixes": False}, **HYBRID}
+    with engine(models["gemma3"], tmp_path, two_tiers(root), **off) as vllm:
         _, cached = one_by_one(vllm, sharing(4))
     assert cached == [0, 0, 0, 0]
