@@ -68,9 +68,16 @@ def main(config: dict[str, Any], questions: Connection) -> None:
     llm = LLM(**{"enforce_eager": True, "dtype": "float32", **config})
 
     def generate(
-        prompts: list[list[int]], tokens: int, adapter: str | None = None, hints: Hints = (), http: bool = False
+        prompts: list[list[int]],
+        tokens: int,
+        adapter: str | None = None,
+        hints: Hints = (),
+        http: bool = False,
+        store: int | None = None,
     ) -> dict[str, Any]:
         settings = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        if store is not None:
+            settings.extra_args = {"kv_transfer_params": {"max_offload_tokens": store}}
         if hints and http:
             said = [{"action_type": f"kvtier.{name}", "payload": payload} for name, payload in hints]
             settings.extra_args = {"kv_transfer_params": {"kvtier_hints": said}}
