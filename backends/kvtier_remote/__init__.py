@@ -1,4 +1,4 @@
-"""Remote tiers: blocks on servers and in buckets that many processes share; touches its prefix and rows of its jobs."""
+"""Tiers on servers, a room for each; names, values, answers for all; touch their prefix and the rows of their jobs."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

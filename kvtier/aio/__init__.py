@@ -1,1 +1,1 @@
-"""Building blocks for asyncio and threads, without KV blocks; any room may use them."""
+"""Building blocks without KV blocks: waits, threads, turns of a loop, forks, locks, a clock; any room may use them."""

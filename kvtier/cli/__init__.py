@@ -1,4 +1,4 @@
-"""The command `kvtier`, with check, ls, du, fsck and gc: reads stores and stack files, opens no stack for serving."""
+"""The command `kvtier`: check, ls, du, fsck, gc, and tables for all commands; opens no stack; fsck and gc write."""
 
 import errno
 import importlib

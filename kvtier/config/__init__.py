@@ -1,4 +1,4 @@
-"""Stack files: strict YAML, validated options, and the stack they describe; only this room makes one from a file."""
+"""Stack files and KV layouts as text: strict YAML, options, errors, plans; only this room makes a stack from a file."""
 
 from kvtier.config.load import (
     StackConfig,

@@ -1,1 +1,1 @@
-"""The control plane: decides where blocks are; no I/O, clock or randomness; touched by one thread of the stack."""
+"""The control plane with its state, jobs and reservations: decides where blocks are; no I/O or clock; one thread."""

@@ -1,1 +1,1 @@
-"""Adapters of engines, one package for each, and their shared parts; each imports its engine and the stack's faces."""
+"""Adapters, a package for each engine, which only it imports; digests and releases for all; no room imports them."""

@@ -1,7 +1,4 @@
-"""Metrics of a stack: names, help texts, one pure function from figures to families; reads statistics, changes nothing.
-
-Nothing here exports metrics. An integration passes the families to the client library that its engine uses.
-"""
+"""Metrics of a stack: `families` names and fills them, `exporter` serves Prometheus; reads figures, from any thread."""
 
 from kvtier.metrics.families import DEFINITIONS, MetricDefinition, metric_families
 

@@ -1,7 +1,4 @@
-"""Plans of embedders' loops: the usable prefix, what to load, what to store; pure values, touches no stack.
-
-Pure and synchronous; an engine's loop calls it and hands the transfers it plans to the stack.
-"""
+"""Plans of an embedder's loop: usable prefix, loads, stores; pure and synchronous; its loop calls it, no stack does."""
 
 from kvtier.planner.prefix import (
     GroupLoad,

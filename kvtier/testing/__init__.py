@@ -1,7 +1,6 @@
-"""Conformance suites, doubles and planned faults for authors of tiers and embedders. See docs/testing.md.
+"""Conformance suites, doubles, planned faults for tests of tiers and embedders (docs/testing.md); no room imports it.
 
-This package itself needs nothing beyond kvtier's own dependencies. `kvtier.testing.conformance`
-needs pytest and hypothesis (`pip install "kvtier[test]"`) and are imported by name.
+`kvtier.testing.conformance` needs pytest and hypothesis (`pip install "kvtier[test]"`) and is imported by name.
 """
 
 from kvtier.testing.driver import Owners, TestRows, content

@@ -1,1 +1,1 @@
-"""The contract between stack and tiers: all that a tier's author reads; holds no state of a stack."""
+"""Contract between stack and tiers, and parts for backends: jobs, envelopes, epochs, ages, limits; no stack's state."""

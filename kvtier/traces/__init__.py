@@ -1,1 +1,1 @@
-"""Request traces: reading and recording them; the recorder gets requests from the stack and touches no blocks."""
+"""Request traces: requests and keys, readers, a recorder; the stack feeds the recorder, which touches no blocks."""

@@ -1,1 +1,1 @@
-"""Values of the engine: keys, geometry, namespaces, jobs, hints, events; arithmetic only, imported everywhere."""
+"""Values for all rooms: keys, geometry, dtypes, namespaces, jobs, requests, hints, events; arithmetic, imports none."""

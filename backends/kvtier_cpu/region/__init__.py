@@ -1,1 +1,1 @@
-"""The shared region: its memory, its control area, and how processes open it together."""
+"""The shared region: rows, control area, and how processes open it; touched by the CPU tier and all who mapped it."""

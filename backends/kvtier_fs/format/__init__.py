@@ -1,1 +1,1 @@
-"""Every byte layout on disk, encoded and decoded. `docs/format.md` is the reference."""
+"""Every byte layout on disk, encoded and decoded; no I/O; imported by the rooms above. Reference: docs/format.md."""

@@ -1,1 +1,1 @@
-"""I/O engines: the contract, and one file for each way to do it."""
+"""I/O engines: the contract, and one file for each way; called on the event loop, touch buffers in flight and files."""

@@ -1,1 +1,1 @@
-"""The slab layout: slots in a few large files on local disks, owned by one process."""
+"""The tier `fs`, layout `slab`: slots in a few large files; a root is touched by the process that owns it alone."""

@@ -1,1 +1,1 @@
-"""The parts of a root that both layouts need: its folder, disk, readable files, I/O engine, and the jobs on it."""
+"""The parts of a root that both layouts need: folder, checks of its disk, order of open and close; no blocks."""

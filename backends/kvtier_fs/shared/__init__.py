@@ -1,1 +1,1 @@
-"""The `files` layout: one file a block, for shared and network file systems. See `docs/format-files.md`."""
+"""The tier `shared_fs`, layout `files` (docs/format-files.md): a file a block; many processes touch it, with locks."""

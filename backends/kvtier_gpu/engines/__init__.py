@@ -1,1 +1,1 @@
-"""Copy engines: what moves bytes between KV tensors and the region. One contract, one file for each device."""
+"""Copy engines between KV tensors and region: contract, host memory, CUDA with its parts; called by the GPU tier."""

@@ -1,1 +1,1 @@
-"""The tier `mooncake`: blocks in the pool of memory of a Mooncake store."""
+"""The tier `mooncake`: blocks in the pool of a Mooncake store, touched through clients in processes of their own."""

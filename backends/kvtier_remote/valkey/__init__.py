@@ -1,1 +1,1 @@
-"""The tier `valkey`: blocks on a Valkey or Redis server."""
+"""The tier `valkey`: blocks on a Valkey or Redis server; touches names below its prefix, a client in each thread."""

@@ -1,1 +1,1 @@
-"""Movements of blocks: stores and loads of the engine, promotions and demotions; touches rows and slots only."""
+"""Movements of blocks: loads, stores, promotions, demotions; called by the plane, touch rows and slots only."""

@@ -1,1 +1,1 @@
-"""Hints of applications in the control plane: retain, prefetch, demote, release; touches pins, never data."""
+"""Hints of applications: blocks retained, prefetched, demoted early; called by the plane, pin rows and call `flow`."""

@@ -1,1 +1,1 @@
-"""The control plane itself: lookups and jobs in, deliveries of the data plane out; the stack calls nothing below it."""
+"""The plane itself: lookups, jobs, deliveries in, jobs of tiers and results out; the stack calls nothing below it."""

@@ -1,1 +1,1 @@
-"""The tiers as the control plane sees them: slots, placement, presence, health; touched by the plane's flows."""
+"""Each tier as its control plane has it: slots, presence, health, figures; changed by the plane's thread alone."""

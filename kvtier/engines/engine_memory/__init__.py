@@ -1,4 +1,4 @@
-"""Lower tiers, verified, below the memory of another engine, which keeps its own CPU tier.
+"""Lower tiers below an engine's own CPU tier; adapters call them, and they touch its memory by a `CopyPermit` alone.
 
 An integration writes four things: where blocks are in the engine's memory, what identifies their bytes, options, and
 the engine's calls. The rest is here: a tier of any type (`fs`, `shared_fs`, `valkey`, `s3`, ...) with its directory,

@@ -1,6 +1,6 @@
-"""LMCache's multi-process server over kvtier: an L2 adapter of type `plugin`, `KVTierL2Adapter`.
+"""One tier below LMCache's multi-process server: `KVTierL2Adapter`, an L2 adapter (`plugin`) that its threads call.
 
-`module_path` of LMCache's configuration is this package, `class_name` is `KVTierL2Adapter`.
+`module_path` of LMCache's configuration is this package, `class_name` is that class.
 """
 
 from kvtier.engines.lmcache.compat import RELEASE

@@ -1,4 +1,4 @@
-"""SGLang's HiCache over kvtier: `--hicache-storage-backend dynamic` with `KVTierHiCache`.
+"""One tier below SGLang's HiCache: `KVTierHiCache`, which its threads call; `--hicache-storage-backend dynamic`.
 
 `module_path` of SGLang's configuration is this package, `class_name` is `KVTierHiCache`.
 """

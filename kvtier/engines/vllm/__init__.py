@@ -1,5 +1,6 @@
-"""vLLM serves from a tier stack: `spec_name: KVTierSpec`, `spec_module_path: kvtier.engines.vllm`.
+"""vLLM over kvtier: `primary`, a whole stack, or `secondary`, a tier below vLLM's CPU tier; vLLM's processes call it.
 
+`KVTierSpec` with `spec_module_path`, `KVTierFs` and `KVTierSharedFs` with `module_path`, are `kvtier.engines.vllm`'s.
 Needs vLLM of a supported generation; importing this package without one raises ConfigError with what is supported.
 """
 

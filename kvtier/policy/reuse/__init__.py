@@ -1,1 +1,1 @@
-"""Policy `reuse`: its statistics of which blocks come back, its order of eviction and its admission."""
+"""Policy `reuse`: order of eviction, admission, journal of its calls; called by the plane, by the loop under a lock."""

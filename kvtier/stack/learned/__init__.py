@@ -1,1 +1,1 @@
-"""Files that a stack keeps over a restart beside its blocks: models of policies, write budgets (`state_dir`)."""
+"""Policies by name, and files of their models and write budgets (`state_dir`); read at open, written off the loop."""

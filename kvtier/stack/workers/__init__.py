@@ -1,4 +1,4 @@
-"""Workers: copies between GPU blocks and rows in this process, in others, or in the engine itself.
+"""Workers: copies between GPU blocks and rows in this process, in others, or in the engine; the CPU tier calls them.
 
 An engine with worker processes of its own connects each by a socket: `WorkerLink` is the coordinator's end and goes
 into `StackParts.workers`, `serve_worker` runs in the worker process. See "Worker processes" in docs/architecture.md.

@@ -1,6 +1,7 @@
-"""The conformance suite: subclass `LoadStoreTests`, supply `make`, and pytest holds a tier to the whole contract.
+"""Conformance suites of tiers and (`policies`) of eviction policies: subclass one, and pytest runs it; for tests alone.
 
-For tiers below the CPU, owned or shared. Needs pytest and hypothesis (`pip install "kvtier[test]"`), no plugins.
+`LoadStoreTests`, given `make`, holds a tier below the CPU, owned or shared, to the whole contract. Needs pytest and
+hypothesis (`pip install "kvtier[test]"`), no plugins.
 """
 
 from __future__ import annotations

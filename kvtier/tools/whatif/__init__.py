@@ -1,4 +1,4 @@
-"""Forecasts from a trace: a stack simulated in virtual time, and curves of what more memory brings.
+"""Forecasts from a trace: a stack simulated in virtual time, and curves of what more memory brings; opens no tier.
 
 service       how long a tier takes, calibrated by `kvtier bench --json` or by stated defaults
 stack         a stack in virtual time, on a loop whose clock jumps, over tiers with a queue and a speed

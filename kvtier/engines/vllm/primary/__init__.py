@@ -1,1 +1,1 @@
-"""`KVTierSpec`: a stack below vLLM's OffloadingConnector."""
+"""`KVTierSpec`: a stack below vLLM's OffloadingConnector, owned by the scheduler; workers copy their own blocks."""

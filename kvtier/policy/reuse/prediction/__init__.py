@@ -1,1 +1,1 @@
-"""Statistics of the requests of a stack: when the blocks of a prompt are used again."""
+"""Statistics of a stack's requests: when blocks of a prompt are used again; touched by `reuse` and its admission."""
