@@ -1,4 +1,4 @@
-"""One tier below LMCache's multi-process server: `KVTierL2Adapter`, an L2 adapter (`plugin`) that its threads call.
+"""A tier below LMCache's multi-process server: `KVTierL2Adapter`, an L2 adapter (`plugin`) that its threads call.
 
 `module_path` of LMCache's configuration is this package, `class_name` is that class.
 """

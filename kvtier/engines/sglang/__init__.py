@@ -1,4 +1,4 @@
-"""One tier below SGLang's HiCache: `KVTierHiCache`, which its threads call; `--hicache-storage-backend dynamic`.
+"""A tier below SGLang's HiCache: `KVTierHiCache`, which its threads call; `--hicache-storage-backend dynamic`.
 
 `module_path` of SGLang's configuration is this package, `class_name` is `KVTierHiCache`.
 """
