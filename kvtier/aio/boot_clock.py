@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class BootClock:
-    """Nanoseconds since the machine was started, which no correction of the time moves, and which start that was."""
+    """The clock of one start of the machine, whose id is `boot`; no correction of the time moves `now_ns`."""
 
     boot: bytes
     now_ns: Callable[[], int]

@@ -32,7 +32,7 @@ class TimeBudget:
         return LATE_TURN_SECONDS if time.perf_counter() < self._late_until else TURN_SECONDS
 
     def note_delay(self, delay_seconds: float) -> None:
-        """Something that was ready was handled so many seconds later."""
+        """Something that was ready was handled this number of seconds later."""
         if delay_seconds > LATE_SECONDS:
             self._late_until = time.perf_counter() + LATE_FOR_SECONDS
 
@@ -49,7 +49,7 @@ class ByteBudget:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def reserve(self, nbytes: int) -> None:
-        """Return when the caller may work on so many bytes: in this turn, or the first that has room for them."""
+        """Return when the caller may work on these bytes: in this turn, or the first that has room for them."""
         loop = asyncio.get_running_loop()
         if self._waiting or self._used >= self._bytes_per_turn:
             mine: asyncio.Future[None] = loop.create_future()

@@ -89,9 +89,9 @@ class LoopThread:
         return hasattr(self, "loop")
 
     @property
-    def elsewhere(self) -> bool:
+    def is_forked_child(self) -> bool:
         """True in a child forked from the process that opened it, where the thread does not exist."""
-        return self._owner.elsewhere
+        return self._owner.is_forked_child
 
     @property
     def alive(self) -> bool:
@@ -146,7 +146,7 @@ class LoopThread:
 
         False if something does not end in time. It is left behind, and the thread ends when that has ended.
         """
-        if not self._owner.elsewhere:
+        if not self._owner.is_forked_child:
             atexit.unregister(self._close_at_exit)
             self._stop(timeout_seconds)
             if self.thread.is_alive():
@@ -210,7 +210,7 @@ class LoopThread:
         self.loop.close()
 
     def _close_at_exit(self) -> None:
-        if self._at_exit is not None and not self.elsewhere:
+        if self._at_exit is not None and not self.is_forked_child:
             self._at_exit()
 
 

@@ -1,4 +1,4 @@
-"""A stack belongs to the process that opened it: its threads, rings and queues do not live in a forked child."""
+"""The guard of a stack against use in a forked child, which has none of its threads, rings and queues."""
 
 import os
 from typing import ClassVar
@@ -23,7 +23,7 @@ class ProcessGuard:
 
     @classmethod
     def note_fork(cls) -> None:
-        """In a child, right after the fork."""
+        """Take over the id of a child, right after the fork."""
         cls.here = os.getpid()
 
     def claim(self) -> None:
@@ -31,7 +31,7 @@ class ProcessGuard:
         self.pid = self.here
 
     @property
-    def elsewhere(self) -> bool:
+    def is_forked_child(self) -> bool:
         """True in a child that was forked from the owner."""
         return self.pid not in (0, self.here)
 

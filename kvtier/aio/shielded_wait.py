@@ -10,7 +10,7 @@ T = TypeVar("T")
 async def shielded_wait(work: Awaitable[T], on_cancel: Callable[[], object] | None = None) -> T:
     """The result of a future or a coroutine; a cancellation of the caller is raised only after it is done.
 
-    Buffers in use by a copy or by a thread stay ours until it ends; cancelling never hands them back early.
+    Buffers of a copy or a thread are in use until it ends; cancelling never hands them back early.
     `on_cancel` is called at the first cancellation, for example to end the operation early.
     """
     future = asyncio.ensure_future(work)

@@ -112,7 +112,7 @@ def _drop_blocks(where: StoreAddress, dry_run: bool, as_json: bool, older_than: 
 
 
 class _OlderThan:
-    """Chooses blocks stored so many seconds ago, and more. Blocks that do not say when are kept, and counted."""
+    """Chooses blocks stored at least `seconds` ago. Blocks without a time are kept, and counted in `undated`."""
 
     def __init__(self, seconds: int) -> None:
         self._before = time.time() - seconds

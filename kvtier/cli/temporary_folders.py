@@ -17,7 +17,7 @@ from itertools import islice
 
 LOCK_NAME = ".kvtier-temporary"
 NAMES_MAX = 1 << 16
-"""Names in a folder that one look for abandoned folders lists: others may put any number there."""
+"""Names that a search for abandoned folders reads, at most: others may put any number there."""
 _ATTEMPTS = 100
 _NAME = re.compile(r"\.?kvtier-[a-z]+-[a-z0-9_]{8}")
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

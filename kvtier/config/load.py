@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, SerializeAsAny, ValidationError
 
-from kvtier.config.problems import collected, problems_of, raise_all, shown
+from kvtier.config.problems import collect_errors, problems_of, raise_all, short_text
 from kvtier.config.strict_yaml import Value, parse_text, read_text
 from kvtier.errors import ConfigError, UsageError
 from kvtier.options import HintOptions, LowerTierOptions, Options, RecordOptions, Seconds, TierOptions
@@ -109,9 +109,9 @@ def parse_stack(text: str, backends: Backends | None = None) -> StackConfig:
         raise ConfigError("a stack file is a mapping with the key 'tiers'")
     problems: list[ConfigError] = []
     options, tiers = StackOptions(), []
-    with collected(problems):
+    with collect_errors(problems):
         options = validate(StackOptions, {key: value for key, value in document.items() if key != "tiers"})
-    with collected(problems):
+    with collect_errors(problems):
         tiers = _tiers(document, backends)
         problems += tier_problems(tiers, backends)
     raise_all(problems)
@@ -155,7 +155,7 @@ def _tiers(document: Mapping[str, Value], backends: Backends) -> list[TierOption
     found: list[TierOptions] = []
     problems: list[ConfigError] = []
     for index, value in enumerate(raw):
-        with collected(problems):
+        with collect_errors(problems):
             found.append(_tier(value, f"tiers[{index}]", backends))
     raise_all(problems)
     return found
@@ -164,21 +164,21 @@ def _tiers(document: Mapping[str, Value], backends: Backends) -> list[TierOption
 def _tier(value: Value, at: str, backends: Backends) -> TierOptions:
     known = ", ".join(backends.names) or "none is installed"
     if not isinstance(value, dict):
-        raise ConfigError(f"{shown(value)} is no tier; write a mapping with a type ({known})", at)
+        raise ConfigError(f"{short_text(value)} is no tier; write a mapping with a type ({known})", at)
     kind = value.get("type")
     if not isinstance(kind, str):
-        reason = f"{shown(kind)} is not a backend's name" if "type" in value else "is required"
+        reason = f"{short_text(kind)} is not a backend's name" if "type" in value else "is required"
         raise ConfigError(f"{reason}; write one of: {known}", f"{at}.type")
     try:
         model = backends.get(kind).Options
     except ConfigError as error:
         raise ConfigError(error.reason, f"{at}.type") from None
     problems: list[ConfigError] = []
-    with collected(problems):
+    with collect_errors(problems):
         options = validate(model, value, at)
     policy = value.get("policy")
     if "policy" in model.model_fields and isinstance(policy, str):
-        with collected(problems, at):
+        with collect_errors(problems, at):
             find_policy(policy)
     raise_all(problems)
     return options

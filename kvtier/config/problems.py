@@ -1,4 +1,4 @@
-"""From validation errors to lines that name the path of a key and what to do."""
+"""Error lines of a validation: each names the path of a key and what to do."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,15 +11,15 @@ from pydantic_core import ErrorDetails
 from kvtier.errors import ConfigError
 from kvtier.tier.registry import suggest
 
-SHOWN = 60
-MAX_LINE = 400
+VALUE_CHARACTERS_MAX = 60
+LINE_CHARACTERS_MAX = 400
 _SUBJECT = re.compile(r"^[A-Z][a-z]+ should")
 MAX_PROBLEMS = 32
 """More lines do not help, and each takes time: a hostile file can hold thousands of unknown keys."""
 
 
 @contextmanager
-def collected(problems: list[ConfigError], at: str = "") -> Iterator[None]:
+def collect_errors(problems: list[ConfigError], at: str = "") -> Iterator[None]:
     """Add a ConfigError to the problems instead of raising it, so that what else is wrong is found too.
 
     `at` is the path of what its key is in.
@@ -40,10 +40,10 @@ def raise_all(problems: Sequence[ConfigError]) -> None:
         raise ConfigError("\n".join([*lines[:MAX_PROBLEMS], *more]))
 
 
-def shown(value: object) -> str:
+def short_text(value: object) -> str:
     """A value as it can stand in an error line: one line, shortened."""
     text = "a list" if isinstance(value, list) else "a mapping" if isinstance(value, dict) else repr(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+    return text if len(text) <= VALUE_CHARACTERS_MAX else f"{text[:VALUE_CHARACTERS_MAX]}..."
 
 
 def problems_of(error: ValidationError, model: type[BaseModel], data: object, at: str) -> list[ConfigError]:
@@ -95,11 +95,11 @@ def _path(detail: ErrorDetails, data: object, at: str) -> str:
 
 def _key(key: str) -> str:
     """A key as it can stand in an error line: printable and short, also for a key of a hostile file."""
-    return key if key.isprintable() and len(key) <= SHOWN else shown(key)
+    return key if key.isprintable() and len(key) <= VALUE_CHARACTERS_MAX else short_text(key)
 
 
 def _reason(detail: ErrorDetails, model: type[BaseModel]) -> str:
-    kind, given, context = detail["type"], _given(detail["input"], model), detail.get("ctx", {})
+    kind, given, context = detail["type"], _input_text(detail["input"], model), detail.get("ctx", {})
     if kind == "extra_forbidden":
         known = [name for name in model.model_fields if name != "type"]
         return f"unknown key{suggest(str(detail['loc'][-1]), known)} (known keys: {', '.join(known)})"
@@ -118,11 +118,11 @@ def _reason(detail: ErrorDetails, model: type[BaseModel]) -> str:
     return f"{given} is not accepted; {wanted.replace('array', 'list').replace('object', 'mapping')}"
 
 
-def _given(value: object, model: type[BaseModel]) -> str:
+def _input_text(value: object, model: type[BaseModel]) -> str:
     """A value in an error line; no text of a model that hides what it was given, because it may be a secret."""
-    return "that" if isinstance(value, str) and model.model_config.get("hide_input_in_errors") else shown(value)
+    return "that" if isinstance(value, str) and model.model_config.get("hide_input_in_errors") else short_text(value)
 
 
 def _one_line(text: str) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]}..."
+    return line if len(line) <= LINE_CHARACTERS_MAX else f"{line[:LINE_CHARACTERS_MAX]}..."

@@ -82,7 +82,7 @@ class StackCore(ServesRequests):
         self._reset_failed = False
 
     def __del__(self) -> None:
-        if self._assembled is not None and self.close_report is None and not self._owner.elsewhere:
+        if self._assembled is not None and self.close_report is None and not self._owner.is_forked_child:
             warnings.warn(f"unclosed {shutdown.UNCLOSED.format(self)}", ResourceWarning, stacklevel=1, source=self)
 
     # -- what a face provides ------------------------------------------------------------------------------------

@@ -161,7 +161,7 @@ class EngineStack(StackCore):
 
     def _close(self, drain_seconds: float) -> CloseReport:
         assembled, report = self._assembled, self.close_report
-        if self._owner.elsewhere:
+        if self._owner.is_forked_child:
             return CloseReport(0, 0)
         if assembled is None or report is not None:
             self._closing = True

@@ -82,7 +82,7 @@ class TierStack(StackCore):
                 await self._loop_end.aclose()
 
     async def _close(self, drain_seconds: float) -> None:
-        if self._assembled is None or self._owner.elsewhere:
+        if self._assembled is None or self._owner.is_forked_child:
             return
         if self._ending is None or (self._ending.done() and self.close_report is None):  # an exception ended that
             self._closing = True
@@ -114,7 +114,7 @@ class TierStack(StackCore):
 
     async def _close_late(self) -> None:
         """Close without draining and warn, unless it is closed already or belongs to another process."""
-        if self.close_report is None and not self._owner.elsewhere:
+        if self.close_report is None and not self._owner.is_forked_child:
             forgotten = not self._closing
             await self._close(0.0)
             if forgotten:

@@ -323,7 +323,7 @@ class EngineMemoryTier(Guarded):
 
         Where a disk is stuck, memory of kvtier stays in use, never the engine's. In a forked child it does nothing.
         """
-        if not self._shut and not self.thread.elsewhere:
+        if not self._shut and not self.thread.is_forked_child:
             began = time.monotonic()
             try:
                 self.drain()

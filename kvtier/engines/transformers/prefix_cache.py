@@ -253,7 +253,7 @@ class PrefixCache:
 
     def close(self) -> None:
         """Synchronous form of `AsyncPrefixCache.close`."""
-        if self._thread is None or self._thread.elsewhere:
+        if self._thread is None or self._thread.is_forked_child:
             return
         with self._closing:
             if self._closed:
@@ -310,7 +310,7 @@ class PrefixCache:
         """Run a call in the stack's thread. What the caller's stream computes, or reads, has ended by then."""
         if self._thread is None or self._closed:
             raise UsageError("the prefix cache is not open")
-        if self._thread.elsewhere:
+        if self._thread.is_forked_child:
             raise UsageError("the prefix cache belongs to the process that opened it, and this one was forked from it")
         synchronize(self.kv.device)
         return self._thread.run(work)
