@@ -143,7 +143,7 @@ class Reservation(RowRequest):
         """True when every key asked for is leased or missing."""
         return self.open == 0
 
-    def oldest(self, now: float) -> None:
+    def on_turn(self, now: float) -> None:
         """It is this request's turn: its deadline runs from the first time on."""
         if self.oldest_since is None:
             self.oldest_since = now
@@ -206,7 +206,7 @@ class Reservations:
                 return other
         return None
 
-    def older_leases(self, age: int) -> bool:
+    def has_older_leases(self, age: int) -> bool:
         """True if a request older than `age` holds leases, which will end by themselves."""
         return any(other.rows for other in self.by_request.values() if other.age < age)
 

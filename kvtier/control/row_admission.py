@@ -257,7 +257,7 @@ class RowAdmission:
             else:
                 self._reservations_due.discard(age)
                 if not unserved and not request.served:
-                    request.oldest(now)
+                    request.on_turn(now)
                     unserved = True
             self.control.shortage = self._serve_one(request, now) if request.todo else 0
             if self.control.shortage:
@@ -343,4 +343,4 @@ class RowAdmission:
         if self.control.running or self.control.late_jobs:
             taken = self.control.cpu.table.counts[RETIRED] + len(self.control.cpu.retained.slots)
             return len(reservation.rows) >= self.control.num_rows - taken
-        return not self._reservations.older_leases(reservation.age)
+        return not self._reservations.has_older_leases(reservation.age)

@@ -75,10 +75,10 @@ class ControlState(JobTable[JobOwner]):
 
     `epoch` is the namespace's, which the jobs carry; `resets` counts those of this session. `ended_ages` are those of
     the engine's jobs of which every block got an outcome since the last step, `filled_ages` those of requests for which
-    a fill ended, or that were stopped. `awaited` are the blocks that loads wait for. `joining`: the lower tiers are
-    held back and may join yet. `indexes` are those of the tiers that are not held back. `models` are the statistics of
-    requests of the tiers' policies; there are none if no policy follows requests. `request_policies`: the owned tiers,
-    and their policies, that do.
+    a fill ended, or that were stopped. `shortage`: the rows that the first waiting request lacks. `joining`: the lower
+    tiers are held back and may join yet. `indexes` are those of the tiers that are not held back. `models` are the
+    statistics of requests; there are none if no policy follows requests. `request_policies`: the owned tiers, and their
+    policies, that do.
     """
 
     def __init__(self, cpu: TierSpec, lowers: Sequence[TierSpec]) -> None:
@@ -108,10 +108,10 @@ class ControlState(JobTable[JobOwner]):
         self.all_owned = True
         self.aged_tiers: list[AgedTier] = []
         self.reclaim_at = math.inf
-        self.list_indexes()
+        self.choose_indexes()
 
-    def list_indexes(self) -> None:
-        """Lower tiers were taken in or are held back."""
+    def choose_indexes(self) -> None:
+        """Choose the tiers to look into again, because lower ones joined or are held back."""
         self.indexes = [self.cpu, *(lower.index for lower in self.lowers if not lower.held_back)]
         self.owned_tiers = [index for index in self.indexes if isinstance(index, OwnedTier)]
         self.request_policies = [
@@ -134,7 +134,7 @@ class ControlState(JobTable[JobOwner]):
         for held_back, lower in zip(self.lowers, lowers, strict=True):
             lower.counters = held_back.counters
         self.lowers, self.epoch, self.joining = lowers, epoch, False
-        self.list_indexes()
+        self.choose_indexes()
 
     def hold_back(self) -> None:
         """No lower tier loads or stores from here on, and none will join. What they hold is not reachable."""
@@ -142,7 +142,7 @@ class ControlState(JobTable[JobOwner]):
         for lower in self.lowers:
             lower.hold_back()
             lower.index.reset()
-        self.list_indexes()
+        self.choose_indexes()
 
     def counters(self, position: int) -> TierCounters:
         return self.cpu_counters if position == CPU_TIER else self.lowers[position - 1].counters

@@ -68,7 +68,7 @@ def test_what_another_host_stored_meanwhile_is_not_sent_any_more():
     world.store(1, 2)
     world.run_tier(0)
     assert [world.numbers(job) for job in world.under_way(1, STORE)] == [[2]]
-    world.plane.control.lowers[0].index.learn(key(1), True, world.now)
+    world.plane.control.lowers[0].index.note_presence(key(1), True, world.now)
     world.run_all()
     assert world.plane.counters(1).stored == 1
     assert world.plane.dirty_rows == 0

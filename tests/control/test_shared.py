@@ -217,7 +217,7 @@ def test_what_was_asked_before_a_reset_says_nothing_after_it():
 def test_hints_and_open_questions_are_bounded():
     shared = SharedTier("s", 10.0, 10.0, lookup_timeout_seconds=1.0, max_hints=100)
     for number in range(1000):
-        shared.learn(key(number), True, 0.0)
+        shared.note_presence(key(number), True, 0.0)
         shared.request(key(2000 + number), 0.0)
         shared.take_queries()
     assert len(shared._hints) <= 100

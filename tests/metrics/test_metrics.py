@@ -195,7 +195,7 @@ def test_a_breaker_of_lookups_is_shown() -> None:
     assert isinstance(lower.index, SharedTier)
     assert lower_stats(lower, [], world.now).breaker == "closed"
     for number in range(lower.index.lookup_breaker.threshold):
-        lower.index.answer([key(number)], [LookupResult.RETRY], world.now)
+        lower.index.take_answers([key(number)], [LookupResult.RETRY], world.now)
     stats = lower_stats(lower, [], world.now)
     assert (stats.breaker, stats.up) == ("load closed, store closed, lookup open", 0)
     world.plane.hold_back(world.now)

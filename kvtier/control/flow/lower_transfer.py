@@ -110,7 +110,7 @@ class LowerTransfer(JobOwner):
                 if lower.owned is not None:
                     lower.owned.discard(self.slots[i], self.generations[i])
                 elif current and outcome.status is not BlockStatus.FAILED:
-                    lower.index.learn(self.keys[i], False, now)
+                    lower.index.note_presence(self.keys[i], False, now)
         self._judge(outcomes, now)
         lower.index.unpin(self.slots)
 
@@ -133,7 +133,7 @@ class LowerTransfer(JobOwner):
         if lower.owned is None:
             lower.counters.written_bytes += bytes_moved
             for i in good if current else ():
-                lower.index.learn(self.keys[i], True, now)
+                lower.index.note_presence(self.keys[i], True, now)
             return []
         stored, generations = (
             (self.slots, self.generations) if whole else (pick(self.slots, good), pick(self.generations, good))

@@ -39,8 +39,6 @@ REFUSALS = {
     ),
 }
 """Why blocks of each hint may be refused: counted from zero on."""
-
-
 BLOCKS_AT_ONCE = 256
 """Blocks to be retained, pinned or demoted that the calls between two steps look at, and each step: an engine waits."""
 BLOCKS_MAX = 1 << 16
@@ -48,6 +46,7 @@ BLOCKS_MAX = 1 << 16
 WAITING_HINTS_MAX, WAITING_BLOCKS_MAX = 1024, 1 << 17
 """Hints of which blocks wait for the next steps, and such blocks of all of them."""
 REST_SECONDS = 0.001
+"""Time between two steps that go on with the hints of which blocks wait."""
 
 
 @dataclass(slots=True, eq=False)
@@ -135,7 +134,7 @@ class EarlyDemotions:
 class Hints:
     """Follows hints, as far as bounds and quotas allow. `refused` counts blocks by the hint and the reason.
 
-    `said`: some hint was said. Before that there is nothing to do, and a stack without hints pays for nothing.
+    `is_used`: some hint was given. Before that there is nothing to do, and a stack without hints pays for nothing.
     """
 
     def __init__(
@@ -144,11 +143,11 @@ class Hints:
         self._control = control
         self._demotions = demotions
         self._retain_time = settings.retain_time
-        self.said = False
+        self.is_used = False
         self.retention = Retention(control, settings.retained_sets)
         self.prefetches = Prefetches(promotions, settings.prefetch_blocks)
         self.demotions = EarlyDemotions(control, demotions)
-        self._left = BLOCKS_AT_ONCE
+        self._blocks_left = BLOCKS_AT_ONCE
         self._waiting: deque[WaitingHint] = deque()
         self._waiting_blocks = 0
         self._advanced_at = -math.inf
@@ -157,7 +156,7 @@ class Hints:
 
     def follow(self, hint: KVHint, now: float) -> HintResult:
         """Do what is asked for, as far as it can be done. Raises UsageError for seconds that are none."""
-        self.said = True
+        self.is_used = True
         if isinstance(hint, Release):
             self._drop_waiting(hint.session)
             released = self.retention.release(hint.session, now)
@@ -178,7 +177,7 @@ class Hints:
             full = over + len(keys) - self.prefetches.add(keys, now)
         else:
             waiting = WaitingHint(hint, keys, until)
-            refused = self._go_on(waiting, now)
+            refused = self._process_next(waiting, now)
             full = over + self._wait(waiting)
             refused[HintRefusal.QUEUE_FULL] += full
             return self._result(hint, refused, over + len(keys))
@@ -195,10 +194,10 @@ class Hints:
             self._waiting_blocks += taken
         return left - taken
 
-    def _go_on(self, waiting: WaitingHint, now: float) -> Counter[HintRefusal]:
+    def _process_next(self, waiting: WaitingHint, now: float) -> Counter[HintRefusal]:
         """Look at the next blocks of a hint, as many as may be looked at by now; how many are refused, by reason."""
-        hint, keys = waiting.hint, waiting.take(self._left)
-        self._left -= len(keys)
+        hint, keys = waiting.hint, waiting.take(self._blocks_left)
+        self._blocks_left -= len(keys)
         if isinstance(hint, Demote):
             refusals = self._demote(keys, now)
         else:
@@ -207,11 +206,11 @@ class Hints:
 
     def advance(self, now: float) -> None:
         """A step: go on with the hints of which blocks wait."""
-        self._left, self._advanced_at = BLOCKS_AT_ONCE, now
-        while self._waiting and self._left:
+        self._blocks_left, self._advanced_at = BLOCKS_AT_ONCE, now
+        while self._waiting and self._blocks_left:
             waiting = self._waiting[0]
             before = waiting.done
-            self._result(waiting.hint, self._go_on(waiting, now), 0)
+            self._result(waiting.hint, self._process_next(waiting, now), 0)
             self._waiting_blocks -= waiting.done - before
             if waiting.done == len(waiting.keys):
                 self._waiting.popleft()

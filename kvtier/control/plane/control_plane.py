@@ -227,7 +227,7 @@ class ControlPlane(Recipient):
         if now >= self._tick_at:
             self._tick(now)
         if job.kind is JobKind.LOAD:
-            if self.hints.said:
+            if self.hints.is_used:
                 self.hints.on_load(job)
             load = LoadRequest(self._promotions, job, now, next(self._ages))
             self._open.add(load)
@@ -295,7 +295,7 @@ class ControlPlane(Recipient):
     def answer(self, query: PresenceQuery, results: Sequence[LookupResult], now: float) -> None:
         """A shared tier's answer to a query. What was asked before a reset says nothing any more."""
         if query.epoch == self.control.epoch:
-            self.control.lowers[query.position - 1].index.answer(query.keys, results, now)
+            self.control.lowers[query.position - 1].index.take_answers(query.keys, results, now)
             self._admission.on_change_below(query.keys)
 
     def join(self, tiers: JoiningTiers, now: float) -> None:
@@ -332,7 +332,7 @@ class ControlPlane(Recipient):
             control.reclaim(now)
         if self.reservations.by_request:
             self.reservations.lapse(now)
-        if self.hints.said:
+        if self.hints.is_used:
             self.hints.advance(now)
         if now >= self.hints.retention.expires_at:
             self.hints.retention.expire(now)
@@ -343,12 +343,12 @@ class ControlPlane(Recipient):
             blocked = self._admission.serve(now)
             self._demotions.plan(now)
             self._collect_changes()
-            if self.hints.said and self.hints.demotions:
+            if self.hints.is_used and self.hints.demotions:
                 self.hints.demotions.advance(now)
             found_rows = control.shortage and control.cpu.available
             if not found_rows and (blocked is None or not self._admission.truncate(blocked, now)):
                 break
-        if self.hints.said and self.hints.prefetches:
+        if self.hints.is_used and self.hints.prefetches:
             self.hints.prefetches.advance(now, idle=blocked is None and not self._admission.wanting)
         if control.ended_ages:
             ended, control.ended_ages = control.ended_ages, []
@@ -371,7 +371,7 @@ class ControlPlane(Recipient):
             times.append(lower.send_at)
         if self.reservations.by_request:
             times.append(self.reservations.next_time())
-        if self.hints.said:
+        if self.hints.is_used:
             times.append(self.hints.next_at())
         for time in times:
             if pumped_at < time < soonest:
@@ -470,13 +470,13 @@ class ControlPlane(Recipient):
                     if removed:
                         self._demotions.on_evict_below(lower, keys)
                         lower.on_eviction(keys)
-                    elif self.hints.said and self.hints.retention and lower.owned is not None:
+                    elif self.hints.is_used and self.hints.retention and lower.owned is not None:
                         self.hints.retention.on_store_below(lower.owned, keys)
         if control.cpu.changes:
             changes, control.cpu.changes = control.cpu.changes, []
             for removed, keys in changes:
                 self.events.record(control.cpu_spec, keys, removed)
-                if removed and self.hints.said:
+                if removed and self.hints.is_used:
                     self.hints.prefetches.on_evict(keys)
 
     # -- figures -------------------------------------------------------------------------------------------------
@@ -505,7 +505,7 @@ class ControlPlane(Recipient):
         waiting = self._open.loads or self._open.stores or self.backlog
         if self.control.running or self.control.late_jobs or waiting:
             return False
-        return not (self.hints.said and self.hints.busy)
+        return not (self.hints.is_used and self.hints.busy)
 
     def counters(self, position: int) -> TierCounters:
         return self.control.counters(position)

@@ -130,7 +130,7 @@ class ProbedTier(SharedTier):
         last = chain[-1]
         fresh = last not in self._deadlines
         if begin < end and now >= self._deadline(last, now):
-            self.learn(chain[begin], False, now)
+            self.note_presence(chain[begin], False, now)
             end = begin
         if begin == end:
             self._deadlines.pop(last, None)

@@ -49,7 +49,7 @@ class SharedTier(TierIndex):
         deadline = self._asked.get(key)
         if deadline is not None and deadline <= now:
             self._end_query(key)
-            self.learn(key, False, now)
+            self.note_presence(key, False, now)
             return False
         return None if self.lookup_breaker.allows(now) else False
 
@@ -92,7 +92,7 @@ class SharedTier(TierIndex):
         self._asked.pop(key, None)
         self._open.pop(key, None)
 
-    def answer(self, keys: Sequence[OffloadKey], results: Sequence[LookupResult], now: float) -> None:
+    def take_answers(self, keys: Sequence[OffloadKey], results: Sequence[LookupResult], now: float) -> None:
         """The backend's answers; RETRY leaves the key unknown, to be asked for again."""
         if all(result is LookupResult.RETRY for result in results):
             self.lookup_breaker.on_failure(now)
@@ -103,9 +103,9 @@ class SharedTier(TierIndex):
                 self._open.pop(key, None)
             else:
                 self._end_query(key)
-                self.learn(key, result is not LookupResult.MISS, now)
+                self.note_presence(key, result is not LookupResult.MISS, now)
 
-    def learn(self, key: OffloadKey, present: bool, now: float) -> None:
+    def note_presence(self, key: OffloadKey, present: bool, now: float) -> None:
         """Something was found out about a key (a lookup, a store, a load that missed)."""
         self._believe(key, present, now + (self.hit_hint_seconds if present else self.miss_hint_seconds))
 

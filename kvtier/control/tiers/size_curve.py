@@ -4,9 +4,9 @@ The blocks that were used are kept as one list in the order of their last use, c
 one of the sizes. A block that is used again in front of a cut would have been hit at that size, and one behind it would
 not. Only these cuts matter, so no distance is computed, and nothing is kept behind the last one.
 
-One block in `interval` is kept, chosen by a hash of its key. Each of them stands for as many (spatial
-sampling, as in SHARDS). Counted are all uses, and the misses of the chosen blocks: a block that nearly all requests
-begin with is hit nearly always, so it makes no difference whether it was chosen.
+One block in `interval` is kept, chosen by a hash of its key, and counts for `interval` blocks (spatial sampling, as in
+SHARDS). Counted are all uses, and the misses of the chosen blocks: a block that nearly all requests begin with is hit
+nearly always, so it makes no difference whether it was chosen.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ ASKED_AT_ONCE = 1024
 class TierIndex:
     """Base of `OwnedTier`, which knows what its tier has, and of `SharedTier`, which keeps hints and has no slots.
 
-    A method with a default does nothing, or says nothing, for the kind of tier that has no use for it. `changes`
+    A method with a default does nothing, or returns nothing, for the kind of tier that has no use for it. `changes`
     collects, in order, keys that became reachable or ceased to be, and `queries` keys to look up, until the plane takes
     them.
     """
@@ -56,10 +56,10 @@ class TierIndex:
         queries, self.queries = self.queries, []
         return queries
 
-    def answer(self, keys: Sequence[OffloadKey], results: Sequence[LookupResult], now: float) -> None:
+    def take_answers(self, keys: Sequence[OffloadKey], results: Sequence[LookupResult], now: float) -> None:
         """The backend's answers to a query."""
 
-    def learn(self, key: OffloadKey, present: bool, now: float) -> None:
+    def note_presence(self, key: OffloadKey, present: bool, now: float) -> None:
         """Something was found out about a key (a lookup, a store, a load that missed)."""
 
     # -- slots ---------------------------------------------------------------------------------------------------

@@ -205,7 +205,7 @@ class EngineMemoryPlane(Recipient):
         owned = self.lower.owned
         if owned is None:
             for key in keys:
-                self.lower.index.learn(key, False, now)
+                self.lower.index.note_presence(key, False, now)
             return
         slots = dict.fromkeys(slot for key in keys if (slot := owned.ready(key)) is not None)
         owned.remove([slot for slot in slots if not owned.table.pins[slot]])
@@ -341,7 +341,7 @@ class EngineMemoryPlane(Recipient):
     def answer(self, query: PresenceQuery, results: Sequence[LookupResult], now: float) -> None:
         """A shared tier's answer to a query. Those to queries before a reset are ignored."""
         if query.epoch == self.epoch:
-            self.lower.index.answer(query.keys, results, now)
+            self.lower.index.take_answers(query.keys, results, now)
 
     def relieve(self, now: float) -> None:
         """Give up jobs that were lost, and the newest stores while stores keep too many blocks and the oldest waits.
