@@ -309,35 +309,35 @@ class Confirmation:
     def __init__(self, digests: ContentDigests | None = None) -> None:
         self.digests = digests or ContentDigests()
         self._thread = DaemonPool("kvtier-confirm", 1)
-        self._other: Future[list[FileDigest]] | None = None
+        self._confirming: Future[list[FileDigest]] | None = None
 
     def begin(self, sampled: Sequence[FileDigest]) -> None:
         """Start to read these files wholly."""
         if sampled:
-            self._other = self._thread.submit(self.digests.confirm, sampled)
+            self._confirming = self._thread.submit(self.digests.confirm, sampled)
 
-    def refuted(self) -> str:
+    def refutation(self) -> str:
         """The reason why samples were wrong; empty as long as they may be right."""
-        if self._other is None or not self._other.done():
+        if self._confirming is None or not self._confirming.done():
             return ""
-        error = self._other.exception()
+        error = self._confirming.exception()
         if error is not None:
             return f"the weights cannot be read again: {error}"
-        if other := self._other.result():
+        if other := self._confirming.result():
             return f"{', '.join(file.state.path for file in other)} was changed under its size and time"
-        self._other = None
+        self._confirming = None
         return ""
 
     def wait(self) -> None:
         """Return when everything was read."""
-        if self._other is not None:
-            self._other.exception()
+        if self._confirming is not None:
+            self._confirming.exception()
 
     def accept(self) -> None:
         """Nothing rests on the samples any more: the next start takes the files for what they are."""
-        if self._other is not None and self._other.done() and self._other.exception() is None:
-            self.digests.remember(self._other.result())
-        self._other = None
+        if self._confirming is not None and self._confirming.done() and self._confirming.exception() is None:
+            self.digests.remember(self._confirming.result())
+        self._confirming = None
 
     def close(self) -> None:
         """End reading."""

@@ -1,4 +1,4 @@
-"""The metrics of a stack for `prometheus_client`: a collector for a registry, and a small HTTP server with its own one.
+"""The metrics of a stack for `prometheus_client`: a collector for a registry, and a small HTTP server of its own.
 
 Needs `pip install 'kvtier[metrics]'`. A scrape reads figures in its own thread: it calls nothing in the engine's.
 """

@@ -67,7 +67,7 @@ def usable_prefixes(layout: KVLayout, present: Sequence[Presence], num_tokens: i
     if len(present) != len(layout.groups):
         raise UsageError(f"the layout has {len(layout.groups)} groups, presence was given for {len(present)}")
     unit = prefix_unit(layout)
-    there = [_asked(presence) for presence in present]
+    there = [_as_function(presence) for presence in present]
     length = hit_limit(layout, num_tokens)
     for index, group in enumerate(layout.groups):
         if group.kind is GroupKind.FULL:
@@ -89,7 +89,7 @@ def usable_prefixes(layout: KVLayout, present: Sequence[Presence], num_tokens: i
             length = gap // unit * unit
 
 
-def _asked(presence: Presence) -> Callable[[int], bool]:
+def _as_function(presence: Presence) -> Callable[[int], bool]:
     if callable(presence):
         return presence
     flags = presence

@@ -144,7 +144,8 @@ class StorePlanner:
 
     A key is planned once at a time: while its store is queued or in flight no other GPU block with that key is
     planned. A block that was stored is not planned again while it stays in the GPU; one whose store was dropped or
-    failed may be, when the loop names it again.
+    failed may be, when the loop names it again. `_holding` are the known blocks by GPU block, `_busy` those queued or
+    in flight by key.
     """
 
     def __init__(self, mode: StoreMode, factor: int = 1, max_fenced_blocks: int | None = None) -> None:

@@ -87,7 +87,7 @@ class Model:
         except FilesChanged:
             return False
         confirmation.wait()
-        if confirmation.refuted():  # what was stored in this name is reset
+        if confirmation.refutation():  # what was stored in this name is reset
             self.disk.pop(name, None)
             confirmation.accept()
             return False

@@ -335,7 +335,7 @@ async def test_owner_mode_and_links_may_change_at_every_one_of_50_starts(tmp_pat
         confirmation = Confirmation()
         assert (await life(folder, confirmation, started)).digest() == expected
         confirmation.wait()
-        assert confirmation.refuted() == ""
+        assert confirmation.refutation() == ""
         confirmation.close()
 
 
@@ -364,7 +364,7 @@ async def test_what_samples_do_not_show_is_refuted_in_the_background(tmp_path, o
     confirmation = Confirmation()
     assert (await life(folder, confirmation)).digest() == before.digest()
     confirmation.wait()
-    assert "was changed under its size and time" in confirmation.refuted()
+    assert "was changed under its size and time" in confirmation.refutation()
     confirmation.accept()
     confirmation.close()
     assert (await life(folder)).digest() != before.digest()

@@ -105,7 +105,7 @@ class KVTierL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._lock = threading.Lock()
         self._sizes = PieceSizes.of(options.piece_bytes, PIECE_SIZES)
         self._index = ObjectIndex(self._sizes)
-        self._row_sizes: dict[tuple[str, int, int], int] = {}
+        self._class_sizes: dict[tuple[str, int, int], int] = {}
         self._task_ids = itertools.count(1)
         self._stored: dict[int, L2StoreResult] = {}
         self._found: dict[int, Bitmap] = {}
@@ -120,7 +120,7 @@ class KVTierL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         except BaseException:
             self._tier.close()
             raise
-        self._tier.start(self._changed)
+        self._tier.start(self._on_changes)
 
     def get_store_event_fd(self) -> int:
         return int(self._store_event.fileno())
@@ -140,7 +140,7 @@ class KVTierL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         wanted = self._wanted(keys, _digests(keys), sizes)
         if self._shared_tier:
             with self._lock:
-                self._row_sizes.update((_row(keys[each.at]), each.size) for each in wanted)
+                self._class_sizes.update((_size_class(keys[each.at]), each.size) for each in wanted)
         end = partial(self._end_store, task, keys, wanted)
         self._move(JobKind.STORE, wanted, objects, end)
         return task
@@ -265,7 +265,7 @@ class KVTierL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             for group, layout in layouts.items()
         }
         with self._lock:
-            return [self._row_sizes.get(_row(key)) or of_layout.get(key.object_group_id, 0) for key in keys]
+            return [self._class_sizes.get(_size_class(key)) or of_layout.get(key.object_group_id, 0) for key in keys]
 
     def _piece_keys(self, keys: Sequence[ObjectKey]) -> list[OffloadKey]:
         """The keys of the pieces of those objects that are here."""
@@ -294,16 +294,16 @@ class KVTierL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             _log.error("objects are not where LMCache said that its L1 memory is: %s", error)
             end({})
 
-    # -- what LMCache hears of -----------------------------------------------------------------------------------
+    # -- reports to LMCache --------------------------------------------------------------------------------------
 
-    def _changed(self, changes: Changes) -> None:
+    def _on_changes(self, changes: Changes) -> None:
         for removed, keys in changes:
             with self._lock:
                 gone = [] if self._shared_tier else self._index.follow(removed, keys)
             self._report(self._notify_keys_deleted, gone)
 
     def _report(self, notify: Callable[..., None], objects: Named, sized: bool = True) -> None:
-        """Tell LMCache's listeners, which are not ours: what they raise is counted."""
+        """Call LMCache's listeners, which are not kvtier's: what they raise is counted."""
         if not objects:
             return
         keys, sizes = [key for key, _ in objects], [size for _, size in objects]
@@ -398,8 +398,8 @@ def _digests(keys: Sequence[ObjectKey]) -> list[bytes]:
     return list(map(object_digest, keys))
 
 
-def _row(key: ObjectKey) -> tuple[str, int, int]:
-    """The group of objects of one size."""
+def _size_class(key: ObjectKey) -> tuple[str, int, int]:
+    """The model, rank and group of an object: in a shared tier the objects of one of these have one size."""
     return key.model_name, key.kv_rank, key.object_group_id
 
 

@@ -1,5 +1,4 @@
-"""kvtier's filesystem tiers below vLLM's own CPU tier: `type: KVTierFs` or `KVTierSharedFs`, and
-`module_path: kvtier.engines.vllm`."""
+"""Filesystem tiers below vLLM's own CPU tier, which its tiering spec calls: types `KVTierFs` and `KVTierSharedFs`."""
 
 import logging
 import time

@@ -275,7 +275,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         if self._weights.loaded():
             self._stale = True
             self._hold_back(REPLACED[Verdict.CHANGED])
-        if self._confirmation.refuted():
+        if self._confirmation.refutation():
             self._stale = True
         if self._stale and not self._copies.reported:
             self._reset()
@@ -400,7 +400,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
 
     def _distrust_samples(self) -> None:
         """After a reset: what was stored in the name of other weights is gone, and the lower tiers are held back."""
-        if self._durable and (reason := self._confirmation.refuted()):
+        if self._durable and (reason := self._confirmation.refutation()):
             self._hold_back(f"the weights are not those that samples of them showed: {reason}")
             self._confirmation.accept()
 
@@ -428,7 +428,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Drain what is queued for lower tiers within the deadline, and log what was dropped."""
-        if self._confirmation.refuted():
+        if self._confirmation.refutation():
             self._reset()
             self._distrust_samples()
         self._confirmation.close()
