@@ -159,14 +159,14 @@ class StackCore(ServesRequests):
     def _submit(self, job: TransferJob, request: StackRequest | None) -> None:
         assert self._assembled is not None
         self._assembled.plane.submit(job, self._clock(), None if request is None else request.id)
-        self._decided()
+        self._carry_out()
 
     @guard_step
     def cancel(self, job_id: JobId) -> None:
         """End a job early; its result still comes, after the copies in flight."""
         check_whole("a job's id", job_id)
         self._opened().plane.cancel(job_id, self._clock())
-        self._decided()
+        self._carry_out()
 
     # -- from memory ---------------------------------------------------------------------------------------------
 
@@ -192,7 +192,7 @@ class StackCore(ServesRequests):
         assembled = self._opened()
         check_hint(hint, assembled.geometry.num_groups)
         result = assembled.plane.hint(hint, self._clock())
-        self._decided()
+        self._carry_out()
         return result
 
     @property
@@ -392,7 +392,7 @@ class EngineCalls(GuardedCalls):
             assembled.joining.stop()
         assembled.plane.hold_back(stack._clock())
         stack._watch.look(assembled.plane.control.lowers, reason)
-        stack._decided()
+        stack._carry_out()
 
     @guard_step
     def announce(self, keys: Sequence[OffloadKey]) -> None:

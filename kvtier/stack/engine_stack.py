@@ -393,7 +393,7 @@ class EngineStack(StackCore):
     def _advance(self) -> None:
         self._send()
 
-    def _decided(self) -> None:
+    def _carry_out(self) -> None:
         """The next step sends it."""
 
     def _start_sent(self) -> None:

@@ -1,4 +1,4 @@
-"""The parts of an open stack."""
+"""An open stack's parts: made by `assembly`, used by both faces and by `shutdown`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvtier.traces.write import Recorder
 
 
-class Served(Protocol):
+class StatsServer(Protocol):
     """A server of the stack's figures beside it."""
 
     async def close(self) -> asyncio.CancelledError | None:
@@ -27,7 +27,7 @@ class Served(Protocol):
 
 @dataclass(slots=True, eq=False)
 class OpenStack:
-    """An open stack's insides.
+    """The parts of an open stack.
 
     `fenced` copy GPU blocks of a device beside the engine's work, so each job is fenced when the engine submits it.
     With `joining` the lower tiers are opened later; `to_close` then grows by them. `plane` becomes `Answers` when
@@ -42,7 +42,7 @@ class OpenStack:
     joining: Joining | None = None
     recorder: Recorder | None = None
     models: ModelFiles | None = None
-    stats_socket: Served | None = None
+    stats_socket: StatsServer | None = None
 
     @property
     def num_closings(self) -> int:

@@ -35,7 +35,7 @@ class ServesRequests(Guarded):
         return self._assembled
 
     @abstractmethod
-    def _decided(self) -> None:
+    def _carry_out(self) -> None:
         """Send what the control plane decided, now or with the engine's next step. Part of a step."""
 
     @guard_step
@@ -118,7 +118,7 @@ class StackRequest(GuardedCalls):
         assembled = self._driver._opened()
         check_keys(keys, assembled.geometry.num_groups)
         reservation = assembled.plane.reserve(self.id, keys, self._driver._clock())
-        self._driver._decided()
+        self._driver._carry_out()
         return reservation
 
     @property
@@ -130,7 +130,7 @@ class StackRequest(GuardedCalls):
     def release(self) -> None:
         """End the leases; the request goes on."""
         self._driver._opened().plane.end_request(self.id, self._driver._clock())
-        self._driver._decided()
+        self._driver._carry_out()
 
     @guard_step
     def touch(self, keys: Sequence[OffloadKey]) -> None:
@@ -178,7 +178,7 @@ class StackRequest(GuardedCalls):
         assembled, now = self._driver._opened(), self._driver._clock()
         plane, recorder = assembled.plane, assembled.recorder
         plane.end_request(self.id, now)
-        self._driver._decided()
+        self._driver._carry_out()
         if plane.uses is not None:
             plane.uses.end(self.id, output_tokens)
             if assembled.models is not None:

@@ -192,7 +192,7 @@ class TierStack(StackCore):
     def _on_overdue(self, job_id: JobId) -> None:
         """The job ought to have ended. Look again later if it still has not."""
         if job_id in self._jobs:
-            self._decided()
+            self._carry_out()
             self._look_for_overdue(self._clock())
             self._loop.call_later(GRACE_SECONDS, self._on_overdue, job_id)
 
@@ -223,7 +223,7 @@ class TierStack(StackCore):
         """Presence from memory; what is unknown is asked for."""
         assert self._assembled is not None
         results = self._assembled.plane.lookup(keys, self._clock())
-        self._decided(pumps=False)
+        self._carry_out(pumps=False)
         return results
 
     @guard_step
@@ -250,7 +250,7 @@ class TierStack(StackCore):
         assert self._assembled is not None
         plane = self._assembled.plane
         plane.flush(self._clock())
-        self._decided(pumps=False)
+        self._carry_out(pumps=False)
         return plane.backlog
 
     async def reset(self) -> None:
@@ -279,7 +279,7 @@ class TierStack(StackCore):
                 answered = None if answered is None else (*answered, *delivery.query.keys)
             elif type(delivery) is not Delivery:
                 answered = None
-        self._decided()
+        self._carry_out()
         if answered is None or answered:
             self._wake_lookups(answered)
         if self._watch.due:
@@ -287,12 +287,12 @@ class TierStack(StackCore):
 
     def _advance(self) -> None:
         """Send what the plane decided, and wake the calls that wait for it."""
-        self._decided(pumps=False)
+        self._carry_out(pumps=False)
         self._progress.set()
         if self._looking:
             self._wake_lookups(None)
 
-    def _decided(self, pumps: bool = True) -> None:
+    def _carry_out(self, pumps: bool = True) -> None:
         """Send what the plane decided, complete the jobs that ended, set the timer for the next deadline."""
         assert self._assembled is not None
         plane = self._assembled.plane
@@ -323,7 +323,7 @@ class TierStack(StackCore):
     @guard_step
     def _on_timer(self) -> None:
         self._timer = None
-        self._decided()
+        self._carry_out()
 
     def _wake_lookups(self, answered: Sequence[OffloadKey] | None) -> None:
         """Have the lookups look again that wait for one of these keys; all of them if None."""

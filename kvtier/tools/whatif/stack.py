@@ -273,7 +273,7 @@ class VirtualStack:
         ended: asyncio.Future[JobResult] = self._loop.create_future()
         self._ended[job.job_id] = ended
         self.plane.submit(job, self._loop.time())
-        self._decided()
+        self._carry_out()
         return await ended
 
     async def drain(self, timeout_seconds: float, backlog: int = 0) -> bool:
@@ -300,9 +300,9 @@ class VirtualStack:
 
     def _deliver(self, delivery: Delivery | PresenceAnswers) -> None:
         self.plane.deliver(delivery, self._loop.time())
-        self._decided()
+        self._carry_out()
 
-    def _decided(self) -> None:
+    def _carry_out(self) -> None:
         self.plane.pump(self._loop.time())
         self._send()
         if self._progress is not None:
@@ -328,7 +328,7 @@ class VirtualStack:
         """A later deadline may have taken this one's place; then the look costs nothing but itself."""
         if self._timer_at is not None and self._loop.time() + RESOLUTION_SECONDS >= self._timer_at:
             self._timer_at = None
-            self._decided()
+            self._carry_out()
 
     async def _wait_progress(self, deadline: float) -> None:
         progress = self._progress = self._progress or self._loop.create_future()
@@ -362,4 +362,4 @@ class VirtualRequest:
         plane.end_request(self.request_id, self.stack._loop.time())
         if plane.uses is not None:
             plane.uses.end(self.request_id, output_tokens)
-        self.stack._decided()
+        self.stack._carry_out()
