@@ -24,6 +24,7 @@ from kvtier.types.jobs import GPUGroup, JobKind, RegionFormat, RowGroup, Transfe
 from kvtier.types.keys import GPU, GroupIndex, JobId
 
 LANES = 4
+"""Jobs of copies in flight at once."""
 MEMCPY_PIECE_BYTES = 64 << 20
 
 

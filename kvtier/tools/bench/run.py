@@ -61,7 +61,7 @@ class Bench:
         alignment = await resolve_alignment(build_tiers(self._config, self._backends))
         geometry = Geometry(self._layout, alignment)
         progress("copies between GPU blocks and rows")
-        found = await self._copies(geometry)
+        found = await self._measure_copies(geometry)
         for options in self._config.tiers:
             medium = self._backends.get(options.type).medium
             if medium in (GPU, CPU):
@@ -74,10 +74,10 @@ class Bench:
                 sizes = {geometry.row_bytes, *(round_up(size, alignment) for size in self._bounds.sizes)}
                 for size in sorted(sizes):
                     progress(f"{options.label}, {place}, blocks of {size >> 10} KiB")
-                    await self._lower(options, roots, size, geometry, found[-1])
+                    await self._measure_lower(options, roots, size, geometry, found[-1])
         return found
 
-    async def _copies(self, geometry: Geometry) -> list[TierFigures]:
+    async def _measure_copies(self, geometry: Geometry) -> list[TierFigures]:
         """The GPU and the CPU tier, at the layout's own block size."""
         bounds = self._bounds
         blocks = Blocks(geometry, bounds.num_bytes, bounds.device, bounds.seed)
@@ -95,7 +95,7 @@ class Bench:
             found[1].figures.append(Figure("memcpy", 0, measure_memcpy(rows, bounds.seconds)))
         return found
 
-    async def _lower(
+    async def _measure_lower(
         self, options: TierOptions, roots: Sequence[str], size: int, whole: Geometry, found: TierFigures
     ) -> None:
         """Measure a tier at one block size, in temporary places beside these roots and on a separate region of rows."""

@@ -78,7 +78,7 @@ class EngineTime:
         if (seconds := at - self._loop.time()) > 0:
             await asyncio.sleep(seconds)
 
-    async def one_by_one(self, loop: ReplayLoop, requests: Iterator[Request], progress: Callable[[], None]) -> None:
+    async def serve_in_turn(self, loop: ReplayLoop, requests: Iterator[Request], progress: Callable[[], None]) -> None:
         """Each request comes when the one before has ended."""
         for request in requests:
             self._free_at_computing_all = self._loop.time()
@@ -86,7 +86,7 @@ class EngineTime:
             await loop.serve(request)
             progress()
 
-    async def as_they_came(self, requests: Iterator[Request], workers: int) -> None:
+    async def queue_as_they_came(self, requests: Iterator[Request], workers: int) -> None:
         """Requests come at the times of the trace, made not to go back, and wait for one of the `workers`."""
         first: float | None = None
         for request in requests:
@@ -168,7 +168,7 @@ class Simulation:
         self.calibration = read_calibration(options.calibration)
         config = load_stack(options.stack)
         self.layout = make_layout(options.replay, self.source.block_tokens, config.block_size_factor)
-        self.variants = [(changes, self._planned(config, changes)) for changes in variants]
+        self.variants = [(changes, self._plan_variant(config, changes)) for changes in variants]
         self._gpu_blocks = gpu_pool_blocks(options.replay, self.source)
 
     def settings(self) -> dict[str, object]:
@@ -189,7 +189,7 @@ class Simulation:
             "prefill_tokens_per_second": self.options.prefill_tokens_per_second,
         }
 
-    def _planned(self, config: StackConfig, changes: Changes) -> tuple[StackConfig, Geometry]:
+    def _plan_variant(self, config: StackConfig, changes: Changes) -> tuple[StackConfig, Geometry]:
         config = apply(config, changes, self._geometry(config))
         return config, self._geometry(config)
 
@@ -198,8 +198,8 @@ class Simulation:
         return Geometry(self.layout, stack_alignment([tier.BLOCK_SIZE_ALIGNMENT for tier in tiers]))
 
     def run(self, progress: Callable[[], None] = lambda: None, watched: bool = False) -> Iterator[Simulated]:
-        """Each variant in turn; `progress` is called after each request. `watched` ones have a timeline, of whose
-        samples and requests all variants share as many as two have."""
+        """Each variant in turn; `progress` is called after each request. `watched` ones have timelines, which together
+        keep the samples and requests of two at most."""
         share = max(1, len(self.variants) // 2)
         for changes, (config, geometry) in self.variants:
             with asyncio.Runner(loop_factory=VirtualLoop) as runner:
@@ -260,11 +260,11 @@ class Simulation:
         """Serve the whole trace."""
         requests, workers = self.source.requests(), self.options.replay.concurrency
         if self.options.arrivals == "serial":
-            await engine.one_by_one(loop, requests, step)
+            await engine.serve_in_turn(loop, requests, step)
             await stack.drain(DRAIN_SECONDS)
         else:
             served = (engine.worker(loop, step) for _ in range(workers))
-            await asyncio.gather(engine.as_they_came(requests, workers), *served)
+            await asyncio.gather(engine.queue_as_they_came(requests, workers), *served)
 
 
 def make_stack(
@@ -275,7 +275,7 @@ def make_stack(
     parts = stack_parts(config, geometry.layout)
     tiers = [tier for tier in parts.tiers if tier.medium != GPU]
     seconds = parts.settings.lookup_timeout_seconds
-    specs = [tier_spec(tier, _opened(tier, geometry), geometry, seconds) for tier in tiers]
+    specs = [tier_spec(tier, _opened_empty(tier, geometry), geometry, seconds) for tier in tiers]
     rows = specs[0].opened.space
     assert rows is not None
     completed = complete_settings(parts, watermark_rows(tiers[0].options, rows.num_slot_ids))
@@ -292,7 +292,7 @@ def make_stack(
     return VirtualStack(plane, devices, parts.settings, virtual)
 
 
-def _opened(tier: LoadStore, geometry: Geometry) -> Opened:
+def _opened_empty(tier: LoadStore, geometry: Geometry) -> Opened:
     """Facts of the tier as if it were open and empty, by its dry run; of a CPU tier its budget in rows."""
     plan, problems = plan_tier(tier, geometry, geometry.alignment, probe=False, at=tier.options.label)
     for problem in problems:

@@ -49,7 +49,7 @@ def apply(config: StackConfig, changes: Changes, geometry: Geometry) -> StackCon
     for name, text in changes.items():
         label, _, option = name.partition(".")
         index = _index_of(tiers, label)
-        tiers[index] = _changed(tiers[index], option, text, geometry)
+        tiers[index] = _with_change(tiers[index], option, text, geometry)
     raise_all(tier_problems(tiers, discover()))
     return config.model_copy(update={"tiers": tuple(tiers)})
 
@@ -61,7 +61,7 @@ def _index_of(tiers: Sequence[TierOptions], label: str) -> int:
     return labels.index(label)
 
 
-def _changed(tier: TierOptions, option: str, text: str, geometry: Geometry) -> TierOptions:
+def _with_change(tier: TierOptions, option: str, text: str, geometry: Geometry) -> TierOptions:
     if option == "bytes":
         return tier.with_capacity(_size(text))
     if option == "blocks":
