@@ -63,7 +63,7 @@ class JobRun:
         for group, outcomes in enumerate(self._outcomes):
             self.end_all(group, range(len(outcomes)), LATE)
 
-    def going_on(self) -> asyncio.Future[None]:
+    def finished_after_cancel(self) -> asyncio.Future[None]:
         """The future that is done when the last block has ended, after a cancellation has reached `finished`."""
         if self.finished.cancelled():
             self.finished = self.finished.get_loop().create_future()

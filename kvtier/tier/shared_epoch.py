@@ -89,7 +89,7 @@ class SharedEpoch:
         self.now = 0
         self.has_left = False
         self.raised = -1
-        """The epoch that others were last seen to see; -1 before the beginning."""
+        """The epoch that the store was last seen to state; -1 before the beginning."""
         self._read = read
         self._swap = swap
         self._incarnation_bytes = incarnation_bytes
@@ -159,8 +159,7 @@ class SharedEpoch:
         self.has_left = True
 
     async def _count(self, epoch: int) -> None:
-        """Count once: a reset that fails is not repeated from the same marker: what follows it may be for the same
-        weights."""
+        """Count a reset. One that failed is not repeated from the same marker: this process leaves instead."""
         try:
             await self._count_on(epoch)
         except (OSError, KVTierError):

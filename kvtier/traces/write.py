@@ -124,7 +124,7 @@ def prepare_salt(path: Path) -> None:
     Of several processes one does that. A file of this user's whose group may read it, as in a pod with `fsGroup`, gets
     mode 0600 again. What cannot be done is left to `read_salt`, which checks the file.
     """
-    with suppress(OSError), open(path, "r+b", buffering=0, opener=_made) as file:
+    with suppress(OSError), open(path, "r+b", buffering=0, opener=_open_or_create) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         found = os.fstat(file.fileno())
         others = stat.S_IMODE(found.st_mode) & 0o077
@@ -138,7 +138,7 @@ def prepare_salt(path: Path) -> None:
             os.fsync(file.fileno())
 
 
-def _made(path: str, flags: int) -> int:
+def _open_or_create(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_CREAT | os.O_NONBLOCK, 0o600)
 
 
@@ -180,9 +180,6 @@ CLOSE_SECONDS = 2.0
 FILES = 8
 """Files of a full folder, about."""
 _PATTERN = "trace-*.jsonl.gz"
-_log = logging.getLogger(__name__)
-
-
 HELD_BYTES_MAX = 16 << 20
 """Lines that wait, at most: beyond that the earliest are written."""
 

@@ -1,7 +1,7 @@
 """Requests of an application about blocks: to keep them for a while, to bring them up or down, to let them go.
 
-An application knows what no policy can learn: that an agent waits for a tool and will go on, or that a branch is over.
-Each of these requests is best effort. It never makes a load or a store fail, and what is refused has a reason.
+They state what no policy can find out: that an agent waits for a tool and will go on, or that a branch is over. Each
+of these requests is best effort. It never makes a load or a store fail, and what is refused has a reason.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Identities: offload keys, groups, slots, jobs and requests.
+"""Identities: offload keys, KV cache groups, jobs, requests, media of tiers.
 
 An `OffloadKey` is the content hash of a prefix up to a block's end, any length of bytes, followed by the index of the
 KV cache group in four big-endian bytes. One flat `bytes` object keeps directories small and lookups one hash each.

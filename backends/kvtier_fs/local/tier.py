@@ -292,7 +292,7 @@ class FSBackend(RootTier):
                 queue.enqueue(share)
             await run.finished
         except asyncio.CancelledError:
-            left = run.going_on()
+            left = run.finished_after_cancel()
             router.withdraw(run, CANCELLED)
             with suppress(asyncio.CancelledError):
                 await shielded_wait(left)

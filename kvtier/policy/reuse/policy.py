@@ -48,7 +48,8 @@ class Reuse(RequestPolicy):
     """Eviction by predicted worth, from class and age. A block that no request announced is a segment of its own.
 
     `_pending` are the blocks that may still be placed here: a lower tier gets them when their request has ended, or
-    later. `_open` are the requests in flight: when they began, and their segments. Both are bounded.
+    later. `_open` are the requests in flight. Both are bounded. `_admitted` are the keys that `admit` was given last,
+    `_compared` those of the last `bypass`, with the segments that must not go for them.
     """
 
     MODEL: ClassVar[type[RequestModel]] = ReuseModel
@@ -73,7 +74,7 @@ class Reuse(RequestPolicy):
 
     def begin_request(self, use: RequestUse, slots: Sequence[int]) -> None:
         keys, segments = use.keys, self._tree.segments
-        self._model.teach(segments)
+        self._model.count_lives(segments)
         if self._tree.num_untracked and segments.is_full():
             self._free_id({self._tree.owner[slot] for slot in slots if slot >= 0})
         path, known = self._tree.walk(keys, slots)

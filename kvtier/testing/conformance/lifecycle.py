@@ -1,4 +1,4 @@
-"""A tier's life: constructed without I/O, opened once, closed any number of times, and gone without a trace.
+"""Tests of a tier's life: made without I/O, opened once, closed any number of times, gone without a trace.
 
 Blocks that outlive a tier are found in their namespace and epoch, and nothing that was reset or damaged.
 """
@@ -20,8 +20,8 @@ from kvtier.types.jobs import BlockStatus, JobResult, TransferJob
 from kvtier.types.keys import OffloadKey
 
 
-async def _refused(tier: LoadStore, job: TransferJob) -> None:
-    """A job on a closed tier ends as a UsageError or drops every block; it never moves one."""
+async def _check_refused(tier: LoadStore, job: TransferJob) -> None:
+    """Check that a job on a closed tier ends as a UsageError or drops every block; it never moves one."""
     for call in (tier.load, tier.store):
         try:
             result: JobResult = await call(job)
@@ -95,7 +95,7 @@ class LifecycleTests(ConformanceBase):
                 await unopened.store(job)
             before = driver.rows.view.copy()
             await driver.tier.close()
-            await _refused(driver.tier, job)
+            await _check_refused(driver.tier, job)
             assert bool((driver.rows.view == before).all()), "a closed tier wrote into rows"
         await unopened.close()
 

@@ -1,4 +1,4 @@
-"""A tier against a dict, under any order of operations: right bytes or a miss, and nothing from before a reset."""
+"""Tests of a tier against a dict, in any order of operations: right bytes or a miss, nothing from before a reset."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class TierMachine(RuleBasedStateMachine):
     def cancel_a_store(self, blocks: list[tuple[int, int]], turns_before: int) -> None:
         keys = self._keys(blocks)
         job = self.driver.store_job(keys)
-        result = self._run(self._cancelled(job, turns_before))
+        result = self._run(self._run_cancelled(job, turns_before))
         self.driver.rows.view[:] = 0x55
         if result is None:
             self._doubtful |= set(keys)
@@ -111,11 +111,11 @@ class TierMachine(RuleBasedStateMachine):
         keys = self._known(blocks)
         if keys:
             job = self.driver.load_job(keys)
-            result = self._run(self._cancelled(job, turns_before))
+            result = self._run(self._run_cancelled(job, turns_before))
             if result is not None:
                 self._judge(self.driver.loaded(job, result))
 
-    async def _cancelled(self, job: TransferJob, turns_before: int) -> JobResult | None:
+    async def _run_cancelled(self, job: TransferJob, turns_before: int) -> JobResult | None:
         call = self.driver.tier.load if job.kind is JobKind.LOAD else self.driver.tier.store
         task = asyncio.create_task(call(job))
         await turns(turns_before)

@@ -41,8 +41,8 @@ class ReuseModel(RequestModel):
         self._started: float | None = None
         self._computed = 0.0
         self._due = 0.0
-        self._teacher: Segments | None = None
-        self._taught = False
+        self._counted: Segments | None = None
+        self._counted_used = False
         self.prompts: Prompts | None = None
 
     def keep_prompts(self) -> Prompts:
@@ -51,21 +51,21 @@ class ReuseModel(RequestModel):
             self.prompts = Prompts(self.count_ended, self.count_cut)
         return self.prompts
 
-    def teach(self, segments: Segments) -> None:
+    def count_lives(self, segments: Segments) -> None:
         """Count the open lives of these segments, unless a larger tier's count. Each tier calls it at every use."""
-        spare = self.prompts is not None and self._teacher is self.prompts.segments
-        if self._teacher is None or spare or segments.capacity > self._teacher.capacity:
-            self._teacher = segments
-        self._taught = self._taught or segments is self._teacher
+        spare = self.prompts is not None and self._counted is self.prompts.segments
+        if self._counted is None or spare or segments.capacity > self._counted.capacity:
+            self._counted = segments
+        self._counted_used = self._counted_used or segments is self._counted
 
     def count_ended(self, segments: Segments, seg: int, gap: float) -> None:
         """Count a life that ended: its segment was used again, `gap` seconds after its last use."""
-        if segments.counts[seg] and segments is self._teacher:
+        if segments.counts[seg] and segments is self._counted:
             self.tables.ended[segments.kind[seg] * NUM_BUCKETS + bucket_of(gap)] += 1.0
 
     def count_cut(self, segments: Segments, seg: int) -> None:
         """Count a life that is cut: its segment is dropped, and may be used again or not."""
-        if segments.counts[seg] and segments is self._teacher:
+        if segments.counts[seg] and segments is self._counted:
             bucket = bucket_of(self.now - segments.touched[seg])
             self.tables.cut[segments.kind[seg] * NUM_BUCKETS + bucket] += 1.0
 
@@ -73,12 +73,12 @@ class ReuseModel(RequestModel):
         self.advance(use.time)
         # Uses at one time keep their order.
         self.now += USE_SECONDS
-        if not self._taught:  # its tier was held back
-            self._teacher = None
-        self._taught = False
+        if not self._counted_used:  # its tier was held back
+            self._counted = None
+        self._counted_used = False
         if self.prompts is not None:
-            if self._teacher is None:
-                self._teacher = self.prompts.segments
+            if self._counted is None:
+                self._counted = self.prompts.segments
             self.prompts.begin_request(use.request_id, use.group, use.keys, self.now)
 
     def extend_request(self, request_id: RequestId, group: GroupIndex, keys: Sequence[OffloadKey]) -> None:
@@ -107,9 +107,9 @@ class ReuseModel(RequestModel):
 
     def _open_lives(self) -> FloatArray:
         cells = NUM_CLASSES * NUM_BUCKETS
-        if self._teacher is None or not self._teacher.used:
+        if self._counted is None or not self._counted.used:
             return np.zeros(cells)
-        known = self._teacher
+        known = self._counted
         kinds, ages = known.lives(self.now)
         return np.bincount(kinds * NUM_BUCKETS + np.searchsorted(BOUNDS, ages, "right"), minlength=cells).astype(float)
 
