@@ -202,7 +202,7 @@ class CPUBackend(LoadStore):
         spec = replace(
             self._spec(context, Sharing.NAMED), participant=context.worker, serves=(context.worker,), note=note
         )
-        if context.one_process and spec.geometry.world_size == 1 and self._private_pays():
+        if context.one_process and spec.geometry.world_size == 1 and self._takes_private():
             spec = replace(spec, sharing=Sharing.PRIVATE)
         return await self._map(context, spec)
 
@@ -377,9 +377,9 @@ class CPUBackend(LoadStore):
             return Sharing(options.shared)
         if world_size > 1:
             return Sharing.NAMED
-        return Sharing.PRIVATE if self._private_pays() else Sharing.MEMFD
+        return Sharing.PRIVATE if self._takes_private() else Sharing.MEMFD
 
-    def _private_pays(self) -> bool:
+    def _takes_private(self) -> bool:
         """True where private memory gets huge pages and is kept from a fork."""
         return self.options.huge_pages and self.options.populate and private_works()
 

@@ -1,4 +1,4 @@
-"""The control area beside the rows: who takes part, what is valid, what has been used.
+"""The control area beside the rows: its participants, the generations that are valid, the uses that have ended.
 
 One small shared mapping of native 64-bit words, laid out as::
 
@@ -8,7 +8,7 @@ One small shared mapping of native 64-bit words, laid out as::
     valid generations  (copies, rows) u64      generation + 1 of what worker w's slice of a row holds; 0: nothing
     uses ended         (world_size, rows) u64  counts up; only that worker writes it
     checksums          (rows, 16) u8           written by the coordinator
-    notes              (world_size, 8192) u8   what a worker says of itself, length first, before it counts itself in
+    notes              (world_size, 8192) u8   a text of each worker, length first, before it counts itself in
     words              (world_size + 1, 8) u64 for the two sides of an integration; the coordinator's are the last
 
 Every word has one writer, so none needs a lock; an integration may have a semaphore among its words. Sections and each
@@ -116,7 +116,7 @@ class ControlArea:
         self._header["incarnation"] = secrets.randbits(63) | 1
 
     def check_identity(self, digest: bytes) -> None:
-        """Compare what the region says it is with what this process was built for.
+        """Compare the identity of the region with what this process was built for.
 
         Raises RegionError naming the first difference.
         """
@@ -172,7 +172,7 @@ class ControlArea:
         return bool(self._mapped.all())
 
     def publish_worker(self, worker: int, digest: bytes) -> None:
-        """Worker `worker` says which geometry it was built for."""
+        """Record the geometry that worker `worker` was built for."""
         self._digests[self._worker(worker)] = np.frombuffer(digest, dtype=np.uint8)
 
     def write_note(self, worker: int, note: str) -> None:
@@ -191,7 +191,7 @@ class ControlArea:
         return bytes(line[WORD_BYTES : WORD_BYTES + length]).decode(errors="replace")
 
     def stamp(self, worker: int, rows: IntArray, generations: IntArray) -> None:
-        """Worker `worker` says: its whole slice of these rows holds these generations. Only that worker calls it."""
+        """Record that the whole slice of `worker` in these rows holds these generations. Only that worker calls it."""
         if self._worker(worker) >= self._shape.copies:
             raise UsageError(f"worker {worker} has no slice of its own: worker 0 stores what all hold in common")
         self._valid[worker, self._rows(rows)] = generations.astype(np.uint64) + np.uint64(1)

@@ -51,7 +51,7 @@ class Step(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RegionHost:
-    """The outside of an opening of a region: limits, a clock, a way to be stopped, an observer of its steps."""
+    """The surroundings of an opening: limits of memory, a clock, an event that stops it, an observer of its steps."""
 
     limits: MemoryLimits = field(default_factory=SystemLimits)
     clock: Clock = time.monotonic

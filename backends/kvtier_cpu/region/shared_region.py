@@ -46,7 +46,7 @@ class RegionSpec:
 
     `namespace_digest` is what the bytes mean; together with the geometry it decides who may join. `serves` are the
     workers whose slices this process writes. A region in a process of its own has one participant that serves all.
-    `note` is what those workers say of themselves, for the coordinator. `dump_rows` lets core dumps hold the rows.
+    `note` is a text of those workers for the coordinator. `dump_rows` lets core dumps hold the rows.
     """
 
     geometry: Geometry
@@ -109,9 +109,8 @@ class SharedRegion(ControlArea):
     I/O is not a crash, and the system gets the memory only when nothing in this process can write into it any more.
 
     `view` is all rows, writable, without a copy: shape (num_rows, row_bytes), uint8; base and rows are page-aligned.
-    `spec` is what the region was opened with, `geometry` says how long a block of each group is, `populated` how the
-    rows became resident in this process. `maps` are the
-    mappings of rows and control area, `at_close` the calls that closing makes once.
+    `spec` is what the region was opened with, `geometry` has the length of a block of each group, `populated` how the
+    rows became resident here. `maps` are the mappings of rows and control area, `at_close` the calls of closing.
     """
 
     def __init__(self, spec: RegionSpec, rows: mmap.mmap, control: mmap.mmap) -> None:
