@@ -88,7 +88,7 @@ class FSOptions(RootOptions, OwnedTierOptions):
         return tuple(self.roots)
 
     def in_folders(self, folders: Sequence[str]) -> Self:
-        return self.model_copy(update={"roots": list(folders)})._of_sources((), 1)
+        return self.model_copy(update={"roots": list(folders)})._with_sources((), 1)
 
     @property
     def engines(self) -> int:
@@ -99,7 +99,7 @@ class FSOptions(RootOptions, OwnedTierOptions):
         """The root of the stack file that one of these roots is a share of; itself if it is not shared."""
         return self._sources[self.roots.index(root)] if self._sources else root
 
-    def _of_sources(self, sources: Sequence[str], engines: int) -> Self:
+    def _with_sources(self, sources: Sequence[str], engines: int) -> Self:
         self._sources, self._engines = tuple(sources), engines
         return self
 
@@ -111,7 +111,7 @@ class FSOptions(RootOptions, OwnedTierOptions):
         daily = None if self.write_bytes_per_day is None else self.write_bytes_per_day // count
         shared = {"roots": roots, "capacity": self.capacity // count, "write_bytes_per_day": daily}
         shared["retained_max"] = quota_share(self.retained_max, count)
-        return self.model_copy(update=shared)._of_sources(self.roots, count)
+        return self.model_copy(update=shared)._with_sources(self.roots, count)
 
     def for_engine(self, restart_seconds: float) -> Self:
         """A root that is busy may belong to the process before: it is waited for, unless the file says how long."""

@@ -225,7 +225,7 @@ class FolderTier(SharedMemoryTier):
         return [LookupResult.HIT if hit else LookupResult.MISS for hit in held]
 
     async def _run(self, job: TransferJob, kind: JobKind) -> JobResult:
-        stated = await self._epoch.on_disk(job.epoch, kind is JobKind.STORE)
+        stated = await self._epoch.read_epoch(job.epoch, kind is JobKind.STORE)
         if stated != job.epoch:
             return JobResult.uniform(job, dropped(DropReason.RESET) if kind is JobKind.STORE else MISSING)
         return await super()._run(job, kind)

@@ -132,7 +132,7 @@ def without_epoch_of_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files from before a reset count as well."""
     _verify_without(monkeypatch, "epoch")
 
-    async def on_disk(self: shared_tier.FolderEpoch, epoch: int, storing: bool) -> int:
+    async def read_epoch(self: shared_tier.FolderEpoch, epoch: int, storing: bool) -> int:
         return epoch
 
     def look(self: block_file.Presence, wanted: Sequence[block_file.ExpectedBlock | None], epoch: int) -> list[bool]:
@@ -145,7 +145,7 @@ def without_epoch_of_files(monkeypatch: pytest.MonkeyPatch) -> None:
                 return wanted.header._replace(epoch=there.epoch)
         return wanted.header
 
-    monkeypatch.setattr(shared_tier.FolderEpoch, "on_disk", on_disk)
+    monkeypatch.setattr(shared_tier.FolderEpoch, "read_epoch", read_epoch)
     monkeypatch.setattr(block_file.Presence, "probe", look)
 
 

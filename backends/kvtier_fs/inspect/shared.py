@@ -23,7 +23,7 @@ from kvtier_fs.shared.paths import BLOCK_NAME, BUCKET_NAME, NAMESPACE_NAME, TEMP
 from kvtier_fs.shared.usage import ACCOUNT_NAME
 
 _DAMAGED = "checksum"
-_COUNTED_ANEW = (FindingKind.ORPHANED, FindingKind.BAD_ACCOUNT, FindingKind.STALE_ACCOUNT)
+_RECOUNTED = (FindingKind.ORPHANED, FindingKind.BAD_ACCOUNT, FindingKind.STALE_ACCOUNT)
 """What a new count of its bucket repairs."""
 _MANIFEST_NAME = re.compile(r"manifest-[0-9a-f]{32}\.json")
 
@@ -31,7 +31,7 @@ _MANIFEST_NAME = re.compile(r"manifest-[0-9a-f]{32}\.json")
 class SharedInspection(InspectedTree):
     """The inspection of one root of layout `files` with its blocks. Other processes use it at the same time.
 
-    A block is removed under the lock of its bucket, if it is still what was read. The bucket is counted anew once it
+    A block is removed under the lock of its bucket, if it is still what was read. The bucket is counted again once it
     was read whole: until then its account states too much, or is gone.
     """
 
@@ -42,7 +42,7 @@ class SharedInspection(InspectedTree):
     def _parts(self) -> Iterator[int]:
         for number in self.folder.buckets():
             yield number
-            if number in self._uncounted and _count_anew(self, number):
+            if number in self._uncounted and _recount(self, number):
                 self._uncounted.discard(number)
 
     def _read_places(self, run: FileRun) -> Iterator[FileContent]:
@@ -111,13 +111,13 @@ class SharedInspection(InspectedTree):
 
 def _check_records(root: InspectedTree, repair: bool) -> Iterator[Finding]:
     """Check what lies in no bucket. Raises OSError for a folder that cannot be read."""
-    yield from _two_copies(root.folder.fd, SUPERBLOCK_NAME, FindingKind.BAD_SUPERBLOCK, _whole_superblock, repair)
-    yield from _root_names(root, repair)
+    yield from _check_copies(root.folder.fd, SUPERBLOCK_NAME, FindingKind.BAD_SUPERBLOCK, _whole_superblock, repair)
+    yield from _check_root_names(root, repair)
     epochs_fd = root.folder.epochs_fd
     for name in root.small_names(epochs_fd):
         if NAMESPACE_NAME.fullmatch(name):
             whole = partial(_whole_epoch, bytes.fromhex(name))
-            yield from _two_copies(epochs_fd, f"{EPOCHS_NAME}/{name}", FindingKind.BAD_EPOCH, whole, repair)
+            yield from _check_copies(epochs_fd, f"{EPOCHS_NAME}/{name}", FindingKind.BAD_EPOCH, whole, repair)
         elif name != LOCK_NAME:
             yield from _stray(root, epochs_fd, f"{EPOCHS_NAME}/", name, repair)
 
@@ -132,12 +132,12 @@ def _whole_epoch(namespace: bytes, data: bytes) -> bytes | None:
     return None if epoch is None else encode_epoch(namespace, epoch)
 
 
-def _two_copies(
+def _check_copies(
     folder_fd: int, where: str, kind: FindingKind, whole_of: Callable[[bytes], bytes | None], repair: bool
 ) -> Iterator[Finding]:
     """The damaged copies of a small file that holds two; one that is missing is damaged as well.
 
-    `whole_of` is what the file should be by its sound copy, from which repair writes the other anew.
+    `whole_of` is what the file should be by its sound copy, from which repair writes the other again.
     """
     damaged = partial(_find_damage, folder_fd, os.path.basename(where), whole_of)
     try:
@@ -158,7 +158,7 @@ def _two_copies(
 
 
 def _find_damage(folder_fd: int, name: str, whole_of: Callable[[bytes], bytes | None], mend: bool) -> list[int] | None:
-    """The offsets of damaged copies; None if no copy is sound. With `mend` they are written anew. Raises OSError."""
+    """The offsets of damaged copies; None if no copy is sound. With `mend` they are written again. Raises OSError."""
     data = read_small(folder_fd, name)
     whole = whole_of(data)
     if whole is None:
@@ -194,7 +194,7 @@ def _check_leases(root: InspectedTree, repair: bool) -> Iterator[Finding]:
 # -- names ------------------------------------------------------------------------------------------------------------
 
 
-def _root_names(root: InspectedTree, repair: bool) -> Iterator[Finding]:
+def _check_root_names(root: InspectedTree, repair: bool) -> Iterator[Finding]:
     """Unknown files in the root, and files in the place of its folders."""
     planned = [bucket_name(number) for number in range(root.tree.buckets)]
     own = {SUPERBLOCK_NAME, LOCK_NAME, EPOCHS_NAME, LEASES_NAME, *planned}
@@ -235,19 +235,19 @@ def _unlink(folder_fd: int, name: str) -> bool:
 
 
 def _check_bucket(root: InspectedTree, number: int, repair: bool) -> list[Finding]:
-    """Check what lies in a bucket beside blocks, and its account; repair removes temporaries and counts it anew.
+    """Check what lies in a bucket beside blocks, and its account; repair removes temporaries and counts it again.
 
     Raises OSError.
     """
-    findings = [*_bucket_names(root, number), *_account(root, number)]
-    if repair and any(finding.kind in _COUNTED_ANEW for finding in findings):
-        done = _count_anew(root, number)
-        return [finding._replace(repaired=done and finding.kind in _COUNTED_ANEW) for finding in findings]
+    findings = [*_check_bucket_names(root, number), *_check_account(root, number)]
+    if repair and any(finding.kind in _RECOUNTED for finding in findings):
+        done = _recount(root, number)
+        return [finding._replace(repaired=done and finding.kind in _RECOUNTED) for finding in findings]
     return findings
 
 
-def _count_anew(root: InspectedTree, number: int) -> bool:
-    """Remove a bucket's orphaned temporaries and write its account anew. False if others keep its lock, or if the disk
+def _recount(root: InspectedTree, number: int) -> bool:
+    """Remove a bucket's orphaned temporaries and write its account again. False if others keep its lock, or the disk
     fails."""
 
     def work(bucket: Bucket) -> None:
@@ -263,7 +263,7 @@ def _count_anew(root: InspectedTree, number: int) -> bool:
     return False
 
 
-def _bucket_names(root: InspectedTree, number: int) -> Iterator[Finding]:
+def _check_bucket_names(root: InspectedTree, number: int) -> Iterator[Finding]:
     folder, leaves, folder_fd = bucket_name(number), set(root.leaves()), root.folder.bucket(number)
     for name in root.names(number, ""):
         if name in leaves:
@@ -277,7 +277,7 @@ def _bucket_names(root: InspectedTree, number: int) -> Iterator[Finding]:
                 yield Finding(FindingKind.UNKNOWN_FILE, "name", f"{folder}/{leaf}/{shown(name)}")
 
 
-def _account(root: InspectedTree, number: int) -> Iterator[Finding]:
+def _check_account(root: InspectedTree, number: int) -> Iterator[Finding]:
     """Compare the account with what the bucket holds; if they differ, again while no process changes the bucket."""
     if _compare_account(root, number) is not None:
         try:

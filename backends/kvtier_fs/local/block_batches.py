@@ -123,7 +123,7 @@ class RootShare:
 
     def _refusal(self, state: RegionState, fd: int) -> BlockOutcome | None:
         """Why blocks cannot move to or from a region, if so; its file's descriptor is -1 if it has none."""
-        if self._storing and not self._root.takes_epoch(self._side.namespace, self.run.job.epoch):
+        if self._storing and not self._root.is_epoch_durable(self._side.namespace, self.run.job.epoch):
             return dropped(DropReason.RESET)
         if state.slot_bytes != self._slot_bytes:
             self._side.counters["refused.slot_size"] += 1

@@ -160,8 +160,8 @@ class Root:
         self._durable_epochs = {namespace: entry.epoch for namespace, entry in block.namespaces}
         self._durable_floor = block.floor_epoch
 
-    def takes_epoch(self, namespace: bytes, epoch: int) -> bool:
-        """True if the disk knows of a namespace's epoch, so that after a crash no other reset is given it again."""
+    def is_epoch_durable(self, namespace: bytes, epoch: int) -> bool:
+        """True if the disk states this epoch of a namespace or a later one; after a crash no other reset gets it."""
         return self._durable_epochs.get(namespace, self._durable_floor) >= epoch
 
     async def write_snapshot(self, limit: int) -> None:
@@ -199,10 +199,10 @@ class Root:
         before = self._formatting.get(region)
         task = asyncio.create_task(self._write_format(region, before), name=f"format region {region}")
         self._formatting[region] = task
-        task.add_done_callback(lambda ended: self._format_ended(region, ended))
+        task.add_done_callback(lambda ended: self._on_format_end(region, ended))
         return task
 
-    def _format_ended(self, region: int, task: asyncio.Task[None]) -> None:
+    def _on_format_end(self, region: int, task: asyncio.Task[None]) -> None:
         if self._formatting.get(region) is task:
             del self._formatting[region]
 
@@ -237,7 +237,7 @@ class Root:
         (number,) = await self.io.move(IOKind.WRITE, pages.pages, [(fd, offset)])
         return number
 
-    async def formats_ended(self) -> None:
+    async def wait_formats(self) -> None:
         """Wait for the region headers that are being written."""
         if self._formatting:
             await asyncio.wait(self._formatting.values())

@@ -128,7 +128,7 @@ async def _divide(root: Root, plan: RegionPlan, slot_bytes: int) -> None:
     for region in range(1, plan.regions):
         root.regions[region].allocated = True
         root.format_region(region, slot_bytes, generation)
-    await root.formats_ended()
+    await root.wait_formats()
     for header in shifted:
         if header is not None and root.regions[header.region].ready:
             root.slot_map.record(header)

@@ -381,7 +381,7 @@ class RootCloser:
         if self._queue is not None:
             self._queue.withdraw(dropped(DropReason.CLOSING))
             await self._queue.idle()
-        await root.formats_ended()
+        await root.wait_formats()
         while await root.stop_engine(_PATIENCE_SECONDS):  # noqa: ASYNC110 - it has waited; some return at once
             await asyncio.sleep(_LOOK_SECONDS)
         await self._end_session()

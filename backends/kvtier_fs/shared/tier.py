@@ -48,7 +48,7 @@ class FolderEpoch(SharedEpoch):
             new_epoch = new_epoch or fresh_epoch()
         return await super().begin(new_epoch)
 
-    async def on_disk(self, epoch: int, storing: bool) -> int | None:
+    async def read_epoch(self, epoch: int, storing: bool) -> int | None:
         """The epoch that the root states now, None if nothing it states counts. Raises OSError.
 
         Before a store `epoch` is written again if it is not durable yet; None if that fails.
@@ -158,7 +158,7 @@ class SharedFSBackend(RootTier):
         root.start(engine)
         self._in_background(root.keep_lease)
         if self.options.max_age is not None:
-            self._in_background(partial(self._keep_young, root, self.options.max_age))
+            self._in_background(partial(self._prune_old, root, self.options.max_age))
         return Opened(
             capacity_bytes=self.options.capacity,
             epoch=self._epoch.now,
@@ -190,7 +190,7 @@ class SharedFSBackend(RootTier):
             _log.error("%s: work in the background ended", self.options.root, exc_info=error)
             self.counters["defect"] += 1
 
-    async def _keep_young(self, root: SharedRoot, max_age: int) -> None:
+    async def _prune_old(self, root: SharedRoot, max_age: int) -> None:
         """Remove blocks of this namespace that are too old, from time to time until cancelled."""
         while True:
             await root.prune(self._namespace, self._epoch.now, self._ages)
@@ -259,8 +259,8 @@ class SharedFSBackend(RootTier):
 
     def _begin(self, job: TransferJob, blocks: Sequence[Block]) -> None:
         """Start the steps of each block. If this raises they may have begun."""
-        current = asyncio.create_task(self._epoch.on_disk(job.epoch, job.kind is JobKind.STORE))
-        current.add_done_callback(_seen)  # every block that is still waited for sees what it raised
+        current = asyncio.create_task(self._epoch.read_epoch(job.epoch, job.kind is JobKind.STORE))
+        current.add_done_callback(_take_exception)
         for block in blocks:
             task = asyncio.create_task(self._steps.run(block, current))
             self._moving[task] = block
@@ -370,6 +370,7 @@ class SharedFSBackend(RootTier):
         return max(len(stuck), requests)
 
 
-def _seen(ended: asyncio.Future[int | None]) -> None:
+def _take_exception(ended: asyncio.Future[int | None]) -> None:
+    """Take what it raised, so that asyncio does not log it: each block that waits for it has it."""
     if not ended.cancelled():
         ended.exception()

@@ -96,7 +96,7 @@ async def test_it_is_removed_though_none_asks_for_it(tmp_path, clock):
         clock.day += 8
         await tier.store(NAMES[2:])
     async with opened(tmp_path / "root", clock) as tier:
-        (pruning,) = [task for task in tier.backend._background if "_keep_young" in str(task.get_coro())]
+        (pruning,) = [task for task in tier.backend._background if "_prune_old" in str(task.get_coro())]
         await until(lambda: tier.counters["pruned"] == 2, pruning)
         assert len(block_files(tmp_path / "root")) == 1
         assert await found(tier) == ["miss", "miss", "hit"]
