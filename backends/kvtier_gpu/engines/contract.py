@@ -42,7 +42,7 @@ class CopyFailure:
     lasting: bool = False
 
 
-def joined(failures: Sequence[CopyFailure]) -> CopyFailure | None:
+def join_failures(failures: Sequence[CopyFailure]) -> CopyFailure | None:
     """The failures of the parts of a plan as one, with the first one's error; None if there is none."""
     if len(failures) < 2:
         return failures[0] if failures else None

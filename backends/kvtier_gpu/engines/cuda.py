@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from kvtier.errors import ResourceError
 from kvtier_gpu.copy_plan import CopyPlan
 from kvtier_gpu.engines.batch_copy import BatchCopy, find_refusal
-from kvtier_gpu.engines.contract import CopyEngine, CopyFailure, Direction, Done, joined
+from kvtier_gpu.engines.contract import CopyEngine, CopyFailure, Direction, Done, join_failures
 from kvtier_gpu.engines.device import CudaDevice, DeviceEvent, DeviceStream
 from kvtier_gpu.engines.pinned_region import PinnedRegion
 from kvtier_gpu.engines.plan_copier import (
@@ -191,7 +191,7 @@ class _CopyStream:
             (copy.ended or self._stream).synchronize()  # without an event, part of the plan may have been issued
         except RuntimeError as refusal:  # a device in error ends every copy; the job must end with an outcome
             copy.failures = [CopyFailure(refusal.with_traceback(None))]
-        failure = joined(copy.failures)
+        failure = join_failures(copy.failures)
         copy.done(failure if failure is None else self.failure(failure))
 
 

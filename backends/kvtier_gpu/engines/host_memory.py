@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from kvtier.errors import UsageError
 from kvtier_gpu.copy_plan import CopyPlan, Extents, GatherBatch, GroupPages, batches, extents, rows_of, split
-from kvtier_gpu.engines.contract import Bytes, CopyEngine, CopyFailure, Direction, Done, joined, sides
+from kvtier_gpu.engines.contract import Bytes, CopyEngine, CopyFailure, Direction, Done, join_failures, sides
 from kvtier_gpu.engines.native_copy import CopyScattered
 from kvtier_gpu.kv_tensors import KVTensor
 
@@ -77,7 +77,7 @@ class _Countdown:
             self._left -= 1
             last = not self._left
         if last:
-            self._done(joined(self._failures))
+            self._done(join_failures(self._failures))
 
 
 class HostMemoryEngine(CopyEngine):

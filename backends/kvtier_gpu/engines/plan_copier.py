@@ -1,7 +1,7 @@
 """The copies of plans between CUDA memory and the region: each group's pages by the path that suits them.
 
-The rule for paths is measured (docs/benchmarks.md, copy, one H200). Choosing by a trial when the tier opened was
-measured beside it and is gone: one direction alone, over a few MiB, showed too little of both directions at once.
+The rule for paths is measured (docs/benchmarks.md, copy, one H200), and not chosen by a trial at opening: one direction
+alone, over a few MiB, shows too little of both at once.
 """
 
 from __future__ import annotations
@@ -235,12 +235,12 @@ class PlanCopier:
         ids = torch.from_numpy(np.ascontiguousarray(pages.gpu_blocks))
         if self._lane.direction is Direction.TO_ROWS:
             self._lane.enqueue(partial(gather, group, ids, self._staging))
-            self._cross(pages)
+            self._issue_staged(pages)
         else:
-            self._cross(pages)
+            self._issue_staged(pages)
             self._lane.enqueue(partial(scatter, group, ids, self._staging))
 
-    def _cross(self, pages: GroupPages) -> None:
+    def _issue_staged(self, pages: GroupPages) -> None:
         """Issue the copies between staging and the region; pages that follow each other in a row are one piece."""
         lane, page_bytes, starts = self._lane, pages.table.page_bytes, pages.row_offsets
         staged = np.arange(len(starts), dtype=np.int64) * page_bytes
