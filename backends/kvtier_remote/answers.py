@@ -1,4 +1,4 @@
-"""Answers of servers, bounded before they are used: type, its size, its number, and how long it takes."""
+"""Answers of servers, held to bounds before they are used: type, size, number, and time."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _seen: set[tuple[str, str, int | None]] = set()
 
 
 def bad_answer() -> OSError:
-    """An answer that is of another kind than the question. Its text is not kept: servers write it."""
+    """The error for an answer of another kind than was requested. Its text is not kept: servers write it."""
     return OSError(errno.EBADMSG, os.strerror(errno.EBADMSG))
 
 
 @contextmanager
 def reading_answers() -> Iterator[None]:
-    """Around what takes answers apart. Whatever is wrong with one raises OSError (EBADMSG).
+    """Raise OSError (EBADMSG) for whatever is wrong with an answer that is taken apart inside.
 
     The log names the place in the code once, for a defect of this code raises the same errors.
     """

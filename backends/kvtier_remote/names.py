@@ -4,8 +4,8 @@ Blocks are `<prefix>:b:<namespace>.<incarnation><epoch>.<key>`, markers `<prefix
 `<prefix>:manifests:<namespace>.json`, with the separator `:`. With `/` and two digits of fan-out, blocks are
 `<prefix>/b/<first two of the key>/<the same>`. Leases are `<prefix>:l:<namespace>.<incarnation><epoch>`. All digits
 are lower-case hexadecimal: 16 of the namespace's digest, 16 of the incarnation, at least 8 of the epoch, and the first
-40 of the SHA-256 of the key with its group. Blocks of an
-envelope of another version than 1 end with it, as `.v2`: releases with different ones share a prefix and its markers.
+40 of the SHA-256 of the key with its group. Names of blocks end with the version of another envelope than 1, as `.v2`:
+releases with different ones share a prefix and its markers.
 """
 
 import re
@@ -63,8 +63,8 @@ class StoreNames:
         """The name of a namespace's manifest, for people."""
         return f"{self._manifests}{namespace[:_NAMESPACE_BYTES].hex()}.json"
 
-    def leased(self, name: str) -> tuple[bytes, Marker] | None:
-        """The namespace and the marker that the name of a lease says are in use; None for any other name."""
+    def parse_lease(self, name: str) -> tuple[bytes, Marker] | None:
+        """The namespace and the marker in the name of a lease; None for any other name."""
         match = _LEASE.fullmatch(name.removeprefix(self.leases))
         if match is None:
             return None

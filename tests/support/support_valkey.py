@@ -115,9 +115,9 @@ def state_of(server: Server) -> str:
 
 def warm_up(server: Server) -> None:
     """Start the native runtime of the client library, which keeps two descriptors as long as the process lives."""
-    from kvtier_remote.valkey.glide import connected
+    from kvtier_remote.valkey.glide import connect
 
-    connected(server.options()).close()
+    connect(server.options()).close()
 
 
 class Blocks(ConformanceBase):

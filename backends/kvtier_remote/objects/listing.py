@@ -85,7 +85,7 @@ class ObjectListing:
         listed = (one for page in self._list_pages(self.names.leases) for one in page)
         since = time.time() - ObjectTransport.lease_seconds
         paths = [str(one["path"]) for one in listed if one["last_modified"].timestamp() > since]  # type: ignore[attr-defined]
-        return {leased for path in paths if (leased := self.names.leased(path)) is not None}
+        return {leased for path in paths if (leased := self.names.parse_lease(path)) is not None}
 
     def manifest(self, name: str) -> bytes:
         """The manifest of this name; empty if there is none."""

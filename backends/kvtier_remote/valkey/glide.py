@@ -43,7 +43,7 @@ def library() -> Glide:
     return glide_sync
 
 
-def connected(options: ValkeyOptions) -> Glide:
+def connect(options: ValkeyOptions) -> Glide:
     """A new client, connected. Blocking. Raises ConfigError with the option to correct."""
     _refuse_closed_ports(options)
     try:
@@ -81,7 +81,7 @@ def _with_time(options: ValkeyOptions, text: str) -> str:
     raise ConfigError(reason, "request_timeout_seconds")
 
 
-def connected_again(options: ValkeyOptions) -> Glide:
+def connect_again(options: ValkeyOptions) -> Glide:
     """A new client in place of one that gets no answers. Blocks for the time of one request. Raises OSError."""
     try:
         return _new_client(options)
@@ -134,7 +134,7 @@ def _client_class(base: Glide, process: int) -> Glide:
 
 
 def _tls(options: ValkeyOptions) -> Glide | None:
-    """Whom this client trusts, and who it is; None for the system's authorities and no certificate."""
+    """The authorities and the certificate of this client; None for the system's authorities and no certificate."""
     authorities = options.authorities()
     if authorities is None:
         return None

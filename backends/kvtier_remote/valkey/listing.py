@@ -16,7 +16,7 @@ from kvtier_remote.inspect import Listed, ServerInspector, about_server, shown_n
 from kvtier_remote.names import BlockName, StoreNames
 from kvtier_remote.transport import Marker
 from kvtier_remote.valkey.calls import OTHER_TYPE
-from kvtier_remote.valkey.glide import Glide, batch_of, connected, library, os_error
+from kvtier_remote.valkey.glide import Glide, batch_of, connect, library, os_error
 from kvtier_remote.valkey.options import ValkeyOptions
 from kvtier_remote.valkey.transport import ValkeyTransport, marker_of
 
@@ -47,7 +47,7 @@ class ValkeyListing:
         """Connect. Raises ConfigError with the option to correct."""
         self._address = f"valkey://{','.join(options.servers)}/{options.prefix}"
         self.names = StoreNames(ValkeyTransport.name_format, options.prefix)
-        self._client: Glide | None = connected(options)
+        self._client: Glide | None = connect(options)
         glide = library()
         self._cluster = isinstance(self._client, glide.GlideClusterClient)
         route = {"route": glide.AllPrimaries()} if self._cluster else {}
@@ -143,7 +143,7 @@ class ValkeyListing:
 
     def leases(self) -> Set[tuple[bytes, Marker]]:
         """The leases that have not expired on the server."""
-        each = (self.names.leased(name) for names in self.starting(self.names.leases) for name in names)
+        each = (self.names.parse_lease(name) for names in self.starting(self.names.leases) for name in names)
         return {leased for leased in each if leased is not None}
 
     def manifest(self, name: str) -> bytes:

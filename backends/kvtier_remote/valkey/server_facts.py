@@ -12,7 +12,7 @@ from kvtier.errors import ConfigError
 from kvtier_remote.answers import NUMBER_MAX, Deadline, bytes_of, digits, items_of, reading_answers
 from kvtier_remote.transport import TransportInfo
 from kvtier_remote.valkey.cluster_nodes import ClusterNodes, of_slot, read_slots
-from kvtier_remote.valkey.glide import Glide, batch_of, connected, errno_of, library, os_error, unknown_command
+from kvtier_remote.valkey.glide import Glide, batch_of, connect, errno_of, library, os_error, unknown_command
 from kvtier_remote.valkey.options import ValkeyOptions
 
 FLIGHT_BYTES = 9 << 20
@@ -58,7 +58,7 @@ def _look_at(options: ValkeyOptions, nodes: ClusterNodes, deadline: Deadline) ->
 
 @contextmanager
 def _client_of(options: ValkeyOptions) -> Iterator[Glide]:
-    client = connected(options)
+    client = connect(options)
     try:
         yield client
     finally:

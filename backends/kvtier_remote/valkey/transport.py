@@ -20,7 +20,7 @@ from kvtier_remote.guard import guarded
 from kvtier_remote.transport import Marker, NameFormat, TransportInfo, Value, ValueRef, Verify
 from kvtier_remote.valkey.calls import Connection, asked, get, lengths_of, parts_of, put, sizes_of
 from kvtier_remote.valkey.cluster_nodes import ClusterNodes, of_slot, read_slots
-from kvtier_remote.valkey.glide import Glide, connected, connected_again, library, outcome_of
+from kvtier_remote.valkey.glide import Glide, connect, connect_again, library, outcome_of
 from kvtier_remote.valkey.options import ValkeyOptions
 from kvtier_remote.valkey.server_facts import info, look_at
 
@@ -81,10 +81,10 @@ class ValkeyTransport:
         self._closed = False
 
     def _connect(self) -> Connection:
-        return Connection(connected(self._options))
+        return Connection(connect(self._options))
 
     def _reconnect(self) -> Connection:
-        return Connection(connected_again(self._options))
+        return Connection(connect_again(self._options))
 
     async def open(self) -> TransportInfo:
         """Connect. Raises ConfigError with the key of the option that is wrong, or that the server's bounds need."""

@@ -43,7 +43,7 @@ def test_hosts_and_ports() -> None:
 def test_valkey_does_not_wait_for_any_of_its_servers(silent_names, servers):
     options = ValkeyOptions.model_validate({"servers": servers, "tls": False, "request_timeout_seconds": 0.5})
     with pytest.raises(ConfigError, match=r"servers: .*the name server does not answer") as caught:
-        glide.connected(options)
+        glide.connect(options)
     assert caught.value.path == "servers"
 
 

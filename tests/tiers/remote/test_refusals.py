@@ -147,7 +147,7 @@ def test_what_is_wrong_is_found_out_when_there_was_no_time_to_be_told(servers, t
         proxy.set(ProxyFaults(to_client=StreamFaults(delay_seconds=0.2)))
         given = {"servers": [proxy.address], "password_file": file, "request_timeout_seconds": 0.1}
         with pytest.raises(ConfigError) as caught:
-            glide.connected(servers.locked.options(**given))
+            glide.connect(servers.locked.options(**given))
     assert caught.value.path == key
 
 
