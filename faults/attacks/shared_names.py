@@ -32,7 +32,7 @@ def names_of_others(budget: Budget) -> Tally:
     with Machine():
         for number in range(budget.count):
             with mounted("tmpfs", "tmpfs", SHARED, "size=16m"):
-                prefix = prefixes[number % len(prefixes)]
+                prefix = prefixes[(budget.seed + number) % len(prefixes)]
                 _round(tally, prefix, number)
             tally.iterations += 1
     return tally

@@ -374,23 +374,23 @@ async def _sweep(tier: LoadStore) -> None:
         await tier.sweep()
 
 
-def lying_roots(budget: Budget, layouts: Sequence[str] = LAYOUTS) -> Tally:
-    """As many records in each layout."""
+def lying_roots(budget: Budget, layouts: Sequence[str] = LAYOUTS, until_wrong: bool = False) -> Tally:
+    """As many records in each layout. `until_wrong`: a layout ends with its first round that has a problem."""
     tally = Tally()
     for number, layout in enumerate(layouts):
         liar = Liar(tally, layout, budget.folder)
         count = (budget.count + number) // len(layouts)
         with contained(liar.watch):
-            _rounds(liar, layout, budget.seed, count)
+            _rounds(liar, layout, budget.seed, count, until_wrong)
     return tally
 
 
-def _rounds(liar: Liar, layout: str, seed: int, count: int) -> None:
+def _rounds(liar: Liar, layout: str, seed: int, count: int, until_wrong: bool) -> None:
     tally, rng = liar.tally, random.Random(f"{layout}/{seed}")
     liar.whole_again(rng)
     usual, before_all = liar.whole_again(rng), held()
     done = number = 0
-    while done < count:
+    while done < count and not (until_wrong and tally.problems):
         own = random.Random(f"{layout}/{seed}/{number}")
         told = min(own.choice(LIES_AT_ONCE), count - done)
         before = peak_reset()

@@ -30,11 +30,12 @@ LONG_ALONE = (
 )
 """Attacks whose normal count is no part of the test run: see docs/faults.md."""
 QUICK = {
-    "lying records": 600,
+    "lying records": 300,
     "bit flips": 700,
+    "namespace skew": 48,
     "kill -9 slab": 50,
     "kill -9 files": 50,
-    "late writes": 20,
+    "late writes": 10,
     "btrfs": 1,
     "XFS with reflinks": 1,
     "disk full": 1,
@@ -42,9 +43,13 @@ QUICK = {
     "stale snapshot": 4,
     "asyncio cancel": 16,
     "leaks and soak": 8,
+    "simulated world": 40,
+    "simulated shared root": 15,
     "the harness itself": 900,
-    "simulated world": 70,
-    "simulated shared root": 20,
+    "random operations": 3,
+    "N-th I/O fails": 12,
+    "names of others in shared memory": 1,
+    "servers that lie": 3,
     "hosts on valkey": 4,
 }
 """Counts of a quick run, where these are not the normal ones."""
