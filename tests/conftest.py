@@ -40,6 +40,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=None, help="replay random tests with this seed")
 
 
+OFF = ("long", "cloud", "remote", "prometheus", "browser")
+"""Markers of tests that run where they are asked for alone: those of servers and programs have lanes of their own."""
 LONG_SECONDS = 24 * 3600
 """The time limit of a long run; those of the fault suite have closer ones of their own."""
 
@@ -76,7 +78,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "dial" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.full)
-    off = [mark for mark in ("long", "cloud") if mark not in asked_for(config)]
+    off = [mark for mark in OFF if mark not in asked_for(config)]
     kept = [item for item in items if not any(item.get_closest_marker(mark) for mark in off)]
     for item in kept:
         if item.get_closest_marker("long"):
