@@ -57,14 +57,11 @@ class Process:
             env=environment,
         )
         self.weights: int | None = None
-        self._send(stack_file)
-
-    def _send(self, what: object) -> None:
-        assert self.child.stdin is not None
-        print(json.dumps(what), file=self.child.stdin, flush=True)
+        self.ask("use", stack_file)  # the next process of this release finds its modules compiled
 
     def ask(self, *command: object) -> Any:
-        self._send(command)
+        assert self.child.stdin is not None
+        print(json.dumps(command), file=self.child.stdin, flush=True)
         assert self.child.stdout is not None
         return json.loads(self.child.stdout.readline())
 
@@ -170,14 +167,15 @@ def test_stores_of_the_release_before_hit_as_before(earlier, server, tmp_path):
     stores = [stack_tier(server)]
     stores.append({"type": "shared_fs", "root": tmp_path / "shared", "capacity": "16MiB", "min_free_bytes": 0})
     stores.append({"type": "fs", "roots": f"[{tmp_path / 'disk'}]", "capacity": "8MiB", "min_free_bytes": 0})
+    before, now = Process(earlier, ""), Process(ROOT, "")
     for store in stores:
         line = "{" + ", ".join(f"{name}: {value}" for name, value in store.items()) + "}"
         text = f"tiers:\n  - type: gpu\n  - {{type: cpu, cpu_bytes_to_use: 64KiB}}\n  - {line}\n"
-        before, now = Process(earlier, text), Process(ROOT, text)
-        for command in (("open",), ("reset",), ("store", 3), ("close",)):
+        for command in (("use", text), ("open",), ("reset",), ("store", 3), ("close",)):
             before.ask(*command)
-        now.ask("open")
+        for command in (("use", text), ("open",)):
+            now.ask(*command)
         assert now.ask("load") == [3] * 8, store["type"]
         now.ask("close")
-        before.end()
-        now.end()
+    before.end()
+    now.end()

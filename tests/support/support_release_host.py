@@ -22,10 +22,14 @@ NAMES = kvtier.block_keys([hashlib.sha256(f"prompt {i}".encode()).digest() for i
 class Host:
     """One stack at a time."""
 
-    def __init__(self, stack_file: str) -> None:
-        self.stack_file = stack_file
+    def __init__(self) -> None:
+        self.stack_file = ""
         self.kv = torch.zeros(2 * COUNT, PAGE, dtype=torch.uint8)
         self.stack: Any = None
+
+    async def use(self, stack_file: str) -> None:
+        """Open this one from now on."""
+        self.stack_file = stack_file
 
     async def open(self) -> str:
         layout = kvtier.KVLayout.of_pages(PAGE)
@@ -56,7 +60,7 @@ class Host:
 
 async def serve() -> None:
     """Answer commands until there are no more."""
-    host = Host(json.loads(sys.stdin.readline()))
+    host = Host()
     while line := await asyncio.to_thread(sys.stdin.readline):
         name, *arguments = json.loads(line)
         print(json.dumps(await getattr(host, name)(*arguments)), flush=True)
