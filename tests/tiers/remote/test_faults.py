@@ -203,6 +203,7 @@ def test_a_node_of_a_cluster_that_is_gone_costs_its_own_blocks_and_no_others(tmp
             deadline = time.monotonic() + 60
             while statuses(await driver.store(names)) != {BlockStatus.STORED}:
                 assert time.monotonic() < deadline, "the node is not used again"
+                await asyncio.sleep(0.05)
             assert statuses(await driver.load(names)) == {BlockStatus.LOADED}
 
     with valkey_cluster() as servers:
