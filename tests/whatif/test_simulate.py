@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -174,9 +174,11 @@ def test_what_follows_requests_hits_what_a_replay_hits(name: str, tmp_path: Path
 
 @pytest.mark.parametrize("seed", [2, 4])
 @pytest.mark.parametrize("name", FOLLOWING)
-def test_hits_do_not_depend_on_how_fast_a_disk_is(name: str, seed: int, tmp_path: Path, where: Where) -> None:
+def test_hits_do_not_depend_on_how_fast_a_disk_is(
+    name: str, seed: int, tmp_path: Path, where: Where, dial: Callable[[int, int], int]
+) -> None:
     """Nearly nothing for each job, and a quarter of a second. So those of a replay do not depend on the machine."""
-    trace = write_conversations(tmp_path / "trace.jsonl", seed, 300)
+    trace = write_conversations(tmp_path / "trace.jsonl", seed, dial(300, 120))
     stack, seen = write_stack(tmp_path, name), []
     options = ReplayOptions(stack=stack, trace=trace, block_tokens=16, block_bytes=BLOCK_BYTES, gpu_blocks=20)
     for latency_us in (1.0, 250_000.0):
@@ -190,9 +192,13 @@ def test_hits_do_not_depend_on_how_fast_a_disk_is(name: str, seed: int, tmp_path
 @pytest.mark.trace
 @pytest.mark.skipif(not TRACE.is_file(), reason="no trace: put conversation.jsonl into ../shared/traces")
 @pytest.mark.parametrize("name", STACKS | FOLLOWING)
-def test_a_trace_hits_what_a_replay_hits(name: str, tmp_path: Path, where: Where) -> None:
-    stack = write_stack(tmp_path, name)
-    found = assert_as_replayed(ReplayOptions(stack=stack, trace=TRACE, requests=250, block_bytes=BLOCK_BYTES), where)
+def test_a_trace_hits_what_a_replay_hits(
+    name: str, tmp_path: Path, where: Where, dial: Callable[[int, int], int]
+) -> None:
+    stack, requests = write_stack(tmp_path, name), dial(250, 100)
+    found = assert_as_replayed(
+        ReplayOptions(stack=stack, trace=TRACE, requests=requests, block_bytes=BLOCK_BYTES), where
+    )
     assert found.counts.block_hits
 
 
