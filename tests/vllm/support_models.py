@@ -10,6 +10,8 @@ import sys
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
     Gemma3ForCausalLM,
@@ -125,6 +127,12 @@ def qwen3_next() -> Qwen3NextForCausalLM:
     return Qwen3NextForCausalLM(config).to(torch.bfloat16)
 
 
+def cohere2() -> Cohere2ForCausalLM:
+    """Three layers of sliding windows, of 256 tokens and the one itself, and one of full attention."""
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    return Cohere2ForCausalLM(Cohere2Config(num_hidden_layers=4, layer_types=kinds, sliding_window=256, **SHAPE))
+
+
 def mistral() -> MistralForCausalLM:
     """Two layers of sliding windows of 256 tokens, and no full attention."""
     return MistralForCausalLM(MistralConfig(num_hidden_layers=2, sliding_window=256, head_dim=32, **SHAPE))
@@ -149,7 +157,8 @@ def deepseek() -> DeepseekV2ForCausalLM:
 
 
 MODELS = {"llama": llama, "wide_llama": wide_llama, "phi3": phi3, "gemma3": gemma3, "deepseek": deepseek}
-MODELS |= {"uneven_gemma3": uneven_gemma3, "gpt_oss": gpt_oss, "qwen3_next": qwen3_next, "mistral": mistral}
+MODELS |= {"uneven_gemma3": uneven_gemma3, "gpt_oss": gpt_oss, "qwen3_next": qwen3_next, "cohere2": cohere2}
+MODELS["mistral"] = mistral
 
 
 def save(kind: str, folder: str, seed: int) -> None:

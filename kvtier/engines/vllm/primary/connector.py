@@ -8,7 +8,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec
 from vllm.v1.request import Request
 
 from kvtier.engines.vllm.compat import LOGGER
@@ -28,13 +28,17 @@ class KVTierConnector(OffloadingConnector):  # type: ignore[misc]
     system prompt then finds no window or state to continue from. Here such a request marks the end of the prefix as
     `shared_prefix_boundary`, vLLM's own name for it. So its windows and states there are stored, and the third request
     continues from them. `"shared_prefixes": false` turns it off.
+
+    It also looks for no more of a window than is stored, see `fit_windows`.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._prefixes: StoredPrefixes | SeenPrefixes | None = None
-        if role is KVConnectorRole.SCHEDULER and shares_prefixes(vllm_config.kv_transfer_config):
-            self._prefixes = shared_prefixes(self.connector_scheduler)
+        if role is KVConnectorRole.SCHEDULER:
+            fit_windows(self.connector_scheduler)
+            if shares_prefixes(vllm_config.kv_transfer_config):
+                self._prefixes = shared_prefixes(self.connector_scheduler)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """vLLM's answer; a request that cannot continue after all of a shared prefix marks its end."""
@@ -100,6 +104,23 @@ class SeenPrefixes:
         state = self._scheduler._req_status.get(request.request_id)
         keys: list[OffloadKey] = [] if state is None else state.group_states[0].offload_keys
         return keys[: request.num_prompt_tokens // self._tokens]
+
+
+def fit_windows(scheduler: Any) -> None:
+    """Have lookups want as many blocks of a window as vLLM stores and loads: those of the window without its own token.
+
+    vLLM's lookup wants one more where the window is a multiple of the block and one, such as 4,097 tokens: it finds
+    nothing where only the end of a prompt is stored. For other windows both numbers are the same. What a prompt that
+    ends within a block needs besides, vLLM adds itself.
+    """
+    groups = []
+    for group in scheduler.config.kv_group_configs:
+        spec = group.kv_cache_spec
+        if isinstance(spec, SlidingWindowSpec):
+            needed = spec.sliding_window - 1 + spec.extra_retained_tokens
+            group = group._replace(sliding_window_size_in_chunks=max(1, -(-needed // group.tokens_per_chunk)))
+        groups.append(group)
+    scheduler.config = scheduler.config._replace(kv_group_configs=tuple(groups))
 
 
 def shared_prefixes(scheduler: Any) -> StoredPrefixes | SeenPrefixes | None:
