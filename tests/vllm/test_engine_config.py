@@ -18,7 +18,13 @@ from vllm.config import CacheConfig, KVTransferConfig, ParallelConfig, Scheduler
 from vllm.platforms import CpuArchEnum, current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from kvtier.engines.vllm.engine_config import WHOLE_PROMPTS, continues_after_prefix, engine_config
+from kvtier.engines.vllm.engine_config import (
+    ENDS_ALONE,
+    WHOLE_PROMPTS,
+    continues_after_prefix,
+    engine_config,
+    start_lines,
+)
 from kvtier.engines.vllm.settings import engine_plan
 from kvtier.errors import ConfigError
 
@@ -151,7 +157,7 @@ def model_config(*, chunks: bool = False, cache: bool = False, mla: bool = False
         enable_chunked_prefill=chunks, max_num_batched_tokens=8192
     )
     config.cache_config = CacheConfig(enable_prefix_caching=cache)
-    config.model_config = SimpleNamespace(use_mla=mla, is_prefix_caching_supported=able)  # type: ignore[assignment]
+    config.model_config = SimpleNamespace(max_model_len=4096, use_mla=mla, is_prefix_caching_supported=able)  # type: ignore[assignment]
     return config
 
 
@@ -192,6 +198,36 @@ def test_where_it_cannot_continue_nothing_is_stored_or_a_hit_and_one_line_says_s
     assert caplog.messages.count(WHOLE_PROMPTS) == 1
     assert repeat_hits(root, model_config()) == (3, 3)
     assert caplog.messages.count(WHOLE_PROMPTS) == 1
+
+
+def served(longest: int, connector: str = "OffloadingConnector", prefixes: bool = True) -> Any:
+    """The parts of vLLM's configuration that the lines at start are about."""
+    return SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=longest),
+        cache_config=SimpleNamespace(enable_prefix_caching=prefixes),
+        kv_transfer_config=SimpleNamespace(kv_connector=connector),
+    )
+
+
+def test_a_line_at_start_names_what_makes_blocks_shorter_than_the_longest_prompt():
+    config = offloading_config({}, factor=4)
+    assert not list(start_lines(config, served(65), keeps_blocks=True))
+    for longest, prefixes, remedy in (
+        (64, True, "set a smaller blocks_per_chunk"),
+        (16, True, "set a larger max_model_len"),
+        (16, False, "set enable_prefix_caching: true"),
+    ):
+        (line,) = start_lines(config, served(longest, prefixes=prefixes), keeps_blocks=True)
+        assert line.startswith("nothing comes back: a block of KV cache group 0 has 64 tokens")
+        assert line.endswith(remedy)
+
+
+def test_a_line_at_start_names_the_connector_that_stores_the_ends_of_shared_prefixes():
+    config = offloading_config({}, group_ids=(0, 1))
+    assert list(start_lines(config, served(4096), keeps_blocks=True)) == [ENDS_ALONE]
+    assert not list(start_lines(config, served(4096, "KVTierConnector"), keeps_blocks=True))
+    assert not list(start_lines(offloading_config({}), served(4096), keeps_blocks=True))
+    assert list(start_lines(config, served(4096), keeps_blocks=False)) == [WHOLE_PROMPTS]
 
 
 def test_without_the_question_the_attention_is_given_what_it_cannot_continue(root, monkeypatch):

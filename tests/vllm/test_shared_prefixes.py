@@ -62,3 +62,15 @@ def test_turned_off_it_stores_what_vllm_stores(models, root, tmp_path):
     with engine(models["gemma3"], tmp_path, two_tiers(root), **off) as vllm:
         _, cached = one_by_one(vllm, sharing(4))
     assert cached == [0, 0, 0, 0]
+
+
+def test_a_line_at_start_says_what_to_set_where_a_state_has_one_block_for_the_longest_prompt(root, tmp_path):
+    model, (config, _) = make_model("qwen3_next", tmp_path / "qwen3_next"), MODELS["qwen3_next"]
+    off = {"vllms_connector": False, **config, "enable_prefix_caching": False, "max_model_len": 384}
+    with engine(model, tmp_path, two_tiers(root), **off) as vllm:
+        _, cached = one_by_one(vllm, sharing(1, shared=100, length=300) * 2)
+        lines = [line for line in vllm.log.read_text(errors="replace").splitlines() if "nothing comes back" in line]
+    assert cached == [0, 0]
+    (line,) = lines
+    assert "group 0, 1, 2, 3 has 384 tokens" in line
+    assert line.endswith("set enable_prefix_caching: true")

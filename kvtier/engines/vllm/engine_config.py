@@ -9,7 +9,7 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.platforms import CpuArchEnum, current_platform
 from vllm.v1.kv_cache_interface import KVCacheSpec
-from vllm.v1.kv_offload.config import OffloadingParallelConfig
+from vllm.v1.kv_offload.config import OffloadingConfig, OffloadingParallelConfig
 
 from kvtier.errors import ConfigError
 
@@ -17,6 +17,12 @@ T = TypeVar("T")
 WHOLE_PROMPTS = (
     "vLLM computes prompts of this model whole here, because its attention does not continue after a prefix: "
     "kvtier neither loads nor stores blocks"
+)
+
+ENDS_ALONE = (
+    "of windows and states this connector keeps the end of each prompt: a prefix that requests share does not come "
+    "back, nor does a window of one token more than whole blocks; set kv_connector: KVTierConnector and "
+    "kv_connector_module_path: kvtier.engines.vllm"
 )
 
 
@@ -90,6 +96,32 @@ def _with_subclasses(kind: type[T]) -> Iterator[type[T]]:
     yield kind
     for each in kind.__subclasses__():
         yield from _with_subclasses(each)
+
+
+def start_lines(config: OffloadingConfig, known: VllmConfig | None, keeps_blocks: bool) -> Iterator[str]:
+    """Lines for the log of an engine: blocks that it cannot restore, and the option to set."""
+    if not keeps_blocks:
+        yield WHOLE_PROMPTS
+    if not keeps_blocks or known is None or known.model_config is None:
+        return
+    longest, blocks_per_chunk = known.model_config.max_model_len, config.cache.blocks_per_chunk
+    too_long = [at for at, group in enumerate(config.groups) if group.tokens_per_block * blocks_per_chunk >= longest]
+    if too_long:
+        tokens = config.groups[too_long[0]].tokens_per_block
+        yield (
+            f"nothing comes back: a block of KV cache group {', '.join(map(str, too_long))} has "
+            f"{tokens * blocks_per_chunk} tokens, and no prompt is longer than {longest}; set "
+            f"{_remedy(tokens < longest, known)}"
+        )
+    if len(config.groups) > 1 and known.kv_transfer_config.kv_connector == "OffloadingConnector":
+        yield ENDS_ALONE
+
+
+def _remedy(chunk_alone: bool, known: VllmConfig) -> str:
+    """The option for blocks shorter than the longest prompt: without prefix caching a state is one block."""
+    if chunk_alone:
+        return "a smaller blocks_per_chunk"
+    return "a larger max_model_len" if known.cache_config.enable_prefix_caching else "enable_prefix_caching: true"
 
 
 def attention_layers(config: VllmConfig) -> dict[str, nn.Module]:

@@ -11,7 +11,7 @@ from kvtier.config import StackConfig, load_stack, parse_stack
 from kvtier.engines.engine_memory.options import RESTART_SECONDS
 from kvtier.engines.engine_release import UNTESTED_KEY
 from kvtier.engines.vllm.compat import engine_version, expedites_loads
-from kvtier.engines.vllm.engine_config import continues_after_prefix, engine_config, engine_share
+from kvtier.engines.vllm.engine_config import continues_after_prefix, engine_config, engine_share, start_lines
 from kvtier.errors import ConfigError
 from kvtier.options import FitsEngine, TierOptions, share_of
 from kvtier.tier.registry import discover
@@ -68,7 +68,8 @@ class EnginePlan:
     vLLM's own id of a group.
 
     `gpu` are the options of the tier in each of vLLM's workers. It has a lane for urgent copies if vLLM waits for some
-    loads within a step, up to its `sync_load_budget_bytes`. `keeps_blocks` is False where blocks are of no use.
+    loads within a step, up to its `sync_load_budget_bytes`. `keeps_blocks` is False where blocks are of no use. `lines`
+    are for the log at start.
     """
 
     stack: StackConfig
@@ -77,6 +78,7 @@ class EnginePlan:
     group_ids: tuple[int, ...]
     gpu: TierOptions
     keeps_blocks: bool
+    lines: tuple[str, ...] = ()
 
 
 def engine_plan(config: OffloadingConfig) -> EnginePlan:
@@ -92,7 +94,9 @@ def engine_plan(config: OffloadingConfig) -> EnginePlan:
     group_ids = tuple(group.group_id for group in config.groups)
     gpu = _gpu_options(described).with_known(urgent_lane=_loads_in_step(config.extra_config))
     named = namespace(config, stack.namespace)
-    return EnginePlan(stack, named, config.engine_id, group_ids, gpu, continues_after_prefix(known))
+    keeps = continues_after_prefix(known)
+    lines = tuple(start_lines(config, known, keeps))
+    return EnginePlan(stack, named, config.engine_id, group_ids, gpu, keeps, lines)
 
 
 def _gpu_options(described: StackConfig) -> TierOptions:

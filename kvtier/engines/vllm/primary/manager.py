@@ -32,7 +32,6 @@ from kvtier.config import stack_parts
 from kvtier.engines.digests import Confirmation
 from kvtier.engines.vllm.adapters import content_in_keys
 from kvtier.engines.vllm.compat import LOGGER
-from kvtier.engines.vllm.engine_config import WHOLE_PROMPTS
 from kvtier.engines.vllm.identity import measure, refine
 from kvtier.engines.vllm.metrics import Meter
 from kvtier.engines.vllm.primary.inflight_copies import InflightCopies
@@ -127,8 +126,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         self._rows = cpu.rows
         self._copies = InflightCopies(cpu.rows, copiers, layout.num_copies)
         self._weights = EngineWeights(cpu.rows.words)
-        if not plan.keeps_blocks:
-            logging.getLogger(LOGGER).warning(WHOLE_PROMPTS)
+        for line in plan.lines:
+            logging.getLogger(LOGGER).warning(line)
 
     # -- lookups -------------------------------------------------------------------------------------------------
 
