@@ -97,6 +97,12 @@ ROWS: dict[str, tuple[Chart, ...]] = {
             stacked=True,
         ),
         Chart(
+            "Blocks by KV cache group",
+            "Blocks that the engine stored and loaded: a group that is stored and never loaded is of no use.",
+            "cps",
+            (("rate(kvtier_group_blocks_total{stack}[$__rate_interval])", "{{instance}} {{direction}} {{group}}"),),
+        ),
+        Chart(
             "Computed sooner",
             "Blocks found and not loaded, because the engine computes them sooner: the tier is too slow.",
             "cps",

@@ -14,6 +14,7 @@ from kvtier.control.tiers.owned_tier import OwnedTier
 from kvtier.control.tiers.reuse_times import TickClock
 from kvtier.control.tiers.tier_index import TierIndex
 from kvtier.policy import RequestModels
+from kvtier.types.jobs import JobKind
 from kvtier.types.keys import OffloadKey
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class ControlState(JobTable[JobOwner]):
     a fill ended, or that were stopped. `shortage`: the rows that the first waiting request lacks. `joining`: the lower
     tiers are held back and may join yet. `indexes` are those of the tiers that are not held back. `models` are the
     statistics of requests; there are none if no policy follows requests. `request_policies`: the owned tiers, and their
-    policies, that do.
+    policies, that do. `group_blocks` counts the blocks of the engine's jobs, by their group.
     """
 
     def __init__(self, cpu: TierSpec, lowers: Sequence[TierSpec]) -> None:
@@ -100,6 +101,7 @@ class ControlState(JobTable[JobOwner]):
         self.awaited = AwaitedKeys()
         self.num_rows = len(self.cpu.table)
         self.num_groups = len(cpu.opened.space.slot_bytes)
+        self.group_blocks = {kind: [0] * self.num_groups for kind in JobKind}
         self.joining = any(spec.held_back for spec in lowers)
         self.lowers = lower_tiers(lowers, self.num_rows, self.epoch, self.models)
         self.indexes: list[TierIndex] = []

@@ -110,6 +110,7 @@ _REFUSED = "Blocks of hints that were left as they are."
 _UNUSED = "Prefetched blocks that were evicted, or not loaded within a minute."
 _UNFETCHED = "Blocks of prefetches that were in no tier, or were not brought up in time."
 _EARLY = "Rows of the CPU tier that were given up because of a hint."
+_OF_GROUP = "Blocks of the KV cache group that the engine stored or loaded."
 _MISSED = "Of them, those that the tier would not have had at so many times its size, estimated."
 
 DEFINITIONS: tuple[MetricDefinition, ...] = tuple(
@@ -168,6 +169,7 @@ DEFINITIONS: tuple[MetricDefinition, ...] = tuple(
         ("kvtier_prefetched_unused_blocks_total", "hints.prefetched_unused", (), _UNUSED),
         ("kvtier_prefetch_missed_blocks_total", "hints.prefetch_missed", ("reason",), _UNFETCHED),
         ("kvtier_demoted_early_blocks_total", "hints.demoted_early", (), _EARLY),
+        ("kvtier_group_blocks_total", "group_blocks", ("direction", "group"), _OF_GROUP),
         ("kvtier_backlog_blocks", "backlog", (), "Blocks queued or in flight to lower tiers."),
         ("kvtier_exceptions_total", "exceptions", (), _CAUGHT),
         ("kvtier_config_info", "about", _ABOUT, "1, with the settings of the tier as labels."),

@@ -53,6 +53,8 @@ async def test_a_scrape_shows_what_the_stack_did(tmp_path: Path) -> None:
     assert of_tier(found, "kvtier_stored_blocks_total", tier="cpu") == 8
     assert of_tier(found, "kvtier_stored_blocks_total", tier="fs") == 8
     assert of_tier(found, "kvtier_hit_blocks_total", tier="cpu") == 8
+    assert of_tier(found, "kvtier_group_blocks_total", direction="store", group="0") == 8
+    assert of_tier(found, "kvtier_group_blocks_total", direction="load", group="0") == 8
     assert of_tier(found, "kvtier_load_bytes_total", tier="cpu") == 8 * 4096 == stats.tiers["cpu"].load_bytes
     assert of_tier(found, "kvtier_slots", tier="fs", state="ready") == 8
 

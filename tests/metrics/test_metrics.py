@@ -111,7 +111,7 @@ def test_a_metric_is_documented_with_its_kind_labels_and_help(definition: Metric
 
 def test_labels_are_few() -> None:
     shown = {name for each in DEFINITIONS if not each.name.endswith("_info") for name in each.label_names}
-    assert shown == {"tier", "direction", "reason", "state", "size", "hint"}
+    assert shown == {"tier", "direction", "reason", "state", "size", "hint", "group"}
 
 
 def test_the_documentation_names_no_other_metric() -> None:

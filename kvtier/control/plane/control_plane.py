@@ -226,6 +226,9 @@ class ControlPlane(Recipient):
         self._open.begin(job)
         if now >= self._tick_at:
             self._tick(now)
+        blocks = self.control.group_blocks[job.kind]
+        for group in job.gpu_groups:
+            blocks[group.group] += len(group.keys)
         if job.kind is JobKind.LOAD:
             if self.hints.is_used:
                 self.hints.on_load(job)

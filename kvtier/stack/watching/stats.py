@@ -175,7 +175,7 @@ class StackStats:
 
     `events_lost` counts keys whose events were discarded because they were not taken in time. `errors` counts
     exceptions that were caught: of tiers, and of the stack itself, whose first one makes every request a miss.
-    `hints` is what became of hints.
+    `hints` is what became of hints. `group_blocks` counts blocks that the engine stored and loaded, by KV cache group.
     """
 
     tiers: dict[str, TierStats]
@@ -183,6 +183,7 @@ class StackStats:
     events_lost: int = 0
     errors: int = 0
     hints: HintStats = HintStats()
+    group_blocks: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @property
     def exceptions(self) -> int:
@@ -212,7 +213,10 @@ def collect(assembled: OpenStack, now: float, errors: int) -> StackStats:
         tiers[lower.name] = lower_stats(lower, [queue], now)
     plane = assembled.plane
     errors += assembled.dispatcher.errors
-    return StackStats(tiers, plane.backlog, plane.events.lost, errors, hint_stats(plane.hints))
+    groups = {
+        kind.value: {str(at): count for at, count in enumerate(each)} for kind, each in control.group_blocks.items()
+    }
+    return StackStats(tiers, plane.backlog, plane.events.lost, errors, hint_stats(plane.hints), groups)
 
 
 def hint_stats(hints: Hints) -> HintStats:
