@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -42,11 +43,13 @@ def block_bytes(kind: str) -> int:
 
 @dataclass
 class Answer:
-    """What a generation gave: the tokens and how many were cached, prompt by prompt."""
+    """The tokens of a generation, their log-probabilities, how many tokens were cached, and of how many, by prompt."""
 
     tokens: list[list[int]]
     cached: list[int]
     seconds: float
+    logprobs: list[list[float]] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -71,13 +74,17 @@ class Engine:
         raise AssertionError(f"the engine {'died' if ready else 'hangs'}:\n{self.tail()}")
 
     def generate(self, prompts: list[list[int]], tokens: int = 8, **more: Any) -> Answer:
-        return Answer(**self.ask(do="generate", prompts=prompts, tokens=tokens, **more))
+        return Answer(**self.ask(**{"do": "generate", "prompts": prompts, "tokens": tokens, **more}))
 
     def reset(self, *, tiers: bool = False) -> None:
         assert self.ask(do="reset", tiers=tiers)
 
     def metrics(self) -> dict[str, float]:
         return self.ask(do="metrics")
+
+    def block_size(self) -> int:
+        """Tokens of a GPU block, as the engine decided."""
+        return self.ask(do="block_size")
 
     def page(self, accept: str) -> tuple[str, str]:
         """vLLM's page of metrics in the format asked for, and its content type."""
@@ -109,12 +116,17 @@ def fork_server() -> ForkServerContext:
 
 def make_model(kind: str, folder: Path, seed: int = 0) -> Path:
     """A small model and its tokenizer in a new folder; another seed, other weights."""
-    process = fork_server().Process(target=_save_model, args=(kind, str(folder), seed))
+    run_forked(_save_model, kind, str(folder), seed)
+    return folder
+
+
+def run_forked(work: Callable[..., object], *given: Any) -> None:
+    """Run it in a process that has imported vLLM, to its end. Raises RuntimeError if it fails."""
+    process = fork_server().Process(target=work, args=given)
     process.start()
     process.join()
     if process.exitcode:
-        raise RuntimeError(f"making the model {kind} ended with {process.exitcode}")
-    return folder
+        raise RuntimeError(f"{work.__name__} of {given[0]} ended with {process.exitcode}")
 
 
 def _save_model(*given: Any) -> None:
@@ -125,6 +137,7 @@ def _save_model(*given: Any) -> None:
 
 def _serve(log: str, environment: dict[str, str], config: dict[str, Any], questions: Connection) -> None:
     os.setsid()
+    gc.freeze()  # what was imported before the fork: vLLM collects garbage several times at start, each for a second
     out = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(out, 1)
     os.dup2(out, 2)

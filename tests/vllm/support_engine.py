@@ -1,11 +1,14 @@
 """One vLLM engine in a process of its own; questions come through a pipe, each is answered.
 
 `{"do": "generate", "prompts": [[...], ...], "tokens": 8}` answers tokens, cached tokens and seconds of each prompt,
-with the LoRA adapter of a folder where `"adapter": "/its/folder"` names one, and with hints of kvtier, as
-`"hints": [["retain", {"seconds": 300.0}]]`, in vLLM's envelope or, with `"http": true`, as HTTP requests say them;
+with the LoRA adapter of a folder where `"adapter": "/its/folder"` names one, with a cache salt (`"salt": "a tenant"`),
+and with hints of kvtier (`"hints": [["retain", {"seconds": 300.0}]]`), in vLLM's envelope or, with `"http": true`, as
+HTTP requests say them;
+`{"do": "embed", "prompts": [[...], ...]}` answers the values of each embedding as log-probabilities;
 `{"do": "reload", "weights": "/a/model"}` replaces the weights, `{"do": "flip"}` the embedding, unknown to vLLM;
 `{"do": "listen", "prompts": [[1, "<|audio|> w3"], ...]}` is as the first, with a second of noise drawn by each number;
 `{"do": "load_in_place", "adapter": "/its/folder"}` has the workers read its files again;
+`{"do": "block_size"}` answers the tokens of a GPU block;
 `{"do": "reset", "tiers": false}` empties vLLM's prefix cache, and the tiers too when asked; `{"do": "metrics"}`;
 `{"do": "page", "accept": "text/plain"}` answers vLLM's own page of metrics and its content type.
 """
@@ -51,7 +54,8 @@ def main(config: dict[str, Any], questions: Connection) -> None:
     Digests of files are not computed before the file exists that `digests_after` names. Loads from the disk take the
     seconds a block that the file says which `slow_loads` names. The file that `loads_noted` names gets a word for each
     load: `within` the step or `between` two, and `waiting` for each step that leaves requests waiting for one.
-    `without` names a protection of `support_protections_engine` that is turned off.
+    `without` names a protection of `support_protections_engine` that is turned off. With `mamba_in_steps` a prompt's
+    last state of Mamba 2 is stored at the end of a step, which on a CPU vLLM cannot store within one.
     """
     if site := config.pop("site", None):
         sys.path.insert(0, site)
@@ -63,6 +67,8 @@ def main(config: dict[str, Any], questions: Connection) -> None:
         wait_with_digests(Path(gate))
     if protection := config.pop("without", None):
         turn_off(protection)
+    if config.pop("mamba_in_steps", False):
+        compute_mamba_in_steps()
     if os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") != "spawn":
         fork_processes()
     llm = LLM(**{"enforce_eager": True, "dtype": "float32", **config})
@@ -74,14 +80,15 @@ def main(config: dict[str, Any], questions: Connection) -> None:
         hints: Hints = (),
         http: bool = False,
         store: int | None = None,
+        salt: str = "",
     ) -> dict[str, Any]:
-        settings = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        settings = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0)
         if store is not None:
             settings.extra_args = {"kv_transfer_params": {"max_offload_tokens": store}}
         if hints and http:
             said = [{"action_type": f"kvtier.{name}", "payload": payload} for name, payload in hints]
             settings.extra_args = {"kv_transfer_params": {"kvtier_hints": said}}
-        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        asked = inputs(prompts, salt)
         lora = LoRARequest("adapter", 1, adapter) if adapter else None
         begun = time.perf_counter()
         if hints and not http:
@@ -96,8 +103,19 @@ def main(config: dict[str, Any], questions: Connection) -> None:
             {"prompt": text, "multi_modal_data": {"audio": (sound, RATE)}}
             for sound, (_, text) in zip(noise, prompts, strict=True)
         ]
-        settings = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        settings = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0)
         return answer_of(llm.generate(asked, settings, use_tqdm=False), time.perf_counter())
+
+    def embed(prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+        begun = time.perf_counter()
+        outputs = llm.embed(inputs(prompts), use_tqdm=False)
+        return {
+            "seconds": time.perf_counter() - begun,
+            "tokens": [[] for _ in outputs],
+            "logprobs": [list(output.outputs.embedding) for output in outputs],
+            "cached": [output.num_cached_tokens for output in outputs],
+            "lengths": [len(output.prompt_token_ids) for output in outputs],
+        }
 
     def settle() -> None:
         """Wait until the engine has nothing to do, and take in all that it said."""
@@ -136,6 +154,8 @@ def main(config: dict[str, Any], questions: Connection) -> None:
                 answer: Any = generate(**asked)
             case "listen":
                 answer = listen(**asked)
+            case "embed":
+                answer = embed(**asked)
             case "reload":
                 answer = llm.collective_rpc("reload_weights", kwargs={"weights_path": asked["weights"]})
             case "flip":
@@ -146,6 +166,8 @@ def main(config: dict[str, Any], questions: Connection) -> None:
                 answer = llm.reset_prefix_cache(reset_connector=asked["tiers"])
             case "metrics":
                 answer = metrics()
+            case "block_size":
+                answer = llm.llm_engine.vllm_config.cache_config.block_size
             case "page":
                 answer = page(**asked)
             case other:
@@ -158,8 +180,18 @@ def answer_of(outputs: Sequence[RequestOutput], begun: float) -> dict[str, Any]:
     return {
         "seconds": time.perf_counter() - begun,
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "logprobs": [
+            [each[token].logprob for token, each in zip(found.token_ids, found.logprobs or (), strict=False)]
+            for found in (output.outputs[0] for output in outputs)
+        ],
         "cached": [output.num_cached_tokens or 0 for output in outputs],
+        "lengths": [len(output.prompt_token_ids or ()) for output in outputs],
     }
+
+
+def inputs(prompts: list[list[int]], salt: str = "") -> list[Any]:
+    """Prompts as vLLM takes them."""
+    return [{"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})} for prompt in prompts]
 
 
 def generate_hinted(llm: LLM, asked: list[Any], settings: SamplingParams, hints: Hints) -> list[RequestOutput]:
@@ -185,6 +217,12 @@ def flip_embedding(worker: Any) -> None:
     """Write into the memory of the weights, as an extension of the workers may."""
     weight = next(tensor for name, tensor in worker.get_model().named_parameters() if "embed_tokens" in name)
     weight.data.copy_(weight.data.flip(0))
+
+
+def compute_mamba_in_steps() -> None:
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2  # here, because few engines need it
+
+    MambaMixer2.get_kv_cache_spec = super(MambaMixer2, MambaMixer2).get_kv_cache_spec  # type: ignore[method-assign]
 
 
 def turn_off(protection: str) -> None:
