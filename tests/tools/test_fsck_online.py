@@ -26,6 +26,7 @@ from support_tools import (
     write_files,
 )
 
+from faults.machine import warm
 from kvtier_fs.format.region_header import decode_region_header, encode_region_header
 from kvtier_fs.format.superblock import decode_superblock, encode_superblock
 from kvtier_fs.inspect import local
@@ -159,14 +160,11 @@ async def test_what_a_tier_writes_meanwhile_is_no_damage(tmp_path):
             "--json",
         ]
         for turn in range(3):
-            check = await asyncio.create_subprocess_exec(
-                *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-            )
-            ended = asyncio.create_task(check.communicate())
+            ended = asyncio.create_task(asyncio.to_thread(warm.run, command, capture_output=True))
             rounds = await stored_until(tier, ended, turn)
-            output, errors = await ended
-            assert (check.returncode, rounds > 0) == (0, True), (output, errors)
-            document = json.loads(output)
+            check = await ended
+            assert (check.returncode, rounds > 0) == (0, True), (check.stdout, check.stderr)
+            document = json.loads(check.stdout)
             assert document["damaged"] == 0
             assert {kind for kind, _, _ in found(document)} <= {"unchecked", "old", "orphaned"}
 

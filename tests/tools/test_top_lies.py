@@ -159,10 +159,10 @@ def test_the_truth_is_shown(truth, tmp_path: Path):
 
 
 @pytest.mark.parametrize("interval", ["0", "0.001"])
-def test_a_document_with_a_wrong_value_anywhere(truth, tmp_path: Path, seed: int, interval: str):
+def test_a_document_with_a_wrong_value_anywhere(truth, tmp_path: Path, seed: int, interval: str, dial):
     """Before and after the truth, so that rates are made of both."""
     rng, document = Random(seed), truth[0]
-    for at in rng.sample(list(places(document)), 60):
+    for at in rng.sample(list(places(document)), dial(60, 20)):
         wrong = changed(document, at, rng.choice([*VALUES, *VALUES, *OTHERS]))
         later = {**document, "seconds": document["seconds"] + rng.choice([0, 1e-300, 1.0])}
         with socket_saying(tmp_path / "s", *rng.choice([(wrong, later), (document, wrong), (wrong, wrong)])) as address:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import subprocess
 import sys
 import threading
 import warnings
@@ -29,6 +28,7 @@ from support_transformers import (
 from support_transformers import stack as stack_of
 
 import kvtier
+from faults.machine import warm
 from kvtier.aio.loop_thread import LoopThread
 from kvtier.engines.transformers import PrefixCache
 from kvtier.errors import ConfigError, UsageError
@@ -158,7 +158,8 @@ prefixes = PrefixCache({str(stack_file(tmp_path))!r}, llama())
 prefixes.open()
 print(prefixes.save(prompt(100), content(prompt(100), prefixes.kv)))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    command = [sys.executable, "-c", script]
+    done = warm.run(command, whole_end=True, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (0, "96\n"), done.stderr
     with PrefixCache(stack_file(tmp_path), llama()) as prefixes:
         assert prefixes.restore(prompt(100))[1] == 96
