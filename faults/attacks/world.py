@@ -108,7 +108,7 @@ def harness_itself(budget: Budget) -> Tally:
         simulator = Simulator(layout=layout)
         with pytest.MonkeyPatch.context() as monkeypatch:
             switch(monkeypatch)
-            before = RED_SEEDS[name] if budget.count < HARNESS_SEEDS else ()
+            before = RED_SEEDS.get(name, ()) if budget.count < HARNESS_SEEDS else ()
             red = _first_red(simulator, [*before, *range(first, first + budget.count)])
         if red is None:
             tally.expect(False, f"without {name} nothing was noticed in {budget.count} seeds from {first}")
