@@ -68,7 +68,7 @@ def random_operations(budget: Any, tally: Any) -> Any:
 def _count_operations(monkeypatch: pytest.MonkeyPatch, tally: Any) -> None:
     """Have the machine tell what it does."""
     judge, cancelled, opened, made = (
-        TierMachine._judge, TierMachine._cancelled, TierMachine._open, TierMachine.__init__,
+        TierMachine._judge, TierMachine._run_cancelled, TierMachine._open, TierMachine.__init__,
     )  # fmt: skip
 
     def counted_judge(self, outcomes):
@@ -89,6 +89,6 @@ def _count_operations(monkeypatch: pytest.MonkeyPatch, tally: Any) -> None:
         made(self)
 
     monkeypatch.setattr(TierMachine, "_judge", counted_judge)
-    monkeypatch.setattr(TierMachine, "_cancelled", counted_cancelled)
+    monkeypatch.setattr(TierMachine, "_run_cancelled", counted_cancelled)
     monkeypatch.setattr(TierMachine, "_open", counted_open)
     monkeypatch.setattr(TierMachine, "__init__", counted_made)

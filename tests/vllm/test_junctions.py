@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support_paths import PROJECT
 
-from benchmarks.junctions import LAYOUTS, replay
+from benchmarks.junction_replay import LAYOUTS, replay
 from kvtier.engines.vllm.primary import connector
 from kvtier.engines.vllm.primary.connector import SeenPrefixes
 
