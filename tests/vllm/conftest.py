@@ -26,6 +26,7 @@ UNITS = [
         "test_model_code.py",
         "test_model_weights.py",
         "test_prefills.py",
+        "test_unserved_reasons.py",
     ),
     *("test_release.py", "test_request_hints.py"),
     *("test_router_events.py", "test_secondary.py", "test_weight_files.py"),

@@ -12,6 +12,7 @@ from benchmarks.junction_replay import LAYOUTS, replay
 from kvtier.engines.vllm.primary import connector
 from kvtier.engines.vllm.primary.connector import SeenPrefixes
 
+pytestmark = pytest.mark.engine
 TRACE = PROJECT.parent / "shared" / "traces" / "conversation.jsonl"
 
 

@@ -47,8 +47,9 @@ from kvtier.engines.vllm.primary.served_requests import (
     requests_in_contexts,
     reserved_answer,
 )
+from kvtier.engines.vllm.primary.unserved import UnservedRequests, ends_alone
 from kvtier.engines.vllm.primary.wire import RowsSpec, rows_spec
-from kvtier.engines.vllm.settings import EnginePlan, GroupIds
+from kvtier.engines.vllm.settings import SHARED_PREFIXES_KEY, EnginePlan, GroupIds
 from kvtier.errors import IntegrityError, ResourceError
 from kvtier.stack import EngineStack
 from kvtier.stack.request import StackRequest
@@ -107,6 +108,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         self._held_back = False
         self._durable = True  # the last reset holds over a crash
         self._meter = Meter()
+        ends = ends_alone(plan.lines, config.extra_config.get(SHARED_PREFIXES_KEY, True))
+        self._unserved = UnservedRequests(self._stack.stats, self._num_groups, ends)
         self._chooses = settings.chooses
         served = requests_in_contexts()
         self._prefills = Prefills(self._engine.prompt_computed) if settings.measures_prefill and served else None
@@ -200,7 +203,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
             raise IntegrityError(f"request {req_context.req_id} was promised blocks that are not there")
         self._copies.issue((req_context.req_id,), placed)
         self._events.used(order)
-        self._requests[req_context.req_id].refused_since = None
+        state = self._requests[req_context.req_id]
+        state.refused_since, state.loaded = None, True
         self._reserved.pop(req_context.req_id, None)
         return rows_spec(placed.gpu_groups, self._num_groups, stamped=False)
 
@@ -302,7 +306,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
             if reservation is None or (reservation.served and request_id not in self._scanned):
                 self._end_leases(request_id)
         for state in self._scanned.values():
-            state.end_step()
+            state.end_step(self._num_groups)
         self._scanned.clear()
         self._turn()
         self._in_step = False
@@ -343,6 +347,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         self._scanned.pop(req_context.req_id, None)
         state = self._requests.pop(req_context.req_id, RequestState())
         self._events.unsure(state.pending)
+        self._unserved.on_end(state)
         self._end_request(req_context, state.request)
 
     def _end_request(self, req_context: ReqContext, request: StackRequest | None) -> None:

@@ -134,7 +134,8 @@ class RequestState:
     that are looked up until all are known. `computes`: what is not in a row is computed, which is sooner than a load.
     `request` is that of the stack from the first lookup on, `announced` how many of its keys the stack was given.
     `from_below` are the keys that were not in a row at their first lookup: vLLM reports them as disk hits. `pending`
-    are those that were answered with HIT_PENDING.
+    are those that were answered with HIT_PENDING. `groups` are those with a block that was found, `loaded` is True once
+    blocks are loaded.
     """
 
     keys: dict[OffloadKey, None] = field(default_factory=dict)
@@ -147,6 +148,8 @@ class RequestState:
     pending: set[OffloadKey] = field(default_factory=set)
     request: StackRequest | None = None
     announced: int = 0
+    groups: set[int] = field(default_factory=set)
+    loaded: bool = False
     _last: dict[int, int] = field(default_factory=dict)
 
     def found(self, key: OffloadKey, result: LookupResult) -> None:
@@ -177,8 +180,10 @@ class RequestState:
             return LookupResult.HIT_PENDING
         return LookupResult.MISS
 
-    def end_step(self) -> None:
+    def end_step(self, num_groups: int) -> None:
         """The scans of this step are over."""
+        if len(self.groups) < num_groups:
+            self.groups.update(map(key_group, self.keys if num_groups > 1 else islice(self.keys, 1)))
         self.unknown = {}
         self.keys.clear()
         self._last.clear()

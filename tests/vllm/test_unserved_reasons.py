@@ -1,0 +1,88 @@
+"""The reasons of the line that requests load nothing of what is stored."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from kvtier.engines.vllm.engine_config import ENDS_ALONE
+from kvtier.engines.vllm.primary import unserved
+from kvtier.engines.vllm.primary.served_requests import RequestState
+from kvtier.engines.vllm.primary.unserved import UnservedRequests, ends_alone
+from kvtier.stack import StackStats
+from kvtier.stack.watching.stats import TierStats
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unserved, "FOUND_MAX", 3)
+    monkeypatch.setattr(unserved, "MISSED_MAX", 5)
+
+
+@pytest.fixture(autouse=True)
+def shown(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's logger passes nothing on to others."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+
+
+def requests(num_groups: int = 2, ends: str = "", **tier: int) -> UnservedRequests:
+    stats = StackStats({"cpu": TierStats(), "fs": TierStats(**tier)}, backlog=0)
+    return UnservedRequests(lambda: stats, num_groups, ends)
+
+
+def request(*groups: int, loaded: bool = False, computes: bool = False) -> RequestState:
+    looked_up = object()
+    return RequestState(groups=set(groups), loaded=loaded, computes=computes, request=looked_up)  # type: ignore[arg-type]
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [message for message in caplog.messages if "event=nothing_loaded" in message]
+
+
+@pytest.mark.parametrize(
+    ("world", "groups", "reason"),
+    [
+        ({"ends": ENDS_ALONE}, (0,), ENDS_ALONE),
+        ({"ends": ENDS_ALONE}, (0, 1), ENDS_ALONE),
+        ({"ends": ends_alone((), shares_prefixes=False)}, (0,), unserved.OFF),
+        ({"evictions": 7}, (0,), unserved.EVICTED),
+        ({}, (0,), unserved.OTHER_ENDS),
+        ({}, (0, 1), unserved.TOO_FEW_ROWS),
+        ({"num_groups": 1}, (0,), unserved.LATE),
+    ],
+)
+def test_requests_that_found_blocks_and_loaded_none_get_the_likeliest_reason(world, groups, reason, caplog):
+    counted = requests(**world)
+    for _ in range(29):
+        counted.on_end(request(*groups))
+    assert [reason in line for line in lines(caplog)] == [True]
+    counted.on_end(request(*groups))
+    assert [line.split()[1] for line in lines(caplog)] == ["requests=3", "requests=30"]
+
+
+def test_a_load_begins_the_count_again_and_a_choice_to_compute_does_not_count(caplog):
+    counted = requests()
+    for state in [request(0)] * 2 + [request(0, loaded=True)] + [request(0)] * 2 + [request(0, computes=True)] * 9:
+        counted.on_end(state)
+    assert not lines(caplog)
+    counted.on_end(request(0))
+    assert len(lines(caplog)) == 1
+
+
+def test_requests_without_any_block_of_an_engine_before_get_a_line_and_those_of_a_new_store_none(caplog):
+    fresh, kept = requests(), requests(recovered=9)
+    for counted in (fresh, kept):
+        for _ in range(5):
+            counted.on_end(request())
+    assert len(lines(caplog)) == 1
+    assert unserved.FOREIGN in lines(caplog)[0]
+
+
+def test_a_request_that_looked_nothing_up_does_not_count(caplog):
+    counted = requests(recovered=9)
+    for _ in range(9):
+        counted.on_end(RequestState())
+    assert not lines(caplog)
