@@ -18,6 +18,7 @@ from ..suite import PROJECT
 
 _MEMORY = Path("/dev/shm")
 _ENOUGH_TO_JUDGE, _ENOUGH_TO_TEAR, _ENOUGH_FOR_ALL = 40, 200, 1000
+_ENOUGH_FOR_TWO = 100
 _LATE_ON_FILES = 5
 _LEAN = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
@@ -46,8 +47,8 @@ def lean(budget: Budget, *parts: tuple[str, int]) -> Tally:
 
 
 def _halves(row: str, budget: Budget) -> tuple[tuple[str, int], ...]:
-    """Two processes for a normal run; a long one has shards instead."""
-    if budget.long:
+    """Two processes for a hundred iterations and more; a long run has shards instead."""
+    if budget.long or budget.count < _ENOUGH_FOR_TWO:
         return ((row, budget.count),)
     return (row, budget.count // 2), (row, budget.count - budget.count // 2)
 

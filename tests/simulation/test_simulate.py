@@ -56,8 +56,10 @@ def test_the_command_prints_a_trace_and_counts():
     assert total["covered"] == dict(sum((Simulator().run(seed).covered for seed in (7, 8, 9)), Counter()))
 
 
-def test_several_processes_find_what_one_finds():
-    ends = [CliRunner().invoke(simulate, ["--seeds", "40", "--json", "--jobs", jobs]).output for jobs in ("1", "2")]
+def test_several_processes_find_what_one_finds(dial):
+    seeds = dial(40, 12)
+    command = ["--seeds", str(seeds), "--json", "--jobs"]
+    ends = [CliRunner().invoke(simulate, [*command, jobs]).output for jobs in ("1", "2")]
     one, two = (json.loads(output.splitlines()[-1]) for output in ends)
-    assert one["seeds"] == 40
+    assert one["seeds"] == seeds
     assert one["covered"] == two["covered"]
