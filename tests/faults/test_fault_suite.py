@@ -35,6 +35,7 @@ QUICK = {
     "namespace skew": 48,
     "kill -9 slab": 50,
     "kill -9 files": 50,
+    "reset, then crash": 1,
     "late writes": 10,
     "btrfs": 1,
     "XFS with reflinks": 1,

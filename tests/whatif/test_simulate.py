@@ -172,7 +172,6 @@ def test_what_follows_requests_hits_what_a_replay_hits(name: str, tmp_path: Path
     assert name not in NOT_WRITTEN or disk.skipped[NOT_WRITTEN[name]], "all that there was went to the disk"
 
 
-@pytest.mark.parametrize("seed", [2, 4])
 @pytest.mark.parametrize("name", FOLLOWING)
 def test_hits_do_not_depend_on_how_fast_a_disk_is(
     name: str, seed: int, tmp_path: Path, where: Where, dial: Callable[[int, int], int]
