@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
 from support_paths import PROJECT
 
 PACKAGES = ("kvtier", "backends")
@@ -57,6 +59,13 @@ PRIVATE_WORDS = (
 def trees() -> list[tuple[Path, ast.Module]]:
     """Every source of the product, parsed."""
     return [(path, ast.parse(path.read_text())) for path in SOURCES]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_trees() -> Iterator[None]:
+    """The trees go with the last test that reads them: later searches for lost objects would walk all their nodes."""
+    yield
+    trees.cache_clear()
 
 
 def defined(kinds: tuple[type[ast.AST], ...]) -> list[tuple[Path, ast.AST]]:
