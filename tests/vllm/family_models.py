@@ -11,7 +11,7 @@ from families import FAMILIES, SHAPE, VOCABULARY, Family, Row
 from safetensors.torch import load_file, save_file
 from support_changed_models import ultravox
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 RANK = 8
 
@@ -36,14 +36,16 @@ def save(family: Family, folder: Path, seed: int = 0) -> None:
     fast.save_pretrained(folder)
 
 
-def look_far(model: torch.nn.Module) -> None:
-    """Have the first words of a prompt change its output: attend to few tokens, and forget slowly."""
+def look_far(model: PreTrainedModel) -> None:
+    """Have the first words of a prompt change its output: attend to few tokens, forget slowly, do not repeat a word."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith(("q_norm.weight", "q_layernorm.weight")):
                 weight += 3
             elif name.endswith("A_log"):
                 weight -= 6
+            elif name.endswith(("embed_tokens.weight", "word_embeddings.weight")) and model.config.tie_word_embeddings:
+                weight *= 0.1
 
 
 def save_draft(folder: Path) -> None:

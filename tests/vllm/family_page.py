@@ -108,9 +108,9 @@ weights in the real vLLM on a CPU. Seven prompts of 300 to 1,500 tokens are aske
 kvtier, cold; with vLLM's own cache emptied, from the CPU tier; from the disk in a new engine; from Valkey in another.
 
 A cell has what came back from the CPU tier, the disk and Valkey, in per cent of the full blocks (chunks, if a row has
-these), and the largest difference of a log-probability from vLLM alone. Tokens are equal in every row. A row counts
-only if other words in the first half of a prompt change its output. It fails below 96 %, or above a difference of
-0.001. The connector is `KVTierConnector` ([vllm.md](vllm.md#options)).
+these), and the largest difference of a log-probability from vLLM alone; `differ` where tokens differ. A row counts only
+if other words in the first three quarters of each prompt change its output. It fails below 96 % or above a difference
+of 0.001. The connector is `KVTierConnector` ([vllm.md](vllm.md#options)).
 
 In the environment of [vllm.md](vllm.md#tests-against-the-real-vllm):
 
@@ -122,15 +122,18 @@ python tests/vllm/family_table.py --gpu                          # the rows that
 
 {here}
 
-Rows: `tests/vllm/families.py`. 0.33 is its Python beside the compiled parts of 0.32 (`tests/vllm/overlay.py`).
+The rows are in `tests/vllm/families.py`. `.ci/run --all` runs them on vLLM 0.33 too (its Python beside the compiled
+parts of 0.32, `tests/vllm/overlay.py`). Rows that keep states run in one process, as with one GPU; Mamba 2 also with
+`compute_mamba_in_steps` (`tests/vllm/support_engine.py`), because on a CPU vLLM does not store a state within a step.
 
 ## Exceptions
 
 {exceptions}
+- MLA on a CPU without AMX: vLLM does not continue after a prefix (`tests/vllm/test_mla.py`)
 """
 TEXT += GPU_HEADING
 TEXT += """
-Of one GPU, but for the last row, which needs two. An empty cell was not run.
+One GPU; the last row needs two. A row without a cell was not run.
 
 {gpu}
 """

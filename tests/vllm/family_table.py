@@ -34,11 +34,12 @@ def asked(row: Row, sound: int = 0) -> list[Any]:
 
 
 def other_context(row: Row) -> list[Any]:
-    """The same prompts, with another first half."""
+    """The same prompts, with other words in their first three quarters."""
     rng, other = random.Random(SEED), random.Random(SEED + 1)
     prompts = [[rng.randrange(3, WORDS) for _ in range(length)] for length in LENGTHS]
-    halves = [([other.randrange(3, WORDS) for _ in one[: len(one) // 2]], one[len(one) // 2 :]) for one in prompts]
-    return questions(row, [first + second for first, second in halves])
+    cuts = [length * 3 // 4 for length in LENGTHS]
+    changed = [[other.randrange(3, WORDS) for _ in range(cut)] for cut in cuts]
+    return questions(row, [first + prompt[cut:] for first, prompt, cut in zip(changed, prompts, cuts, strict=True)])
 
 
 def questions(row: Row, prompts: list[list[int]], sound: int = 0) -> list[Any]:
@@ -70,14 +71,14 @@ def measure(row: Row, folder: Path) -> Restored:
         if row.control is not None:
             control &= differs(plain, vllm.generate(asked(row), **row.control))
         if row.ask.get("do") == "listen":
-            control &= differs(plain, vllm.generate(asked(row, sound=7), **ask))
+            control &= plain.tokens != vllm.generate(asked(row, sound=7), **ask).tokens
         unit = vllm.block_size() * settings.get("connector", {}).get("blocks_per_chunk", 1)
     answers = dict(restore(start, row, folder))
     cold = answers.pop("cold")
     everything = {"cold": cold, **answers}
     return Restored(
         tokens={tier: sum(answer.cached) for tier, answer in answers.items()},
-        possible=sum((length - 1) // unit * unit for length in plain.lengths),
+        possible=sum((length - 1) // unit * unit for length in plain.lengths) or sum(plain.lengths),
         unequal=[name for name, answer in everything.items() if answer.tokens != plain.tokens],
         logprob=max(distance(plain, answer) for answer in everything.values()),
         control=control,
