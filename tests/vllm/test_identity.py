@@ -19,6 +19,8 @@ import torch
 from engines import ANSWER_SECONDS, BLOCK, VOCABULARY, Answer, Engine, engine, make_model, stack
 from safetensors.torch import save_file
 
+from kvtier.engines.digests import YOUNG_SECONDS
+
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]  # each step of an engine has a deadline of its own
 
 WINDOWS = 16
@@ -251,8 +253,6 @@ def test_an_adapter_replaced_while_the_engine_runs(models, root, tmp_path):
         before = vllm.generate(first, adapter=str(adapter))
         train(adapter, seed=2)
         vllm.generate(second, adapter=str(adapter))  # the workers have the one before, and nothing says so
-        while time.time() - (adapter / "adapter_config.json").stat().st_ctime < 2.2:  # see YOUNG_SECONDS
-            time.sleep(0.1)
         assert vllm.ask(do="load_in_place", adapter=str(adapter))
         vllm.generate(third, adapter=str(adapter))
         wait_for_the_disk(vllm, 5 * (len(first) + len(third)))
@@ -307,7 +307,10 @@ def test_a_reset_without_other_weights_goes_on_with_the_disk(models, root, tmp_p
 
 
 def train(folder: Path, seed: int) -> None:
-    """Write a LoRA adapter for the attention of the small Llama, as PEFT does; another seed, another adapter."""
+    """Write a LoRA adapter for the attention of the small Llama, as PEFT does; another seed, another adapter.
+
+    Returns once the files are no longer young: before that, requests of the adapter are not stored.
+    """
     folder.mkdir(exist_ok=True)
     rank, hidden = 8, 128
     generator = torch.Generator().manual_seed(seed)
@@ -327,6 +330,7 @@ def train(folder: Path, seed: int) -> None:
         "target_modules": list(widths),
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))
+    time.sleep(YOUNG_SECONDS + 0.2)
 
 
 def replace_between_samples(model: Path, other: Path) -> int:
