@@ -1,0 +1,347 @@
+"""Messages between an engine's processes and a stack process, protocol 1: structs, their bytes, and what is checked.
+
+A message is one datagram of at most MESSAGE_BYTES_MAX bytes and holds items, each of which makes sense alone. A step of
+an engine with more to send takes several messages; `split` divides what is long by its keys. Keys travel as their width
+and their bytes one after another, rows as int32, generations as int64. Nothing of a peer is used before it was decoded
+by its type, and a number of a peer only after a session compared it with what it handed out.
+
+Raises `WireError` for bytes that are no message of the type that is expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from kvtier.errors import KVTierError
+from kvtier.types.arrays import IntArray
+from kvtier.types.keys import OffloadKey
+
+PROTOCOL = 1
+MESSAGE_BYTES_MAX = 64 << 10
+"""Below the default SO_SNDBUF of Linux, 208 KiB."""
+KEY_BYTES_MAX = 4096
+KEYS_BYTES_MAX = 40 << 10
+"""Bytes of the keys of one item, so that it fits a message with its rows and generations."""
+ITEM_KEYS_MAX = 1024
+TEXT_CHARACTERS_MAX = 4096
+
+
+class WireError(KVTierError):
+    """What a peer sent is no message of this protocol."""
+
+
+class Keys(msgspec.Struct, array_like=True, frozen=True):
+    """Some keys. `width`: bytes of each; 0: they differ, and each follows its length in two little-endian bytes."""
+
+    width: int
+    joined: bytes
+
+    @staticmethod
+    def of(keys: Sequence[OffloadKey]) -> Keys:
+        """These keys, packed."""
+        widths = set(map(len, keys))
+        if len(widths) == 1:
+            return Keys(widths.pop(), b"".join(keys))
+        return Keys(0, b"".join(part for key in keys for part in (len(key).to_bytes(2, "little"), key)))
+
+    def unpack(self) -> list[OffloadKey]:
+        """The keys. Raises WireError for a width or a length that does not fit the bytes."""
+        width, joined = self.width, self.joined
+        if width:
+            if not 0 < width <= KEY_BYTES_MAX or len(joined) % width:
+                raise WireError(f"{len(joined)} bytes are no keys of {width} bytes")
+            return [OffloadKey(joined[at : at + width]) for at in range(0, len(joined), width)]
+        return list(self._unpack_different())
+
+    def _unpack_different(self) -> Iterator[OffloadKey]:
+        at, joined = 0, self.joined
+        while at < len(joined):
+            begin = at + 2
+            at = begin + int.from_bytes(joined[at:begin], "little")
+            if not begin < at <= len(joined):
+                raise WireError("a key has no byte, or more than were sent")
+            yield OffloadKey(joined[begin:at])
+
+
+class Places(msgspec.Struct, array_like=True, frozen=True):
+    """Rows and the generations of their fills, as many of each."""
+
+    rows: bytes
+    generations: bytes
+
+    @staticmethod
+    def of(rows: Sequence[int] | IntArray, generations: Sequence[int] | IntArray) -> Places:
+        """These rows, packed."""
+        return Places(np.asarray(rows, np.int32).tobytes(), np.asarray(generations, np.int64).tobytes())
+
+    def unpack(self) -> tuple[IntArray, IntArray]:
+        """Rows and generations as int64. Raises WireError unless there are as many of both."""
+        if len(self.rows) % 4 or len(self.generations) != 2 * len(self.rows):
+            raise WireError("rows and generations differ in number")
+        return np.frombuffer(self.rows, np.int32).astype(np.int64), np.frombuffer(self.generations, np.int64)
+
+
+class Item(msgspec.Struct, array_like=True, frozen=True):
+    """Base of what a message holds."""
+
+
+# -- an engine to the stack process -----------------------------------------------------------------------------------
+
+
+class Ask(Item, tag=1):
+    """Look these keys of a request up; `first` is the position of the first of them in the request.
+
+    What is in rows is leased to the request at once, as far as the engine's bound goes. Nothing is promoted.
+    """
+
+    request: str
+    first: int
+    keys: Keys
+
+
+class Reserve(Item, tag=2):
+    """Bring these keys into rows and lease them to the request."""
+
+    request: str
+    keys: Keys
+
+
+class Drop(Item, tag=3):
+    """End the leases of a request."""
+
+    request: str
+
+
+class Load(Item, tag=4):
+    """A copy out of these leased rows begins; the leases are the copy's until every worker has reported."""
+
+    job: int
+    request: str
+    keys: Keys
+    places: Places
+
+
+class Fill(Item, tag=5):
+    """A copy into these rows, which were lent, begins; they hold these keys once every worker has reported."""
+
+    job: int
+    keys: Keys
+    places: Places
+
+
+class Return(Item, tag=6):
+    """Rows that were lent and are not needed."""
+
+    places: Places
+
+
+class Want(Item, tag=7):
+    """The number of rows that the engine would like to have ahead."""
+
+    rows: int
+
+
+class Begin(Item, tag=8):
+    """A request begins with these keys, as `request` of a stack."""
+
+    request: str
+    keys: Keys
+    info: dict[str, str | int | float | None] = {}
+
+
+class Extend(Item, tag=9):
+    """Keys of a request's output follow."""
+
+    request: str
+    keys: Keys
+
+
+class End(Item, tag=10):
+    """A request has ended; lengths in tokens where they are known."""
+
+    request: str
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+
+
+class Reset(Item, tag=11):
+    """Make what was stored before unreachable; `number` comes back in `ResetDone`."""
+
+    number: int
+
+
+class AskStats(Item, tag=12):
+    """Send the figures."""
+
+
+FromEngine = Ask | Reserve | Drop | Load | Fill | Return | Want | Begin | Extend | End | Reset | AskStats
+
+# -- the stack process to an engine -----------------------------------------------------------------------------------
+
+LEASED, PENDING, MISSING, UNKNOWN = range(4)
+"""States of a key in `Found`: in a row that is leased; in a lower tier or on its way; nowhere; a tier was asked."""
+
+
+class Found(Item, tag=32):
+    """The state of keys of a request from position `first` on, one byte each, and the places of the leased ones."""
+
+    request: str
+    first: int
+    states: bytes
+    places: Places
+
+
+class Ended(Item, tag=33):
+    """A job has ended: runs of (number, status, reason, errno) for its blocks."""
+
+    job: int
+    outcomes: list[tuple[int, str, str, int]]
+
+
+class Lent(Item, tag=34):
+    """Rows that the engine may fill."""
+
+    places: Places
+
+
+class Revoke(Item, tag=35):
+    """Leases of these requests are wanted back: the engine drops those that it has not handed to workers."""
+
+    requests: list[str]
+
+
+class ResetDone(Item, tag=36):
+    """A reset is durable, or why it is not."""
+
+    number: int
+    fault: str = ""
+
+
+class Stats(Item, tag=37):
+    """A part of the figures as JSON, `last` with the end of it."""
+
+    part: bytes
+    last: bool
+
+
+class Closing(Item, tag=38):
+    """The stack process is about to end: everything is a miss from now on."""
+
+    reason: str
+
+
+ToEngine = Found | Ended | Lent | Revoke | ResetDone | Stats | Closing
+
+# -- workers, and the beginning of a connection -----------------------------------------------------------------------
+
+
+class Copied(Item, tag=64):
+    """A worker's part of a copy has ended: runs of (number, errno) for its blocks, in order."""
+
+    job: int
+    outcomes: list[tuple[int, int]]
+
+
+class Hello(Item, tag=96):
+    """The first message of a process; its own pidfd comes with it.
+
+    `role`: scheduler or worker; `participant`: the worker's number. `token` tells two lives of an engine apart.
+    `shape` is what the layout needs of the rows.
+    """
+
+    protocols: list[int]
+    release: str
+    role: str
+    participant: int
+    world_size: int
+    engine_id: str
+    token: str
+    manifest: bytes
+
+
+class Welcome(Item, tag=97):
+    """The answer; descriptors of the segments come with it. `incarnation` is new with each stack process."""
+
+    protocol: int
+    incarnation: str
+    session: int
+    num_rows: int
+    row_bytes: int
+
+
+class Refused(Item, tag=98):
+    """The answer to a process that is not served: everything is a miss."""
+
+    reason: str
+
+
+Greeting = Hello | Welcome | Refused
+T = TypeVar("T")
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+class Codec:
+    """Messages of one direction: a sequence number, then items of these types."""
+
+    def __init__(self, items: Any) -> None:
+        self._decoder = msgspec.msgpack.Decoder(tuple[int, list[items]])  # type: ignore[valid-type]
+
+    @staticmethod
+    def encode(items: Iterable[Item], sequence: int) -> list[bytes]:
+        """The messages that hold these items, in order, numbered from `sequence` on.
+
+        Raises WireError for an item that no message holds: `split` it first.
+        """
+        encoded = list(map(_ENCODER.encode, items))
+        if any(len(one) + _HEAD_BYTES > MESSAGE_BYTES_MAX for one in encoded):
+            raise WireError(f"an item of {max(map(len, encoded))} bytes fits no message")
+        messages: list[bytes] = []
+        first = size = 0
+        for at, one in enumerate(encoded):
+            if size and size + len(one) + _HEAD_BYTES > MESSAGE_BYTES_MAX:
+                messages.append(_message(sequence + len(messages), encoded[first:at]))
+                first, size = at, 0
+            size += len(one)
+        return [*messages, _message(sequence + len(messages), encoded[first:])] if encoded else []
+
+    def decode(self, message: bytes | bytearray | memoryview) -> tuple[int, list[Any]]:
+        """(the sequence number, the items). Raises WireError."""
+        if len(message) > MESSAGE_BYTES_MAX:
+            raise WireError(f"a message of {len(message)} bytes")
+        try:
+            return self._decoder.decode(message)  # type: ignore[return-value]
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise WireError("what a peer sent is no message of this protocol") from error
+
+
+_HEAD_BYTES = 1 + 9 + 5
+"""Of a message: a list of two, a sequence number, and a list of up to 2^32 items."""
+
+
+def _message(sequence: int, encoded: Sequence[bytes]) -> bytes:
+    return b"".join((b"\x92\xcf", sequence.to_bytes(8, "big"), b"\xdd", len(encoded).to_bytes(4, "big"), *encoded))
+
+
+TO_ENGINE, FROM_ENGINE, FROM_WORKER, GREETING = map(Codec, (ToEngine, FromEngine, Copied, Greeting))
+
+
+def split(keys: Sequence[OffloadKey]) -> Iterator[tuple[int, Sequence[OffloadKey]]]:
+    """(position, keys) of parts that fit an item each."""
+    if len(keys) <= ITEM_KEYS_MAX and sum(map(len, keys)) + 2 * len(keys) <= KEYS_BYTES_MAX:
+        if keys:
+            yield 0, keys
+        return
+    ends = list(accumulate(len(key) + 2 for key in keys))
+    first, base = 0, 0
+    cuts = [0]
+    for at, end in enumerate(ends):
+        if at > first and (end - base > KEYS_BYTES_MAX or at - first >= ITEM_KEYS_MAX):
+            cuts.append(at)
+            first, base = at, ends[at - 1]
+    for begin, end in pairwise([*cuts, len(keys)]):
+        yield begin, keys[begin:end]
