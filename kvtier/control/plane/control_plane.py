@@ -18,7 +18,7 @@ from kvtier.control.flow.engine_job import EngineJob
 from kvtier.control.flow.load_or_compute import LoadOrCompute
 from kvtier.control.flow.loads import CopyJob, LoadRequest
 from kvtier.control.flow.promotions import Promotions
-from kvtier.control.flow.stores import StoreRequest
+from kvtier.control.flow.stores import LentStore, StoreRequest
 from kvtier.control.hints.following import Hints
 from kvtier.control.jobs import Decisions, JoiningTiers, PresenceQuery, Recipient
 from kvtier.control.plane.lookups import look_up
@@ -249,6 +249,37 @@ class ControlPlane(Recipient):
             elif not self.control.shortage and not store.advance(now):
                 self.control.shortage = len(store.todo)
             self._admission.add_store(store)
+
+    def lend(self, count: int, now: float) -> tuple[list[int], list[int]]:
+        """(rows, their generations): rows that an engine may fill before it states their keys, `count` at most.
+
+        Each ends with `fill` or `return_lent`. The caller bounds how many are lent, and checks whose they are.
+        """
+        if now >= self._tick_at:
+            self._tick(now)
+        cpu = self.control.cpu
+        rows = cpu.lend(count) if not self._demotions.closing else []
+        return rows, cpu.table.generations[rows].tolist()
+
+    def return_lent(self, rows: Sequence[int]) -> None:
+        """These rows were lent, and no copy into them was begun, or all have ended. Pump afterwards."""
+        self.control.cpu.end_loan(rows)
+        self.control.cpu.unpin(rows)
+
+    def fill(self, job: TransferJob, now: float) -> None:
+        """A store whose copies the engine has begun, into lent rows that the job names. Pump afterwards.
+
+        It ends as a job of `submit`. A key that is there already is PRESENT, and its row is free after the copy.
+        """
+        self._open.begin(job)
+        if now >= self._tick_at:
+            self._tick(now)
+        store = LentStore(self._demotions, self._factor, job, now, next(self._ages))
+        self._open.add(store)
+        store.advance(now)
+        if self._demotions.closing:
+            store.stop(dropped(DropReason.CLOSING))
+        self._admission.add_store(store)
 
     def cancel(self, job_id: JobId, now: float) -> None:
         """End a job early. Its result still comes, after the copies in flight have ended."""
