@@ -41,7 +41,7 @@ from kvtier.types.jobs import (
 )
 from kvtier.types.keys import CPU
 from kvtier.types.values import job_value
-from kvtier_cpu.region.opening import RegionHost, open_region
+from kvtier_cpu.region.opening import RegionHost, attach_region, open_region
 from kvtier_cpu.region.populate import private_works
 from kvtier_cpu.region.shared_region import RegionSpec, SharedRegion, Sharing, intact_rows, seal_rows
 
@@ -205,6 +205,13 @@ class CPUBackend(LoadStore):
         if context.one_process and spec.geometry.world_size == 1 and self._takes_private():
             spec = replace(spec, sharing=Sharing.PRIVATE)
         return await self._map(context, spec)
+
+    @classmethod
+    def attach(cls, context: TierContext, num_rows: int, rows_fd: int, control_fd: int) -> SharedRows:
+        """Map a region by descriptors that its coordinator passed on. Raises RegionError."""
+        digest = context.namespace.digest()
+        spec = RegionSpec(context.geometry, num_rows, digest, (context.worker,), populate=False)
+        return attach_region(spec, rows_fd, control_fd, counted=False)
 
     def worker_notes(self) -> list[str]:
         """The note of each worker. Raises ResourceError unless every worker has mapped the region."""

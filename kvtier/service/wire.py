@@ -93,40 +93,43 @@ class Item(msgspec.Struct, array_like=True, frozen=True):
 # -- an engine to the stack process -----------------------------------------------------------------------------------
 
 
-class Ask(Item, tag=1):
-    """Look these keys of a request up; `first` is the position of the first of them in the request.
+class Ask(Item, tag=1, frozen=True):
+    """Look these keys of a request up; `number` comes back in `Found`.
 
     What is in rows is leased to the request at once, as far as the engine's bound goes. Nothing is promoted.
     """
 
     request: str
-    first: int
+    number: int
     keys: Keys
 
 
-class Reserve(Item, tag=2):
-    """Bring these keys into rows and lease them to the request."""
+class Reserve(Item, tag=2, frozen=True):
+    """Bring these keys into rows and lease them to the request; `number` comes back in `Found` once it is served."""
 
     request: str
+    number: int
     keys: Keys
 
 
-class Drop(Item, tag=3):
+class Drop(Item, tag=3, frozen=True):
     """End the leases of a request."""
 
     request: str
 
 
-class Load(Item, tag=4):
-    """A copy out of these leased rows begins; the leases are the copy's until every worker has reported."""
+class Load(Item, tag=4, frozen=True):
+    """A copy out of these rows, leased to the request, begins: they are the copy's until every worker has reported.
+
+    The request's other leases end.
+    """
 
     job: int
     request: str
-    keys: Keys
     places: Places
 
 
-class Fill(Item, tag=5):
+class Fill(Item, tag=5, frozen=True):
     """A copy into these rows, which were lent, begins; they hold these keys once every worker has reported."""
 
     job: int
@@ -134,19 +137,19 @@ class Fill(Item, tag=5):
     places: Places
 
 
-class Return(Item, tag=6):
+class Return(Item, tag=6, frozen=True):
     """Rows that were lent and are not needed."""
 
     places: Places
 
 
-class Want(Item, tag=7):
+class Want(Item, tag=7, frozen=True):
     """The number of rows that the engine would like to have ahead."""
 
     rows: int
 
 
-class Begin(Item, tag=8):
+class Begin(Item, tag=8, frozen=True):
     """A request begins with these keys, as `request` of a stack."""
 
     request: str
@@ -154,14 +157,14 @@ class Begin(Item, tag=8):
     info: dict[str, str | int | float | None] = {}
 
 
-class Extend(Item, tag=9):
+class Extend(Item, tag=9, frozen=True):
     """Keys of a request's output follow."""
 
     request: str
     keys: Keys
 
 
-class End(Item, tag=10):
+class End(Item, tag=10, frozen=True):
     """A request has ended; lengths in tokens where they are known."""
 
     request: str
@@ -169,13 +172,13 @@ class End(Item, tag=10):
     output_tokens: int | None = None
 
 
-class Reset(Item, tag=11):
+class Reset(Item, tag=11, frozen=True):
     """Make what was stored before unreachable; `number` comes back in `ResetDone`."""
 
     number: int
 
 
-class AskStats(Item, tag=12):
+class AskStats(Item, tag=12, frozen=True):
     """Send the figures."""
 
 
@@ -187,49 +190,48 @@ LEASED, PENDING, MISSING, UNKNOWN = range(4)
 """States of a key in `Found`: in a row that is leased; in a lower tier or on its way; nowhere; a tier was asked."""
 
 
-class Found(Item, tag=32):
-    """The state of keys of a request from position `first` on, one byte each, and the places of the leased ones."""
+class Found(Item, tag=32, frozen=True):
+    """The state of each key of an `Ask` or `Reserve`, one byte each, and the places of the leased ones."""
 
-    request: str
-    first: int
+    number: int
     states: bytes
     places: Places
 
 
-class Ended(Item, tag=33):
+class Ended(Item, tag=33, frozen=True):
     """A job has ended: runs of (number, status, reason, errno) for its blocks."""
 
     job: int
     outcomes: list[tuple[int, str, str, int]]
 
 
-class Lent(Item, tag=34):
+class Lent(Item, tag=34, frozen=True):
     """Rows that the engine may fill."""
 
     places: Places
 
 
-class Revoke(Item, tag=35):
+class Revoke(Item, tag=35, frozen=True):
     """Leases of these requests are wanted back: the engine drops those that it has not handed to workers."""
 
     requests: list[str]
 
 
-class ResetDone(Item, tag=36):
+class ResetDone(Item, tag=36, frozen=True):
     """A reset is durable, or why it is not."""
 
     number: int
     fault: str = ""
 
 
-class Stats(Item, tag=37):
+class Stats(Item, tag=37, frozen=True):
     """A part of the figures as JSON, `last` with the end of it."""
 
     part: bytes
     last: bool
 
 
-class Closing(Item, tag=38):
+class Closing(Item, tag=38, frozen=True):
     """The stack process is about to end: everything is a miss from now on."""
 
     reason: str
@@ -240,14 +242,14 @@ ToEngine = Found | Ended | Lent | Revoke | ResetDone | Stats | Closing
 # -- workers, and the beginning of a connection -----------------------------------------------------------------------
 
 
-class Copied(Item, tag=64):
+class Copied(Item, tag=64, frozen=True):
     """A worker's part of a copy has ended: runs of (number, errno) for its blocks, in order."""
 
     job: int
     outcomes: list[tuple[int, int]]
 
 
-class Hello(Item, tag=96):
+class Hello(Item, tag=96, frozen=True):
     """The first message of a process; its own pidfd comes with it.
 
     `role`: scheduler or worker; `participant`: the worker's number. `token` tells two lives of an engine apart.
@@ -264,7 +266,7 @@ class Hello(Item, tag=96):
     manifest: bytes
 
 
-class Welcome(Item, tag=97):
+class Welcome(Item, tag=97, frozen=True):
     """The answer; descriptors of the segments come with it. `incarnation` is new with each stack process."""
 
     protocol: int
@@ -272,9 +274,10 @@ class Welcome(Item, tag=97):
     session: int
     num_rows: int
     row_bytes: int
+    alignment: int
 
 
-class Refused(Item, tag=98):
+class Refused(Item, tag=98, frozen=True):
     """The answer to a process that is not served: everything is a miss."""
 
     reason: str
@@ -289,7 +292,7 @@ class Codec:
     """Messages of one direction: a sequence number, then items of these types."""
 
     def __init__(self, items: Any) -> None:
-        self._decoder = msgspec.msgpack.Decoder(tuple[int, list[items]])  # type: ignore[valid-type]
+        self._decoder = msgspec.msgpack.Decoder(tuple[int, list[items]])
 
     @staticmethod
     def encode(items: Iterable[Item], sequence: int) -> list[bytes]:
@@ -314,7 +317,7 @@ class Codec:
         if len(message) > MESSAGE_BYTES_MAX:
             raise WireError(f"a message of {len(message)} bytes")
         try:
-            return self._decoder.decode(message)  # type: ignore[return-value]
+            return self._decoder.decode(message)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise WireError("what a peer sent is no message of this protocol") from error
 

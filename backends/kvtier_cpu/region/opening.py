@@ -88,8 +88,10 @@ def open_region(spec: RegionSpec, host: RegionHost | None = None) -> SharedRegio
         opening.patience.pause("the region's name to become stable")
 
 
-def attach_region(spec: RegionSpec, rows_fd: int, control_fd: int) -> SharedRegion:
+def attach_region(spec: RegionSpec, rows_fd: int, control_fd: int, counted: bool = True) -> SharedRegion:
     """Map a memfd region whose descriptors were inherited or passed on. The caller keeps the descriptors.
+
+    With `counted` this process is one of the region's participants, each of which maps it once.
 
     Raises RegionError unless they are a ready region of exactly this geometry, sealed against ever shrinking.
     """
@@ -97,7 +99,7 @@ def attach_region(spec: RegionSpec, rows_fd: int, control_fd: int) -> SharedRegi
         if not _sealed(fd) or os.fstat(fd).st_size != size_bytes:
             raise RegionError("the descriptors are not those of a shared region of this size")
     opening = _Opening(spec, RegionHost())
-    return opening.enter(opening.maps(rows_fd, control_fd))
+    return opening.enter(opening.maps(rows_fd, control_fd), counted)
 
 
 class _Opening:
@@ -190,7 +192,7 @@ class _Opening:
                 self.host.observe(Step.READY)
         return region
 
-    def enter(self, maps: tuple[mmap.mmap, mmap.mmap]) -> SharedRegion:
+    def enter(self, maps: tuple[mmap.mmap, mmap.mmap], counted: bool = True) -> SharedRegion:
         """A region over memory that another participant has made ready, with this participant counted in.
 
         Raises RegionError unless it is the region this participant needs.
@@ -201,7 +203,8 @@ class _Opening:
             region.check_identity(self.spec.digest)
             if not region.ready:
                 raise RegionError("the shared region is not ready")
-            self._count_in(region)
+            if counted:
+                self._count_in(region)
             self.host.observe(Step.JOINED)
         return region
 

@@ -1,0 +1,257 @@
+"""The connections of a stack process: a listening socket, greetings, and items between channels and the pool."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import struct
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+
+from kvtier.errors import KVTierError, ResourceError
+from kvtier.service import wire
+from kvtier.service.channel import Channel, receive_greeting, send_greeting
+from kvtier.service.pool import Pool
+from kvtier.service.session import Session
+from kvtier.service.wire import FROM_ENGINE, FROM_WORKER, GREETING, PROTOCOL, Hello, Refused, Welcome
+from kvtier.stack.assembly import StackParts
+
+OUTBOX_BYTES_MAX = 1 << 20
+"""Bytes that wait for an engine which does not read; its connection is closed then."""
+MESSAGES_AT_ONCE = 8
+"""Messages of a connection that are read in one turn of the loop."""
+GREETING_SECONDS = 5.0
+CONNECTIONS_MAX = 1024
+
+_log = logging.getLogger(__name__)
+
+
+class Peer:
+    """A connection of an engine's scheduler or worker."""
+
+    def __init__(self, channel: Channel, engine: Engine, worker: int | None) -> None:
+        self.channel = channel
+        self.engine = engine
+        self.worker = worker
+        self.writes = False
+
+
+class Engine:
+    """The processes of one life of an engine, and their session."""
+
+    def __init__(self, session: Session, token: str) -> None:
+        self.session = session
+        self.token = token
+        self.scheduler: Peer | None = None
+        self.peers: set[Peer] = set()
+        self.pidfds: set[int] = set()
+
+
+class StackServer:
+    """Serves engines over a socket in one event loop. `async with` opens the stack and the socket, and closes both."""
+
+    def __init__(self, parts: StackParts, path: str) -> None:
+        self.incarnation = secrets.token_hex(8)
+        self.pool = Pool(parts, self._send_all)
+        self._digest = parts.namespace.digest()
+        self._path = path
+        self._engines: dict[str, Engine] = {}
+        self._greeting: set[asyncio.Task[None]] = set()
+        self._closing = ExitStack()
+
+    async def __aenter__(self) -> StackServer:
+        await self.pool.open()
+        try:
+            self._listen()
+        except BaseException:
+            await self.pool.close()
+            raise
+        return self
+
+    def _listen(self) -> None:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        self._closing.callback(listener.close)
+        try:
+            listener.bind(self._path)
+            self._closing.callback(Path(self._path).unlink, missing_ok=True)
+            os.chmod(self._path, 0o600)
+            listener.listen(64)
+        except OSError as error:
+            self._closing.close()
+            raise ResourceError(f"the socket {self._path} cannot be opened: {error}") from error
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(listener, self._accept, listener)
+        self._closing.callback(self._loop.remove_reader, listener)
+
+    async def __aexit__(self, *_: object) -> None:
+        self._closing.close()
+        for task in tuple(self._greeting):
+            task.cancel()
+        for engine in list(self._engines.values()):
+            for peer in list(engine.peers):
+                if peer is engine.scheduler:
+                    peer.channel.send([wire.Closing("the stack process ends")])
+        await self.pool.close()
+        for engine in list(self._engines.values()):
+            for peer in list(engine.peers):
+                self._disconnect(peer, "the stack process ends")
+
+    # -- greetings -----------------------------------------------------------------------------------------------
+
+    def _accept(self, listener: socket.socket) -> None:
+        with suppress(BlockingIOError, ConnectionError):
+            sock, _ = listener.accept()
+            sock.setblocking(False)
+            task = asyncio.ensure_future(self._greet(sock))
+            self._greeting.add(task)
+            task.add_done_callback(self._greeting.discard)
+
+    async def _greet(self, sock: socket.socket) -> None:
+        """Take in a process, or refuse it with one line."""
+        try:
+            async with asyncio.timeout(GREETING_SECONDS):
+                await _readable(sock)
+            hello, descriptors = receive_greeting(sock, GREETING)
+        except (OSError, KVTierError) as error:
+            _log.warning("a connection did not begin with a greeting: %s", error)
+            sock.close()
+            return
+        fault = self._fault(sock, hello, descriptors)
+        if fault:
+            with suppress(OSError):
+                send_greeting(sock, Refused(fault))
+            _log.warning("a process is not served: %s", fault)
+            sock.close()
+            for fd in descriptors:
+                os.close(fd)
+            return
+        self._welcome(sock, hello, descriptors[0])
+
+    def _fault(self, sock: socket.socket, hello: object, descriptors: list[int]) -> str:
+        """Why a process is not served; empty if it is."""
+        _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if uid != os.geteuid():
+            return f"user {uid} is not allowed"
+        if not isinstance(hello, Hello) or len(descriptors) != 1:
+            return "a greeting is a Hello and a pidfd"
+        if PROTOCOL not in hello.protocols:
+            return f"this release speaks protocol {PROTOCOL}, the engine {hello.protocols}"
+        if hello.manifest != self._digest:
+            return "its namespace is another one"
+        geometry = self.pool.geometry
+        if hello.world_size != geometry.world_size or hello.participant not in range(geometry.world_size):
+            return f"worker {hello.participant} of {hello.world_size}, but the stack has {geometry.world_size}"
+        if sum(len(engine.peers) for engine in self._engines.values()) >= CONNECTIONS_MAX:
+            return f"there are {CONNECTIONS_MAX} connections already"
+        return ""
+
+    def _welcome(self, sock: socket.socket, hello: Hello, pidfd: int) -> None:
+        engine = self._engines.get(hello.token)
+        if engine is None:
+            engine = self._engines[hello.token] = Engine(self.pool.begin_session(), hello.token)
+        schedules = hello.role == "scheduler"
+        geometry = self.pool.geometry
+        sent = [] if schedules else list(self.pool.descriptors)
+        welcome = Welcome(
+            PROTOCOL,
+            self.incarnation,
+            engine.session.number,
+            self.pool.num_rows,
+            geometry.row_bytes,
+            geometry.alignment,
+        )
+        try:
+            send_greeting(sock, welcome, sent)
+        except OSError as error:
+            _log.warning("a process left before it was welcome: %s", error)
+            sock.close()
+            os.close(pidfd)
+            return
+        channel = Channel(sock, FROM_ENGINE if schedules else FROM_WORKER, OUTBOX_BYTES_MAX)
+        peer = Peer(channel, engine, None if schedules else hello.participant)
+        engine.peers.add(peer)
+        if schedules:
+            engine.scheduler = peer
+        engine.pidfds.add(pidfd)
+        self._loop.add_reader(pidfd, self._on_exit, engine, pidfd)
+        self._loop.add_reader(channel, self._on_readable, peer)
+
+    # -- items ---------------------------------------------------------------------------------------------------
+
+    def _on_readable(self, peer: Peer) -> None:
+        items, session = peer.channel.receive(MESSAGES_AT_ONCE), peer.engine.session
+        try:
+            if items and peer.worker is None:
+                self.pool.handle(session, items)
+            elif items:
+                assert peer.worker is not None
+                self.pool.on_copied(session, peer.worker, items)
+        except KVTierError as error:
+            self._disconnect(peer, str(error))
+            return
+        if peer.channel.closed:
+            self._disconnect(peer, peer.channel.fault)
+
+    def _send_all(self) -> None:
+        for engine in self._engines.values():
+            peer = engine.scheduler
+            items = engine.session.take_items()
+            if not items or peer is None:
+                continue
+            if not peer.channel.send(items):
+                self._loop.call_soon(self._disconnect, peer, "it does not read what it is sent")
+            elif peer.channel.waiting_bytes and not peer.writes:
+                peer.writes = True
+                self._loop.add_writer(peer.channel, self._on_writable, peer)
+
+    def _on_writable(self, peer: Peer) -> None:
+        if peer.channel.flush():
+            peer.writes = False
+            self._loop.remove_writer(peer.channel)
+
+    # -- ends ----------------------------------------------------------------------------------------------------
+
+    def _disconnect(self, peer: Peer, fault: str) -> None:
+        engine = peer.engine
+        if peer not in engine.peers:
+            return
+        engine.peers.discard(peer)
+        self._loop.remove_reader(peer.channel)
+        self._loop.remove_writer(peer.channel)
+        peer.channel.close()
+        if peer is engine.scheduler:
+            engine.scheduler = None
+            _log.info("engine %d: its connection has ended: %s", engine.session.number, fault)
+            if self.pool.is_open:
+                self.pool.end_session(engine.session, exited=False)
+
+    def _on_exit(self, engine: Engine, pidfd: int) -> None:
+        """A process of an engine has exited. When all have, no copy of the engine goes on."""
+        self._loop.remove_reader(pidfd)
+        os.close(pidfd)
+        engine.pidfds.discard(pidfd)
+        if not engine.pidfds:
+            for peer in list(engine.peers):
+                self._disconnect(peer, "its process has exited")
+            self._engines.pop(engine.token, None)
+            if self.pool.is_open:
+                self.pool.end_session(engine.session, exited=True)
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+async def _readable(sock: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(sock, partial(_set, future))
+    try:
+        await future
+    finally:
+        loop.remove_reader(sock)
