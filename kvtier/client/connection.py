@@ -30,17 +30,8 @@ def connect(identity: Identity, role: str, participant: int = 0) -> tuple[socket
 
     Raises ResourceError if no stack process answers, ConfigError if it refuses this engine.
     """
-    layout = identity.namespace.layout
-    hello = Hello(
-        [PROTOCOL],
-        "",
-        role,
-        participant,
-        layout.world_size,
-        identity.engine_id,
-        identity.token,
-        identity.namespace.digest(),
-    )
+    manifest = identity.namespace.manifest().encode()
+    hello = Hello([PROTOCOL], "", role, participant, identity.engine_id, identity.token, manifest)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
         sock.settimeout(CONNECT_SECONDS)

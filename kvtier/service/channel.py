@@ -158,3 +158,14 @@ def receive_greeting(sock: socket.socket, codec: Codec) -> tuple[Any, list[int]]
     for fd in descriptors:
         os.set_inheritable(fd, False)
     return items[0], list(descriptors)
+
+
+def is_listening(path: str) -> bool:
+    """True if a process listens on a socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as sock:
+        sock.settimeout(1.0)
+        try:
+            sock.connect(path)
+        except OSError:
+            return False
+    return True

@@ -8,17 +8,20 @@ import os
 import secrets
 import socket
 import struct
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
-from kvtier.errors import KVTierError, ResourceError
+from kvtier.errors import ConfigError, GeometryError, KVTierError, ResourceError, UsageError
 from kvtier.service import wire
 from kvtier.service.channel import Channel, receive_greeting, send_greeting
+from kvtier.service.manifests import read_namespace
 from kvtier.service.pool import Pool
 from kvtier.service.session import Session
-from kvtier.service.wire import FROM_ENGINE, FROM_WORKER, GREETING, PROTOCOL, Hello, Refused, Welcome
+from kvtier.service.wire import FROM_ENGINE, FROM_WORKER, GREETING, PROTOCOL, Hello, Refused, Welcome, WireError
 from kvtier.stack.assembly import StackParts
+from kvtier.types.namespace import Namespace
 
 OUTBOX_BYTES_MAX = 1 << 20
 """Bytes that wait for an engine which does not read; its connection is closed then."""
@@ -52,25 +55,47 @@ class Engine:
 
 
 class StackServer:
-    """Serves engines over a socket in one event loop. `async with` opens the stack and the socket, and closes both."""
+    """Serves engines over a socket in one event loop: `async with` opens the socket, and closes it and the stack.
 
-    def __init__(self, parts: StackParts, path: str) -> None:
+    The first engine brings the layout, so the stack opens with it. `parts` makes the parts of a stack for a namespace.
+    Engines of another namespace are refused.
+    """
+
+    def __init__(self, parts: Callable[[Namespace], StackParts], path: str) -> None:
         self.incarnation = secrets.token_hex(8)
-        self.pool = Pool(parts, self._send_all)
-        self._digest = parts.namespace.digest()
+        self._parts = parts
         self._path = path
+        self._pool: Pool | None = None
+        self._manifest = b""
+        self._opening = asyncio.Lock()
         self._engines: dict[str, Engine] = {}
         self._greeting: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
         self._closing = ExitStack()
 
+    async def wait_idle(self, seconds: float) -> None:
+        """Return when there was no engine for so long."""
+        while True:
+            self._changed.clear()
+            if self._engines or self._greeting:
+                await self._changed.wait()
+                continue
+            try:
+                async with asyncio.timeout(seconds):
+                    await self._changed.wait()
+            except TimeoutError:
+                return
+
     async def __aenter__(self) -> StackServer:
-        await self.pool.open()
-        try:
-            self._listen()
-        except BaseException:
-            await self.pool.close()
-            raise
+        self._listen()
         return self
+
+    @property
+    def pool(self) -> Pool:
+        """The pool. Raises UsageError before the first engine came."""
+        if self._pool is None:
+            raise UsageError("no engine has come yet")
+        return self._pool
 
     def _listen(self) -> None:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
@@ -95,7 +120,8 @@ class StackServer:
             for peer in list(engine.peers):
                 if peer is engine.scheduler:
                     peer.channel.send([wire.Closing("the stack process ends")])
-        await self.pool.close()
+        if self._pool is not None:
+            await self._pool.close()
         for engine in list(self._engines.values()):
             for peer in list(engine.peers):
                 self._disconnect(peer, "the stack process ends")
@@ -108,7 +134,12 @@ class StackServer:
             sock.setblocking(False)
             task = asyncio.ensure_future(self._greet(sock))
             self._greeting.add(task)
-            task.add_done_callback(self._greeting.discard)
+            task.add_done_callback(self._on_greeted)
+            self._changed.set()
+
+    def _on_greeted(self, task: asyncio.Task[None]) -> None:
+        self._greeting.discard(task)
+        self._changed.set()
 
     async def _greet(self, sock: socket.socket) -> None:
         """Take in a process, or refuse it with one line."""
@@ -120,7 +151,7 @@ class StackServer:
             _log.warning("a connection did not begin with a greeting: %s", error)
             sock.close()
             return
-        fault = self._fault(sock, hello, descriptors)
+        fault = self._fault(sock, hello, descriptors) or await self._open_pool(hello)
         if fault:
             with suppress(OSError):
                 send_greeting(sock, Refused(fault))
@@ -140,13 +171,24 @@ class StackServer:
             return "a greeting is a Hello and a pidfd"
         if PROTOCOL not in hello.protocols:
             return f"this release speaks protocol {PROTOCOL}, the engine {hello.protocols}"
-        if hello.manifest != self._digest:
-            return "its namespace is another one"
-        geometry = self.pool.geometry
-        if hello.world_size != geometry.world_size or hello.participant not in range(geometry.world_size):
-            return f"worker {hello.participant} of {hello.world_size}, but the stack has {geometry.world_size}"
         if sum(len(engine.peers) for engine in self._engines.values()) >= CONNECTIONS_MAX:
             return f"there are {CONNECTIONS_MAX} connections already"
+        return ""
+
+    async def _open_pool(self, hello: Hello) -> str:
+        """Open the stack with the first engine's namespace. Why this engine is not served; empty if it is."""
+        async with self._opening:
+            if self._pool is None:
+                try:
+                    pool = Pool(self._parts(read_namespace(hello.manifest)), self._send_all)
+                    await pool.open()
+                except (ConfigError, ResourceError, GeometryError, WireError) as error:
+                    return str(error)
+                self._pool, self._manifest = pool, hello.manifest
+        if hello.manifest != self._manifest:
+            return "its namespace is another one than that of the engines here"
+        if hello.participant not in range(self.pool.geometry.world_size):
+            return f"there is no worker {hello.participant} among {self.pool.geometry.world_size}"
         return ""
 
     def _welcome(self, sock: socket.socket, hello: Hello, pidfd: int) -> None:
@@ -238,6 +280,7 @@ class StackServer:
             for peer in list(engine.peers):
                 self._disconnect(peer, "its process has exited")
             self._engines.pop(engine.token, None)
+            self._changed.set()
             if self.pool.is_open:
                 self.pool.end_session(engine.session, exited=True)
 

@@ -252,15 +252,14 @@ class Copied(Item, tag=64, frozen=True):
 class Hello(Item, tag=96, frozen=True):
     """The first message of a process; its own pidfd comes with it.
 
-    `role`: scheduler or worker; `participant`: the worker's number. `token` tells two lives of an engine apart.
-    `shape` is what the layout needs of the rows.
+    `role`: scheduler or worker; `participant`: the worker's number. `token` is one for each life of an engine.
+    `manifest` is that of the namespace.
     """
 
     protocols: list[int]
     release: str
     role: str
     participant: int
-    world_size: int
     engine_id: str
     token: str
     manifest: bytes

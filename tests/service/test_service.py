@@ -40,7 +40,7 @@ def served(folder: Path, rows: int = 256, below: str = "") -> Iterator[str]:
     path = str(folder / "socket")
     thread = LoopThread("test-service", "service")
     thread.open()
-    server = StackServer(stack_parts(config, namespace()), path)
+    server = StackServer(lambda namespace: stack_parts(config, namespace), path)
     thread.run(server.__aenter__, 30.0)
     try:
         yield path
