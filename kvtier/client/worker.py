@@ -16,7 +16,7 @@ from kvtier.client.connection import Identity, connect
 from kvtier.errors import ConfigError
 from kvtier.service import wire
 from kvtier.service.channel import Channel
-from kvtier.service.wire import TO_ENGINE
+from kvtier.service.wire import TO_WORKER
 from kvtier.tier.contract import AttachesRows, LoadStore, TierContext
 from kvtier.tier.registry import discover
 from kvtier.types.geometry import Geometry
@@ -60,7 +60,7 @@ class WorkerClient:
             "gpu", geometry, identity.namespace, time.monotonic, worker=worker, kv_caches=tensors, rows=self._rows
         )
         await self._gpu.open(context)
-        self._channel = Channel(sock, TO_ENGINE, OUTBOX_BYTES_MAX)
+        self._channel = Channel(sock, TO_WORKER, OUTBOX_BYTES_MAX)
         self._loop = asyncio.get_running_loop()
 
     def begin(self, job: TransferJob) -> None:

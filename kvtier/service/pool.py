@@ -146,14 +146,14 @@ class Pool(TierStack):
         """Take in what an engine sent. Raises Breach, WireError: end its connection then."""
         for item in items:
             session.handle(item, self._clock())
-        self._decided()
+        self._carry_out()
 
     @guard_step
     def on_copied(self, session: Session, worker: int, items: Sequence[Copied]) -> None:
         """Take in what a worker of an engine reported. Raises Breach."""
         for item in items:
             session.on_copied(worker, item)
-        self._decided()
+        self._carry_out()
 
     @guard_step
     def end_session(self, session: Session, exited: bool) -> None:
@@ -163,15 +163,15 @@ class Pool(TierStack):
             self.sessions.pop(session.number, None)
         else:
             session.lose(self._clock())
-        self._decided()
+        self._carry_out()
 
-    def _decided(self, pumps: bool = True) -> None:
-        super()._decided(pumps)
+    def _carry_out(self, pumps: bool = True) -> None:
+        super()._carry_out(pumps)
         now = self._clock()
         for session in self.sessions.values():
             session.advance(now)
         if self.sessions:
-            super()._decided(pumps=False)
+            super()._carry_out(pumps=False)
             self._send()
 
     def _on_result(self, result: JobResult) -> None:

@@ -11,7 +11,9 @@ Raises `WireError` for bytes that are no message of the type that is expected.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
 from itertools import accumulate, pairwise
+from operator import or_
 from typing import Any, TypeVar
 
 import msgspec
@@ -150,7 +152,7 @@ class Want(Item, tag=7, frozen=True):
 
 
 class Begin(Item, tag=8, frozen=True):
-    """A request begins with these keys, as `request` of a stack."""
+    """A request begins with these keys: `request` of a stack. `info`: fields of a `RequestInfo` that are set."""
 
     request: str
     keys: Keys
@@ -165,11 +167,13 @@ class Extend(Item, tag=9, frozen=True):
 
 
 class End(Item, tag=10, frozen=True):
-    """A request has ended; lengths in tokens where they are known."""
+    """A request has ended; it came `age` seconds ago. Lengths in tokens and the keys of the prompt where known."""
 
     request: str
     input_tokens: int | None = None
     output_tokens: int | None = None
+    prompt: Keys | None = None
+    age: float = 0.0
 
 
 class Reset(Item, tag=11, frozen=True):
@@ -182,7 +186,51 @@ class AskStats(Item, tag=12, frozen=True):
     """Send the figures."""
 
 
-FromEngine = Ask | Reserve | Drop | Load | Fill | Return | Want | Begin | Extend | End | Reset | AskStats
+class Announce(Item, tag=13, frozen=True):
+    """Send events once more that say which tiers have these keys."""
+
+    keys: Keys
+
+
+class Hint(Item, tag=14, frozen=True):
+    """What an application says of blocks. `kind`: name of a `KVHint` in lower case."""
+
+    kind: str
+    keys: Keys
+    session: str = ""
+    seconds: float = 0.0
+
+
+class Computed(Item, tag=15, frozen=True):
+    """The engine has computed so many tokens of a prompt, from so many seconds ago until so many seconds ago."""
+
+    tokens: int
+    begun: float
+    ended: float
+
+
+class HoldBack(Item, tag=16, frozen=True):
+    """The weights of this engine are not those of its namespace: no lower tier serves it or takes its blocks."""
+
+    reason: str
+
+
+class Join(Item, tag=17, frozen=True):
+    """The manifest of the engine's namespace, now that all is known of it: from here on it is served."""
+
+    manifest: bytes
+
+
+class AskWeights(Item, tag=18, frozen=True):
+    """Ask all workers whether their weights are those of the start; `number` comes back in `Weights`."""
+
+    number: int
+
+
+FromEngine = (
+    *(Ask, Reserve, Drop, Load, Fill, Return, Want, Begin, Extend, End, Reset, AskStats),
+    *(Announce, Hint, Computed, HoldBack, Join, AskWeights),
+)
 
 # -- the stack process to an engine -----------------------------------------------------------------------------------
 
@@ -237,7 +285,33 @@ class Closing(Item, tag=38, frozen=True):
     reason: str
 
 
-ToEngine = Found | Ended | Lent | Revoke | ResetDone | Stats | Closing
+class Notes(Item, tag=39, frozen=True):
+    """The notes of all workers, by number, once they have connected: the engine may `Join`."""
+
+    notes: list[str]
+
+
+class Joined(Item, tag=40, frozen=True):
+    """The engine is served, or the reason why not. `follows`: policies or curves follow requests."""
+
+    fault: str = ""
+    follows: bool = False
+
+
+class Events(Item, tag=41, frozen=True):
+    """Blocks that became reachable in a tier or ceased to be: (tier, medium, removed, keys) each."""
+
+    events: list[tuple[str, str, bool, Keys]]
+
+
+class Weights(Item, tag=42, frozen=True):
+    """What the workers answered: the worst of their verdicts, by its number."""
+
+    number: int
+    verdict: int
+
+
+ToEngine = (Found, Ended, Lent, Revoke, ResetDone, Stats, Closing, Notes, Joined, Events, Weights)
 
 # -- workers, and the beginning of a connection -----------------------------------------------------------------------
 
@@ -249,11 +323,34 @@ class Copied(Item, tag=64, frozen=True):
     outcomes: list[tuple[int, int]]
 
 
+class Answer(Item, tag=65, frozen=True):
+    """A worker's verdict about its weights, for a `Question`."""
+
+    number: int
+    verdict: int
+
+
+class Loaded(Item, tag=66, frozen=True):
+    """A worker has loaded weights since it connected."""
+
+
+FromWorker = (Copied, Answer, Loaded)
+
+
+class Question(Item, tag=80, frozen=True):
+    """Are the weights those of the start?"""
+
+    number: int
+
+
+ToWorker = (Question,)
+
+
 class Hello(Item, tag=96, frozen=True):
     """The first message of a process; its own pidfd comes with it.
 
     `role`: scheduler or worker; `participant`: the worker's number. `token` is one for each life of an engine.
-    `manifest` is that of the namespace.
+    `manifest` is that of the namespace as far as it is known; `note` is what a worker adds to it.
     """
 
     protocols: list[int]
@@ -263,6 +360,7 @@ class Hello(Item, tag=96, frozen=True):
     engine_id: str
     token: str
     manifest: bytes
+    note: str = ""
 
 
 class Welcome(Item, tag=97, frozen=True):
@@ -282,7 +380,7 @@ class Refused(Item, tag=98, frozen=True):
     reason: str
 
 
-Greeting = Hello | Welcome | Refused
+Greeting = (Hello, Welcome, Refused)
 T = TypeVar("T")
 _ENCODER = msgspec.msgpack.Encoder()
 
@@ -290,8 +388,9 @@ _ENCODER = msgspec.msgpack.Encoder()
 class Codec:
     """Messages of one direction: a sequence number, then items of these types."""
 
-    def __init__(self, items: Any) -> None:
-        self._decoder = msgspec.msgpack.Decoder(tuple[int, list[items]])
+    def __init__(self, items: Sequence[type[Item]]) -> None:
+        one_of: Any = reduce(or_, items)
+        self._decoder = msgspec.msgpack.Decoder(tuple[int, list[one_of]])
 
     @staticmethod
     def encode(items: Iterable[Item], sequence: int) -> list[bytes]:
@@ -316,9 +415,10 @@ class Codec:
         if len(message) > MESSAGE_BYTES_MAX:
             raise WireError(f"a message of {len(message)} bytes")
         try:
-            return self._decoder.decode(message)
+            found: tuple[int, list[Any]] = self._decoder.decode(message)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise WireError("what a peer sent is no message of this protocol") from error
+        return found
 
 
 _HEAD_BYTES = 1 + 9 + 5
@@ -329,7 +429,9 @@ def _message(sequence: int, encoded: Sequence[bytes]) -> bytes:
     return b"".join((b"\x92\xcf", sequence.to_bytes(8, "big"), b"\xdd", len(encoded).to_bytes(4, "big"), *encoded))
 
 
-TO_ENGINE, FROM_ENGINE, FROM_WORKER, GREETING = map(Codec, (ToEngine, FromEngine, Copied, Greeting))
+TO_ENGINE, FROM_ENGINE, TO_WORKER, FROM_WORKER, GREETING = map(
+    Codec, (ToEngine, FromEngine, ToWorker, FromWorker, Greeting)
+)
 
 
 def split(keys: Sequence[OffloadKey]) -> Iterator[tuple[int, Sequence[OffloadKey]]]:
