@@ -25,13 +25,15 @@ class Identity:
     token: str
 
 
-def connect(identity: Identity, role: str, participant: int = 0) -> tuple[socket.socket, Welcome, Sequence[int]]:
+def connect(
+    identity: Identity, role: str, participant: int = 0, note: str = ""
+) -> tuple[socket.socket, Welcome, Sequence[int]]:
     """(a connected socket, the answer, the descriptors of the rows). The caller owns socket and descriptors.
 
     Raises ResourceError if no stack process answers, ConfigError if it refuses this engine.
     """
     manifest = identity.namespace.manifest().encode()
-    hello = Hello([PROTOCOL], "", role, participant, identity.engine_id, identity.token, manifest)
+    hello = Hello([PROTOCOL], "", role, participant, identity.engine_id, identity.token, manifest, note)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
         sock.settimeout(CONNECT_SECONDS)

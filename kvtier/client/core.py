@@ -6,15 +6,17 @@ Items to send wait in `out` until the engine's step sends them; `take_in` is giv
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Any
 
 from kvtier.service import wire
-from kvtier.service.wire import LEASED, PENDING, UNKNOWN, Item, Keys, Places, split
+from kvtier.service.wire import KEYS_BYTES_MAX, LEASED, PENDING, UNKNOWN, Item, Keys, Places, split
 from kvtier.tier.contract import LookupResult
 from kvtier.types.arrays import IntArray, int_array
+from kvtier.types.events import OffloadingEvent
 from kvtier.types.jobs import (
     MISSING,
     BlockOutcome,
@@ -27,26 +29,86 @@ from kvtier.types.jobs import (
     dropped,
     failed,
 )
-from kvtier.types.keys import JobId, OffloadKey
+from kvtier.types.keys import JobId, Medium, OffloadKey
+from kvtier.types.requests import RequestInfo
 
-RESULTS = {LEASED: LookupResult.HIT, PENDING: LookupResult.HIT_PENDING, UNKNOWN: LookupResult.RETRY}
+RESULTS = {PENDING: LookupResult.HIT_PENDING, UNKNOWN: LookupResult.RETRY, wire.MISSING: LookupResult.MISS}
 LENT_MIN = 64
+FILLED_MAX = 1 << 16
+"""Keys of the engine's own stores that are remembered: they are not stored once more while they are in a row."""
 
 
-@dataclass(slots=True)
 class ClientRequest:
-    """A request of the engine: the rows leased to it by key, and the state of what it asked for."""
+    """A request of the engine: the rows leased to it by key, and the state of what it asked for.
 
-    id: str
-    leased: dict[OffloadKey, tuple[int, int]] = field(default_factory=dict)
-    states: dict[OffloadKey, int] = field(default_factory=dict)
-    waiting: set[int] = field(default_factory=set)
-    ended: bool = False
+    `present` are keys that were in rows when it last heard of them. `reserved` are those that it has reserved.
+    """
+
+    def __init__(self, core: EngineCore, request_id: str, info: RequestInfo | None = None) -> None:
+        self.id = request_id
+        self.leased: dict[OffloadKey, tuple[int, int]] = {}
+        self.states: dict[OffloadKey, int] = {}
+        self.waiting: set[int] = set()
+        self.present: set[OffloadKey] = set()
+        self.reserved: dict[OffloadKey, None] = {}
+        self.ended = False
+        self._core = core
+        self._info = info
+        self._begun = False
 
     @property
     def served(self) -> bool:
         """True when all that was asked and reserved has an answer."""
         return not self.waiting
+
+    @property
+    def reservation(self) -> ClientRequest | None:
+        """Itself once it has reserved keys; None once a load has used them, or their lease has ended."""
+        return self if self.reserved else None
+
+    def answer(self, key: OffloadKey) -> LookupResult | None:
+        """The answer for a key once this is served; None if it was not reserved."""
+        if key not in self.reserved:
+            return None
+        return LookupResult.HIT if key in self.leased else LookupResult.MISS
+
+    def extend(self, keys: Sequence[OffloadKey]) -> None:
+        """Add blocks of its prompt, then of its output, in prefix order, for policies that follow requests."""
+        for _, part in split(keys):
+            if self._begun:
+                self._core.say(wire.Extend(self.id, Keys.of(part)))
+            else:
+                self._core.say(wire.Begin(self.id, Keys.of(part), _fields(self._info)))
+            self._begun = True
+
+    def reserve(self, keys: Sequence[OffloadKey]) -> None:
+        """Have keys brought into rows and leased, as far as loading them is sooner than computing them."""
+        self._core.reserve(self, keys)
+
+    def worth_loading(self, keys: Sequence[OffloadKey]) -> int:
+        """All of them: the stack process reserves no more than is worth a load."""
+        return len(keys)
+
+    def release(self) -> None:
+        """End the leases; the request goes on."""
+        self._core.release(self)
+
+    def end(
+        self,
+        output_tokens: int | None = None,
+        *,
+        input_tokens: int | None = None,
+        prompt: Sequence[OffloadKey] | None = None,
+        arrived: float | None = None,
+    ) -> None:
+        """End the request and its leases. `arrived` is a time of `time.monotonic`. Idempotent."""
+        if self.ended:
+            return
+        self._core.end(self)
+        if self._begun or prompt is not None:
+            named = None if prompt is None or sum(map(len, prompt)) > KEYS_BYTES_MAX else Keys.of(prompt)
+            age = 0.0 if arrived is None else max(0.0, time.monotonic() - arrived)
+            self._core.say(wire.End(self.id, input_tokens, output_tokens, named, age))
 
 
 @dataclass(slots=True)
@@ -60,39 +122,74 @@ class Job:
 
 
 class EngineCore:
-    """The state of one engine. `out` are the items that its next step sends."""
+    """The state of one engine. `out` are the items that its next step sends, `results` the jobs that have ended.
+
+    `serves` is False until the engine has joined, while a reset is under way, and once the connection has ended.
+    """
 
     def __init__(self) -> None:
         self.out: list[Item] = []
         self.connected = True
+        self.joined = self.follows = False
+        self.notes: list[str] | None = None
         self.results: list[JobResult] = []
+        self.events: list[OffloadingEvent] = []
+        self.stats = b""
+        self.fault = ""
+        self.verdicts: dict[int, int] = {}
         self._requests: dict[str, ClientRequest] = {}
         self._asked: dict[int, tuple[ClientRequest, list[OffloadKey]]] = {}
         self._jobs: dict[int, Job] = {}
         self._lent: list[tuple[int, int]] = []
-        self._number = 0
+        self._filled: dict[OffloadKey, bool] = {}
+        self._stats: list[bytes] = []
+        self._resetting = 0
+        self._number = self._last_job = 0
         self._wanted = self._stored = 0
+
+    @property
+    def serves(self) -> bool:
+        """True if blocks may be found and stored now."""
+        return self.connected and self.joined and not self._resetting
+
+    @property
+    def room(self) -> int:
+        """Rows that may be filled now."""
+        return len(self._lent) if self.serves else 0
+
+    def say(self, item: Item) -> None:
+        """Send an item with the next step, if there is a connection."""
+        if self.connected:
+            self.out.append(item)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def request(self, request_id: str, keys: Sequence[OffloadKey] = ()) -> ClientRequest:
+    def request(
+        self, request_id: str, keys: Sequence[OffloadKey] = (), info: RequestInfo | None = None
+    ) -> ClientRequest:
         """A request; what it may find is asked for with the next send."""
-        request = self._requests[request_id] = ClientRequest(request_id)
+        request = self._requests[request_id] = ClientRequest(self, request_id, info)
         self.ask(request, keys)
         return request
 
     def ask(self, request: ClientRequest, keys: Sequence[OffloadKey]) -> None:
-        """Ask which of these keys are there, unless that was asked before."""
-        new = [key for key in dict.fromkeys(keys) if key not in request.states]
-        self._send_keys(wire.Ask, request, new)
+        """Ask which of these keys are there, unless that is known or was asked."""
+        if self.serves:
+            known = request.states
+            self._send_keys(wire.Ask, request, [key for key in dict.fromkeys(keys) if key not in known])
+
+    def ask_again(self, request: ClientRequest, keys: Sequence[OffloadKey]) -> None:
+        """Ask once more for keys that a tier had yet to answer for, when the last answer has come."""
+        if self.serves and request.served:
+            self._send_keys(wire.Ask, request, [key for key in keys if request.states.get(key, UNKNOWN) == UNKNOWN])
 
     def reserve(self, request: ClientRequest, keys: Sequence[OffloadKey]) -> None:
         """Have these keys brought into rows and leased; `served` says when that was answered."""
-        self._send_keys(wire.Reserve, request, [key for key in dict.fromkeys(keys) if key not in request.leased])
+        request.reserved.update(dict.fromkeys(keys))
+        if self.serves:
+            self._send_keys(wire.Reserve, request, [key for key in dict.fromkeys(keys) if key not in request.leased])
 
     def _send_keys(self, kind: type[wire.Ask | wire.Reserve], request: ClientRequest, keys: list[OffloadKey]) -> None:
-        if not self.connected:
-            return
         for _, part in split(keys):
             self._number += 1
             self._asked[self._number] = request, list(part)
@@ -101,26 +198,69 @@ class EngineCore:
             self.out.append(kind(request.id, self._number, Keys.of(part)))
 
     def lookup(self, request: ClientRequest, keys: Sequence[OffloadKey]) -> list[LookupResult]:
-        """What is known of these keys: RETRY until an answer has come."""
-        if not self.connected:
+        """Presence of these keys: HIT for leased ones, RETRY until an answer has come."""
+        if not self.serves:
             return [LookupResult.MISS] * len(keys)
-        return [RESULTS.get(request.states.get(key, wire.MISSING), LookupResult.MISS) for key in keys]
+        leased, states = request.leased, request.states
+        return [LookupResult.HIT if key in leased else RESULTS[states.get(key, UNKNOWN)] for key in keys]
+
+    def storable(self, request: ClientRequest | None, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """The keys that are in no row, and on their way into none, as far as this engine was informed."""
+        present: Collection[OffloadKey] = () if request is None else request.present
+        return [key for key in dict.fromkeys(keys) if key not in self._filled and key not in present]
+
+    def in_row(self, key: OffloadKey) -> bool | None:
+        """True if a block of this engine is in a row, None while it is copied into one."""
+        filled = self._filled.get(key)
+        return False if filled is None else filled or None
+
+    def release(self, request: ClientRequest) -> None:
+        """The request's leases end."""
+        if request.states or request.reserved:
+            self._forget(request)
+            self.say(wire.Drop(request.id))
 
     def end(self, request: ClientRequest) -> None:
-        """The request's leases end. Idempotent."""
+        """The request is over: its leases end. Idempotent."""
         if not request.ended:
+            self.release(request)
             request.ended = True
             if self._requests.get(request.id) is request:
                 del self._requests[request.id]
-            self._forget(request)
-            if self.connected:
-                self.out.append(wire.Drop(request.id))
 
     def _forget(self, request: ClientRequest) -> None:
         request.leased.clear()
+        request.states.clear()
+        request.reserved.clear()
         for number in request.waiting:
             self._asked.pop(number, None)
         request.waiting.clear()
+
+    def reset(self) -> None:
+        """Everything stored before is a miss from now on; `serves` again once the stack process has made it durable."""
+        self._void()
+        if self.connected:
+            self._number += 1
+            self._resetting = self._number
+            self.out.append(wire.Reset(self._number))
+
+    def _void(self) -> None:
+        for request in self._requests.values():
+            self._forget(request)
+            request.present.clear()
+        self._lent.clear()
+        self._filled.clear()
+        self._wanted = 0
+
+    def join(self, manifest: bytes) -> None:
+        """All is known of the namespace now."""
+        self.say(wire.Join(manifest))
+
+    def ask_weights(self) -> int:
+        """Ask whether the workers' weights are those of the start; the verdict comes into `verdicts` by this number."""
+        self._number += 1
+        self.say(wire.AskWeights(self._number))
+        return self._number
 
     # -- jobs ----------------------------------------------------------------------------------------------------
 
@@ -134,6 +274,7 @@ class EngineCore:
         if part is not None:
             rows, generations = _flat(part)
             self.out.append(wire.Load(job.job_id, request.id, Places.of(rows, generations)))
+            request.present.update(chain.from_iterable(group.keys for group in part.groups))
             self._forget(request)
         return part
 
@@ -142,7 +283,7 @@ class EngineCore:
         self._stored += job.num_blocks
         places = []
         for group in job.gpu_groups:
-            count = min(len(group.keys), len(self._lent)) if self.connected else 0
+            count = min(len(group.keys), len(self._lent)) if self.serves else 0
             places.append([*self._lent[:count], *[None] * (len(group.keys) - count)])
             del self._lent[:count]
         part = self._begin(job, places, dropped(DropReason.NO_ROW))
@@ -150,6 +291,7 @@ class EngineCore:
             rows, generations = _flat(part)
             keys = list(chain.from_iterable(group.keys for group in part.groups))
             self.out.append(wire.Fill(job.job_id, Keys.of(keys), Places.of(rows, generations)))
+            self._filled.update(dict.fromkeys(keys, False))
         return part
 
     def _begin(
@@ -175,6 +317,11 @@ class EngineCore:
             return None
         return replace(job, groups=tuple(groups))
 
+    def job(self, kind: JobKind, groups: Sequence[GPUGroup]) -> TransferJob:
+        """A job with a number of its own."""
+        self._last_job += 1
+        return TransferJob(JobId(self._last_job), kind, tuple(groups))
+
     def _end_job(self, state: Job) -> None:
         del self._jobs[state.job.job_id]
         each = iter([outcome or MISSING for outcome in state.outcomes])
@@ -196,11 +343,39 @@ class EngineCore:
                     self._on_found(item)
                 case wire.Ended():
                     self._on_ended(item)
-                case wire.Lent():
+                case wire.Lent() if not self._resetting:
                     rows, generations = item.places.unpack()
                     self._lent += zip(rows.tolist(), generations.tolist(), strict=True)
+                case wire.Revoke():
+                    for request in filter(None, map(self._requests.get, item.requests)):
+                        self.release(request)
+                case wire.ResetDone():
+                    self._on_reset_done(item)
+                case wire.Events():
+                    self.events += [
+                        OffloadingEvent(tuple(keys.unpack()), Medium(medium), removed, tier)
+                        for tier, medium, removed, keys in item.events
+                    ]
+                case wire.Stats():
+                    self._on_stats(item)
+                case wire.Notes():
+                    self.notes = item.notes
+                case wire.Joined():
+                    self.joined, self.fault, self.follows = not item.fault, item.fault, item.follows
+                case wire.Weights():
+                    self.verdicts[item.number] = item.verdict
                 case wire.Closing():
                     self.lose()
+
+    def _on_reset_done(self, item: wire.ResetDone) -> None:
+        if item.number == self._resetting:
+            self._resetting = 0
+            self.fault = item.fault
+
+    def _on_stats(self, item: wire.Stats) -> None:
+        self._stats.append(item.part)
+        if item.last:
+            self.stats, self._stats = b"".join(self._stats), []
 
     def _on_found(self, item: wire.Found) -> None:
         found = self._asked.pop(item.number, None)
@@ -214,6 +389,9 @@ class EngineCore:
             request.states[key] = state
             if state == LEASED:
                 request.leased[key] = next(places)
+                request.present.add(key)
+            elif self._filled.get(key):
+                del self._filled[key]  # it is in no row any more
 
     def _on_ended(self, item: wire.Ended) -> None:
         state = self._jobs.get(item.job)
@@ -223,7 +401,19 @@ class EngineCore:
         outcomes = [outcome for count, outcome in runs for _ in range(count)]
         for position, outcome in zip(state.copied, outcomes, strict=True):
             state.outcomes[position] = outcome
+        if state.job.kind is JobKind.STORE:
+            self._on_filled(state)
         self._end_job(state)
+
+    def _on_filled(self, state: Job) -> None:
+        """Keep which blocks are in rows now; the oldest are forgotten."""
+        for key, outcome in zip(chain.from_iterable(g.keys for g in state.job.groups), state.outcomes, strict=True):
+            if key in self._filled:
+                del self._filled[key]
+                if outcome is not None and outcome.ok:
+                    self._filled[key] = True
+        while len(self._filled) > FILLED_MAX:
+            del self._filled[next(iter(self._filled))]
 
     def want_rows(self) -> None:
         """Ask for rows ahead: twice what was stored since the last call, and some at least. Once in a while."""
@@ -235,12 +425,10 @@ class EngineCore:
 
     def lose(self) -> None:
         """The connection has ended: nothing is leased or lent any more."""
-        self.connected = False
+        self.connected = self.joined = False
         self.out.clear()
-        self._lent.clear()
-        for request in self._requests.values():
-            request.states.clear()
-            self._forget(request)
+        self._void()
+        self._resetting = 0
         for state in list(self._jobs.values()):
             if state.job.kind is JobKind.STORE:
                 for position in state.copied:
@@ -254,6 +442,13 @@ class EngineCore:
             for position, outcome in zip(state.copied, outcomes, strict=True):
                 state.outcomes[position] = outcome
             self._end_job(state)
+
+
+def _fields(info: RequestInfo | None) -> dict[str, str | int | float | None]:
+    """The fields of a request's facts that are set."""
+    if info is None:
+        return {}
+    return {each.name: value for each in fields(info) if (value := getattr(info, each.name)) != each.default}
 
 
 def _flat(job: TransferJob) -> tuple[IntArray, IntArray]:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import secrets
 import select
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from kvtier.client.connection import Identity, connect
 from kvtier.client.core import ClientRequest, EngineCore
 from kvtier.client.worker import WorkerClient
 from kvtier.service.channel import Channel
-from kvtier.service.wire import TO_ENGINE
+from kvtier.service.wire import TO_ENGINE, Found
 from kvtier.tier.contract import LookupResult
 from kvtier.tier.registry import discover
 from kvtier.types.jobs import BlockOutcome, GPUGroup, JobKind, JobResult, TransferJob
 from kvtier.types.keys import JobId, OffloadKey
-from kvtier.types.namespace import Namespace
+from kvtier.types.requests import RequestInfo
 
 if TYPE_CHECKING:
     import torch
@@ -29,29 +28,113 @@ LOOKUP_WAIT_SECONDS = 0.001
 WANT_SECONDS = 1.0
 
 
-class EngineClient:
-    """An engine of one process at a stack process. Call `step` once per engine step, from one thread."""
+class SchedulerClient:
+    """An engine's scheduler at a stack process. Call `step` once per engine step, from one thread.
 
-    def __init__(self, path: str, namespace: Namespace, tensors: Sequence[torch.Tensor], engine_id: str = "") -> None:
+    What comes within a step are answers to lookups alone: whatever ends a lease waits for the next step.
+    """
+
+    def __init__(self, identity: Identity) -> None:
         """Connect. Raises ResourceError, ConfigError as `connect`."""
-        identity = Identity(path, namespace, engine_id, secrets.token_hex(16))
+        sock, self.welcome, _ = connect(identity, "scheduler")
+        self.core = EngineCore()
+        self._channel = Channel(sock, TO_ENGINE, OUTBOX_BYTES_MAX)
+        self._later: list[Any] = []
+        self._poll = select.poll()
+        self._poll.register(self._channel, select.POLLIN)
+        self._want_at = 0.0
+        self._may_wait = True
+
+    def request(
+        self, request_id: str, keys: Sequence[OffloadKey] = (), info: RequestInfo | None = None
+    ) -> ClientRequest:
+        """A request; what it may find is asked for at once."""
+        request = self.core.request(request_id, keys, info)
+        self._send()
+        return request
+
+    def lookup(self, request: ClientRequest, keys: Sequence[OffloadKey]) -> list[LookupResult]:
+        """Presence of the keys of a request: RETRY where no answer has come within a millisecond.
+
+        One lookup of a step waits, once.
+        """
+        found = self.core.lookup(request, keys)
+        if LookupResult.RETRY in found:
+            self.core.ask(request, keys)
+            if self._may_wait and not request.served:
+                self._may_wait = False
+                self._wait_for_answers(request)
+                found = self.core.lookup(request, keys)
+        return found
+
+    def _wait_for_answers(self, request: ClientRequest) -> None:
+        self._send()
+        until = time.monotonic() + LOOKUP_WAIT_SECONDS
+        while not request.served and (left := until - time.monotonic()) > 0:
+            self._poll.poll(left * 1e3)
+            items = self._channel.receive()
+            if not items:
+                break
+            answers = [item for item in items if type(item) is Found]
+            self._later += [item for item in items if type(item) is not Found]
+            self.core.take_in(answers)
+
+    def step(self) -> list[JobResult]:
+        """Once per engine step: take in what came, send what was decided, return the jobs that ended."""
+        self._receive()
+        now = time.monotonic()
+        if now >= self._want_at and self.core.serves:
+            self._want_at = now + WANT_SECONDS
+            self.core.want_rows()
+        self._send()
+        self._may_wait = True
+        results, self.core.results = self.core.results, []
+        return results
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Wait until something came, or the time is over."""
+        return bool(self._later) or bool(self._poll.poll(timeout_seconds * 1e3))
+
+    @property
+    def has_pending_work(self) -> bool:
+        """True while a job has not ended."""
+        return self.core.busy
+
+    def _receive(self) -> None:
+        items = self._later + self._channel.receive()
+        if items:
+            self._later = []
+            self.core.take_in(items)
+        if self._channel.closed and self.core.connected:
+            self.core.lose()
+
+    def _send(self) -> None:
+        core = self.core
+        if core.out and self._channel.send(core.out):
+            core.out = []
+        elif self._channel.waiting_bytes:
+            self._channel.flush()
+
+    def close(self) -> None:
+        """Disconnect. Idempotent."""
+        self._channel.close()
+        self.core.lose()
+
+
+class EngineClient(SchedulerClient):
+    """An engine of one process at a stack process: scheduler and worker."""
+
+    def __init__(self, identity: Identity, tensors: Sequence[torch.Tensor]) -> None:
+        """Connect. Raises ResourceError, ConfigError as `connect`."""
         gpu = discover().get("gpu")
-        self._worker = WorkerClient(identity, 0, tensors, gpu(gpu.Options(type="gpu")))
+        self._worker = WorkerClient(identity, tensors, gpu(gpu.Options(type="gpu")))
+        self._copied: deque[tuple[JobId, Sequence[BlockOutcome]]] = deque()
+        self._worker.report = lambda job, outcomes: self._copied.append((job, outcomes))
         try:
-            sock, _, _ = connect(identity, "scheduler")
+            super().__init__(identity)
         except BaseException:
             self._worker.close()
             raise
-        self._channel = Channel(sock, TO_ENGINE, OUTBOX_BYTES_MAX)
-        self._core = EngineCore()
-        self._copied: deque[tuple[JobId, Sequence[BlockOutcome]]] = deque()
-        self._worker.report = lambda job, outcomes: self._copied.append((job, outcomes))
-        self._poll = select.poll()
-        self._poll.register(self._channel, select.POLLIN)
-        self._next_job = 1
-        self._want_at = 0.0
-        self._may_wait = True
-        self._send()
 
     def __enter__(self) -> Self:
         return self
@@ -59,88 +142,30 @@ class EngineClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def job(self, kind: JobKind, groups: Sequence[GPUGroup], timeout_seconds: float = 30.0) -> TransferJob:
+    def job(self, kind: JobKind, groups: Sequence[GPUGroup]) -> TransferJob:
         """A job with a number of its own."""
-        self._next_job += 1
-        return TransferJob(JobId(self._next_job), kind, tuple(groups), time.monotonic() + timeout_seconds)
-
-    def request(self, request_id: str, keys: Sequence[OffloadKey] = ()) -> ClientRequest:
-        """A request; what it may find is asked for at once."""
-        request = self._core.request(request_id, keys)
-        self._send()
-        return request
-
-    def lookup(self, request: ClientRequest, keys: Sequence[OffloadKey]) -> list[LookupResult]:
-        """Presence of the keys of a request: RETRY where no answer has come within a millisecond."""
-        self._core.ask(request, keys)
-        found = self._core.lookup(request, keys)
-        if LookupResult.RETRY in found and self._may_wait:
-            self._may_wait = False
-            self._send()
-            until = time.monotonic() + LOOKUP_WAIT_SECONDS
-            while not request.served and (left := until - time.monotonic()) > 0:
-                self._poll.poll(left * 1e3)
-                self._receive()
-            found = self._core.lookup(request, keys)
-        return found
+        return self.core.job(kind, groups)
 
     def reserve(self, request: ClientRequest, keys: Sequence[OffloadKey]) -> None:
         """Have keys brought into rows; `request.served` says when, `request.leased` which."""
-        self._core.reserve(request, keys)
-
-    def end(self, request: ClientRequest) -> None:
-        """The request has ended."""
-        self._core.end(request)
+        self.core.reserve(request, keys)
 
     def submit(self, job: TransferJob, request: ClientRequest | None = None) -> None:
         """Begin a job; its result comes out of a later `step`."""
         if job.kind is JobKind.LOAD:
             assert request is not None
-            part = self._core.begin_load(job, request)
+            part = self.core.begin_load(job, request)
         else:
-            part = self._core.begin_store(job)
+            part = self.core.begin_store(job)
         if part is not None:
             self._worker.begin(part)
 
-    def step(self) -> list[JobResult]:
-        """Once per engine step: take in what came, send what was decided, return the jobs that ended."""
-        self._receive()
-        now = time.monotonic()
-        if now >= self._want_at:
-            self._want_at = now + WANT_SECONDS
-            self._core.want_rows()
-        self._send()
-        self._may_wait = True
-        results, self._core.results = self._core.results, []
-        return results
-
-    def wait(self, timeout_seconds: float) -> bool:
-        """Wait until something came, or the time is over."""
-        return bool(self._poll.poll(timeout_seconds * 1e3))
-
-    @property
-    def has_pending_work(self) -> bool:
-        """True while a job has not ended."""
-        return self._core.busy
-
     def _receive(self) -> None:
-        items = self._channel.receive()
-        if items:
-            self._core.take_in(items)
-        if self._channel.closed and self._core.connected:
-            self._core.lose()
+        super()._receive()
         while self._copied:
-            self._core.on_copied_alone(*self._copied.popleft())
-
-    def _send(self) -> None:
-        core = self._core
-        if core.out and self._channel.send(core.out):
-            core.out = []
-        elif self._channel.waiting_bytes:
-            self._channel.flush()
+            self.core.on_copied_alone(*self._copied.popleft())
 
     def close(self) -> None:
         """End copies in flight and disconnect. Idempotent."""
         self._worker.close()
-        self._channel.close()
-        self._core.lose()
+        super().close()

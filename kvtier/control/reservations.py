@@ -17,6 +17,7 @@ from heapq import heapify, heappop, heappush
 
 from kvtier.control.flow.promotions import Promotions
 from kvtier.control.flow.row_request import RowRequest
+from kvtier.tier.contract import LookupResult
 from kvtier.types.keys import OffloadKey, RequestId
 
 STALE_MIN = 64
@@ -62,6 +63,13 @@ class Reservation(RowRequest):
                 self.keys.append(key)
                 self.state.append(KeyState.WANTED)
                 self.open += 1
+
+    def answer(self, key: OffloadKey) -> LookupResult | None:
+        """The answer for a key once this is served; None if it was not reserved."""
+        index = self.index.get(key)
+        if index is None:
+            return None
+        return LookupResult.HIT if self.state[index] is KeyState.LEASED else LookupResult.MISS
 
     def on_fill(self, index: int, row: int | None, position: int, now: float) -> None:
         if self.ended or self.state[index] is not KeyState.FILLING:

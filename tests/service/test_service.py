@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from kvtier.aio.loop_thread import LoopThread
+from kvtier.client.connection import Identity
 from kvtier.client.engine import EngineClient
 from kvtier.config import parse_stack, stack_parts
 from kvtier.service.server import StackServer
@@ -31,6 +33,10 @@ def keys(count: int, start: int = 0) -> tuple[OffloadKey, ...]:
 
 def namespace() -> Namespace:
     return Namespace(KVLayout.of_pages(PAGE), model="test")
+
+
+def client_of(path: str, cache: torch.Tensor) -> EngineClient:
+    return EngineClient(Identity(path, namespace(), "", secrets.token_hex(16)), [cache])
 
 
 @contextmanager
@@ -61,7 +67,7 @@ def finish(client: EngineClient, job: int) -> list[str]:
 
 def borrow(client: EngineClient) -> None:
     until = time.monotonic() + 20.0
-    while not client._core._lent:
+    while not client.core._lent:
         client.step()
         client.wait(0.05)
         assert time.monotonic() < until
@@ -77,11 +83,11 @@ def run(client: EngineClient, kind: JobKind, names: tuple[OffloadKey, ...], firs
 def test_what_an_engine_stored_it_and_another_one_load(tmp_path):
     content = torch.randint(0, 256, (16, PAGE), dtype=torch.uint8)
     caches = [content.clone(), torch.zeros((16, PAGE), dtype=torch.uint8)]
-    with served(tmp_path) as path, EngineClient(path, namespace(), [caches[0]]) as one:
+    with served(tmp_path) as path, client_of(path, caches[0]) as one:
         borrow(one)
         assert run(one, STORE, keys(8), 0) == ["stored"] * 8
         caches[0][8:].zero_()
-        with EngineClient(path, namespace(), [caches[1]]) as two:
+        with client_of(path, caches[1]) as two:
             for client, cache, first in ((one, caches[0], 8), (two, caches[1], 0)):
                 request = client.request("r", keys(9))
                 found = client.lookup(request, keys(9))
@@ -99,10 +105,10 @@ def test_what_is_on_the_disk_is_reserved_and_loaded(tmp_path):
     below = f"  - {{type: fs, roots: [{tmp_path / 'root'}], capacity: 4MiB, min_free_bytes: 0}}\n"
     content = torch.randint(0, 256, (200, PAGE), dtype=torch.uint8)
     cache = content.clone()
-    with served(tmp_path, 64, below) as path, EngineClient(path, namespace(), [cache]) as client:
+    with served(tmp_path, 64, below) as path, client_of(path, cache) as client:
         for first in range(0, 192, 16):
             borrow(client)
-            while len(client._core._lent) < 16:
+            while len(client.core._lent) < 16:
                 client.step()
                 client.wait(0.05)
             assert run(client, STORE, keys(16, first), first) == ["stored"] * 16
@@ -122,12 +128,12 @@ def test_what_is_on_the_disk_is_reserved_and_loaded(tmp_path):
 def test_an_end_is_seen_by_the_other(what, tmp_path):
     cache = torch.zeros((16, PAGE), dtype=torch.uint8)
     with served(tmp_path) as path:
-        client = EngineClient(path, namespace(), [cache])
+        client = client_of(path, cache)
         borrow(client)
         assert run(client, STORE, keys(4), 0) == ["stored"] * 4
         if what == "engine":
             client.close()
-            with EngineClient(path, namespace(), [cache]) as again:
+            with client_of(path, cache) as again:
                 request = again.request("r", keys(4))
                 assert again.lookup(request, keys(4))[0] in (LookupResult.HIT, LookupResult.RETRY)
     if what == "service":

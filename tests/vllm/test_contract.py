@@ -132,7 +132,7 @@ def test_each_group_stores_what_it_fills_of_a_block_and_nothing_else(root, seed,
         with FakeEngine(config, seed, num_blocks=512, fills=fills) as engine:
             for prompt in prompts:
                 assert_hits(engine, [*prompt, *([99] if hit else [])], hit)
-            tier = engine.manager._stack.stats().tiers["fs"]
+            tier = engine.manager._driver.stack.stats().tiers["fs"]
             if hit:
                 continue
             assert tier.stored == len(prompts) * 4 * len(fills)
@@ -203,7 +203,7 @@ def test_only_a_worker_that_surely_is_in_the_schedulers_process_gets_private_row
     described = stack(root, 40, row_bytes=PAGE * workers)
     described["tiers"][0] |= {"huge_pages": True, **cpu}
     with FakeEngine(offloading_config(described, world_size=workers), seed) as engine:
-        assert engine.manager._stack.stats().tiers["cpu"].mode.startswith(expected)
+        assert engine.manager._driver.stack.stats().tiers["cpu"].mode.startswith(expected)
         assert_hits(engine, [1, 2, 3, 4], 0)
         assert_hits(engine, [1, 2, 3, 4, 5], 4)
 
@@ -310,7 +310,7 @@ def test_policies_that_follow_requests_are_given_prompts_and_output_lengths(root
         for number, request in enumerate(requests):
             request.context.set_state(ServedRequest(SimpleNamespace(num_output_tokens=100 + number), 0.0))
         engine.run()
-        (model,) = engine.manager._stack._assembled.plane.control.models
+        (model,) = engine.manager._driver.stack._assembled.plane.control.models
     begun = {use.request_id: len(use.keys) for use in model.uses if use.group == 0}
     assert begun == {request.context.req_id: len(request.keys[0]) for request in requests}
     assert sorted(model.told("end")) == sorted(
@@ -332,7 +332,7 @@ def test_policies_that_follow_requests_are_given_the_blocks_of_the_output_once(r
             for key in keys:
                 context.set_offload_key_position(key, (4 + number) * 16)
             manager.prepare_store([], context)
-        (model,) = manager._stack._assembled.plane.control.models
+        (model,) = manager._driver.stack._assembled.plane.control.models
         names = [[manager._ids.to_kvtier(key) for key in keys] for keys in grown]
         engine.run()
     by_group = [(context.req_id, group, [keys[group]]) for keys in names for group in range(len(group_ids))]

@@ -33,7 +33,7 @@ def test_figures_are_read_once_more_when_there_is_nothing_to_do(root, seed, monk
         for number in range(3):
             vllm.add([1, 2, 3, number])
             vllm.run()
-        stats = vllm.manager._stack.stats()
+        stats = vllm.manager._driver.stack.stats()
         assert told["kvtier_stored_blocks_total"] == {(name,): tier.stored for name, tier in stats.tiers.items()}
         assert told["kvtier_used_bytes"] == {(name,): tier.used_bytes for name, tier in stats.tiers.items()}
         assert len(told["kvtier_transfer_seconds"]["fs", "store"]) > 0

@@ -15,7 +15,7 @@ from fake_engine import FakeEngine, offloading_config, stack
 from torch import nn
 
 from kvtier.engines.digests import FileDigest, FileState
-from kvtier.engines.vllm.primary import manager, model_weights
+from kvtier.engines.vllm.primary import embedded, model_weights
 from kvtier.engines.vllm.primary.model_weights import EngineWeights, Verdict, checksum, device_sums
 
 pytestmark = pytest.mark.engine
@@ -105,7 +105,7 @@ def test_a_worker_that_does_not_answer_in_time_is_unknown(root, seed, monkeypatc
     go = threading.Event()
     original = model_weights.checksum
     monkeypatch.setattr(model_weights, "checksum", lambda models: original(models) if go.wait(60) else None)
-    monkeypatch.setattr(manager, "RESET_SECONDS", 0.1)
+    monkeypatch.setattr(embedded, "RESET_SECONDS", 0.1)
     with engine(root, seed) as vllm:
         vllm.reset()
         assert any("may have been replaced" in line for line in caplog.messages)
@@ -184,7 +184,7 @@ def test_when_samples_of_the_files_were_wrong_all_is_reset_and_the_disk_held_bac
         assert hits(vllm, [1, 2, 3]) == 0
     with engine(root, seed) as vllm:
         assert hits(vllm, [1, 2, 3]) == 3, "by samples the weights are those of before"
-        confirmation = vllm.manager._confirmation
+        confirmation = vllm.manager._driver._confirmation
         confirmation.begin([FileDigest(FileState.of(file), "0" * 64)])
         confirmation.wait()
         if not idle:
@@ -209,4 +209,4 @@ def test_the_threads_of_idle_workers_sleep_until_they_are_asked(root, seed):
         before = wake_ups()
         time.sleep(1.0)  # the figure is of this time; polling 20 times a second would make 40 of it
         assert wake_ups() - before <= 4
-        assert vllm.manager._weights.compare(manager.RESET_SECONDS) is Verdict.UNCHANGED
+        assert vllm.manager._driver.weights.compare(embedded.RESET_SECONDS) is Verdict.UNCHANGED

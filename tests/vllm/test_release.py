@@ -160,8 +160,8 @@ def end_step(engine: FakeEngine, new: Sequence[Request] = ()) -> None:
 
 def arrival(engine: FakeEngine) -> None:
     """Wait until something is there to be recorded."""
-    while not engine.manager._stack._inbox:
-        engine.manager._stack.wait(1.0)
+    while not engine.manager._driver.stack._inbox:
+        engine.manager._driver.stack.wait(1.0)
 
 
 @pytest.mark.parametrize("as_0_33", [True, False])
@@ -214,9 +214,9 @@ def test_rows_are_free_when_vllm_says_that_the_copies_from_before_a_reset_have_e
         engine.add([1, 2, 3])
         engine.step()
         engine.reset()
-        assert engine.manager._copies.forgotten == 1
+        assert engine.manager._driver.copies.forgotten == 1
         engine.run(60.0)
-        assert engine.manager._copies.forgotten == 0
+        assert engine.manager._driver.copies.forgotten == 0
         engine.add([1, 2, 3, 4, 5, 6])  # every row is there again
         engine.run(60.0)
         again = engine.add([1, 2, 3, 4, 5, 6, 7])

@@ -42,7 +42,7 @@ def flood(engine: FakeEngine, first: int, rows: int) -> None:
 
 def retained(engine: FakeEngine) -> dict[str, int]:
     """Bytes by tier, each within its quota."""
-    tiers = engine.manager._stack.stats().tiers
+    tiers = engine.manager._driver.stack.stats().tiers
     assert all(tier.retained_bytes <= tier.retained_bytes_max for tier in tiers.values())
     return {name: tier.retained_bytes for name, tier in tiers.items()}
 
@@ -81,10 +81,10 @@ def test_a_session_is_prefetched_demoted_and_released_by_requests_that_know_no_k
         request = run(engine, AGENT, hinted("retain", seconds=300.0, session="agent"))
         keys = request.keys[0]
         run(engine, [1], hinted("demote", session="agent"))
-        assert engine.manager._stack.locate(keys) == ["fs"] * 8
+        assert engine.manager._driver.stack.locate(keys) == ["fs"] * 8
         run(engine, [2], hinted("prefetch", session="agent"))
-        assert engine.manager._stack.locate(keys) == ["cpu"] * 8
-        assert engine.manager._stack.stats().hints.prefetched == 8
+        assert engine.manager._driver.stack.locate(keys) == ["cpu"] * 8
+        assert engine.manager._driver.stack.stats().hints.prefetched == 8
         assert retained(engine)["fs"] > 0
         run(engine, [3], hinted("release", session="agent"))
         assert sum(retained(engine).values()) == 0

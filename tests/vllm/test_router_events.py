@@ -32,7 +32,7 @@ def described(router: Router, medium: str, keys: list[bytes], factor: int) -> bo
 
 def control(engine: PublishingEngine) -> Any:
     """The tiers' directories."""
-    return engine.real._stack._assembled.plane.control
+    return engine.real._driver.stack._assembled.plane.control
 
 
 def serve(engine: PublishingEngine, prompt: list[int]) -> Any:
@@ -215,7 +215,7 @@ def test_vllm_gives_up_the_tokens_of_a_store_that_failed_and_of_a_block_that_was
         serve(engine, PROMPT)
         assert not engine.tracker._pending_event_metadata
     with PublishingEngine(config(root, 50), seed, router=Router()) as engine:
-        copies = engine.real._copies
+        copies = engine.real._driver.copies
         end = copies.end
         monkeypatch.setattr(copies, "end", lambda names, reason=0: end(names, 5))
         serve(engine, [1, 2, 3])
@@ -229,4 +229,4 @@ def test_without_vllms_events_nothing_is_kept(root, seed):
         serve(engine, PROMPT)
         serve(engine, PROMPT)
         assert not engine.router.counts
-        assert engine.real._stack.stats().events_lost == 0
+        assert engine.real._driver.stack.stats().events_lost == 0

@@ -1,5 +1,6 @@
 """The side of each GPU process: copies between vLLM's blocks and rows of the shared region."""
 
+import asyncio
 import logging
 import time
 from collections.abc import Sequence
@@ -15,19 +16,21 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, LoadStoreSpec, Offloading
 from vllm.v1.kv_offload.base import GPULoadStoreSpec as VLLMBlocks
 
 from kvtier.aio.loop_thread import LoopThread
+from kvtier.client.worker import WorkerLink
 from kvtier.config import build_tiers
 from kvtier.engines.vllm.compat import LOGGER
 from kvtier.engines.vllm.engine_config import root_modules
 from kvtier.engines.vllm.identity import worker_note
-from kvtier.engines.vllm.primary.model_weights import WorkerWeights
+from kvtier.engines.vllm.primary.model_weights import ModelWeights, WorkerWeights
 from kvtier.engines.vllm.primary.wire import RowsSpec, copy_job
-from kvtier.engines.vllm.settings import EnginePlan, worker_layout
+from kvtier.engines.vllm.settings import EnginePlan, engine_identity, worker_layout
 from kvtier.errors import ConfigError, ResourceError
 from kvtier.stack.assembly import resolve_alignment, to_fence
 from kvtier.tier.contract import FencesCopies, HasWords, JoinsRows, SharedRows, TierContext
 from kvtier.tier.registry import discover
 from kvtier.types.geometry import Geometry, KVLayout
 from kvtier.types.jobs import JobKind, JobResult, TransferJob
+from kvtier.types.keys import JobId
 
 _log = logging.getLogger(LOGGER)
 
@@ -66,20 +69,27 @@ class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
         self._gpu = discover().get(plan.gpu.type)(plan.gpu)
         self._fenced: Sequence[FencesCopies] = ()
         self._one_process = beside_scheduler(plan)
+        self._link: WorkerLink | None = None
         refs = [[(ref.tensor_idx, ref.page_size_bytes) for ref in group] for group in kv_caches.group_data_refs]
         layout = worker_layout(plan.namespace.layout, refs)
         tensors = [entry.tensor for entry in kv_caches.tensors]
-        self._weights: WorkerWeights | None = None
+        self._weights: ModelWeights | None = None
         self._thread = LoopThread("kvtier-worker", "worker")
         try:
             self._thread.open()
             models, readable = loaded_models()
             note = worker_note(layout, models)
             rows = self._thread.run(lambda: self._open(plan, rank, layout, tensors, note), OPEN_SECONDS)
-            assert isinstance(rows, HasWords)
-            self._weights = WorkerWeights(models, rows.words[rank], rows.words[-1], readable=readable)
-            self._thread.run(self._weights.open, OPEN_SECONDS)
-            self._thread.start(self._weights.answer)
+            if self._link is not None:
+                self._weights = ModelWeights(models, self._on_load, readable=readable)
+                self._link.compare = self._weights.compare
+                self._thread.run(self._weights.open, OPEN_SECONDS)
+            else:
+                assert isinstance(rows, HasWords)
+                answering = WorkerWeights(models, rows.words[rank], rows.words[-1], readable=readable)
+                self._weights = answering
+                self._thread.run(answering.open, OPEN_SECONDS)
+                self._thread.start(answering.answer)
         except BaseException:
             self.shutdown()
             raise
@@ -87,14 +97,19 @@ class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
     async def _open(
         self, plan: EnginePlan, rank: int, layout: KVLayout, tensors: Sequence[torch.Tensor], note: str
     ) -> SharedRows:
-        cpu = self._tiers[0]
-        if not isinstance(cpu, JoinsRows):
-            raise ConfigError("workers in processes of their own cannot map its region", "stack.tiers[0]")
         nominal = Geometry(plan.namespace.layout, await resolve_alignment(self._tiers))
         context = TierContext(
             "cpu", nominal, plan.namespace, time.monotonic, plan.engine_id, rank, one_process=self._one_process
         )
-        rows = await cpu.join(context, note)
+        if plan.in_process:
+            cpu = self._tiers[0]
+            if not isinstance(cpu, JoinsRows):
+                raise ConfigError("workers in processes of their own cannot map its region", "stack.tiers[0]")
+            rows = await cpu.join(context, note)
+        else:
+            identity = await asyncio.to_thread(engine_identity, plan)
+            self._link = WorkerLink(identity, rank, note)
+            nominal, rows = self._link.attach(context)
         geometry = replace(nominal, layout=layout)
         opened = await self._gpu.open(replace(context, name="gpu", geometry=geometry, kv_caches=tensors, rows=rows))
         self._fenced = to_fence([self._gpu])
@@ -106,29 +121,35 @@ class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
     def submit_store(self, job_id: int, src_spec: VLLMBlocks, dst_spec: LoadStoreSpec) -> bool:
         """Begin to copy GPU blocks into rows."""
         assert isinstance(dst_spec, RowsSpec)
-        return self._begin(copy_job(job_id, JobKind.LOAD, dst_spec, src_spec, self._factor))
+        job = copy_job(job_id, JobKind.LOAD, dst_spec, src_spec, self._factor)
+        return self._begin(job, dst_spec.number)
 
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: VLLMBlocks, expedited: bool = False) -> bool:
         """Begin to copy rows into GPU blocks. An expedited load, of vLLM 0.33, does not queue behind other copies:
         vLLM waits for it within the step."""
         assert isinstance(src_spec, RowsSpec)
-        return self._begin(copy_job(job_id, JobKind.STORE, src_spec, dst_spec, self._factor, urgent=expedited))
+        job = copy_job(job_id, JobKind.STORE, src_spec, dst_spec, self._factor, urgent=expedited)
+        return self._begin(job, src_spec.number)
 
-    def _begin(self, job: TransferJob) -> bool:
+    def _begin(self, job: TransferJob, number: int) -> bool:
         for copier in self._fenced:
             copier.fence()  # this thread's stream is vLLM's own; the thread that copies has another one
-        self._running[job.job_id] = self._thread.start(partial(self._copy, job.job_id, job)).ended
+        self._running[job.job_id] = self._thread.start(partial(self._copy, job, number)).ended
         return True
 
-    async def _copy(self, job_id: int, job: TransferJob) -> TransferResult:
-        if job.kind is JobKind.LOAD:
-            result: JobResult = await self._gpu.load(job)
-            return TransferResult(job_id, True, result.bytes_moved, result.seconds)
-        result = await self._gpu.store(job)
-        if not result.ok:
+    async def _copy(self, job: TransferJob, number: int) -> TransferResult:
+        result: JobResult = await (self._gpu.load(job) if job.kind is JobKind.LOAD else self._gpu.store(job))
+        if job.kind is JobKind.STORE and not result.ok:
             # Once more: the blocks have undefined bytes now, and vLLM's interface has no partial results.
             result = await self._gpu.store(job)
-        return TransferResult(job_id, result.ok, result.bytes_moved, result.seconds)
+        if self._link is not None:
+            self._link.report(JobId(number), result)
+        return TransferResult(job.job_id, job.kind is JobKind.LOAD or result.ok, result.bytes_moved, result.seconds)
+
+    def _on_load(self) -> None:
+        """A model loads weights: tell the stack process."""
+        assert self._link is not None
+        self._thread.call_soon(self._link.on_load)
 
     def get_finished(self) -> list[TransferResult]:
         """Copies that ended since the last call."""
@@ -162,4 +183,7 @@ class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
 
     async def _close(self) -> None:
         await self._gpu.close()
-        await self._tiers[0].close()
+        if self._link is not None:
+            self._link.close()
+        else:
+            await self._tiers[0].close()

@@ -1,0 +1,227 @@
+"""The stack in a process of its own, as `KVTierManager` uses it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from kvtier.aio.daemon_pool import DaemonPool
+from kvtier.client.connection import Identity
+from kvtier.client.core import ClientRequest
+from kvtier.client.engine import SchedulerClient
+from kvtier.engines.digests import Confirmation
+from kvtier.engines.vllm.compat import LOGGER
+from kvtier.engines.vllm.identity import measure, refine
+from kvtier.engines.vllm.primary.model_weights import REPLACED, Verdict
+from kvtier.engines.vllm.primary.wire import NO_REPORT
+from kvtier.engines.vllm.settings import EnginePlan, engine_identity
+from kvtier.errors import KVTierError
+from kvtier.service import wire
+from kvtier.stack import StackStats
+from kvtier.tier.contract import LookupResult
+from kvtier.types.events import OffloadingEvent
+from kvtier.types.hints import KVHint
+from kvtier.types.jobs import GPUGroup, JobKind, TransferJob
+from kvtier.types.keys import OffloadKey
+from kvtier.types.namespace import Namespace
+from kvtier.types.requests import RequestInfo
+
+IDLE_SECONDS = 0.002
+_log = logging.getLogger(LOGGER)
+
+
+class ClientDriver:
+    """Called by the scheduler's thread alone; nothing waits but a step's first lookup, for a millisecond.
+
+    A hit is a row leased to its request. Workers report the ends of copies themselves.
+    """
+
+    def __init__(self, plan: EnginePlan, events: bool) -> None:
+        self.identity: Identity = engine_identity(plan)
+        self.client = SchedulerClient(self.identity)
+        self.chooses = False  # the stack process does
+        self.measures_prefill = plan.stack.prefill_tokens_per_second == "measured"
+        self.num_rows, self.row_bytes = self.client.welcome.num_rows, self.client.welcome.row_bytes
+        self._core = self.client.core
+        self._keeps_events = events
+        self._naming = Naming(plan.namespace)
+        self._held_back = False
+        self._question = 0
+
+    @property
+    def follows(self) -> bool:
+        """True if policies follow requests."""
+        return self._core.follows
+
+    @property
+    def serves(self) -> bool:
+        """True if blocks may be found and stored now: not before it is known whose weights they are of."""
+        return self._core.serves and not self._question
+
+    # -- lookups -------------------------------------------------------------------------------------------------
+
+    def arrived(self, request_id: str, info: RequestInfo | None, keys: Sequence[OffloadKey]) -> ClientRequest:
+        """A request has come: which of these keys are there is asked now."""
+        return self.client.request(request_id, keys if self.serves else (), info)
+
+    def request(self, request_id: str, info: RequestInfo | None) -> ClientRequest:
+        """A request, which begins when it is extended."""
+        return self._core.request(request_id, (), info)
+
+    def look_up(self, request: ClientRequest, keys: Sequence[OffloadKey], *, ask: bool = False) -> list[LookupResult]:
+        """Presence of each key: RETRY where it is not known yet. With `ask` what a tier had yet to say is asked."""
+        if ask:
+            self._core.ask_again(request, keys)
+        return self.client.lookup(request, keys)
+
+    def storable(self, request: ClientRequest | None, keys: Sequence[OffloadKey]) -> tuple[list[OffloadKey], int]:
+        """(the keys that are in no row, as far as is known, in order; how many rows can be had now)."""
+        return self._core.storable(request, keys), self._core.room
+
+    def in_rows(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
+        """True for a key of this engine that is in a row, None for one on its way into one, False for others."""
+        return list(map(self._core.in_row, keys))
+
+    # -- loads and stores ----------------------------------------------------------------------------------------
+
+    def begin_load(self, request: ClientRequest, groups: Sequence[GPUGroup]) -> TransferJob | None:
+        """Begin to copy blocks out of rows leased to the request; None, or a part, if some are not."""
+        return self._core.begin_load(self._core.job(JobKind.LOAD, groups), request)
+
+    def begin_store(self, groups: Sequence[GPUGroup]) -> TransferJob | None:
+        """Begin to copy blocks into rows; None, or a part of them, if there are too few."""
+        return self._core.begin_store(self._core.job(JobKind.STORE, groups))
+
+    def number(self, copy: TransferJob | None) -> int:
+        """The number by which workers report the end of a copy."""
+        return NO_REPORT if copy is None else copy.job_id
+
+    def end_load(self, request_id: str) -> None:
+        """Nothing: the workers have said so."""
+
+    def end_store(self, keys: Collection[OffloadKey], reason: int) -> None:
+        """Nothing: the workers have said so."""
+
+    # -- the step ------------------------------------------------------------------------------------------------
+
+    def turn(self) -> bool:
+        """Take in what came, send what was decided. False: nothing but this engine's own reset makes leases void."""
+        self.client.step()
+        core = self._core
+        if core.notes is not None and not self._naming.begun:
+            self._naming.begin(core.notes)
+        if (named := self._naming.take()) is not None:
+            core.join(named.manifest().encode())
+        if self._question in core.verdicts:
+            verdict = Verdict(core.verdicts.pop(self._question))
+            self._question = 0
+            if verdict is not Verdict.UNCHANGED:
+                self._hold_back(REPLACED[verdict])
+        if not self._held_back and (reason := self._naming.refutation()):
+            core.reset()
+            self._hold_back(f"the weights are not those that samples of them showed: {reason}")
+            return True
+        return False
+
+    @property
+    def has_pending_work(self) -> bool:
+        """True while it is not known yet whose weights the engine has."""
+        return bool(self._question) or self._naming.running
+
+    def wait(self) -> None:
+        """Wait a little."""
+        self.client.wait(IDLE_SECONDS)
+
+    def reset(self) -> None:
+        """Nothing stored before is found from now on, and nothing is found or stored before the stack process has made
+        that durable and the workers have said whether their weights are those of the start."""
+        self._core.reset()
+        self._question = self._core.ask_weights()
+
+    def on_reset_flushed(self) -> None:
+        """Nothing: the stack process knows which rows copies still use."""
+
+    def _hold_back(self, reason: str) -> None:
+        if not self._held_back:
+            self._held_back = True
+            self._core.say(wire.HoldBack(reason))
+
+    # -- the rest ------------------------------------------------------------------------------------------------
+
+    def hint(self, hint: KVHint) -> None:
+        """Pass on what an application says of blocks."""
+        keys: Sequence[OffloadKey] = getattr(hint, "keys", ())
+        seconds: float = getattr(hint, "seconds", 0.0)
+        for _, part in wire.split(keys) if keys else [(0, ())]:
+            self._core.say(wire.Hint(type(hint).__name__.lower(), wire.Keys.of(part), hint.session, seconds))
+
+    def prompt_computed(self, tokens: int, begun: float, ended: float) -> None:
+        """The engine has computed so many tokens of a prompt between two times of `time.monotonic`."""
+        now = time.monotonic()
+        self._core.say(wire.Computed(tokens, now - begun, now - ended))
+
+    def announce(self, keys: Sequence[OffloadKey]) -> None:
+        """Have `take_events` return once more which tiers have these keys."""
+        for _, part in wire.split(keys):
+            self._core.say(wire.Announce(wire.Keys.of(part)))
+
+    def take_events(self) -> list[OffloadingEvent]:
+        """Blocks that became reachable in a tier or ceased to be since the last call."""
+        found, self._core.events = self._core.events, []
+        return found if self._keeps_events else []
+
+    def stats(self) -> StackStats:
+        """Figures of every tier."""
+        return StackStats({}, 0)
+
+    def close(self) -> None:
+        """Disconnect; the stack process goes on until its last engine has gone."""
+        self._naming.close()
+        self.client.close()
+
+
+class Naming:
+    """Completes the engine's namespace by its workers' notes, in a thread: it may have to read all weights."""
+
+    def __init__(self, namespace: Namespace) -> None:
+        self.begun = False
+        self._namespace = namespace
+        self._confirmation = Confirmation()
+        self._thread = DaemonPool("kvtier-naming", 1)
+        self._found: list[Namespace] = []
+        self._ended = False
+
+    @property
+    def running(self) -> bool:
+        """True until the name was found, or could not be."""
+        return not self._ended
+
+    def begin(self, notes: Sequence[str]) -> None:
+        """Begin once all workers have connected."""
+        self.begun = True
+        self._thread.submit(self._run, notes)
+
+    def _run(self, notes: Sequence[str]) -> None:
+        try:
+            measured = replace(self._namespace, layout=measure(self._namespace.layout, notes))
+            self._found.append(asyncio.run(refine(measured, notes, self._confirmation)))
+        except (OSError, KVTierError) as error:
+            _log.error("nothing is served to this engine: %s", error)
+        finally:
+            self._ended = True
+
+    def take(self) -> Namespace | None:
+        """The namespace, once."""
+        return self._found.pop() if self._found else None
+
+    def refutation(self) -> str:
+        """The reason why samples of the weights were wrong; empty as long as they may be right."""
+        return self._confirmation.refutation()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._confirmation.close()
+        self._thread.shutdown()
