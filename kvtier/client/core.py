@@ -101,7 +101,7 @@ class EngineCore:
             self.out.append(kind(request.id, self._number, Keys.of(part)))
 
     def lookup(self, request: ClientRequest, keys: Sequence[OffloadKey]) -> list[LookupResult]:
-        """What is known of these keys: RETRY until an answer has come."""
+        """Presence of these keys: RETRY until an answer has come."""
         if not self.connected:
             return [LookupResult.MISS] * len(keys)
         return [RESULTS.get(request.states.get(key, wire.MISSING), LookupResult.MISS) for key in keys]

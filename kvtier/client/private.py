@@ -9,10 +9,9 @@ import os
 import stat
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvtier.errors import ConfigError
@@ -21,18 +20,20 @@ from kvtier.service.channel import is_listening
 START_SECONDS = 60.0
 LINGER_SECONDS = 10.0
 PATH_BYTES_MAX = 107
+USUAL_PLACES = ("/run", "/tmp", "/dev/shm")
+KEY = "runtime_dir"
+"""The key of a stack file that names a place."""
 
 
 def private_socket(stack: str, folder: str = "") -> str:
     """The socket of the stack process of this user for this stack file; starts the process unless it is there.
 
-    `stack` is the text of the file. The folder is `folder`, or one of this user below XDG_RUNTIME_DIR or the folder of
-    temporary files. Raises ConfigError if the process cannot be started.
+    `stack` is the text of the file, `folder` its `runtime_dir`. Raises ConfigError if the process cannot be started.
     """
     name = hashlib.sha256(stack.encode()).hexdigest()[:16]
-    path = str(_private_folder(folder) / f"{name}.sock")
+    path = str(runtime_folder(folder) / f"{name}.sock")
     if len(path.encode()) > PATH_BYTES_MAX:
-        raise ConfigError(f"the socket {path} has a longer path than {PATH_BYTES_MAX} bytes", "runtime_dir")
+        raise ConfigError(f"the socket {path} has a longer path than {PATH_BYTES_MAX} bytes", KEY)
     with _locked(f"{path}.lock"):
         if not is_listening(path):
             Path(path).unlink(missing_ok=True)
@@ -40,18 +41,28 @@ def private_socket(stack: str, folder: str = "") -> str:
     return path
 
 
-def _private_folder(folder: str) -> Path:
-    """A folder of mode 0700 that is this user's."""
-    base = folder or os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    found = Path(base) / f"kvtier-{os.geteuid()}"
-    try:
-        found.mkdir(mode=0o700, exist_ok=True)
-        about = found.lstat()
-    except OSError as error:
-        raise ConfigError(f"no folder for the stack process can be made: {error}", "runtime_dir") from error
-    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) != 0o700:
-        raise ConfigError(f"{found} is not a folder of this user with mode 0700", "runtime_dir")
-    return found
+def runtime_folder(base: str = "") -> Path:
+    """A folder of this user alone, of mode 0700, for sockets: below `base`, or below the first of the usual places.
+
+    A usual place that is absent or cannot be written is passed over. Raises ConfigError where nothing is left, and for
+    a folder that another user owns, that is a link or that others may enter: who made it is not known.
+    """
+    reasons = []
+    for place in [base] if base else [*filter(None, [os.environ.get("XDG_RUNTIME_DIR")]), *USUAL_PLACES]:
+        found = Path(place) / f"kvtier-{os.geteuid()}"
+        try:
+            with suppress(FileExistsError):
+                found.mkdir(mode=0o700)
+            about = found.lstat()
+        except OSError as error:
+            reasons.append(f"{place}: {error.strerror}")
+            continue
+        if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) != 0o700:
+            raise ConfigError(f"{found} is no folder of this user of mode 0700; remove it, or name another place", KEY)
+        if os.access(found, os.W_OK | os.X_OK):
+            return found
+        reasons.append(f"{found}: cannot be written")
+    raise ConfigError(f"there is no place for the socket of a stack process ({'; '.join(reasons)})", KEY)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""One end of a connection between an engine's process and a stack process: a SOCK_SEQPACKET Unix socket.
+"""An end of a connection between an engine and a stack process: a SOCK_SEQPACKET Unix socket.
 
 `send` and `receive` never wait, and keep the GIL: a call takes some microseconds, and beside a thread that is busy in
 Python getting the GIL back takes a switch interval (5 ms). What does not fit the socket waits in a bounded outbox.

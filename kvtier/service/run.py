@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 
 from kvtier.config import parse_stack, stack_parts
 from kvtier.config.load import StackConfig
 from kvtier.service.server import StackServer
+from kvtier.stack.signals import ClosingSignals
+
+_log = logging.getLogger(__name__)
 
 
 def serve(stack: str, path: str, linger_seconds: float | None = None) -> None:
-    """Serve the stack that a YAML text describes on a socket, until SIGTERM or SIGINT.
+    """Serve the stack that a YAML text describes on a socket, until SIGTERM or SIGINT, which then take their course.
 
     With `linger_seconds` it also ends so long after the last engine has gone, or when none has come by then. Raises
     ConfigError, ResourceError.
@@ -20,14 +24,10 @@ def serve(stack: str, path: str, linger_seconds: float | None = None) -> None:
 
 
 async def _serve(config: StackConfig, path: str, linger_seconds: float | None) -> None:
-    ended = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ended.set)
     async with StackServer(lambda namespace: stack_parts(config, namespace), path) as server:
-        waits: list[asyncio.Task[object]] = [loop.create_task(ended.wait())]
-        if linger_seconds is not None:
-            waits.append(loop.create_task(server.wait_idle(linger_seconds)))
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for task in waits:
-            task.cancel()
+        ClosingSignals(asyncio.get_running_loop(), server.close).install((signal.SIGTERM, signal.SIGINT))
+        _log.info("the stack is served at %s", path)
+        if linger_seconds is None:
+            await asyncio.get_running_loop().create_future()
+        else:
+            await server.wait_idle(linger_seconds)

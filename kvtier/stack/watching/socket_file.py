@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from kvtier.aio.process_lock import keep_from_children, share_with_children
 from kvtier.errors import ResourceError
 
-WAITING_MAX = 16
+WAITING_MAX = 64
 """Connections that wait to be accepted, at most."""
 _IDENTITY_BYTES_MAX = 128
 _TRIES = 8
@@ -25,15 +25,16 @@ _NO_SOCKET = b"other"
 
 @dataclass(slots=True)
 class SocketFile:
-    """A socket that listens at `path`. `fd` is non-blocking. Children that are forked do not have it."""
+    """A socket of type `kind` that listens at `path`. `fd` is non-blocking. Children that are forked do not have it."""
 
     path: str
+    kind: int
     fd: int
     lock: int
     identity: bytes
 
     @classmethod
-    def claim(cls, path: str) -> SocketFile:
+    def claim(cls, path: str, kind: int = socket.SOCK_STREAM) -> SocketFile:
         """Listen at a path. Raises ResourceError if another process does, or the path is not free for another reason.
 
         The call makes file calls, which a disk may hold up.
@@ -42,7 +43,7 @@ class SocketFile:
             lock = _lock(path)
             try:
                 _remove_left_behind(path, lock)
-                return _listen(path, lock)
+                return _listen(path, kind, lock)
             except BaseException:
                 if not (os.path.lexists(path) and os.fstat(lock).st_size):  # it says nothing of a socket
                     os.unlink(_lock_path(path))
@@ -51,13 +52,25 @@ class SocketFile:
         except OSError as error:
             raise ResourceError(f"{path}: {error.strerror or error}") from error
 
-    def release(self) -> None:
-        """Remove the socket, unless there is something else at its path, and then the lock."""
+    def accept(self) -> socket.socket:
+        """The next connection. Raises BlockingIOError if none waits."""
+        with _borrowed(self.fd, self.kind) as listening:
+            return listening.accept()[0]
+
+    def withdraw(self) -> None:
+        """Remove the socket, unless there is something else at its path: no process connects any more. Idempotent."""
         with suppress(OSError):
             if _identity(self.path) == self.identity:
                 os.unlink(self.path)
+        if self.fd >= 0:
+            _close(self.fd)
+            self.fd = -1
+
+    def release(self) -> None:
+        """Withdraw the socket, and then let another process claim the path."""
+        self.withdraw()
+        with suppress(OSError):
             os.unlink(_lock_path(self.path))
-        _close(self.fd)
         _unlock(self.lock)
 
 
@@ -100,12 +113,12 @@ def _remove_left_behind(path: str, lock: int) -> None:
     os.unlink(path)
 
 
-def _listen(path: str, lock: int) -> SocketFile:
-    fd = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK).detach()
+def _listen(path: str, kind: int, lock: int) -> SocketFile:
+    fd = socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK).detach()
     keep_from_children(fd)
     try:
         os.fchmod(fd, 0o600)  # before the file exists: Linux gives it the mode of the socket
-        with _borrowed(fd) as listening:
+        with _borrowed(fd, kind) as listening:
             listening.bind(path)
             identity = _identity(path)
             try:
@@ -115,23 +128,17 @@ def _listen(path: str, lock: int) -> SocketFile:
             except BaseException:
                 os.unlink(path)
                 raise
-        return SocketFile(path, fd, lock, identity)
+        return SocketFile(path, kind, fd, lock, identity)
     except BaseException:
         _close(fd)
         raise
 
 
-def accept(fd: int) -> socket.socket:
-    """The next connection to a listening socket. Raises BlockingIOError if none waits."""
-    with _borrowed(fd) as listening:
-        return listening.accept()[0]
-
-
 class _borrowed:
     """A socket object for a descriptor, which stays open. No object keeps it: a forked child closes it by number."""
 
-    def __init__(self, fd: int) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, fd)
+    def __init__(self, fd: int, kind: int) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, kind, 0, fd)
 
     def __enter__(self) -> socket.socket:
         return self._socket
