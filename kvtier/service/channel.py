@@ -160,12 +160,19 @@ def receive_greeting(sock: socket.socket, codec: Codec) -> tuple[Any, list[int]]
     return items[0], list(descriptors)
 
 
+def start_lock(path: str) -> str:
+    """The file that is locked while a private process at a socket is looked for, is started, or decides to end."""
+    return f"{path}.start"
+
+
 def is_listening(path: str) -> bool:
-    """True if a process listens on a socket."""
+    """True if a process listens on a socket, also one that does not answer. Raises OSError for lack of a socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as sock:
         sock.settimeout(1.0)
         try:
             sock.connect(path)
+        except TimeoutError:
+            return True
         except OSError:
             return False
     return True

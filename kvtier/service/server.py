@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 
 from kvtier.aio.shielded_wait import shielded_wait
-from kvtier.errors import ConfigError, GeometryError, KVTierError, ResourceError, UsageError
+from kvtier.errors import ConfigError, GeometryError, KVTierError, ResourceError, RootBusyError, UsageError
 from kvtier.service import wire
 from kvtier.service.channel import Channel, receive_greeting, send_greeting
 from kvtier.service.manifests import read_namespace
@@ -62,13 +62,14 @@ class StackServer:
     """Serves engines over a socket in one event loop: `async with` opens the socket, and closes it and the stack.
 
     The first engine brings the layout, so the stack opens with it. `parts` makes the parts of a stack for a namespace.
-    Engines of another namespace are refused.
+    Engines of another namespace are refused. Another process at the path may take `patience_seconds` to end.
     """
 
-    def __init__(self, parts: Callable[[Namespace], StackParts], path: str) -> None:
+    def __init__(self, parts: Callable[[Namespace], StackParts], path: str, patience_seconds: float = 0.0) -> None:
         self.incarnation = secrets.token_hex(8)
         self._parts = parts
         self._path = path
+        self._patience_seconds = patience_seconds
         self._pool: Pool | None = None
         self._manifest = b""
         self._opening = asyncio.Lock()
@@ -80,10 +81,10 @@ class StackServer:
         self._closing: asyncio.Task[None] | None = None
 
     async def wait_idle(self, seconds: float) -> None:
-        """Return when there was no engine for so long."""
+        """Return when there was no connection for so long."""
         while True:
             self._changed.clear()
-            if self._engines or self._greeting:
+            if self._has_connections:
                 await self._changed.wait()
                 continue
             try:
@@ -91,6 +92,19 @@ class StackServer:
                     await self._changed.wait()
             except TimeoutError:
                 return
+
+    @property
+    def _has_connections(self) -> bool:
+        return bool(self._greeting) or any(engine.peers for engine in self._engines.values())
+
+    def withdraw_if_idle(self) -> bool:
+        """Let no process connect any more, unless one is connected or about to be."""
+        self._accept()
+        if self._has_connections or self._file is None:
+            return False
+        self._stop_accepting()
+        self._file.withdraw()
+        return True
 
     async def __aenter__(self) -> StackServer:
         self.open()
@@ -109,7 +123,7 @@ class StackServer:
     def open(self) -> None:
         """Listen. Raises ResourceError if the path is not free."""
         self._loop = asyncio.get_running_loop()
-        self._file = SocketFile.claim(self._path, socket.SOCK_SEQPACKET)
+        self._file = SocketFile.claim(self._path, socket.SOCK_SEQPACKET, self._patience_seconds)
         self._loop.add_reader(self._file.fd, self._accept)
 
     async def close(self) -> None:
@@ -170,7 +184,7 @@ class StackServer:
     def _stop_accepting(self) -> None:
         if self._resting is not None:
             self._resting.cancel()
-        if self._file is not None:
+        if self._file is not None and self._file.fd >= 0:
             self._loop.remove_reader(self._file.fd)
 
     def _begin_greeting(self, sock: socket.socket) -> None:
@@ -191,7 +205,8 @@ class StackServer:
                 await _readable(sock)
             hello, descriptors = receive_greeting(sock, GREETING)
         except (OSError, KVTierError) as error:
-            _log.warning("a connection did not begin with a greeting: %s", error)
+            if not isinstance(error, ConnectionResetError):  # one that only looked whether a process listens
+                _log.warning("a connection did not begin with a greeting: %s", error)
             sock.close()
             return
         fault = self._fault(sock, hello, descriptors) or await self._open_pool(hello)
@@ -225,6 +240,8 @@ class StackServer:
                 try:
                     pool = Pool(self._parts(read_namespace(hello.manifest)), self._send_all)
                     await pool.open()
+                except RootBusyError as error:
+                    return f"{error}; engines of several launches share a root through one `kvtier serve STACK.yaml`"
                 except (ConfigError, ResourceError, GeometryError, WireError) as error:
                     return str(error)
                 self._pool, self._manifest = pool, hello.manifest
@@ -308,6 +325,7 @@ class StackServer:
         self._loop.remove_reader(peer.channel)
         self._loop.remove_writer(peer.channel)
         peer.channel.close()
+        self._changed.set()
         if peer is engine.scheduler:
             engine.scheduler = None
             _log.info("engine %d: its connection has ended: %s", engine.session.number, fault)

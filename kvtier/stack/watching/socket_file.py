@@ -10,10 +10,11 @@ import fcntl
 import os
 import socket
 import stat
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvtier.aio.process_lock import keep_from_children, share_with_children
+from kvtier.aio.process_lock import keep_from_children, lock_file, share_with_children
 from kvtier.errors import ResourceError
 
 WAITING_MAX = 64
@@ -34,13 +35,13 @@ class SocketFile:
     identity: bytes
 
     @classmethod
-    def claim(cls, path: str, kind: int = socket.SOCK_STREAM) -> SocketFile:
-        """Listen at a path. Raises ResourceError if another process does, or the path is not free for another reason.
+    def claim(cls, path: str, kind: int = socket.SOCK_STREAM, wait_seconds: float = 0.0) -> SocketFile:
+        """Listen at a path. Raises ResourceError if another process does, also after a while, or it is not free else.
 
         The call makes file calls, which a disk may hold up.
         """
         try:
-            lock = _lock(path)
+            lock = _lock(path, time.monotonic() + wait_seconds)
             try:
                 _remove_left_behind(path, lock)
                 return _listen(path, kind, lock)
@@ -78,7 +79,7 @@ def _lock_path(path: str) -> str:
     return f"{path}.lock"
 
 
-def _lock(path: str) -> int:
+def _lock(path: str, deadline: float) -> int:
     """The locked file beside the socket. It may have been removed by its last owner before it was locked: once more."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     for _ in range(_TRIES):
@@ -88,10 +89,10 @@ def _lock(path: str) -> int:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
                 raise ResourceError(f"{_lock_path(path)} is not a file of this user")
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(fd, deadline)
             if os.path.samestat(found, os.stat(_lock_path(path), follow_symlinks=False)):
                 return fd
-        except BlockingIOError:
+        except TimeoutError:
             _close(fd)
             raise ResourceError(f"{path} is the socket of another stack that runs") from None
         except FileNotFoundError:
