@@ -17,7 +17,7 @@ CONNECT_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What the processes of one life of an engine say of it: `token` is random, and the same in all of them."""
+    """An engine as its processes name it in their greetings: `token` is random, and the same in all of them."""
 
     path: str
     namespace: Namespace

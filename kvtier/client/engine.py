@@ -1,4 +1,4 @@
-"""What a synchronous engine calls in place of a stack of its own: one message a step each way, nothing that waits."""
+"""The calls of a synchronous engine that has no stack of its own: one message a step each way, nothing that waits."""
 
 from __future__ import annotations
 

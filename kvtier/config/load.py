@@ -74,6 +74,13 @@ class StackOptions(Options):
         max_length=100,
         description="absolute path of a Unix socket that serves figures to kvtier top; none when left out",
     )
+    runtime_dir: str = Field(
+        default="",
+        pattern=r"^(/.*)?$",
+        max_length=80,
+        description="absolute path of a folder for the socket of a stack process; XDG_RUNTIME_DIR, /run, /tmp or "
+        "/dev/shm when left out",
+    )
     hints: HintOptions = Field(
         default=HintOptions(), description="bounds of hints: retained_sets, retain_time, prefetch_blocks"
     )

@@ -1,4 +1,4 @@
-"""One end of a connection between an engine's process and a stack process: a SOCK_SEQPACKET Unix socket.
+"""An end of a connection between an engine and a stack process: a SOCK_SEQPACKET Unix socket.
 
 `send` and `receive` never wait, and keep the GIL: a call takes some microseconds, and beside a thread that is busy in
 Python getting the GIL back takes a switch interval (5 ms). What does not fit the socket waits in a bounded outbox.
@@ -160,12 +160,19 @@ def receive_greeting(sock: socket.socket, codec: Codec) -> tuple[Any, list[int]]
     return items[0], list(descriptors)
 
 
+def start_lock(path: str) -> str:
+    """The file that is locked while a private process at a socket is looked for, is started, or decides to end."""
+    return f"{path}.start"
+
+
 def is_listening(path: str) -> bool:
-    """True if a process listens on a socket."""
+    """True if a process listens on a socket, also one that does not answer. Raises OSError for lack of a socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as sock:
         sock.settimeout(1.0)
         try:
             sock.connect(path)
+        except TimeoutError:
+            return True
         except OSError:
             return False
     return True

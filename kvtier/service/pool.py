@@ -1,4 +1,4 @@
-"""One namespace in a stack process: a stack whose GPU blocks are in the processes of its sessions."""
+"""A namespace in a stack process: a stack whose GPU blocks are in the processes of its sessions."""
 
 from __future__ import annotations
 

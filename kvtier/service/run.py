@@ -3,31 +3,65 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
+from collections.abc import Callable
+from dataclasses import dataclass
 
+from kvtier.aio.process_lock import locked_file
 from kvtier.config import parse_stack, stack_parts
 from kvtier.config.load import StackConfig
+from kvtier.service.channel import start_lock
 from kvtier.service.server import StackServer
+from kvtier.stack.signals import ClosingSignals
+
+PREDECESSOR_SECONDS = 45.0
+"""How long a private process waits until an earlier one at its path has written back; its roots are free then."""
+
+_log = logging.getLogger(__name__)
 
 
-def serve(stack: str, path: str, linger_seconds: float | None = None) -> None:
-    """Serve the stack that a YAML text describes on a socket, until SIGTERM or SIGINT.
+@dataclass(frozen=True, slots=True)
+class PrivateLife:
+    """A process that ends by itself so long after its last connection. `on_listening` is called once it listens."""
 
-    With `linger_seconds` it also ends so long after the last engine has gone, or when none has come by then. Raises
-    ConfigError, ResourceError.
+    linger_seconds: float
+    on_listening: Callable[[], None]
+
+
+def serve(stack: str, path: str, private: PrivateLife | None = None) -> None:
+    """Serve the stack that a YAML text describes on a socket, until SIGTERM or SIGINT, which then take their course.
+
+    Raises ConfigError, ResourceError.
     """
-    asyncio.run(_serve(parse_stack(stack), path, linger_seconds))
+    asyncio.run(_serve(parse_stack(stack), path, private))
 
 
-async def _serve(config: StackConfig, path: str, linger_seconds: float | None) -> None:
-    ended = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ended.set)
-    async with StackServer(lambda namespace: stack_parts(config, namespace), path) as server:
-        waits: list[asyncio.Task[object]] = [loop.create_task(ended.wait())]
-        if linger_seconds is not None:
-            waits.append(loop.create_task(server.wait_idle(linger_seconds)))
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for task in waits:
-            task.cancel()
+async def _serve(config: StackConfig, path: str, private: PrivateLife | None) -> None:
+    patience = PREDECESSOR_SECONDS if private is not None else 0.0
+    async with StackServer(lambda namespace: stack_parts(config, namespace), path, patience) as server:
+        ClosingSignals(asyncio.get_running_loop(), server.close).install((signal.SIGTERM, signal.SIGINT))
+        _log.info("the stack is served at %s", path)
+        if private is None:
+            await asyncio.get_running_loop().create_future()
+        else:
+            private.on_listening()
+            await _linger(server, path, private.linger_seconds)
+
+
+async def _linger(server: StackServer, path: str, seconds: float) -> None:
+    """Return when there was no connection for so long, with the socket gone.
+
+    That is decided behind the lock of those who start a process: who has found this one in time is served.
+    """
+    while True:
+        await server.wait_idle(seconds)
+        try:
+            with locked_file(start_lock(path)):
+                if server.withdraw_if_idle():
+                    return
+        except TimeoutError:  # a process looks for this one just now
+            continue
+        except OSError as error:  # such as a folder that is gone: no process will find this one
+            _log.warning("the socket %s is given up: %s", path, error)
+            return

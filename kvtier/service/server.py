@@ -9,11 +9,11 @@ import secrets
 import socket
 import struct
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
-from kvtier.errors import ConfigError, GeometryError, KVTierError, ResourceError, UsageError
+from kvtier.aio.shielded_wait import shielded_wait
+from kvtier.errors import ConfigError, GeometryError, KVTierError, ResourceError, RootBusyError, UsageError
 from kvtier.service import wire
 from kvtier.service.channel import Channel, receive_greeting, send_greeting
 from kvtier.service.manifests import read_namespace
@@ -21,6 +21,7 @@ from kvtier.service.pool import Pool
 from kvtier.service.session import Session
 from kvtier.service.wire import FROM_ENGINE, FROM_WORKER, GREETING, PROTOCOL, Hello, Refused, Welcome, WireError
 from kvtier.stack.assembly import StackParts
+from kvtier.stack.watching.socket_file import SocketFile
 from kvtier.types.namespace import Namespace
 
 OUTBOX_BYTES_MAX = 1 << 20
@@ -29,6 +30,9 @@ MESSAGES_AT_ONCE = 8
 """Messages of a connection that are read in one turn of the loop."""
 GREETING_SECONDS = 5.0
 CONNECTIONS_MAX = 1024
+REST_SECONDS = 1.0
+"""How long no connection is accepted after the process had no descriptor for one."""
+_ACCEPTED_AT_ONCE = 8
 
 _log = logging.getLogger(__name__)
 
@@ -58,26 +62,29 @@ class StackServer:
     """Serves engines over a socket in one event loop: `async with` opens the socket, and closes it and the stack.
 
     The first engine brings the layout, so the stack opens with it. `parts` makes the parts of a stack for a namespace.
-    Engines of another namespace are refused.
+    Engines of another namespace are refused. Another process at the path may take `patience_seconds` to end.
     """
 
-    def __init__(self, parts: Callable[[Namespace], StackParts], path: str) -> None:
+    def __init__(self, parts: Callable[[Namespace], StackParts], path: str, patience_seconds: float = 0.0) -> None:
         self.incarnation = secrets.token_hex(8)
         self._parts = parts
         self._path = path
+        self._patience_seconds = patience_seconds
         self._pool: Pool | None = None
         self._manifest = b""
         self._opening = asyncio.Lock()
         self._engines: dict[str, Engine] = {}
         self._greeting: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
-        self._closing = ExitStack()
+        self._file: SocketFile | None = None
+        self._resting: asyncio.TimerHandle | None = None
+        self._closing: asyncio.Task[None] | None = None
 
     async def wait_idle(self, seconds: float) -> None:
-        """Return when there was no engine for so long."""
+        """Return when there was no connection for so long."""
         while True:
             self._changed.clear()
-            if self._engines or self._greeting:
+            if self._has_connections:
                 await self._changed.wait()
                 continue
             try:
@@ -86,9 +93,25 @@ class StackServer:
             except TimeoutError:
                 return
 
+    @property
+    def _has_connections(self) -> bool:
+        return bool(self._greeting) or any(engine.peers for engine in self._engines.values())
+
+    def withdraw_if_idle(self) -> bool:
+        """Let no process connect any more, unless one is connected or about to be."""
+        self._accept()
+        if self._has_connections or self._file is None:
+            return False
+        self._stop_accepting()
+        self._file.withdraw()
+        return True
+
     async def __aenter__(self) -> StackServer:
-        self._listen()
+        self.open()
         return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     @property
     def pool(self) -> Pool:
@@ -97,45 +120,79 @@ class StackServer:
             raise UsageError("no engine has come yet")
         return self._pool
 
-    def _listen(self) -> None:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-        self._closing.callback(listener.close)
-        try:
-            listener.bind(self._path)
-            self._closing.callback(Path(self._path).unlink, missing_ok=True)
-            os.chmod(self._path, 0o600)
-            listener.listen(64)
-        except OSError as error:
-            self._closing.close()
-            raise ResourceError(f"the socket {self._path} cannot be opened: {error}") from error
+    def open(self) -> None:
+        """Listen. Raises ResourceError if the path is not free."""
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(listener, self._accept, listener)
-        self._closing.callback(self._loop.remove_reader, listener)
+        self._file = SocketFile.claim(self._path, socket.SOCK_SEQPACKET, self._patience_seconds)
+        self._loop.add_reader(self._file.fd, self._accept)
 
-    async def __aexit__(self, *_: object) -> None:
-        self._closing.close()
-        for task in tuple(self._greeting):
-            task.cancel()
-        for engine in list(self._engines.values()):
-            for peer in list(engine.peers):
-                if peer is engine.scheduler:
-                    peer.channel.send([wire.Closing("the stack process ends")])
-        if self._pool is not None:
-            await self._pool.close()
-        for engine in list(self._engines.values()):
-            for peer in list(engine.peers):
-                self._disconnect(peer, "the stack process ends")
+    async def close(self) -> None:
+        """Let no process connect, say so to the engines, write back within the stack's closing time. Idempotent.
+
+        The path is free for another process when that has ended, and so are the folders of the stack.
+        """
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close())
+        await shielded_wait(self._closing)
+
+    async def _close(self) -> None:
+        if self._file is None:
+            return
+        self._stop_accepting()
+        self._file.withdraw()
+        try:
+            for task in tuple(self._greeting):
+                task.cancel()
+            for engine in self._engines.values():
+                if engine.scheduler is not None:
+                    engine.scheduler.channel.send([wire.Closing("the stack process ends")])
+            if self._pool is not None:
+                await self._pool.close()
+            for engine in list(self._engines.values()):
+                self._forget(engine)
+        finally:
+            self._file.release()
+
+    def _forget(self, engine: Engine) -> None:
+        """Close what an engine's processes are connected by."""
+        for peer in list(engine.peers):
+            self._disconnect(peer, "the stack process ends")
+        for pidfd in engine.pidfds:
+            self._loop.remove_reader(pidfd)
+            os.close(pidfd)
+        engine.pidfds.clear()
 
     # -- greetings -----------------------------------------------------------------------------------------------
 
-    def _accept(self, listener: socket.socket) -> None:
-        with suppress(BlockingIOError, ConnectionError):
-            sock, _ = listener.accept()
-            sock.setblocking(False)
-            task = asyncio.ensure_future(self._greet(sock))
-            self._greeting.add(task)
-            task.add_done_callback(self._on_greeted)
-            self._changed.set()
+    def _accept(self) -> None:
+        """Take in those that wait, some in one turn of the loop."""
+        assert self._file is not None
+        try:
+            for _ in range(_ACCEPTED_AT_ONCE):
+                self._begin_greeting(self._file.accept())
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError as error:  # such as no descriptor: what waits would call this at once again
+            _log.warning("the socket %s rests for %g s: %s", self._path, REST_SECONDS, error)
+            self._stop_accepting()
+            self._resting = self._loop.call_later(REST_SECONDS, self._accept_again)
+
+    def _accept_again(self) -> None:
+        assert self._file is not None
+        self._loop.add_reader(self._file.fd, self._accept)
+
+    def _stop_accepting(self) -> None:
+        if self._resting is not None:
+            self._resting.cancel()
+        if self._file is not None and self._file.fd >= 0:
+            self._loop.remove_reader(self._file.fd)
+
+    def _begin_greeting(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        task = asyncio.ensure_future(self._greet(sock))
+        self._greeting.add(task)
+        task.add_done_callback(self._on_greeted)
+        self._changed.set()
 
     def _on_greeted(self, task: asyncio.Task[None]) -> None:
         self._greeting.discard(task)
@@ -148,7 +205,8 @@ class StackServer:
                 await _readable(sock)
             hello, descriptors = receive_greeting(sock, GREETING)
         except (OSError, KVTierError) as error:
-            _log.warning("a connection did not begin with a greeting: %s", error)
+            if not isinstance(error, ConnectionResetError):  # one that only looked whether a process listens
+                _log.warning("a connection did not begin with a greeting: %s", error)
             sock.close()
             return
         fault = self._fault(sock, hello, descriptors) or await self._open_pool(hello)
@@ -182,6 +240,8 @@ class StackServer:
                 try:
                     pool = Pool(self._parts(read_namespace(hello.manifest)), self._send_all)
                     await pool.open()
+                except RootBusyError as error:
+                    return f"{error}; engines of several launches share a root through one `kvtier serve STACK.yaml`"
                 except (ConfigError, ResourceError, GeometryError, WireError) as error:
                     return str(error)
                 self._pool, self._manifest = pool, hello.manifest
@@ -265,6 +325,7 @@ class StackServer:
         self._loop.remove_reader(peer.channel)
         self._loop.remove_writer(peer.channel)
         peer.channel.close()
+        self._changed.set()
         if peer is engine.scheduler:
             engine.scheduler = None
             _log.info("engine %d: its connection has ended: %s", engine.session.number, fault)

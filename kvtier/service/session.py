@@ -1,6 +1,6 @@
-"""One engine at a pool: the rows that are lent and leased to it, its copies in flight, and the answers it is sent.
+"""An engine at a pool: the rows that are lent and leased to it, its copies in flight, and the answers it is sent.
 
-No I/O and no clock. A session is told what its engine sent (`handle`) and what its workers reported (`on_copied`); the
+No I/O and no clock. A session is given what its engine sent (`handle`) and what its workers reported (`on_copied`); the
 pool sends `take_items` and pumps the control plane. Every number of an engine is compared with what it was given: one
 that was not is a `Breach`, which ends the connection.
 
@@ -71,14 +71,14 @@ class Waiting:
 
 @dataclass(slots=True)
 class Leases:
-    """What a request holds: rows by key, and what it waits for by number."""
+    """The rows of a request by key, and the answers that it waits for by number."""
 
     rows: dict[OffloadKey, int] = field(default_factory=dict)
     waiting: dict[int, Waiting] = field(default_factory=dict)
 
 
 class Session:
-    """One engine of a pool. `number` distinguishes it; `workers` copy for it."""
+    """An engine of a pool. `number` distinguishes it; `workers` copy for it."""
 
     def __init__(self, number: int, plane: ControlPlane, geometry: Geometry, pool: JobNumbers) -> None:
         self.number = number
@@ -292,7 +292,7 @@ class Session:
         return True
 
     def take_items(self) -> list[Item]:
-        """What is to be sent to the engine, in order."""
+        """The items for the engine, in order, each once."""
         items, self._items = self._items, []
         return items
 

@@ -34,7 +34,7 @@ TEXT_CHARACTERS_MAX = 4096
 
 
 class WireError(KVTierError):
-    """What a peer sent is no message of this protocol."""
+    """A peer sent no message of this protocol."""
 
 
 class Keys(msgspec.Struct, array_like=True, frozen=True):
@@ -193,7 +193,7 @@ class Announce(Item, tag=13, frozen=True):
 
 
 class Hint(Item, tag=14, frozen=True):
-    """What an application says of blocks. `kind`: name of a `KVHint` in lower case."""
+    """A hint of an application about blocks. `kind`: name of a `KVHint` in lower case."""
 
     kind: str
     keys: Keys
@@ -305,7 +305,7 @@ class Events(Item, tag=41, frozen=True):
 
 
 class Weights(Item, tag=42, frozen=True):
-    """What the workers answered: the worst of their verdicts, by its number."""
+    """The answer to `AskWeights`: the worst verdict of the workers, by its number."""
 
     number: int
     verdict: int

@@ -180,14 +180,14 @@ async def test_without_descriptors_it_rests_and_goes_on(
     path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "REST_SECONDS", 0.0)
-    refusals, accept = [OSError(errno.EMFILE, "no descriptor")], module.accept
+    refusals, accept = [OSError(errno.EMFILE, "no descriptor")], SocketFile.accept
 
-    def refuse_first(fd: int) -> socket.socket:
+    def refuse_first(file: SocketFile) -> socket.socket:
         if refusals:
             raise refusals.pop()
-        return accept(fd)
+        return accept(file)
 
-    monkeypatch.setattr(module, "accept", refuse_first)
+    monkeypatch.setattr(SocketFile, "accept", refuse_first)
     served = await opened(path, figures)
     assert (await read_beside(path))["kvtier_stats"] == 1
     assert "no descriptor" in caplog.text

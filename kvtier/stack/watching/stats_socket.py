@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.shielded_wait import wait_done
 from kvtier.errors import KVTierError, ResourceError
-from kvtier.stack.watching.socket_file import SocketFile, accept
+from kvtier.stack.watching.socket_file import SocketFile
 from kvtier.stack.watching.stats import StackStats
 
 _log = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class StatsSocket:
         assert self._file is not None
         try:
             for _ in range(_ACCEPTED_AT_ONCE):
-                with accept(self._file.fd) as peer:
+                with self._file.accept() as peer:
                     self._answer(peer)
         except (BlockingIOError, ConnectionError):
             return
