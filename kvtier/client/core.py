@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any
 
 from kvtier.service import wire
-from kvtier.service.wire import KEYS_BYTES_MAX, LEASED, PENDING, UNKNOWN, Item, Keys, Places, split
+from kvtier.service.wire import LEASED, PENDING, UNKNOWN, Item, Keys, Places, split
 from kvtier.tier.contract import LookupResult
 from kvtier.types.arrays import IntArray, int_array
 from kvtier.types.events import OffloadingEvent
@@ -74,12 +74,13 @@ class ClientRequest:
 
     def extend(self, keys: Sequence[OffloadKey]) -> None:
         """Add blocks of its prompt, then of its output, in prefix order, for policies that follow requests."""
-        for _, part in split(keys):
+        for first, part in split(keys):
             if self._begun:
                 self._core.say(wire.Extend(self.id, Keys.of(part)))
             else:
-                self._core.say(wire.Begin(self.id, Keys.of(part), _fields(self._info)))
-            self._begun = True
+                more = first + len(part) < len(keys)
+                self._core.say(wire.Begin(self.id, Keys.of(part), {} if first else _fields(self._info), more))
+        self._begun = self._begun or bool(keys)
 
     def reserve(self, keys: Sequence[OffloadKey]) -> None:
         """Have keys brought into rows and leased, as far as loading them is sooner than computing them."""
@@ -104,11 +105,15 @@ class ClientRequest:
         """End the request and its leases. `arrived` is a time of `time.monotonic`. Idempotent."""
         if self.ended:
             return
-        self._core.end(self)
-        if self._begun or prompt is not None:
-            named = None if prompt is None or sum(map(len, prompt)) > KEYS_BYTES_MAX else Keys.of(prompt)
+        if self._begun or prompt:
+            self._core.end(self, drops=False)
             age = 0.0 if arrived is None else max(0.0, time.monotonic() - arrived)
-            self._core.say(wire.End(self.id, input_tokens, output_tokens, named, age))
+            for first, part in split(prompt) if prompt else [(0, ())]:
+                more = prompt is not None and first + len(part) < len(prompt)
+                named = Keys.of(part) if part else None
+                self._core.say(wire.End(self.id, input_tokens, output_tokens, named, age, more))
+        else:
+            self._core.end(self)
 
 
 @dataclass(slots=True)
@@ -131,10 +136,11 @@ class EngineCore:
         self.out: list[Item] = []
         self.connected = True
         self.joined = self.follows = False
-        self.notes: list[str] | None = None
+        self.notes: list[str] = []
+        self.noted = self.loaded_weights = self.stats_pending = False
         self.results: list[JobResult] = []
         self.events: list[OffloadingEvent] = []
-        self.stats = b""
+        self.series: list[wire.Series] = []
         self.fault = ""
         self.verdicts: dict[int, int] = {}
         self._requests: dict[str, ClientRequest] = {}
@@ -142,7 +148,6 @@ class EngineCore:
         self._jobs: dict[int, Job] = {}
         self._lent: list[tuple[int, int]] = []
         self._filled: dict[OffloadKey, bool] = {}
-        self._stats: list[bytes] = []
         self._resetting = 0
         self._number = self._last_job = 0
         self._wanted = self._stored = 0
@@ -220,10 +225,13 @@ class EngineCore:
             self._forget(request)
             self.say(wire.Drop(request.id))
 
-    def end(self, request: ClientRequest) -> None:
-        """The request is over: its leases end. Idempotent."""
+    def end(self, request: ClientRequest, drops: bool = True) -> None:
+        """The request is over: its leases end, if not by a message that follows. Idempotent."""
         if not request.ended:
-            self.release(request)
+            if drops:
+                self.release(request)
+            else:
+                self._forget(request)
             request.ended = True
             if self._requests.get(request.id) is request:
                 del self._requests[request.id]
@@ -248,13 +256,37 @@ class EngineCore:
         for request in self._requests.values():
             self._forget(request)
             request.present.clear()
-        self._lent.clear()
         self._filled.clear()
-        self._wanted = 0
+
+    def _on_void(self) -> None:
+        """Another engine has reset the pool."""
+        for request in self._requests.values():
+            self.release(request)
+        self._void()
+
+    def _on_revoke(self, item: wire.Revoke) -> None:
+        for request in filter(None, map(self._requests.get, item.requests)):
+            self.release(request)
+        given = self._lent[: item.lent]
+        if given:
+            del self._lent[: item.lent]
+            self.out.append(wire.Return(Places.of(*zip(*given, strict=True))))
+
+    def _on_weights(self, item: wire.Weights) -> None:
+        """A verdict; without a number of ours: weights were loaded."""
+        if item.number:
+            self.verdicts[item.number] = item.verdict
+        else:
+            self.loaded_weights = True
 
     def join(self, manifest: bytes) -> None:
         """All is known of the namespace now."""
         self.say(wire.Join(manifest))
+
+    def ask_stats(self) -> None:
+        """Ask for the figures that changed; they come into `series`."""
+        self.stats_pending = True
+        self.say(wire.AskStats())
 
     def ask_weights(self) -> int:
         """Ask whether the workers' weights are those of the start; the verdict comes into `verdicts` by this number."""
@@ -343,12 +375,13 @@ class EngineCore:
                     self._on_found(item)
                 case wire.Ended():
                     self._on_ended(item)
-                case wire.Lent() if not self._resetting:
+                case wire.Lent():
                     rows, generations = item.places.unpack()
                     self._lent += zip(rows.tolist(), generations.tolist(), strict=True)
                 case wire.Revoke():
-                    for request in filter(None, map(self._requests.get, item.requests)):
-                        self.release(request)
+                    self._on_revoke(item)
+                case wire.Void():
+                    self._on_void()
                 case wire.ResetDone():
                     self._on_reset_done(item)
                 case wire.Events():
@@ -357,13 +390,15 @@ class EngineCore:
                         for tier, medium, removed, keys in item.events
                     ]
                 case wire.Stats():
-                    self._on_stats(item)
+                    self.series += item.series
+                    self.stats_pending = self.stats_pending and not item.last
                 case wire.Notes():
-                    self.notes = item.notes
+                    self.notes = [*self.notes[: item.first], *item.notes]
+                    self.noted = item.last
                 case wire.Joined():
                     self.joined, self.fault, self.follows = not item.fault, item.fault, item.follows
                 case wire.Weights():
-                    self.verdicts[item.number] = item.verdict
+                    self._on_weights(item)
                 case wire.Closing():
                     self.lose()
 
@@ -371,11 +406,6 @@ class EngineCore:
         if item.number == self._resetting:
             self._resetting = 0
             self.fault = item.fault
-
-    def _on_stats(self, item: wire.Stats) -> None:
-        self._stats.append(item.part)
-        if item.last:
-            self.stats, self._stats = b"".join(self._stats), []
 
     def _on_found(self, item: wire.Found) -> None:
         found = self._asked.pop(item.number, None)
@@ -428,7 +458,8 @@ class EngineCore:
         self.connected = self.joined = False
         self.out.clear()
         self._void()
-        self._resetting = 0
+        self._lent.clear()
+        self._resetting = self._wanted = 0
         for state in list(self._jobs.values()):
             if state.job.kind is JobKind.STORE:
                 for position in state.copied:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.client.connection import Identity
 from kvtier.client.core import ClientRequest
@@ -15,6 +17,7 @@ from kvtier.client.engine import SchedulerClient
 from kvtier.engines.digests import Confirmation
 from kvtier.engines.vllm.compat import LOGGER
 from kvtier.engines.vllm.identity import measure, refine
+from kvtier.engines.vllm.metrics import Meter, counted
 from kvtier.engines.vllm.primary.model_weights import REPLACED, Verdict
 from kvtier.engines.vllm.primary.wire import NO_REPORT
 from kvtier.engines.vllm.settings import EnginePlan, engine_identity
@@ -111,7 +114,7 @@ class ClientDriver:
         """Take in what came, send what was decided. False: nothing but this engine's own reset makes leases void."""
         self.client.step()
         core = self._core
-        if core.notes is not None and not self._naming.begun:
+        if core.noted and not self._naming.begun:
             self._naming.begin(core.notes)
         if (named := self._naming.take()) is not None:
             core.join(named.manifest().encode())
@@ -120,6 +123,12 @@ class ClientDriver:
             self._question = 0
             if verdict is not Verdict.UNCHANGED:
                 self._hold_back(REPLACED[verdict])
+        if core.loaded_weights:
+            core.loaded_weights = False
+            core.reset()
+            self._question = 0
+            self._hold_back(REPLACED[Verdict.CHANGED])
+            return True
         if not self._held_back and (reason := self._naming.refutation()):
             core.reset()
             self._hold_back(f"the weights are not those that samples of them showed: {reason}")
@@ -128,8 +137,9 @@ class ClientDriver:
 
     @property
     def has_pending_work(self) -> bool:
-        """True while it is not known yet whose weights the engine has."""
-        return bool(self._question) or self._naming.running
+        """True while an answer is to come that an idle engine has to take in: about its weights, or figures."""
+        core = self._core
+        return core.connected and (bool(self._question or core.series) or core.stats_pending)
 
     def wait(self) -> None:
         """Wait a little."""
@@ -172,6 +182,14 @@ class ClientDriver:
         """Blocks that became reachable in a tier or ceased to be since the last call."""
         found, self._core.events = self._core.events, []
         return found if self._keeps_events else []
+
+    def figures(self, meter: Meter) -> OffloadingConnectorStats | None:
+        """The figures that came since the last call; they are asked for once an interval."""
+        core = self._core
+        if meter.is_due() and core.connected and not core.stats_pending:
+            core.ask_stats()
+        series, core.series = core.series, []
+        return counted(series) if series else None
 
     def stats(self) -> StackStats:
         """Figures of every tier."""

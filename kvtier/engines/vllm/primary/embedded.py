@@ -7,10 +7,13 @@ import logging
 from collections.abc import Collection, Sequence
 from functools import partial
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+
 from kvtier.config import stack_parts
 from kvtier.engines.digests import Confirmation
 from kvtier.engines.vllm.compat import LOGGER
 from kvtier.engines.vllm.identity import measure, refine
+from kvtier.engines.vllm.metrics import Meter
 from kvtier.engines.vllm.primary.inflight_copies import InflightCopies
 from kvtier.engines.vllm.primary.model_weights import REPLACED, EngineWeights, Verdict
 from kvtier.engines.vllm.primary.wire import NO_REPORT
@@ -75,6 +78,10 @@ class EmbeddedDriver:
         self.follows = self.engine.follows_requests
         self.hint, self.stats, self.take_events = self.stack.hint, self.stack.stats, self.stack.take_events
         self.announce, self.prompt_computed = self.engine.announce, self.engine.prompt_computed
+
+    def figures(self, meter: Meter) -> OffloadingConnectorStats | None:
+        """The figures that changed, once an interval."""
+        return meter.read(self.stack.stats)
 
     @property
     def serves(self) -> bool:

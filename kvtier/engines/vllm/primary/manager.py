@@ -345,7 +345,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Figures of every tier, once a second."""
-        return self._meter.read(self._driver.stats)
+        figures: OffloadingConnectorStats | None = self._driver.figures(self._meter)
+        return figures
 
     def reset_cache(self) -> None:
         """Nothing stored before is served any more, also after a crash. Where the weights may be others than those at
