@@ -23,6 +23,7 @@ from kvtier.tier.registry import discover
 from kvtier.types.geometry import Geometry
 from kvtier.types.jobs import BlockOutcome, JobKind, JobResult, TransferJob
 from kvtier.types.keys import JobId
+from kvtier.types.namespace import Namespace
 
 if TYPE_CHECKING:
     import torch
@@ -50,9 +51,8 @@ class WorkerLink:
         if not issubclass(cpu, AttachesRows):
             raise ConfigError("the CPU tier cannot map rows of another process")
         try:
-            rows: SharedRows = cpu.attach(
-                replace(context, geometry=geometry), self.welcome.num_rows, *self._descriptors
-            )
+            shared = replace(context, geometry=geometry, namespace=Namespace(geometry.layout))  # by all namespaces
+            rows: SharedRows = cpu.attach(shared, self.welcome.num_rows, *self._descriptors)
         finally:
             for fd in self._descriptors:
                 os.close(fd)

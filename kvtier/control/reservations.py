@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from heapq import heapify, heappop, heappush
 
@@ -164,8 +164,15 @@ class Reservation(RowRequest):
         return [state is KeyState.LEASED for state in self.state]
 
 
+def _none() -> bool:
+    return False
+
+
 class Reservations:
-    """All reservations in order of age. Those that change by time alone are `expect`ed in order of their times."""
+    """All reservations in order of age. Those that change by time alone are `expect`ed in order of their times.
+
+    `has_leases_outside`: a caller pins rows for leases of its own, and will end some of them without being asked.
+    """
 
     def __init__(self, promotions: Promotions, deadline_seconds: float, lease_seconds: float) -> None:
         self.control = promotions.control
@@ -173,6 +180,7 @@ class Reservations:
         self.deadline_seconds = deadline_seconds
         self.lease_seconds = lease_seconds
         self.by_request: dict[RequestId, Reservation] = {}
+        self.has_leases_outside: Callable[[], bool] = _none
         self._times: list[tuple[float, int, Reservation]] = []
         self._serials = itertools.count()
 
@@ -215,8 +223,8 @@ class Reservations:
         return None
 
     def has_older_leases(self, age: int) -> bool:
-        """True if a request older than `age` holds leases, which will end by themselves."""
-        return any(other.rows for other in self.by_request.values() if other.age < age)
+        """True if a request older than `age`, or an engine, holds leases, which will end by themselves."""
+        return any(other.rows for other in self.by_request.values() if other.age < age) or self.has_leases_outside()
 
     def lapse(self, now: float) -> None:
         """Leases that were reported and not used in time are revoked; the request may ask again."""

@@ -1,25 +1,42 @@
-"""A namespace in a stack process: a stack whose GPU blocks are in the processes of its sessions."""
+"""Engines of one layout in a stack process: a stack whose GPU blocks are in the processes of its sessions."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from errno import ECANCELED
+from functools import partial
 from itertools import chain
 from typing import Any, ClassVar, Literal
 
 from kvtier.aio.shielded_wait import shielded_wait
-from kvtier.errors import UsageError
+from kvtier.control.plane.control_plane import ControlPlane
+from kvtier.control.tiers.lower_tier import TierSpec
+from kvtier.errors import ConfigError, GeometryError, UsageError
 from kvtier.options import TierOptions
-from kvtier.service.session import Copy, JobNumbers, Session
-from kvtier.service.wire import Copied
+from kvtier.service.leases import Copy
+from kvtier.service.manifests import read_namespace
+from kvtier.service.namespaces import KeySpace, Namespaces
+from kvtier.service.quotas import Quotas
+from kvtier.service.requests import EngineRequests
+from kvtier.service.session import Session
+from kvtier.service.wire import Breach, Hello, WireError
 from kvtier.stack.assembly import StackParts
 from kvtier.stack.guard import guard_step
 from kvtier.stack.tier_stack import TierStack
-from kvtier.tier.contract import LoadStore, Opened, ProvidesRows, TierContext
+from kvtier.tier.contract import JoinsRows, LoadStore, Opened, ProvidesRows, TierContext
+from kvtier.types.events import OffloadingEvent
+from kvtier.types.geometry import KVLayout
 from kvtier.types.jobs import LOADED, JobResult, TransferJob, failed
-from kvtier.types.keys import CPU, GPU, Medium
+from kvtier.types.keys import CPU, GPU, JobId, Medium, OffloadKey
+from kvtier.types.namespace import Namespace
+
+LENT_AT_ONCE = 16
+"""Rows that an engine is lent before it is the turn of the others."""
+EVENTS_SECONDS = 0.005
+"""Time between two messages to an engine that has more events to be sent than fit one."""
 
 
 class SessionCopyOptions(TierOptions):
@@ -101,20 +118,57 @@ class SessionCopies(LoadStore):
 
 
 class Pool(TierStack):
-    """The engines of one namespace and the stack that they share. In one event loop, with one control plane."""
+    """Engines of one layout and the stack that they share: one event loop, one control plane, two namespaces at most.
 
-    def __init__(self, parts: StackParts, send: Callable[[], None]) -> None:
+    The stack opens with the layout of the first engine; its lower tiers are opened in the namespace of the first one
+    that joins. An exception that is no one's wrong number ends the process: `on_defect` is called with it first.
+    """
+
+    def __init__(
+        self, parts: StackParts, send: Callable[[], None], named: Callable[[Namespace], Namespace] = lambda found: found
+    ) -> None:
         """`parts` without tensors and workers: those are the engines'. `send` is called when sessions may have items
-        to send, in a step: it must not call the pool."""
+        to send, in a step: it must not call the pool. `named` adds to a namespace what the stack file says of it."""
         layout = parts.namespace.layout
         self._ends = FillEnds(layout.world_size if not layout.replicated else 1)
         workers = [SessionCopies(self._ends) for _ in range(layout.world_size)]
         tiers = [tier for tier in parts.tiers if tier.medium != GPU]
-        super().__init__(replace(parts, tiers=_shared(tiers), workers=workers, kv_caches=None))
+        rows_of_all = replace(parts, namespace=Namespace(layout), kv_caches=None)
+        super().__init__(replace(rows_of_all, tiers=_shared(tiers), workers=workers))
         self.sessions: dict[int, Session] = {}
+        self.fault = ""
+        self.on_defect: Callable[[BaseException], None] = lambda error: None
+        self.quotas = Quotas(0)
+        self._named = named
+        self._namespaces = Namespaces()
+        self._naming: asyncio.Future[Namespace] | None = None
+        self._joins: set[asyncio.Task[None]] = set()
         self._send = send
-        self.numbers = JobNumbers(self._on_copy_end)
-        self._last = 0
+        self._handling = False
+        self._fills: dict[JobId, Session] = {}
+        self._last = self._last_fill = 0
+        self._turns = 0
+        self._wakes: asyncio.TimerHandle | None = None
+
+    async def open(self) -> None:
+        """Open the rows; the lower tiers wait for the first namespace. Raises as `TierStack.open`."""
+        self._naming = asyncio.get_running_loop().create_future()
+        self._parts = replace(self._parts, joins=self._naming)
+        await super().open()
+        plane = self._opened().plane
+        plane.reservations.has_leases_outside = lambda: any(each.will_return_rows for each in self.sessions.values())
+        self.quotas = Quotas(self.num_rows)
+        self._set_events()
+
+    async def close(self) -> None:
+        """Close, as a stack. Nothing joins any more."""
+        for task in tuple(self._joins):
+            task.cancel()
+        if self._wakes is not None:
+            self._wakes.cancel()
+        await super().close()
+
+    # -- as the server sees it -----------------------------------------------------------------------------------
 
     @property
     def is_open(self) -> bool:
@@ -122,65 +176,326 @@ class Pool(TierStack):
         return self._assembled is not None and not self._closing
 
     @property
+    def is_spent(self) -> bool:
+        """True once no engine is left in a pool that serves no other: another one may be opened in its place."""
+        return bool(self.fault) and not self.sessions
+
+    @property
     def num_rows(self) -> int:
         """Rows of the CPU tier."""
         return len(self._opened().plane.control.cpu.table)
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, in which a block may be shorter."""
+        return int(self._rows.row_bytes)
+
+    @property
     def descriptors(self) -> tuple[int, int]:
         """Descriptors of the rows and of the control area beside them."""
+        return self._rows.descriptors  # type: ignore[no-any-return]
+
+    @property
+    def _rows(self) -> Any:
         rows: Any = next(tier for tier in self._parts.tiers if tier.medium == CPU)
         assert isinstance(rows, ProvidesRows)
-        return rows.rows.descriptors  # type: ignore[attr-defined,no-any-return]
+        return rows.rows
 
     def begin_session(self) -> Session:
         """A session for an engine that connects."""
-        assembled = self._opened()
+        self._opened()
         self._last += 1
-        session = Session(self._last, assembled.plane, assembled.geometry, self.numbers)
+        session = Session(self._last, self, EngineRequests(self, self._last))
         self.sessions[session.number] = session
         return session
 
     @guard_step
-    def handle(self, session: Session, items: Sequence[Any]) -> None:
-        """Take in what an engine sent. Raises Breach, WireError: end its connection then."""
-        for item in items:
-            session.handle(item, self._clock())
+    def on_scheduler(self, session: Session, hello: Hello) -> None:
+        """An engine's scheduler has connected. With a complete namespace it joins. Raises WireError."""
+        session.on_scheduler(hello.events)
+        if hello.complete and not session.joins:
+            self.join(session, hello.manifest)
         self._carry_out()
 
     @guard_step
-    def on_copied(self, session: Session, worker: int, items: Sequence[Copied]) -> None:
-        """Take in what a worker of an engine reported. Raises Breach."""
-        for item in items:
-            session.on_copied(worker, item)
+    def on_worker(self, session: Session, hello: Hello) -> None:
+        """A worker of an engine has connected. Raises Breach if it has already."""
+        session.on_worker(hello.participant, hello.note)
+        self._carry_out()
+
+    @guard_step
+    def handle(self, session: Session, items: Sequence[Any]) -> None:
+        """Take in what an engine sent. Raises Breach, WireError, UsageError: end its connection then."""
+        self._take_in(session, items, session.handle)
+
+    @guard_step
+    def on_worker_items(self, session: Session, worker: int, items: Sequence[Any]) -> None:
+        """Take in what a worker of an engine sent. Raises Breach."""
+        self._take_in(session, items, lambda item, now: session.on_worker_item(worker, item))
+
+    def _take_in(self, session: Session, items: Sequence[Any], take: Callable[[Any, float], None]) -> None:
+        """Take in items in one step: what they set free or ask for is carried out once, at its end."""
+        if session.number not in self.sessions:
+            return
+        self._handling = True
+        try:
+            for item in items:
+                take(item, self._clock())
+        finally:
+            self._handling = False
         self._carry_out()
 
     @guard_step
     def end_session(self, session: Session, exited: bool) -> None:
-        """The connections of an engine have ended; with `exited` its processes too."""
+        """The connections of an engine have ended; with `exited` its processes too, or they use no row any more."""
+        if session.number not in self.sessions:
+            return
+        was_lost = session.lost
         if exited:
             session.on_exit(self._clock())
-            self.sessions.pop(session.number, None)
+            del self.sessions[session.number]
         else:
             session.lose(self._clock())
+        if not was_lost and session.space is not None:
+            self._namespaces.leave(session.space)
+            self._count_engines()
         self._carry_out()
 
-    def _carry_out(self, pumps: bool = True) -> None:
-        super()._carry_out(pumps)
-        now = self._clock()
-        for session in self.sessions.values():
-            session.advance(now)
-        if self.sessions:
-            super()._carry_out(pumps=False)
-            self._send()
+    # -- joining -------------------------------------------------------------------------------------------------
 
-    def _on_result(self, result: JobResult) -> None:
-        if not any(session.on_result(result) for session in self.sessions.values()):
-            super()._on_result(result)
+    def join(self, session: Session, manifest: bytes) -> None:
+        """The engine's namespace is known. It is served once the lower tiers are open, or is sent the reason why not.
 
-    def _on_copy_end(self, copy: Copy) -> None:
+        Raises WireError for a manifest that is none.
+        """
+        session.joins = True
+        namespace = read_namespace(manifest)
+        assembled = self._opened()
+        assert self._naming is not None
+        assert assembled.joining is not None
+        try:
+            namespace = self._named(namespace)
+            self._check_layout(namespace)
+            if self.fault:
+                raise ConfigError(self.fault)
+            space = self._namespaces.join(namespace)
+        except (ConfigError, GeometryError) as error:
+            session.on_joined(None, str(error), follows=False)
+            return
+        if not self._naming.done():
+            self._naming.set_result(namespace)
+        if assembled.joining.opening.done():
+            self._finish_join(session, space)
+            return
+        task = self._loop.create_task(self._join(session, space), name="kvtier join an engine")
+        self._joins.add(task)
+        task.add_done_callback(self._joins.discard)
+
+    def _check_layout(self, namespace: Namespace) -> None:
+        """Raise unless a namespace has the layout of the pool, or fixes it."""
+        assert self._assembled is not None
+        layout, geometry = namespace.layout, self._assembled.geometry
+        if layout == geometry.layout:
+            return
+        if self._naming is None or self._naming.done() or not _same_but_pages(layout, geometry.layout):
+            raise ConfigError("its blocks have another layout than those of the engines here")
+        cpu = next(tier for tier in self._parts.tiers if tier.medium == CPU)
+        if not isinstance(cpu, JoinsRows):
+            raise ConfigError("the rows of the cpu tier have one layout", "tiers")
+        geometry = replace(geometry, layout=layout)
+        cpu.use_geometry(geometry)
+        self._assembled.geometry = geometry
+
+    async def _join(self, session: Session, space: KeySpace) -> None:
+        assembled = self._opened()
+        assert assembled.joining is not None
+        await asyncio.wait((assembled.joining.opening,))
+        if self.is_open:
+            self._end_join(session, space)
+
+    @guard_step
+    def _end_join(self, session: Session, space: KeySpace) -> None:
+        self._finish_join(session, space)
+        self._carry_out()
+
+    def _finish_join(self, session: Session, space: KeySpace) -> None:
+        assert self._assembled is not None
+        assert self._assembled.joining is not None
+        if self._assembled.joining.fault is not None:
+            self.fault = self.fault or f"its tiers cannot be opened: {self._assembled.joining.fault}"
+        if session.lost or self.fault:
+            self._namespaces.leave(space)
+            session.on_joined(None, self.fault, follows=False)
+            return
+        plane = self._assembled.plane
+        self._deliver_events(plane.take_events())
+        session.on_joined(space, "", follows=plane.uses is not None)
+        self._count_engines()
+        if session.events is not None:
+            session.events.add(_stored(plane.contents(self._clock())))
+
+    def _count_engines(self) -> None:
+        self.quotas.engines = sum(each.is_engine for each in self.sessions.values())
+        self._set_events()
+
+    def _set_events(self) -> None:
+        """Events are recorded while an engine takes them."""
+        taken = any(each.events is not None and not each.lost for each in self.sessions.values())
+        self._opened().plane.events.events_max = self._settings.events_max if taken else 0
+
+    # -- as sessions see it --------------------------------------------------------------------------------------
+
+    @property
+    def plane(self) -> ControlPlane:
+        """The control plane."""
+        assert self._assembled is not None
+        return self._assembled.plane
+
+    @property
+    def chooses(self) -> bool:
+        """True if not all that is found is worth a load."""
+        return self._settings.chooses
+
+    @property
+    def reservation_seconds(self) -> float:
+        """The time that a reservation may wait."""
+        return self._settings.reservation_seconds
+
+    def next_job(self, session: Session) -> JobId:
+        """The number of a new fill of a session."""
+        self._last_fill += 1
+        self._fills[JobId(self._last_fill)] = session
+        return JobId(self._last_fill)
+
+    def end_fill(self, copy: Copy) -> None:
+        """All workers have reported a fill."""
         for row, generation, error in zip(copy.rows, copy.generations, copy.errors, strict=True):
             self._ends.end(row, generation, error)
+
+    def begin_reset(self, session: Session, number: int) -> None:
+        """Reset as `TierStack.reset` does. The sessions know at once; `ResetDone` follows when it is durable."""
+        super()._carry_out()  # before: what was decided in the epoch that ends
+        make_durable = self._begin_reset()
+        for each in self.sessions.values():
+            each.on_reset(each is session, self._clock())
+        durable = asyncio.ensure_future(make_durable())
+        durable.add_done_callback(partial(self._on_reset_done, session, number))
+
+    def _on_reset_done(self, session: Session, number: int, ended: asyncio.Future[object]) -> None:
+        error = asyncio.CancelledError() if ended.cancelled() else ended.exception()
+        session.on_reset_done(number, "" if error is None else f"{type(error).__name__}: {error}")
+        if self.is_open:
+            self._send()
+
+    def hold_back(self, session: Session, reason: str) -> None:
+        """Without another engine the lower tiers are held back, and none may join. Else this one is served no more."""
+        if any(each.is_engine and each is not session for each in self.sessions.values()):
+            session.shut_out(reason)
+        else:
+            self.engine.hold_back(reason)
+            self.fault = self.fault or f"an engine here has other weights than its namespace: {reason}"
+
+    def announce(self, session: Session, keys: Sequence[OffloadKey]) -> None:
+        """Events for one engine about these keys, behind those that there are."""
+        self._deliver_events(self.plane.take_events())
+        assert session.events is not None
+        found = _stored(self.plane.contents(self._clock(), keys))
+        session.events.add([event for each in found for event in (replace(each, removed=True), each)])
+
+    def send_figures(self, session: Session) -> None:
+        """The figures, as far as they have changed for this engine."""
+        stats = self.stats()
+        lost = 0 if session.events is None else session.events.lost
+        session.add_items(session.figures.changes(replace(stats, events_lost=stats.events_lost + lost)))
+
+    # -- carrying out --------------------------------------------------------------------------------------------
+
+    def _carry_out(self, pumps: bool = True) -> None:
+        if self._handling:
+            return
+        super()._carry_out(pumps)
+        now, sessions = self._clock(), self.sessions.values()
+        while sum(session.advance(now) for session in sessions):  # of each: `any` would stop at the first
+            super()._carry_out()
+        if not sessions:
+            return
+        self._lend(now)
+        self._take_back()
+        super()._carry_out(pumps=False)
+        if events := self.plane.take_events():
+            self._deliver_events(events)
+        self._set_wakes(now)
+        self._send()
+
+    def _lend(self, now: float) -> None:
+        """Lend rows to engines in turn, a few at a time; none while a reservation lacks some."""
+        plane = self.plane
+        if plane.control.shortage:
+            return
+        while waiting := [each for each in self.sessions.values() if each.rows_wanted]:
+            first = min(waiting, key=lambda each: (each.lent_in_turn, each.number))
+            self._turns += 1
+            first.lent_in_turn = self._turns
+            rows, generations = plane.lend(min(LENT_AT_ONCE, first.rows_wanted), now)
+            if not rows:
+                return
+            first.copying.on_lent(rows, generations)
+
+    def _take_back(self) -> None:
+        """Ask for leases, of the engine first that holds most, where rows are short; and for what is beyond bounds."""
+        short = self.plane.control.shortage
+        if not short and not self.plane.control.cpu.available:
+            short = max(each.rows_wanted for each in self.sessions.values())
+        for session in sorted(self.sessions.values(), key=lambda each: -each.held):
+            short = max(0, short - session.take_back(short))
+
+    def _deliver_events(self, events: Sequence[OffloadingEvent]) -> None:
+        for session in self.sessions.values():
+            if session.events is not None and session.is_engine:
+                session.events.add(events)
+
+    def _set_wakes(self, now: float) -> None:
+        """The next time at which a session has work by time alone."""
+        at = min(each.leasing.wakes_at for each in self.sessions.values())
+        if any(each.events and each.is_engine for each in self.sessions.values()):
+            at = min(at, now + EVENTS_SECONDS)
+        if self._wakes is not None:
+            self._wakes.cancel()
+            self._wakes = None
+        if at < math.inf:
+            self._wakes = self._loop.call_at(at, self._on_wake)
+
+    @guard_step
+    def _on_wake(self) -> None:
+        self._wakes = None
+        if self.is_open:
+            self._carry_out()
+
+    def _on_result(self, result: JobResult) -> None:
+        session = self._fills.pop(result.job_id, None)
+        if session is None:
+            super()._on_result(result)
+        else:
+            session.copying.on_fill_end(result.job_id, [outcome for group in result.outcomes for outcome in group])
+
+    def _fail(self, error: BaseException) -> None:
+        """Wrong numbers are their engine's. All else is a defect: half a step may be wrong state."""
+        if not isinstance(error, UsageError | Breach | WireError):
+            self._failed = True
+            self.on_defect(error)
+        raise error
+
+
+def _stored(contents: Sequence[tuple[TierSpec, Sequence[OffloadKey]]]) -> list[OffloadingEvent]:
+    """Events that say what tiers have."""
+    return [OffloadingEvent(tuple(keys), spec.medium, False, spec.name) for spec, keys in contents if keys]
+
+
+def _same_but_pages(one: KVLayout, other: KVLayout) -> bool:
+    """True if two layouts differ in nothing but the bytes of pages."""
+    shape = [(layout.world_size, layout.block_size_factor, layout.replicated) for layout in (one, other)]
+    groups = [[(each.block_size, each.kind, each.window_tokens) for each in layout.groups] for layout in (one, other)]
+    return shape[0] == shape[1] and groups[0] == groups[1]
 
 
 def _shared(tiers: Sequence[LoadStore]) -> list[LoadStore]:

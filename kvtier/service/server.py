@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -19,9 +19,10 @@ from kvtier.service.channel import Channel, receive_greeting, send_greeting
 from kvtier.service.manifests import read_namespace
 from kvtier.service.pool import Pool
 from kvtier.service.session import Session
-from kvtier.service.wire import FROM_ENGINE, FROM_WORKER, GREETING, PROTOCOL, Hello, Refused, Welcome, WireError
+from kvtier.service.wire import FROM_ENGINE, FROM_WORKER, GREETING, PROTOCOL, Breach, Hello, Refused, Welcome, WireError
 from kvtier.stack.assembly import StackParts
 from kvtier.stack.watching.socket_file import SocketFile
+from kvtier.types.geometry import KVLayout
 from kvtier.types.namespace import Namespace
 
 OUTBOX_BYTES_MAX = 1 << 20
@@ -38,17 +39,22 @@ _log = logging.getLogger(__name__)
 
 
 class Peer:
-    """A connection of an engine's scheduler or worker."""
+    """A connection of an engine's scheduler or worker, for a session of it."""
 
     def __init__(self, channel: Channel, engine: Engine, worker: int | None) -> None:
         self.channel = channel
         self.engine = engine
+        self.session = engine.session
         self.worker = worker
         self.writes = False
 
 
 class Engine:
-    """The processes of one life of an engine, and their session."""
+    """The processes of one life of an engine, and their session.
+
+    `earlier` sessions have lost their connections. Each ends when all processes have exited, or when all workers have
+    said in a new greeting that they are `quiet`: those that have are with it.
+    """
 
     def __init__(self, session: Session, token: str) -> None:
         self.session = session
@@ -56,6 +62,13 @@ class Engine:
         self.scheduler: Peer | None = None
         self.peers: set[Peer] = set()
         self.pidfds: set[int] = set()
+        self.earlier: dict[Session, set[int]] = {}
+
+    def has(self, hello: Hello) -> bool:
+        """True if another process is connected as this one."""
+        if hello.role == "scheduler":
+            return self.scheduler is not None
+        return any(peer.worker == hello.participant and peer.session is self.session for peer in self.peers)
 
 
 class StackServer:
@@ -71,7 +84,7 @@ class StackServer:
         self._path = path
         self._patience_seconds = patience_seconds
         self._pool: Pool | None = None
-        self._manifest = b""
+        self._layout: KVLayout | None = None
         self._opening = asyncio.Lock()
         self._engines: dict[str, Engine] = {}
         self._greeting: set[asyncio.Task[None]] = set()
@@ -236,25 +249,33 @@ class StackServer:
     async def _open_pool(self, hello: Hello) -> str:
         """Open the stack with the first engine's namespace. Why this engine is not served; empty if it is."""
         async with self._opening:
-            if self._pool is None:
-                try:
-                    pool = Pool(self._parts(read_namespace(hello.manifest)), self._send_all)
+            try:
+                namespace = read_namespace(hello.manifest)
+                if self._pool is not None and self._pool.is_spent:
+                    spent, self._pool = self._pool, None
+                    await spent.close()
+                if self._pool is None:
+                    parts = self._parts(namespace)
+                    pool = Pool(parts, self._send_all, lambda found: self._parts(found).namespace)
                     await pool.open()
-                except RootBusyError as error:
-                    return f"{error}; engines of several launches share a root through one `kvtier serve STACK.yaml`"
-                except (ConfigError, ResourceError, GeometryError, WireError) as error:
-                    return str(error)
-                self._pool, self._manifest = pool, hello.manifest
-        if hello.manifest != self._manifest:
-            return "its namespace is another one than that of the engines here"
+                    self._pool, self._layout = pool, namespace.layout
+            except RootBusyError as error:
+                return f"{error}; engines of several launches share a root through one `kvtier serve STACK.yaml`"
+            except (ConfigError, ResourceError, GeometryError, WireError) as error:
+                return str(error)
+        if self.pool.fault:
+            return self.pool.fault
+        if namespace.layout != self._layout:
+            return "its blocks have another layout than those of the engines here"
         if hello.participant not in range(self.pool.geometry.world_size):
             return f"there is no worker {hello.participant} among {self.pool.geometry.world_size}"
+        engine = self._engines.get(hello.token)
+        if engine is not None and not engine.session.lost and engine.has(hello):
+            return f"{hello.role} {hello.participant} of this engine is connected already"
         return ""
 
     def _welcome(self, sock: socket.socket, hello: Hello, pidfd: int) -> None:
-        engine = self._engines.get(hello.token)
-        if engine is None:
-            engine = self._engines[hello.token] = Engine(self.pool.begin_session(), hello.token)
+        engine = self._engine_of(hello)
         schedules = hello.role == "scheduler"
         geometry = self.pool.geometry
         sent = [] if schedules else list(self.pool.descriptors)
@@ -263,7 +284,7 @@ class StackServer:
             self.incarnation,
             engine.session.number,
             self.pool.num_rows,
-            geometry.row_bytes,
+            self.pool.row_bytes,
             geometry.alignment,
         )
         try:
@@ -276,23 +297,42 @@ class StackServer:
         channel = Channel(sock, FROM_ENGINE if schedules else FROM_WORKER, OUTBOX_BYTES_MAX)
         peer = Peer(channel, engine, None if schedules else hello.participant)
         engine.peers.add(peer)
-        if schedules:
-            engine.scheduler = peer
         engine.pidfds.add(pidfd)
         self._loop.add_reader(pidfd, self._on_exit, engine, pidfd)
         self._loop.add_reader(channel, self._on_readable, peer)
+        if schedules:
+            engine.scheduler = peer
+            self.pool.on_scheduler(engine.session, hello)
+        else:
+            self.pool.on_worker(engine.session, hello)
+
+    def _engine_of(self, hello: Hello) -> Engine:
+        """The engine of a greeting, with a session that is not lost."""
+        engine = self._engines.get(hello.token)
+        if engine is None:
+            engine = self._engines[hello.token] = Engine(self.pool.begin_session(), hello.token)
+        elif engine.session.lost:
+            engine.earlier[engine.session] = set()
+            engine.session = self.pool.begin_session()
+        if hello.quiet and hello.role != "scheduler":
+            for session, quiet in list(engine.earlier.items()):
+                quiet.add(hello.participant)
+                if len(quiet) == self.pool.geometry.world_size:
+                    del engine.earlier[session]
+                    self.pool.end_session(session, exited=True)
+        return engine
 
     # -- items ---------------------------------------------------------------------------------------------------
 
     def _on_readable(self, peer: Peer) -> None:
-        items, session = peer.channel.receive(MESSAGES_AT_ONCE), peer.engine.session
+        items, session = peer.channel.receive(MESSAGES_AT_ONCE), peer.session
         try:
             if items and peer.worker is None:
                 self.pool.handle(session, items)
             elif items:
                 assert peer.worker is not None
-                self.pool.on_copied(session, peer.worker, items)
-        except KVTierError as error:
+                self.pool.on_worker_items(session, peer.worker, items)
+        except (Breach, WireError, UsageError) as error:
             self._disconnect(peer, str(error))
             return
         if peer.channel.closed:
@@ -301,14 +341,20 @@ class StackServer:
     def _send_all(self) -> None:
         for engine in self._engines.values():
             peer = engine.scheduler
-            items = engine.session.take_items()
-            if not items or peer is None:
-                continue
-            if not peer.channel.send(items):
-                self._loop.call_soon(self._disconnect, peer, "it does not read what it is sent")
-            elif peer.channel.waiting_bytes and not peer.writes:
-                peer.writes = True
-                self._loop.add_writer(peer.channel, self._on_writable, peer)
+            if peer is not None:
+                self._send_to(peer, engine.session.take_items(events=not peer.channel.waiting_bytes))
+            if questions := engine.session.take_questions():
+                for worker in [each for each in engine.peers if each.worker is not None]:
+                    self._send_to(worker, questions)
+
+    def _send_to(self, peer: Peer, items: Sequence[wire.Item]) -> None:
+        if not items:
+            return
+        if not peer.channel.send(items):
+            self._loop.call_soon(self._disconnect, peer, "it does not read what it is sent")
+        elif peer.channel.waiting_bytes and not peer.writes:
+            peer.writes = True
+            self._loop.add_writer(peer.channel, self._on_writable, peer)
 
     def _on_writable(self, peer: Peer) -> None:
         if peer.channel.flush():
@@ -328,9 +374,12 @@ class StackServer:
         self._changed.set()
         if peer is engine.scheduler:
             engine.scheduler = None
-            _log.info("engine %d: its connection has ended: %s", engine.session.number, fault)
+        if not peer.session.lost:
+            _log.info("engine %d: a connection has ended: %s", peer.session.number, fault)
             if self.pool.is_open:
-                self.pool.end_session(engine.session, exited=False)
+                self.pool.end_session(peer.session, exited=False)
+            for other in [each for each in engine.peers if each.session is peer.session]:
+                self._disconnect(other, fault)
 
     def _on_exit(self, engine: Engine, pidfd: int) -> None:
         """A process of an engine has exited. When all have, no copy of the engine goes on."""
@@ -343,7 +392,8 @@ class StackServer:
             self._engines.pop(engine.token, None)
             self._changed.set()
             if self.pool.is_open:
-                self.pool.end_session(engine.session, exited=True)
+                for session in (*engine.earlier, engine.session):
+                    self.pool.end_session(session, exited=True)
 
 
 def _set(future: asyncio.Future[None]) -> None:

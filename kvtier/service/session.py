@@ -1,342 +1,301 @@
-"""An engine at a pool: the rows that are lent and leased to it, its copies in flight, and the answers it is sent.
+"""An engine at a pool: its life, and what becomes of each item that it and its workers send.
 
-No I/O and no clock. A session is given what its engine sent (`handle`) and what its workers reported (`on_copied`); the
-pool sends `take_items` and pumps the control plane. Every number of an engine is compared with what it was given: one
-that was not is a `Breach`, which ends the connection.
+No I/O and no clock. A session is given what its engine sent (`handle`) and what its workers sent (`on_worker_item`).
+The pool sends `take_items` and `take_questions`, pumps the control plane and calls `advance`. Every number of an engine
+is compared with what it was given: a wrong one is a `Breach`, which ends the connection and nothing else.
 
-A promise ends by the engine's word or with its processes, never by time. After `lose` nothing is promised any more, and
-rows that a copy of the engine may touch stay as they are until `on_exit`.
+The items of an engine and of its workers come over sockets of their own, in any order between them: a worker may report
+a copy before its engine has said that it began. A promise ends by the engine's word or with its processes, never by
+time. After `lose` nothing is promised any more; rows that the engine holds stay as they are until `on_exit`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from errno import ECONNRESET
-from itertools import groupby
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from kvtier.control.plane.control_plane import ControlPlane
-from kvtier.control.reservations import Reservation
-from kvtier.errors import KVTierError
 from kvtier.service import wire
-from kvtier.service.wire import LEASED, MISSING, PENDING, UNKNOWN, Item
-from kvtier.tier.contract import LookupResult
-from kvtier.types.arrays import int_array
-from kvtier.types.geometry import Geometry
-from kvtier.types.gpu_runs import GPURuns
-from kvtier.types.jobs import GPUGroup, JobKind, JobResult, TransferJob
-from kvtier.types.keys import JobId, OffloadKey, RequestId, key_group
+from kvtier.service.copying import Copying
+from kvtier.service.event_feed import EventFeed
+from kvtier.service.figures import Figures
+from kvtier.service.host import SessionHost
+from kvtier.service.leasing import Leasing
+from kvtier.service.namespaces import KeySpace
+from kvtier.service.requests import EngineRequests
+from kvtier.service.weights import WeightsCheck
+from kvtier.service.wire import Breach, Item
+from kvtier.types.keys import GROUP_BYTES, OffloadKey, key_group
 
-LENT_MIN = 64
-LENT_SHARE = 32
-"""Rows lent ahead to an engine are at most this part of all."""
-LEASED_SHARE = 8
-"""Rows leased to what an engine asks for, beyond reservations and copies, are at most this part of all."""
-STATES = {
-    LookupResult.HIT: LEASED,
-    LookupResult.HIT_PENDING: PENDING,
-    LookupResult.RETRY: UNKNOWN,
-    LookupResult.MISS: MISSING,
-}
-
-
-EARLY_MAX = 1024
-"""Reports of workers that may be kept until the engine's own word of their jobs comes."""
-
-
-class Breach(KVTierError):
-    """An engine named what it does not have, or broke an order of messages."""
-
-
-@dataclass(slots=True)
-class Copy:
-    """A copy that workers of an engine carry out. `left`: those that have not reported. `errors`: of each block."""
-
-    job: int
-    rows: list[int]
-    generations: list[int]
-    left: set[int]
-    errors: list[int]
-    fills: bool
-
-
-@dataclass(slots=True)
-class Waiting:
-    """A `Reserve` that is not served yet."""
-
-    keys: list[OffloadKey]
-    reservation: Reservation
-
-
-@dataclass(slots=True)
-class Leases:
-    """The rows of a request by key, and the answers that it waits for by number."""
-
-    rows: dict[OffloadKey, int] = field(default_factory=dict)
-    waiting: dict[int, Waiting] = field(default_factory=dict)
+NOTE_BYTES_MAX = 24 << 10
 
 
 class Session:
-    """An engine of a pool. `number` distinguishes it; `workers` copy for it."""
+    """An engine of a pool. `number` distinguishes it. `space` are its keys once it has joined.
 
-    def __init__(self, number: int, plane: ControlPlane, geometry: Geometry, pool: JobNumbers) -> None:
+    `shut`: why it is served nothing any more, for the rest of its life. `lent_in_turn` is the turn of its last loan.
+    """
+
+    def __init__(self, number: int, host: SessionHost, requests: EngineRequests) -> None:
         self.number = number
-        self.plane = plane
-        self.geometry = geometry
-        self._pool = pool
-        self._workers = range(geometry.world_size)
-        self._lent: dict[int, int] = {}
-        self._wanted = 0
-        self._requests: dict[str, Leases] = {}
-        self._leased = 0
-        self._copies: dict[int, Copy] = {}
-        self._early: list[tuple[int, wire.Copied]] = []
-        self._last_job = 0
-        self._jobs: dict[JobId, int] = {}
-        self._items: list[Item] = []
+        self.space: KeySpace | None = None
+        self.joins = False
+        self.shut = ""
         self.lost = False
+        self.events: EventFeed | None = None
+        self.figures = Figures()
+        self.lent_in_turn = 0
+        self._host = host
+        self._requests = requests
+        self._items: list[Item] = []
+        self._questions: list[Item] = []
+        self.copying = Copying(host, self._items, host.end_fill)
+        self.leasing = Leasing(number, host, self._items, lambda: self.copying.held)
+        self._workers = host.geometry.world_size
+        self._notes: dict[int, str] = {}
+        self._weights = WeightsCheck()
+        self._wanted = 0
+
+    @property
+    def is_engine(self) -> bool:
+        """True while the engine is served, or would be but for its weights."""
+        return self.space is not None and not self.lost
+
+    @property
+    def serves(self) -> bool:
+        """True if lookups are answered and fills are stored."""
+        return self.is_engine and not (self.shut or self._weights.is_open)
 
     # -- from the engine -----------------------------------------------------------------------------------------
 
     def handle(self, item: Any, now: float) -> None:
-        """Take in one item. Raises Breach, WireError. Pump the control plane afterwards, then `advance`."""
-        match item:
-            case wire.Ask():
-                self._ask(item, now)
-            case wire.Reserve():
-                self._reserve(item, now)
-            case wire.Drop():
-                self._drop(item.request, now)
-            case wire.Load():
-                self._load(item, now)
-            case wire.Fill():
-                self._fill(item, now)
-            case wire.Return():
-                self._return(self._take_lent(item.places))
-            case wire.Want():
-                self._wanted = max(0, item.rows)
-            case _:
-                raise Breach(f"{type(item).__name__} is not served")
-        if self._early and self._early[0][1].job in self._copies:
-            early, self._early = self._early, []
-            for worker, report in early:
-                self.on_copied(worker, report)
+        """Take in one item. Raises Breach, WireError, UsageError. Pump the control plane afterwards, then `advance`."""
+        handler = _HANDLERS.get(type(item))
+        if handler is None:
+            raise Breach(f"{type(item).__name__} is no item of an engine")
+        handler(self, item, now)
 
     def _ask(self, item: wire.Ask, now: float) -> None:
-        """The states of these keys; what is in rows is leased, as far as the bound goes."""
         keys = self._keys(item.keys)
-        leases = self._requests.setdefault(item.request, Leases())
-        cpu, rows, states = self.plane.control.cpu, list[int](), bytearray()
-        for key, found in zip(keys, self.plane.lookup(keys, now), strict=True):
-            state = STATES[found]
-            if state == LEASED:
-                row = leases.rows.get(key)
-                if row is None and self._leased * LEASED_SHARE < len(cpu.table):
-                    row = leases.rows[key] = cpu.directory[key]
-                    cpu.pin((row,))
-                    self._leased += 1
-                if row is None:
-                    state = PENDING
-                else:
-                    rows.append(row)
-            states.append(state)
-        self._items.append(wire.Found(item.number, bytes(states), self._places(rows)))
+        if self.serves:
+            self.leasing.ask(item, keys, now)
+        else:
+            self.leasing.answer_missing(item.number, len(keys))
 
     def _reserve(self, item: wire.Reserve, now: float) -> None:
         keys = self._keys(item.keys)
-        leases = self._requests.setdefault(item.request, Leases())
-        leases.waiting[item.number] = Waiting(keys, self.plane.reserve(self._name(item.request), keys, now))
+        if self.serves:
+            self.leasing.reserve(item, keys, now)
+        else:
+            self.leasing.answer_missing(item.number, len(keys))
 
-    def _drop(self, request: str, now: float) -> None:
-        leases = self._requests.pop(request, None)
-        if leases is not None:
-            self._unlease(leases)
-            self.plane.end_request(self._name(request), now)
-
-    def _unlease(self, leases: Leases) -> None:
-        self.plane.control.cpu.unpin(list(leases.rows.values()))
-        self._leased -= len(leases.rows)
-        leases.rows.clear()
+    def _drop(self, item: wire.Drop, now: float) -> None:
+        self.leasing.drop(item.request, now)
 
     def _load(self, item: wire.Load, now: float) -> None:
-        """The rows get a pin of the copy's own before the request's leases end."""
-        leases = self._requests.get(item.request)
-        rows, generations = (each.tolist() for each in item.places.unpack())
-        table = self.plane.control.cpu.table
-        held = set(leases.rows.values()) if leases is not None else set()
-        if not held.issuperset(rows) or [int(table.generation[row]) for row in rows] != generations:
-            raise Breach("a load names rows that are not leased to its request")
-        self._begin_copy(item.job, rows, generations, fills=False)
-        self.plane.control.cpu.pin(rows)
-        self._drop(item.request, now)
-
-    def _end_load(self, copy: Copy) -> None:
-        cpu = self.plane.control.cpu
-        good = [row for row, error in zip(copy.rows, copy.errors, strict=True) if not error]
-        cpu.touch([row for row in reversed(good) if cpu.has(row, copy.generations[copy.rows.index(row)])])
-        cpu.unpin(copy.rows)
-        runs = [(len(list(run)), "failed" if error else "loaded", "", error) for error, run in groupby(copy.errors)]
-        self._items.append(wire.Ended(copy.job, runs))
-
-    # -- rows lent ahead -----------------------------------------------------------------------------------------
-
-    def _take_lent(self, places: wire.Places) -> list[int]:
-        rows: list[int] = places.unpack()[0].tolist()
-        generations = places.unpack()[1].tolist()
-        if len(set(rows)) < len(rows) or [self._lent.get(row) for row in rows] != generations:
-            raise Breach("an engine names rows that were not lent to it")
-        for row in rows:
-            del self._lent[row]
-        return rows
+        self.copying.load(item, self.leasing.leases.get(item.request), now)
+        self.leasing.drop(item.request, now)
 
     def _fill(self, item: wire.Fill, now: float) -> None:
         keys = self._keys(item.keys)
-        rows = self._take_lent(item.places)
-        if len(keys) != len(rows):
-            self._return(rows)
-            raise Breach("a fill has as many keys as rows")
-        generations = item.places.unpack()[1].tolist()
-        self._begin_copy(item.job, rows, generations, fills=True)
-        groups = []
-        for group, run in groupby(range(len(keys)), key=lambda at: key_group(keys[at])):
-            at = list(run)
-            blocks = GPURuns.whole(range(len(at) * self.geometry.factor), self.geometry.factor)
-            places = int_array([rows[i] for i in at]), int_array([generations[i] for i in at])
-            groups.append(GPUGroup(group, tuple(keys[i] for i in at), blocks, *places))
-        job = TransferJob(self._pool.next(), JobKind.STORE, tuple(groups), None)
-        self._jobs[job.job_id] = item.job
-        self.plane.fill(job, now)
+        self.copying.fill(item, keys, self._host.next_job(self) if self.serves else None, now)
 
-    def _return(self, rows: list[int]) -> None:
-        self.plane.return_lent(rows)
+    def _return(self, item: wire.Return, now: float) -> None:
+        self.copying.take_back(item.places)
 
-    # -- copies --------------------------------------------------------------------------------------------------
+    def _want(self, item: wire.Want, now: float) -> None:
+        self._wanted = max(0, item.rows)
 
-    def _begin_copy(self, job: int, rows: list[int], generations: list[int], fills: bool) -> None:
-        if job <= self._last_job:
-            raise Breach(f"job {job} came after job {self._last_job}")
-        self._last_job = job
-        self._copies[job] = Copy(job, rows, generations, set(self._workers), [0] * len(rows), fills)
+    def _announce(self, item: wire.Announce, now: float) -> None:
+        keys = self._keys(item.keys)
+        if self.is_engine and self.events is not None:
+            self._host.announce(self, keys)
 
-    def on_copied(self, worker: int, item: wire.Copied) -> None:
-        """A worker's part has ended. Raises Breach for a copy that it has not been given, or other outcomes than it has
-        blocks."""
-        copy = self._copies.get(item.job)
-        if copy is None and item.job > self._last_job and len(self._early) < EARLY_MAX:
-            self._early.append((worker, item))  # it came before the engine's own word, over another socket
+    def _ask_stats(self, item: wire.AskStats, now: float) -> None:
+        self._host.send_figures(self)
+
+    def _on_request_item(self, item: Item, now: float) -> None:
+        """What policies, the recorder, the choice of loads and hints are given."""
+        if isinstance(item, wire.End) and not item.more:
+            self.leasing.drop(item.request, now)
+        if self.is_engine:
+            self._requests.handle(item, self._keys, now)
+
+    def on_worker_item(self, worker: int, item: Any) -> None:
+        """Take in what a worker sent. Raises Breach."""
+        if isinstance(item, wire.Copied):
+            self.copying.on_copied(worker, item)
+        elif isinstance(item, wire.Answer):
+            self._items += filter(None, (self._weights.on_answer(worker, item.number, item.verdict),))
+        elif isinstance(item, wire.Loaded):
+            self._items.append(self._weights.on_load())
+            self.copying.spoil_fills()
+        else:
+            raise Breach(f"{type(item).__name__} is no item of a worker")
+
+    # -- joining -------------------------------------------------------------------------------------------------
+
+    def on_scheduler(self, events: bool) -> None:
+        """The scheduler has connected. With `events` it is sent those of the pool."""
+        self.events = EventFeed() if events else None
+
+    def on_worker(self, worker: int, note: str) -> None:
+        """A worker has connected. When all have, the engine is sent their notes. Raises Breach."""
+        if len(note.encode()) > NOTE_BYTES_MAX or worker in self._notes:
+            raise Breach(f"worker {worker} connects twice, or with a note of {len(note)} characters")
+        self._notes[worker] = note
+        if len(self._notes) < self._workers:
             return
-        if copy is None or worker not in copy.left:
-            raise Breach(f"worker {worker} reports job {item.job}, which is not in flight")
-        errors = [error for count, error in item.outcomes for _ in range(min(count, len(copy.rows) + 1))]
-        if len(errors) != len(copy.rows):
-            raise Breach(f"worker {worker} reports {len(errors)} blocks of {len(copy.rows)}")
-        self._report(copy, worker, errors)
+        notes = [self._notes[each] for each in range(self._workers)]
+        for first, count in _parts(notes):
+            last = first + count == len(notes)
+            self._items.append(wire.Notes(first, notes[first : first + count], last))
 
-    def _report(self, copy: Copy, worker: int, errors: Sequence[int]) -> None:
-        copy.errors = [mine or theirs for mine, theirs in zip(copy.errors, errors, strict=True)]
-        copy.left.discard(worker)
-        if not copy.left:
-            del self._copies[copy.job]
-            if copy.fills:
-                self._pool.end_copy(copy)  # the control plane's own job ends with it; its result is the engine's
-            else:
-                self._end_load(copy)
+    def _join(self, item: wire.Join, now: float) -> None:
+        if self.joins:
+            raise Breach("an engine joins once")
+        self._host.join(self, item.manifest)
+
+    def on_joined(self, space: KeySpace | None, fault: str, follows: bool) -> None:
+        """The pool serves the engine with these keys from here on, or does not."""
+        self.space = space
+        self._items.append(wire.Joined(fault, follows))
+
+    # -- weights and resets --------------------------------------------------------------------------------------
+
+    def _reset(self, item: wire.Reset, now: float) -> None:
+        self._host.begin_reset(self, item.number)
+
+    def on_reset(self, own: bool, now: float) -> None:
+        """Nothing that was stored before is reachable. The engine that reset has forgotten all; others are told to."""
+        if self.lost:
+            return
+        if own:
+            self.leasing.drop_all(now)
+            self._weights.on_reset()
+        else:
+            self.leasing.on_reset(now)
+            if self.space is not None:
+                self._items.append(wire.Void())
+
+    def on_reset_done(self, number: int, fault: str) -> None:
+        """A reset of this engine is durable, or is not."""
+        self._items.append(wire.ResetDone(number, fault))
+
+    def _hold_back(self, item: wire.HoldBack, now: float) -> None:
+        self._host.hold_back(self, item.reason)
+        self._weights.on_hold_back()
+
+    def shut_out(self, reason: str) -> None:
+        """The engine is served nothing any more. What it holds it holds until it gives it back."""
+        self.shut = self.shut or reason
+
+    def _ask_weights(self, item: wire.AskWeights, now: float) -> None:
+        answer = self._weights.ask(item.number, self._notes.keys(), self._workers)
+        if answer is None:
+            self._questions.append(wire.Question(item.number))
+        else:
+            self._items.append(answer)
+
+    # -- as the pool drives it -----------------------------------------------------------------------------------
+
+    @property
+    def held(self) -> int:
+        """Rows that the engine holds."""
+        return self.leasing.held
+
+    @property
+    def rows_wanted(self) -> int:
+        """Rows that the engine would like to be lent, and may be."""
+        if not self.serves:
+            return 0
+        quotas, lent = self._host.quotas, len(self.copying.lent)
+        most = min(self._wanted, quotas.lent_most) - lent
+        return max(0, min(most, quotas.lent_most_of_all - quotas.lent, quotas.pinned_most - self.held))
+
+    @property
+    def will_return_rows(self) -> bool:
+        """True if some rows of this engine will be free although no other gets any."""
+        return not self.lost and (bool(self.copying.in_flight) or self.leasing.will_return_rows)
+
+    def advance(self, now: float) -> bool:
+        """Answer reservations that are served, begin others. True if the control plane is to be pumped again."""
+        return self.leasing.advance(now)
+
+    def take_back(self, rows: int) -> int:
+        """Ask the engine for so many rows of leases, and for what is beyond its bounds. Returns the rows asked for."""
+        if self.lost:
+            return 0
+        requests = self.leasing.revocable(max(rows, self.leasing.found_beyond_share))
+        lent = self.copying.take_excess()
+        if requests or lent:
+            self._items.append(wire.Revoke([request for request, _ in requests], lent))
+        return lent + sum(count for _, count in requests)
+
+    def lose(self, now: float) -> None:
+        """The connection has ended. What the engine holds, its workers may use until all its processes have exited."""
+        if not self.lost:
+            self.lost = True
+            self.leasing.end_waiting(now, answers=False)
+            self._requests.end_all()
+
+    def on_exit(self, now: float) -> None:
+        """No process of the engine copies any more."""
+        self.lose(now)
+        self.leasing.drop_all(now)
+        self.copying.end_all()
 
     # -- to the engine -------------------------------------------------------------------------------------------
 
-    def advance(self, now: float) -> None:
-        """Answer reservations that are served, and lend rows. Call after the control plane was pumped."""
-        if self.lost:
-            return
-        for leases in self._requests.values():
-            for number, waiting in list(leases.waiting.items()):
-                if waiting.reservation.served:
-                    del leases.waiting[number]
-                    self._on_served(number, leases, waiting)
-                    self.plane.end_request(waiting.reservation.request_id, now)
-        self._lend(now)
-
-    def _on_served(self, number: int, leases: Leases, waiting: Waiting) -> None:
-        """The request gets the rows of a reservation, which the control plane cannot take back from then on."""
-        cpu, reservation = self.plane.control.cpu, waiting.reservation
-        rows = [reservation.rows.get(reservation.index[key]) for key in waiting.keys]
-        new = {key: row for key, row in zip(waiting.keys, rows, strict=True) if row is not None}
-        new = {key: row for key, row in new.items() if key not in leases.rows}
-        cpu.pin(list(new.values()))
-        leases.rows |= new
-        self._leased += len(new)
-        states = bytes(MISSING if row is None else LEASED for row in rows)
-        self._items.append(wire.Found(number, states, self._places([row for row in rows if row is not None])))
-
-    def _lend(self, now: float) -> None:
-        most = max(LENT_MIN, len(self.plane.control.cpu.table) // LENT_SHARE)
-        missing = min(self._wanted, most) - len(self._lent)
-        if missing > 0:
-            rows, generations = self.plane.lend(missing, now)
-            if rows:
-                self._lent.update(zip(rows, generations, strict=True))
-                self._items.append(wire.Lent(wire.Places.of(rows, generations)))
-
-    def on_result(self, result: JobResult) -> bool:
-        """The control plane's job of a fill has ended. False if it is another session's."""
-        job = self._jobs.pop(result.job_id, None)
-        if job is None:
-            return False
-        each = [outcome for group in result.outcomes for outcome in group]
-        runs = [
-            (len(list(run)), outcome.status.value, outcome.reason.value if outcome.reason else "", outcome.errno)
-            for outcome, run in groupby(each)
-        ]
-        self._items.append(wire.Ended(job, runs))
-        return True
-
-    def take_items(self) -> list[Item]:
-        """The items for the engine, in order, each once."""
-        items, self._items = self._items, []
+    def take_items(self, events: bool = True) -> list[Item]:
+        """The items to be sent to the engine, in order; with events if there is room for them."""
+        items = [*self._items, *self.copying.take_lent_now()]
+        self._items.clear()
+        if events and self.events and self.space is not None:
+            items += self.events.take(self.space)
         return items
 
-    # -- ending --------------------------------------------------------------------------------------------------
+    def add_items(self, items: Sequence[Item]) -> None:
+        """Items of the pool for the engine."""
+        self._items += items
 
-    def lose(self, now: float) -> None:
-        """The engine's connection has ended: leases that no copy uses end. Lent rows may be in a copy."""
-        self.lost = True
-        for request in list(self._requests):
-            self._drop(request, now)
-
-    def on_exit(self, now: float) -> None:
-        """Every process of the engine has exited: no copy goes on. Raises nothing."""
-        self.lose(now)
-        self._return(list(self._lent))
-        self._lent.clear()
-        for copy in list(self._copies.values()):
-            for worker in sorted(copy.left):
-                self._report(copy, worker, [ECONNRESET] * len(copy.rows))
-
-    # -- helpers -------------------------------------------------------------------------------------------------
+    def take_questions(self) -> list[Item]:
+        """The items to be sent to each worker."""
+        questions, self._questions = self._questions, []
+        return questions
 
     def _keys(self, packed: wire.Keys) -> list[OffloadKey]:
+        """Keys of an item, as the pool has them. Raises Breach, WireError."""
         keys = packed.unpack()
-        if any(len(key) <= 4 or key_group(key) >= self.geometry.num_groups for key in keys):
-            raise Breach("a key of a group that the layout does not have")
-        return keys
-
-    def _places(self, rows: Sequence[int]) -> wire.Places:
-        generation = self.plane.control.cpu.table.generation
-        return wire.Places.of(rows, [generation[row] for row in rows])
-
-    def _name(self, request: str) -> RequestId:
-        return RequestId(f"{self.number}:{request}")
+        groups = self._host.geometry.num_groups
+        if len(keys) > wire.ITEM_KEYS_MAX or any(len(key) <= GROUP_BYTES or key_group(key) >= groups for key in keys):
+            raise Breach("too many keys, or one of a group that the layout does not have")
+        return self.space.to_pool(keys) if self.space is not None else keys
 
 
-class JobNumbers:
-    """Numbers of the fills of all sessions of a pool. `end_copy` is called when all workers have reported one."""
+def _parts(notes: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """(first, count) of notes that fit a message."""
+    first = size = 0
+    for at, note in enumerate(notes):
+        if size and size + len(note.encode()) > 2 * NOTE_BYTES_MAX:
+            yield first, at - first
+            first, size = at, 0
+        size += len(note.encode())
+    yield first, len(notes) - first
 
-    def __init__(self, end_copy: Callable[[Copy], None]) -> None:
-        self.end_copy = end_copy
-        self._last = 0
 
-    def next(self) -> JobId:
-        """The number of a new job."""
-        self._last += 1
-        return JobId(self._last)
+_HANDLERS: dict[type[Item], Callable[[Session, Any, float], None]] = {
+    wire.Ask: Session._ask,
+    wire.Reserve: Session._reserve,
+    wire.Drop: Session._drop,
+    wire.Load: Session._load,
+    wire.Fill: Session._fill,
+    wire.Return: Session._return,
+    wire.Want: Session._want,
+    wire.Reset: Session._reset,
+    wire.AskStats: Session._ask_stats,
+    wire.Announce: Session._announce,
+    wire.HoldBack: Session._hold_back,
+    wire.Join: Session._join,
+    wire.AskWeights: Session._ask_weights,
+    **dict.fromkeys((wire.Begin, wire.Extend, wire.End, wire.Hint, wire.Computed), Session._on_request_item),
+}

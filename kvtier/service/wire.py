@@ -5,6 +5,17 @@ an engine with more to send takes several messages; `split` divides what is long
 and their bytes one after another, rows as int32, generations as int64. Nothing of a peer is used before it was decoded
 by its type, and a number of a peer only after a session compared it with what it handed out.
 
+Leases and loans. A row that was found LEASED belongs to its request until the engine sends `Drop`, `End` or `Load` for
+it; a row of `Lent` belongs to the engine until `Fill` or `Return`. Neither ends by time. With `Drop`, `End` or `Load`
+the engine forgets what the request was found and all numbers that it still waits for. A `Found` for one of these that
+comes later is void. When the connection ends, everything is void but copies in flight; rows stay as they are until the
+processes of the engine have exited, or its workers have said `quiet` in a new greeting.
+
+Resets. All leases and states of all requests are void, and all numbers that wait: for the engine that resets from the
+sending of `Reset` on, for the others when `Void` comes. The engine forgets them; the others also send `Drop` for each
+request that had any. They may ask again at once. Rows that are lent stay lent. Fills and loads in flight end, not as
+stored and not as loaded.
+
 Raises `WireError` for bytes that are no message of the type that is expected.
 """
 
@@ -35,6 +46,10 @@ TEXT_CHARACTERS_MAX = 4096
 
 class WireError(KVTierError):
     """A peer sent no message of this protocol."""
+
+
+class Breach(KVTierError):
+    """An engine named what it does not have, or broke an order of messages."""
 
 
 class Keys(msgspec.Struct, array_like=True, frozen=True):
@@ -115,7 +130,7 @@ class Reserve(Item, tag=2, frozen=True):
 
 
 class Drop(Item, tag=3, frozen=True):
-    """End the leases of a request."""
+    """End the leases of a request, and what it waits for."""
 
     request: str
 
@@ -123,7 +138,7 @@ class Drop(Item, tag=3, frozen=True):
 class Load(Item, tag=4, frozen=True):
     """A copy out of these rows, leased to the request, begins: they are the copy's until every worker has reported.
 
-    The request's other leases end.
+    The request's other leases end. The numbers of jobs, fills included, grow.
     """
 
     job: int
@@ -152,11 +167,15 @@ class Want(Item, tag=7, frozen=True):
 
 
 class Begin(Item, tag=8, frozen=True):
-    """A request begins with these keys: `request` of a stack. `info`: fields of a `RequestInfo` that are set."""
+    """A request begins with these keys: `request` of a stack. `info`: fields of a `RequestInfo` that are set.
+
+    With `more` its keys go on in the next `Begin` of this request, which begins it unless that has `more` too.
+    """
 
     request: str
     keys: Keys
     info: dict[str, str | int | float | None] = {}
+    more: bool = False
 
 
 class Extend(Item, tag=9, frozen=True):
@@ -167,13 +186,17 @@ class Extend(Item, tag=9, frozen=True):
 
 
 class End(Item, tag=10, frozen=True):
-    """A request has ended; it came `age` seconds ago. Lengths in tokens and the keys of the prompt where known."""
+    """A request has ended, and its leases; it came `age` seconds ago. Lengths in tokens and the prompt where known.
+
+    With `more` the keys of the prompt go on in the next `End` of this request, and it ends with the last of them.
+    """
 
     request: str
     input_tokens: int | None = None
     output_tokens: int | None = None
     prompt: Keys | None = None
     age: float = 0.0
+    more: bool = False
 
 
 class Reset(Item, tag=11, frozen=True):
@@ -187,7 +210,7 @@ class AskStats(Item, tag=12, frozen=True):
 
 
 class Announce(Item, tag=13, frozen=True):
-    """Send events once more that say which tiers have these keys."""
+    """Send events to this engine once more that say which tiers have these keys: each as removed, then as stored."""
 
     keys: Keys
 
@@ -210,7 +233,10 @@ class Computed(Item, tag=15, frozen=True):
 
 
 class HoldBack(Item, tag=16, frozen=True):
-    """The weights of this engine are not those of its namespace: no lower tier serves it or takes its blocks."""
+    """The weights of this engine are not those of its namespace: no lower tier serves it or takes its blocks.
+
+    If other engines use the pool this one is served nothing any more: each lookup is a miss, each fill is dropped.
+    """
 
     reason: str
 
@@ -222,7 +248,11 @@ class Join(Item, tag=17, frozen=True):
 
 
 class AskWeights(Item, tag=18, frozen=True):
-    """Ask all workers whether their weights are those of the start; `number` comes back in `Weights`."""
+    """Ask all workers whether their weights are those of the start; `number` comes back in `Weights`.
+
+    Until all have answered that they are, the engine is served nothing: each lookup is a miss, each fill is dropped.
+    If they are not, that ends with the next `Reset` or `HoldBack`.
+    """
 
     number: int
 
@@ -260,9 +290,11 @@ class Lent(Item, tag=34, frozen=True):
 
 
 class Revoke(Item, tag=35, frozen=True):
-    """Leases of these requests are wanted back: the engine drops those that it has not handed to workers."""
+    """A wish: the engine drops these requests unless it has handed their leases to workers, and returns so many rows of
+    those that are lent to it."""
 
     requests: list[str]
+    lent: int = 0
 
 
 class ResetDone(Item, tag=36, frozen=True):
@@ -272,10 +304,27 @@ class ResetDone(Item, tag=36, frozen=True):
     fault: str = ""
 
 
-class Stats(Item, tag=37, frozen=True):
-    """A part of the figures as JSON, `last` with the end of it."""
+COUNTER, GAUGE, HISTOGRAM = range(3)
+"""Kinds of series in `Stats`."""
 
-    part: bytes
+
+class Series(msgspec.Struct, array_like=True, frozen=True):
+    """A series of a metric. `values`: the increase of a counter; the value of a gauge; of a histogram runs of (value,
+    count) of what was observed, with the sum of each bucket.
+
+    A counter or a histogram without an increase is there the first time, so that its series begins at zero.
+    """
+
+    kind: int
+    name: str
+    labels: list[str]
+    values: list[float]
+
+
+class Stats(Item, tag=37, frozen=True):
+    """A part of the figures since the last `AskStats`; `last`: no part follows."""
+
+    series: list[Series]
     last: bool
 
 
@@ -286,9 +335,11 @@ class Closing(Item, tag=38, frozen=True):
 
 
 class Notes(Item, tag=39, frozen=True):
-    """The notes of all workers, by number, once they have connected: the engine may `Join`."""
+    """The notes of workers from number `first` on, once all have connected. With `last` the engine may `Join`."""
 
+    first: int
     notes: list[str]
+    last: bool = True
 
 
 class Joined(Item, tag=40, frozen=True):
@@ -305,13 +356,20 @@ class Events(Item, tag=41, frozen=True):
 
 
 class Weights(Item, tag=42, frozen=True):
-    """The answer to `AskWeights`: the worst verdict of the workers, by its number."""
+    """The answer to `AskWeights`: the worst verdict of the workers, by its number.
+
+    `number` 0: a worker has loaded weights. Nothing is served until `Reset`, and no fill of before is stored.
+    """
 
     number: int
     verdict: int
 
 
-ToEngine = (Found, Ended, Lent, Revoke, ResetDone, Stats, Closing, Notes, Joined, Events, Weights)
+class Void(Item, tag=43, frozen=True):
+    """Another engine has reset the pool: leases and states of all requests are void, as the module's docstring says."""
+
+
+ToEngine = (Found, Ended, Lent, Revoke, ResetDone, Stats, Closing, Notes, Joined, Events, Weights, Void)
 
 # -- workers, and the beginning of a connection -----------------------------------------------------------------------
 
@@ -323,15 +381,19 @@ class Copied(Item, tag=64, frozen=True):
     outcomes: list[tuple[int, int]]
 
 
+UNKNOWN_WEIGHTS, CHANGED, UNCHANGED = range(3)
+"""Verdicts about weights, the worst first."""
+
+
 class Answer(Item, tag=65, frozen=True):
-    """A worker's verdict about its weights, for a `Question`."""
+    """A worker's verdict about its weights, for a `Question`: one of these numbers."""
 
     number: int
     verdict: int
 
 
 class Loaded(Item, tag=66, frozen=True):
-    """A worker has loaded weights since it connected."""
+    """A worker is about to load weights: the reports that follow may be of blocks that others have computed."""
 
 
 FromWorker = (Copied, Answer, Loaded)
@@ -351,6 +413,8 @@ class Hello(Item, tag=96, frozen=True):
 
     `role`: scheduler or worker; `participant`: the worker's number. `token` is one for each life of an engine.
     `manifest` is that of the namespace as far as it is known; `note` is what a worker adds to it.
+    With `complete` in the scheduler's greeting that is all of it, and the engine joins with it. `events`: the engine
+    takes `Events`. `quiet`: no copy of an earlier connection of this process is in flight, and none will begin.
     """
 
     protocols: list[int]
@@ -361,6 +425,9 @@ class Hello(Item, tag=96, frozen=True):
     token: str
     manifest: bytes
     note: str = ""
+    complete: bool = True
+    events: bool = True
+    quiet: bool = False
 
 
 class Welcome(Item, tag=97, frozen=True):

@@ -93,6 +93,9 @@ class StackParts:
     highest lower tier that has one. `stats_socket` is the path of a Unix socket that serves the stack's figures; empty:
     none. `operator_log` is the name of the logger for what operators must know. With a `tracer` of OpenTelemetry each
     job of a tier has a span.
+
+    With `joins` the lower tiers are held back until it has a namespace, and `refine` is not called. The layout of that
+    may have shorter blocks than the rows.
     """
 
     tiers: Sequence[LoadStore]
@@ -108,6 +111,7 @@ class StackParts:
     stats_socket: str = ""
     operator_log: str = LOGGER
     tracer: Tracer | None = None
+    joins: asyncio.Future[Namespace] | None = None
 
 
 def order_problems(media: Sequence[str]) -> list[ConfigError]:
@@ -244,8 +248,10 @@ async def _assemble(
     namespace, engine_id = parts.namespace, parts.engine_id or uuid.uuid4().hex
     geometry = Geometry(namespace.layout, await resolve_alignment([*copiers, cpu, *lowers], parts.settings))
 
-    async def opened_with(tier: LoadStore, of: Namespace = namespace, **more: object) -> Opened:
-        context = TierContext(tier.options.label, geometry, of, clock, engine_id, **more)  # type: ignore[arg-type]
+    async def opened_with(
+        tier: LoadStore, of: Namespace = namespace, laid: Geometry | None = None, **more: object
+    ) -> Opened:
+        context = TierContext(tier.options.label, laid or geometry, of, clock, engine_id, **more)  # type: ignore[arg-type]
         to_close.append(tier)
         try:
             return await open_tier(tier, context, parts.settings)
@@ -255,8 +261,8 @@ async def _assemble(
                 raise error.below(f"tiers[{parts.tiers.index(tier)}]") from error
             raise
 
-    def spec(tier: LoadStore, opened: Opened) -> TierSpec:
-        return tier_spec(tier, opened, geometry, parts.settings.lookup_timeout_seconds)
+    def spec(tier: LoadStore, opened: Opened, laid: Geometry | None = None) -> TierSpec:
+        return tier_spec(tier, opened, laid or geometry, parts.settings.lookup_timeout_seconds)
 
     cpu_opened = await opened_with(cpu, workers=copiers)
     if not isinstance(cpu, ProvidesRows):
@@ -268,11 +274,13 @@ async def _assemble(
     queues = {tier: TierQueue(tier, inflight_bytes(tier)) for tier in (cpu, *lowers)}
 
     async def open_lower(lower: LoadStore, of: Namespace, new_epoch: int | None) -> TierSpec:
-        return await _lower_spec(queues[lower], opened_with(lower, of, rows=rows, new_epoch=new_epoch), spec)
+        laid = replace(geometry, layout=of.layout)
+        opening = opened_with(lower, of, laid, rows=rows, new_epoch=new_epoch)
+        return await _lower_spec(queues[lower], opening, lambda tier, opened: spec(tier, opened, laid))
 
     below = LowerTiers(lowers, open_lower)
     namespace = replace(namespace, layout=geometry.layout)
-    refining = await _refining(parts, namespace, notes) if lowers else None
+    refining = parts.joins or (await _refining(parts, namespace, notes) if lowers else None)
     known = refining is None or (refining.done() and not isinstance(refining.exception(), (OSError, ResourceError)))
     if known:
         specs = await below.open(refining.result() if refining is not None else namespace)

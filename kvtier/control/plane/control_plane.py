@@ -9,12 +9,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
 from kvtier.control.flow.demotions import Demotions
 from kvtier.control.flow.engine_job import EngineJob
+from kvtier.control.flow.leased_loads import LeasedLoad
 from kvtier.control.flow.load_or_compute import LoadOrCompute
 from kvtier.control.flow.loads import CopyJob, LoadRequest
 from kvtier.control.flow.promotions import Promotions
@@ -32,7 +33,17 @@ from kvtier.errors import UsageError
 from kvtier.tier.contract import LookupResult
 from kvtier.types.events import OffloadingEvent
 from kvtier.types.hints import HintResult, KVHint
-from kvtier.types.jobs import CANCELLED, LATE, BlockOutcome, DropReason, JobKind, JobResult, TransferJob, dropped
+from kvtier.types.jobs import (
+    CANCELLED,
+    LATE,
+    LOADED,
+    BlockOutcome,
+    DropReason,
+    JobKind,
+    JobResult,
+    TransferJob,
+    dropped,
+)
 from kvtier.types.keys import GroupIndex, JobId, OffloadKey, RequestId
 
 if TYPE_CHECKING:
@@ -187,6 +198,8 @@ class ControlPlane(Recipient):
         self._ages = itertools.count(1)
         self._open = OpenJobs()
         self._pumped_at = self._tick_at = -math.inf
+        self._patience_seconds = settings.patience_seconds
+        self._short_since = self._lend_at = math.inf
         self.events = EventLog(settings.events_max)
         self._collect_changes()
 
@@ -229,9 +242,9 @@ class ControlPlane(Recipient):
         blocks = self.control.group_blocks[job.kind]
         for group in job.gpu_groups:
             blocks[group.group] += len(group.keys)
+            if job.kind is JobKind.LOAD and self.hints.is_used:
+                self.hints.on_load(group.keys)
         if job.kind is JobKind.LOAD:
-            if self.hints.is_used:
-                self.hints.on_load(job)
             load = LoadRequest(self._promotions, job, now, next(self._ages))
             self._open.add(load)
             reservation = None if request_id is None else self.reservations.by_request.get(request_id)
@@ -259,7 +272,38 @@ class ControlPlane(Recipient):
             self._tick(now)
         cpu = self.control.cpu
         rows = cpu.lend(count) if not self._demotions.closing else []
+        self._lend_at = math.inf
+        if len(rows) < count and not self._demotions.closing:
+            rows += self._lend_late(count - len(rows), now)
+        else:
+            self._short_since = math.inf
         return rows, cpu.table.generations[rows].tolist()
+
+    def _lend_late(self, count: int, now: float) -> list[int]:
+        """As a store does, a loan waits for rows that are to be written below, and then takes them anyway."""
+        self._short_since = min(self._short_since, now)
+        patience_ends = self._short_since + self._patience_seconds
+        if now < patience_ends:
+            self._lend_at = patience_ends
+            return []
+        return self.control.cpu.lend(count) if self._admission.make_way(count, patient=False) else []
+
+    def begin_leased_load(
+        self, keys: Sequence[OffloadKey], rows: Sequence[int], brought: Mapping[OffloadKey, int], now: float
+    ) -> LeasedLoad:
+        """An engine's own copy out of ready rows that it had pinned begins; `end_leased_load` follows.
+
+        `brought` has the positions of the lower tiers that brought some keys up for it.
+        """
+        if self.hints.is_used:
+            self.hints.on_load(keys)
+        return LeasedLoad(self._demotions, keys, rows, brought, now)
+
+    def end_leased_load(self, load: LeasedLoad, errors: Sequence[int], bytes_moved: int) -> list[BlockOutcome]:
+        """The copy has ended, with an errno for each block, 0 for success. Returns what became of each."""
+        outcomes = load.end(errors, bytes_moved)
+        self.touch([key for key, outcome in zip(load.keys, outcomes, strict=True) if outcome is LOADED])
+        return outcomes
 
     def return_lent(self, rows: Sequence[int]) -> None:
         """These rows were lent, and no copy into them was begun, or all have ended. Pump afterwards."""
@@ -400,7 +444,7 @@ class ControlPlane(Recipient):
     def next_deadline(self, now: float) -> float | None:
         """The next time, not before `now`, at which `pump` has work although no outcome was reported."""
         soonest, pumped_at = math.inf, self._pumped_at
-        times = [self._open.expires_at, self.control.reclaim_at, self._admission.wake_at]
+        times = [self._open.expires_at, self.control.reclaim_at, self._admission.wake_at, self._lend_at]
         for lower in self.control.lowers:
             times.append(lower.send_at)
         if self.reservations.by_request:
@@ -485,12 +529,20 @@ class ControlPlane(Recipient):
         if not self.events.events_max:
             return
         self._collect_changes()
-        control = self.control
-        lowers = [(lower.spec, lower.owned) for lower in control.lowers if lower.owned is not None]
-        for spec, tier in [(control.cpu_spec, control.cpu), *lowers]:
-            there = [key for key in keys if tier.presence(key, now)]
+        for spec, there in self.contents(now, keys):
             self.events.record(spec, there, removed=True)
             self.events.record(spec, there, removed=False)
+
+    def contents(
+        self, now: float, keys: Sequence[OffloadKey] | None = None
+    ) -> list[tuple[TierSpec, Sequence[OffloadKey]]]:
+        """The keys that each owned tier has, of these or of all."""
+        control = self.control
+        lowers = [(lower.spec, lower.owned) for lower in control.lowers if lower.owned is not None]
+        tiers = [(control.cpu_spec, control.cpu), *lowers]
+        if keys is None:
+            return [(spec, tier.ready_keys()) for spec, tier in tiers]
+        return [(spec, [key for key in keys if tier.presence(key, now)]) for spec, tier in tiers]
 
     def _collect_changes(self) -> None:
         control = self.control

@@ -343,6 +343,11 @@ class OwnedTier(TierIndex):
         slot = self.directory.get(key)
         return slot if slot is not None and self.table.state[slot] == READY else None
 
+    def ready_keys(self) -> list[OffloadKey]:
+        """All keys whose bytes are here."""
+        state = self.table.state
+        return [key for key, slot in self.directory.items() if state[slot] == READY]
+
     def has(self, slot: int, generation: int) -> bool:
         """True if the slot still holds what was stored under that generation, ready."""
         return self.table.state[slot] == READY and self.table.generation[slot] == generation

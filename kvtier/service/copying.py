@@ -1,0 +1,226 @@
+"""Rows lent ahead to one engine, and the copies of its workers: each ends when every worker has reported it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from errno import ECONNRESET, ESTALE
+from itertools import groupby
+
+from kvtier.service import wire
+from kvtier.service.host import PoolState
+from kvtier.service.leases import Copy, Leases
+from kvtier.service.wire import Breach, Item
+from kvtier.types.arrays import int_array
+from kvtier.types.gpu_runs import GPURuns
+from kvtier.types.jobs import CANCELLED, BlockOutcome, DropReason, GPUGroup, JobKind, TransferJob, dropped, failed
+from kvtier.types.keys import JobId, OffloadKey, key_group
+
+EARLY_MAX = 1024
+"""Jobs of which reports of workers may be kept until the engine's own word of them comes."""
+HELD_BACK = dropped(DropReason.HELD_BACK)
+
+
+class Copying:
+    """The copies of one engine. `out` takes its answers; `end_fill` is called when a fill has been reported by all."""
+
+    def __init__(self, pool: PoolState, out: list[Item], end_fill: Callable[[Copy], None]) -> None:
+        self.lent: dict[int, int] = {}
+        self.rows = 0
+        self._pool = pool
+        self._out = out
+        self._end_fill = end_fill
+        self._workers = pool.geometry.world_size
+        self._lent_now: list[int] = []
+        self._recalled = False
+        self._copies: dict[int, Copy] = {}
+        self._early: dict[int, dict[int, list[int]]] = {}
+        self._last_job = 0
+        self._fills: dict[JobId, int] = {}
+
+    @property
+    def held(self) -> int:
+        """Rows that are lent or in copies."""
+        return len(self.lent) + self.rows
+
+    @property
+    def in_flight(self) -> int:
+        """Copies that have not ended."""
+        return len(self._copies)
+
+    # -- rows lent ahead -----------------------------------------------------------------------------------------
+
+    def on_lent(self, rows: Sequence[int], generations: Sequence[int]) -> None:
+        """These rows are lent to the engine."""
+        self.lent.update(zip(rows, generations, strict=True))
+        self._pool.quotas.lent += len(rows)
+        self._lent_now += rows
+
+    def take_lent_now(self) -> list[wire.Lent]:
+        """The rows that the engine has yet to be sent."""
+        rows = [row for row in self._lent_now if row in self.lent]
+        self._lent_now.clear()
+        parts = [rows[first : first + wire.ITEM_KEYS_MAX] for first in range(0, len(rows), wire.ITEM_KEYS_MAX)]
+        return [wire.Lent(wire.Places.of(some, [self.lent[row] for row in some])) for some in parts]
+
+    def take_back(self, places: wire.Places) -> None:
+        """The engine returns rows. Raises Breach."""
+        rows, _ = self._take_lent(places)
+        self._pool.plane.return_lent(rows)
+
+    def take_excess(self) -> int:
+        """The rows lent beyond the engine's bound, which has become less; once until some have come back."""
+        excess = len(self.lent) - self._pool.quotas.lent_most
+        if excess <= 0 or self._recalled:
+            return 0
+        self._recalled = True
+        return excess
+
+    def _take_lent(self, places: wire.Places) -> tuple[list[int], list[int]]:
+        """(rows, generations), which are lent no more. Raises Breach, with nothing changed, unless they were."""
+        rows, generations = (each.tolist() for each in places.unpack())
+        if len(set(rows)) < len(rows) or [self.lent.get(row) for row in rows] != generations:
+            raise Breach("an engine names rows that were not lent to it")
+        for row in rows:
+            del self.lent[row]
+        self._pool.quotas.lent -= len(rows)
+        self._recalled = False
+        return rows, generations
+
+    # -- copies --------------------------------------------------------------------------------------------------
+
+    def fill(self, item: wire.Fill, keys: list[OffloadKey], job_id: JobId | None, now: float) -> None:
+        """A copy into lent rows begins. Without the number of a job for the control plane the blocks are dropped."""
+        if not keys or len(item.places.rows) != 4 * len(keys):
+            raise Breach("a fill has as many keys as rows")
+        self._check_job(item.job)
+        rows, generations = self._take_lent(item.places)
+        copy = self._begin(item.job, rows, generations, fills=True)
+        if job_id is None:
+            copy.spare = True
+            self._pool.plane.control.cpu.end_loan(rows)
+        else:
+            self._fills[job_id] = item.job
+            self._pool.plane.fill(self._store_job(job_id, keys, rows, generations), now)
+        self._take_early(copy)
+
+    def _store_job(self, job: JobId, keys: list[OffloadKey], rows: list[int], generations: list[int]) -> TransferJob:
+        """A job of whole blocks. Its runs are placeholders: the workers have the GPU blocks from their engine."""
+        factor = self._pool.geometry.factor
+        groups = []
+        for group, run in groupby(range(len(keys)), key=lambda at: key_group(keys[at])):
+            at = list(run)
+            places = int_array([rows[i] for i in at]), int_array([generations[i] for i in at])
+            blocks = GPURuns.whole(range(len(at) * factor), factor)
+            groups.append(GPUGroup(group, tuple(keys[i] for i in at), blocks, *places))
+        return TransferJob(job, JobKind.STORE, tuple(groups), None)
+
+    def load(self, item: wire.Load, leases: Leases | None, now: float) -> None:
+        """A copy out of leased rows begins; they get a pin of its own. Raises Breach."""
+        rows, generations = (each.tolist() for each in item.places.unpack())
+        plane = self._pool.plane
+        table = plane.control.cpu.table
+        named = {row: key for key, row in leases.rows.items()} if leases is not None else {}
+        void = set(leases.void) if leases is not None else set()
+        if leases is None or not rows or not (named.keys() | void).issuperset(rows):
+            raise Breach("a load names rows that are not leased to its request")
+        if [int(table.generation[row]) for row in rows] != generations:
+            raise Breach("a load names another fill than its rows have")
+        self._check_job(item.job)
+        copy = self._begin(item.job, rows, generations, fills=False)
+        if void.isdisjoint(rows):
+            keys = [named[row] for row in rows]
+            brought = {key: leases.brought[key] for key in keys if key in leases.brought}
+            copy.load = plane.begin_leased_load(keys, rows, brought, now)
+        else:
+            plane.control.cpu.pin(rows)
+        self._take_early(copy)
+
+    def _check_job(self, job: int) -> None:
+        if job <= self._last_job:
+            raise Breach(f"job {job} came after job {self._last_job}")
+
+    def _begin(self, job: int, rows: list[int], generations: list[int], fills: bool) -> Copy:
+        self._last_job = job
+        copy = self._copies[job] = Copy(job, rows, generations, set(range(self._workers)), [0] * len(rows), fills)
+        self.rows += len(rows)
+        return copy
+
+    # -- reports -------------------------------------------------------------------------------------------------
+
+    def on_copied(self, worker: int, item: wire.Copied) -> None:
+        """A worker's part has ended. Raises Breach for a copy that is not its, or other outcomes than it has blocks."""
+        copy = self._copies.get(item.job)
+        most = len(copy.rows) if copy is not None else wire.ITEM_KEYS_MAX
+        errors: list[int] = []
+        for count, error in item.outcomes:
+            if count < 1 or len(errors) + count > most:
+                raise Breach(f"worker {worker} reports other blocks than job {item.job} has")
+            errors += [error] * count
+        if copy is None:
+            self._keep_early(worker, item.job, errors)
+        else:
+            self._report(copy, worker, errors)
+
+    def _keep_early(self, worker: int, job: int, errors: list[int]) -> None:
+        """The report has come before the engine's own word of the job, which takes it in."""
+        reports = self._early.get(job, {})
+        if job <= self._last_job or worker in reports or len(self._early) >= EARLY_MAX:
+            raise Breach(f"worker {worker} reports job {job}, which is not in flight")
+        self._early[job] = reports | {worker: errors}
+
+    def _take_early(self, copy: Copy) -> None:
+        for worker, errors in self._early.pop(copy.job, {}).items():
+            self._report(copy, worker, errors)
+
+    def _report(self, copy: Copy, worker: int, errors: Sequence[int]) -> None:
+        if worker not in copy.left or len(errors) != len(copy.rows):
+            raise Breach(f"worker {worker} reports {len(errors)} blocks of job {copy.job}, which is not its")
+        if not copy.report(worker, errors):
+            return
+        del self._copies[copy.job]
+        self.rows -= len(copy.rows)
+        if not copy.fills:
+            self._end_load(copy)
+        elif copy.spare:
+            self._pool.plane.control.cpu.unpin(copy.rows)
+            self._end_job(copy.job, [HELD_BACK] * len(copy.rows))
+        else:
+            self._end_fill(copy)  # the control plane's own job ends with it; its result is the engine's
+
+    def _end_load(self, copy: Copy) -> None:
+        plane, geometry = self._pool.plane, self._pool.geometry
+        if copy.load is None:
+            plane.control.cpu.unpin(copy.rows)
+            self._end_job(copy.job, [failed(error) if error else CANCELLED for error in copy.errors])
+            return
+        good = [key for key, error in zip(copy.load.keys, copy.errors, strict=True) if not error]
+        moved = sum(geometry.kv_bytes_per_offloaded_block(key_group(key)) for key in good)
+        self._end_job(copy.job, plane.end_leased_load(copy.load, copy.errors, moved))
+
+    def on_fill_end(self, job_id: JobId, outcomes: Sequence[BlockOutcome]) -> None:
+        """The control plane's job of a fill has ended."""
+        self._end_job(self._fills.pop(job_id), outcomes)
+
+    def _end_job(self, job: int, outcomes: Sequence[BlockOutcome]) -> None:
+        runs = [
+            (len(list(run)), outcome.status.value, outcome.reason.value if outcome.reason else "", outcome.errno)
+            for outcome, run in groupby(outcomes)
+        ]
+        self._out.append(wire.Ended(job, runs))
+
+    def spoil_fills(self) -> None:
+        """The weights are replaced: what workers have yet to report may be of others than the namespace names."""
+        for copy in self._copies.values():
+            if copy.fills:
+                copy.errors = [error or ESTALE for error in copy.errors]
+
+    def end_all(self) -> None:
+        """No process of the engine copies any more: rows that are lent come back, copies in flight have failed."""
+        rows = list(self.lent)
+        self._pool.plane.return_lent(rows)
+        self._pool.quotas.lent -= len(rows)
+        self.lent.clear()
+        self._early.clear()
+        for copy in list(self._copies.values()):
+            for worker in sorted(copy.left):
+                self._report(copy, worker, [ECONNRESET] * len(copy.rows))

@@ -1,0 +1,56 @@
+"""The question whether an engine's workers have other weights than at the start, and what their answers mean."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from kvtier.service.wire import CHANGED, UNCHANGED, UNKNOWN_WEIGHTS, Weights
+
+
+class WeightsCheck:
+    """`is_open` while blocks may be of other weights than the namespace names: then nothing is served or stored."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._left: set[int] = set()
+        self._worst = UNCHANGED
+        self._doubted = False
+        self._loaded = False
+
+    @property
+    def is_open(self) -> bool:
+        """True while nothing may be served."""
+        return bool(self._left) or self._doubted or self._loaded
+
+    def ask(self, number: int, connected: Collection[int], workers: int) -> Weights | None:
+        """All workers are asked. The answer, if one of them is not there."""
+        if len(connected) < workers:
+            self._left.clear()
+            self._doubted = True
+            return Weights(number, UNKNOWN_WEIGHTS)
+        self._number, self._left, self._worst = number, set(connected), UNCHANGED
+        return None
+
+    def on_answer(self, worker: int, number: int, verdict: int) -> Weights | None:
+        """A worker has answered; the answer of all when it is the last."""
+        if number != self._number or worker not in self._left:
+            return None  # of an earlier question
+        self._left.discard(worker)
+        self._worst = min(self._worst, verdict)
+        if self._left:
+            return None
+        self._doubted = self._worst != UNCHANGED
+        return Weights(number, self._worst)
+
+    def on_load(self) -> Weights:
+        """A worker loads weights."""
+        self._loaded = True
+        return Weights(0, CHANGED)
+
+    def on_reset(self) -> None:
+        """Blocks of before are reachable no more; those that follow are of the weights that there are now."""
+        self._loaded = self._doubted = False
+
+    def on_hold_back(self) -> None:
+        """The engine has no namespace any more: its blocks reach no tier that outlives it."""
+        self._doubted = False
