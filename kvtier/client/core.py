@@ -140,7 +140,7 @@ class EngineCore:
         self.noted = self.loaded_weights = self.stats_pending = False
         self.results: list[JobResult] = []
         self.events: list[OffloadingEvent] = []
-        self.series: list[wire.Series] = []
+        self.series: list[wire.MetricSeries] = []
         self.fault = ""
         self.verdicts: dict[int, int] = {}
         self._requests: dict[str, ClientRequest] = {}

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from errno import ECONNRESET, ESTALE
 from itertools import groupby
 
 from kvtier.service import wire
-from kvtier.service.host import PoolState
 from kvtier.service.leases import Copy, Leases
+from kvtier.service.pool_state import PoolState
 from kvtier.service.wire import Breach, Item
 from kvtier.types.arrays import int_array
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import CANCELLED, BlockOutcome, DropReason, GPUGroup, JobKind, TransferJob, dropped, failed
 from kvtier.types.keys import JobId, OffloadKey, key_group
 
-EARLY_MAX = 1024
-"""Jobs of which reports of workers may be kept until the engine's own word of them comes."""
+RUNS_KEPT_MAX = 1 << 16
+"""Runs of outcomes in reports of workers that are kept: until the rest comes, or the engine's own word of their job."""
 HELD_BACK = dropped(DropReason.HELD_BACK)
+
+
+@dataclass(slots=True)
+class JobPart:
+    """Rows of a job of which more are to come; with keys if they are to be filled."""
+
+    job: int
+    fills: bool
+    rows: list[int] = field(default_factory=list)
+    generations: list[int] = field(default_factory=list)
+    keys: list[OffloadKey] = field(default_factory=list)
 
 
 class Copying:
@@ -33,8 +45,11 @@ class Copying:
         self._lent_now: list[int] = []
         self._recalled = False
         self._copies: dict[int, Copy] = {}
-        self._early: dict[int, dict[int, list[int]]] = {}
+        self._early: dict[int, dict[int, list[tuple[int, int]]]] = {}
         self._last_job = 0
+        self._part: JobPart | None = None
+        self._reports: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self._runs_kept = 0
         self._fills: dict[JobId, int] = {}
 
     @property
@@ -64,7 +79,8 @@ class Copying:
 
     def take_back(self, places: wire.Places) -> None:
         """The engine returns rows. Raises Breach."""
-        rows, _ = self._take_lent(places)
+        rows, generations = (each.tolist() for each in places.unpack())
+        self._take_lent(rows, generations)
         self._pool.plane.return_lent(rows)
 
     def take_excess(self) -> int:
@@ -75,58 +91,75 @@ class Copying:
         self._recalled = True
         return excess
 
-    def _take_lent(self, places: wire.Places) -> tuple[list[int], list[int]]:
-        """(rows, generations), which are lent no more. Raises Breach, with nothing changed, unless they were."""
-        rows, generations = (each.tolist() for each in places.unpack())
+    def _take_lent(self, rows: list[int], generations: list[int]) -> None:
+        """These rows are lent no more. Raises Breach, with nothing changed, unless they were."""
         if len(set(rows)) < len(rows) or [self.lent.get(row) for row in rows] != generations:
             raise Breach("an engine names rows that were not lent to it")
         for row in rows:
             del self.lent[row]
         self._pool.quotas.lent -= len(rows)
         self._recalled = False
-        return rows, generations
 
     # -- copies --------------------------------------------------------------------------------------------------
 
-    def fill(self, item: wire.Fill, keys: list[OffloadKey], job_id: JobId | None, now: float) -> None:
-        """A copy into lent rows begins. Without the number of a job for the control plane the blocks are dropped."""
-        if not keys or len(item.places.rows) != 4 * len(keys):
+    def fill(self, item: wire.Fill, keys: list[OffloadKey], next_job: Callable[[], JobId] | None, now: float) -> None:
+        """A copy into lent rows begins. Without numbers for jobs of the control plane the blocks are dropped."""
+        part = self._whole(item, keys)
+        if part is None:
+            return
+        if len(part.keys) != len(part.rows):
             raise Breach("a fill has as many keys as rows")
-        self._check_job(item.job)
-        rows, generations = self._take_lent(item.places)
-        copy = self._begin(item.job, rows, generations, fills=True)
-        if job_id is None:
+        self._take_lent(part.rows, part.generations)
+        copy = self._begin(part)
+        if next_job is None:
             copy.spare = True
-            self._pool.plane.control.cpu.end_loan(rows)
+            self._pool.plane.control.cpu.end_loan(part.rows)
         else:
-            self._fills[job_id] = item.job
-            self._pool.plane.fill(self._store_job(job_id, keys, rows, generations), now)
+            job = self._store_job(next_job(), part)
+            self._fills[job.job_id] = part.job
+            self._pool.plane.fill(job, now)
         self._take_early(copy)
 
-    def _store_job(self, job: JobId, keys: list[OffloadKey], rows: list[int], generations: list[int]) -> TransferJob:
+    def _whole(self, item: wire.Fill | wire.Load, keys: Sequence[OffloadKey] = ()) -> JobPart | None:
+        """The job with the rows of this item, unless more are to come. Raises Breach."""
+        fills = isinstance(item, wire.Fill)
+        part = self._part or JobPart(item.job, fills)
+        rows, generations = item.places.unpack()
+        if (part.job, part.fills) != (item.job, fills) or item.job <= self._last_job:
+            raise Breach(f"job {item.job} came after job {max(part.job, self._last_job)}")
+        if not len(rows) or len(part.rows) + len(rows) > wire.JOB_BLOCKS_MAX:
+            raise Breach(f"job {item.job} has no row, or too many")
+        part.rows += rows.tolist()
+        part.generations += generations.tolist()
+        part.keys += keys
+        self._part = part if item.more else None
+        return None if item.more else part
+
+    def _store_job(self, job: JobId, part: JobPart) -> TransferJob:
         """A job of whole blocks. Its runs are placeholders: the workers have the GPU blocks from their engine."""
-        factor = self._pool.geometry.factor
+        factor, keys = self._pool.geometry.factor, part.keys
         groups = []
         for group, run in groupby(range(len(keys)), key=lambda at: key_group(keys[at])):
             at = list(run)
-            places = int_array([rows[i] for i in at]), int_array([generations[i] for i in at])
+            places = int_array([part.rows[i] for i in at]), int_array([part.generations[i] for i in at])
             blocks = GPURuns.whole(range(len(at) * factor), factor)
             groups.append(GPUGroup(group, tuple(keys[i] for i in at), blocks, *places))
         return TransferJob(job, JobKind.STORE, tuple(groups), None)
 
-    def load(self, item: wire.Load, leases: Leases | None, now: float) -> None:
-        """A copy out of leased rows begins; they get a pin of its own. Raises Breach."""
-        rows, generations = (each.tolist() for each in item.places.unpack())
-        plane = self._pool.plane
-        table = plane.control.cpu.table
+    def load(self, item: wire.Load, leases: Leases | None, now: float) -> bool:
+        """A copy out of leased rows, which it pins, begins. False if more of it is to come. Raises Breach."""
+        part = self._whole(item)
+        if part is None:
+            return False
+        plane, rows = self._pool.plane, part.rows
+        generation = plane.control.cpu.table.generation
         named = {row: key for key, row in leases.rows.items()} if leases is not None else {}
         void = set(leases.void) if leases is not None else set()
-        if leases is None or not rows or not (named.keys() | void).issuperset(rows):
+        if leases is None or not (named.keys() | void).issuperset(rows):
             raise Breach("a load names rows that are not leased to its request")
-        if [int(table.generation[row]) for row in rows] != generations:
+        if [int(generation[row]) for row in rows] != part.generations:
             raise Breach("a load names another fill than its rows have")
-        self._check_job(item.job)
-        copy = self._begin(item.job, rows, generations, fills=False)
+        copy = self._begin(part)
         if void.isdisjoint(rows):
             keys = [named[row] for row in rows]
             brought = {key: leases.brought[key] for key in keys if key in leases.brought}
@@ -134,15 +167,13 @@ class Copying:
         else:
             plane.control.cpu.pin(rows)
         self._take_early(copy)
+        return True
 
-    def _check_job(self, job: int) -> None:
-        if job <= self._last_job:
-            raise Breach(f"job {job} came after job {self._last_job}")
-
-    def _begin(self, job: int, rows: list[int], generations: list[int], fills: bool) -> Copy:
-        self._last_job = job
-        copy = self._copies[job] = Copy(job, rows, generations, set(range(self._workers)), [0] * len(rows), fills)
-        self.rows += len(rows)
+    def _begin(self, part: JobPart) -> Copy:
+        self._last_job = part.job
+        left, errors = set(range(self._workers)), [0] * len(part.rows)
+        copy = self._copies[part.job] = Copy(part.job, part.rows, part.generations, left, errors, part.fills)
+        self.rows += len(part.rows)
         return copy
 
     # -- reports -------------------------------------------------------------------------------------------------
@@ -150,29 +181,40 @@ class Copying:
     def on_copied(self, worker: int, item: wire.Copied) -> None:
         """A worker's part has ended. Raises Breach for a copy that is not its, or other outcomes than it has blocks."""
         copy = self._copies.get(item.job)
-        most = len(copy.rows) if copy is not None else wire.ITEM_KEYS_MAX
-        errors: list[int] = []
-        for count, error in item.outcomes:
-            if count < 1 or len(errors) + count > most:
-                raise Breach(f"worker {worker} reports other blocks than job {item.job} has")
-            errors += [error] * count
-        if copy is None:
-            self._keep_early(worker, item.job, errors)
+        before = self._reports.pop((item.job, worker), [])
+        self._runs_kept -= len(before) + 1 if before else 0
+        runs = before + item.outcomes
+        blocks = sum(count for count, _ in runs)
+        most = len(copy.rows) if copy is not None else wire.JOB_BLOCKS_MAX
+        if blocks > most or any(count < 1 for count, _ in item.outcomes):
+            raise Breach(f"worker {worker} reports other blocks than job {item.job} has")
+        if item.more:
+            self._reports[item.job, worker] = self._kept(worker, runs)
+        elif copy is None:
+            self._keep_early(worker, item.job, runs)
         else:
-            self._report(copy, worker, errors)
+            self._report(copy, worker, runs)
 
-    def _keep_early(self, worker: int, job: int, errors: list[int]) -> None:
+    def _kept(self, worker: int, runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        self._runs_kept += len(runs) + 1
+        if self._runs_kept > RUNS_KEPT_MAX:
+            raise Breach(f"worker {worker} reports too much that is not in flight")
+        return runs
+
+    def _keep_early(self, worker: int, job: int, runs: list[tuple[int, int]]) -> None:
         """The report has come before the engine's own word of the job, which takes it in."""
         reports = self._early.get(job, {})
-        if job <= self._last_job or worker in reports or len(self._early) >= EARLY_MAX:
+        if job <= self._last_job or worker in reports:
             raise Breach(f"worker {worker} reports job {job}, which is not in flight")
-        self._early[job] = reports | {worker: errors}
+        self._early[job] = reports | {worker: self._kept(worker, runs)}
 
     def _take_early(self, copy: Copy) -> None:
-        for worker, errors in self._early.pop(copy.job, {}).items():
-            self._report(copy, worker, errors)
+        for worker, runs in self._early.pop(copy.job, {}).items():
+            self._runs_kept -= len(runs) + 1
+            self._report(copy, worker, runs)
 
-    def _report(self, copy: Copy, worker: int, errors: Sequence[int]) -> None:
+    def _report(self, copy: Copy, worker: int, runs: Sequence[tuple[int, int]]) -> None:
+        errors = [error for count, error in runs for _ in range(count)]
         if worker not in copy.left or len(errors) != len(copy.rows):
             raise Breach(f"worker {worker} reports {len(errors)} blocks of job {copy.job}, which is not its")
         if not copy.report(worker, errors):
@@ -206,7 +248,9 @@ class Copying:
             (len(list(run)), outcome.status.value, outcome.reason.value if outcome.reason else "", outcome.errno)
             for outcome, run in groupby(outcomes)
         ]
-        self._out.append(wire.Ended(job, runs))
+        for first in range(0, len(runs), wire.ITEM_KEYS_MAX):
+            some = runs[first : first + wire.ITEM_KEYS_MAX]
+            self._out.append(wire.Ended(job, some, more=first + len(some) < len(runs)))
 
     def spoil_fills(self) -> None:
         """The weights are replaced: what workers have yet to report may be of others than the namespace names."""
@@ -221,6 +265,7 @@ class Copying:
         self._pool.quotas.lent -= len(rows)
         self.lent.clear()
         self._early.clear()
+        self._reports.clear()
         for copy in list(self._copies.values()):
             for worker in sorted(copy.left):
-                self._report(copy, worker, [ECONNRESET] * len(copy.rows))
+                self._report(copy, worker, [(len(copy.rows), ECONNRESET)])

@@ -7,14 +7,14 @@ from itertools import groupby, islice
 
 from kvtier.control.tiers.histogram import HistogramFigures
 from kvtier.metrics import metric_families
-from kvtier.service.wire import COUNTER, GAUGE, HISTOGRAM, Series, Stats
+from kvtier.service.wire import COUNTER, GAUGE, HISTOGRAM, MetricSeries, Stats
 from kvtier.stack.watching.stats import StackStats
 
 SERIES_AT_ONCE = 64
-"""Series of one message."""
+"""MetricSeries of one message."""
 
 
-class Figures:
+class EngineFigures:
     """The totals that an engine was sent."""
 
     def __init__(self) -> None:
@@ -28,29 +28,29 @@ class Figures:
         items = [Stats(part, last=False) for part in parts]
         return [*items[:-1], Stats(items[-1].series if items else [], last=True)]
 
-    def _series(self, stats: StackStats) -> Iterator[Series]:
+    def _series(self, stats: StackStats) -> Iterator[MetricSeries]:
         for metric, samples in metric_families(stats).items():
             for labels, value in samples.items():
                 if isinstance(value, HistogramFigures):
                     found = self._histogram(metric.name, labels, value)
                 elif metric.kind == "gauge":
-                    found = Series(GAUGE, metric.name, list(labels), [value])
+                    found = MetricSeries(GAUGE, metric.name, list(labels), [value])
                 else:
                     found = self._counter(metric.name, labels, value)
                 if found is not None:
                     yield found
 
-    def _counter(self, name: str, labels: tuple[str, ...], value: float) -> Series | None:
+    def _counter(self, name: str, labels: tuple[str, ...], value: float) -> MetricSeries | None:
         before = self._counted.get((name, labels))
         if before is not None and value <= before:
             return None
         value = max(value, 0.0)  # an engine may end by a negative increase
         self._counted[name, labels] = value
-        return Series(COUNTER, name, list(labels), [value - (before or 0.0)])
+        return MetricSeries(COUNTER, name, list(labels), [value - (before or 0.0)])
 
-    def _histogram(self, name: str, labels: tuple[str, ...], value: HistogramFigures) -> Series | None:
+    def _histogram(self, name: str, labels: tuple[str, ...], value: HistogramFigures) -> MetricSeries | None:
         before, self._observed[name, labels] = self._observed.get((name, labels)), value
         runs: list[float] = []
         for each, same in groupby(value.values_since(before)):
             runs += (each, sum(1 for _ in same))
-        return Series(HISTOGRAM, name, list(labels), runs) if runs or before is None else None
+        return MetricSeries(HISTOGRAM, name, list(labels), runs) if runs or before is None else None

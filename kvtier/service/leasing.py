@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from kvtier.control.tiers.owned_tier import OwnedTier
 from kvtier.service import wire
-from kvtier.service.host import PoolState
 from kvtier.service.leases import Leases, Waiting
+from kvtier.service.pool_state import PoolState
 from kvtier.service.wire import LEASED, MISSING, PENDING, UNKNOWN, Breach, Item
 from kvtier.tier.contract import LookupResult
 from kvtier.types.keys import OffloadKey, RequestId

@@ -25,7 +25,7 @@ class KeySpace:
         return [OffloadKey(prefix + key) for key in keys] if prefix else keys
 
     def of_engine(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Those of the pool's keys that are of this namespace, as its engines have them."""
+        """The keys among these of the pool that are of this namespace, as its engines have them."""
         prefix = self.prefix
         if prefix:
             return [OffloadKey(key[DIGEST_BYTES:]) for key in keys if key.startswith(prefix)]

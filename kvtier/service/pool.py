@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from errno import ECANCELED
 from functools import partial
-from itertools import chain
 from typing import Any, ClassVar, Literal
 
 from kvtier.aio.shielded_wait import shielded_wait
@@ -127,14 +126,12 @@ class Pool(TierStack):
     def __init__(
         self, parts: StackParts, send: Callable[[], None], named: Callable[[Namespace], Namespace] = lambda found: found
     ) -> None:
-        """`parts` without tensors and workers: those are the engines'. `send` is called when sessions may have items
-        to send, in a step: it must not call the pool. `named` adds to a namespace what the stack file says of it."""
+        """`parts` without tensors, GPU tier and workers: those are the engines'. `send` is called in a step when it may
+        be time to send items: it must not call the pool. `named` adds what the stack file says of a namespace."""
         layout = parts.namespace.layout
         self._ends = FillEnds(layout.world_size if not layout.replicated else 1)
         workers = [SessionCopies(self._ends) for _ in range(layout.world_size)]
-        tiers = [tier for tier in parts.tiers if tier.medium != GPU]
-        rows_of_all = replace(parts, namespace=Namespace(layout), kv_caches=None)
-        super().__init__(replace(rows_of_all, tiers=_shared(tiers), workers=workers))
+        super().__init__(replace(parts, namespace=Namespace(layout), kv_caches=None, workers=workers))
         self.sessions: dict[int, Session] = {}
         self.fault = ""
         self.on_defect: Callable[[BaseException], None] = lambda error: None
@@ -498,8 +495,9 @@ def _same_but_pages(one: KVLayout, other: KVLayout) -> bool:
     return shape[0] == shape[1] and groups[0] == groups[1]
 
 
-def _shared(tiers: Sequence[LoadStore]) -> list[LoadStore]:
-    """The tiers, with a CPU tier whose rows other processes can map."""
+def with_shared_rows(parts: StackParts) -> StackParts:
+    """The parts of a pool: without a GPU tier, and with a CPU tier whose rows other processes can map."""
+    tiers = [tier for tier in parts.tiers if tier.medium != GPU]
     cpu = next(tier for tier in tiers if tier.medium == CPU)
     shared = type(cpu)(cpu.options.model_copy(update={"shared": "memfd"}))
-    return list(chain((shared,), (tier for tier in tiers if tier is not cpu)))
+    return replace(parts, tiers=[shared, *(tier for tier in tiers if tier is not cpu)])

@@ -17,7 +17,7 @@ from kvtier.errors import ConfigError, GeometryError, KVTierError, ResourceError
 from kvtier.service import wire
 from kvtier.service.channel import Channel, receive_greeting, send_greeting
 from kvtier.service.manifests import read_namespace
-from kvtier.service.pool import Pool
+from kvtier.service.pool import Pool, with_shared_rows
 from kvtier.service.session import Session
 from kvtier.service.wire import FROM_ENGINE, FROM_WORKER, GREETING, PROTOCOL, Breach, Hello, Refused, Welcome, WireError
 from kvtier.stack.assembly import StackParts
@@ -255,7 +255,7 @@ class StackServer:
                     spent, self._pool = self._pool, None
                     await spent.close()
                 if self._pool is None:
-                    parts = self._parts(namespace)
+                    parts = with_shared_rows(self._parts(namespace))
                     pool = Pool(parts, self._send_all, lambda found: self._parts(found).namespace)
                     await pool.open()
                     self._pool, self._layout = pool, namespace.layout

@@ -12,21 +12,48 @@ time. After `lose` nothing is promised any more; rows that the engine holds stay
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from kvtier.service import wire
 from kvtier.service.copying import Copying
 from kvtier.service.event_feed import EventFeed
-from kvtier.service.figures import Figures
-from kvtier.service.host import SessionHost
+from kvtier.service.figures import EngineFigures
+from kvtier.service.leases import Copy
 from kvtier.service.leasing import Leasing
 from kvtier.service.namespaces import KeySpace
+from kvtier.service.pool_state import PoolState
 from kvtier.service.requests import EngineRequests
 from kvtier.service.weights import WeightsCheck
 from kvtier.service.wire import Breach, Item
-from kvtier.types.keys import GROUP_BYTES, OffloadKey, key_group
+from kvtier.types.keys import GROUP_BYTES, JobId, OffloadKey, key_group
 
 NOTE_BYTES_MAX = 24 << 10
+
+
+class SessionHost(PoolState, Protocol):
+    """Calls of a session to its pool."""
+
+    def next_job(self, session: Session) -> JobId:
+        """The number of a new fill of a session, whose `on_fill_end` is called."""
+
+    def end_fill(self, copy: Copy) -> None:
+        """All workers have reported a fill."""
+
+    def join(self, session: Session, manifest: bytes) -> None:
+        """`on_joined` follows. Raises WireError for a manifest that is none."""
+
+    def begin_reset(self, session: Session, number: int) -> None:
+        """`on_reset` of all sessions follows at once, `on_reset_done` of this one later."""
+
+    def hold_back(self, session: Session, reason: str) -> None:
+        """The engine's weights are others than those of its namespace."""
+
+    def announce(self, session: Session, keys: Sequence[OffloadKey]) -> None:
+        """Add to the session's events which tiers have these keys."""
+
+    def send_figures(self, session: Session) -> None:
+        """Add the figures to the session's items."""
 
 
 class Session:
@@ -42,7 +69,7 @@ class Session:
         self.shut = ""
         self.lost = False
         self.events: EventFeed | None = None
-        self.figures = Figures()
+        self.figures = EngineFigures()
         self.lent_in_turn = 0
         self._host = host
         self._requests = requests
@@ -92,12 +119,12 @@ class Session:
         self.leasing.drop(item.request, now)
 
     def _load(self, item: wire.Load, now: float) -> None:
-        self.copying.load(item, self.leasing.leases.get(item.request), now)
-        self.leasing.drop(item.request, now)
+        if self.copying.load(item, self.leasing.leases.get(item.request), now):
+            self.leasing.drop(item.request, now)
 
     def _fill(self, item: wire.Fill, now: float) -> None:
         keys = self._keys(item.keys)
-        self.copying.fill(item, keys, self._host.next_job(self) if self.serves else None, now)
+        self.copying.fill(item, keys, partial(self._host.next_job, self) if self.serves else None, now)
 
     def _return(self, item: wire.Return, now: float) -> None:
         self.copying.take_back(item.places)
@@ -114,7 +141,7 @@ class Session:
         self._host.send_figures(self)
 
     def _on_request_item(self, item: Item, now: float) -> None:
-        """What policies, the recorder, the choice of loads and hints are given."""
+        """Pass on what policies, the recorder, the choice of loads and hints are given."""
         if isinstance(item, wire.End) and not item.more:
             self.leasing.drop(item.request, now)
         if self.is_engine:
@@ -166,7 +193,7 @@ class Session:
         self._host.begin_reset(self, item.number)
 
     def on_reset(self, own: bool, now: float) -> None:
-        """Nothing that was stored before is reachable. The engine that reset has forgotten all; others are told to."""
+        """Nothing stored before is reachable. The engine that reset has forgotten all; the others are sent `Void`."""
         if self.lost:
             return
         if own:

@@ -41,6 +41,9 @@ KEY_BYTES_MAX = 4096
 KEYS_BYTES_MAX = 40 << 10
 """Bytes of the keys of one item, so that it fits a message with its rows and generations."""
 ITEM_KEYS_MAX = 1024
+"""Keys, rows or runs of outcomes of one item."""
+JOB_BLOCKS_MAX = 1 << 17
+"""Blocks of one job."""
 TEXT_CHARACTERS_MAX = 4096
 
 
@@ -138,20 +141,26 @@ class Drop(Item, tag=3, frozen=True):
 class Load(Item, tag=4, frozen=True):
     """A copy out of these rows, leased to the request, begins: they are the copy's until every worker has reported.
 
-    The request's other leases end. The numbers of jobs, fills included, grow.
+    The request's other leases end. The numbers of jobs, fills included, grow. With `more` its rows go on in the next
+    `Load`, of the same job, and it begins with the last of them.
     """
 
     job: int
     request: str
     places: Places
+    more: bool = False
 
 
 class Fill(Item, tag=5, frozen=True):
-    """A copy into these rows, which were lent, begins; they hold these keys once every worker has reported."""
+    """A copy into these rows, which were lent, begins; they hold these keys once every worker has reported.
+
+    With `more` it goes on in the next `Fill`, of the same job, and begins with the last of them.
+    """
 
     job: int
     keys: Keys
     places: Places
+    more: bool = False
 
 
 class Return(Item, tag=6, frozen=True):
@@ -277,10 +286,12 @@ class Found(Item, tag=32, frozen=True):
 
 
 class Ended(Item, tag=33, frozen=True):
-    """A job has ended: runs of (number, status, reason, errno) for its blocks."""
+    """A job has ended: runs of (number, status, reason, errno) for its blocks. With `more` those of further blocks
+    follow."""
 
     job: int
     outcomes: list[tuple[int, str, str, int]]
+    more: bool = False
 
 
 class Lent(Item, tag=34, frozen=True):
@@ -308,7 +319,7 @@ COUNTER, GAUGE, HISTOGRAM = range(3)
 """Kinds of series in `Stats`."""
 
 
-class Series(msgspec.Struct, array_like=True, frozen=True):
+class MetricSeries(msgspec.Struct, array_like=True, frozen=True):
     """A series of a metric. `values`: the increase of a counter; the value of a gauge; of a histogram runs of (value,
     count) of what was observed, with the sum of each bucket.
 
@@ -324,7 +335,7 @@ class Series(msgspec.Struct, array_like=True, frozen=True):
 class Stats(Item, tag=37, frozen=True):
     """A part of the figures since the last `AskStats`; `last`: no part follows."""
 
-    series: list[Series]
+    series: list[MetricSeries]
     last: bool
 
 
@@ -375,10 +386,12 @@ ToEngine = (Found, Ended, Lent, Revoke, ResetDone, Stats, Closing, Notes, Joined
 
 
 class Copied(Item, tag=64, frozen=True):
-    """A worker's part of a copy has ended: runs of (number, errno) for its blocks, in order."""
+    """A worker's part of a copy has ended: runs of (number, errno) for its blocks, in order. With `more` those of
+    further blocks follow."""
 
     job: int
     outcomes: list[tuple[int, int]]
+    more: bool = False
 
 
 UNKNOWN_WEIGHTS, CHANGED, UNCHANGED = range(3)

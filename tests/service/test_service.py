@@ -65,6 +65,14 @@ def finish(client: EngineClient, job: int) -> list[str]:
     raise AssertionError("a job did not end")
 
 
+def wait_joined(client: EngineClient) -> None:
+    until = time.monotonic() + 20.0
+    while not client.core.joined:
+        client.step()
+        client.wait(0.05)
+        assert time.monotonic() < until
+
+
 def borrow(client: EngineClient) -> None:
     until = time.monotonic() + 20.0
     while not client.core._lent:
@@ -88,6 +96,7 @@ def test_what_an_engine_stored_it_and_another_one_load(tmp_path):
         assert run(one, STORE, keys(8), 0) == ["stored"] * 8
         caches[0][8:].zero_()
         with client_of(path, caches[1]) as two:
+            wait_joined(two)
             for client, cache, first in ((one, caches[0], 8), (two, caches[1], 0)):
                 request = client.request("r", keys(9))
                 found = client.lookup(request, keys(9))
@@ -134,6 +143,7 @@ def test_an_end_is_seen_by_the_other(what, tmp_path):
         if what == "engine":
             client.close()
             with client_of(path, cache) as again:
+                wait_joined(again)
                 request = again.request("r", keys(4))
                 assert again.lookup(request, keys(4))[0] in (LookupResult.HIT, LookupResult.RETRY)
     if what == "service":

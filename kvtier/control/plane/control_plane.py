@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ from kvtier.control.flow.promotions import Promotions
 from kvtier.control.flow.stores import LentStore, StoreRequest
 from kvtier.control.hints.following import Hints
 from kvtier.control.jobs import Decisions, JoiningTiers, PresenceQuery, Recipient
+from kvtier.control.plane.event_log import EventLog
 from kvtier.control.plane.lookups import look_up
 from kvtier.control.reservations import Reservation, Reservations
 from kvtier.control.row_admission import RowAdmission
@@ -141,31 +141,6 @@ def _loads_first(request: LoadRequest | StoreRequest) -> tuple[bool, int]:
     return isinstance(request, StoreRequest), request.age
 
 
-class EventLog:
-    """Blocks that became reachable in a tier or ceased to be, in order, until they are taken.
-
-    At most `events_max` events are kept, none if that is 0: then the oldest is discarded, and its keys count as `lost`.
-    """
-
-    def __init__(self, events_max: int) -> None:
-        self.events_max = events_max
-        self.lost = 0
-        self._events: deque[OffloadingEvent] = deque()
-
-    def record(self, spec: TierSpec, keys: Sequence[OffloadKey], removed: bool) -> None:
-        """These keys became reachable in a tier, or were removed from it."""
-        if self.events_max and keys:
-            self._events.append(OffloadingEvent(tuple(keys), spec.medium, removed, spec.name))
-            if len(self._events) > self.events_max:
-                self.lost += len(self._events.popleft().keys)
-
-    def take(self) -> list[OffloadingEvent]:
-        """The events that were not taken before, the oldest first."""
-        events = list(self._events)
-        self._events.clear()
-        return events
-
-
 class ControlPlane(Recipient):
     """Everything that decides. See the module's docstring for how to drive it.
 
@@ -280,7 +255,7 @@ class ControlPlane(Recipient):
         return rows, cpu.table.generations[rows].tolist()
 
     def _lend_late(self, count: int, now: float) -> list[int]:
-        """As a store does, a loan waits for rows that are to be written below, and then takes them anyway."""
+        """Wait, like a store, for rows that are to be written below; then take them anyway."""
         self._short_since = min(self._short_since, now)
         patience_ends = self._short_since + self._patience_seconds
         if now < patience_ends:

@@ -13,7 +13,7 @@ from vllm.v1.kv_offload.base import (
 
 from kvtier.control.tiers.histogram import HistogramFigures
 from kvtier.metrics import DEFINITIONS, MetricDefinition, metric_families
-from kvtier.service.wire import COUNTER, GAUGE, Series
+from kvtier.service.wire import COUNTER, GAUGE, MetricSeries
 from kvtier.stack import StackStats
 
 INTERVAL_SECONDS = 1.0
@@ -98,7 +98,7 @@ class Meter:
             changed.observe_histogram(name, each, labels)
 
 
-def counted(series: Sequence[Series]) -> OffloadingConnectorStats:
+def counted(series: Sequence[MetricSeries]) -> OffloadingConnectorStats:
     """The series that a stack process has sent, as vLLM takes them."""
     changed = OffloadingConnectorStats()
     for each in series:
