@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Literal
 from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.errors import UsageError
 from kvtier.options import TierOptions
-from kvtier.service.session import Copy, JobNumbers, Session
-from kvtier.service.wire import Copied
+from kvtier.service.session import Breach, Copy, JobNumbers, Session
+from kvtier.service.wire import Copied, WireError
 from kvtier.stack.assembly import StackParts
 from kvtier.stack.guard import guard_step
 from kvtier.stack.tier_stack import TierStack
@@ -113,6 +113,7 @@ class Pool(TierStack):
         super().__init__(replace(parts, tiers=_shared(tiers), workers=workers, kv_caches=None))
         self.sessions: dict[int, Session] = {}
         self._send = send
+        self.on_defect: Callable[[BaseException], None] = lambda error: None
         self.numbers = JobNumbers(self._on_copy_end)
         self._last = 0
 
@@ -177,6 +178,13 @@ class Pool(TierStack):
     def _on_result(self, result: JobResult) -> None:
         if not any(session.on_result(result) for session in self.sessions.values()):
             super()._on_result(result)
+
+    def _fail(self, error: BaseException) -> None:
+        """Wrong numbers are their engine's. All else is a defect: half a step may be wrong state."""
+        if not isinstance(error, UsageError | Breach | WireError):
+            self._failed = True
+            self.on_defect(error)
+        raise error
 
     def _on_copy_end(self, copy: Copy) -> None:
         for row, generation, error in zip(copy.rows, copy.generations, copy.errors, strict=True):

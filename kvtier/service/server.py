@@ -8,14 +8,16 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.errors import ConfigError, GeometryError, KVTierError, ResourceError, RootBusyError, UsageError
 from kvtier.service import wire
 from kvtier.service.channel import Channel, receive_greeting, send_greeting
+from kvtier.service.crash_file import CrashFile
 from kvtier.service.manifests import read_namespace
 from kvtier.service.pool import Pool
 from kvtier.service.session import Session
@@ -50,9 +52,10 @@ class Peer:
 class Engine:
     """The processes of one life of an engine, and their session."""
 
-    def __init__(self, session: Session, token: str) -> None:
+    def __init__(self, session: Session, hello: Hello) -> None:
         self.session = session
-        self.token = token
+        self.token = hello.token
+        self.engine_id = hello.engine_id
         self.scheduler: Peer | None = None
         self.peers: set[Peer] = set()
         self.pidfds: set[int] = set()
@@ -67,6 +70,7 @@ class StackServer:
 
     def __init__(self, parts: Callable[[Namespace], StackParts], path: str, patience_seconds: float = 0.0) -> None:
         self.incarnation = secrets.token_hex(8)
+        self.crash: CrashFile | None = None
         self._parts = parts
         self._path = path
         self._patience_seconds = patience_seconds
@@ -151,6 +155,8 @@ class StackServer:
             for engine in list(self._engines.values()):
                 self._forget(engine)
         finally:
+            if self.crash is not None:
+                self.crash.close()
             self._file.release()
 
     def _forget(self, engine: Engine) -> None:
@@ -197,6 +203,8 @@ class StackServer:
     def _on_greeted(self, task: asyncio.Task[None]) -> None:
         self._greeting.discard(task)
         self._changed.set()
+        if not task.cancelled():
+            task.result()  # what it raises is a defect
 
     async def _greet(self, sock: socket.socket) -> None:
         """Take in a process, or refuse it with one line."""
@@ -227,6 +235,8 @@ class StackServer:
             return f"user {uid} is not allowed"
         if not isinstance(hello, Hello) or len(descriptors) != 1:
             return "a greeting is a Hello and a pidfd"
+        if self.crash is not None and (fault := self.crash.refusal(hello.engine_id)):
+            return fault
         if PROTOCOL not in hello.protocols:
             return f"this release speaks protocol {PROTOCOL}, the engine {hello.protocols}"
         if sum(len(engine.peers) for engine in self._engines.values()) >= CONNECTIONS_MAX:
@@ -239,6 +249,8 @@ class StackServer:
             if self._pool is None:
                 try:
                     pool = Pool(self._parts(read_namespace(hello.manifest)), self._send_all)
+                    if self.crash is not None:
+                        pool.on_defect = self.crash.exit
                     await pool.open()
                 except RootBusyError as error:
                     return f"{error}; engines of several launches share a root through one `kvtier serve STACK.yaml`"
@@ -254,7 +266,7 @@ class StackServer:
     def _welcome(self, sock: socket.socket, hello: Hello, pidfd: int) -> None:
         engine = self._engines.get(hello.token)
         if engine is None:
-            engine = self._engines[hello.token] = Engine(self.pool.begin_session(), hello.token)
+            engine = self._engines[hello.token] = Engine(self.pool.begin_session(), hello)
         schedules = hello.role == "scheduler"
         geometry = self.pool.geometry
         sent = [] if schedules else list(self.pool.descriptors)
@@ -287,16 +299,26 @@ class StackServer:
     def _on_readable(self, peer: Peer) -> None:
         items, session = peer.channel.receive(MESSAGES_AT_ONCE), peer.engine.session
         try:
-            if items and peer.worker is None:
-                self.pool.handle(session, items)
-            elif items:
-                assert peer.worker is not None
-                self.pool.on_copied(session, peer.worker, items)
+            if items:
+                self._handle_items(peer, session, items)
         except KVTierError as error:
             self._disconnect(peer, str(error))
             return
         if peer.channel.closed:
             self._disconnect(peer, peer.channel.fault)
+
+    def _handle_items(self, peer: Peer, session: Session, items: Sequence[Any]) -> None:
+        """A step of the pool. The file for defects names this function."""
+        if self.crash is not None:
+            self.crash.begin(peer.engine.engine_id, items)
+        try:
+            if peer.worker is None:
+                self.pool.handle(session, items)
+            else:
+                self.pool.on_copied(session, peer.worker, items)
+        finally:
+            if self.crash is not None:
+                self.crash.end()
 
     def _send_all(self) -> None:
         for engine in self._engines.values():

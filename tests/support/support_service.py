@@ -134,18 +134,10 @@ def peer_pid(path: str) -> int:
 
 
 @contextmanager
-def stack_process(stack: Path, path: str, *words: str) -> Iterator[subprocess.Popen[str]]:
-    """`kvtier serve`, once it listens; killed at the end if it still runs."""
-    command = [
-        sys.executable,
-        "-c",
-        "from kvtier.cli import main; main()",
-        "serve",
-        str(stack),
-        "--socket",
-        path,
-        *words,
-    ]
+def stack_process(stack: Path, path: str, first: str = "") -> Iterator[subprocess.Popen[str]]:
+    """`kvtier serve`, once it listens; killed at the end if it still runs. `first` is code that runs before it."""
+    code = f"{first}\nfrom kvtier.cli import main; main()"
+    command = [sys.executable, "-c", code, "serve", str(stack), "--socket", path]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             until(lambda: is_listening(path) or process.poll() is not None, f"{path} listens")
