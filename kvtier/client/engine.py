@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from kvtier.client.connection import Identity, connect
 from kvtier.client.core import ClientRequest, EngineCore
 from kvtier.client.worker import WorkerClient
+from kvtier.errors import ConfigError, ResourceError
 from kvtier.service.channel import Channel
 from kvtier.service.wire import TO_ENGINE, Found
 from kvtier.tier.contract import LookupResult
@@ -26,6 +27,7 @@ OUTBOX_BYTES_MAX = 256 << 10
 LOOKUP_WAIT_SECONDS = 0.001
 """How long the first lookup of a step without an answer waits for it."""
 WANT_SECONDS = 1.0
+OPEN_SECONDS = 600.0
 
 
 class SchedulerClient:
@@ -44,6 +46,16 @@ class SchedulerClient:
         self._poll.register(self._channel, select.POLLIN)
         self._want_at = 0.0
         self._may_wait = True
+
+    def wait_joined(self, timeout_seconds: float = OPEN_SECONDS) -> None:
+        """Wait until the stack process serves this engine. Raises ConfigError if it does not."""
+        until = time.monotonic() + timeout_seconds
+        while not self.core.joined and not self.core.fault:
+            if self._channel.closed or not self.wait(until - time.monotonic()):
+                raise ResourceError(f"the stack process did not serve this engine: {self._channel.fault or 'too late'}")
+            self.step()
+        if self.core.fault:
+            raise ConfigError(f"the stack process does not serve this engine: {self.core.fault}")
 
     def request(
         self, request_id: str, keys: Sequence[OffloadKey] = (), info: RequestInfo | None = None
@@ -93,7 +105,7 @@ class SchedulerClient:
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait until something came, or the time is over."""
-        return bool(self._later) or bool(self._poll.poll(timeout_seconds * 1e3))
+        return bool(self._later) or bool(self._poll.poll(max(0.0, timeout_seconds) * 1e3))
 
     @property
     def has_pending_work(self) -> bool:
@@ -132,6 +144,7 @@ class EngineClient(SchedulerClient):
         self._worker.report = lambda job, outcomes: self._copied.append((job, outcomes))
         try:
             super().__init__(identity)
+            self.wait_joined()
         except BaseException:
             self._worker.close()
             raise

@@ -7,11 +7,14 @@ import logging
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from kvtier.aio.process_lock import locked_file
 from kvtier.config import parse_stack, stack_parts
 from kvtier.config.load import StackConfig
 from kvtier.service.channel import start_lock
+from kvtier.service.crash_file import CrashFile
 from kvtier.service.server import StackServer
 from kvtier.stack.signals import ClosingSignals
 
@@ -40,6 +43,8 @@ def serve(stack: str, path: str, private: PrivateLife | None = None) -> None:
 async def _serve(config: StackConfig, path: str, private: PrivateLife | None) -> None:
     patience = PREDECESSOR_SECONDS if private is not None else 0.0
     async with StackServer(lambda namespace: stack_parts(config, namespace), path, patience) as server:
+        server.crash = crash = CrashFile(path)
+        asyncio.get_running_loop().set_exception_handler(partial(_on_exception, crash))
         ClosingSignals(asyncio.get_running_loop(), server.close).install((signal.SIGTERM, signal.SIGINT))
         _log.info("the stack is served at %s", path)
         if private is None:
@@ -47,6 +52,14 @@ async def _serve(config: StackConfig, path: str, private: PrivateLife | None) ->
         else:
             private.on_listening()
             await _linger(server, path, private.linger_seconds)
+
+
+def _on_exception(crash: CrashFile, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """End the process for an exception of a callback of the loop; one of a task is a line in the log."""
+    error = context.get("exception")
+    if error is not None and "handle" in context:
+        crash.exit(error)
+    loop.default_exception_handler(context)
 
 
 async def _linger(server: StackServer, path: str, seconds: float) -> None:

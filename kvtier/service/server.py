@@ -11,11 +11,13 @@ import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.errors import ConfigError, GeometryError, KVTierError, ResourceError, RootBusyError, UsageError
 from kvtier.service import wire
 from kvtier.service.channel import Channel, receive_greeting, send_greeting
+from kvtier.service.crash_file import CrashFile
 from kvtier.service.manifests import read_namespace
 from kvtier.service.pool import Pool, with_shared_rows
 from kvtier.service.session import Session
@@ -56,9 +58,10 @@ class Engine:
     said in a new greeting that they are `quiet`: those that have are with it.
     """
 
-    def __init__(self, session: Session, token: str) -> None:
+    def __init__(self, session: Session, hello: Hello) -> None:
         self.session = session
-        self.token = token
+        self.token = hello.token
+        self.engine_id = hello.engine_id
         self.scheduler: Peer | None = None
         self.peers: set[Peer] = set()
         self.pidfds: set[int] = set()
@@ -80,6 +83,7 @@ class StackServer:
 
     def __init__(self, parts: Callable[[Namespace], StackParts], path: str, patience_seconds: float = 0.0) -> None:
         self.incarnation = secrets.token_hex(8)
+        self.crash: CrashFile | None = None
         self._parts = parts
         self._path = path
         self._patience_seconds = patience_seconds
@@ -164,6 +168,8 @@ class StackServer:
             for engine in list(self._engines.values()):
                 self._forget(engine)
         finally:
+            if self.crash is not None:
+                self.crash.close()
             self._file.release()
 
     def _forget(self, engine: Engine) -> None:
@@ -210,6 +216,8 @@ class StackServer:
     def _on_greeted(self, task: asyncio.Task[None]) -> None:
         self._greeting.discard(task)
         self._changed.set()
+        if not task.cancelled():
+            task.result()  # what it raises is a defect
 
     async def _greet(self, sock: socket.socket) -> None:
         """Take in a process, or refuse it with one line."""
@@ -240,6 +248,8 @@ class StackServer:
             return f"user {uid} is not allowed"
         if not isinstance(hello, Hello) or len(descriptors) != 1:
             return "a greeting is a Hello and a pidfd"
+        if self.crash is not None and (fault := self.crash.refusal(hello.engine_id)):
+            return fault
         if PROTOCOL not in hello.protocols:
             return f"this release speaks protocol {PROTOCOL}, the engine {hello.protocols}"
         if sum(len(engine.peers) for engine in self._engines.values()) >= CONNECTIONS_MAX:
@@ -257,6 +267,8 @@ class StackServer:
                 if self._pool is None:
                     parts = with_shared_rows(self._parts(namespace))
                     pool = Pool(parts, self._send_all, lambda found: self._parts(found).namespace)
+                    if self.crash is not None:
+                        pool.on_defect = self.crash.exit
                     await pool.open()
                     self._pool, self._layout = pool, namespace.layout
             except RootBusyError as error:
@@ -310,7 +322,7 @@ class StackServer:
         """The engine of a greeting, with a session that is not lost."""
         engine = self._engines.get(hello.token)
         if engine is None:
-            engine = self._engines[hello.token] = Engine(self.pool.begin_session(), hello.token)
+            engine = self._engines[hello.token] = Engine(self.pool.begin_session(), hello)
         elif engine.session.lost:
             engine.earlier[engine.session] = set()
             engine.session = self.pool.begin_session()
@@ -327,16 +339,26 @@ class StackServer:
     def _on_readable(self, peer: Peer) -> None:
         items, session = peer.channel.receive(MESSAGES_AT_ONCE), peer.session
         try:
-            if items and peer.worker is None:
-                self.pool.handle(session, items)
-            elif items:
-                assert peer.worker is not None
-                self.pool.on_worker_items(session, peer.worker, items)
+            if items:
+                self._handle_items(peer, session, items)
         except (Breach, WireError, UsageError) as error:
             self._disconnect(peer, str(error))
             return
         if peer.channel.closed:
             self._disconnect(peer, peer.channel.fault)
+
+    def _handle_items(self, peer: Peer, session: Session, items: Sequence[Any]) -> None:
+        """A step of the pool. The file for defects names this function."""
+        if self.crash is not None:
+            self.crash.begin(peer.engine.engine_id, items)
+        try:
+            if peer.worker is None:
+                self.pool.handle(session, items)
+            else:
+                self.pool.on_worker_items(session, peer.worker, items)
+        finally:
+            if self.crash is not None:
+                self.crash.end()
 
     def _send_all(self) -> None:
         for engine in self._engines.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import struct
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from kvtier.client.connection import Identity
 from kvtier.client.engine import EngineClient
 from kvtier.service.channel import is_listening
 from kvtier.tier.contract import LookupResult
@@ -65,7 +67,7 @@ class TestEngine:
 
     def __init__(self, path: str, engine_id: str = "") -> None:
         self.cache = torch.zeros((BLOCKS, PAGE), dtype=torch.uint8)
-        self.client = EngineClient(path, NAMESPACE, [self.cache], engine_id)
+        self.client = EngineClient(Identity(path, NAMESPACE, engine_id, secrets.token_hex(16)), [self.cache])
 
     def __enter__(self) -> TestEngine:
         return self
@@ -96,7 +98,7 @@ class TestEngine:
 
     def store(self, numbers: range) -> list[str]:
         """Store blocks, once enough rows are lent."""
-        self.step_until(lambda: len(self.client._core._lent) >= len(numbers), "rows are lent")
+        self.step_until(lambda: len(self.client.core._lent) >= len(numbers), "rows are lent")
         self.cache[: len(numbers)] = content(numbers)
         return self.transfer(JobKind.STORE, numbers)
 
@@ -105,7 +107,7 @@ class TestEngine:
         keys = block_keys(len(numbers), numbers.start)
         request = self.client.request(name)
         self.client.reserve(request, keys)
-        self.step_until(lambda: request.served or not self.client._core.connected, "a reservation is served")
+        self.step_until(lambda: request.served or not self.client.core.connected, "a reservation is served")
         self.cache[: len(numbers)] = 255
         found = self.transfer(JobKind.LOAD, numbers, request)
         right = content(numbers)
@@ -119,7 +121,7 @@ class TestEngine:
         """Presence of blocks, once it is known."""
         keys = block_keys(len(numbers), numbers.start)
         request = self.client.request(name, keys)
-        self.step_until(lambda: request.served or not self.client._core.connected)
+        self.step_until(lambda: request.served or not self.client.core.connected)
         found = self.client.lookup(request, keys)
         self.client.end(request)
         return found
@@ -134,18 +136,10 @@ def peer_pid(path: str) -> int:
 
 
 @contextmanager
-def stack_process(stack: Path, path: str, *words: str) -> Iterator[subprocess.Popen[str]]:
-    """`kvtier serve`, once it listens; killed at the end if it still runs."""
-    command = [
-        sys.executable,
-        "-c",
-        "from kvtier.cli import main; main()",
-        "serve",
-        str(stack),
-        "--socket",
-        path,
-        *words,
-    ]
+def stack_process(stack: Path, path: str, first: str = "") -> Iterator[subprocess.Popen[str]]:
+    """`kvtier serve`, once it listens; killed at the end if it still runs. `first` is code that runs before it."""
+    code = f"{first}\nfrom kvtier.cli import main; main()"
+    command = [sys.executable, "-c", code, "serve", str(stack), "--socket", path]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             until(lambda: is_listening(path) or process.poll() is not None, f"{path} listens")
