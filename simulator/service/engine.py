@@ -1,0 +1,441 @@
+"""One life of a simulated engine: a scheduler with the client's core, and workers whose copies land piece by piece."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from errno import EIO
+from itertools import groupby
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvtier.client.core import ClientRequest, EngineCore
+from kvtier.service import wire
+from kvtier.service.wire import CHANGED, UNCHANGED, Hello
+from kvtier.tier.contract import LookupResult
+from kvtier.types.gpu_runs import GPURuns
+from kvtier.types.jobs import GPUGroup, JobKind, JobResult, TransferJob
+from kvtier.types.keys import OffloadKey, key_group
+from kvtier.types.namespace import Namespace
+from simulator.service.plan import ServicePlan
+from simulator.service.rows import FillRecord, ServiceRows
+from simulator.service.sockets import SimulatedEnd
+
+if TYPE_CHECKING:
+    from simulator.service.world import ServiceWorld
+
+
+class SimulatedWorker:
+    """A worker process: it maps the rows of a stack process, copies, and reports over a connection of its own."""
+
+    def __init__(self, engine: SimulatedEngineLife, number: int) -> None:
+        self.engine = engine
+        self.number = number
+        self.end: SimulatedEnd | None = None
+        self.rows: ServiceRows | None = None
+        self.alive = True
+        self.copying = 0
+        self.foreign = False
+
+    @property
+    def stores(self) -> bool:
+        """True if it has a slice of its own in a row."""
+        return self.number < self.engine.plan.layout.num_copies
+
+    async def copy(self, job: TransferJob, fill: FillRecord | None, load: Load | None, incarnation: int) -> None:
+        """Carry out this worker's part of a job that was begun beside a connection."""
+        engine = self.engine
+        await engine.pause(0.002)
+        if not self.alive or incarnation != engine.incarnation:
+            return  # it died, or connected once more: no copy of an earlier connection begins
+        rows, end = self.rows, self.end
+        assert rows is not None
+        self.copying += 1
+        errors: list[int] = []
+        for group in job.gpu_groups:
+            for key, row, generation in zip(
+                group.keys, group.rows.tolist(), group.generations.tolist(), strict=True
+            ):
+                if not self.alive:
+                    return
+                failed = engine.rng.random() < engine.plan.errors
+                if fill is not None:
+                    if self.stores:
+                        await self._copy_in(rows, key, (row, generation), fill)
+                elif load is not None:
+                    await self._copy_out(rows, key, (row, generation), load)
+                errors.append(EIO if failed else 0)
+        if not self.alive:
+            return
+        self.copying -= 1
+        if fill is not None and self.stores:
+            self._stamp(rows, job)
+        if end is not None:
+            end.send([wire.Copied(job.job_id, [(len(list(run)), error) for error, run in groupby(errors)])])
+        engine.on_worker_done(job, self.number, errors)
+
+    def _stamp(self, rows: ServiceRows, job: TransferJob) -> None:
+        for group in job.gpu_groups:
+            rows.rows.stamp(self.number, group.rows, group.generations)
+
+    async def _copy_in(self, rows: ServiceRows, key: OffloadKey, place: tuple[int, int], fill: FillRecord) -> None:
+        geometry, oracle = rows.geometry, self.engine.world.oracle
+        group, (row, generation) = key_group(key), place
+        length = geometry.page_bytes(group)
+        for sub_block in range(geometry.factor):
+            await self.engine.pause(0.0005)
+            if not self.alive:
+                return
+            rows.check(oracle, row, generation, filling=True)
+            at = geometry.offset(group, self.number, sub_block)
+            page = oracle.page(key, fill.number, self.number, sub_block, length)
+            rows.rows.view[row][at : at + length] = np.frombuffer(page, np.uint8)
+
+    async def _copy_out(self, rows: ServiceRows, key: OffloadKey, place: tuple[int, int], load: Load) -> None:
+        geometry, oracle = rows.geometry, self.engine.world.oracle
+        group, (row, generation) = key_group(key), place
+        length = geometry.page_bytes(group)
+        for sub_block in range(geometry.factor):
+            await self.engine.pause(0.0005)
+            if not self.alive:
+                return
+            rows.check(oracle, row, generation, filling=False)
+            at = geometry.offset(group, self.number, sub_block)
+            load.pages[key, self.number, sub_block] = rows.rows.view[row][at : at + length].tobytes()
+
+
+class Load:
+    """A load in flight: the pages that were copied, and what the engine had been told of resets when it began."""
+
+    def __init__(self, void_seen: int) -> None:
+        self.pages: dict[tuple[OffloadKey, int, int], bytes] = {}
+        self.void_seen = void_seen
+
+
+class SimulatedEngineLife:
+    """An engine from its start to the exit of its last process. It may connect to stack processes one after another."""
+
+    def __init__(self, world: ServiceWorld, number: int, model: str) -> None:
+        self.world = world
+        self.number = number
+        self.model = model
+        self.plan: ServicePlan = world.plan
+        self.rng = Random(f"engine {number} of {world.seed}")
+        self.token = f"engine {number}"
+        self.workers = [SimulatedWorker(self, at) for at in range(self.plan.layout.world_size)]
+        self.alive = True
+        self.incarnation = 0
+        self.core = EngineCore()
+        self.core.connected = False
+        self.end: SimulatedEnd | None = None
+        self.void_seen = 0
+        self.loads: dict[int, Load] = {}
+        self.alone: dict[int, dict[int, list[int]]] = {}
+        self._requests: list[tuple[ClientRequest, list[OffloadKey]]] = []
+        self._last_request = 0
+        self._foreign = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._asked_weights: int | None = None
+
+    @property
+    def manifest(self) -> bytes:
+        """Of the engine's namespace."""
+        return Namespace(self.plan.layout, model=self.model).manifest().encode()
+
+    async def pause(self, most: float) -> None:
+        """Let others run, sometimes for long."""
+        drawn = self.rng.random()
+        if drawn < self.plan.slow / 10:
+            await asyncio.sleep(self.rng.uniform(0.1, 3.0))
+        elif drawn < 0.6:
+            await asyncio.sleep(self.rng.random() * most)
+
+    # -- connections ---------------------------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        """Connect all processes to the stack process that there is. Copies of before have ended."""
+        server = self.world.server
+        quiet = self.incarnation > 0
+        self.incarnation += 1
+        last_job = self.core._last_job
+        self.core = EngineCore()
+        self.core._last_job = last_job
+        complete = not self.plan.notes
+        ends: list[tuple[SimulatedWorker | None, Hello]] = [
+            (worker, Hello([1], "", "worker", worker.number, "", self.token, self.manifest, "n", complete, quiet=quiet))
+            for worker in self.workers
+        ]
+        ends.append((None, Hello([1], "", "scheduler", 0, "", self.token, self.manifest, "", complete, quiet=quiet)))
+        self.rng.shuffle(ends)
+        refused = False
+        for worker, hello in ends:
+            end = server.greet(self, hello)
+            if end is None:
+                refused = True
+                break
+            if worker is None:
+                self.end = end
+                end.on_items = self._on_items
+                end.on_close = self.on_lost
+            else:
+                worker.end, worker.rows = end, server.mapped
+                end.on_items = lambda items, worker=worker: self._on_questions(worker, items)  # type: ignore[misc]
+                end.on_close = self.on_lost
+        if refused:
+            self.world.oracle.covered["engines refused"] += 1
+            self.on_lost()
+        elif self._foreign:  # the stack process that there is now has not been told
+            self.core.say(wire.HoldBack("other weights"))
+
+    def on_lost(self) -> None:
+        """A connection has ended: the others are closed, and everything is a miss."""
+        for each in (self.end, *(worker.end for worker in self.workers)):
+            if each is not None:
+                each.close()
+        self.end = None
+        for worker in self.workers:
+            worker.end = None
+        if self.core.connected:
+            self.core.lose()
+        self._requests.clear()
+        self._asked_weights = None
+
+    def _on_items(self, items: list[Any]) -> None:
+        if not self.alive:
+            return
+        for item in items:
+            if isinstance(item, wire.Void):
+                self.void_seen = self.world.server.voids[self.token].pop(0)
+            elif isinstance(item, wire.ResetDone):
+                self.void_seen = max(self.void_seen, self.world.server.own_resets.pop((self.token, item.number)))
+        self.core.take_in(items)
+        if self.core.noted and not self.core.joined and self.plan.notes and not self.core.fault:
+            self.core.noted = False
+            self.core.join(self.manifest)
+
+    def _on_questions(self, worker: SimulatedWorker, items: list[Any]) -> None:
+        if worker.alive and worker.end is not None:
+            verdict = CHANGED if worker.foreign else UNCHANGED
+            worker.end.send([wire.Answer(item.number, verdict) for item in items])
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Work for some steps, connecting again where a connection was lost; then close or be killed."""
+        rng = self.rng
+        self.connect()
+        dies_at = rng.randint(1, self.plan.steps) if rng.random() < self.plan.kills else None
+        for step in range(self.plan.steps):
+            await self.pause(0.01)
+            if dies_at is not None and (step >= dies_at and self._copies_now or step == self.plan.steps - 1):
+                self.kill()
+                return
+            if self.end is None and not any(worker.copying for worker in self.workers) and rng.random() < 0.4:
+                if self.world.server.alive:
+                    self.connect()
+            elif self.end is not None:
+                self._step()
+        self._end_requests()
+        self._send()
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+        await self.pause(0.05)
+        self.on_lost()
+        self.exit()
+
+    @property
+    def _copies_now(self) -> bool:
+        """True if a worker is in a copy, or seldom, so that engines are mostly killed there."""
+        return any(worker.copying for worker in self.workers) or self.rng.random() < 0.1
+
+    def kill(self) -> None:
+        """The scheduler dies now, the workers with it or later; what they copy goes on until then."""
+        self.world.oracle.covered["engines killed"] += 1
+        self.world.oracle.covered["killed with a copy open"] += any(worker.copying for worker in self.workers)
+        self.alive = False
+        if self.end is not None:
+            self.end.close()
+        for worker in self.workers:
+            seconds = self.rng.random() * self.rng.choice((0.0, 0.01, 0.5))
+            self.world.loop.outside(seconds, lambda worker=worker: self._exit_worker(worker))  # type: ignore[misc]
+
+    def _exit_worker(self, worker: SimulatedWorker) -> None:
+        worker.alive = False
+        if worker.end is not None:
+            worker.end.close()
+        if not any(each.alive for each in self.workers):
+            self.exit()
+
+    def exit(self) -> None:
+        """The last process has exited. The stack process sees that a little later."""
+        self.alive = False
+        for worker in self.workers:
+            worker.alive = False
+        self.world.loop.outside(self.rng.random() * 0.01, lambda: self.world.on_exit(self))
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        rng, core = self.rng, self.core
+        for _ in range(rng.randint(1, 4)):
+            rng.choice((self._ask, self._ask, self._store, self._store, self._look, self._look, self._look, self._say))()
+        if rng.random() < self.plan.resets:
+            self._reset()
+        if rng.random() < self.plan.weights:
+            self._replace_weights()
+        if core.loaded_weights:
+            core.loaded_weights = False
+            core.reset()
+            core.say(wire.HoldBack("other weights"))
+            self.world.oracle.covered["engines held back"] += 1
+        if core.serves and rng.random() < 0.5:
+            core.want_rows()
+        self._send()
+        for result in core.results:
+            self._on_result(result)
+        core.results.clear()
+
+    def _send(self) -> None:
+        if self.end is not None and self.core.out:
+            self.end.send(self.core.out)
+            self.core.out.clear()
+
+    def _ask(self) -> None:
+        chain = list(self.rng.choice(self.plan.chains))
+        keys = chain[: self.rng.randint(1, len(chain))]
+        self._last_request += 1
+        request = self.core.request(f"r{self._last_request}", keys)
+        if self.rng.random() < 0.5:
+            request.extend(keys)
+        self._requests.append((request, keys))
+        if len(self._requests) > 6:
+            self._requests.pop(0)[0].end()
+
+    def _look(self) -> None:
+        """Go on with a request: reserve what is below, load what is leased, or give it up."""
+        if not self._requests:
+            return
+        request, keys = self.rng.choice(self._requests)
+        found = self.core.lookup(request, keys)
+        if self.rng.random() < 0.1:
+            request.release()
+        elif LookupResult.HIT_PENDING in found and request.served:
+            wanted = [key for key, result in zip(keys, found, strict=True) if result is not LookupResult.MISS]
+            self.core.reserve(request, wanted)
+            self.world.oracle.covered["reservations"] += 1
+        elif request.leased and request.served and self.rng.random() < 0.8:
+            self._load(request)
+        elif self.rng.random() < 0.3:
+            self._requests = [each for each in self._requests if each[0] is not request]
+            request.end(5, input_tokens=10, prompt=keys)
+
+    def _end_requests(self) -> None:
+        for request, _ in self._requests:
+            if self.rng.random() < 0.8:
+                request.end()
+        self._requests.clear()
+
+    def _say(self) -> None:
+        keys = list(self.rng.choice(self.plan.chains))
+        kinds = ("retain", "pin", "prefetch", "demote", "release")
+        hint = wire.Hint(self.rng.choice(kinds), wire.Keys.of(keys), "s", self.rng.random() + 0.01)
+        items = [wire.Announce(wire.Keys.of(keys)), wire.AskStats(), wire.Computed(64, 0.2, 0.1)]
+        self.core.say(self.rng.choice([*items, *([hint] if self.plan.hints else [])]))
+
+    def _store(self) -> None:
+        if not self.core.room:
+            return
+        chain = self.rng.choice(self.plan.chains)
+        keys = list(chain[: self.rng.randint(1, len(chain))])
+        fill = self.world.oracle.begin_fill(self.model, self.number, keys, self._foreign)
+        job = self.core.job(JobKind.STORE, self._groups(keys))
+        part = self.core.begin_store(job)
+        if part is not None:
+            self._begin(part, fill, None)
+
+    def _load(self, request: ClientRequest) -> None:
+        keys = [key for key in request.leased if self.rng.random() < 0.9]
+        if not keys:
+            return
+        load = Load(self.void_seen)
+        job = self.core.job(JobKind.LOAD, self._groups(keys))
+        part = self.core.begin_load(job, request)
+        assert part is not None
+        self.loads[job.job_id] = load
+        self._begin(part, None, load)
+
+    def _groups(self, keys: Sequence[OffloadKey]) -> list[GPUGroup]:
+        factor = self.plan.layout.block_size_factor
+        groups = []
+        for group, members in groupby(sorted(keys, key=key_group), key_group):
+            names = tuple(members)
+            groups.append(GPUGroup(group, names, GPURuns.whole(range(len(names) * factor), factor)))
+        return groups
+
+    def _begin(self, part: TransferJob, fill: FillRecord | None, load: Load | None) -> None:
+        """Hand a job to the workers, beside the connection: they may begin before the step is sent, or after."""
+        for worker in self.workers:
+            task = asyncio.ensure_future(worker.copy(part, fill, load, self.incarnation))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def on_worker_done(self, job: TransferJob, worker: int, errors: list[int]) -> None:
+        """A worker has ended its part. Without a connection its word alone counts."""
+        done = self.alone.setdefault(job.job_id, {})
+        done[worker] = errors
+        if len(done) == len(self.workers) and self.alive:
+            load = self.loads.get(job.job_id)
+            if load is not None and not any(map(any, done.values())):
+                self._check(job.job_id, load, is_void=False)
+
+    def _on_result(self, result: JobResult) -> None:
+        for group in result.outcomes:
+            for outcome in group:
+                self.world.oracle.covered[f"blocks {outcome.status.value}"] += 1
+        load = self.loads.pop(result.job_id, None)
+        if load is not None and all(outcome.ok for group in result.outcomes for outcome in group):
+            self._check(result.job_id, load, is_void=True)
+
+    def _check(self, job: int, load: Load, is_void: bool) -> None:
+        """The pages of a load that succeeded are those of one fill of each key, of this namespace.
+
+        With `is_void` it was reported as loaded: then no reset that the engine had been told of has overtaken it.
+        """
+        oracle = self.world.oracle
+        by_key: dict[OffloadKey, set[int]] = {}
+        for (key, worker, sub_block), page in load.pages.items():
+            of = worker if worker < self.plan.layout.num_copies else 0
+            fill = oracle.fill_of(page, key, of, sub_block)
+            if fill is None or fill.model != self.model:
+                oracle.violation(f"engine {self.number}, job {job}: a block was loaded with bytes of another one")
+                return
+            if fill.foreign and fill.owner != self.number:
+                oracle.violation(f"engine {self.number}, job {job}: loaded what engine {fill.owner} has of other weights")
+                return
+            if is_void and fill.void.get(key, 1 << 60) <= load.void_seen:
+                oracle.violation(f"engine {self.number}, job {job}: loaded what a reset has made void")
+                return
+            by_key.setdefault(key, set()).add(fill.number)
+        if any(len(fills) > 1 for fills in by_key.values()):
+            oracle.violation(f"engine {self.number}, job {job}: a block has pages of several stores")
+        oracle.covered["loads compared"] += 1
+
+    def _reset(self) -> None:
+        self.world.oracle.covered["resets"] += 1
+        self.core.reset()
+        self._requests = [each for each in self._requests if not each[0].ended]
+        if self.rng.random() < 0.4:
+            self._asked_weights = self.core.ask_weights()
+
+    def _replace_weights(self) -> None:
+        """The workers load other weights: what is computed from here on is foreign to the namespace."""
+        self._foreign = True
+        for worker in self.workers:
+            worker.foreign = True
+            if worker.end is not None:
+                worker.end.send([wire.Loaded()])
+
+
+Report = Callable[[JobResult], None]
