@@ -16,6 +16,7 @@ from kvtier.errors import RegionError, SharedMemoryError
 from kvtier.tier.contract import Clock
 from kvtier.tier.memory_limits import MemoryLimits, SystemLimits, require
 from kvtier_cpu.region.control_area import ControlArea
+from kvtier_cpu.region.huge_pages import map_aligned
 from kvtier_cpu.region.populate import keep_from_core_dumps, keep_from_forks, make_resident, map_populated, reserve
 from kvtier_cpu.region.rendezvous import (
     Claim,
@@ -28,7 +29,7 @@ from kvtier_cpu.region.rendezvous import (
     publish,
     sweep_leftovers,
 )
-from kvtier_cpu.region.shared_region import RegionSpec, SharedRegion, Sharing
+from kvtier_cpu.region.shared_region import Pages, RegionSpec, SharedRegion, Sharing
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _private: dict[tuple[int, str], SharedRegion] = {}
@@ -192,7 +193,7 @@ class _Opening:
                 self.host.observe(Step.READY)
         return region
 
-    def enter(self, maps: tuple[mmap.mmap, mmap.mmap], counted: bool = True) -> SharedRegion:
+    def enter(self, maps: tuple[Pages, mmap.mmap], counted: bool = True) -> SharedRegion:
         """A region over memory that another participant has made ready, with this participant counted in.
 
         Raises RegionError unless it is the region this participant needs.
@@ -278,15 +279,23 @@ class _Opening:
         for worker in self.spec.serves:
             area.publish_worker(worker, self.spec.digest)
 
-    def maps(self, rows_fd: int, control_fd: int) -> tuple[mmap.mmap, mmap.mmap]:
+    def maps(self, rows_fd: int, control_fd: int) -> tuple[Pages, mmap.mmap]:
         """The mappings of rows and control area; descriptors of -1 stand for private memory."""
-        rows, control = maps = _map(rows_fd, self.spec.size_bytes), _map(control_fd, self.spec.shape.size_bytes)
+        rows, control = maps = self._map_rows(rows_fd), _map(control_fd, self.spec.shape.size_bytes)
         if not self.spec.dump_rows:
             keep_from_core_dumps(rows)
         if rows_fd < 0:
             keep_from_forks(rows)
             keep_from_forks(control)
         return maps
+
+    def _map_rows(self, fd: int) -> Pages:
+        if fd < 0 or self.spec.sharing is not Sharing.MEMFD:
+            return _map(fd, self.spec.size_bytes)
+        try:
+            return map_aligned(fd, self.spec.size_bytes)
+        except OSError as error:
+            raise no_address_space(self.spec.size_bytes, error) from error
 
 
 def _sealed_memfd(label: str, size_bytes: int, undo: ExitStack) -> int:
@@ -326,7 +335,12 @@ def _map(fd: int, size_bytes: int) -> mmap.mmap:
     try:
         return mmap.mmap(fd, size_bytes, flags, mmap.PROT_READ | mmap.PROT_WRITE)
     except OSError as error:
-        raise SharedMemoryError(size_bytes, 0, f"the address space of this process ({error.strerror})") from error
+        raise no_address_space(size_bytes, error) from error
+
+
+def no_address_space(size_bytes: int, error: OSError) -> SharedMemoryError:
+    """The error for a mapping that the kernel refuses."""
+    return SharedMemoryError(size_bytes, 0, f"the address space of this process ({error.strerror})")
 
 
 def _sealed(fd: int) -> bool:
