@@ -26,14 +26,16 @@ class Identity:
 
 
 def connect(
-    identity: Identity, role: str, participant: int = 0, note: str = ""
+    identity: Identity, role: str, participant: int = 0, note: str = "", *, complete: bool = True, events: bool = True
 ) -> tuple[socket.socket, Welcome, Sequence[int]]:
     """(a connected socket, the answer, the descriptors of the rows). The caller owns socket and descriptors.
 
     Raises ResourceError if no stack process answers, ConfigError if it refuses this engine.
     """
     manifest = identity.namespace.manifest().encode()
-    hello = Hello([PROTOCOL], "", role, participant, identity.engine_id, identity.token, manifest, note)
+    hello = Hello(
+        [PROTOCOL], "", role, participant, identity.engine_id, identity.token, manifest, note, complete, events
+    )
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
         sock.settimeout(CONNECT_SECONDS)

@@ -36,9 +36,12 @@ class SchedulerClient:
     What comes within a step are answers to lookups alone: whatever ends a lease waits for the next step.
     """
 
-    def __init__(self, identity: Identity) -> None:
-        """Connect. Raises ResourceError, ConfigError as `connect`."""
-        sock, self.welcome, _ = connect(identity, "scheduler")
+    def __init__(self, identity: Identity, *, complete: bool = True, events: bool = False) -> None:
+        """Connect, with `complete` in a namespace of which all is known, else `join` later; with `events` they come.
+
+        Raises ResourceError, ConfigError as `connect`.
+        """
+        sock, self.welcome, _ = connect(identity, "scheduler", complete=complete, events=events)
         self.core = EngineCore()
         self._channel = Channel(sock, TO_ENGINE, OUTBOX_BYTES_MAX)
         self._later: list[Any] = []
@@ -46,6 +49,20 @@ class SchedulerClient:
         self._poll.register(self._channel, select.POLLIN)
         self._want_at = 0.0
         self._may_wait = True
+
+    def wait_notes(self, timeout_seconds: float = OPEN_SECONDS) -> list[str]:
+        """The notes of all workers, once they have connected. Raises ResourceError if one has not in time."""
+        until = time.monotonic() + timeout_seconds
+        while not self.core.noted:
+            if self._channel.closed or not self.wait(until - time.monotonic()):
+                raise ResourceError(f"a worker has not connected: {self._channel.fault or 'too late'}")
+            self.step()
+        return self.core.notes
+
+    def join(self, manifest: bytes) -> None:
+        """Be served in the namespace of which all is known now."""
+        self.core.join(manifest)
+        self._send()
 
     def wait_joined(self, timeout_seconds: float = OPEN_SECONDS) -> None:
         """Wait until the stack process serves this engine. Raises ConfigError if it does not."""
@@ -144,9 +161,13 @@ class EngineClient(SchedulerClient):
         self._worker.report = lambda job, outcomes: self._copied.append((job, outcomes))
         try:
             super().__init__(identity)
-            self.wait_joined()
         except BaseException:
             self._worker.close()
+            raise
+        try:
+            self.wait_joined()
+        except BaseException:
+            self.close()
             raise
 
     def __enter__(self) -> Self:

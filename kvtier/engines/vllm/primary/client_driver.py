@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import replace
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -21,7 +22,7 @@ from kvtier.engines.vllm.metrics import Meter, counted
 from kvtier.engines.vllm.primary.model_weights import REPLACED, Verdict
 from kvtier.engines.vllm.primary.wire import NO_REPORT
 from kvtier.engines.vllm.settings import EnginePlan, engine_identity
-from kvtier.errors import KVTierError
+from kvtier.errors import ConfigError, ResourceError
 from kvtier.service import wire
 from kvtier.stack import StackStats
 from kvtier.tier.contract import LookupResult
@@ -33,6 +34,8 @@ from kvtier.types.namespace import Namespace
 from kvtier.types.requests import RequestInfo
 
 IDLE_SECONDS = 0.002
+IDENTITY_SECONDS = 10.0
+"""How long a start waits for the name of the weights, which takes as long as reading them, the first time."""
 _log = logging.getLogger(LOGGER)
 
 
@@ -44,15 +47,22 @@ class ClientDriver:
 
     def __init__(self, plan: EnginePlan, events: bool) -> None:
         self.identity: Identity = engine_identity(plan)
-        self.client = SchedulerClient(self.identity)
+        self.client = SchedulerClient(self.identity, complete=False, events=events)
+        self.num_rows, self.row_bytes = self.client.welcome.num_rows, self.client.welcome.row_bytes
         self.chooses = False  # the stack process does
         self.measures_prefill = plan.stack.prefill_tokens_per_second == "measured"
-        self.num_rows, self.row_bytes = self.client.welcome.num_rows, self.client.welcome.row_bytes
         self._core = self.client.core
-        self._keeps_events = events
         self._naming = Naming(plan.namespace)
         self._held_back = False
         self._question = 0
+        try:
+            self._naming.begin(self.client.wait_notes())
+            if (named := self._naming.take(IDENTITY_SECONDS)) is not None:
+                self.client.join(named.manifest().encode())
+                self.client.wait_joined()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def follows(self) -> bool:
@@ -114,10 +124,7 @@ class ClientDriver:
         """Take in what came, send what was decided. False: nothing but this engine's own reset makes leases void."""
         self.client.step()
         core = self._core
-        if core.noted and not self._naming.begun:
-            self._naming.begin(core.notes)
-        if (named := self._naming.take()) is not None:
-            core.join(named.manifest().encode())
+        self._join_late()
         if self._question in core.verdicts:
             verdict = Verdict(core.verdicts.pop(self._question))
             self._question = 0
@@ -134,6 +141,16 @@ class ClientDriver:
             self._hold_back(f"the weights are not those that samples of them showed: {reason}")
             return True
         return False
+
+    def _join_late(self) -> None:
+        """Join once the name is known, if that took longer than the start. A contradiction ends as misses."""
+        try:
+            named = self._naming.take()
+        except ConfigError as error:
+            _log.error("nothing is served to this engine: %s", error)
+            return
+        if named is not None:
+            self._core.join(named.manifest().encode())
 
     @property
     def has_pending_work(self) -> bool:
@@ -181,7 +198,7 @@ class ClientDriver:
     def take_events(self) -> list[OffloadingEvent]:
         """Blocks that became reachable in a tier or ceased to be since the last call."""
         found, self._core.events = self._core.events, []
-        return found if self._keeps_events else []
+        return found
 
     def figures(self, meter: Meter) -> OffloadingConnectorStats | None:
         """The figures that came since the last call; they are asked for once an interval."""
@@ -205,35 +222,32 @@ class Naming:
     """Completes the engine's namespace by its workers' notes, in a thread: it may have to read all weights."""
 
     def __init__(self, namespace: Namespace) -> None:
-        self.begun = False
         self._namespace = namespace
         self._confirmation = Confirmation()
         self._thread = DaemonPool("kvtier-naming", 1)
-        self._found: list[Namespace] = []
-        self._ended = False
-
-    @property
-    def running(self) -> bool:
-        """True until the name was found, or could not be."""
-        return not self._ended
+        self._named: Future[Namespace] | None = None
 
     def begin(self, notes: Sequence[str]) -> None:
         """Begin once all workers have connected."""
-        self.begun = True
-        self._thread.submit(self._run, notes)
+        self._named = self._thread.submit(self._name, notes)
 
-    def _run(self, notes: Sequence[str]) -> None:
+    def _name(self, notes: Sequence[str]) -> Namespace:
+        measured = replace(self._namespace, layout=measure(self._namespace.layout, notes))
+        return asyncio.run(refine(measured, notes, self._confirmation))
+
+    def take(self, timeout_seconds: float = 0.0) -> Namespace | None:
+        """The namespace, once; None as long as it is not known, and if the machine does not say what it is.
+
+        Raises ConfigError if the workers differ, or nothing identifies their weights.
+        """
+        if self._named is None or wait((self._named,), timeout_seconds).not_done:
+            return None
+        named, self._named = self._named, None
         try:
-            measured = replace(self._namespace, layout=measure(self._namespace.layout, notes))
-            self._found.append(asyncio.run(refine(measured, notes, self._confirmation)))
-        except (OSError, KVTierError) as error:
+            return named.result()
+        except (OSError, ResourceError) as error:
             _log.error("nothing is served to this engine: %s", error)
-        finally:
-            self._ended = True
-
-    def take(self) -> Namespace | None:
-        """The namespace, once."""
-        return self._found.pop() if self._found else None
+            return None
 
     def refutation(self) -> str:
         """The reason why samples of the weights were wrong; empty as long as they may be right."""
