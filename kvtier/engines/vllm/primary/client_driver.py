@@ -203,10 +203,12 @@ class ClientDriver:
     def figures(self, meter: Meter) -> OffloadingConnectorStats | None:
         """The figures that came since the last call; they are asked for once an interval."""
         core = self._core
-        if meter.is_due() and core.connected and not core.stats_pending:
+        if core.series:
+            series, core.series = core.series, []
+            return counted(series)
+        if core.connected and not core.stats_pending and meter.is_due():
             core.ask_stats()
-        series, core.series = core.series, []
-        return counted(series) if series else None
+        return None
 
     def stats(self) -> StackStats:
         """Figures of every tier."""
