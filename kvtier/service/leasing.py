@@ -230,9 +230,12 @@ class Leasing:
         return any(each.rows and not each.waiting for each in self.leases.values())
 
     @property
-    def found_beyond_share(self) -> int:
-        """Rows from lookups beyond the engine's bound, which has become less."""
-        return max(0, self.found - self._pool.quotas.found_most)
+    def rows_wanted_back(self) -> int:
+        """Rows of other requests of the engine without which it is beyond a bound, or a reservation of it waits."""
+        beyond = self.found - self._pool.quotas.found_most
+        waiting = next((each for each in self._waiting.values() if each.reservation is None), None)
+        short = 0 if waiting is None else waiting.count + self.held - self._pool.quotas.pinned_most
+        return max(0, beyond, short)
 
     def revocable(self, rows: int) -> list[tuple[str, int]]:
         """The youngest requests that hold so many rows in all, with their rows; each is named once."""

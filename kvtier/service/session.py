@@ -252,7 +252,7 @@ class Session:
         """Ask the engine for so many rows of leases, and for what is beyond its bounds. Returns the rows asked for."""
         if self.lost:
             return 0
-        requests = self.leasing.revocable(max(rows, self.leasing.found_beyond_share))
+        requests = self.leasing.revocable(max(rows, self.leasing.rows_wanted_back))
         lent = self.copying.take_excess()
         if requests or lent:
             self._items.append(wire.Revoke([request for request, _ in requests], lent))

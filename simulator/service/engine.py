@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from errno import EIO
 from itertools import groupby
 from random import Random
@@ -55,9 +55,7 @@ class SimulatedWorker:
         self.copying += 1
         errors: list[int] = []
         for group in job.gpu_groups:
-            for key, row, generation in zip(
-                group.keys, group.rows.tolist(), group.generations.tolist(), strict=True
-            ):
+            for key, row, generation in zip(group.keys, group.rows.tolist(), group.generations.tolist(), strict=True):
                 if not self.alive:
                     return
                 failed = engine.rng.random() < engine.plan.errors
@@ -229,7 +227,7 @@ class SimulatedEngineLife:
         dies_at = rng.randint(1, self.plan.steps) if rng.random() < self.plan.kills else None
         for step in range(self.plan.steps):
             await self.pause(0.01)
-            if dies_at is not None and (step >= dies_at and self._copies_now or step == self.plan.steps - 1):
+            if dies_at is not None and ((step >= dies_at and self._copies_now) or step == self.plan.steps - 1):
                 self.kill()
                 return
             if self.end is None and not any(worker.copying for worker in self.workers) and rng.random() < 0.4:
@@ -280,7 +278,7 @@ class SimulatedEngineLife:
     def _step(self) -> None:
         rng, core = self.rng, self.core
         for _ in range(rng.randint(1, 4)):
-            rng.choice((self._ask, self._ask, self._store, self._store, self._look, self._look, self._look, self._say))()
+            rng.choices((self._ask, self._store, self._look, self._say), (2, 2, 3, 1))[0]()
         if rng.random() < self.plan.resets:
             self._reset()
         if rng.random() < self.plan.weights:
@@ -319,6 +317,9 @@ class SimulatedEngineLife:
             return
         request, keys = self.rng.choice(self._requests)
         found = self.core.lookup(request, keys)
+        if LookupResult.RETRY in found and request.served:
+            self.core.ask(request, keys)
+            self.core.ask_again(request, keys)
         if self.rng.random() < 0.1:
             request.release()
         elif LookupResult.HIT_PENDING in found and request.served:
@@ -412,7 +413,7 @@ class SimulatedEngineLife:
                 oracle.violation(f"engine {self.number}, job {job}: a block was loaded with bytes of another one")
                 return
             if fill.foreign and fill.owner != self.number:
-                oracle.violation(f"engine {self.number}, job {job}: loaded what engine {fill.owner} has of other weights")
+                oracle.violation(f"engine {self.number}, job {job}: loaded blocks of other weights")
                 return
             if is_void and fill.void.get(key, 1 << 60) <= load.void_seen:
                 oracle.violation(f"engine {self.number}, job {job}: loaded what a reset has made void")
@@ -436,6 +437,3 @@ class SimulatedEngineLife:
             worker.foreign = True
             if worker.end is not None:
                 worker.end.send([wire.Loaded()])
-
-
-Report = Callable[[JobResult], None]

@@ -45,7 +45,8 @@ class ServicePlan:
 def draw_service_plan(rng: Random) -> ServicePlan:
     """A plan by one random generator. The order of draws must not change."""
     groups = tuple(
-        GroupLayout((TensorRef(at, rng.choice((64, 96))),), kind=GroupKind.FULL) for at in range(rng.choice((1, 1, 1, 2)))
+        GroupLayout((TensorRef(at, rng.choice((64, 96))),), kind=GroupKind.FULL)
+        for at in range(rng.choice((1, 1, 1, 2)))
     )
     layout = KVLayout(
         groups,
@@ -87,10 +88,10 @@ def draw_service_plan(rng: Random) -> ServicePlan:
         engines=rng.randint(1, 4),
         steps=rng.choice((10, 30, 60, 100)),
         kills=rng.choice((0.0, 0.3, 0.6)),
-        cuts=rng.choice((0.0, 0.0, 0.02)),
+        cuts=rng.choice((0.0, 0.0, 0.02, 0.08)),
         resets=rng.choice((0.0, 0.0, 0.01, 0.05)),
         service_kills=rng.choice((0, 0, 0, 1, 2)),
-        weights=rng.choice((0.0, 0.0, 0.0, 0.01)),
+        weights=rng.choice((0.0, 0.0, 0.0, 0.0, 0.03)),
         errors=rng.choice((0.0, 0.05)),
         slow=rng.choice((0.0, 0.0, 0.1)),
         hints=rng.random() < 0.3,

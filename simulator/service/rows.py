@@ -145,10 +145,10 @@ class ServiceCPU(LoadStore):
     BLOCK_SIZE_ALIGNMENT: ClassVar[int] = 64
     Options: ClassVar[type[TierOptions]] = ServiceCPUOptions
 
-    def __init__(self, options: ServiceCPUOptions, oracle: ServiceOracle, rng: Random) -> None:
+    def __init__(self, options: ServiceCPUOptions, rng: Random | None = None) -> None:
         super().__init__(options)
         self.options: ServiceCPUOptions = options
-        self._oracle, self._rng = oracle, rng
+        self._rng = rng
         self._context: TierContext | None = None
         self._rows: TestRows | None = None
         self.mapped: ServiceRows
@@ -174,7 +174,7 @@ class ServiceCPU(LoadStore):
         geometry = self._context.geometry
         copiers = self._context.workers[: geometry.num_copies]
         reports = await asyncio.gather(*[copier.load(job) for copier in copiers])
-        if self._rng.random() < 0.3:
+        if self._rng is not None and self._rng.random() < 0.3:
             await asyncio.sleep(self._rng.random() * 0.002)
         outcomes = []
         for at, group in enumerate(job.gpu_groups):

@@ -42,7 +42,7 @@ class SimulatedEnd:
         for end in (self, self.peer):
             if not end.closed:
                 end.closed = True
-                self._loop.outside(self._rng.random() * 0.01, end.on_close)
+                self._loop.outside(self._rng.random() * 0.05, end.on_close)
 
     def _later(self, event: Callable[[], None]) -> None:
         """In order: an event waits for those before it."""

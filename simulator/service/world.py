@@ -4,54 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import hashlib
 import logging
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from random import Random
 from typing import Any
 from unittest import mock
 
 from kvtier.errors import IntegrityError, KVTierError, UsageError
-from kvtier.options import TierOptions
 from kvtier.service.pool import Pool
 from kvtier.service.session import Session
 from kvtier.service.wire import FROM_ENGINE, FROM_WORKER, TO_ENGINE, TO_WORKER, Breach, Hello, WireError
 from kvtier.stack import assembly
 from kvtier.stack.assembly import StackParts
 from kvtier.testing.memory import MemoryOptions, MemoryStorage
-from kvtier.types.keys import CPU
 from kvtier.types.namespace import Namespace
 from simulator.loop import VirtualLoop
+from simulator.seed_run import SeedOutcome
 from simulator.service.engine import SimulatedEngineLife
 from simulator.service.plan import ServicePlan, draw_service_plan
 from simulator.service.rows import ServiceCPU, ServiceCPUOptions, ServiceOracle, ServiceRows, SlowMemory
 from simulator.service.sockets import SimulatedEnd, make_connection
 
 SECONDS_MAX = 500.0
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceOutcome:
-    """What became of a seed."""
-
-    seed: int
-    violations: tuple[str, ...]
-    events: tuple[tuple[float, str], ...]
-    steps: int
-    virtual_seconds: float
-    covered: Counter[str]
-
-    @property
-    def trace(self) -> tuple[str, ...]:
-        """All that happened, with virtual times."""
-        return tuple(f"{when:12.6f} {text}" for when, text in self.events)
-
-    @property
-    def digest(self) -> str:
-        """Of the trace."""
-        return hashlib.sha256("\n".join(self.trace).encode()).hexdigest()[:16]
 
 
 class SimulatedConnection:
@@ -83,13 +57,16 @@ class SimulatedServer:
         self.voids: dict[str, list[int]] = {}
         self.own_resets: dict[tuple[str, int], int] = {}
         self.held: dict[Session, int] = {}
+        self._pinned_most = 0
         plan, rng = world.plan, Random(f"service of {world.seed}")
         options = ServiceCPUOptions(rows=plan.rows, policy=plan.policy, free_watermark=plan.watermark)  # type: ignore[arg-type]
-        self.cpu = ServiceCPU(options, world.oracle, rng)
+        self.cpu = ServiceCPU(options, rng)
         tiers: list[Any] = [self.cpu]
         if plan.lower_slots:
             below = MemoryOptions(
-                capacity=1 << 20, slots_per_region=plan.lower_slots, write_policy=plan.write_policy  # type: ignore[arg-type]
+                capacity=1 << 20,
+                slots_per_region=plan.lower_slots,
+                write_policy=plan.write_policy,  # type: ignore[arg-type]
             )
             tiers.append(SlowMemory(_sized(below, plan), storage, rng))
         parts = StackParts(tiers, Namespace(plan.layout), settings=plan.settings)
@@ -210,6 +187,7 @@ class SimulatedServer:
         """Send what the sessions have, as the server does."""
         if not self.alive:
             return
+        self.check_bounds()
         for engine in self.engines.values():
             for each in engine.connections:
                 if each.worker is None and each.session is engine.session:
@@ -232,10 +210,12 @@ class SimulatedServer:
             oracle.violation(f"{found} rows are found and {lent} lent, counted {quotas.found} and {quotas.lent}")
         if found > max(1, quotas.rows // 8) or lent > quotas.lent_most_of_all:
             oracle.violation(f"{found} rows are found and {lent} lent, of {quotas.rows}")
+        most = max(quotas.pinned_most, self._pinned_most)
+        self._pinned_most = quotas.pinned_most
         for session in self.pool.sessions.values():
             before = self.held.get(session, 0)
             self.held[session] = session.held
-            if session.held > max(before, quotas.pinned_most):
+            if session.held > max(before, most):
                 oracle.violation(f"engine {session.number} holds {session.held} rows of {quotas.rows}, before {before}")
 
     def count_void(self, session: Session | None) -> None:
@@ -296,7 +276,7 @@ class ServiceWorld:
         self.lives: list[SimulatedEngineLife] = []
         self.server: SimulatedServer
 
-    def run(self) -> ServiceOutcome:
+    def run(self) -> SeedOutcome:
         """Run the seed."""
         oracle = self.oracle
         oracle.note(f"seed {self.seed}: {self.plan}")
@@ -316,7 +296,7 @@ class ServiceWorld:
                 oracle.violation("the seed did not end")
             self._forget()
             self.loop.close()
-        return ServiceOutcome(
+        return SeedOutcome(
             self.seed, tuple(oracle.violations), tuple(oracle.trace), self.loop.steps, self.loop.time(), oracle.covered
         )
 
@@ -347,7 +327,7 @@ class ServiceWorld:
             await asyncio.wait(running)
         cuts.cancel()
         await kills
-        while self.server.pool.sessions:  # the exits of the last
+        while self.server.pool.sessions:  # noqa: ASYNC110 - virtual time costs nothing
             await asyncio.sleep(0.01)
         await self._check_end()
         await self.server.pool.close()
@@ -378,7 +358,7 @@ class ServiceWorld:
     async def _cut(self) -> None:
         """Connections break now and then while both processes live."""
         while self.plan.cuts:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.02)
             lives = [life for life in self.lives if life.alive and life.end is not None]
             if lives and self.rng.random() < self.plan.cuts * 10:
                 life = self.rng.choice(lives)
@@ -417,15 +397,20 @@ class ServiceWorld:
             self.oracle.violation("blocks of other weights are in a lower tier")
 
 
-def run_service_seed(seed: int) -> ServiceOutcome:
-    """Run one seed. The log is silent meanwhile."""
-    log = logging.getLogger("kvtier")
-    level = log.level
-    log.setLevel(logging.CRITICAL + 1)
-    try:
-        return ServiceWorld(seed).run()
-    finally:
-        log.setLevel(level)
+class ServiceSimulator:
+    """Runs seeds of engines at a stack process."""
+
+    def run(self, seed: int) -> SeedOutcome:
+        """Run one seed. The log is silent meanwhile: the trace holds what happens."""
+        log = logging.getLogger("kvtier")
+        level = log.level
+        log.setLevel(logging.CRITICAL + 1)
+        try:
+            return ServiceWorld(seed).run()
+        finally:
+            log.setLevel(level)
 
 
-__all__ = ["CPU", "ServiceOutcome", "TierOptions", "run_service_seed"]
+def run_service_seed(seed: int) -> SeedOutcome:
+    """Run one seed, as `ServiceSimulator` does."""
+    return ServiceSimulator().run(seed)
