@@ -41,6 +41,7 @@ class Leasing:
         self._out = out
         self._held_else = held_else
         self._waiting: dict[int, Waiting] = {}
+        self._to_begin: dict[int, Waiting] = {}
 
     @property
     def held(self) -> int:
@@ -112,7 +113,7 @@ class Leasing:
         leases = self._of(item.request)
         count = self._worth(leases, keys, now)
         waiting = Waiting(item.number, item.request, keys, count, now + self._pool.reservation_seconds)
-        self._waiting[item.number] = leases.waiting[item.number] = waiting
+        self._waiting[item.number] = self._to_begin[item.number] = leases.waiting[item.number] = waiting
         self._keep(item.request, leases)
         self._begin_waiting(now)
 
@@ -135,8 +136,9 @@ class Leasing:
         One that does not fit waits for leases of other requests, at most until its deadline. Then, or if there is
         nothing to wait for, it gets what fits.
         """
-        not_begun = [each for each in self._waiting.values() if each.reservation is None]
-        for waiting in not_begun:
+        begun = 0
+        while self._to_begin:
+            waiting = next(iter(self._to_begin.values()))
             room = self._pool.quotas.pinned_most - self.held
             if waiting.count > room:
                 if now < waiting.deadline and self._may_get_rows_back(waiting.request):
@@ -145,7 +147,9 @@ class Leasing:
             name = RequestId(f"{self._number}:{waiting.number}")
             waiting.reservation = self._pool.plane.reserve(name, waiting.keys[: waiting.count], now)
             self.reserving += waiting.count
-        return bool(not_begun) and not_begun[0].reservation is not None
+            del self._to_begin[waiting.number]
+            begun += 1
+        return begun > 0
 
     def _may_get_rows_back(self, request: str) -> bool:
         """True if rows that others than this request hold will be free without it."""
@@ -156,7 +160,7 @@ class Leasing:
     @property
     def wakes_at(self) -> float:
         """The time at which a reservation is to be begun that did not fit."""
-        return next((each.deadline for each in self._waiting.values() if each.reservation is None), math.inf)
+        return next((each.deadline for each in self._to_begin.values()), math.inf)
 
     def advance(self, now: float) -> bool:
         """Answer reservations that are served, begin others. True if the control plane is to be pumped again."""
@@ -186,7 +190,9 @@ class Leasing:
     def _forget(self, leases: Leases, waiting: Waiting, now: float) -> None:
         """A reservation waits no more."""
         del self._waiting[waiting.number], leases.waiting[waiting.number]
-        if waiting.reservation is not None:
+        if waiting.reservation is None:
+            del self._to_begin[waiting.number]
+        else:
             self._pool.plane.end_request(waiting.reservation.request_id, now)
             self.reserving -= waiting.count
 
@@ -233,7 +239,7 @@ class Leasing:
     def rows_wanted_back(self) -> int:
         """Rows of other requests of the engine without which it is beyond a bound, or a reservation of it waits."""
         beyond = self.found - self._pool.quotas.found_most
-        waiting = next((each for each in self._waiting.values() if each.reservation is None), None)
+        waiting = next(iter(self._to_begin.values()), None)
         short = 0 if waiting is None else waiting.count + self.held - self._pool.quotas.pinned_most
         return max(0, beyond, short)
 

@@ -369,28 +369,29 @@ class Pool(TierStack):
         for row, generation, error in zip(copy.rows, copy.generations, copy.errors, strict=True):
             self._ends.end(row, generation, error)
 
-    def begin_reset(self, session: Session, number: int) -> None:
+    def begin_reset(self, session: Session) -> None:
         """Reset as `TierStack.reset` does. The sessions know at once; `ResetDone` follows when it is durable."""
         super()._carry_out()  # before: what was decided in the epoch that ends
         make_durable = self._begin_reset()
         for each in self.sessions.values():
             each.on_reset(each is session, self._clock())
         durable = asyncio.ensure_future(make_durable())
-        durable.add_done_callback(partial(self._on_reset_done, session, number))
+        durable.add_done_callback(partial(self._on_reset_done, session))
 
-    def _on_reset_done(self, session: Session, number: int, ended: asyncio.Future[object]) -> None:
+    @guard_step
+    def _on_reset_done(self, session: Session, ended: asyncio.Future[object]) -> None:
         error = asyncio.CancelledError() if ended.cancelled() else ended.exception()
-        session.on_reset_done(number, "" if error is None else f"{type(error).__name__}: {error}")
         if self.is_open:
-            self._send()
+            session.on_reset_done("" if error is None else f"{type(error).__name__}: {error}")
+            self._carry_out()
 
     def hold_back(self, session: Session, reason: str) -> None:
         """Without another engine the lower tiers are held back, and none may join. Else this one is served no more."""
         if any(each.is_engine and each is not session for each in self.sessions.values()):
             session.shut_out(reason)
-        else:
+        elif not self.fault:
             self.engine.hold_back(reason)
-            self.fault = self.fault or f"an engine here has other weights than its namespace: {reason}"
+            self.fault = f"an engine here has other weights than its namespace: {reason}"
 
     def announce(self, session: Session, keys: Sequence[OffloadKey]) -> None:
         """Events for one engine about these keys, behind those that there are."""

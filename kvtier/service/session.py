@@ -11,6 +11,7 @@ time. After `lose` nothing is promised any more; rows that the engine holds stay
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -29,6 +30,10 @@ from kvtier.service.wire import Breach, Item
 from kvtier.types.keys import GROUP_BYTES, JobId, OffloadKey, key_group
 
 NOTE_BYTES_MAX = 24 << 10
+FIGURES_SECONDS = 0.1
+"""Figures are collected for an engine at most once in this time; they take milliseconds."""
+RESETS_MAX = 64
+"""Resets that an engine may begin before the first of them is durable."""
 
 
 class SessionHost(PoolState, Protocol):
@@ -43,7 +48,7 @@ class SessionHost(PoolState, Protocol):
     def join(self, session: Session, manifest: bytes) -> None:
         """`on_joined` follows. Raises WireError for a manifest that is none."""
 
-    def begin_reset(self, session: Session, number: int) -> None:
+    def begin_reset(self, session: Session) -> None:
         """`on_reset` of all sessions follows at once, `on_reset_done` of this one later."""
 
     def hold_back(self, session: Session, reason: str) -> None:
@@ -81,6 +86,9 @@ class Session:
         self._notes: dict[int, str] = {}
         self._weights = WeightsCheck()
         self._wanted = 0
+        self._figures_at = -math.inf
+        self._resets: list[int] = []
+        self._resets_begun = 0
 
     @property
     def is_engine(self) -> bool:
@@ -138,7 +146,11 @@ class Session:
             self._host.announce(self, keys)
 
     def _ask_stats(self, item: wire.AskStats, now: float) -> None:
-        self._host.send_figures(self)
+        if now < self._figures_at:
+            self._items.append(wire.Stats([], last=True))
+        else:
+            self._figures_at = now + FIGURES_SECONDS
+            self._host.send_figures(self)
 
     def _on_request_item(self, item: Item, now: float) -> None:
         """Pass on what policies, the recorder, the choice of loads and hints are given."""
@@ -190,7 +202,17 @@ class Session:
     # -- weights and resets --------------------------------------------------------------------------------------
 
     def _reset(self, item: wire.Reset, now: float) -> None:
-        self._host.begin_reset(self, item.number)
+        """Begin a reset. If one is under way, another follows it, for all that came meanwhile: each takes long."""
+        if len(self._resets) >= RESETS_MAX:
+            raise Breach(f"an engine begins more than {RESETS_MAX} resets at once")
+        self._resets.append(item.number)
+        if not self._resets_begun:
+            self._begin_resets()
+
+    def _begin_resets(self) -> None:
+        self._resets_begun = len(self._resets)
+        if self._resets and not self.lost:
+            self._host.begin_reset(self)
 
     def on_reset(self, own: bool, now: float) -> None:
         """Nothing stored before is reachable. The engine that reset has forgotten all; the others are sent `Void`."""
@@ -204,9 +226,11 @@ class Session:
             if self.space is not None:
                 self._items.append(wire.Void())
 
-    def on_reset_done(self, number: int, fault: str) -> None:
+    def on_reset_done(self, fault: str) -> None:
         """A reset of this engine is durable, or is not."""
-        self._items.append(wire.ResetDone(number, fault))
+        done, self._resets = self._resets[: self._resets_begun], self._resets[self._resets_begun :]
+        self._items += [wire.ResetDone(number, fault) for number in done]
+        self._begin_resets()
 
     def _hold_back(self, item: wire.HoldBack, now: float) -> None:
         self._host.hold_back(self, item.reason)

@@ -207,7 +207,7 @@ class SimulatedEngineLife:
             if isinstance(item, wire.Void):
                 self.void_seen = self.world.server.voids[self.token].pop(0)
             elif isinstance(item, wire.ResetDone):
-                self.void_seen = max(self.void_seen, self.world.server.own_resets.pop((self.token, item.number)))
+                self.void_seen = max(self.void_seen, self.world.server.own_resets[self.token, item.number])
         self.core.take_in(items)
         if self.core.noted and not self.core.joined and self.plan.notes and not self.core.fault:
             self.core.noted = False
@@ -239,9 +239,18 @@ class SimulatedEngineLife:
         self._send()
         while self._tasks:
             await asyncio.wait(self._tasks)
-        await self.pause(0.05)
+        await self._check_answers()
         self.on_lost()
         self.exit()
+
+    async def _check_answers(self) -> None:
+        """All that was asked is answered, and all jobs end, while there is a connection."""
+        for _ in range(2000):
+            if self.end is None or not (self.core._asked or self.core._jobs):
+                return
+            await asyncio.sleep(0.01)
+        asked, jobs = len(self.core._asked), list(self.core._jobs)
+        self.world.oracle.violation(f"engine {self.number}: {asked} numbers were not answered, jobs {jobs} did not end")
 
     @property
     def _copies_now(self) -> bool:
@@ -342,7 +351,9 @@ class SimulatedEngineLife:
         keys = list(self.rng.choice(self.plan.chains))
         kinds = ("retain", "pin", "prefetch", "demote", "release")
         hint = wire.Hint(self.rng.choice(kinds), wire.Keys.of(keys), "s", self.rng.random() + 0.01)
-        items = [wire.Announce(wire.Keys.of(keys)), wire.AskStats(), wire.Computed(64, 0.2, 0.1)]
+        items = [wire.Announce(wire.Keys.of(keys)), wire.Computed(64, 0.2, 0.1)]
+        if self.rng.random() < 0.05:
+            items.append(wire.AskStats())
         self.core.say(self.rng.choice([*items, *([hint] if self.plan.hints else [])]))
 
     def _store(self) -> None:

@@ -59,7 +59,7 @@ class SimulatedServer:
         self.held: dict[Session, int] = {}
         self._pinned_most = 0
         plan, rng = world.plan, Random(f"service of {world.seed}")
-        options = ServiceCPUOptions(rows=plan.rows, policy=plan.policy, free_watermark=plan.watermark)  # type: ignore[arg-type]
+        options = ServiceCPUOptions(rows=plan.rows, policy=plan.policy, free_watermark=plan.watermark)
         self.cpu = ServiceCPU(options, rng)
         tiers: list[Any] = [self.cpu]
         if plan.lower_slots:
@@ -254,13 +254,14 @@ class CountedPool:
         self._begin = server.pool.begin_reset
         server.pool.begin_reset = self.begin_reset  # type: ignore[method-assign]
 
-    def begin_reset(self, session: Session, number: int) -> None:
+    def begin_reset(self, session: Session) -> None:
         """Count what is reachable, then reset."""
         server = self._server
         token = next(token for token, engine in server.engines.items() if engine.session is session)
         server.count_void(session)
-        server.own_resets[token, number] = server.world.oracle.resets
-        self._begin(session, number)
+        for number in session._resets:
+            server.own_resets[token, number] = server.world.oracle.resets
+        self._begin(session)
 
 
 class ServiceWorld:
@@ -290,8 +291,8 @@ class ServiceWorld:
                 oracle.violation(f"{type(error).__name__}: {error}")
             if self.loop.hang:
                 oracle.violation(f"hang: {self.loop.hang}")
-            for error in self.loop.errors:
-                oracle.violation(f"uncaught exception: {error}")
+            for uncaught in self.loop.errors:
+                oracle.violation(f"uncaught exception: {uncaught}")
             if not ended and not oracle.violations:
                 oracle.violation("the seed did not end")
             self._forget()

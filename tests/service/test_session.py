@@ -6,7 +6,7 @@ import pytest
 from support_sessions import PAGE, names, pool_world
 
 from kvtier.errors import UsageError
-from kvtier.service import wire
+from kvtier.service import session, wire
 from kvtier.service.wire import CHANGED, LEASED, MISSING, PENDING, UNCHANGED, Breach, Keys, Places
 from kvtier.testing.memory import MemoryStorage
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
@@ -171,6 +171,17 @@ async def test_a_reset_voids_leases_and_tells_the_others():
         two.send(wire.Drop("r"))
         await world.turn()
         assert world.counts()["quarantined"] == 0
+
+
+async def test_resets_that_come_meanwhile_are_one():
+    async with pool_world(lower=32) as world:
+        engine, other = await world.engine(), await world.engine()
+        engine.send(*(wire.Reset(number) for number in range(1, 6)))
+        await world.turn()
+        assert [item.number for item in engine.take(wire.ResetDone)] == [1, 2, 3, 4, 5]
+        assert len(other.take(wire.Void)) == 2
+        with pytest.raises(Breach, match="resets at once"):
+            engine.send(*(wire.Reset(number) for number in range(100)))
 
 
 async def test_a_key_that_is_asked_again_after_a_reset_is_not_found_in_its_old_row():
@@ -406,7 +417,8 @@ async def test_events_go_to_every_engine_and_a_late_one_is_sent_what_is_there():
         assert not quiet.take(wire.Events)
 
 
-async def test_figures_come_whole_at_first_and_then_as_what_has_changed():
+async def test_figures_come_whole_at_first_and_then_as_what_has_changed(monkeypatch):
+    monkeypatch.setattr(session, "FIGURES_SECONDS", 0.0)
     async with pool_world() as world:
         engine = await world.engine(rows=8)
         engine.send(wire.AskStats())
@@ -425,6 +437,9 @@ async def test_figures_come_whole_at_first_and_then_as_what_has_changed():
         assert count == 1
         assert len(changed) < len(series)
         assert ("kvtier_evicted_blocks_total", ("cpu",)) not in changed
+        monkeypatch.setattr(session, "FIGURES_SECONDS", 60.0)
+        engine.send(wire.AskStats(), wire.AskStats())
+        assert [(len(item.series) > 0, item.last) for item in engine.take(wire.Stats)] == [(True, True), (False, True)]
 
 
 async def test_requests_hints_and_speeds_reach_the_stack():
