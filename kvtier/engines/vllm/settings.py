@@ -118,7 +118,7 @@ def engine_identity(plan: EnginePlan) -> Identity:
 
     Raises ConfigError if it cannot be started.
     """
-    path = private_socket(plan.stack.model_dump_json(exclude_unset=True))
+    path = private_socket(plan.stack.model_dump_json(exclude_unset=True), plan.stack.runtime_dir)
     return Identity(path, plan.namespace, plan.engine_id, plan.engine_id)
 
 
