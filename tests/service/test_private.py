@@ -141,7 +141,7 @@ def test_two_launches_on_one_root_are_refused_with_the_way_out(folder: str, tmp_
     one, two = (stack_text(rows, tmp_path / "root") for rows in (256, 512))
     with TestEngine(start(folder, one)) as engine:
         assert engine.store(range(4)) == ["stored"] * 4
-        with pytest.raises(ConfigError, match=r"in use by process .*`kvtier serve STACK.yaml`"):
+        with pytest.raises(ConfigError, match=r"in use by process .*`kvtier serve`"):
             TestEngine(start(folder, two))
     # the first writes back and ends; its successor at the same path waits for that
     path = start(folder, one)

@@ -123,7 +123,7 @@ class TestEngine:
         request = self.client.request(name, keys)
         self.step_until(lambda: request.served or not self.client.core.connected)
         found = self.client.lookup(request, keys)
-        self.client.end(request)
+        request.end()
         return found
 
 
