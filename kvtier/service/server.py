@@ -9,7 +9,7 @@ import secrets
 import socket
 import struct
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -249,24 +249,25 @@ class StackServer:
 
     async def _greet(self, sock: socket.socket) -> None:
         """Take in a process, or refuse it with one line."""
-        try:
-            async with asyncio.timeout(GREETING_SECONDS):
-                await _readable(sock)
-            hello, descriptors = receive_greeting(sock, GREETING)
-        except (OSError, KVTierError) as error:
-            if not isinstance(error, ConnectionResetError):  # one that only looked whether a process listens
-                _log.warning("a connection did not begin with a greeting: %s", error)
-            sock.close()
-            return
-        fault = self._fault(sock, hello, descriptors) or await self._open_pool(hello)
-        if fault:
-            with suppress(OSError):
-                send_greeting(sock, Refused(fault))
-            _log.warning("a process is not served: %s", fault)
-            sock.close()
+        with ExitStack() as undo:
+            undo.callback(sock.close)
+            try:
+                async with asyncio.timeout(GREETING_SECONDS):
+                    await _readable(sock)
+                hello, descriptors = receive_greeting(sock, GREETING)
+            except (OSError, KVTierError) as error:
+                if not isinstance(error, ConnectionResetError):  # one that only looked whether a process listens
+                    _log.warning("a connection did not begin with a greeting: %s", error)
+                return
             for fd in descriptors:
-                os.close(fd)
-            return
+                undo.callback(os.close, fd)
+            fault = self._fault(sock, hello, descriptors) or await self._open_pool(hello)
+            if fault:
+                with suppress(OSError):
+                    send_greeting(sock, Refused(fault))
+                _log.warning("a process is not served: %s", fault)
+                return
+            undo.pop_all()
         self._welcome(sock, hello, descriptors[0])
 
     def _fault(self, sock: socket.socket, hello: object, descriptors: list[int]) -> str:
@@ -331,6 +332,7 @@ class StackServer:
             _log.warning("a process left before it was welcome: %s", error)
             sock.close()
             os.close(pidfd)
+            self._end_if_gone(engine)
             return
         channel = Channel(sock, FROM_ENGINE if schedules else FROM_WORKER, OUTBOX_BYTES_MAX)
         peer = Peer(channel, engine, None if schedules else hello.participant, pidfd)
@@ -458,7 +460,7 @@ class StackServer:
         self._end_if_gone(engine)
 
     def _end_if_gone(self, engine: Engine) -> None:
-        """When no process of an engine is left that may copy, its rows are free."""
+        """Free the rows of an engine once no process of it is left that may copy. Idempotent."""
         if engine.pidfds or self._engines.get(engine.token) is not engine:
             return
         del self._engines[engine.token]
