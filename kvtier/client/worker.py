@@ -108,6 +108,7 @@ class WorkerLink:
                 self._loop.remove_writer(self._channel)
             self._rows.close()
             self._rows = None
+            self._channel.send([wire.Quiet()])
         self._channel.close()
         for fd in self._descriptors:
             os.close(fd)

@@ -9,12 +9,12 @@ import secrets
 import socket
 import struct
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
 from kvtier.aio.shielded_wait import shielded_wait
-from kvtier.errors import ConfigError, GeometryError, KVTierError, ResourceError, RootBusyError, UsageError
+from kvtier.errors import ConfigError, GeometryError, KVTierError, ResourceError, UsageError
 from kvtier.service import wire
 from kvtier.service.channel import Channel, receive_greeting, send_greeting
 from kvtier.service.crash_file import CrashFile
@@ -33,6 +33,10 @@ MESSAGES_AT_ONCE = 8
 """Messages of a connection that are read in one turn of the loop."""
 GREETING_SECONDS = 5.0
 CONNECTIONS_MAX = 1024
+"""Connections, those that greet and processes that may still copy. More are closed unread."""
+ENGINES_MAX = 64
+GREETINGS_PER_SECOND = 4.0
+"""Greetings that are read, on average; at once `CONNECTIONS_MAX`."""
 REST_SECONDS = 1.0
 """How long no connection is accepted after the process had no descriptor for one."""
 _ACCEPTED_AT_ONCE = 8
@@ -43,9 +47,12 @@ _log = logging.getLogger(__name__)
 class Peer:
     """A connection of an engine's scheduler or worker, for a session of it."""
 
-    def __init__(self, channel: Channel, engine: Engine, worker: int | None) -> None:
+    def __init__(self, channel: Channel, engine: Engine, worker: int | None, pidfd: int) -> None:
+        """`pidfd` is of the connected process, and -1 once it is not watched any more."""
         self.channel = channel
         self.engine = engine
+        self.pidfd = pidfd
+        self.quiet = worker is None
         self.session = engine.session
         self.worker = worker
         self.writes = False
@@ -55,7 +62,8 @@ class Engine:
     """The processes of one life of an engine, and their session.
 
     `earlier` sessions have lost their connections. Each ends when all processes have exited, or when all workers have
-    said in a new greeting that they are `quiet`: those that have are with it.
+    said in a new greeting that they are `quiet`: those that have are with it. `pidfds` are watched: of the connected
+    processes, and of those in `left`, workers by number that have disconnected and may still copy.
     """
 
     def __init__(self, session: Session, hello: Hello) -> None:
@@ -65,6 +73,7 @@ class Engine:
         self.scheduler: Peer | None = None
         self.peers: set[Peer] = set()
         self.pidfds: set[int] = set()
+        self.left: dict[int, set[int]] = {}
         self.earlier: dict[Session, set[int]] = {}
 
     def has(self, hello: Hello) -> bool:
@@ -92,6 +101,8 @@ class StackServer:
         self._opening = asyncio.Lock()
         self._engines: dict[str, Engine] = {}
         self._greeting: set[asyncio.Task[None]] = set()
+        self._greetings_left = float(CONNECTIONS_MAX)
+        self._greeted_at = 0.0
         self._changed = asyncio.Event()
         self._file: SocketFile | None = None
         self._resting: asyncio.TimerHandle | None = None
@@ -176,10 +187,8 @@ class StackServer:
         """Close what an engine's processes are connected by."""
         for peer in list(engine.peers):
             self._disconnect(peer, "the stack process ends")
-        for pidfd in engine.pidfds:
-            self._loop.remove_reader(pidfd)
-            os.close(pidfd)
-        engine.pidfds.clear()
+        for pidfd in list(engine.pidfds):
+            self._stop_watching(engine, pidfd)
 
     # -- greetings -----------------------------------------------------------------------------------------------
 
@@ -207,11 +216,30 @@ class StackServer:
             self._loop.remove_reader(self._file.fd)
 
     def _begin_greeting(self, sock: socket.socket) -> None:
+        if not self._has_room():
+            sock.close()
+            return
         sock.setblocking(False)
         task = asyncio.ensure_future(self._greet(sock))
         self._greeting.add(task)
         task.add_done_callback(self._on_greeted)
         self._changed.set()
+
+    def _has_room(self) -> bool:
+        """True if one connection more may greet: a process that connects again and again costs others little."""
+        now = self._loop.time()
+        earned = (now - self._greeted_at) * GREETINGS_PER_SECOND
+        self._greetings_left = min(float(CONNECTIONS_MAX), self._greetings_left + earned)
+        self._greeted_at = now
+        if self._greetings_left < 1 or len(self._greeting) + self._num_watched >= CONNECTIONS_MAX:
+            return False
+        self._greetings_left -= 1
+        return True
+
+    @property
+    def _num_watched(self) -> int:
+        """Processes that are connected, or may still copy."""
+        return sum(len(engine.pidfds) for engine in self._engines.values())
 
     def _on_greeted(self, task: asyncio.Task[None]) -> None:
         self._greeting.discard(task)
@@ -221,24 +249,25 @@ class StackServer:
 
     async def _greet(self, sock: socket.socket) -> None:
         """Take in a process, or refuse it with one line."""
-        try:
-            async with asyncio.timeout(GREETING_SECONDS):
-                await _readable(sock)
-            hello, descriptors = receive_greeting(sock, GREETING)
-        except (OSError, KVTierError) as error:
-            if not isinstance(error, ConnectionResetError):  # one that only looked whether a process listens
-                _log.warning("a connection did not begin with a greeting: %s", error)
-            sock.close()
-            return
-        fault = self._fault(sock, hello, descriptors) or await self._open_pool(hello)
-        if fault:
-            with suppress(OSError):
-                send_greeting(sock, Refused(fault))
-            _log.warning("a process is not served: %s", fault)
-            sock.close()
+        with ExitStack() as undo:
+            undo.callback(sock.close)
+            try:
+                async with asyncio.timeout(GREETING_SECONDS):
+                    await _readable(sock)
+                hello, descriptors = receive_greeting(sock, GREETING)
+            except (OSError, KVTierError) as error:
+                if not isinstance(error, ConnectionResetError):  # one that only looked whether a process listens
+                    _log.warning("a connection did not begin with a greeting: %s", error)
+                return
             for fd in descriptors:
-                os.close(fd)
-            return
+                undo.callback(os.close, fd)
+            fault = self._fault(sock, hello, descriptors) or await self._open_pool(hello)
+            if fault:
+                with suppress(OSError):
+                    send_greeting(sock, Refused(fault))
+                _log.warning("a process is not served: %s", fault)
+                return
+            undo.pop_all()
         self._welcome(sock, hello, descriptors[0])
 
     def _fault(self, sock: socket.socket, hello: object, descriptors: list[int]) -> str:
@@ -252,8 +281,8 @@ class StackServer:
             return fault
         if PROTOCOL not in hello.protocols:
             return f"this release speaks protocol {PROTOCOL}, the engine {hello.protocols}"
-        if sum(len(engine.peers) for engine in self._engines.values()) >= CONNECTIONS_MAX:
-            return f"there are {CONNECTIONS_MAX} connections already"
+        if len(self._engines) >= ENGINES_MAX and hello.token not in self._engines:
+            return f"{ENGINES_MAX} engines are served already"
         return ""
 
     async def _open_pool(self, hello: Hello) -> str:
@@ -271,8 +300,6 @@ class StackServer:
                         pool.on_defect = self.crash.exit
                     await pool.open()
                     self._pool, self._layout = pool, namespace.layout
-            except RootBusyError as error:
-                return f"{error}; engines of several launches share a root through one `kvtier serve STACK.yaml`"
             except (ConfigError, ResourceError, GeometryError, WireError) as error:
                 return str(error)
         if self.pool.fault:
@@ -305,18 +332,17 @@ class StackServer:
             _log.warning("a process left before it was welcome: %s", error)
             sock.close()
             os.close(pidfd)
+            self._end_if_gone(engine)
             return
         channel = Channel(sock, FROM_ENGINE if schedules else FROM_WORKER, OUTBOX_BYTES_MAX)
-        peer = Peer(channel, engine, None if schedules else hello.participant)
+        peer = Peer(channel, engine, None if schedules else hello.participant, pidfd)
         engine.peers.add(peer)
         engine.pidfds.add(pidfd)
         self._loop.add_reader(pidfd, self._on_exit, engine, pidfd)
         self._loop.add_reader(channel, self._on_readable, peer)
         if schedules:
             engine.scheduler = peer
-            self.pool.on_scheduler(engine.session, hello)
-        else:
-            self.pool.on_worker(engine.session, hello)
+        self._take_in(peer, [hello])
 
     def _engine_of(self, hello: Hello) -> Engine:
         """The engine of a greeting, with a session that is not lost."""
@@ -332,33 +358,42 @@ class StackServer:
                 if len(quiet) == self.pool.geometry.world_size:
                     del engine.earlier[session]
                     self.pool.end_session(session, exited=True)
+            for pidfd in engine.left.pop(hello.participant, ()):
+                self._stop_watching(engine, pidfd)
         return engine
 
     # -- items ---------------------------------------------------------------------------------------------------
 
     def _on_readable(self, peer: Peer) -> None:
-        items, session = peer.channel.receive(MESSAGES_AT_ONCE), peer.session
-        try:
-            if items:
-                self._handle_items(peer, session, items)
-        except (Breach, WireError, UsageError) as error:
-            self._disconnect(peer, str(error))
-            return
+        items = peer.channel.receive(MESSAGES_AT_ONCE)
+        if items:
+            self._take_in(peer, items)
         if peer.channel.closed:
             self._disconnect(peer, peer.channel.fault)
 
-    def _handle_items(self, peer: Peer, session: Session, items: Sequence[Any]) -> None:
-        """A step of the pool. The file for defects names this function."""
+    def _take_in(self, peer: Peer, items: Sequence[Any]) -> None:
+        """Take in what a process sent. Wrong numbers end its connection, and a defect this process."""
         if self.crash is not None:
             self.crash.begin(peer.engine.engine_id, items)
         try:
-            if peer.worker is None:
-                self.pool.handle(session, items)
-            else:
-                self.pool.on_worker_items(session, peer.worker, items)
+            self._handle_items(peer, items)
+        except (Breach, WireError, UsageError) as error:
+            self._disconnect(peer, str(error))
         finally:
             if self.crash is not None:
                 self.crash.end()
+
+    def _handle_items(self, peer: Peer, items: Sequence[Any]) -> None:
+        """A step of the pool. The file for defects names this function."""
+        session, first = peer.session, items[0]
+        if type(first) is Hello:
+            (self.pool.on_scheduler if peer.worker is None else self.pool.on_worker)(session, first)
+        elif peer.worker is None:
+            self.pool.handle(session, items)
+        else:
+            if type(items[-1]) is wire.Quiet:
+                peer.quiet, items = True, items[:-1]
+            self.pool.on_worker_items(session, peer.worker, items)
 
     def _send_all(self) -> None:
         for engine in self._engines.values():
@@ -396,26 +431,43 @@ class StackServer:
         self._changed.set()
         if peer is engine.scheduler:
             engine.scheduler = None
+        if peer.quiet:
+            self._stop_watching(engine, peer.pidfd)
+        elif peer.worker is not None and peer.pidfd in engine.pidfds:
+            engine.left.setdefault(peer.worker, set()).add(peer.pidfd)
         if not peer.session.lost:
             _log.info("engine %d: a connection has ended: %s", peer.session.number, fault)
             if self.pool.is_open:
                 self.pool.end_session(peer.session, exited=False)
             for other in [each for each in engine.peers if each.session is peer.session]:
                 self._disconnect(other, fault)
+        self._end_if_gone(engine)
+
+    def _stop_watching(self, engine: Engine, pidfd: int) -> None:
+        if pidfd in engine.pidfds:
+            engine.pidfds.discard(pidfd)
+            self._loop.remove_reader(pidfd)
+            os.close(pidfd)
+            for left in engine.left.values():
+                left.discard(pidfd)
 
     def _on_exit(self, engine: Engine, pidfd: int) -> None:
-        """A process of an engine has exited. When all have, no copy of the engine goes on."""
-        self._loop.remove_reader(pidfd)
-        os.close(pidfd)
-        engine.pidfds.discard(pidfd)
-        if not engine.pidfds:
-            for peer in list(engine.peers):
-                self._disconnect(peer, "its process has exited")
-            self._engines.pop(engine.token, None)
-            self._changed.set()
-            if self.pool.is_open:
-                for session in (*engine.earlier, engine.session):
-                    self.pool.end_session(session, exited=True)
+        """A process of an engine has exited. A forked child may hold its connection."""
+        self._stop_watching(engine, pidfd)
+        for peer in [each for each in engine.peers if each.pidfd == pidfd]:
+            peer.pidfd = -1
+            self._disconnect(peer, "its process has exited")
+        self._end_if_gone(engine)
+
+    def _end_if_gone(self, engine: Engine) -> None:
+        """Free the rows of an engine once no process of it is left that may copy. Idempotent."""
+        if engine.pidfds or self._engines.get(engine.token) is not engine:
+            return
+        del self._engines[engine.token]
+        self._changed.set()
+        if self.pool.is_open:
+            for session in (*engine.earlier, engine.session):
+                self.pool.end_session(session, exited=True)
 
 
 def _set(future: asyncio.Future[None]) -> None:

@@ -409,7 +409,11 @@ class Loaded(Item, tag=66, frozen=True):
     """A worker is about to load weights: the reports that follow may be of blocks that others have computed."""
 
 
-FromWorker = (Copied, Answer, Loaded)
+class Quiet(Item, tag=67, frozen=True):
+    """The last item of a worker: no copy of it is in flight, and none begins any more."""
+
+
+FromWorker = (Copied, Answer, Loaded, Quiet)
 
 
 class Question(Item, tag=80, frozen=True):

@@ -26,14 +26,13 @@ SUPPORT = str(Path(__file__).parents[1] / "support")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[str]:
-    """A `runtime_dir`; what still runs there is killed at the end."""
-    base = tmp_path / "run"
-    base.mkdir()
-    yield str(base)
-    for path in base.glob("*/*.sock"):
-        with suppress(OSError):
-            os.kill(peer_pid(str(path)), signal.SIGKILL)
+def folder() -> Iterator[str]:
+    """A `runtime_dir` of a short path; what still runs there is killed at the end."""
+    with tempfile.TemporaryDirectory() as base:
+        yield base
+        for path in Path(base).glob("*/*.sock"):
+            with suppress(OSError):
+                os.kill(peer_pid(str(path)), signal.SIGKILL)
 
 
 def start(folder: str, stack: str | None = None, restarts: Restarts | None = None) -> str:
@@ -138,10 +137,10 @@ def test_it_outlives_who_started_it_and_inherits_its_niceness_and_its_errors(fol
 
 
 def test_two_launches_on_one_root_are_refused_with_the_way_out(folder: str, tmp_path: Path) -> None:
-    one, two = (stack_text(rows, tmp_path / "root") for rows in (256, 512))
+    one, two = (stack_text(rows, tmp_path / "root") for rows in (1024, 2048))
     with TestEngine(start(folder, one)) as engine:
         assert engine.store(range(4)) == ["stored"] * 4
-        with pytest.raises(ConfigError, match=r"in use by process .*`kvtier serve STACK.yaml`"):
+        with pytest.raises(ConfigError, match=r"in use by process .*`kvtier serve`"):
             TestEngine(start(folder, two))
     # the first writes back and ends; its successor at the same path waits for that
     path = start(folder, one)
@@ -274,10 +273,9 @@ def test_a_folder_that_is_not_ours_alone_is_refused(wrong: str, places: SimpleNa
         runtime_folder()
 
 
-def test_a_read_only_root_with_one_writable_volume(tmp_path: Path) -> None:
+def test_a_read_only_root_with_one_writable_volume(folder: str) -> None:
     """In a mount namespace of its own in which all but one folder is read-only."""
-    volume = tmp_path / "volume"
-    volume.mkdir()
+    volume = Path(folder)
     code = (
         "import os; from support_service import TestEngine\n"
         "from kvtier.client.private import private_socket\n"

@@ -50,7 +50,7 @@ def content(numbers: Sequence[int]) -> torch.Tensor:
     return torch.stack([torch.full((PAGE,), number % 251, dtype=torch.uint8) for number in numbers])
 
 
-def stack_text(rows: int = 512, root: Path | None = None, **options: object) -> str:
+def stack_text(rows: int = 2048, root: Path | None = None, **options: object) -> str:
     """A stack file of a CPU tier, and of a disk below it if there is a folder for it."""
     lines = [f"{name}: {value}" for name, value in options.items()]
     lines += ["tiers:", f"  - {{type: cpu, cpu_bytes_to_use: {rows * PAGE}}}"]
@@ -123,7 +123,7 @@ class TestEngine:
         request = self.client.request(name, keys)
         self.step_until(lambda: request.served or not self.client.core.connected)
         found = self.client.lookup(request, keys)
-        self.client.end(request)
+        request.end()
         return found
 
 
