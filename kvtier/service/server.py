@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import secrets
+import signal
 import socket
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from kvtier.aio.shielded_wait import shielded_wait
@@ -243,11 +246,13 @@ class StackServer:
 
     def _fault(self, sock: socket.socket, hello: object, descriptors: list[int]) -> str:
         """Why a process is not served; empty if it is."""
-        _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if uid != os.geteuid():
             return f"user {uid} is not allowed"
         if not isinstance(hello, Hello) or len(descriptors) != 1:
             return "a greeting is a Hello and a pidfd"
+        if fault := _pidfd_fault(descriptors[0], pid):
+            return fault
         if self.crash is not None and (fault := self.crash.refusal(hello.engine_id)):
             return fault
         if PROTOCOL not in hello.protocols:
@@ -416,6 +421,21 @@ class StackServer:
             if self.pool.is_open:
                 for session in (*engine.earlier, engine.session):
                     self.pool.end_session(session, exited=True)
+
+
+def _pidfd_fault(fd: int, pid: int) -> str:
+    """A descriptor that shows the exit of no process, or of another one, would give rows away that are copied into."""
+    try:
+        signal.pidfd_send_signal(fd, 0)
+    except OSError as error:
+        if error.errno in (errno.EBADF, errno.ESRCH):
+            return "its descriptor is no pidfd of a process that runs"  # EINVAL, EPERM: it is in another namespace
+    with suppress(OSError):
+        for line in Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name == "Pid" and pid > 0 and 0 < int(value) != pid:
+                return "its pidfd is that of another process"
+    return ""
 
 
 def _set(future: asyncio.Future[None]) -> None:
