@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.aio.shielded_wait import shielded_wait
-from kvtier.errors import ConfigError, GeometryError, KVTierError, ResourceError, RootBusyError, UsageError
+from kvtier.errors import ConfigError, GeometryError, KVTierError, ResourceError, UsageError
 from kvtier.service import wire
 from kvtier.service.channel import Channel, receive_greeting, send_greeting
 from kvtier.service.crash_file import CrashFile
 from kvtier.service.manifests import read_namespace
-from kvtier.service.pool import Pool, with_shared_rows
+from kvtier.service.pool import Pool, opening_fault, with_shared_rows
 from kvtier.service.session import Session
 from kvtier.service.wire import FROM_ENGINE, FROM_WORKER, GREETING, PROTOCOL, Breach, Hello, Refused, Welcome, WireError
 from kvtier.stack.assembly import StackParts
@@ -276,10 +276,8 @@ class StackServer:
                         pool.on_defect = self.crash.exit
                     await pool.open()
                     self._pool, self._layout = pool, namespace.layout
-            except RootBusyError as error:
-                return f"{error}; engines of several launches share a root through one `kvtier serve STACK.yaml`"
             except (ConfigError, ResourceError, GeometryError, WireError) as error:
-                return str(error)
+                return opening_fault(error)
         if self.pool.fault:
             return self.pool.fault
         if namespace.layout != self._layout:
