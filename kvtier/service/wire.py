@@ -152,7 +152,8 @@ class Load(Item, tag=4, frozen=True):
 
 
 class Fill(Item, tag=5, frozen=True):
-    """A copy into these rows, which were lent, begins; they hold these keys once every worker has reported.
+    """A copy into these rows, which were lent, begins; they hold these keys once every worker has reported that has a
+    slice of its own in a row.
 
     With `more` it goes on in the next `Fill`, of the same job, and begins with the last of them.
     """

@@ -63,6 +63,26 @@ async def test_a_report_may_come_before_the_engine_names_its_job_in_any_order():
             engine.report(1, (2, 0), worker=0)
 
 
+async def test_workers_without_a_slice_of_their_own_may_report_fills_or_not():
+    layout = KVLayout((GroupLayout((TensorRef(0, PAGE),)),), world_size=3, replicated=True)
+    async with pool_world(layout=layout) as world:
+        engine = await world.engine(rows=8)
+        first = engine.fill(names(1))
+        engine.report(first, (1, 7), worker=2)
+        engine.report(first + 1, (1, 7), worker=1)
+        engine.report(first, (1, 0), worker=0)
+        assert await engine.ended(first) == [(1, STORED, "", 0)]
+        engine.report(first, (1, 7), worker=1)
+        second = engine.fill(names(2))
+        engine.report(second, (1, 0), worker=0)
+        assert await engine.ended(second) == [(1, STORED, "", 0)]
+        job = engine.load("r", engine.ask("r", 1).places)
+        for worker in range(3):
+            assert await engine.ended(job) == []
+            engine.report(job, (1, 0), worker=worker)
+        assert await engine.ended(job) == [(1, "loaded", "", 0)]
+
+
 async def test_jobs_and_reports_may_come_in_several_items():
     async with pool_world() as world:
         engine = await world.engine(rows=8)
