@@ -148,7 +148,7 @@ class EngineCore:
         self._jobs: dict[int, Job] = {}
         self._lent: list[tuple[int, int]] = []
         self._filled: dict[OffloadKey, bool] = {}
-        self._resetting = 0
+        self._resetting = self._loads = 0
         self._number = self._last_job = 0
         self._wanted = self._stored = 0
 
@@ -250,7 +250,7 @@ class EngineCore:
         if self.connected:
             self._number += 1
             self._resetting = self._number
-            self.out.append(wire.Reset(self._number))
+            self.out.append(wire.Reset(self._number, self._loads))
 
     def _void(self) -> None:
         for request in self._requests.values():
@@ -278,6 +278,7 @@ class EngineCore:
             self.verdicts[item.number] = item.verdict
         else:
             self.loaded_weights = True
+            self._loads += 1
 
     def join(self, manifest: bytes) -> None:
         """All is known of the namespace now."""
@@ -459,7 +460,7 @@ class EngineCore:
         self.out.clear()
         self._void()
         self._lent.clear()
-        self._resetting = self._wanted = 0
+        self._resetting = self._wanted = self._loads = 0
         for state in list(self._jobs.values()):
             if state.job.kind is JobKind.STORE:
                 for position in state.copied:

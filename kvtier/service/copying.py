@@ -42,6 +42,7 @@ class Copying:
         self._out = out
         self._end_fill = end_fill
         self._workers = pool.geometry.world_size
+        self._fillers = pool.geometry.num_copies
         self._lent_now: list[int] = []
         self._recalled = False
         self._copies: dict[int, Copy] = {}
@@ -171,7 +172,8 @@ class Copying:
 
     def _begin(self, part: JobPart) -> Copy:
         self._last_job = part.job
-        left, errors = set(range(self._workers)), [0] * len(part.rows)
+        left = set(range(self._fillers if part.fills else self._workers))
+        errors = [0] * len(part.rows)
         copy = self._copies[part.job] = Copy(part.job, part.rows, part.generations, left, errors, part.fills)
         self.rows += len(part.rows)
         return copy
@@ -204,6 +206,8 @@ class Copying:
     def _keep_early(self, worker: int, job: int, runs: list[tuple[int, int]]) -> None:
         """The report has come before the engine's own word of the job, which takes it in."""
         reports = self._early.get(job, {})
+        if job <= self._last_job and worker >= self._fillers:
+            return  # of a fill that has ended: a worker without a slice of its own fills nothing
         if job <= self._last_job or worker in reports:
             raise Breach(f"worker {worker} reports job {job}, which is not in flight")
         self._early[job] = reports | {worker: self._kept(worker, runs)}
@@ -214,6 +218,8 @@ class Copying:
             self._report(copy, worker, runs)
 
     def _report(self, copy: Copy, worker: int, runs: Sequence[tuple[int, int]]) -> None:
+        if copy.fills and worker >= self._fillers:
+            return
         errors = [error for count, error in runs for _ in range(count)]
         if worker not in copy.left or len(errors) != len(copy.rows):
             raise Breach(f"worker {worker} reports {len(errors)} blocks of job {copy.job}, which is not its")

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.control.plane.control_plane import ControlPlane
 from kvtier.control.tiers.lower_tier import TierSpec
-from kvtier.errors import ConfigError, GeometryError, UsageError
+from kvtier.errors import ConfigError, GeometryError, RootBusyError, UsageError
 from kvtier.options import TierOptions
 from kvtier.service.leases import Copy
 from kvtier.service.manifests import read_namespace
@@ -319,7 +319,7 @@ class Pool(TierStack):
         assert self._assembled is not None
         assert self._assembled.joining is not None
         if self._assembled.joining.fault is not None:
-            self.fault = self.fault or f"its tiers cannot be opened: {self._assembled.joining.fault}"
+            self.fault = self.fault or opening_fault(self._assembled.joining.fault)
         if session.lost or self.fault:
             self._namespaces.leave(space)
             session.on_joined(None, self.fault, follows=False)
@@ -482,6 +482,13 @@ class Pool(TierStack):
             self._failed = True
             self.on_defect(error)
         raise error
+
+
+def opening_fault(error: Exception) -> str:
+    """The reason why a stack could not be opened, in a line."""
+    if isinstance(error, RootBusyError):
+        return f"{error}; engines of several launches share a root through one `kvtier serve STACK.yaml`"
+    return str(error)
 
 
 def _stored(contents: Sequence[tuple[TierSpec, Sequence[OffloadKey]]]) -> list[OffloadingEvent]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import secrets
+import signal
 import socket
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from kvtier.aio.shielded_wait import shielded_wait
@@ -19,7 +22,7 @@ from kvtier.service import wire
 from kvtier.service.channel import Channel, receive_greeting, send_greeting
 from kvtier.service.crash_file import CrashFile
 from kvtier.service.manifests import read_namespace
-from kvtier.service.pool import Pool, with_shared_rows
+from kvtier.service.pool import Pool, opening_fault, with_shared_rows
 from kvtier.service.session import Session
 from kvtier.service.wire import FROM_ENGINE, FROM_WORKER, GREETING, PROTOCOL, Breach, Hello, Refused, Welcome, WireError
 from kvtier.stack.assembly import StackParts
@@ -272,11 +275,13 @@ class StackServer:
 
     def _fault(self, sock: socket.socket, hello: object, descriptors: list[int]) -> str:
         """Why a process is not served; empty if it is."""
-        _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if uid != os.geteuid():
             return f"user {uid} is not allowed"
         if not isinstance(hello, Hello) or len(descriptors) != 1:
             return "a greeting is a Hello and a pidfd"
+        if fault := _pidfd_fault(descriptors[0], pid):
+            return fault
         if self.crash is not None and (fault := self.crash.refusal(hello.engine_id)):
             return fault
         if PROTOCOL not in hello.protocols:
@@ -301,7 +306,7 @@ class StackServer:
                     await pool.open()
                     self._pool, self._layout = pool, namespace.layout
             except (ConfigError, ResourceError, GeometryError, WireError) as error:
-                return str(error)
+                return opening_fault(error)
         if self.pool.fault:
             return self.pool.fault
         if namespace.layout != self._layout:
@@ -468,6 +473,21 @@ class StackServer:
         if self.pool.is_open:
             for session in (*engine.earlier, engine.session):
                 self.pool.end_session(session, exited=True)
+
+
+def _pidfd_fault(fd: int, pid: int) -> str:
+    """A descriptor that shows the exit of no process, or of another one, would give rows away that are copied into."""
+    try:
+        signal.pidfd_send_signal(fd, 0)
+    except OSError as error:
+        if error.errno in (errno.EBADF, errno.ESRCH):
+            return "its descriptor is no pidfd of a process that runs"  # EINVAL, EPERM: it is in another namespace
+    with suppress(OSError):
+        for line in Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name == "Pid" and pid > 0 and 0 < int(value) != pid:
+                return "its pidfd is that of another process"
+    return ""
 
 
 def _set(future: asyncio.Future[None]) -> None:

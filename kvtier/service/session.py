@@ -89,6 +89,7 @@ class Session:
         self._figures_at = -math.inf
         self._resets: list[int] = []
         self._resets_begun = 0
+        self._loads_known = 0
 
     @property
     def is_engine(self) -> bool:
@@ -206,6 +207,7 @@ class Session:
         if len(self._resets) >= RESETS_MAX:
             raise Breach(f"an engine begins more than {RESETS_MAX} resets at once")
         self._resets.append(item.number)
+        self._loads_known = item.loads
         if not self._resets_begun:
             self._begin_resets()
 
@@ -220,7 +222,7 @@ class Session:
             return
         if own:
             self.leasing.drop_all(now)
-            self._weights.on_reset()
+            self._weights.on_reset(self._loads_known)
         else:
             self.leasing.on_reset(now)
             if self.space is not None:

@@ -8,19 +8,24 @@ from kvtier.service.wire import CHANGED, UNCHANGED, UNKNOWN_WEIGHTS, Weights
 
 
 class WeightsCheck:
-    """`is_open` while blocks may be of other weights than the namespace names: then nothing is served or stored."""
+    """`is_open` while blocks may be of other weights than the namespace names: then nothing is served or stored.
+
+    Once a worker has loaded weights that ends when the engine has reset, knowing of the load, and has held back the
+    lower tiers. Other verdicts than UNCHANGED end with `HoldBack`, or with a better verdict.
+    """
 
     def __init__(self) -> None:
         self._number = 0
         self._left: set[int] = set()
         self._worst = UNCHANGED
         self._doubted = False
-        self._loaded = False
+        self._loads = 0
+        self._rows_doubted = False
 
     @property
     def is_open(self) -> bool:
         """True while nothing may be served."""
-        return bool(self._left) or self._doubted or self._loaded
+        return bool(self._left) or self._doubted or self._rows_doubted
 
     def ask(self, number: int, connected: Collection[int], workers: int) -> Weights | None:
         """All workers are asked. The answer, if one of them is not there."""
@@ -44,12 +49,14 @@ class WeightsCheck:
 
     def on_load(self) -> Weights:
         """A worker loads weights."""
-        self._loaded = True
+        self._loads += 1
+        self._rows_doubted = self._doubted = True
         return Weights(0, CHANGED)
 
-    def on_reset(self) -> None:
-        """Blocks of before are reachable no more; those that follow are of the weights that there are now."""
-        self._loaded = self._doubted = False
+    def on_reset(self, loads: int) -> None:
+        """Blocks of before are reachable no more. `loads`: those that the engine knew of when it reset."""
+        if loads >= self._loads:
+            self._rows_doubted = False
 
     def on_hold_back(self) -> None:
         """The engine has no namespace any more: its blocks reach no tier that outlives it."""

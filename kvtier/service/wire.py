@@ -152,7 +152,8 @@ class Load(Item, tag=4, frozen=True):
 
 
 class Fill(Item, tag=5, frozen=True):
-    """A copy into these rows, which were lent, begins; they hold these keys once every worker has reported.
+    """A copy into these rows, which were lent, begins; they hold these keys once every worker has reported that has a
+    slice of its own in a row.
 
     With `more` it goes on in the next `Fill`, of the same job, and begins with the last of them.
     """
@@ -209,9 +210,13 @@ class End(Item, tag=10, frozen=True):
 
 
 class Reset(Item, tag=11, frozen=True):
-    """Make what was stored before unreachable; `number` comes back in `ResetDone`."""
+    """Make what was stored before unreachable; `number` comes back in `ResetDone`.
+
+    `loads` counts the `Weights` without a number that had come on this connection.
+    """
 
     number: int
+    loads: int = 0
 
 
 class AskStats(Item, tag=12, frozen=True):
@@ -260,7 +265,7 @@ class AskWeights(Item, tag=18, frozen=True):
     """Ask all workers whether their weights are those of the start; `number` comes back in `Weights`.
 
     Until all have answered that they are, the engine is served nothing: each lookup is a miss, each fill is dropped.
-    If they are not, that ends with the next `Reset` or `HoldBack`.
+    If they are not, that ends with `HoldBack`, or with a better answer.
     """
 
     number: int
@@ -369,7 +374,8 @@ class Events(Item, tag=41, frozen=True):
 class Weights(Item, tag=42, frozen=True):
     """The answer to `AskWeights`: the worst verdict of the workers, by its number.
 
-    `number` 0: a worker has loaded weights. Nothing is served until `Reset`, and no fill of before is stored.
+    `number` 0: a worker has loaded weights. Nothing is served until `HoldBack` and a `Reset` that counts it, and no
+    fill of before is stored.
     """
 
     number: int

@@ -63,6 +63,26 @@ async def test_a_report_may_come_before_the_engine_names_its_job_in_any_order():
             engine.report(1, (2, 0), worker=0)
 
 
+async def test_workers_without_a_slice_of_their_own_may_report_fills_or_not():
+    layout = KVLayout((GroupLayout((TensorRef(0, PAGE),)),), world_size=3, replicated=True)
+    async with pool_world(layout=layout) as world:
+        engine = await world.engine(rows=8)
+        first = engine.fill(names(1))
+        engine.report(first, (1, 7), worker=2)
+        engine.report(first + 1, (1, 7), worker=1)
+        engine.report(first, (1, 0), worker=0)
+        assert await engine.ended(first) == [(1, STORED, "", 0)]
+        engine.report(first, (1, 7), worker=1)
+        second = engine.fill(names(2))
+        engine.report(second, (1, 0), worker=0)
+        assert await engine.ended(second) == [(1, STORED, "", 0)]
+        job = engine.load("r", engine.ask("r", 1).places)
+        for worker in range(3):
+            assert await engine.ended(job) == []
+            engine.report(job, (1, 0), worker=worker)
+        assert await engine.ended(job) == [(1, "loaded", "", 0)]
+
+
 async def test_jobs_and_reports_may_come_in_several_items():
     async with pool_world() as world:
         engine = await world.engine(rows=8)
@@ -230,7 +250,9 @@ async def test_nothing_is_served_or_stored_while_weights_are_in_question(verdict
         assert engine.ask("r", 1).states == bytes((LEASED if unchanged else MISSING,))
         assert engine.ask("q", 2).states == bytes((MISSING,))
         engine.send(wire.Reset(1))
-        assert await engine.store(3) == [(1, STORED, "", 0)]
+        assert await engine.store(3) == [(1, STORED, "", 0) if unchanged else (1, "dropped", "held_back", 0)]
+        engine.send(wire.HoldBack("replaced"))
+        assert await engine.store(4) == [(1, STORED, "", 0)]
 
 
 async def test_a_worker_that_is_not_connected_leaves_the_question_open():
@@ -252,6 +274,14 @@ async def test_copies_in_flight_are_not_stored_once_a_worker_loads_weights():
         ended = {item.job: item.outcomes[0][1] for item in engine.take(wire.Ended)}
         assert ended == {before: STORED, during: "failed"}
         assert engine.ask("r", 1).states == bytes((MISSING,))
+        dropped = [(1, "dropped", "held_back", 0)]
+        engine.send(wire.Reset(1))  # on its way before the engine was told
+        assert await engine.store(3) == dropped
+        engine.send(wire.HoldBack("replaced"))
+        assert await engine.store(4) == dropped
+        engine.send(wire.Reset(2, loads=1))
+        assert await engine.store(5) == [(1, STORED, "", 0)]
+        assert engine.ask("q", 1, 5).states == bytes((MISSING, LEASED))
 
 
 async def test_an_engine_of_other_weights_holds_its_pool_back_or_is_shut_out():

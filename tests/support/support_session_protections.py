@@ -57,7 +57,7 @@ def a_reset_leaves_leases(patch: Patch) -> None:
     def on_reset(session: Session, own: bool, now: float) -> None:
         if not own and session.is_engine:
             session.add_items([Void()])
-        session._weights.on_reset()
+        session._weights.on_reset(session._loads_known)
 
     patch.setattr(Session, "on_reset", on_reset)
 
