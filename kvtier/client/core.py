@@ -158,6 +158,11 @@ class EngineCore:
         return self.connected and self.joined and not self._resetting
 
     @property
+    def resetting(self) -> bool:
+        """True until a reset of this engine is durable, or could not be made so."""
+        return bool(self._resetting)
+
+    @property
     def room(self) -> int:
         """Rows that may be filled now."""
         return len(self._lent) if self.serves else 0
@@ -363,8 +368,8 @@ class EngineCore:
 
     @property
     def busy(self) -> bool:
-        """True while a job has not ended."""
-        return bool(self._jobs or self.results)
+        """True while a job or a reset has not ended."""
+        return bool(self._jobs or self.results or self._resetting)
 
     # -- what comes ----------------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ LOOKUP_WAIT_SECONDS = 0.001
 """How long the first lookup of a step without an answer waits for it."""
 WANT_SECONDS = 1.0
 OPEN_SECONDS = 600.0
+BORROW_SECONDS = 1.0
 
 
 class SchedulerClient:
@@ -73,6 +74,14 @@ class SchedulerClient:
             self.step()
         if self.core.fault:
             raise ConfigError(f"the stack process does not serve this engine: {self.core.fault}")
+        self._borrow()
+
+    def _borrow(self) -> None:
+        """Have rows ahead, so that the first store finds some. Where there are none it goes without."""
+        until = time.monotonic() + BORROW_SECONDS
+        self.step()
+        while not self.core.room and self.core.connected and self.wait(until - time.monotonic()):
+            self.step()
 
     def request(
         self, request_id: str, keys: Sequence[OffloadKey] = (), info: RequestInfo | None = None

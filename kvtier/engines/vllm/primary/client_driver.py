@@ -74,6 +74,11 @@ class ClientDriver:
         """True if blocks may be found and stored now: not before it is known whose weights they are of."""
         return self._core.serves and not self._question
 
+    @property
+    def will_serve(self) -> bool:
+        """True while a reset is under way, or what the workers say of their weights: stores wait for that."""
+        return self._core.connected and (self._core.resetting or bool(self._question))
+
     # -- lookups -------------------------------------------------------------------------------------------------
 
     def arrived(self, request_id: str, info: RequestInfo | None, keys: Sequence[OffloadKey]) -> ClientRequest:
@@ -154,9 +159,9 @@ class ClientDriver:
 
     @property
     def has_pending_work(self) -> bool:
-        """True while an answer is to come that an idle engine has to take in: about its weights, or figures."""
+        """True while an answer is to come that an idle engine has to take in: ends of copies, of a reset, figures."""
         core = self._core
-        return core.connected and (bool(self._question or core.series) or core.stats_pending)
+        return core.connected and (core.busy or core.stats_pending or bool(self._question or core.series))
 
     def wait(self) -> None:
         """Wait a little."""

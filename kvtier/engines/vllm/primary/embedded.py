@@ -88,6 +88,11 @@ class EmbeddedDriver:
         """False while rows are of weights before."""
         return not self._stale
 
+    @property
+    def will_serve(self) -> bool:
+        """False: what makes it serve again is not far, and stores need not wait for it."""
+        return False
+
     # -- lookups -------------------------------------------------------------------------------------------------
 
     def request(self, request_id: str, info: RequestInfo | None) -> StackRequest:

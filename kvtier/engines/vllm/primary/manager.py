@@ -195,6 +195,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         state = self._requests[req_context.req_id]
         if self._follows:
             self._announce(req_context, state)
+        if self._driver.will_serve and self._may_wait(req_context.req_id):
+            return None
         wanted = self._keeps_blocks and self._driver.serves and self._adapters.storable(req_context.req_id)
         offered = [self._ids.to_kvtier(key) for key in keys] if wanted else []
         new, room = self._driver.storable(state.request, offered)
