@@ -173,7 +173,8 @@ class EngineCore:
         self, request_id: str, keys: Sequence[OffloadKey] = (), info: RequestInfo | None = None
     ) -> ClientRequest:
         """A request; what it may find is asked for with the next send."""
-        request = self._requests[request_id] = ClientRequest(self, request_id, info)
+        name = wire.request_name(request_id)
+        request = self._requests[name] = ClientRequest(self, name, info)
         self.ask(request, keys)
         return request
 

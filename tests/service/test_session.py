@@ -128,6 +128,10 @@ async def test_a_lie_about_rows_or_jobs_changes_nothing():
             wire.Return(Places.of([10**6], [0])),
             wire.Join(b"{}"),
             wire.Hint("melt", Keys.of(names(1))),
+            wire.Hint("retain", Keys.of(names(1)), "s" * 1025, 1.0),
+            wire.Ask("r" * 1025, 99, Keys.of(names(1))),
+            wire.HoldBack("w" * 1025),
+            wire.Begin("b", Keys.of(names(1)), {"tenant": "t" * 1025}),
             wire.Begin("b", Keys.of(names(1)), {"colour": "red"}),
         ]
         for lie in lies:
@@ -410,6 +414,23 @@ async def test_leases_are_wished_back_when_a_reservation_lacks_rows():
         engine.send(wire.Drop(revoked.requests[0]))
         await world.turn()
         assert [item.states for item in engine.take(wire.Found)] == [bytes((LEASED,))]
+
+
+async def test_names_of_any_length_are_wished_back_in_messages_that_fit():
+    async with pool_world(rows=512) as world:
+        engine = await world.engine(rows=64)
+        requests = [wire.request_name("\U0001f600" * 1024 + f"{number}") for number in range(40)]
+        assert len({len(name) for name in requests}) == 1
+        requests = ["\U0001f600" * 1000 + f"{number:04}" for number in range(40)]
+        for number, request in enumerate(requests):
+            assert await engine.store(number) == [(1, STORED, "", 0)]
+            engine.ask(request, number)
+        second = await world.engine()  # a half of its share is beyond the new one
+        revoked = engine.take(wire.Revoke)
+        assert sum(len(item.requests) for item in revoked) == 8
+        messages = wire.TO_ENGINE.encode([wire.Revoke(requests[:12]), *revoked], 0)
+        assert all(len(message) <= wire.MESSAGE_BYTES_MAX for message in messages)
+        second.exit()
 
 
 async def test_a_second_engine_has_loans_wished_back_that_are_beyond_the_share():
