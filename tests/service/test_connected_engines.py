@@ -1,4 +1,4 @@
-"""Connections of engines to a stack process: who is served, and when the rows of one that has gone come back."""
+"""Engines at a stack process by greetings of their own: who is served, and when the rows of one that has gone come back."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_rows_come_back_when_the_last_process_of_an_engine_is_killed(tmp_path):
     script = """if True:
         import sys, time
         sys.path.insert(0, sys.argv[2])
-        from test_server import engine, receive, wire
+        from test_connected_engines import engine, receive, wire
         from kvtier.types.keys import make_key
         channels = engine(sys.argv[1], token="killed")
         places = receive(channels[0], wire.Lent).places
