@@ -1,4 +1,4 @@
-"""Engines at a stack process by greetings of their own: who is served, and when the rows of one that has gone come back."""
+"""Engines at a stack process: who is served, and when the rows of one that has gone come back."""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
+
 import pytest
 from support_sessions import PAGE, names, pool_world
 
@@ -9,7 +12,9 @@ from kvtier.errors import UsageError
 from kvtier.service import session, wire
 from kvtier.service.wire import CHANGED, LEASED, MISSING, PENDING, UNCHANGED, Breach, Keys, Places
 from kvtier.testing.memory import MemoryStorage
+from kvtier.types.events import OffloadingEvent
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
+from kvtier.types.keys import Medium
 
 STORED = "stored"
 
@@ -466,6 +471,23 @@ async def test_events_go_to_every_engine_and_a_late_one_is_sent_what_is_there():
         assert announced[:2] == [("cpu", True, names(2)), ("cpu", False, names(2))]
         assert not one.take(wire.Events)
         assert not quiet.take(wire.Events)
+
+
+async def test_many_events_come_in_parts_and_the_oldest_are_lost_at_last():
+    async with pool_world(rows=4096) as world:
+        engine = await world.engine(rows=8)
+        event = OffloadingEvent(tuple(names(*range(3000))), Medium("CPU"), False, "cpu")
+        engine.session.events.add([event] * 4)
+        engine.send()
+        seen = [len(keys.unpack()) for item in engine.take(wire.Events) for *_, keys in item.events]
+        assert 0 < sum(seen) <= 2048
+        while sum(seen) < 12000:
+            await asyncio.sleep(0.005)
+            seen += [len(keys.unpack()) for item in engine.take(wire.Events) for *_, keys in item.events]
+            assert sum(seen) <= 12000
+        assert max(seen) <= 1024
+        engine.session.events.add([replace(event, keys=event.keys[:1])] * 5000)
+        assert engine.session.events.lost == 5000 - 4096
 
 
 async def test_figures_come_whole_at_first_and_then_as_what_has_changed(monkeypatch):
