@@ -326,9 +326,8 @@ async def test_an_engine_is_served_once_its_workers_are_there_and_it_has_joined(
         assert not engine.lent()
         assert world.pool.plane.control.lowers[0].held_back
         engine.send(wire.Join(engine.manifest))
-        await world.turn()
-        assert [item.fault for item in engine.take(wire.Joined)] == [""]
-        assert engine.lent()
+        assert (await engine.joined()).fault == ""
+        await engine.wait(engine.lent)
         assert not world.pool.plane.control.lowers[0].held_back
         with pytest.raises(Breach, match="joins once"):
             engine.send(wire.Join(engine.manifest))
@@ -368,7 +367,7 @@ async def test_a_layout_of_other_groups_is_refused_and_shorter_blocks_are_taken_
         engine = await world.engine(joins=False)
         manifest = engine.manifest
         engine.send(wire.Join(manifest.replace(b'"block_size":16', b'"block_size":32')))
-        assert "layout" in engine.take(wire.Joined)[0].fault
+        assert "layout" in (await engine.joined()).fault
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 8, 64, 512, 4096])
