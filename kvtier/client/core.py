@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from typing import Any
 
 from kvtier.service import wire
-from kvtier.service.wire import LEASED, PENDING, UNKNOWN, Item, Keys, Places, split
+from kvtier.service.wire import ITEM_KEYS_MAX, LEASED, PENDING, UNKNOWN, Item, Keys, Places, split
 from kvtier.tier.contract import LookupResult
 from kvtier.types.arrays import IntArray, int_array
 from kvtier.types.events import OffloadingEvent
@@ -118,12 +118,13 @@ class ClientRequest:
 
 @dataclass(slots=True)
 class Job:
-    """A job of the engine, and the positions in it of the blocks that are copied."""
+    """A job of the engine, the positions in it of the blocks that are copied, and the runs of their outcomes so far."""
 
     job: TransferJob
     outcomes: list[BlockOutcome | None]
     copied: list[int]
     bytes_moved: int = 0
+    runs: list[tuple[int, str, str, int]] = field(default_factory=list)
 
 
 class EngineCore:
@@ -178,7 +179,8 @@ class EngineCore:
         self, request_id: str, keys: Sequence[OffloadKey] = (), info: RequestInfo | None = None
     ) -> ClientRequest:
         """A request; what it may find is asked for with the next send."""
-        request = self._requests[request_id] = ClientRequest(self, request_id, info)
+        name = wire.request_name(request_id)
+        request = self._requests[name] = ClientRequest(self, name, info)
         self.ask(request, keys)
         return request
 
@@ -311,7 +313,10 @@ class EngineCore:
         part = self._begin(job, places, MISSING)
         if part is not None:
             rows, generations = _flat(part)
-            self.out.append(wire.Load(job.job_id, request.id, Places.of(rows, generations)))
+            for first in range(0, len(rows), ITEM_KEYS_MAX):
+                end = first + ITEM_KEYS_MAX
+                places_now = Places.of(rows[first:end], generations[first:end])
+                self.out.append(wire.Load(job.job_id, request.id, places_now, more=end < len(rows)))
             request.present.update(chain.from_iterable(group.keys for group in part.groups))
             self._forget(request)
         return part
@@ -328,7 +333,10 @@ class EngineCore:
         if part is not None:
             rows, generations = _flat(part)
             keys = list(chain.from_iterable(group.keys for group in part.groups))
-            self.out.append(wire.Fill(job.job_id, Keys.of(keys), Places.of(rows, generations)))
+            for first, some in split(keys):
+                end = first + len(some)
+                places_now = Places.of(rows[first:end], generations[first:end])
+                self.out.append(wire.Fill(job.job_id, Keys.of(some), places_now, more=end < len(keys)))
             self._filled.update(dict.fromkeys(keys, False))
         return part
 
@@ -433,7 +441,10 @@ class EngineCore:
         state = self._jobs.get(item.job)
         if state is None:
             return
-        runs = [(count, _outcome(status, reason, errno)) for count, status, reason, errno in item.outcomes]
+        state.runs += item.outcomes
+        if item.more:
+            return
+        runs = [(count, _outcome(status, reason, errno)) for count, status, reason, errno in state.runs]
         outcomes = [outcome for count, outcome in runs for _ in range(count)]
         for position, outcome in zip(state.copied, outcomes, strict=True):
             state.outcomes[position] = outcome

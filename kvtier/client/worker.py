@@ -69,7 +69,10 @@ class WorkerLink:
 
     def report_errors(self, job: JobId, errors: Sequence[int]) -> None:
         """A copy has ended, with an errno or 0 for each block. Call in the loop."""
-        self._send(wire.Copied(job, [(len(list(run)), error) for error, run in groupby(errors)]))
+        runs = [(len(list(run)), error) for error, run in groupby(errors)]
+        for first in range(0, len(runs), wire.ITEM_KEYS_MAX):
+            end = first + wire.ITEM_KEYS_MAX
+            self._send(wire.Copied(job, runs[first:end], more=end < len(runs)))
 
     def on_load(self) -> None:
         """The worker has loaded weights. Call in the loop."""

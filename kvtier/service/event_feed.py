@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -11,8 +12,8 @@ from kvtier.types.events import OffloadingEvent
 
 EVENTS_MAX = 4096
 """Events that are kept for an engine; the keys of one are kept once for all engines."""
-KEYS_AT_ONCE = 1024
-"""Keys of events that are sent to an engine at once."""
+KEYS_AT_ONCE, PAUSE_SECONDS = 1024, 0.01
+"""Keys of events that are sent to an engine at once, and the time until there may be more: its thread reads them."""
 
 
 class EventFeed:
@@ -20,6 +21,8 @@ class EventFeed:
 
     def __init__(self) -> None:
         self.lost = 0
+        self.due_at = -math.inf
+        self._left = 0
         self._events: deque[OffloadingEvent] = deque()
         self._at = 0
 
@@ -33,14 +36,18 @@ class EventFeed:
             self.lost += len(self._events.popleft().keys) - self._at
             self._at = 0
 
+    def refill(self, now: float) -> None:
+        """It may be time for more of them."""
+        if now >= self.due_at:
+            self._left, self.due_at = KEYS_AT_ONCE, now + PAUSE_SECONDS
+
     def take(self, space: KeySpace) -> list[wire.Events]:
-        """The next of them, as far as they are of the engine's namespace."""
+        """The next of them that are due, as far as they are of the engine's namespace."""
         items: list[wire.Events] = []
-        left = KEYS_AT_ONCE
-        while self._events and left > 0:
+        while self._events and self._left > 0:
             event = self._events[0]
-            some = event.keys[self._at : self._at + left]
-            left -= len(some)
+            some = event.keys[self._at : self._at + self._left]
+            self._left -= len(some)
             self._at += len(some)
             if self._at >= len(event.keys):
                 self._events.popleft()

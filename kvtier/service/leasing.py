@@ -56,21 +56,23 @@ class Leasing:
 
     def ask(self, item: wire.Ask, keys: list[OffloadKey], now: float) -> None:
         """The states of these keys; what is in rows is leased, as far as the bounds go."""
-        leases, cpu, quotas = self._of(item.request), self._cpu, self._pool.quotas
-        rows, states = list[int](), bytearray()
+        leases, directory, quotas = self._of(item.request), self._cpu.directory, self._pool.quotas
+        room = min(quotas.found_room(self.found), quotas.pinned_most - self.held)
+        rows, states, new = list[int](), bytearray(), dict[OffloadKey, int]()
         for key, result in zip(keys, self._pool.plane.lookup(keys, now), strict=True):
             state = STATES[result]
             if state == LEASED:
-                row = leases.rows.get(key)
-                if row is None and quotas.may_find(self.found) and self.held < quotas.pinned_most:
-                    row = cpu.directory[key]
-                    self._lease(leases, {key: row})
-                    self._count_found(leases, 1)
+                row = leases.rows.get(key, new.get(key))
+                if row is None and len(new) < room:
+                    row = new[key] = directory[key]
                 if row is None:
                     state = PENDING
                 else:
                     rows.append(row)
             states.append(state)
+        if new:
+            self._lease(leases, new)
+            self._count_found(leases, len(new))
         self._keep(item.request, leases)
         self._out.append(wire.Found(item.number, bytes(states), self._places(rows)))
 

@@ -66,4 +66,4 @@ class Namespaces:
 def _name(namespace: Namespace) -> str:
     """A namespace in a refusal."""
     parts = [part for part in (namespace.model, namespace.weights, namespace.tag) if part]
-    return f"{' '.join(parts)} ({namespace.digest().hex()})"
+    return f"{' '.join(parts)[:200]} ({namespace.digest().hex()})"

@@ -34,8 +34,6 @@ from kvtier.types.namespace import Namespace
 
 LENT_AT_ONCE = 16
 """Rows that an engine is lent before it is the turn of the others."""
-EVENTS_SECONDS = 0.005
-"""Time between two messages to an engine that has more events to be sent than fit one."""
 
 
 class SessionCopyOptions(TierOptions):
@@ -455,8 +453,10 @@ class Pool(TierStack):
     def _set_wakes(self, now: float) -> None:
         """The next time at which a session has work by time alone."""
         at = min(each.leasing.wakes_at for each in self.sessions.values())
-        if any(each.events and each.is_engine for each in self.sessions.values()):
-            at = min(at, now + EVENTS_SECONDS)
+        for session in self.sessions.values():
+            if session.events and session.is_engine:
+                session.events.refill(now)
+                at = min(at, session.events.due_at)
         if self._wakes is not None:
             self._wakes.cancel()
             self._wakes = None

@@ -28,9 +28,9 @@ class Quotas:
         """Rows that one engine may have from lookups."""
         return max(1, self.rows // SHARE // max(1, self.engines))
 
-    def may_find(self, of_session: int) -> bool:
-        """True if a session with so many rows from lookups may have one more."""
-        return of_session < self.found_most and self.found < max(1, self.rows // SHARE)
+    def found_room(self, of_session: int) -> int:
+        """The number of rows from lookups that a session may have beyond so many."""
+        return max(0, min(self.found_most - of_session, max(1, self.rows // SHARE) - self.found))
 
     @property
     def lent_most_of_all(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import fields
 
 from kvtier.service import wire
-from kvtier.service.wire import Breach, Item
+from kvtier.service.wire import TEXT_CHARACTERS_MAX, Breach, Item
 from kvtier.stack.request import StackRequest
 from kvtier.stack.tier_stack import TierStack
 from kvtier.types.hints import Demote, KVHint, Pin, Prefetch, Release, Retain
@@ -56,8 +56,9 @@ class EngineRequests:
         keys = self._join(item.request, False, item.more, unpack(item.keys))
         if keys is None or item.request in self._open:
             return
-        if not INFO_FIELDS.issuperset(item.info):
-            raise Breach("a request is described by what is no field of it")
+        texts = [value for value in item.info.values() if isinstance(value, str)]
+        if not INFO_FIELDS.issuperset(item.info) or sum(map(len, texts)) > TEXT_CHARACTERS_MAX:
+            raise Breach("a request is described by what is no field of it, or at too great a length")
         info = RequestInfo(**item.info)  # type: ignore[arg-type]  # the stack checks the types
         self._open[item.request] = self._stack.request(self._name(item.request), keys, info=info)
         if len(self._open) > OPEN_MAX:

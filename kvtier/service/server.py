@@ -267,7 +267,7 @@ class StackServer:
             fault = self._fault(sock, hello, descriptors) or await self._open_pool(hello)
             if fault:
                 with suppress(OSError):
-                    send_greeting(sock, Refused(fault))
+                    send_greeting(sock, Refused(fault[: wire.TEXT_CHARACTERS_MAX]))
                 _log.warning("a process is not served: %s", fault)
                 return
             undo.pop_all()

@@ -30,6 +30,8 @@ from kvtier.service.wire import Breach, Item
 from kvtier.types.keys import GROUP_BYTES, JobId, OffloadKey, key_group
 
 NOTE_BYTES_MAX = 24 << 10
+REVOKED_AT_ONCE = 12
+"""Requests of one `Revoke`, whose names fit a message."""
 FIGURES_SECONDS = 0.1
 """Figures are collected for an engine at most once in this time; they take milliseconds."""
 RESETS_MAX = 64
@@ -108,6 +110,8 @@ class Session:
         handler = _HANDLERS.get(type(item))
         if handler is None:
             raise Breach(f"{type(item).__name__} is no item of an engine")
+        if any(len(getattr(item, name, "")) > wire.TEXT_CHARACTERS_MAX for name in ("request", "session", "reason")):
+            raise Breach(f"a text of {type(item).__name__} is too long")
         handler(self, item, now)
 
     def _ask(self, item: wire.Ask, now: float) -> None:
@@ -198,7 +202,7 @@ class Session:
     def on_joined(self, space: KeySpace | None, fault: str, follows: bool) -> None:
         """The pool serves the engine with these keys from here on, or does not."""
         self.space = space
-        self._items.append(wire.Joined(fault, follows))
+        self._items.append(wire.Joined(fault[: wire.TEXT_CHARACTERS_MAX], follows))
 
     # -- weights and resets --------------------------------------------------------------------------------------
 
@@ -231,7 +235,7 @@ class Session:
     def on_reset_done(self, fault: str) -> None:
         """A reset of this engine is durable, or is not."""
         done, self._resets = self._resets[: self._resets_begun], self._resets[self._resets_begun :]
-        self._items += [wire.ResetDone(number, fault) for number in done]
+        self._items += [wire.ResetDone(number, fault[: wire.TEXT_CHARACTERS_MAX]) for number in done]
         self._begin_resets()
 
     def _hold_back(self, item: wire.HoldBack, now: float) -> None:
@@ -280,8 +284,10 @@ class Session:
             return 0
         requests = self.leasing.revocable(max(rows, self.leasing.rows_wanted_back))
         lent = self.copying.take_excess()
-        if requests or lent:
-            self._items.append(wire.Revoke([request for request, _ in requests], lent))
+        if lent:
+            self._items.append(wire.Revoke([], lent))
+        for first in range(0, len(requests), REVOKED_AT_ONCE):
+            self._items.append(wire.Revoke([request for request, _ in requests[first : first + REVOKED_AT_ONCE]]))
         return lent + sum(count for _, count in requests)
 
     def lose(self, now: float) -> None:

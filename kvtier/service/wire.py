@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
+from hashlib import sha256
 from itertools import accumulate, pairwise
 from operator import or_
 from typing import Any, TypeVar
@@ -44,7 +45,8 @@ ITEM_KEYS_MAX = 1024
 """Keys, rows or runs of outcomes of one item."""
 JOB_BLOCKS_MAX = 1 << 17
 """Blocks of one job."""
-TEXT_CHARACTERS_MAX = 4096
+TEXT_CHARACTERS_MAX = 1024
+"""Characters of a request's name, of a session's, of a reason."""
 
 
 class WireError(KVTierError):
@@ -104,6 +106,13 @@ class Places(msgspec.Struct, array_like=True, frozen=True):
         if len(self.rows) % 4 or len(self.generations) != 2 * len(self.rows):
             raise WireError("rows and generations differ in number")
         return np.frombuffer(self.rows, np.int32).astype(np.int64), np.frombuffer(self.generations, np.int64)
+
+
+def request_name(request_id: str) -> str:
+    """A request's id, or a digest of one that is too long to be its name."""
+    if len(request_id) <= TEXT_CHARACTERS_MAX:
+        return request_id
+    return f"sha256:{sha256(request_id.encode(errors='surrogatepass')).hexdigest()}"
 
 
 class Item(msgspec.Struct, array_like=True, frozen=True):

@@ -122,6 +122,7 @@ class SimulatedEngineLife:
         self.plan: ServicePlan = world.plan
         self.rng = Random(f"engine {number} of {world.seed}")
         self.token = f"engine {number}"
+        self.manifest = Namespace(self.plan.layout, model=model).manifest().encode()
         self.workers = [SimulatedWorker(self, at) for at in range(self.plan.layout.world_size)]
         self.alive = True
         self.incarnation = 0
@@ -136,11 +137,6 @@ class SimulatedEngineLife:
         self._foreign = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._asked_weights: int | None = None
-
-    @property
-    def manifest(self) -> bytes:
-        """Of the engine's namespace."""
-        return Namespace(self.plan.layout, model=self.model).manifest().encode()
 
     async def pause(self, most: float) -> None:
         """Let others run, sometimes for long."""

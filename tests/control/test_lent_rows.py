@@ -6,12 +6,13 @@ import random
 from dataclasses import replace
 
 import pytest
-from support_control import World, cpu_setup, fs_setup, key
+from support_control import ROW_BYTES, World, cpu_setup, fs_setup, key
 
+from kvtier.control.settings import StackSettings
 from kvtier.control.tiers.slot_table import FREE, LENT, READY
 from kvtier.tier.contract import LookupResult
 from kvtier.types.arrays import int_array
-from kvtier.types.jobs import JobKind, failed
+from kvtier.types.jobs import CANCELLED, LOADED, JobKind, failed
 from kvtier.types.keys import JobId
 
 STORE = JobKind.STORE
@@ -167,3 +168,80 @@ def test_random_loans_never_lose_a_row_or_a_byte(policy: str, seed: int):
     assert counts(world)[1] == 0
     assert set(world.jobs) == set(world.results)
     world.plane.check_integrity()
+
+
+def test_a_loan_waits_for_rows_that_are_to_be_written_below_and_then_takes_them():
+    world = World(cpu_setup(4), [fs_setup(32, inflight_blocks=2)], limits=StackSettings(gather_seconds=0.0))
+    world.store(1, 2, 3, 4)
+    world.run_tier(0)
+    sent = sum(len(world.numbers(job)) for job in world.under_way(1, STORE))
+    assert 0 < sent < 4, "the others wait for them"
+    lender = Lender(world)
+    assert lender.borrow(4) == 0
+    patience = StackSettings().patience_seconds
+    assert world.plane.next_deadline(world.now) == world.now + patience
+    world.pass_time(patience / 2)
+    assert lender.borrow(4) == 0
+    world.pass_time(patience / 2)
+    assert lender.borrow(4) == 4 - sent, "what is being written stays"
+    world.run_all()
+    assert lender.borrow(1) == 1
+    assert not world.wrong
+    world.plane.check_integrity()
+
+
+def test_a_load_out_of_leased_rows_counts_for_the_tier_that_had_the_block():
+    world = World(cpu_setup(4), [fs_setup(32)])
+    for number in range(8):
+        world.store(number)
+        world.run_all()
+    reservation = world.plane.reserve("r", [key(0), key(7)], world.now)
+    world.step()
+    world.run_all()
+    rows = [reservation.rows[index] for index in range(2)]
+    load = world.plane.begin_leased_load([key(0), key(7)], rows, reservation.brought, world.now)
+    world.plane.end_request("r", world.now)
+    assert [world.plane.control.cpu.table.pins[row] for row in rows] == [1, 1]
+    assert world.plane.end_leased_load(load, [0, 0], 2 * ROW_BYTES) == [LOADED, LOADED]
+    cpu, lower = world.plane.counters(0), world.plane.counters(1)
+    assert (cpu.hits, lower.hits, cpu.loaded, cpu.load_bytes) == (1, 1, 2, 2 * ROW_BYTES)
+    assert world.plane.control.group_blocks[JobKind.LOAD] == [2]
+    assert [world.plane.control.cpu.table.pins[row] for row in rows] == [0, 0]
+    world.plane.check_integrity()
+
+
+def test_a_load_out_of_leased_rows_that_fails_or_that_a_reset_overtakes_is_none():
+    world = World(cpu_setup(4), [])
+    world.store(1, 2)
+    world.run_all()
+    cpu = world.plane.control.cpu
+    rows = [cpu.directory[key(1)], cpu.directory[key(2)]]
+    load = world.plane.begin_leased_load([key(1), key(2)], rows, {}, world.now)
+    world.plane.reset(world.now)
+    assert counts(world) == (2, 0, 0)
+    assert world.plane.end_leased_load(load, [0, 5], 0) == [CANCELLED, failed(5)]
+    assert counts(world) == (4, 0, 0)
+    assert (world.plane.counters(0).hits, world.plane.counters(0).failed) == (0, 1)
+    world.plane.check_integrity()
+
+
+def test_a_reservation_waits_for_leases_outside_before_it_is_truncated():
+    world = World(cpu_setup(4), [fs_setup(32)])
+    for number in range(8):
+        world.store(number)
+        world.run_all()
+    cpu = world.plane.control.cpu
+    outside = [cpu.directory[key(number)] for number in (6, 7)]
+    cpu.pin(outside)
+    held = True
+    world.plane.reservations.has_leases_outside = lambda: held
+    reservation = world.plane.reserve("r", [key(0), key(1), key(2), key(3)], world.now)
+    world.step()
+    world.run_all()
+    assert not reservation.served
+    held = False
+    cpu.unpin(outside)
+    world.step()
+    world.run_all()
+    assert reservation.served
+    assert reservation.hits() == [True] * 4

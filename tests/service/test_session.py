@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
+
 import pytest
 from support_sessions import PAGE, names, pool_world
 
@@ -9,7 +12,9 @@ from kvtier.errors import UsageError
 from kvtier.service import session, wire
 from kvtier.service.wire import CHANGED, LEASED, MISSING, PENDING, UNCHANGED, Breach, Keys, Places
 from kvtier.testing.memory import MemoryStorage
+from kvtier.types.events import OffloadingEvent
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
+from kvtier.types.keys import Medium
 
 STORED = "stored"
 
@@ -128,6 +133,10 @@ async def test_a_lie_about_rows_or_jobs_changes_nothing():
             wire.Return(Places.of([10**6], [0])),
             wire.Join(b"{}"),
             wire.Hint("melt", Keys.of(names(1))),
+            wire.Hint("retain", Keys.of(names(1)), "s" * 1025, 1.0),
+            wire.Ask("r" * 1025, 99, Keys.of(names(1))),
+            wire.HoldBack("w" * 1025),
+            wire.Begin("b", Keys.of(names(1)), {"tenant": "t" * 1025}),
             wire.Begin("b", Keys.of(names(1)), {"colour": "red"}),
         ]
         for lie in lies:
@@ -317,9 +326,8 @@ async def test_an_engine_is_served_once_its_workers_are_there_and_it_has_joined(
         assert not engine.lent()
         assert world.pool.plane.control.lowers[0].held_back
         engine.send(wire.Join(engine.manifest))
-        await world.turn()
-        assert [item.fault for item in engine.take(wire.Joined)] == [""]
-        assert engine.lent()
+        assert (await engine.joined()).fault == ""
+        await engine.wait(engine.lent)
         assert not world.pool.plane.control.lowers[0].held_back
         with pytest.raises(Breach, match="joins once"):
             engine.send(wire.Join(engine.manifest))
@@ -359,7 +367,7 @@ async def test_a_layout_of_other_groups_is_refused_and_shorter_blocks_are_taken_
         engine = await world.engine(joins=False)
         manifest = engine.manifest
         engine.send(wire.Join(manifest.replace(b'"block_size":16', b'"block_size":32')))
-        assert "layout" in engine.take(wire.Joined)[0].fault
+        assert "layout" in (await engine.joined()).fault
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 8, 64, 512, 4096])
@@ -412,6 +420,23 @@ async def test_leases_are_wished_back_when_a_reservation_lacks_rows():
         assert [item.states for item in engine.take(wire.Found)] == [bytes((LEASED,))]
 
 
+async def test_names_of_any_length_are_wished_back_in_messages_that_fit():
+    async with pool_world(rows=512) as world:
+        engine = await world.engine(rows=64)
+        requests = [wire.request_name("\U0001f600" * 1024 + f"{number}") for number in range(40)]
+        assert len({len(name) for name in requests}) == 1
+        requests = ["\U0001f600" * 1000 + f"{number:04}" for number in range(40)]
+        for number, request in enumerate(requests):
+            assert await engine.store(number) == [(1, STORED, "", 0)]
+            engine.ask(request, number)
+        second = await world.engine()  # a half of its share is beyond the new one
+        revoked = engine.take(wire.Revoke)
+        assert sum(len(item.requests) for item in revoked) == 8
+        messages = wire.TO_ENGINE.encode([wire.Revoke(requests[:12]), *revoked], 0)
+        assert all(len(message) <= wire.MESSAGE_BYTES_MAX for message in messages)
+        second.exit()
+
+
 async def test_a_second_engine_has_loans_wished_back_that_are_beyond_the_share():
     async with pool_world(rows=64) as world:
         first = await world.engine(rows=16)
@@ -445,6 +470,23 @@ async def test_events_go_to_every_engine_and_a_late_one_is_sent_what_is_there():
         assert announced[:2] == [("cpu", True, names(2)), ("cpu", False, names(2))]
         assert not one.take(wire.Events)
         assert not quiet.take(wire.Events)
+
+
+async def test_many_events_come_in_parts_and_the_oldest_are_lost_at_last():
+    async with pool_world(rows=4096) as world:
+        engine = await world.engine(rows=8)
+        event = OffloadingEvent(tuple(names(*range(3000))), Medium("CPU"), False, "cpu")
+        engine.session.events.add([event] * 4)
+        engine.send()
+        seen = [len(keys.unpack()) for item in engine.take(wire.Events) for *_, keys in item.events]
+        assert 0 < sum(seen) <= 2048
+        while sum(seen) < 12000:
+            await asyncio.sleep(0.005)
+            seen += [len(keys.unpack()) for item in engine.take(wire.Events) for *_, keys in item.events]
+            assert sum(seen) <= 12000
+        assert max(seen) <= 1024
+        engine.session.events.add([replace(event, keys=event.keys[:1])] * 5000)
+        assert engine.session.events.lost == 5000 - 4096
 
 
 async def test_figures_come_whole_at_first_and_then_as_what_has_changed(monkeypatch):

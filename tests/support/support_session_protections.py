@@ -120,7 +120,7 @@ def early_reports_are_forgotten(patch: Patch) -> None:
 
 def lookups_have_no_bound(patch: Patch) -> None:
     """Every row that is found is leased."""
-    patch.setattr(Quotas, "may_find", lambda self, of_session: True)
+    patch.setattr(Quotas, "found_room", lambda self, of_session: 1 << 30)
 
 
 def reservations_have_no_bound(patch: Patch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -78,10 +78,11 @@ class PoolWorld:
         engine = HandEngine(self, model, joins, hello)
         self.engines.append(engine)
         engine.connect()
-        await self.turn()
+        if joins:
+            await engine.joined()
         if rows:
             engine.send(wire.Want(rows))
-            assert len(engine.lent()) >= min(rows, self.pool.quotas.lent_most), engine.items
+            await engine.wait(lambda: len(engine.lent()) >= min(rows, self.pool.quotas.lent_most))
         return engine
 
 
@@ -108,6 +109,17 @@ class HandEngine:
     def _greeting(self, role: str, participant: int) -> Hello:
         note = f"note {participant}"
         return Hello([1], "", role, participant, "", "t", self.manifest, note, self._joins, **self._hello)
+
+    async def wait(self, what: Callable[[], object]) -> None:
+        """Until this is true; the tiers open and write in their own time."""
+        while not what():  # noqa: ASYNC110 - the tiers tell nobody
+            await asyncio.sleep(0.001)
+
+    async def joined(self) -> wire.Joined:
+        """The answer to joining, which stays among the items."""
+        await self.wait(lambda: any(isinstance(item, wire.Joined) for item in self.items))
+        await self.world.turn()
+        return next(item for item in self.items if isinstance(item, wire.Joined))
 
     def send(self, *items: Any) -> None:
         """Send items in one message."""
@@ -139,7 +151,8 @@ class HandEngine:
         return self.job
 
     async def store(self, *numbers: int) -> list[tuple[int, str, str, int]]:
-        """Store blocks; what became of them."""
+        """Store blocks, once there are rows for them; what became of them."""
+        await self.wait(lambda: len(self.lent()) >= len(numbers))
         job = self.fill(names(*numbers))
         self.report(job, (len(numbers), 0))
         return await self.ended(job)
