@@ -118,13 +118,17 @@ class ClientRequest:
 
 @dataclass(slots=True)
 class Job:
-    """A job of the engine, the positions in it of the blocks that are copied, and the runs of their outcomes so far."""
+    """A job of the engine, the positions in it of the blocks that are copied, and the runs of their outcomes so far.
+
+    `reported`: the outcomes of a load, by its worker.
+    """
 
     job: TransferJob
     outcomes: list[BlockOutcome | None]
     copied: list[int]
     bytes_moved: int = 0
     runs: list[tuple[int, str, str, int]] = field(default_factory=list)
+    reported: Sequence[BlockOutcome] | None = None
 
 
 class EngineCore:
@@ -482,11 +486,16 @@ class EngineCore:
                 for position in state.copied:
                     state.outcomes[position] = dropped(DropReason.TIER_DOWN)
                 self._end_job(state)
+            elif state.reported is not None:  # the stack process did not come to say so
+                self.on_copied_alone(state.job.job_id, state.reported)
 
     def on_copied_alone(self, job_id: JobId, outcomes: Sequence[BlockOutcome]) -> None:
-        """A load's copy has ended while there is no connection: its rows were leased, so what the worker says holds."""
+        """A load's copy has ended. Without a connection what the worker says holds: its rows were leased."""
         state = self._jobs.get(job_id)
-        if state is not None and not self.connected and state.job.kind is JobKind.LOAD:
+        if state is None or state.job.kind is not JobKind.LOAD:
+            return
+        state.reported = outcomes
+        if not self.connected:
             for position, outcome in zip(state.copied, outcomes, strict=True):
                 state.outcomes[position] = outcome
             self._end_job(state)

@@ -21,7 +21,7 @@ from kvtier.service.wire import TO_WORKER
 from kvtier.tier.contract import AttachesRows, LoadStore, SharedRows, TierContext
 from kvtier.tier.registry import discover
 from kvtier.types.geometry import Geometry
-from kvtier.types.jobs import BlockOutcome, JobKind, JobResult, TransferJob
+from kvtier.types.jobs import BlockOutcome, JobKind, JobResult, TransferJob, failed
 from kvtier.types.keys import JobId
 from kvtier.types.namespace import Namespace
 
@@ -150,8 +150,7 @@ class WorkerClient:
         try:
             result = await (self._gpu.load(job) if job.kind is JobKind.STORE else self._gpu.store(job))
         except OSError as error:
-            self._link.report_errors(job.job_id, [error.errno or EIO] * job.num_blocks)
-            return
+            result = JobResult.uniform(job, failed(error.errno or EIO))
         self._link.report(job.job_id, result)
         if self.report is not None:
             self.report(job.job_id, list(chain.from_iterable(result.outcomes)))

@@ -17,13 +17,14 @@ from pathlib import Path
 import torch
 
 from kvtier.client.connection import Identity
+from kvtier.client.core import ClientRequest
 from kvtier.client.engine import EngineClient
 from kvtier.service.channel import is_listening
 from kvtier.tier.contract import LookupResult
 from kvtier.types.geometry import KVLayout
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import GPUGroup, JobKind
-from kvtier.types.keys import GroupIndex, OffloadKey, make_key
+from kvtier.types.keys import GroupIndex, JobId, OffloadKey, make_key
 from kvtier.types.namespace import Namespace
 
 PAGE = 4096
@@ -67,6 +68,7 @@ class TestEngine:
 
     def __init__(self, path: str, engine_id: str = "") -> None:
         self.cache = torch.zeros((BLOCKS, PAGE), dtype=torch.uint8)
+        self._ended: dict[JobId, list[str]] = {}
         self.client = EngineClient(Identity(path, NAMESPACE, engine_id, secrets.token_hex(16)), [self.cache])
 
     def __enter__(self) -> TestEngine:
@@ -83,18 +85,27 @@ class TestEngine:
             self.client.step()
             self.client.wait(0.02)
 
-    def transfer(self, kind: JobKind, numbers: range, request: object = None) -> list[str]:
-        """A job for the blocks of these numbers, in the first GPU blocks; the status of each."""
+    def begin(self, kind: JobKind, numbers: range, request: ClientRequest | None = None) -> JobId:
+        """Begin a job for the blocks of these numbers, in the first GPU blocks."""
         runs = GPURuns.whole(list(range(len(numbers))))
         job = self.client.job(kind, [GPUGroup(GroupIndex(0), block_keys(len(numbers), numbers.start), runs)])
-        self.client.submit(job, request)  # type: ignore[arg-type]
-        results = self.client.step()
+        self.client.submit(job, request)
+        return job.job_id
+
+    def finish(self, job_id: JobId) -> list[str]:
+        """The status of each block of a job, once it has ended."""
         end = time.monotonic() + SECONDS
-        while not (mine := [result for result in results if result.job_id == job.job_id]):
+        while True:
+            for result in self.client.step():
+                self._ended[result.job_id] = [outcome.status.value for group in result.outcomes for outcome in group]
+            if job_id in self._ended:
+                return self._ended.pop(job_id)
             assert time.monotonic() < end, "a job did not end"
             self.client.wait(0.02)
-            results = self.client.step()
-        return [outcome.status.value for group in mine[0].outcomes for outcome in group]
+
+    def transfer(self, kind: JobKind, numbers: range, request: ClientRequest | None = None) -> list[str]:
+        """A job for the blocks of these numbers; the status of each."""
+        return self.finish(self.begin(kind, numbers, request))
 
     def store(self, numbers: range) -> list[str]:
         """Store blocks, once enough rows are lent."""
@@ -102,12 +113,16 @@ class TestEngine:
         self.cache[: len(numbers)] = content(numbers)
         return self.transfer(JobKind.STORE, numbers)
 
+    def reserve(self, numbers: range, name: str) -> ClientRequest:
+        """A request with what there is of these blocks in rows."""
+        request = self.client.request(name)
+        self.client.reserve(request, block_keys(len(numbers), numbers.start))
+        self.step_until(lambda: request.served or not self.client.core.connected, "a reservation is served")
+        return request
+
     def load(self, numbers: range, name: str = "r") -> list[str]:
         """Have blocks brought into rows and load them: `hit` with the right bytes, or why not."""
-        keys = block_keys(len(numbers), numbers.start)
-        request = self.client.request(name)
-        self.client.reserve(request, keys)
-        self.step_until(lambda: request.served or not self.client.core.connected, "a reservation is served")
+        request = self.reserve(numbers, name)
         self.cache[: len(numbers)] = 255
         found = self.transfer(JobKind.LOAD, numbers, request)
         right = content(numbers)
