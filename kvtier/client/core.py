@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
+from errno import ESTALE
 from itertools import chain
 from typing import Any
 
@@ -153,6 +154,7 @@ class EngineCore:
         self._jobs: dict[int, Job] = {}
         self._lent: list[tuple[int, int]] = []
         self._filled: dict[OffloadKey, bool] = {}
+        self._unsure: dict[JobId, None] = {}
         self._resetting = self._loads = 0
         self._number = self._last_job = 0
         self._wanted = self._stored = 0
@@ -258,6 +260,8 @@ class EngineCore:
     def reset(self) -> None:
         """Everything stored before is a miss from now on; `serves` again once the stack process has made it durable."""
         self._void()
+        for job in list(self._unsure):
+            self.end_store(job, ESTALE)  # an engine may forget its copies
         if self.connected:
             self._number += 1
             self._resetting = self._number
@@ -325,8 +329,11 @@ class EngineCore:
             self._forget(request)
         return part
 
-    def begin_store(self, job: TransferJob) -> TransferJob | None:
-        """Begin to store blocks into lent rows, the front of each prefix first; what gets no row is dropped."""
+    def begin_store(self, job: TransferJob, waits: bool = False) -> TransferJob | None:
+        """Begin to store blocks into lent rows, the front of each prefix first; what gets no row is dropped.
+
+        With `waits` they count once `end_store` was called too.
+        """
         self._stored += job.num_blocks
         places = []
         for group in job.gpu_groups:
@@ -340,9 +347,17 @@ class EngineCore:
             for first, some in split(keys):
                 end = first + len(some)
                 places_now = Places.of(rows[first:end], generations[first:end])
-                self.out.append(wire.Fill(job.job_id, Keys.of(some), places_now, more=end < len(keys)))
+                self.out.append(wire.Fill(job.job_id, Keys.of(some), places_now, end < len(keys), waits))
             self._filled.update(dict.fromkeys(keys, False))
+            if waits:
+                self._unsure[job.job_id] = None
         return part
+
+    def end_store(self, job: JobId, errno: int) -> None:
+        """A store that waits has ended; with an errno what it has copied is not what its keys name."""
+        if job in self._unsure:
+            del self._unsure[job]
+            self.say(wire.Filled(job, errno))
 
     def _begin(
         self, job: TransferJob, places: list[list[tuple[int, int] | None]], without: BlockOutcome

@@ -18,6 +18,8 @@ from kvtier.types.keys import JobId, OffloadKey, key_group
 
 RUNS_KEPT_MAX = 1 << 16
 """Runs of outcomes in reports of workers that are kept: until the rest comes, or the engine's own word of their job."""
+ENGINE = -1
+"""In the place of a worker: the engine's own word, for a fill that waits."""
 HELD_BACK = dropped(DropReason.HELD_BACK)
 
 
@@ -30,6 +32,7 @@ class JobPart:
     rows: list[int] = field(default_factory=list)
     generations: list[int] = field(default_factory=list)
     keys: list[OffloadKey] = field(default_factory=list)
+    waits: bool = False
 
 
 class Copying:
@@ -133,6 +136,7 @@ class Copying:
         part.rows += rows.tolist()
         part.generations += generations.tolist()
         part.keys += keys
+        part.waits = isinstance(item, wire.Fill) and item.waits
         self._part = part if item.more else None
         return None if item.more else part
 
@@ -172,7 +176,8 @@ class Copying:
 
     def _begin(self, part: JobPart) -> Copy:
         self._last_job = part.job
-        left = set(range(self._fillers if part.fills else self._workers))
+        left = {ENGINE} if part.waits else set()
+        left.update(range(self._fillers if part.fills else self._workers))
         errors = [0] * len(part.rows)
         copy = self._copies[part.job] = Copy(part.job, part.rows, part.generations, left, errors, part.fills)
         self.rows += len(part.rows)
@@ -196,6 +201,13 @@ class Copying:
             self._keep_early(worker, item.job, runs)
         else:
             self._report(copy, worker, runs)
+
+    def on_filled(self, item: wire.Filled) -> None:
+        """The engine's own word of a fill that waits. Raises Breach for another copy."""
+        copy = self._copies.get(item.job)
+        if copy is None or not copy.fills:
+            raise Breach(f"an engine says that job {item.job} is filled, which is not in flight")
+        self._report(copy, ENGINE, [(len(copy.rows), item.errno)])
 
     def _kept(self, worker: int, runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
         self._runs_kept += len(runs) + 1

@@ -139,6 +139,9 @@ class Session:
         keys = self._keys(item.keys)
         self.copying.fill(item, keys, partial(self._host.next_job, self) if self.serves else None, now)
 
+    def _on_filled(self, item: wire.Filled, now: float) -> None:
+        self.copying.on_filled(item)
+
     def _return(self, item: wire.Return, now: float) -> None:
         self.copying.take_back(item.places)
 
@@ -348,6 +351,7 @@ _HANDLERS: dict[type[Item], Callable[[Session, Any, float], None]] = {
     wire.Drop: Session._drop,
     wire.Load: Session._load,
     wire.Fill: Session._fill,
+    wire.Filled: Session._on_filled,
     wire.Return: Session._return,
     wire.Want: Session._want,
     wire.Reset: Session._reset,

@@ -164,13 +164,15 @@ class Fill(Item, tag=5, frozen=True):
     """A copy into these rows, which were lent, begins; they hold these keys once every worker has reported that has a
     slice of its own in a row.
 
-    With `more` it goes on in the next `Fill`, of the same job, and begins with the last of them.
+    With `more` it goes on in the next `Fill`, of the same job, and begins with the last of them. With `waits` the rows
+    hold the keys once the engine has sent `Filled` too.
     """
 
     job: int
     keys: Keys
     places: Places
     more: bool = False
+    waits: bool = False
 
 
 class Return(Item, tag=6, frozen=True):
@@ -280,9 +282,16 @@ class AskWeights(Item, tag=18, frozen=True):
     number: int
 
 
+class Filled(Item, tag=19, frozen=True):
+    """What a fill that waits has copied is what its keys name; it is not with an errno."""
+
+    job: int
+    errno: int = 0
+
+
 FromEngine = (
     *(Ask, Reserve, Drop, Load, Fill, Return, Want, Begin, Extend, End, Reset, AskStats),
-    *(Announce, Hint, Computed, HoldBack, Join, AskWeights),
+    *(Announce, Hint, Computed, HoldBack, Join, AskWeights, Filled),
 )
 
 # -- the stack process to an engine -----------------------------------------------------------------------------------

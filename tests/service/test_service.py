@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from errno import ESTALE
 from pathlib import Path
 
 import pytest
@@ -153,3 +154,28 @@ def test_an_end_is_seen_by_the_other(what, tmp_path):
         assert client.lookup(request, keys(4)) == [LookupResult.MISS] * 4
         assert run(client, STORE, keys(2), 0) == ["dropped"] * 2
         client.close()
+
+
+@pytest.mark.parametrize("errno", [0, ESTALE])
+def test_a_store_that_waits_counts_with_the_engines_word(errno, tmp_path):
+    cache = torch.randint(0, 256, (16, PAGE), dtype=torch.uint8)
+    with served(tmp_path) as path, client_of(path, cache) as client, client_of(path, cache.clone()) as other:
+        runs = GPURuns.whole(list(range(4)))
+        job = client.job(STORE, [GPUGroup(GroupIndex(0), keys(4), runs)])
+        part = client.core.begin_store(job, waits=True)
+        assert part is not None
+        client._worker.begin(part)
+        client.step()
+        assert LookupResult.HIT not in found_by(other, "before")
+        client.core.end_store(job.job_id, errno)
+        assert finish(client, job.job_id) == ["failed" if errno else "stored"] * 4
+        assert found_by(other, "after") == [LookupResult.MISS if errno else LookupResult.HIT] * 4
+
+
+def found_by(client: EngineClient, name: str) -> list[LookupResult]:
+    request = client.request(name, keys(4))
+    until = time.monotonic() + 10.0
+    while not request.served and time.monotonic() < until:
+        client.step()
+        client.wait(0.05)
+    return client.lookup(request, keys(4))

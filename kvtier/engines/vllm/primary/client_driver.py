@@ -29,7 +29,7 @@ from kvtier.tier.contract import LookupResult
 from kvtier.types.events import OffloadingEvent
 from kvtier.types.hints import KVHint
 from kvtier.types.jobs import GPUGroup, JobKind, TransferJob
-from kvtier.types.keys import OffloadKey
+from kvtier.types.keys import JobId, OffloadKey
 from kvtier.types.namespace import Namespace
 from kvtier.types.requests import RequestInfo
 
@@ -55,6 +55,7 @@ class ClientDriver:
         self._naming = Naming(plan.namespace)
         self._held_back = False
         self._question = 0
+        self._unsure: dict[OffloadKey, JobId] = {}
         try:
             self._naming.begin(self.client.wait_notes())
             if (named := self._naming.take(IDENTITY_SECONDS)) is not None:
@@ -109,9 +110,15 @@ class ClientDriver:
         """Begin to copy blocks out of rows leased to the request; None, or a part, if some are not."""
         return self._core.begin_load(self._core.job(JobKind.LOAD, groups), request)
 
-    def begin_store(self, groups: Sequence[GPUGroup]) -> TransferJob | None:
-        """Begin to copy blocks into rows; None, or a part of them, if there are too few."""
-        return self._core.begin_store(self._core.job(JobKind.STORE, groups))
+    def begin_store(self, groups: Sequence[GPUGroup], waits: bool) -> TransferJob | None:
+        """Begin to copy blocks into rows; None, or a part of them, if there are too few.
+
+        With `waits` they count once `end_store` was called too.
+        """
+        copy = self._core.begin_store(self._core.job(JobKind.STORE, groups), waits)
+        if copy is not None and waits:
+            self._unsure.update((key, copy.job_id) for group in copy.groups for key in group.keys)
+        return copy
 
     def number(self, copy: TransferJob | None) -> int:
         """The number by which workers report the end of a copy."""
@@ -121,7 +128,9 @@ class ClientDriver:
         """Nothing: the workers have said so."""
 
     def end_store(self, keys: Collection[OffloadKey], reason: int) -> None:
-        """Nothing: the workers have said so."""
+        """Every worker has ended a store, as they report themselves; with an errno as `reason` it is of no use."""
+        for job in {self._unsure.pop(key) for key in keys if key in self._unsure}:
+            self._core.end_store(job, reason)
 
     # -- the step ------------------------------------------------------------------------------------------------
 
@@ -171,6 +180,7 @@ class ClientDriver:
         """Nothing stored before is found from now on, and nothing is found or stored before the stack process has made
         that durable and the workers have said whether their weights are those of the start."""
         self._core.reset()
+        self._unsure.clear()
         self._question = self._core.ask_weights()
 
     def on_reset_flushed(self) -> None:

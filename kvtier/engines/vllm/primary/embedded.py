@@ -129,8 +129,8 @@ class EmbeddedDriver:
             self.copies.issue((request.id,), placed)
         return placed
 
-    def begin_store(self, groups: Sequence[GPUGroup]) -> TransferJob | None:
-        """Begin to copy blocks into rows; None, or a part of them, if there are too few."""
+    def begin_store(self, groups: Sequence[GPUGroup], waits: bool) -> TransferJob | None:
+        """Begin to copy blocks into rows; None, or a part of them, if there are too few. All wait for `end_store`."""
         placed = self.engine.place(self.stack.job(JobKind.STORE, groups))
         if placed is not None:
             self.copies.issue([key for group in placed.groups for key in group.keys], placed)

@@ -208,7 +208,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
             if not room or self._may_wait(req_context.req_id):
                 return None
             new = new[:room]
-        placed = self._driver.begin_store(self._groups(new)) if new else None
+        placed = self._driver.begin_store(self._groups(new), self._adapters.used) if new else None
         groups = placed.gpu_groups if placed is not None else ()
         stored = [key for group in groups for key in group.keys]
         if placed is not None:
