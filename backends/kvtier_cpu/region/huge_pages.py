@@ -109,11 +109,8 @@ class HugePages:
         return sum(self._done) / self._count if self._count else 1.0
 
     def open(self) -> None:
-        """Begin, unless all pages are huge already, as the host's setting may have it."""
-        if huge_bytes(self._pages) >= self._count * HUGE_BYTES:
-            self._done = bytearray(b"\x01" * self._count)
-        else:
-            self._thread.start()
+        """Begin."""
+        self._thread.start()
 
     def close(self) -> None:
         """End, with a page that is being made. Idempotent."""
@@ -130,6 +127,8 @@ class HugePages:
     def _run(self) -> None:
         with suppress(OSError):  # a container may refuse it
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+        if huge_bytes(self._pages) >= self._count * HUGE_BYTES:  # as the host's setting may have it
+            self._done = bytearray(b"\x01" * self._count)
         began, pause = time.monotonic(), FIRST_PAUSE_SECONDS
         while (code := self._make_round()) in _LATER:
             if self._stop.wait(pause):
