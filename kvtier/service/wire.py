@@ -283,7 +283,7 @@ class AskWeights(Item, tag=18, frozen=True):
 
 
 class Filled(Item, tag=19, frozen=True):
-    """What a fill that waits has copied is what its keys name; it is not with an errno."""
+    """The word for a fill that waits: its blocks are those that its keys name, or with an errno they are not."""
 
     job: int
     errno: int = 0

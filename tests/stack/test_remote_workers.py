@@ -23,7 +23,7 @@ from support_paths import SUPPORT
 from faults.machine import warm
 from kvtier.errors import ConfigError, KVTierError, ResourceError, UsageError
 from kvtier.stack.workers import protocol
-from kvtier.stack.workers.remote_worker import WorkerLink, WorkerLinkOptions, serve_worker
+from kvtier.stack.workers.remote_worker import RemoteWorker, WorkerLinkOptions, serve_worker
 from kvtier.tier.contract import LoadStore, Opened, TierContext
 from kvtier.types.arrays import int_array
 from kvtier.types.gpu_runs import GPURuns
@@ -47,10 +47,10 @@ NUM_ROWS = 12
 SMALL = job(transfer(0, GPURuns.whole([3, 1, 4, 0], 4), [2]))
 
 
-def linked(index: int = 0) -> tuple[WorkerLink, socket.socket]:
+def linked(index: int = 0) -> tuple[RemoteWorker, socket.socket]:
     """A link and the far end of its connection."""
     near, far = socket.socketpair()
-    return WorkerLink(WorkerLinkOptions(open_timeout_seconds=20, close_timeout_seconds=5), near), far
+    return RemoteWorker(WorkerLinkOptions(open_timeout_seconds=20, close_timeout_seconds=5), near), far
 
 
 class GatedStore(LoadStore):
@@ -87,7 +87,7 @@ class GatedStore(LoadStore):
 
 
 @contextlib.asynccontextmanager
-async def in_process(store: LoadStore) -> AsyncIterator[tuple[WorkerLink, asyncio.Task[None]]]:
+async def in_process(store: LoadStore) -> AsyncIterator[tuple[RemoteWorker, asyncio.Task[None]]]:
     """A link to a `serve_worker` in this very loop."""
     rows = MmapRows(TWO_WORKERS, NUM_ROWS)
     link, far = linked()
@@ -126,7 +126,7 @@ def runs_for(seed: int) -> tuple[TransferJob, TransferJob, TransferJob]:
 
 
 @contextlib.contextmanager
-def worker_processes(file: int) -> AsyncIterator[list[tuple[WorkerLink, subprocess.Popen]]]:
+def worker_processes(file: int) -> AsyncIterator[list[tuple[RemoteWorker, subprocess.Popen]]]:
     started = []
     for index in range(TWO_WORKERS.world_size):
         link, far = linked(index)
@@ -165,7 +165,7 @@ async def test_two_worker_processes_move_exactly_their_slices_and_one_may_die(tm
         rows.close()
 
 
-async def check_bytes(links: Sequence[WorkerLink], rows: MmapRows) -> None:
+async def check_bytes(links: Sequence[RemoteWorker], rows: MmapRows) -> None:
     """Three jobs on both workers at once, against the same jobs done page by page here."""
     want = rows.view.copy()
     twins = [make_worker(TWO_WORKERS, NUM_BLOCKS, "strided", np.random.default_rng(i)) for i in range(2)]
@@ -308,7 +308,7 @@ async def test_opening_towards_a_dead_or_silent_worker_is_a_typed_error() -> Non
         await link.open(mine)
     await link.close()
     near, far = socket.socketpair()
-    link = WorkerLink(WorkerLinkOptions(open_timeout_seconds=0.01), near)
+    link = RemoteWorker(WorkerLinkOptions(open_timeout_seconds=0.01), near)
     with pytest.raises(ResourceError, match="TimeoutError"):
         await link.open(mine)
     far.close()

@@ -1,6 +1,6 @@
 """Tensor parallelism: the CPU tier's copies run in the processes that own the GPUs.
 
-The coordinator holds one `WorkerLink` for each worker process and treats it as that worker's GPU tier. In the worker
+The coordinator holds one `RemoteWorker` for each worker process and treats it as that worker's GPU tier. In the worker
 process `serve_worker` executes the jobs on a real GPU tier that is opened on the same shared region. Only places
 travel over the socket; the bytes go through the region.
 """
@@ -39,7 +39,7 @@ class WorkerLinkOptions(TierOptions):
     close_timeout_seconds: Seconds = Field(default=5.0, description="how long closing waits for jobs in flight")
 
 
-class WorkerLink(LoadStore):
+class RemoteWorker(LoadStore):
     """A worker process, as the coordinator sees it: a GPU tier whose jobs run over there.
 
     Calls end when the worker has answered, also when cancelled, because its copies go on. When the connection is lost,

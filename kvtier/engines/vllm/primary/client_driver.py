@@ -40,7 +40,7 @@ _log = logging.getLogger(LOGGER)
 
 
 class ClientDriver:
-    """Called by the scheduler's thread alone; nothing waits but a step's first lookup, for a millisecond.
+    """Calls of the scheduler's thread alone; nothing waits but a step's first lookup, for a millisecond.
 
     A hit is a row leased to its request. Workers report the ends of copies themselves.
     """

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class EmbeddedDriver:
-    """Called by the scheduler's thread alone; no call but `reset` and `close` waits for I/O.
+    """Calls of the scheduler's thread alone; no call but `reset` and `close` waits for I/O.
 
     A hit is reported only for a block whose verified bytes are in a row. It needs no lease until the end of the step,
     because between a request's scan and its load no delivery is recorded and no row is evicted. `follows`: policies
@@ -137,7 +137,7 @@ class EmbeddedDriver:
         return placed
 
     def number(self, copy: TransferJob | None) -> int:
-        """Workers report to nobody: they stamp rows and count their uses."""
+        """Number of no report: workers stamp rows and count their uses."""
         return NO_REPORT
 
     def end_load(self, request_id: str) -> None:

@@ -358,7 +358,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         self._on_reset()
 
     def _on_reset(self) -> None:
-        """What was leased is void."""
+        """Forget all leases: they are void."""
         for request_id in list(self._reserved):
             self._end_leases(request_id)
         self._scanned.clear()
