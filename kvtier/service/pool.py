@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from errno import ECANCELED
 from functools import partial
@@ -253,13 +254,19 @@ class Pool(TierStack):
         """Take in items in one step: what they set free or ask for is carried out once, at its end."""
         if session.number not in self.sessions:
             return
-        self._handling = True
-        try:
+        with self._one_step():
             for item in items:
                 take(item, self._clock())
+        self._carry_out()
+
+    @contextmanager
+    def _one_step(self) -> Iterator[None]:
+        """Calls of the stack within it carry nothing out."""
+        self._handling = True
+        try:
+            yield
         finally:
             self._handling = False
-        self._carry_out()
 
     @guard_step
     def end_session(self, session: Session, exited: bool) -> None:
@@ -267,11 +274,12 @@ class Pool(TierStack):
         if session.number not in self.sessions:
             return
         was_lost = session.lost
-        if exited:
-            session.on_exit(self._clock())
-            del self.sessions[session.number]
-        else:
-            session.lose(self._clock())
+        with self._one_step():
+            if exited:
+                session.on_exit(self._clock())
+                del self.sessions[session.number]
+            else:
+                session.lose(self._clock())
         if not was_lost and session.space is not None:
             self._namespaces.leave(session.space)
             self._count_engines()
