@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from errno import ECANCELED
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -42,40 +43,61 @@ class SessionCopyOptions(TierOptions):
     type: Literal["session"] = "session"
 
 
+FilledRow = tuple[int, int]
+"""A row and the generation of its fill."""
+
+
+@dataclass(slots=True, eq=False)
+class FillWait:
+    """A wait for fills; `left` have not ended."""
+
+    left: set[FilledRow]
+    ended: asyncio.Future[None]
+
+
 class FillEnds:
-    """The ends of fills, by row and generation; a worker may report one before the CPU tier waits for it."""
+    """The ends of fills; workers may report them before the CPU tier waits for them. `waiters` wait for each."""
 
     def __init__(self, waiters: int) -> None:
         self._waiters = waiters
-        self._ends: dict[tuple[int, int], tuple[asyncio.Future[int], list[int]]] = {}
+        self._ends: dict[FilledRow, list[int]] = {}
+        self._waits: list[FillWait] = []
+        self._cancelled = False
 
-    def end(self, row: int, generation: int, error: int) -> None:
-        """A fill has ended; `error` is 0 or an errno."""
-        future = self._entry(row, generation)[0]
-        if not future.done():
-            future.set_result(error)
+    def end(self, fills: Sequence[FilledRow], errors: Sequence[int]) -> None:
+        """These fills have ended, each with 0 or an errno."""
+        self._ends.update((fill, [error, self._waiters]) for fill, error in zip(fills, errors, strict=True))
+        for wait in self._waits:
+            wait.left.difference_update(fills)
+            if not wait.left and not wait.ended.done():
+                wait.ended.set_result(None)
+        self._waits = [wait for wait in self._waits if wait.left]
 
-    async def wait(self, row: int, generation: int) -> int:
-        """The error of a fill, once it has ended; each of so many waiters takes it once."""
-        future, left = self._entry(row, generation)
-        error = await future
-        left[0] -= 1
-        if not left[0]:
-            del self._ends[row, generation]
-        return error
+    async def wait(self, fills: Sequence[FilledRow]) -> list[int]:
+        """The error of each fill, once all of them have ended."""
+        left = {fill for fill in fills if fill not in self._ends}
+        if left and not self._cancelled:
+            wait = FillWait(left, asyncio.get_running_loop().create_future())
+            self._waits.append(wait)
+            await wait.ended
+        return [self._take(fill) for fill in fills]
 
-    def _entry(self, row: int, generation: int) -> tuple[asyncio.Future[int], list[int]]:
-        entry = self._ends.get((row, generation))
-        if entry is None:
-            future = asyncio.get_running_loop().create_future()
-            entry = self._ends[row, generation] = future, [self._waiters]
-        return entry
+    def _take(self, fill: FilledRow) -> int:
+        end = self._ends.get(fill)
+        if end is None:
+            return ECANCELED
+        end[1] -= 1
+        if not end[1]:
+            del self._ends[fill]
+        return end[0]
 
     def cancel(self) -> None:
         """Every fill that has not ended fails."""
-        for future, _ in self._ends.values():
-            if not future.done():
-                future.set_result(ECANCELED)
+        self._cancelled = True
+        for wait in self._waits:
+            if not wait.ended.done():
+                wait.ended.set_result(None)
+        self._waits.clear()
 
 
 class SessionCopies(LoadStore):
@@ -94,12 +116,12 @@ class SessionCopies(LoadStore):
 
     async def load(self, job: TransferJob) -> JobResult:
         """GPU blocks to rows: what the workers reported for each row."""
-        waits = [
-            self._ends.wait(row, generation)
+        fills = [
+            fill
             for group in job.gpu_groups
-            for row, generation in zip(group.rows.tolist(), group.generations.tolist(), strict=True)
+            for fill in zip(group.rows.tolist(), group.generations.tolist(), strict=True)
         ]
-        errors = iter(await shielded_wait(asyncio.gather(*waits)))
+        errors = iter(await shielded_wait(asyncio.ensure_future(self._ends.wait(fills))))
         outcomes = tuple(
             tuple(failed(error) if (error := next(errors)) else LOADED for _ in group.keys) for group in job.groups
         )
@@ -232,13 +254,19 @@ class Pool(TierStack):
         """Take in items in one step: what they set free or ask for is carried out once, at its end."""
         if session.number not in self.sessions:
             return
-        self._handling = True
-        try:
+        with self._one_step():
             for item in items:
                 take(item, self._clock())
+        self._carry_out()
+
+    @contextmanager
+    def _one_step(self) -> Iterator[None]:
+        """Calls of the stack within it carry nothing out."""
+        self._handling = True
+        try:
+            yield
         finally:
             self._handling = False
-        self._carry_out()
 
     @guard_step
     def end_session(self, session: Session, exited: bool) -> None:
@@ -246,11 +274,12 @@ class Pool(TierStack):
         if session.number not in self.sessions:
             return
         was_lost = session.lost
-        if exited:
-            session.on_exit(self._clock())
-            del self.sessions[session.number]
-        else:
-            session.lose(self._clock())
+        with self._one_step():
+            if exited:
+                session.on_exit(self._clock())
+                del self.sessions[session.number]
+            else:
+                session.lose(self._clock())
         if not was_lost and session.space is not None:
             self._namespaces.leave(session.space)
             self._count_engines()
@@ -364,8 +393,7 @@ class Pool(TierStack):
 
     def end_fill(self, copy: Copy) -> None:
         """All workers have reported a fill."""
-        for row, generation, error in zip(copy.rows, copy.generations, copy.errors, strict=True):
-            self._ends.end(row, generation, error)
+        self._ends.end(list(zip(copy.rows, copy.generations, strict=True)), copy.errors)
 
     def begin_reset(self, session: Session) -> None:
         """Reset as `TierStack.reset` does. The sessions know at once; `ResetDone` follows when it is durable."""

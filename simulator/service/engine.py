@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from errno import EIO
+from errno import EIO, ESTALE
 from itertools import groupby
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from kvtier.service.wire import CHANGED, UNCHANGED, Hello
 from kvtier.tier.contract import LookupResult
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import GPUGroup, JobKind, JobResult, TransferJob
-from kvtier.types.keys import OffloadKey, key_group
+from kvtier.types.keys import JobId, OffloadKey, key_group
 from kvtier.types.namespace import Namespace
 from simulator.service.plan import ServicePlan
 from simulator.service.rows import FillRecord, ServiceRows
@@ -121,6 +121,8 @@ class SimulatedEngineLife:
         self.model = model
         self.plan: ServicePlan = world.plan
         self.rng = Random(f"engine {number} of {world.seed}")
+        self.adapters = Random(f"adapters of engine {number} of {world.seed}")
+        self._unsure: dict[int, FillRecord] = {}
         self.token = f"engine {number}"
         self.manifest = Namespace(self.plan.layout, model=model).manifest().encode()
         self.workers = [SimulatedWorker(self, at) for at in range(self.plan.layout.world_size)]
@@ -194,6 +196,7 @@ class SimulatedEngineLife:
         if self.core.connected:
             self.core.lose()
         self._requests.clear()
+        self._unsure.clear()
         self._asked_weights = None
 
     def _on_items(self, items: list[Any]) -> None:
@@ -235,6 +238,8 @@ class SimulatedEngineLife:
         self._send()
         while self._tasks:
             await asyncio.wait(self._tasks)
+        self._end_unsure()
+        self._send()
         await self._check_answers()
         self.on_lost()
         self.exit()
@@ -293,6 +298,7 @@ class SimulatedEngineLife:
             core.reset()
             core.say(wire.HoldBack("other weights"))
             self.world.oracle.covered["engines held back"] += 1
+        self._end_unsure()
         if core.serves and rng.random() < 0.5:
             core.want_rows()
         self._send()
@@ -359,9 +365,21 @@ class SimulatedEngineLife:
         keys = list(chain[: self.rng.randint(1, len(chain))])
         fill = self.world.oracle.begin_fill(self.model, self.number, keys, self._foreign)
         job = self.core.job(JobKind.STORE, self._groups(keys))
-        part = self.core.begin_store(job)
+        waits = self.adapters.random() < 0.2
+        part = self.core.begin_store(job, waits)
         if part is not None:
             self._begin(part, fill, None)
+            if waits:
+                self._unsure[job.job_id] = fill
+
+    def _end_unsure(self) -> None:
+        """Some stores are of an adapter that changed meanwhile, which is known only after the copies."""
+        for job in list(self._unsure):
+            if len(self.alone.get(job, {})) == len(self.workers):
+                fill = self._unsure.pop(job)
+                fill.refused = self.adapters.random() < 0.3
+                self.world.oracle.covered["stores refused" if fill.refused else "stores confirmed"] += 1
+                self.core.end_store(JobId(job), ESTALE if fill.refused else 0)
 
     def _load(self, request: ClientRequest) -> None:
         keys = [key for key in request.leased if self.rng.random() < 0.9]
@@ -418,6 +436,9 @@ class SimulatedEngineLife:
             fill = oracle.fill_of(page, key, of, sub_block)
             if fill is None or fill.model != self.model:
                 oracle.violation(f"engine {self.number}, job {job}: a block was loaded with bytes of another one")
+                return
+            if fill.refused:
+                oracle.violation(f"engine {self.number}, job {job}: loaded blocks that their engine has refused")
                 return
             if fill.foreign and fill.owner != self.number:
                 oracle.violation(f"engine {self.number}, job {job}: loaded blocks of other weights")

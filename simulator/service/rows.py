@@ -29,7 +29,7 @@ ID_BYTES = 8
 class FillRecord:
     """A store of an engine: its bytes name it. `foreign`: of other weights than its namespace names."""
 
-    __slots__ = ("foreign", "keys", "model", "number", "owner", "void")
+    __slots__ = ("foreign", "keys", "model", "number", "owner", "refused", "void")
 
     def __init__(self, number: int, model: str, owner: int, keys: Sequence[OffloadKey], foreign: bool) -> None:
         self.number = number
@@ -37,6 +37,7 @@ class FillRecord:
         self.owner = owner
         self.keys = frozenset(keys)
         self.foreign = foreign
+        self.refused = False
         self.void: dict[OffloadKey, int] = {}
         """For keys whose block was reachable when a reset came: the number of the first such reset."""
 
