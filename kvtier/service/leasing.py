@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvtier.control.tiers.owned_tier import OwnedTier
 from kvtier.service import wire
 from kvtier.service.leases import Leases, Waiting
-from kvtier.service.pool_state import PoolState
+from kvtier.service.pool_state import HoldsRows, PoolState
 from kvtier.service.wire import LEASED, MISSING, PENDING, UNKNOWN, Breach, Item
 from kvtier.tier.contract import LookupResult
 from kvtier.types.keys import OffloadKey, RequestId
@@ -28,10 +28,10 @@ STATES = {
 class Leasing:
     """The leases of the requests of one engine, which is `number` for the control plane. `out` takes the answers.
 
-    `held_else` are the rows that the engine holds in other ways.
+    `copies` holds the engine's other rows.
     """
 
-    def __init__(self, number: int, pool: PoolState, out: list[Item], held_else: Callable[[], int]) -> None:
+    def __init__(self, number: int, pool: PoolState, out: list[Item], copies: HoldsRows) -> None:
         self.leases: dict[str, Leases] = {}
         self.found = 0
         self.leased = 0
@@ -39,14 +39,14 @@ class Leasing:
         self._number = number
         self._pool = pool
         self._out = out
-        self._held_else = held_else
+        self._copies = copies
         self._waiting: dict[int, Waiting] = {}
         self._to_begin: dict[int, Waiting] = {}
 
     @property
     def held(self) -> int:
         """Rows that the engine holds: leased, lent, in copies, or on their way for its reservations."""
-        return self.leased + self.reserving + self._held_else()
+        return self.leased + self.reserving + self._copies.held
 
     @property
     def _cpu(self) -> OwnedTier:
@@ -155,8 +155,8 @@ class Leasing:
 
     def _may_get_rows_back(self, request: str) -> bool:
         """True if rows that others than this request hold will be free without it."""
-        return bool(self.reserving or self._held_else()) or any(
-            leases.rows and name != request for name, leases in self.leases.items()
+        return bool(self.reserving or self._copies.rows) or any(
+            leases.rows and not leases.waiting and name != request for name, leases in self.leases.items()
         )
 
     @property

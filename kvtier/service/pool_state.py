@@ -9,6 +9,16 @@ from kvtier.service.quotas import Quotas
 from kvtier.types.geometry import Geometry
 
 
+class HoldsRows(Protocol):
+    """The rows of an engine in its copies, and those with what is lent to it."""
+
+    rows: int
+
+    @property
+    def held(self) -> int:
+        """Rows in copies, and lent rows."""
+
+
 class PoolState(Protocol):
     """A pool, as parts of its sessions see it."""
 

@@ -83,7 +83,7 @@ class Session:
         self._items: list[Item] = []
         self._questions: list[Item] = []
         self.copying = Copying(host, self._items, host.end_fill)
-        self.leasing = Leasing(number, host, self._items, lambda: self.copying.held)
+        self.leasing = Leasing(number, host, self._items, self.copying)
         self._workers = host.geometry.world_size
         self._notes: dict[int, str] = {}
         self._weights = WeightsCheck()

@@ -401,6 +401,24 @@ async def test_a_greedy_engine_leaves_a_modest_one_its_share(rows):
         assert (quotas.found, quotas.lent, quotas.engines) == (0, 0, 0)
 
 
+async def test_a_request_beyond_the_bound_is_cut_at_once_where_nothing_will_come_back():
+    async with pool_world(rows=16, lower=64, reservation_seconds=3600.0) as world:
+        engine = await world.engine(rows=2)
+        for number in range(24):
+            assert await engine.store(number) == [(1, STORED, "", 0)]
+        engine.number += 1
+        engine.send(wire.Reserve("r", engine.number, Keys.of(names(*range(24)))))
+        await engine.wait(lambda: any(isinstance(item, wire.Found) for item in engine.items))
+        (found,) = engine.take(wire.Found)
+        assert found.states.count(LEASED) == 16 - len(engine.lent())
+        assert found.states.count(MISSING) == 24 - found.states.count(LEASED)
+        second = await engine.reserve("s", 23)
+        assert not second, "it waits for the leases of the first"
+        engine.send(wire.Drop("r"))
+        await engine.wait(lambda: any(isinstance(item, wire.Found) for item in engine.items))
+        assert engine.take(wire.Found)[0].states == bytes((LEASED,))
+
+
 async def test_leases_are_wished_back_when_a_reservation_lacks_rows():
     async with pool_world(rows=16, lower=64, reservation_seconds=60.0) as world:
         engine = await world.engine(rows=2)
