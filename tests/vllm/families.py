@@ -285,3 +285,7 @@ def gpu_rows() -> dict[str, Row]:
     rows.append(replace(rows[1], name="deepseek_v3, MTP", engine=rows[1].engine | MTP, parts={"model": "mtp"}))
     rows.append(setting("llama, two stages", "llama", {"pipeline_parallel_size": 2, "dtype": "bfloat16"}))
     return {row.name: row for row in rows}
+
+
+SGLANG = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "olmo2", "granite", "gemma2")
+"""Families that SGLang runs on a CPU, for `tests/sglang/test_families.py`."""
