@@ -110,7 +110,7 @@ def run_elsewhere(seed: int, hash_seed: str) -> tuple[str, str]:
 
 def test_the_same_calls_give_the_same_jobs_under_two_hash_seeds(seed):
     here = trace(seed)
-    assert len(here) > 200, "a trace that says little proves little"
+    assert len(here) > 100, "a trace that says little proves little"
     one, hashed_one = run_elsewhere(seed, "1")
     two, hashed_two = run_elsewhere(seed, "2")
     assert hashed_one != hashed_two
