@@ -287,5 +287,9 @@ def gpu_rows() -> dict[str, Row]:
     return {row.name: row for row in rows}
 
 
-SGLANG = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "olmo2", "granite", "gemma2")
-"""Families that SGLang runs on a CPU, for `tests/sglang/test_families.py`."""
+SGLANG_RELEASE, SGLANG_DAY = "0.5.23", "27 November 2026"
+SGLANG = (
+    *("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", "stablelm", "gemma", "starcoder2", "ernie4_5", "arcee"),
+    *("glm4", "phi3", "mixtral", "qwen3_moe", "granitemoe"),
+)
+"""Families that SGLang runs on a CPU, for `tests/sglang/test_families.py`, and the day on which all of them passed."""
