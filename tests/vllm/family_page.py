@@ -55,7 +55,7 @@ class Table:
 
     def read(self, text: str) -> None:
         """Take in the table of a part of a page."""
-        lines = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+        lines = [line[1:-1].split("|") for line in text.splitlines() if line.startswith("|")]
         for at, head in enumerate(lines[0][2:] if lines else (), 2):
             self.cells[head] = {line[0]: line[at] for line in lines[2:]}
 
