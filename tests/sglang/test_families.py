@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from families import FAMILIES, SGLANG, VOCABULARY
 from family_models import save
+from family_page import LOGPROB_MAX
 from support_sglang import PAGE_TOKENS, Answer, Server, server
 from test_serving import backed_up, keys
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(3600)]
 LENGTHS = (300, 700, 1100)
-LOGPROB_MAX = 1e-3
 
 
 def new_tokens(seed: int, count: int) -> list[int]:

@@ -22,7 +22,7 @@ BLOCKS = 72
 NAMES = keys(24)
 PER_STACK = 50
 STACKS_MORE = 12
-"""A stack of 32 rows has every block in memory: so many more are attacked until one had I/O to look at."""
+"""Stacks attacked beyond the count until one had I/O to look at: one of 32 rows has every block in memory."""
 LOOPS_CLOSED_SHARE = 0.03
 TURNS_MAX = 60
 LOOKED_AT = "rows with I/O under way when looked at"
@@ -74,12 +74,12 @@ class Cancels:
 
     async def run(self, count: int) -> None:
         """Attack `count` times, and on until I/O was once under way when it was looked at: few calls may meet none."""
-        for turn in range(STACKS_MORE + -(-count // PER_STACK)):
-            left = count - turn * PER_STACK
-            if left <= 0 and self.tally.notes[LOOKED_AT]:
+        counts = [min(PER_STACK, count - first) for first in range(0, count, PER_STACK)]
+        for turn, attacks in enumerate([*counts, *counts[:1] * STACKS_MORE]):
+            if turn >= len(counts) and self.tally.notes[LOOKED_AT]:
                 break
             rows = self.rng.choice((4, 32))
-            await self._one_stack(self.folder / f"r{turn % 2}", rows, min(PER_STACK, left if left > 0 else count))
+            await self._one_stack(self.folder / f"r{turn % 2}", rows, attacks)
 
     async def _one_stack(self, root: Path, rows: int, count: int) -> None:
         watch = Rows(self.tally)
