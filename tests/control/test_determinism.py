@@ -50,7 +50,7 @@ def describe(emission) -> str:
     return f"job {job.job_id} {emission.position} {job.kind} {job.deadline} {job.epoch} {job.formats} {groups}"
 
 
-def trace(seed: int, steps: int = 300) -> list[str]:
+def trace(seed: int, steps: int = 450) -> list[str]:
     """Everything a plane with three tiers says to a random engine on random disks."""
     rng = random.Random(seed)
     policy = rng.choice(["lru", "arc", "reuse"])

@@ -123,7 +123,7 @@ def without_possible(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("layout", "off", "first"), [("slab", without_limits, 16), ("files", without_possible, 0)])
+@pytest.mark.parametrize(("layout", "off", "first"), [("slab", without_limits, 16), ("files", without_possible, 21)])
 def test_the_fuzzer_is_red_without(layout, off, first, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """One seed after the other from one that was red: it may not be, by what a root draws for itself, as its uuid."""
     monkeypatch.setattr(lies, "STEP_SECONDS", 2.0)

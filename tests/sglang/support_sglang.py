@@ -63,6 +63,7 @@ class Answer:
     cached: int
     details: dict[str, Any]
     seconds: float
+    logprobs: list[float]
 
     @property
     def from_storage(self) -> int:
@@ -77,13 +78,15 @@ class Server:
         self.log = log
         self.process = process
 
-    def ask(self, prompt: Sequence[int], new_tokens: int = 8) -> Answer:
+    def ask(self, prompt: Sequence[int], new_tokens: int = 8, logprobs: bool = False) -> Answer:
         began = time.monotonic()
         sampling = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
-        found = self.call("POST", "/generate", {"input_ids": list(prompt), "sampling_params": sampling})
+        asked = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": logprobs}
+        found = self.call("POST", "/generate", asked)
         about = found["meta_info"]
         details = about.get("cached_tokens_details") or {}
-        return Answer(found["output_ids"], about["cached_tokens"], details, time.monotonic() - began)
+        said = [logprob for logprob, *_ in about.get("output_token_logprobs") or ()]
+        return Answer(found["output_ids"], about["cached_tokens"], details, time.monotonic() - began, said)
 
     def flush(self) -> None:
         """Empty SGLang's own tiers; it refuses while something is under way."""

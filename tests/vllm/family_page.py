@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import date
+from textwrap import fill
 
-from families import Row, gpu_rows, rows
+from families import SGLANG, SGLANG_DAY, SGLANG_RELEASE, Row, gpu_rows, rows
 
 ENOUGH = 0.96
 LOGPROB_MAX = 1e-3
@@ -54,7 +55,7 @@ class Table:
 
     def read(self, text: str) -> None:
         """Take in the table of a part of a page."""
-        lines = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+        lines = [line[1:-1].split("|") for line in text.splitlines() if line.startswith("|")]
         for at, head in enumerate(lines[0][2:] if lines else (), 2):
             self.cells[head] = {line[0]: line[at] for line in lines[2:]}
 
@@ -97,7 +98,8 @@ class Page:
         """All of it in Markdown."""
         listed = {**self.here.rows, **self.gpu.rows}.values()
         exceptions = "\n".join(f"- {row.name}: {row.exception}" for row in listed if row.exception)
-        return TEXT.format(here=self.here.text(), gpu=self.gpu.text(), exceptions=exceptions)
+        sglang = f"{SGLANG_RELEASE}, {SGLANG_DAY}: {', '.join(SGLANG)}"
+        return TEXT.format(here=self.here.text(), gpu=self.gpu.text(), exceptions=exceptions, sglang=fill(sglang, 120))
 
 
 GPU_HEADING = "\n## What needs a GPU\n"
@@ -130,6 +132,16 @@ parts of 0.32, `tests/vllm/overlay.py`). Rows that keep states run in one proces
 
 {exceptions}
 - MLA on a CPU without AMX: vLLM does not continue after a prefix (`tests/vllm/test_mla.py`)
+
+## SGLang and LMCache
+
+`tests/sglang/test_families.py` asks prompts of 300, 700 and 1,100 tokens of the real SGLang on a CPU: every whole page
+comes back from the disk after a flush, and in a new server, with equal tokens and log-probabilities.
+
+{sglang}
+
+SGLang computes no windows and no states on a CPU. LMCache has no engine there: its server stores and loads objects of
+any family alike (`tests/lmcache`).
 """
 TEXT += GPU_HEADING
 TEXT += """

@@ -226,6 +226,7 @@ def test_an_adapter_trained_again_in_place(models, root, tmp_path):
     model, adapter = models["llama"], tmp_path / "adapter"
     prompts = asked(4, blocks=5)
     train(adapter, seed=1)
+    wait_until_storable(adapter)
     before = answers(model, tmp_path, prompts, root, adapter)
     train(adapter, seed=2)
     expected = answers(model, tmp_path, prompts, None, adapter)
@@ -237,6 +238,7 @@ def test_an_adapter_is_found_again_by_its_content_also_elsewhere(models, root, t
     model, adapter, copy = models["llama"], tmp_path / "adapter", tmp_path / "elsewhere" / "copy"
     prompts = asked(4, blocks=5)
     train(adapter, seed=1)
+    wait_until_storable(adapter)
     before = answers(model, tmp_path, prompts, root, adapter)
     shutil.copytree(adapter, copy)
     for path in (adapter, copy):
@@ -249,10 +251,12 @@ def test_an_adapter_replaced_while_the_engine_runs(models, root, tmp_path):
     model, adapter = models["llama"], tmp_path / "adapter"
     first, second, third = (asked(count, blocks=5) for count in (4, 5, 6))
     train(adapter, seed=1)
+    wait_until_storable(adapter)
     with engine(model, tmp_path, stack(root, 100, io_engine="threads"), enable_lora=True) as vllm:
         before = vllm.generate(first, adapter=str(adapter))
         train(adapter, seed=2)
         vllm.generate(second, adapter=str(adapter))  # the workers have the one before, and nothing says so
+        wait_until_storable(adapter)
         assert vllm.ask(do="load_in_place", adapter=str(adapter))
         vllm.generate(third, adapter=str(adapter))
         wait_for_the_disk(vllm, 5 * (len(first) + len(third)))
@@ -307,10 +311,7 @@ def test_a_reset_without_other_weights_goes_on_with_the_disk(models, root, tmp_p
 
 
 def train(folder: Path, seed: int) -> None:
-    """Write a LoRA adapter for the attention of the small Llama, as PEFT does; another seed, another adapter.
-
-    Returns once the files are no longer young: before that, requests of the adapter are not stored.
-    """
+    """Write a LoRA adapter for the attention of the small Llama, as PEFT does; another seed, another adapter."""
     folder.mkdir(exist_ok=True)
     rank, hidden = 8, 128
     generator = torch.Generator().manual_seed(seed)
@@ -330,7 +331,12 @@ def train(folder: Path, seed: int) -> None:
         "target_modules": list(widths),
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    time.sleep(YOUNG_SECONDS + 0.2)
+
+
+def wait_until_storable(adapter: Path) -> None:
+    """Requests of an adapter are not stored while its files are young."""
+    while time.time() - (adapter / "adapter_config.json").stat().st_ctime < YOUNG_SECONDS + 0.2:
+        time.sleep(0.1)
 
 
 def replace_between_samples(model: Path, other: Path) -> int:
